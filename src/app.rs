@@ -1,0 +1,194 @@
+//! Puts the parts together: sockets, workers, stores; owns what they share.
+
+use std::fs::OpenOptions;
+use std::io;
+use std::net::{SocketAddr, TcpListener as StdListener};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread;
+
+use socket2::{Domain, Protocol, Socket, Type};
+use tokio::net::TcpListener;
+use tokio::runtime::Builder;
+use tokio_util::sync::CancellationToken;
+use tracing::info;
+
+use crate::gateway::Gateway;
+use crate::limit::clock::Clock;
+use crate::limit::guard::{Breaker, Guard};
+use crate::limit::memory::MemoryStore;
+use crate::limit::redis::RedisStore;
+use crate::limit::{Backend, Limiter};
+use crate::observe::access::AccessLog;
+use crate::runtime::{Access, Layout, Runtime, Target};
+use crate::server::Server;
+
+/// Connections that may wait to be accepted, for each socket.
+const BACKLOG: i32 = 4096;
+
+/// Why the gateway cannot start or go on.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum AppError {
+    #[error("cannot listen on {address}: {source}{}", hint(source))]
+    Listen { address: SocketAddr, source: io::Error },
+    #[error("cannot write the access log to {}: {source}", path.display())]
+    AccessLog { path: PathBuf, source: io::Error },
+    #[error("cannot start a worker: {0}")]
+    Worker(#[source] io::Error),
+    #[error("a worker ended with a panic")]
+    Panic,
+}
+
+fn hint(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::AddrInUse => "; stop the other process, or choose another port",
+        io::ErrorKind::PermissionDenied => "; ports below 1024 need root or CAP_NET_BIND_SERVICE",
+        io::ErrorKind::AddrNotAvailable => "; this machine does not have that address",
+        _ => "",
+    }
+}
+
+/// A gateway with its sockets open, ready to serve.
+#[derive(Debug)]
+pub struct App {
+    runtime: Arc<Runtime>,
+    /// For each worker its socket of each listener.
+    sockets: Vec<Vec<StdListener>>,
+    addresses: Vec<SocketAddr>,
+    access: Option<AccessLog>,
+}
+
+impl App {
+    /// Opens the sockets and the access log.
+    ///
+    /// # Errors
+    /// An address is taken or cannot be had; the access log cannot be written.
+    pub fn open(runtime: Runtime) -> Result<Self, AppError> {
+        let accepting = match runtime.server.layout {
+            Layout::PerCore => runtime.server.workers,
+            Layout::Shared => 1,
+        };
+        let mut addresses = Vec::new();
+        let mut sockets: Vec<Vec<StdListener>> = (0..accepting).map(|_| Vec::new()).collect();
+        for &address in &runtime.listeners {
+            let failed = |source| AppError::Listen { address, source };
+            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
+            let probe = bind(address, false).map_err(failed)?;
+            // Port 0 was asked for: the probe knows which one it became.
+            let address = probe.local_addr().map_err(failed)?;
+            drop(probe);
+            for worker in &mut sockets {
+                worker.push(bind(address, true).map_err(failed)?);
+            }
+            addresses.push(address);
+        }
+        let access = access_log(&runtime)?;
+        Ok(App { runtime: Arc::new(runtime), sockets, addresses, access })
+    }
+
+    /// Serves until `stop` is cancelled and the running requests are done.
+    ///
+    /// # Errors
+    /// A worker cannot be started, or panics.
+    pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
+        self.announce();
+        let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
+        let breaker = Arc::<Breaker>::default();
+        let threads = match self.runtime.server.layout {
+            Layout::PerCore => 1,
+            Layout::Shared => self.runtime.server.workers,
+        };
+        let mut workers = Vec::new();
+        for (index, sockets) in self.sockets.into_iter().enumerate() {
+            let worker = Worker {
+                runtime: self.runtime.clone(),
+                memory: memory.clone(),
+                breaker: breaker.clone(),
+                access: self.access.clone(),
+                stop: stop.clone(),
+            };
+            let run = move || worker.run(threads, sockets);
+            workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
+        }
+        let mut result = Ok(());
+        for worker in workers {
+            result = result.and(worker.join().unwrap_or(Err(AppError::Panic)));
+        }
+        if let Some(access) = self.access {
+            access.flush();
+        }
+        result
+    }
+
+    fn announce(&self) {
+        let addresses: Vec<_> = self.addresses.iter().map(|address| format!("http://{address}")).collect();
+        let runtime = &self.runtime;
+        let example = runtime.routes.iter().find(|route| matches!(route.target, Target::Respond(_)));
+        let example = example.or(runtime.routes.first()).map_or("/", |route| &route.path);
+        info!(
+            "sluicegate {} listens on {}; store: {}; {} routes, {} limits; try: curl -i {}{example}",
+            env!("CARGO_PKG_VERSION"),
+            addresses.join(", "),
+            runtime.store.name,
+            runtime.routes.len(),
+            runtime.limits.len(),
+            addresses.first().map_or("", String::as_str),
+        );
+    }
+}
+
+/// What a worker takes along to its thread.
+struct Worker {
+    runtime: Arc<Runtime>,
+    memory: Arc<MemoryStore>,
+    breaker: Arc<Breaker>,
+    access: Option<AccessLog>,
+    stop: CancellationToken,
+}
+
+impl Worker {
+    fn run(self, threads: usize, sockets: Vec<StdListener>) -> Result<(), AppError> {
+        let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
+        let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
+        runtime.block_on(async {
+            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
+            let server = Server::new(Gateway::new(self.runtime.clone(), self.limiter(), self.access), self.stop);
+            server.run(listeners.map_err(AppError::Worker)?).await;
+            Ok(())
+        })
+    }
+
+    fn limiter(&self) -> Limiter {
+        let Some(settings) = &self.runtime.store.redis else {
+            return Limiter::new(Backend::Memory(self.memory.clone()));
+        };
+        let store = RedisStore::new(settings, Clock::Store);
+        let store = Guard::new(store, self.breaker.clone(), self.runtime.store.timeout);
+        store.warm_up();
+        Limiter::new(Backend::Redis { store, fallback: self.memory.clone() })
+    }
+}
+
+fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    // A restart must not wait for the connections of the process before.
+    socket.set_reuse_address(true)?;
+    socket.set_reuse_port(share)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+fn access_log(runtime: &Runtime) -> Result<Option<AccessLog>, AppError> {
+    let (path, out): (_, Box<dyn io::Write + Send>) = match &runtime.log.access {
+        Access::Off => return Ok(None),
+        Access::Stdout => (PathBuf::from("standard output"), Box::new(io::stdout())),
+        Access::File(path) => {
+            let file = OpenOptions::new().create(true).append(true).open(path);
+            (path.clone(), Box::new(file.map_err(|source| AppError::AccessLog { path: path.clone(), source })?))
+        }
+    };
+    AccessLog::start(runtime.log.format, out).map(Some).map_err(|source| AppError::AccessLog { path, source })
+}

@@ -1,0 +1,65 @@
+//! The command line: one file for each command.
+
+mod check;
+mod run;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use annotate_snippets::Renderer;
+use clap::{Parser, Subcommand};
+
+use crate::config::error::ConfigError;
+use crate::runtime::Runtime;
+
+/// Exit code of a configuration that cannot be used.
+const BAD_CONFIG: u8 = 2;
+
+/// An HTTP gateway with exact, distributed rate limits.
+///
+/// Matches routes, finds out who asks, makes one atomic store call, and forwards the request or answers 429.
+#[derive(Debug, Parser)]
+#[command(version, max_term_width = 100)]
+pub struct Arguments {
+    #[command(subcommand)]
+    command: Option<Command>,
+
+    /// The configuration
+    #[arg(long, short, global = true, value_name = "FILE", default_value = "gateway.toml", env = "SLUICEGATE_CONFIG")]
+    config: PathBuf,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Serve (the default)
+    Run,
+    /// Check the configuration and say what is wrong with it; exit code 2 if something is
+    Check,
+}
+
+/// Carries out a command.
+///
+/// # Errors
+/// The gateway could not start or had to stop.
+pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let runtime = match Runtime::load(&arguments.config, &|name| std::env::var(name).ok()) {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            complain(&error);
+            return Ok(ExitCode::from(BAD_CONFIG));
+        }
+    };
+    match arguments.command {
+        None | Some(Command::Run) => run::run(runtime),
+        Some(Command::Check) => check::check(&arguments.config, &runtime),
+    }
+    .map(|()| ExitCode::SUCCESS)
+}
+
+#[allow(clippy::print_stderr)]
+fn complain(error: &ConfigError) {
+    use std::io::IsTerminal;
+    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+    let renderer = if colours { Renderer::styled() } else { Renderer::plain() };
+    eprintln!("{}", error.report(&renderer));
+}

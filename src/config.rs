@@ -1,0 +1,226 @@
+//! The configuration as written: types for the file, nothing interpreted yet.
+//!
+//! Every value keeps its place in the file, so that whoever interprets it can point there.
+
+pub mod error;
+pub mod file;
+mod keys;
+
+use std::collections::BTreeMap;
+
+use serde::Deserialize;
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
+use toml::Spanned;
+
+/// A string with its place.
+pub type Text = Spanned<String>;
+
+/// `gateway.toml`.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Config {
+    pub server: Server,
+    pub listener: Vec<Spanned<Listener>>,
+    pub log: Log,
+    pub store: Store,
+    pub client_ip: ClientIp,
+    pub api_key: ApiKey,
+    pub limit: BTreeMap<String, Spanned<Limit>>,
+    pub upstream: BTreeMap<String, Spanned<Upstream>>,
+    pub route: Vec<Spanned<Route>>,
+}
+
+/// `[server]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Server {
+    pub workers: Option<Spanned<i64>>,
+    pub runtime: Option<Text>,
+    pub drain_timeout: Option<Text>,
+    pub header_timeout: Option<Text>,
+    pub idle_timeout: Option<Text>,
+    pub max_header_size: Option<Text>,
+    pub max_headers: Option<Spanned<i64>>,
+    pub max_uri: Option<Text>,
+    pub http2_max_streams: Option<Spanned<i64>>,
+}
+
+/// `[[listener]]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Listener {
+    pub address: Option<Text>,
+}
+
+/// `[log]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Log {
+    pub format: Option<Text>,
+    pub level: Option<Text>,
+    pub access: Option<Text>,
+}
+
+/// `[store]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Store {
+    pub url: Option<Text>,
+    pub timeout: Option<Text>,
+    pub connections: Option<Spanned<i64>>,
+    pub prefix: Option<Text>,
+    pub secret: Option<Text>,
+    pub instances: Option<Spanned<i64>>,
+    pub memory_identities: Option<Spanned<i64>>,
+}
+
+/// `[client_ip]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct ClientIp {
+    pub trusted_proxies: Vec<Text>,
+    pub header: Option<Text>,
+    pub ipv4_prefix: Option<Spanned<i64>>,
+    pub ipv6_prefix: Option<Spanned<i64>>,
+}
+
+/// `[api_key]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct ApiKey {
+    pub header: Option<Text>,
+    pub consumers: Option<Text>,
+    pub on_missing: Option<Text>,
+    pub on_unknown: Option<Text>,
+}
+
+/// `[limit.NAME]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Limit {
+    pub by: Option<Spanned<OneOrMany>>,
+    pub algorithm: Option<Text>,
+    pub quota: Option<Text>,
+    pub burst: Option<Spanned<i64>>,
+    pub start: Option<Text>,
+    pub on_missing: Option<Text>,
+    pub on_store_error: Option<Text>,
+}
+
+/// `[upstream.NAME]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Upstream {
+    pub servers: Vec<Spanned<UpstreamServer>>,
+    pub connect_timeout: Option<Text>,
+    pub response_timeout: Option<Text>,
+    pub pool_idle_timeout: Option<Text>,
+}
+
+/// `[[route]]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Route {
+    pub name: Option<Text>,
+    pub host: Option<Text>,
+    pub path: Option<Text>,
+    pub methods: Option<Vec<Text>>,
+    pub headers: BTreeMap<String, Text>,
+    pub upstream: Option<Spanned<String>>,
+    pub respond: Option<Spanned<Respond>>,
+    pub limits: Vec<Text>,
+    pub cost: Option<Spanned<i64>>,
+}
+
+/// `respond = { … }` of a route
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Respond {
+    pub status: Option<Spanned<i64>>,
+    pub body: Option<Text>,
+    pub content_type: Option<Text>,
+}
+
+/// `consumers.toml`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Consumers {
+    pub consumer: Vec<Spanned<Consumer>>,
+}
+
+/// `[[consumer]]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Consumer {
+    pub name: Option<Text>,
+    pub keys: Vec<Text>,
+}
+
+/// `"ip"` or `["ip", "route"]`.
+#[derive(Debug, Default)]
+pub struct OneOrMany(pub Vec<String>);
+
+/// `"http://…"` or `{ url = "http://…" }`.
+#[derive(Debug, Default)]
+pub struct UpstreamServer {
+    /// Where it listens.
+    pub url: String,
+}
+
+impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = OneOrMany;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a string or a list of strings")
+            }
+            fn visit_str<E>(self, one: &str) -> Result<OneOrMany, E> {
+                Ok(OneOrMany(vec![one.to_owned()]))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<OneOrMany, A::Error> {
+                Vec::deserialize(value::SeqAccessDeserializer::new(seq)).map(OneOrMany)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for UpstreamServer {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = UpstreamServer;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a URL or a table with `url`")
+            }
+            fn visit_str<E>(self, url: &str) -> Result<UpstreamServer, E> {
+                Ok(UpstreamServer { url: url.to_owned() })
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamServer, A::Error> {
+                let table = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
+                Ok(UpstreamServer { url: table.url })
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+/// The table form of a server.
+#[derive(Debug, Deserialize)]
+struct ServerTable {
+    url: String,
+}

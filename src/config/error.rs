@@ -1,0 +1,91 @@
+//! What is wrong with a configuration: where, and what to do about it.
+
+use std::fmt;
+use std::ops::Range;
+use std::path::PathBuf;
+
+use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
+
+/// One fault in a file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Issue {
+    /// Bytes of the file; none where the fault is the file itself.
+    pub span: Option<Range<usize>>,
+    /// What is wrong.
+    pub message: String,
+    /// What to do.
+    pub hint: Option<String>,
+}
+
+impl Issue {
+    /// A fault at a place.
+    pub fn at(span: Range<usize>, message: impl Into<String>) -> Self {
+        Issue { span: Some(span), message: message.into(), hint: None }
+    }
+
+    /// Says what to do.
+    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.hint = Some(hint.into());
+        self
+    }
+}
+
+/// All faults of one file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FaultyFile {
+    /// The file.
+    pub path: PathBuf,
+    /// Its text; empty when it could not be read.
+    pub text: String,
+    /// Its faults.
+    pub issues: Vec<Issue>,
+}
+
+/// Why there is no usable configuration. Displays as a report with file, line, column, the line itself and a hint.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigError {
+    /// The files with faults.
+    pub files: Vec<FaultyFile>,
+}
+
+impl std::error::Error for ConfigError {}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.report(&Renderer::plain()))
+    }
+}
+
+impl ConfigError {
+    /// The report, with colours if the renderer has them.
+    pub fn report(&self, renderer: &Renderer) -> String {
+        let mut parts = Vec::new();
+        for file in &self.files {
+            let path = file.path.display().to_string();
+            // In the order of the file, whatever the order in which it was checked.
+            let mut issues: Vec<_> = file.issues.iter().collect();
+            issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
+            parts.extend(issues.into_iter().map(|issue| render(renderer, &path, &file.text, issue)));
+        }
+        parts.join("\n\n")
+    }
+}
+
+fn render(renderer: &Renderer, path: &str, text: &str, issue: &Issue) -> String {
+    let Some(span) = &issue.span else {
+        let mut group = Level::ERROR.primary_title(format!("{path}: {}", issue.message)).elements([] as [Snippet<'_, annotate_snippets::Annotation<'_>>; 0]);
+        if let Some(hint) = &issue.hint {
+            group = group.element(Level::HELP.message(hint.as_str()));
+        }
+        return renderer.render(&[group]);
+    };
+    // A table's place may cover many lines; its head says where it is.
+    let line_end = text[span.start..].find('\n').map_or(text.len(), |end| span.start + end);
+    let span = span.start..span.end.min(line_end).max(span.start);
+    let snippet = Snippet::source(text).path(path).annotation(AnnotationKind::Primary.span(span));
+    let mut group = Level::ERROR.primary_title(issue.message.as_str()).element(snippet);
+    if let Some(hint) = &issue.hint {
+        group = group.element(Level::HELP.message(hint.as_str()));
+    }
+    renderer.render(&[group])
+}

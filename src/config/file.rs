@@ -1,0 +1,147 @@
+//! Reads a file of the configuration: TOML, then the environment, then types; unknown keys are collected.
+
+use std::path::Path;
+
+use serde::de::DeserializeOwned;
+use serde_ignored::Path as KeyPath;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::error::{FaultyFile, Issue};
+pub use super::keys::nearest;
+use super::keys::unknown;
+use super::{Config, Consumers};
+
+/// A file as far as it could be read, with the faults found so far.
+#[derive(Debug)]
+pub struct File<T> {
+    /// Its values.
+    pub value: T,
+    /// Its text.
+    pub text: String,
+    /// Keys that nothing reads, variables that are not set.
+    pub issues: Vec<Issue>,
+}
+
+/// Looks a variable of the environment up.
+pub type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// Reads `gateway.toml`.
+///
+/// # Errors
+/// It cannot be read, is no TOML, or has a value of the wrong type.
+pub fn gateway(path: &Path, environment: Environment<'_>) -> Result<File<Config>, FaultyFile> {
+    read(path, environment, false)
+}
+
+/// Reads `consumers.toml`.
+///
+/// # Errors
+/// As [`gateway`].
+pub fn consumers(path: &Path, environment: Environment<'_>) -> Result<File<Consumers>, FaultyFile> {
+    read(path, environment, true)
+}
+
+fn read<T: DeserializeOwned>(path: &Path, environment: Environment<'_>, consumers: bool) -> Result<File<T>, FaultyFile> {
+    let faulty = |text: &str, issues| FaultyFile { path: path.to_owned(), text: text.to_owned(), issues };
+    let text = std::fs::read_to_string(path).map_err(|error| {
+        let hint = match error.kind() {
+            std::io::ErrorKind::NotFound => "name another file with --config FILE",
+            std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
+            _ => "the gateway must be allowed to read it",
+        };
+        let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
+        faulty("", vec![issue])
+    })?;
+    let typed = |error: &toml::de::Error| {
+        let message = error.message().replace('\n', ", ");
+        faulty(&text, vec![Issue { span: Some(error.span().unwrap_or(0..0)), message, hint: None }])
+    };
+    let mut table = DeTable::parse(&text).map_err(|error| typed(&error))?;
+    let mut issues = Vec::new();
+    for (_, value) in table.get_mut().iter_mut() {
+        substitute(value, environment, &mut issues);
+    }
+    let places = table.clone();
+    let mut ignored = Vec::new();
+    let value = serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(segments(&path)))
+        .map_err(|error| typed(&error))?;
+    for path in ignored {
+        let (message, hint) = unknown(&path, consumers);
+        issues.push(Issue { span: place(places.get_ref(), &path), message, hint });
+    }
+    Ok(File { value, text, issues })
+}
+
+/// Replaces `${NAME}` and `${NAME:-default}` in every string, after parsing: a value can never become syntax.
+fn substitute(value: &mut Spanned<DeValue<'_>>, environment: Environment<'_>, issues: &mut Vec<Issue>) {
+    let span = value.span();
+    match value.get_mut() {
+        DeValue::String(text) if text.contains("${") => {
+            let mut out = String::new();
+            let mut rest = &**text;
+            while let Some((before, after)) = rest.split_once("${") {
+                out.push_str(before);
+                let Some((expression, behind)) = after.split_once('}') else {
+                    issues.push(Issue::at(span, "`${` without `}`"));
+                    return;
+                };
+                let (name, default) = match expression.split_once(":-") {
+                    Some((name, default)) => (name, Some(default)),
+                    None => (expression, None),
+                };
+                match environment(name).filter(|value| !value.is_empty() || default.is_none()) {
+                    Some(found) => out.push_str(&found),
+                    None => match default {
+                        Some(default) => out.push_str(default),
+                        None => issues.push(
+                            Issue::at(span.clone(), format!("the environment has no `{name}`"))
+                                .hint(format!("set it, or give a default: ${{{name}:-value}}")),
+                        ),
+                    },
+                }
+                rest = behind;
+            }
+            out.push_str(rest);
+            *text = out.into();
+        }
+        DeValue::Array(items) => items.iter_mut().for_each(|item| substitute(item, environment, issues)),
+        DeValue::Table(table) => table.iter_mut().for_each(|(_, value)| substitute(value, environment, issues)),
+        _ => {}
+    }
+}
+
+fn segments(path: &KeyPath<'_>) -> Vec<String> {
+    match path {
+        KeyPath::Root => Vec::new(),
+        KeyPath::Seq { parent, index } => join(parent, index.to_string()),
+        KeyPath::Map { parent, key } => join(parent, key.clone()),
+        KeyPath::Some { parent } | KeyPath::NewtypeStruct { parent } | KeyPath::NewtypeVariant { parent } => {
+            segments(parent)
+        }
+    }
+}
+
+fn join(parent: &KeyPath<'_>, last: String) -> Vec<String> {
+    let mut all = segments(parent);
+    all.push(last);
+    all
+}
+
+/// The place of the key at the end of a path.
+fn place(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usize>> {
+    let (first, rest) = path.split_first()?;
+    let (key, mut value) = table.iter().find(|(key, _)| key.get_ref() == first)?;
+    let mut rest = rest;
+    if rest.is_empty() {
+        return Some(key.span());
+    }
+    while let (DeValue::Array(items), Some(index)) = (value.get_ref(), rest.first()) {
+        value = items.get(index.parse::<usize>().ok()?)?;
+        rest = &rest[1..];
+    }
+    match value.get_ref() {
+        DeValue::Table(inner) => place(inner, rest),
+        _ => Some(key.span()),
+    }
+}

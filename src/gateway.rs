@@ -1,0 +1,240 @@
+//! The path of a request, top to bottom.
+
+use std::borrow::Cow;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use http::header::{CONTENT_TYPE, EXPECT, HOST, HeaderValue};
+use http::{HeaderMap, Method, Request, Response, Uri, Version, uri};
+use hyper::body::Incoming;
+use tracing::warn;
+use uuid::Uuid;
+
+use crate::account::Record;
+use crate::http::body::Body;
+use crate::http::headers::{self, Origin, X_REQUEST_ID};
+use crate::http::path::canonical;
+use crate::http::{fields, host};
+use crate::identity::Asker;
+use crate::limit::key::Encoder;
+use crate::limit::{Check, Decision, Limiter};
+use crate::observe::access::AccessLog;
+use crate::reply::{Rejection, standing};
+use crate::route::NoMatch;
+use crate::runtime::{Route, Runtime, Target};
+use crate::upstream::Upstream;
+
+/// One worker's gateway.
+#[derive(Debug)]
+pub struct Gateway {
+    runtime: Arc<Runtime>,
+    limiter: Limiter,
+    upstreams: Vec<Upstream>,
+    access: Option<AccessLog>,
+}
+
+/// The other end of a downstream connection.
+#[derive(Debug)]
+pub struct Peer {
+    /// Its address; IPv4-mapped ones as IPv4.
+    pub address: IpAddr,
+    /// What upstreams are told of it.
+    pub origin: Origin,
+}
+
+impl Peer {
+    /// The peer of a connection.
+    pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
+        let address = address.to_canonical();
+        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)) }
+    }
+}
+
+impl Gateway {
+    /// A gateway with connections of its own.
+    pub fn new(runtime: Arc<Runtime>, limiter: Limiter, access: Option<AccessLog>) -> Self {
+        let upstreams = runtime.upstreams.iter().cloned().map(Upstream::new).collect();
+        Gateway { runtime, limiter, upstreams, access }
+    }
+
+    /// The configuration that it serves.
+    pub fn runtime(&self) -> &Runtime {
+        &self.runtime
+    }
+
+    /// Answers a request. Dropping the future ends whatever it waits for.
+    pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
+        let mut record = self.access.as_ref().map(|log| {
+            Record::open(log.clone(), peer.address, request.method().clone(), request.uri().path())
+        });
+        let (response, outcome) = match self.serve(request, peer, record.as_mut()).await {
+            Ok(response) => (response, "ok"),
+            Err(rejection) => {
+                if let Rejection::Upstream(error) = &rejection {
+                    warn!(%error, "no answer from upstream");
+                }
+                rejection.into_response()
+            }
+        };
+        match record {
+            Some(record) => record.attach(response, outcome),
+            None => response,
+        }
+    }
+
+    async fn serve(
+        &self,
+        request: Request<Incoming>,
+        peer: &Peer,
+        mut record: Option<&mut Record>,
+    ) -> Result<Response<Body>, Rejection<'_>> {
+        let target = Addressed::read(&request, self.runtime.server.max_uri)?;
+        let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
+            Ok(route) => route,
+            Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
+            Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
+        };
+        let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
+        let decision = self.decide(route, request.headers(), peer, record.as_deref_mut()).await?;
+        if !decision.admitted {
+            return Err(Rejection::OverLimit(decision));
+        }
+        let mut response = match &route.target {
+            Target::Respond(respond) => {
+                let mut response = Response::new(Body::full(respond.body.clone()));
+                *response.status_mut() = respond.status;
+                response.headers_mut().insert(CONTENT_TYPE, respond.content_type.clone());
+                response
+            }
+            Target::Upstream(index) => self.forward(&self.upstreams[*index], request, path, peer, record).await?,
+        };
+        advertise(response.headers_mut(), route, &decision);
+        Ok(response)
+    }
+
+    /// Asks all limits of a route at once.
+    async fn decide<'a>(
+        &'a self,
+        route: &'a Route,
+        headers: &HeaderMap,
+        peer: &Peer,
+        mut record: Option<&mut Record>,
+    ) -> Result<Decision<'a>, Rejection<'a>> {
+        let runtime = &self.runtime;
+        let mut checks = Vec::with_capacity(route.limits.len());
+        if !route.limits.is_empty() || record.is_some() {
+            let client = runtime.client_ip.client(peer.address, headers);
+            let network = runtime.client_ip.network(client);
+            let asker = Asker { headers, network, trusted: peer.origin.trusted, route: &route.name };
+            let mut encoder = Encoder::default();
+            let mut identify = |by: &crate::identity::By| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder);
+            let identities: Result<Vec<_>, _> = route.identities.iter().map(&mut identify).collect();
+            if let Some(record) = &mut record {
+                record.client = client;
+                record.route = Some(route.name.clone());
+            }
+            let identities = identities.map_err(Rejection::Identity)?;
+            for (limit, index) in &route.limits {
+                checks.extend(identities[*index].map(|identity| Check { limit, identity, cost: route.cost }));
+            }
+        }
+        let decision = self.limiter.check(&checks).await.map_err(Rejection::Unavailable)?;
+        if let Some(record) = record.filter(|_| !checks.is_empty()) {
+            record.decided_by = Some(decision.source.word());
+        }
+        Ok(decision)
+    }
+
+    async fn forward(
+        &self,
+        upstream: &Upstream,
+        request: Request<Incoming>,
+        path: Option<String>,
+        peer: &Peer,
+        record: Option<&mut Record>,
+    ) -> Result<Response<Body>, Rejection<'_>> {
+        let (mut parts, body) = request.into_parts();
+        let headers = &mut parts.headers;
+        headers::strip_hop_by_hop(headers);
+        // Our own side answers 100-continue, when the body is first asked for.
+        headers.remove(EXPECT);
+        if !peer.origin.trusted {
+            for name in &self.runtime.user_headers {
+                headers.remove(name);
+            }
+        }
+        headers::strip_aliases(headers, &self.runtime.user_headers);
+        if parts.version == Version::HTTP_2 {
+            headers::join_cookies(headers);
+        }
+        // The host that was routed on is the only one.
+        if let Some(authority) = parts.uri.authority() {
+            headers.extend(HeaderValue::from_str(authority.as_str()).ok().map(|host| (HOST, host)));
+        }
+        let host = headers.get(HOST).cloned();
+        if host.is_none() {
+            headers.extend(HeaderValue::from_str(upstream.authority()).ok().map(|host| (HOST, host)));
+        }
+        headers::set_forwarded(headers, &peer.origin, host.as_ref(), parts.version);
+        let id = headers.entry(X_REQUEST_ID).or_insert_with(request_id);
+        if let (Some(record), Ok(id)) = (record, id.to_str()) {
+            record.request_id = id.into();
+        }
+        if path.is_some() || parts.uri.authority().is_some() {
+            parts.uri = origin_form(&parts.uri, path.as_deref());
+        }
+        parts.version = Version::HTTP_11;
+        let response = upstream.send(Request::from_parts(parts, body)).await.map_err(Rejection::Upstream)?;
+        let (mut parts, body) = response.into_parts();
+        headers::strip_hop_by_hop(&mut parts.headers);
+        parts.version = Version::HTTP_11;
+        Ok(Response::from_parts(parts, body))
+    }
+}
+
+/// Where a request wants to go, in the form that routes are matched by.
+struct Addressed<'a> {
+    host: Cow<'a, str>,
+    path: Cow<'a, str>,
+}
+
+impl<'a> Addressed<'a> {
+    fn read(request: &'a Request<Incoming>, max_uri: usize) -> Result<Self, Rejection<'static>> {
+        let uri = request.uri();
+        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
+            return Err(Rejection::Method);
+        }
+        if uri.path_and_query().map_or(0, |target| target.as_str().len()) > max_uri {
+            return Err(Rejection::UriTooLong);
+        }
+        let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
+        let path = canonical(uri.path()).map_err(Rejection::Path)?;
+        Ok(Addressed { host, path })
+    }
+}
+
+/// The RateLimit fields of an admitted request.
+fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
+    let standings = || decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome));
+    let all = decision.limits.len() == route.limits.len();
+    let policy = if all { route.policy.clone() } else { fields::policy(standings()) };
+    fields::advertise(headers, policy, standings());
+}
+
+fn request_id() -> HeaderValue {
+    let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
+    let id = Uuid::now_v7().hyphenated().encode_lower(&mut text);
+    // Hex digits and hyphens are a valid value.
+    HeaderValue::from_str(id).unwrap_or(HeaderValue::from_static("-"))
+}
+
+/// Path and query only, the path in canonical form.
+fn origin_form(uri: &Uri, path: Option<&str>) -> Uri {
+    let path = path.unwrap_or(uri.path());
+    let target = match uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.to_owned(),
+    };
+    // A canonical path and a query that was parsed before are valid.
+    uri::PathAndQuery::try_from(target).map_or_else(|_| Uri::from_static("/"), Uri::from)
+}

@@ -1,0 +1,8 @@
+//! HTTP as such: canonical paths, header rules, bodies, response fields. Knows no limits and no configuration.
+
+pub mod activity;
+pub mod body;
+pub mod fields;
+pub mod headers;
+pub mod host;
+pub mod path;

@@ -1,0 +1,54 @@
+//! What goes on on one downstream connection, for its deadlines.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::limit::clock::monotonic;
+
+/// Requests in flight on a connection, and since when there are none.
+#[derive(Debug)]
+pub struct Activity {
+    opened: Instant,
+    in_flight: AtomicUsize,
+    /// ms after `opened` at which the last response ended; 0 before the first.
+    ended_ms: AtomicU64,
+}
+
+/// A request in flight: from its head until the response body is gone.
+#[derive(Debug)]
+pub struct InFlight(Arc<Activity>);
+
+impl Activity {
+    /// Of a connection that opens now.
+    pub fn new() -> Arc<Self> {
+        Arc::new(Activity { opened: monotonic(), in_flight: AtomicUsize::new(0), ended_ms: AtomicU64::new(0) })
+    }
+
+    /// A request starts.
+    pub fn enter(self: &Arc<Self>) -> InFlight {
+        self.in_flight.fetch_add(1, Ordering::Relaxed);
+        InFlight(self.clone())
+    }
+
+    /// How long the connection may stay as it is, by its two deadlines; none = it is over.
+    pub fn grace(&self, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
+        if self.in_flight.load(Ordering::Relaxed) > 0 {
+            return Some(idle_timeout);
+        }
+        let age = self.opened.elapsed();
+        let left = match self.ended_ms.load(Ordering::Relaxed) {
+            0 => header_timeout.checked_sub(age),
+            ended => (Duration::from_millis(ended) + idle_timeout).checked_sub(age),
+        };
+        left.filter(|left| !left.is_zero())
+    }
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let ended = self.0.opened.elapsed().as_millis() as u64;
+        self.0.ended_ms.store(ended.max(1), Ordering::Relaxed);
+        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,181 @@
+//! Bodies: what we answer with, and what we watch while it passes through.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use hyper::body::Incoming;
+
+use super::activity::InFlight;
+
+/// Told when a response body is over.
+pub trait Ending: Send {
+    /// The body reached its end (`complete`) or was dropped before; `sent` bytes of data went out.
+    fn ended(self: Box<Self>, sent: u64, complete: bool);
+}
+
+/// A response body.
+pub struct Body {
+    source: Source,
+    sent: u64,
+    complete: bool,
+    /// Told at the end of the data, while the connection behind it is still good.
+    lease: Option<Box<dyn Ending>>,
+    /// Told once the body is gone.
+    record: Option<Box<dyn Ending>>,
+    /// Holds the request's place on its connection.
+    in_flight: Option<InFlight>,
+}
+
+enum Source {
+    Own(Option<Bytes>),
+    Upstream(Incoming),
+}
+
+impl Body {
+    /// A body of our own.
+    pub fn full(bytes: impl Into<Bytes>) -> Self {
+        let bytes = bytes.into();
+        let complete = bytes.is_empty();
+        Body { source: Source::Own((!complete).then_some(bytes)), sent: 0, complete, lease: None, record: None, in_flight: None }
+    }
+
+    /// An upstream's body; `lease` hears of its end.
+    pub fn upstream(body: Incoming, lease: Box<dyn Ending>) -> Self {
+        let source = Source::Upstream(body);
+        let mut body = Body { source, sent: 0, complete: false, lease: Some(lease), record: None, in_flight: None };
+        body.notice_end();
+        body
+    }
+
+    /// `record` hears when the body is gone.
+    pub fn recorded(mut self, record: Box<dyn Ending>) -> Self {
+        self.record = Some(record);
+        self
+    }
+
+    /// Keeps the request in flight until the body is gone.
+    pub fn holding(mut self, in_flight: InFlight) -> Self {
+        self.in_flight = Some(in_flight);
+        self
+    }
+
+    fn notice_end(&mut self) {
+        if self.is_end_stream() {
+            self.complete = true;
+            if let Some(lease) = self.lease.take() {
+                lease.ended(self.sent, true);
+            }
+        }
+    }
+}
+
+impl HttpBody for Body {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let frame = match &mut self.source {
+            Source::Own(bytes) => bytes.take().map(|bytes| Ok(Frame::data(bytes))),
+            Source::Upstream(body) => ready!(Pin::new(body).poll_frame(cx)),
+        };
+        match &frame {
+            Some(Ok(frame)) => self.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
+            Some(Err(_)) => return Poll::Ready(frame),
+            None => self.complete = true,
+        }
+        if frame.is_none() {
+            if let Some(lease) = self.lease.take() {
+                lease.ended(self.sent, true);
+            }
+        } else {
+            self.notice_end();
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.source {
+            Source::Own(bytes) => bytes.is_none(),
+            Source::Upstream(body) => body.is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.source {
+            Source::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            Source::Upstream(body) => body.size_hint(),
+        }
+    }
+}
+
+impl Drop for Body {
+    fn drop(&mut self) {
+        for ending in [self.lease.take(), self.record.take()].into_iter().flatten() {
+            ending.ended(self.sent, self.complete);
+        }
+    }
+}
+
+/// A request body on its way to an upstream.
+pub struct RequestBody {
+    body: Option<Incoming>,
+    progress: Option<Arc<Progress>>,
+}
+
+/// How far a request body has come, for whoever waits for the response to it.
+#[derive(Debug, Default)]
+pub struct Progress {
+    frames: AtomicU64,
+}
+
+impl Progress {
+    const DONE: u64 = 1 << 63;
+
+    /// A number that changes whenever something was sent, and whether all was.
+    pub fn read(&self) -> (u64, bool) {
+        let frames = self.frames.load(Ordering::Relaxed);
+        (frames, frames & Self::DONE != 0)
+    }
+}
+
+impl RequestBody {
+    /// A body, with the progress of one that is not empty.
+    pub fn new(body: Incoming) -> (Self, Option<Arc<Progress>>) {
+        let progress = (!body.is_end_stream()).then(Arc::<Progress>::default);
+        (RequestBody { body: Some(body), progress: progress.clone() }, progress)
+    }
+
+    /// No body.
+    pub fn empty() -> Self {
+        RequestBody { body: None, progress: None }
+    }
+}
+
+impl HttpBody for RequestBody {
+    type Data = Bytes;
+    type Error = hyper::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
+        let Some(body) = &mut self.body else { return Poll::Ready(None) };
+        let frame = ready!(Pin::new(body).poll_frame(cx));
+        if let Some(progress) = &self.progress {
+            match frame {
+                Some(_) => progress.frames.fetch_add(1, Ordering::Relaxed),
+                None => progress.frames.fetch_or(Progress::DONE, Ordering::Relaxed),
+            };
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.as_ref().is_none_or(Incoming::is_end_stream)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.as_ref().map_or(SizeHint::with_exact(0), Incoming::size_hint)
+    }
+}

@@ -1,0 +1,236 @@
+//! What happens to the header section of a request on its way upstream, and of a response on its way back.
+
+use std::net::IpAddr;
+
+use http::header::{CONNECTION, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA};
+use http::{Method, Version};
+
+/// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
+const HOP_BY_HOP: [HeaderName; 7] = [
+    CONNECTION,
+    HeaderName::from_static("keep-alive"),
+    HeaderName::from_static("proxy-connection"),
+    TE,
+    TRAILER,
+    TRANSFER_ENCODING,
+    UPGRADE,
+];
+
+const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+const X_FORWARDED_PORT: HeaderName = HeaderName::from_static("x-forwarded-port");
+/// The name of the request id's field.
+pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
+
+/// What every request of a connection is told to come from.
+#[derive(Debug, Clone)]
+pub struct Origin {
+    /// The peer's address as a field value.
+    pub address: HeaderValue,
+    /// `http` or `https`.
+    pub scheme: HeaderValue,
+    /// Whether what the peer says of others is believed.
+    pub trusted: bool,
+}
+
+impl Origin {
+    /// For a peer.
+    pub fn new(address: IpAddr, scheme: &'static str, trusted: bool) -> Self {
+        let mut text = bytes::BytesMut::with_capacity(45);
+        // Writing to memory does not fail, and an address is a valid field value.
+        let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
+        let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
+        Origin { address, scheme: HeaderValue::from_static(scheme), trusted }
+    }
+}
+
+/// Removes the fields of one connection and those that `Connection` names; `TE: trailers` stays (RFC 9110 §10.1.4).
+pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
+    if headers.contains_key(CONNECTION) {
+        let named: Vec<HeaderName> = headers
+            .get_all(CONNECTION)
+            .iter()
+            .filter_map(|value| value.to_str().ok())
+            .flat_map(|value| value.split(','))
+            .filter_map(|name| name.trim().parse().ok())
+            // Framing and routing are not the client's to remove.
+            .filter(|name| *name != HOST && *name != http::header::CONTENT_LENGTH && *name != TE)
+            .collect();
+        for name in named {
+            headers.remove(name);
+        }
+    }
+    let wants_trailers = headers.get(TE).is_some_and(|te| {
+        te.to_str().is_ok_and(|te| te.split(',').any(|coding| coding.trim().eq_ignore_ascii_case("trailers")))
+    });
+    for name in HOP_BY_HOP {
+        headers.remove(name);
+    }
+    if wants_trailers {
+        headers.insert(TE, HeaderValue::from_static("trailers"));
+    }
+}
+
+/// Removes fields that an upstream could take for one of `protected`: `X_User_Id` and `X.User.Id` become
+/// `X-User-Id` in servers that fold names into variables (CGI, RFC 3875 §4.1.18).
+pub fn strip_aliases(headers: &mut HeaderMap, protected: &[HeaderName]) {
+    let folded = |name: &HeaderName| name.as_str().replace(['_', '.'], "-");
+    let alias = |name: &&HeaderName| {
+        name.as_str().contains(['_', '.']) && {
+            let plain = folded(name);
+            is_ours(&plain) || protected.iter().any(|protected| folded(protected) == plain)
+        }
+    };
+    let aliases: Vec<_> = headers.keys().filter(alias).filter(|name| !protected.contains(name)).cloned().collect();
+    for name in aliases {
+        headers.remove(name);
+    }
+}
+
+fn is_ours(name: &str) -> bool {
+    matches!(name, "forwarded" | "x-request-id" | "host" | "content-length" | "transfer-encoding")
+        || name.starts_with("x-forwarded-")
+}
+
+/// Says where the request came from: replaced for strangers, continued for trusted proxies.
+pub fn set_forwarded(headers: &mut HeaderMap, origin: &Origin, host: Option<&HeaderValue>, version: Version) {
+    if !origin.trusted {
+        headers.remove(FORWARDED);
+        headers.remove(X_FORWARDED_PORT);
+        headers.remove(X_REQUEST_ID);
+    } else if headers.contains_key(FORWARDED) {
+        let mut element = b"for=".to_vec();
+        // RFC 7239 §6: an IPv6 address stands in brackets and quotes.
+        let ipv6 = origin.address.as_bytes().contains(&b':');
+        element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
+        element.extend_from_slice(origin.address.as_bytes());
+        element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
+        append(headers, FORWARDED, &element);
+    }
+    if origin.trusted && headers.contains_key(X_FORWARDED_FOR) {
+        append(headers, X_FORWARDED_FOR, origin.address.as_bytes());
+    } else {
+        headers.insert(X_FORWARDED_FOR, origin.address.clone());
+    }
+    if !(origin.trusted && headers.contains_key(X_FORWARDED_PROTO)) {
+        headers.insert(X_FORWARDED_PROTO, origin.scheme.clone());
+    }
+    if !(origin.trusted && headers.contains_key(X_FORWARDED_HOST)) {
+        match host {
+            Some(host) => headers.insert(X_FORWARDED_HOST, host.clone()),
+            None => headers.remove(X_FORWARDED_HOST),
+        };
+    }
+    let via = match version {
+        Version::HTTP_2 => HeaderValue::from_static("2.0 sluicegate"),
+        Version::HTTP_10 => HeaderValue::from_static("1.0 sluicegate"),
+        _ => HeaderValue::from_static("1.1 sluicegate"),
+    };
+    if headers.contains_key(VIA) {
+        append(headers, VIA, via.as_bytes());
+    } else {
+        headers.insert(VIA, via);
+    }
+}
+
+/// One line with all earlier elements and a new one at the end.
+fn append(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
+    let mut joined = Vec::new();
+    for value in headers.get_all(&name) {
+        joined.extend_from_slice(value.as_bytes());
+        joined.extend_from_slice(b", ");
+    }
+    joined.extend_from_slice(element);
+    // Made of valid values; should that ever fail, only ours is told.
+    let value = HeaderValue::from_bytes(&joined).or_else(|_| HeaderValue::from_bytes(element));
+    if let Ok(value) = value {
+        headers.insert(name, value);
+    }
+}
+
+/// HTTP/2 may split cookies into several lines; HTTP/1.1 must not (RFC 9113 §8.2.3).
+pub fn join_cookies(headers: &mut HeaderMap) {
+    let name = http::header::COOKIE;
+    if headers.get_all(&name).iter().nth(1).is_some() {
+        let joined = headers.get_all(&name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>().join(&b"; "[..]);
+        if let Ok(value) = HeaderValue::from_bytes(&joined) {
+            headers.insert(name, value);
+        }
+    }
+}
+
+/// Whether a request with this method and no body may be sent a second time (RFC 9110 §9.2.1).
+pub fn is_safe(method: &Method) -> bool {
+    matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn map(lines: &[(&str, &str)]) -> HeaderMap {
+        let mut map = HeaderMap::new();
+        for (name, value) in lines {
+            map.append(name.parse::<HeaderName>().unwrap(), value.parse().unwrap());
+        }
+        map
+    }
+
+    #[test]
+    fn connection_fields_go() {
+        let mut headers = map(&[
+            ("connection", "keep-alive, X-Secret"),
+            ("x-secret", "1"),
+            ("te", "gzip, Trailers"),
+            ("transfer-encoding", "chunked"),
+            ("upgrade", "h2c"),
+            ("accept", "*/*"),
+        ]);
+        strip_hop_by_hop(&mut headers);
+        assert_eq!(headers, map(&[("te", "trailers"), ("accept", "*/*")]));
+    }
+
+    #[test]
+    fn the_client_cannot_nominate_host_or_framing() {
+        let mut headers = map(&[("connection", "host, content-length"), ("host", "a"), ("content-length", "3")]);
+        strip_hop_by_hop(&mut headers);
+        assert_eq!(headers, map(&[("host", "a"), ("content-length", "3")]));
+    }
+
+    #[test]
+    fn aliases_of_protected_fields_go() {
+        let mut headers = map(&[("x_user_id", "eve"), ("x.forwarded.for", "1"), ("x-user-id", "bob"), ("x_other", "1")]);
+        strip_aliases(&mut headers, &[HeaderName::from_static("x-user-id")]);
+        assert_eq!(headers, map(&[("x-user-id", "bob"), ("x_other", "1")]));
+    }
+
+    #[test]
+    fn strangers_are_replaced_and_proxies_continued() {
+        let sent = [("x-forwarded-for", "9.9.9.9"), ("forwarded", "for=9.9.9.9"), ("x-forwarded-proto", "https"), ("via", "1.1 p")];
+        for (trusted, expected) in [
+            (false, vec![("x-forwarded-for", "127.0.0.1"), ("x-forwarded-proto", "http"), ("via", "1.1 p, 1.1 sluicegate")]),
+            (
+                true,
+                vec![
+                    ("x-forwarded-for", "9.9.9.9, 127.0.0.1"),
+                    ("forwarded", "for=9.9.9.9, for=127.0.0.1"),
+                    ("x-forwarded-proto", "https"),
+                    ("via", "1.1 p, 1.1 sluicegate"),
+                ],
+            ),
+        ] {
+            let mut headers = map(&sent);
+            let origin = Origin::new("127.0.0.1".parse().unwrap(), "http", trusted);
+            set_forwarded(&mut headers, &origin, None, Version::HTTP_11);
+            assert_eq!(headers, map(&expected), "trusted: {trusted}");
+        }
+    }
+
+    #[test]
+    fn cookie_crumbs_are_joined() {
+        let mut headers = map(&[("cookie", "a=1"), ("cookie", "b=2")]);
+        join_cookies(&mut headers);
+        assert_eq!(headers, map(&[("cookie", "a=1; b=2")]));
+    }
+}

@@ -1,0 +1,87 @@
+//! The host that a request is routed on.
+
+use std::borrow::Cow;
+
+use http::header::{HOST, HeaderMap};
+use http::{Uri, Version};
+
+/// The host of a request, in lower case and without port: of the target if it names one (RFC 9112 §3.2.2), else the
+/// one Host field; empty where HTTP/1.0 sends none.
+///
+/// # Errors
+/// Why it cannot be told.
+pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
+    let mut fields = headers.get_all(HOST).iter();
+    let field = fields.next();
+    if fields.next().is_some() {
+        return Err("the request has more than one Host");
+    }
+    let authority = match (uri.authority(), field) {
+        (Some(authority), _) => authority.as_str(),
+        (None, Some(host)) => host.to_str().map_err(|_| "the Host is malformed")?,
+        (None, None) if version == Version::HTTP_10 => return Ok(Cow::Borrowed("")),
+        (None, None) => return Err("the request has no Host"),
+    };
+    let host = without_port(authority).ok_or("the Host is malformed")?;
+    if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
+        return Ok(Cow::Owned(host.to_ascii_lowercase()));
+    }
+    Ok(Cow::Borrowed(host))
+}
+
+/// The host of `host`, `host:port`, `[v6]`, `[v6]:port`; none if it is something else, such as `user@host`.
+fn without_port(authority: &str) -> Option<&str> {
+    let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
+        Some((v6, rest)) => {
+            let fine = v6.bytes().all(|byte| byte.is_ascii_hexdigit() || matches!(byte, b':' | b'.'));
+            (fine.then(|| &authority[..v6.len() + 2])?, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
+        }
+        None => {
+            let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
+            let fine = host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
+            (fine.then_some(host)?, port)
+        }
+    };
+    let fine = !host.is_empty() && port.len() <= 5 && port.bytes().all(|byte| byte.is_ascii_digit());
+    fine.then_some(host)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ports_and_case_do_not_count() {
+        for (authority, expected) in [
+            ("example.com", Some("example.com")),
+            ("example.com:8080", Some("example.com")),
+            ("[::1]:80", Some("[::1]")),
+            ("[::1]", Some("[::1]")),
+            ("", None),
+            (":80", None),
+            ("a b", None),
+            ("user@host", None),
+            ("host/path", None),
+            ("host:port", None),
+            ("[::1", None),
+            ("[::1]x", None),
+        ] {
+            assert_eq!(without_port(authority), expected, "{authority}");
+        }
+        let headers = HeaderMap::from_iter([(HOST, "EXAMPLE.com:80".parse().unwrap())]);
+        let uri = Uri::from_static("/");
+        assert_eq!(routed(&uri, &headers, Version::HTTP_11), Ok("example.com".into()));
+        let absolute = Uri::from_static("http://other.com/");
+        assert_eq!(routed(&absolute, &headers, Version::HTTP_11), Ok("other.com".into()));
+    }
+
+    #[test]
+    fn a_host_is_needed_once() {
+        let uri = Uri::from_static("/");
+        assert!(routed(&uri, &HeaderMap::new(), Version::HTTP_11).is_err());
+        assert_eq!(routed(&uri, &HeaderMap::new(), Version::HTTP_10), Ok("".into()));
+        let mut headers = HeaderMap::from_iter([(HOST, "a".parse().unwrap())]);
+        headers.append(HOST, "a".parse().unwrap());
+        assert!(routed(&uri, &headers, Version::HTTP_11).is_err());
+    }
+}

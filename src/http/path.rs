@@ -1,0 +1,143 @@
+//! The canonical form of a path: the one that is routed on, limited by and forwarded.
+
+use std::borrow::Cow;
+
+/// Why a path has no canonical form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum PathError {
+    #[error("the path must start with `/`")]
+    NoSlash,
+    #[error("the path has a `%` that is not followed by two hex digits")]
+    Percent,
+    #[error("the path has an encoded or raw NUL, slash, backslash or control character")]
+    Forbidden,
+}
+
+/// Brings a path into canonical form: unreserved characters decoded, others encoded in upper case,
+/// dot segments resolved, `//` merged (RFC 3986 §6.2.2, with the merging that servers do).
+///
+/// # Errors
+/// The path could mean different things to different servers, see [`PathError`].
+pub fn canonical(path: &str) -> Result<Cow<'_, str>, PathError> {
+    if !path.starts_with('/') {
+        return Err(PathError::NoSlash);
+    }
+    if is_canonical(path.as_bytes()) {
+        return Ok(Cow::Borrowed(path));
+    }
+    let encoded = encode(path.as_bytes())?;
+    let mut segments: Vec<&str> = Vec::new();
+    // A path that ends in `/`, `/.` or `/..` names a folder.
+    let mut folder = false;
+    for segment in encoded.split('/').skip(1) {
+        folder = matches!(segment, "" | "." | "..");
+        match segment {
+            "" | "." => {}
+            ".." => {
+                segments.pop();
+            }
+            name => segments.push(name),
+        }
+    }
+    let mut out = String::with_capacity(encoded.len());
+    for segment in &segments {
+        out.push('/');
+        out.push_str(segment);
+    }
+    if folder || segments.is_empty() {
+        out.push('/');
+    }
+    Ok(Cow::Owned(out))
+}
+
+/// Nothing to decode, encode, resolve or merge; `.` at the start of a segment takes the slow way.
+fn is_canonical(path: &[u8]) -> bool {
+    let mut previous = b'.';
+    path.iter().all(|&byte| {
+        let start_of_segment = previous == b'/';
+        previous = byte;
+        match byte {
+            b'/' | b'.' => !start_of_segment,
+            _ => is_literal(byte),
+        }
+    })
+}
+
+/// Characters that stand for themselves in a path (RFC 3986 `pchar` and `/`).
+fn is_literal(byte: u8) -> bool {
+    is_unreserved(byte) || b"!$&'()*+,;=:@/".contains(&byte)
+}
+
+fn is_unreserved(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
+}
+
+fn encode(path: &[u8]) -> Result<String, PathError> {
+    let mut out = String::with_capacity(path.len() + 8);
+    let mut bytes = path.iter();
+    while let Some(&byte) = bytes.next() {
+        let (byte, was_encoded) = match byte {
+            b'%' => {
+                let digit = |byte: Option<&u8>| byte.and_then(|&byte| (byte as char).to_digit(16));
+                let (Some(high), Some(low)) = (digit(bytes.next()), digit(bytes.next())) else {
+                    return Err(PathError::Percent);
+                };
+                ((high * 16 + low) as u8, true)
+            }
+            byte => (byte, false),
+        };
+        if byte.is_ascii_control() || byte == b'\\' || (was_encoded && byte == b'/') {
+            return Err(PathError::Forbidden);
+        }
+        if is_unreserved(byte) || (!was_encoded && is_literal(byte)) {
+            out.push(byte as char);
+        } else {
+            const HEX: &[u8; 16] = b"0123456789ABCDEF";
+            out.push('%');
+            out.push(HEX[usize::from(byte >> 4)] as char);
+            out.push(HEX[usize::from(byte & 15)] as char);
+        }
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn paths_become_canonical() {
+        for (path, expected) in [
+            ("/", "/"),
+            ("/a/b", "/a/b"),
+            ("/a/b/", "/a/b/"),
+            ("//a///b", "/a/b"),
+            ("/a/./b/../c", "/a/c"),
+            ("/a/..", "/"),
+            ("/a/b/..", "/a/"),
+            ("/a/.", "/a/"),
+            ("/../../x", "/x"),
+            ("/%61dmin", "/admin"),
+            ("/%2e%2E/admin", "/admin"),
+            ("/a%2e%2e/b", "/a../b"),
+            ("/..a/.b", "/..a/.b"),
+            ("/a%3fb%23c%25d", "/a%3Fb%23c%25d"),
+            ("/a:b@c;d=e", "/a:b@c;d=e"),
+            ("/a%3Ab", "/a%3Ab"),
+            ("/caf\u{e9}", "/caf%C3%A9"),
+            ("/{x}|\"", "/%7Bx%7D%7C%22"),
+        ] {
+            let once = canonical(path).unwrap();
+            assert_eq!(once, expected, "{path}");
+            assert_eq!(canonical(&once).unwrap(), once, "{path}: the canonical form is its own");
+        }
+    }
+
+    #[test]
+    fn ambiguous_paths_are_refused() {
+        for path in ["", "a", "*", "/%00", "/a%2Fb", "/a%2fb", "/a%5Cb", "/a\\b", "/%0a", "/%7f", "/a%", "/a%2", "/%zz"] {
+            assert!(canonical(path).is_err(), "{path:?} must be refused");
+        }
+    }
+}

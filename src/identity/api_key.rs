@@ -1,0 +1,175 @@
+//! API keys: known only by their hashes; all keys of a consumer are one identity.
+
+use std::collections::HashMap;
+
+use aws_lc_rs::constant_time::verify_slices_are_equal;
+use aws_lc_rs::digest::{SHA256, digest};
+use http::{HeaderMap, HeaderName};
+
+use super::IdentityError;
+
+/// SHA-256 of an API key.
+pub type KeyHash = [u8; 32];
+
+/// Which keys are known, where they stand, and what becomes of others.
+#[derive(Debug)]
+pub struct ApiKeys {
+    /// The field that carries the key.
+    pub header: HeaderName,
+    /// Consumers by the hash of each of their keys.
+    pub consumers: Consumers,
+    /// Whether a request without a key passes as anonymous.
+    pub anonymous_if_missing: bool,
+    /// What becomes of a key that is not known.
+    pub on_unknown: OnUnknown,
+}
+
+/// What becomes of a key that is not known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum OnUnknown {
+    /// 401.
+    Reject,
+    /// As if there were none; the identity is the client's network.
+    Anonymous,
+    /// The key is an identity of its own.
+    Accept,
+}
+
+/// Consumers by the hashes of their keys.
+#[derive(Debug, Default)]
+pub struct Consumers(HashMap<[u8; 8], (KeyHash, Box<str>)>);
+
+/// Whose key it is.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Caller<'a> {
+    /// This consumer's.
+    Consumer(&'a str),
+    /// Nobody's, but accepted.
+    Accepted(&'a [u8]),
+    /// Nobody's, or there is none; the client's network counts.
+    Anonymous,
+    /// There is none.
+    Missing,
+}
+
+impl Default for ApiKeys {
+    fn default() -> Self {
+        ApiKeys {
+            header: HeaderName::from_static("x-api-key"),
+            consumers: Consumers::default(),
+            anonymous_if_missing: false,
+            on_unknown: OnUnknown::Reject,
+        }
+    }
+}
+
+impl Consumers {
+    /// Adds a key.
+    ///
+    /// # Errors
+    /// The key is there already: its consumer.
+    pub fn insert(&mut self, hash: KeyHash, consumer: &str) -> Result<(), Box<str>> {
+        match self.0.insert(index(&hash), (hash, consumer.into())) {
+            None => Ok(()),
+            Some((_, other)) => Err(other),
+        }
+    }
+
+    /// Whether there is no key.
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    fn find(&self, key: &[u8]) -> Option<&str> {
+        let found = digest(&SHA256, key);
+        // Half of the way by table, the whole in constant time: how long it takes tells nothing of a known hash.
+        let (hash, consumer) = self.0.get(found.as_ref().first_chunk()?)?;
+        verify_slices_are_equal(hash, found.as_ref()).ok().map(|()| &**consumer)
+    }
+}
+
+fn index(hash: &KeyHash) -> [u8; 8] {
+    let mut first = [0; 8];
+    first.copy_from_slice(&hash[..8]);
+    first
+}
+
+impl ApiKeys {
+    /// Whose key a request carries.
+    ///
+    /// # Errors
+    /// More than one key, or one that is not known where that is refused.
+    pub fn caller<'a>(&'a self, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
+        let mut values = headers.get_all(&self.header).iter();
+        let key = match (values.next(), values.next()) {
+            (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(self.header.clone())),
+            (Some(key), None) if !key.is_empty() => key.as_bytes(),
+            _ if self.anonymous_if_missing => return Ok(Caller::Anonymous),
+            _ => return Ok(Caller::Missing),
+        };
+        match (self.consumers.find(key), self.on_unknown) {
+            (Some(consumer), _) => Ok(Caller::Consumer(consumer)),
+            (None, OnUnknown::Reject) => Err(IdentityError::UnknownKey),
+            (None, OnUnknown::Anonymous) => Ok(Caller::Anonymous),
+            (None, OnUnknown::Accept) => Ok(Caller::Accepted(key)),
+        }
+    }
+}
+
+/// Reads `sha256:<64 lower-case hex digits>`.
+pub fn key_hash(text: &str) -> Option<KeyHash> {
+    let digits = text.strip_prefix("sha256:")?.as_bytes();
+    let value = |digit: u8| match digit {
+        b'0'..=b'9' => Some(digit - b'0'),
+        b'a'..=b'f' => Some(digit - b'a' + 10),
+        _ => None,
+    };
+    let mut hash = [0; 32];
+    if digits.len() != 64 {
+        return None;
+    }
+    for (byte, pair) in hash.iter_mut().zip(digits.chunks(2)) {
+        *byte = value(pair[0])? * 16 + value(pair[1])?;
+    }
+    Some(hash)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    // printf %s secret | sha256sum
+    const SECRET: &str = "sha256:2bb80d537b1da3e38bd30361aa855686bde0eacd7162fef6a25fe97bf527a25b";
+
+    #[test]
+    fn keys_are_found_by_their_hash() {
+        let mut keys = ApiKeys::default();
+        keys.consumers.insert(key_hash(SECRET).unwrap(), "alice").unwrap();
+        assert_eq!(keys.consumers.insert(key_hash(SECRET).unwrap(), "bob"), Err("alice".into()));
+        keys.consumers.insert(key_hash(SECRET).unwrap(), "alice").unwrap_err();
+        for (sent, on_unknown, expected) in [
+            (vec!["secret"], OnUnknown::Reject, Ok(Caller::Consumer("alice"))),
+            (vec!["Secret"], OnUnknown::Reject, Err(IdentityError::UnknownKey)),
+            (vec!["Secret"], OnUnknown::Anonymous, Ok(Caller::Anonymous)),
+            (vec!["Secret"], OnUnknown::Accept, Ok(Caller::Accepted(b"Secret"))),
+            (vec![], OnUnknown::Accept, Ok(Caller::Missing)),
+            (vec![""], OnUnknown::Accept, Ok(Caller::Missing)),
+            (vec!["secret", "x"], OnUnknown::Accept, Err(IdentityError::Ambiguous(keys.header.clone()))),
+        ] {
+            keys.on_unknown = on_unknown;
+            let headers = sent.iter().map(|value| (keys.header.clone(), value.parse().unwrap()));
+            let headers = headers.fold(HeaderMap::new(), |mut map, (name, value)| {
+                map.append(name, value);
+                map
+            });
+            assert_eq!(keys.caller(&headers), expected, "{sent:?}");
+        }
+    }
+
+    #[test]
+    fn hashes_have_one_form() {
+        for text in ["", "sha256:", &SECRET[..70], &SECRET.to_uppercase(), "md5:00", &format!("{SECRET}00")] {
+            assert_eq!(key_hash(text), None, "{text}");
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! The client's address: the peer, or what trusted proxies say of the hops behind them.
+
+use std::net::{IpAddr, SocketAddr};
+
+use http::{HeaderMap, HeaderName};
+use ipnet::{IpNet, Ipv4Net, Ipv6Net};
+
+/// Whom to believe, where the address stands, and how much of it counts.
+#[derive(Debug)]
+pub struct ClientIp {
+    /// Peers and hops that are believed.
+    pub trusted: Vec<IpNet>,
+    /// The field with the hops.
+    pub header: HeaderName,
+    /// Bits of an IPv4 address that count.
+    pub ipv4_prefix: u8,
+    /// Bits of an IPv6 address that count: one subscriber usually has a /64.
+    pub ipv6_prefix: u8,
+}
+
+impl ClientIp {
+    /// Whether a peer or hop is believed.
+    pub fn trusts(&self, address: IpAddr) -> bool {
+        self.trusted.iter().any(|net| net.contains(&address))
+    }
+
+    /// The address of the client: from the right, the first hop that is not trusted.
+    /// What cannot be read ends the walk at the hop that reported it.
+    pub fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+        let mut client = peer;
+        if !self.trusts(peer) {
+            return client;
+        }
+        let lines = headers.get_all(&self.header);
+        for line in lines.iter().rev() {
+            let Ok(line) = line.to_str() else { return client };
+            for element in line.rsplit(',') {
+                let element = if self.header == http::header::FORWARDED { forwarded_for(element) } else { Some(element) };
+                match element.and_then(address) {
+                    Some(hop) if self.trusts(hop) => client = hop,
+                    Some(hop) => return hop,
+                    None => return client,
+                }
+            }
+        }
+        client
+    }
+
+    /// The part of an address that makes an identity.
+    pub fn network(&self, address: IpAddr) -> IpAddr {
+        // The loader keeps the prefixes within the address lengths.
+        match address {
+            IpAddr::V4(address) => Ipv4Net::new(address, self.ipv4_prefix).map_or(address, |net| net.network()).into(),
+            IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
+        }
+    }
+}
+
+/// The `for` of a Forwarded element (RFC 7239 §4).
+fn forwarded_for(element: &str) -> Option<&str> {
+    element.split(';').find_map(|pair| {
+        let (name, value) = pair.split_once('=')?;
+        name.trim().eq_ignore_ascii_case("for").then(|| value.trim().trim_matches('"'))
+    })
+}
+
+/// `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1`, `[2001:db8::1]`, `[2001:db8::1]:80`; an IPv4-mapped address is IPv4.
+fn address(text: &str) -> Option<IpAddr> {
+    let text = text.trim();
+    let plain = || text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text).parse().ok();
+    let address = plain().or_else(|| text.parse::<SocketAddr>().ok().map(|socket| socket.ip()))?;
+    Some(address.to_canonical())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rules(header: &'static str) -> ClientIp {
+        ClientIp {
+            trusted: vec!["10.0.0.0/8".parse().unwrap(), "::1/128".parse().unwrap()],
+            header: HeaderName::from_static(header),
+            ipv4_prefix: 32,
+            ipv6_prefix: 64,
+        }
+    }
+
+    #[test]
+    fn hops_are_walked_from_the_right() {
+        for (peer, lines, expected) in [
+            ("192.0.2.1", vec!["1.1.1.1"], "192.0.2.1"),
+            ("10.0.0.1", vec![], "10.0.0.1"),
+            ("10.0.0.1", vec!["1.1.1.1, 2.2.2.2"], "2.2.2.2"),
+            ("10.0.0.1", vec!["1.1.1.1, 2.2.2.2, 10.0.0.2"], "2.2.2.2"),
+            ("10.0.0.1", vec!["1.1.1.1", "2.2.2.2, 10.0.0.2"], "2.2.2.2"),
+            ("10.0.0.1", vec!["10.0.0.3, 10.0.0.2"], "10.0.0.3"),
+            ("10.0.0.1", vec!["1.1.1.1, junk, 10.0.0.2"], "10.0.0.2"),
+            ("10.0.0.1", vec!["1.1.1.1,"], "10.0.0.1"),
+            ("10.0.0.1", vec!["::ffff:1.2.3.4"], "1.2.3.4"),
+            ("10.0.0.1", vec!["1.2.3.4:5678"], "1.2.3.4"),
+            ("10.0.0.1", vec!["[2001:db8::1]:443"], "2001:db8::1"),
+            ("10.0.0.1", vec!["2001:db8::1"], "2001:db8::1"),
+        ] {
+            let mut headers = HeaderMap::new();
+            for line in &lines {
+                headers.append("x-forwarded-for", line.parse().unwrap());
+            }
+            let client = rules("x-forwarded-for").client(peer.parse().unwrap(), &headers);
+            assert_eq!(client, expected.parse::<IpAddr>().unwrap(), "{peer} {lines:?}");
+        }
+    }
+
+    #[test]
+    fn forwarded_elements_are_read() {
+        for (line, expected) in [
+            ("for=1.1.1.1;proto=https, for=2.2.2.2", "2.2.2.2"),
+            ("For=\"[2001:db8::1]:80\"", "2001:db8::1"),
+            ("for=_hidden", "10.0.0.1"),
+            ("proto=https", "10.0.0.1"),
+        ] {
+            let headers = HeaderMap::from_iter([(http::header::FORWARDED, line.parse().unwrap())]);
+            let client = rules("forwarded").client("10.0.0.1".parse().unwrap(), &headers);
+            assert_eq!(client, expected.parse::<IpAddr>().unwrap(), "{line}");
+        }
+    }
+
+    #[test]
+    fn prefixes_make_networks() {
+        let rules = rules("x-forwarded-for");
+        for (address, network) in [("192.0.2.77", "192.0.2.77"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::")] {
+            assert_eq!(rules.network(address.parse().unwrap()), network.parse::<IpAddr>().unwrap());
+        }
+    }
+}

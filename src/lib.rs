@@ -1,0 +1,20 @@
+//! Sluicegate: an HTTP gateway with exact, distributed rate limits.
+//!
+//! Follow a request: [`server`] accepts its connection, [`gateway::Gateway::handle`] finds its route ([`route`]), its
+//! identities ([`identity`]), asks its limits ([`limit`]) and sends it on ([`upstream`]) or turns it down ([`reply`]).
+//! [`config`] is the file as written, [`runtime`] the same ready to use.
+
+pub mod account;
+pub mod app;
+pub mod cli;
+pub mod config;
+pub mod gateway;
+pub mod http;
+pub mod identity;
+pub mod limit;
+pub mod observe;
+pub mod reply;
+pub mod route;
+pub mod runtime;
+pub mod server;
+pub mod upstream;

@@ -1,0 +1,208 @@
+//! The algorithms: pure functions from a state, an instant and a cost to an outcome and the next state.
+//!
+//! Each file has a twin of the same name in `lua/`; both give the same answers, field by field.
+
+pub mod fixed_window;
+pub mod sliding_log;
+pub mod token_bucket;
+
+use std::collections::VecDeque;
+
+use fixed_window::FixedWindow;
+use sliding_log::SlidingLog;
+use token_bucket::TokenBucket;
+
+/// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
+pub const EXACT: u128 = 1 << 53;
+
+/// An algorithm with its parameters: everything that decides about one limit, but not whose.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Rule {
+    /// Token bucket, GCRA, leaky bucket as a meter.
+    TokenBucket(TokenBucket),
+    /// A counter in a window, aligned or opened by the first request.
+    FixedWindow(FixedWindow),
+    /// Every admitted unit of the last window.
+    SlidingLog(SlidingLog),
+}
+
+/// What one limit keeps about one identity.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum State {
+    /// At `last` (µs) the bucket lacked `debt` parts of `1/parts` token.
+    Bucket {
+        /// Instant of the last charge, µs.
+        last: u64,
+        /// What the bucket lacks, in parts.
+        debt: u64,
+        /// Parts of a token.
+        parts: u64,
+    },
+    /// `count` units since the window opened at `start` (µs).
+    Window {
+        /// Instant at which the window opened, µs.
+        start: u64,
+        /// Units charged since.
+        count: u64,
+    },
+    /// The instants (µs) of the admitted units, oldest first.
+    Log(VecDeque<u64>),
+}
+
+/// Which of the ways in which a charge can be asked for applies to one limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ask {
+    /// Admit the cost if it fits.
+    Fit,
+    /// Charge the cost whatever is left.
+    Charge,
+    /// Give back a charge that was made at this instant, µs.
+    Refund {
+        /// The admitted reply's time, µs.
+        charged_at: u64,
+    },
+}
+
+/// How one limit sees a charge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Status {
+    /// It fits.
+    Ok,
+    /// Over: it fits after exactly `retry_us`.
+    Over,
+    /// The cost is larger than the limit: it never fits.
+    Never,
+}
+
+/// What one limit answers to a charge.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Outcome {
+    /// Whether the charge fits.
+    pub status: Status,
+    /// Whole units left.
+    pub remaining: u64,
+    /// µs until everything is back.
+    pub reset_us: u64,
+    /// µs until the same charge fits; 0 when it does now or never will.
+    pub retry_us: u64,
+}
+
+/// What remains to be done to the state once the whole request is decided.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Change {
+    /// Leave it.
+    None,
+    /// The state is empty: nothing to keep.
+    Empty,
+    /// Replace it; it means nothing any more after so many µs.
+    Put(State, u64),
+    /// Edit the log.
+    Log(LogEdit),
+}
+
+/// An edit of a log, kept small because a log may be long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LogEdit {
+    /// The instant of the edit, µs; later entries are moved to it when `mend` is set.
+    pub now: u64,
+    /// Whether entries lie in the future, because the clock was set back.
+    pub mend: bool,
+    /// How many old entries to drop.
+    pub drop: usize,
+    /// How many units to append at `now`.
+    pub push: u64,
+    /// Entries to take out again: so many units charged at this instant.
+    pub remove: Option<(u64, u64)>,
+    /// µs after which the log means nothing any more.
+    pub window: u64,
+}
+
+/// The answer of one limit before anything is written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Step {
+    /// With the charge made if it fits.
+    pub outcome: Outcome,
+    /// Units left without the charge.
+    pub free: u64,
+    /// µs until everything is back, without the charge.
+    pub free_reset_us: u64,
+    /// On success the charge; otherwise the mending of a state that lies in the future.
+    pub change: Change,
+}
+
+impl Rule {
+    /// Asks the algorithm; nothing is written.
+    pub fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
+        match self {
+            Rule::TokenBucket(rule) => rule.step(state, now, ask, cost),
+            Rule::FixedWindow(rule) => rule.step(state, now, ask, cost),
+            Rule::SlidingLog(rule) => rule.step(state, now, ask, cost),
+        }
+    }
+
+    /// The kind and the arguments a to d of the script contract.
+    pub fn arguments(&self) -> (Kind, [u64; 4]) {
+        match self {
+            Rule::TokenBucket(rule) => (Kind::TokenBucket, [rule.burst, rule.refill, rule.parts, 0]),
+            Rule::FixedWindow(rule) => match rule.start {
+                fixed_window::Start::Aligned { phase } => (Kind::FixedWindow, [rule.limit, rule.window, phase, 0]),
+                fixed_window::Start::FirstRequest => (Kind::FirstRequest, [rule.limit, rule.window, 0, 0]),
+            },
+            Rule::SlidingLog(rule) => (Kind::SlidingLog, [rule.limit, rule.window, 0, 0]),
+        }
+    }
+
+    /// The largest cost that can ever fit.
+    pub fn capacity(&self) -> u64 {
+        match self {
+            Rule::TokenBucket(rule) => rule.burst,
+            Rule::FixedWindow(rule) => rule.limit,
+            Rule::SlidingLog(rule) => rule.limit,
+        }
+    }
+
+    /// Names what must not be shared between states: the algorithm and the window, not the size.
+    pub fn shape(&self) -> String {
+        let (kind, [_, window, phase, _]) = self.arguments();
+        match self {
+            Rule::TokenBucket(_) => kind.letter().to_lowercase(),
+            Rule::FixedWindow(_) if phase > 0 => format!("{}{window}p{phase}", kind.letter().to_lowercase()),
+            _ => format!("{}{window}", kind.letter().to_lowercase()),
+        }
+    }
+
+    /// The share of one of `n` gateways that decide without a common store, large enough for a charge of `cost`.
+    pub fn share(&self, n: u64, cost: u64) -> Rule {
+        let of = |size: u64| size.div_ceil(n).max(cost);
+        match self {
+            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(n, of(rule.burst))),
+            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: of(rule.limit), ..*rule }),
+            Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: of(rule.limit), ..*rule }),
+        }
+    }
+}
+
+/// The kinds of the script contract.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Kind {
+    /// `token_bucket.lua`
+    TokenBucket,
+    /// `fixed_window.lua`, aligned
+    FixedWindow,
+    /// `fixed_window.lua`, opened by the first request
+    FirstRequest,
+    /// `sliding_log.lua`
+    SlidingLog,
+}
+
+impl Kind {
+    /// The letter that the script knows the kind by.
+    pub fn letter(self) -> &'static str {
+        match self {
+            Kind::TokenBucket => "B",
+            Kind::FixedWindow => "F",
+            Kind::FirstRequest => "X",
+            Kind::SlidingLog => "L",
+        }
+    }
+}

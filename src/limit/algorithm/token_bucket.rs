@@ -1,0 +1,88 @@
+//! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
+
+use super::{Ask, Change, EXACT, Outcome, State, Status, Step};
+use crate::limit::quota::{Quota, QuotaError};
+
+/// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenBucket {
+    /// Tokens in a full bucket.
+    pub burst: u64,
+    /// Parts of a token that come back each µs.
+    pub refill: u64,
+    /// Parts of a token; `refill / parts` is reduced.
+    pub parts: u64,
+}
+
+impl TokenBucket {
+    /// A bucket for a quota.
+    ///
+    /// # Errors
+    /// The burst is zero, or `burst × parts` would leave the exact integers of Redis' Lua.
+    pub fn new(quota: Quota, burst: u64) -> Result<Self, QuotaError> {
+        let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
+        if burst == 0 {
+            return Err(QuotaError::Zero("burst"));
+        }
+        let divisor = gcd(quota.count, window);
+        let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
+        // Twice: a charge is added to the debt before it is compared.
+        if u128::from(burst) * u128::from(bucket.parts) * 2 >= EXACT {
+            return Err(QuotaError::Inexact { count: quota.count });
+        }
+        Ok(bucket)
+    }
+
+    /// One of `n` equal shares of the rate, with a burst of its own.
+    pub(super) fn share(&self, n: u64, burst: u64) -> Self {
+        let parts = self.parts * n;
+        let divisor = gcd(self.refill, parts);
+        TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor }
+    }
+
+    pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
+        let (mut debt, mut behind) = (0, false);
+        if let Some(&State::Bucket { last, debt: owed, parts }) = state {
+            debt = if parts == self.parts { owed } else { rescale(owed, parts, self.parts) };
+            behind = last > now;
+            debt = debt.saturating_sub(now.saturating_sub(last).saturating_mul(self.refill));
+        }
+        let capacity = self.burst * self.parts;
+        let left = |debt: u64| capacity.saturating_sub(debt) / self.parts;
+        let reset = |debt: u64| debt.div_ceil(self.refill);
+        let put = |debt: u64| {
+            if debt == 0 {
+                Change::Empty
+            } else {
+                Change::Put(State::Bucket { last: now, debt, parts: self.parts }, reset(debt))
+            }
+        };
+        let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
+        let held = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
+
+        if let Ask::Refund { .. } = ask {
+            let rest = debt.saturating_sub(cost * self.parts);
+            return step(held(rest), put(rest));
+        }
+        let charged = debt + cost * self.parts;
+        if ask == Ask::Fit && charged > capacity {
+            let (status, retry_us) = if cost > self.burst {
+                (Status::Never, 0)
+            } else {
+                (Status::Over, (charged - capacity).div_ceil(self.refill))
+            };
+            let mended = if behind { put(debt) } else { Change::None };
+            return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, mended);
+        }
+        step(held(charged), put(charged))
+    }
+}
+
+/// The same debt after the rate was changed. In doubles, as the script computes it: the exact product may leave 64 bits.
+fn rescale(debt: u64, from: u64, to: u64) -> u64 {
+    (debt as f64 / from as f64 * to as f64).ceil() as u64
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

@@ -1,0 +1,56 @@
+//! The one place that reads a clock. Time reaches everything else as a value.
+#![allow(clippy::disallowed_methods)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Instant, SystemTime};
+
+/// Where a store takes the instant of a decision from.
+#[derive(Debug, Clone, Default)]
+pub enum Clock {
+    /// Redis' own `TIME`; for the memory store, the system's clock.
+    #[default]
+    Store,
+    /// An instant set by hand, in µs since the Unix epoch.
+    Manual(Arc<AtomicU64>),
+}
+
+impl Clock {
+    /// A clock that stands still until it is set.
+    pub fn manual(now_us: u64) -> Self {
+        Clock::Manual(Arc::new(AtomicU64::new(now_us)))
+    }
+
+    /// Moves a manual clock; the store's own cannot be moved.
+    pub fn set(&self, now_us: u64) {
+        if let Clock::Manual(now) = self {
+            now.store(now_us, Ordering::SeqCst);
+        }
+    }
+
+    /// Now, in µs since the Unix epoch.
+    pub fn now_us(&self) -> u64 {
+        match self {
+            Clock::Manual(now) => now.load(Ordering::SeqCst),
+            Clock::Store => unix_us(),
+        }
+    }
+
+    /// Now as the script's argument: 0 leaves it to the server.
+    pub fn argument_us(&self) -> u64 {
+        match self {
+            Clock::Manual(now) => now.load(Ordering::SeqCst),
+            Clock::Store => 0,
+        }
+    }
+}
+
+/// The system's wall clock, µs since the Unix epoch.
+pub fn unix_us() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}
+
+/// A clock that never goes back, for deadlines and durations.
+pub fn monotonic() -> Instant {
+    Instant::now()
+}

@@ -1,0 +1,131 @@
+//! Keys that tell nothing: a keyed hash of the identity, never the identity itself.
+
+use aws_lc_rs::hmac;
+
+/// The 128-bit keyed hash of an identity.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Identity(pub u128);
+
+/// Turns identities into hashes. The same secret gives the same hashes on every gateway.
+#[derive(Debug, Clone)]
+pub struct IdentityHasher(hmac::Key);
+
+/// Used when no `store.secret` is set: hashes are then the same for everybody, so short identities can be guessed from them.
+const PUBLISHED_SECRET: &str = "sluicegate: set store.secret";
+
+impl IdentityHasher {
+    /// A hasher with a secret; an empty one stands for the published key.
+    pub fn new(secret: &str) -> Self {
+        let secret = if secret.is_empty() { PUBLISHED_SECRET } else { secret };
+        IdentityHasher(hmac::Key::new(hmac::HMAC_SHA256, secret.as_bytes()))
+    }
+
+    /// HMAC-SHA-256 of the encoded identity, cut to 128 bits.
+    pub fn hash(&self, encoded: &[u8]) -> Identity {
+        let tag = hmac::sign(&self.0, encoded);
+        let mut first = [0; 16];
+        first.copy_from_slice(&tag.as_ref()[..16]);
+        Identity(u128::from_be_bytes(first))
+    }
+}
+
+/// An identity under construction: each part is tagged and carries its length, so no two identities encode alike.
+#[derive(Debug, Default)]
+pub struct Encoder(Vec<u8>);
+
+impl Encoder {
+    /// Adds a part.
+    pub fn part(&mut self, tag: u8, value: &[u8]) {
+        self.0.push(tag);
+        self.0.extend_from_slice(&(value.len() as u64).to_be_bytes());
+        self.0.extend_from_slice(value);
+    }
+
+    /// The encoded identity.
+    pub fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+
+    /// Starts afresh.
+    pub fn clear(&mut self) {
+        self.0.clear();
+    }
+}
+
+/// Names one limit's state for one identity.
+#[derive(Debug, Clone, Copy)]
+pub struct Key<'a> {
+    /// Whose state.
+    pub identity: Identity,
+    /// Of which limit.
+    pub bucket: &'a Bucket,
+}
+
+/// The part of a key that a limit contributes: `<limit>:<shape>`.
+#[derive(Debug, Clone)]
+pub struct Bucket {
+    name: Box<str>,
+    tag: u128,
+}
+
+impl Bucket {
+    /// The part of the limit `limit` whose state has the shape `shape`.
+    pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
+        let name = format!("{limit}:{shape}");
+        let tag = hasher.hash(name.as_bytes()).0;
+        Bucket { name: name.into(), tag }
+    }
+}
+
+impl Key<'_> {
+    /// The key in a local table: 128 bits that nobody without the secret can choose.
+    pub fn local(&self) -> u128 {
+        self.identity.0 ^ self.bucket.tag
+    }
+
+    /// Appends `<prefix>:{<identity hash>}:<limit>:<shape>`; the braces put all limits of an identity into one cluster slot.
+    pub fn write(&self, prefix: &str, out: &mut Vec<u8>) {
+        const HEX: &[u8; 16] = b"0123456789abcdef";
+        out.extend_from_slice(prefix.as_bytes());
+        out.extend_from_slice(b":{");
+        out.extend((0..32).rev().map(|digit| HEX[(self.identity.0 >> (4 * digit)) as usize & 15]));
+        out.extend_from_slice(b"}:");
+        out.extend_from_slice(self.bucket.name.as_bytes());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key_of(parts: &[&str]) -> Vec<u8> {
+        let hasher = IdentityHasher::new("");
+        let mut encoder = Encoder::default();
+        for part in parts {
+            encoder.part(b'h', part.as_bytes());
+        }
+        let bucket = Bucket::new(&hasher, "login", "l60000000");
+        let mut out = Vec::new();
+        Key { identity: hasher.hash(encoder.bytes()), bucket: &bucket }.write("rl", &mut out);
+        out
+    }
+
+    #[test]
+    fn the_key_has_the_documented_form() {
+        let key = String::from_utf8(key_of(&["alice"])).unwrap();
+        assert_eq!(key.len(), "rl:{}:login:l60000000".len() + 32);
+        assert!(key.starts_with("rl:{") && key.ends_with("}:login:l60000000"), "{key}");
+    }
+
+    #[test]
+    fn identity_text_cannot_move_or_join_keys() {
+        let mut seen = std::collections::HashSet::new();
+        let cases: [&[&str]; 8] =
+            [&["ab", "c"], &["a", "bc"], &["abc"], &["a}b{c"], &["a:b", "c"], &["a", "b:c"], &["\0", ""], &["", "\0"]];
+        for parts in cases {
+            let key = key_of(parts);
+            assert_eq!(key.len(), key_of(&["x"]).len(), "constant length for {parts:?}");
+            assert!(seen.insert(key), "{parts:?} shares a key");
+        }
+    }
+}

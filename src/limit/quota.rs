@@ -1,0 +1,131 @@
+//! How much: `COUNT/UNIT`.
+
+use std::str::FromStr;
+
+/// `count` units per window. `600/min` is 600 in 60,000,000 µs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quota {
+    /// Units per window, at least 1.
+    pub count: u64,
+    /// Length of the window in µs; none where a calendar decides (month, year) or nothing is timed.
+    pub window_us: Option<u64>,
+    /// The calendar unit that was written, if one was.
+    pub calendar: Option<Calendar>,
+}
+
+/// Units whose windows follow a calendar with `fixed-window`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum Calendar {
+    Day,
+    Week,
+    Month,
+    Year,
+}
+
+/// Why a quota cannot be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum QuotaError {
+    #[error("`{0}` is not a quota")]
+    Shape(String),
+    #[error("`{0}` is not a whole number of at least 1")]
+    Count(String),
+    #[error("`{0}` is not a unit of time")]
+    Unit(String),
+    #[error("a {0} of zero would deny every request")]
+    Zero(&'static str),
+    #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
+    Inexact { count: u64 },
+    #[error("a sliding log of {count} units is too long: at most {} are kept", crate::limit::algorithm::sliding_log::MAX_LOG)]
+    LongLog { count: u64 },
+    #[error("months and years have no fixed length: they exist only with fixed-window")]
+    NoWindow,
+}
+
+const SECOND: u64 = 1_000_000;
+
+impl FromStr for Quota {
+    type Err = QuotaError;
+
+    fn from_str(text: &str) -> Result<Self, QuotaError> {
+        let (count, unit) = text.split_once('/').ok_or_else(|| QuotaError::Shape(text.to_owned()))?;
+        let count = whole(count.trim())?;
+        let unit = unit.trim();
+        let (window, calendar) = match unit {
+            "s" => (Some(SECOND), None),
+            "min" => (Some(60 * SECOND), None),
+            "hour" => (Some(3600 * SECOND), None),
+            "day" => (Some(86_400 * SECOND), Some(Calendar::Day)),
+            "week" => (Some(7 * 86_400 * SECOND), Some(Calendar::Week)),
+            "month" => (None, Some(Calendar::Month)),
+            "year" => (None, Some(Calendar::Year)),
+            _ => (Some(duration_us(unit).ok_or_else(|| QuotaError::Unit(unit.to_owned()))?), None),
+        };
+        Ok(Quota { count, window_us: window, calendar })
+    }
+}
+
+/// A count, as an integer or in the form 1e6.
+fn whole(text: &str) -> Result<u64, QuotaError> {
+    let bad = || QuotaError::Count(text.to_owned());
+    let digits = text.replace('_', "");
+    let count = match digits.split_once(['e', 'E']) {
+        Some((base, exponent)) => {
+            let exponent = exponent.parse().map_err(|_| bad())?;
+            let power = 10u64.checked_pow(exponent).ok_or_else(bad)?;
+            base.parse::<u64>().ok().and_then(|base| base.checked_mul(power)).ok_or_else(bad)?
+        }
+        None => digits.parse().map_err(|_| bad())?,
+    };
+    if count == 0 {
+        return Err(QuotaError::Zero("quota"));
+    }
+    if u128::from(count) >= super::algorithm::EXACT {
+        return Err(QuotaError::Inexact { count });
+    }
+    Ok(count)
+}
+
+/// `250ms`, `5s`, `15m`, `1h`, `1d` in µs; none if it is no duration, is zero, or is longer than ten years.
+pub fn duration_us(text: &str) -> Option<u64> {
+    let split = text.find(|c: char| !c.is_ascii_digit())?;
+    let (count, unit) = text.split_at(split);
+    let factor = match unit {
+        "ms" => 1_000,
+        "s" => SECOND,
+        "m" => 60 * SECOND,
+        "h" => 3600 * SECOND,
+        "d" => 86_400 * SECOND,
+        _ => return None,
+    };
+    let us = count.parse::<u64>().ok()?.checked_mul(factor)?;
+    (1..=3650 * 86_400 * SECOND).contains(&us).then_some(us)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quotas_are_read() {
+        for (text, count, window) in [
+            ("600/min", 600, Some(60_000_000)),
+            ("5/15m", 5, Some(900_000_000)),
+            ("1e6/hour", 1_000_000, Some(3_600_000_000)),
+            ("10 / 250ms", 10, Some(250_000)),
+            ("7/week", 7, Some(604_800_000_000)),
+            ("1/month", 1, None),
+        ] {
+            let quota: Quota = text.parse().unwrap();
+            assert_eq!((quota.count, quota.window_us), (count, window), "{text}");
+        }
+    }
+
+    #[test]
+    fn impossible_quotas_are_refused() {
+        for text in ["600", "0/min", "-1/min", "1.5/min", "1/fortnight", "1/0s", "9007199254740992/s", "1e99/s", "/s", "1/"] {
+            assert!(text.parse::<Quota>().is_err(), "{text} must be refused");
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use bb8_redis::bb8::{ManageConnection, Pool, RunError};
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Client, RedisError, RedisResult, Value};
+use tokio::time::Duration;
+
+use super::script::{Parts, script};
+use crate::limit::store::StoreError;
+
+/// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
+/// As many as open the breaker, so that its probe starts on a fresh connection.
+const UNANSWERED: u32 = super::super::guard::FAILURES;
+
+/// Calls that may be queued on one connection before senders wait.
+const PIPELINE: usize = 1024;
+
+/// Makes connections with all scripts of the configuration loaded.
+#[derive(Debug)]
+pub struct Manager {
+    client: Client,
+    scripts: Vec<Parts>,
+    connect_timeout: Duration,
+}
+
+/// A connection that many calls use at once.
+#[derive(Debug, Clone)]
+pub struct Connection {
+    pipe: MultiplexedConnection,
+    unanswered: Arc<AtomicU32>,
+}
+
+/// The connections of one worker.
+pub type Connections = Pool<Manager>;
+
+/// A pool that connects when it is first used.
+pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
+    Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .retry_connection(false)
+        .connection_timeout(connect_timeout)
+        .idle_timeout(None)
+        .max_lifetime(None)
+        .build_unchecked(Manager { client, scripts, connect_timeout })
+}
+
+/// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
+pub async fn checkout(pool: &Connections) -> Result<Connection, StoreError> {
+    loop {
+        let pooled = pool.get().await.map_err(|error| match error {
+            RunError::User(error) => StoreError::Unreachable(error.to_string()),
+            RunError::TimedOut => StoreError::Unreachable("connecting took too long".to_owned()),
+        })?;
+        // A broken one is thrown away by the pool when it comes back.
+        if !pooled.is_broken() {
+            return Ok(pooled.clone());
+        }
+    }
+}
+
+impl ManageConnection for Manager {
+    type Connection = Connection;
+    type Error = RedisError;
+
+    async fn connect(&self) -> Result<Connection, RedisError> {
+        // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.connect_timeout))
+            .set_response_timeout(None)
+            .set_pipeline_buffer_size(PIPELINE);
+        let mut pipe = self.client.get_multiplexed_async_connection_with_config(&config).await?;
+        for parts in &self.scripts {
+            let mut load = redis::cmd("SCRIPT");
+            load.arg("LOAD").arg(&script(*parts).text);
+            pipe.send_packed_command(&load).await?.extract_error()?;
+        }
+        Ok(Connection { pipe, unanswered: Arc::default() })
+    }
+
+    async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
+        connection.send(&redis::cmd("PING")).await.map(drop)
+    }
+
+    fn has_broken(&self, connection: &mut Connection) -> bool {
+        connection.is_broken()
+    }
+}
+
+/// Counts a call that is dropped before its reply came.
+struct Unanswered<'a>(&'a AtomicU32);
+
+impl Drop for Unanswered<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Connection {
+    fn is_broken(&self) -> bool {
+        self.unanswered.load(Ordering::Relaxed) >= UNANSWERED
+    }
+
+    /// Sends one command and waits for its reply; an error reply is an error.
+    pub async fn send(&mut self, command: &redis::Cmd) -> RedisResult<Value> {
+        let unanswered = Unanswered(&self.unanswered);
+        let result = self.pipe.send_packed_command(command).await;
+        std::mem::forget(unanswered);
+        let broken = result.as_ref().is_err_and(RedisError::is_unrecoverable_error);
+        self.unanswered.store(if broken { UNANSWERED } else { 0 }, Ordering::Relaxed);
+        result?.extract_error()
+    }
+}

@@ -1,0 +1,58 @@
+//! Composes the scripts of `lua/`: the frame and only the algorithms that a call uses.
+
+use std::sync::OnceLock;
+
+use aws_lc_rs::digest;
+
+use crate::limit::algorithm::{Kind, Rule};
+
+const FRAME: &str = include_str!("../../../lua/check.lua");
+const MARK: &str = "--@kinds\n";
+
+/// One file of `lua/` for each, in the order of their bits in a [`Parts`].
+const FILES: [&str; 3] = [
+    include_str!("../../../lua/token_bucket.lua"),
+    include_str!("../../../lua/fixed_window.lua"),
+    include_str!("../../../lua/sliding_log.lua"),
+];
+
+/// The set of algorithm files that a script needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Parts(usize);
+
+impl Parts {
+    /// What these rules need.
+    pub fn of<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Self {
+        Parts(rules.into_iter().fold(0, |parts, rule| {
+            parts
+                | match rule.arguments().0 {
+                    Kind::TokenBucket => 1,
+                    Kind::FixedWindow | Kind::FirstRequest => 2,
+                    Kind::SlidingLog => 4,
+                }
+        }))
+    }
+}
+
+/// A composed script.
+#[derive(Debug)]
+pub struct Script {
+    /// What `EVAL` and `SCRIPT LOAD` take.
+    pub text: String,
+    /// What `EVALSHA` takes: SHA-1 in lower-case hex.
+    pub sha: String,
+}
+
+/// The script for a set of algorithms, composed once per process.
+pub fn script(parts: Parts) -> &'static Script {
+    static SCRIPTS: [OnceLock<Script>; 1 << FILES.len()] = [const { OnceLock::new() }; 1 << FILES.len()];
+    SCRIPTS[parts.0].get_or_init(|| {
+        let kinds: String =
+            FILES.iter().enumerate().filter(|(bit, _)| parts.0 >> bit & 1 == 1).map(|(_, file)| *file).collect();
+        let text = FRAME.replacen(MARK, &kinds, 1);
+        // Redis names scripts by SHA-1; nothing is secured by it.
+        let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes());
+        let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        Script { text, sha }
+    })
+}

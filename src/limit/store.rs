@@ -1,0 +1,103 @@
+//! Where the counters live. One call decides a whole request.
+
+use std::future::Future;
+
+use super::algorithm::{Outcome, Rule};
+use super::key::Key;
+
+/// What is asked of all charges of a call together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    /// Check all, then commit all or none.
+    Check,
+    /// Look, write nothing.
+    Peek,
+    /// Charge whatever is left.
+    Charge,
+    /// Give back what was charged at this instant, µs.
+    Refund {
+        /// The admitted reply's time.
+        charged_at: u64,
+    },
+    /// As many single units, up to the cost, as all limits still have.
+    Take,
+}
+
+/// What one request asks of one limit.
+#[derive(Debug, Clone, Copy)]
+pub struct Charge<'a> {
+    /// Whose state of which limit.
+    pub key: Key<'a>,
+    /// The algorithm and its parameters.
+    pub rule: &'a Rule,
+    /// Units.
+    pub cost: u64,
+    /// How the charge counts.
+    pub mode: Mode,
+}
+
+/// How a charge counts towards the verdict.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    /// It must fit, and is charged when the request is admitted.
+    Binding,
+    /// It is charged if it fits, but never denies.
+    Shadow,
+    /// One unit must be left; the cost is charged after the response.
+    PostPaid,
+}
+
+impl Mode {
+    /// The flag of the script contract.
+    pub fn flag(self) -> &'static str {
+        match self {
+            Mode::Binding => "-",
+            Mode::Shadow => "s",
+            Mode::PostPaid => "p",
+        }
+    }
+}
+
+/// The store's reply for all charges of a call.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Verdict {
+    /// 0 denied, 1 admitted; for [`Operation::Take`] the number of units taken.
+    pub granted: u64,
+    /// The instant of the decision, µs since the Unix epoch by the store's clock.
+    pub now_us: u64,
+    /// One for each charge, in their order. Of a denied request or a peek: what is there uncharged.
+    pub outcomes: Vec<Outcome>,
+}
+
+/// Why there is no verdict.
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// No connection, or it broke. The call may or may not have run.
+    #[error("the store cannot be reached: {0}")]
+    Unreachable(String),
+    /// No answer within `store.timeout`. The call may still run.
+    #[error("the store did not answer in time")]
+    Timeout,
+    /// The breaker is open: the store was not asked.
+    #[error("the store is failing and is not asked")]
+    Open,
+    /// The store answered with an error for this call; others may do.
+    #[error("the store refused the call: {0}")]
+    Refused(#[source] redis::RedisError),
+    /// The store answered something that is no verdict.
+    #[error("the store's reply is not a verdict")]
+    Malformed,
+}
+
+/// Where the counters live.
+pub trait Store: Send + Sync {
+    /// Decides all of `charges` at one instant.
+    ///
+    /// # Errors
+    /// See [`StoreError`]. A call that ended with an error is never sent again: it may have run.
+    fn call(
+        &self,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> impl Future<Output = Result<Verdict, StoreError>> + Send;
+}

@@ -1,0 +1,163 @@
+//! From a rejection to a response: the only chooser of statuses that are ours.
+
+use bytes::Bytes;
+use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::{Method, Response, StatusCode};
+use serde_json::json;
+
+use crate::http::body::Body;
+use crate::http::fields::{self, Standing};
+use crate::http::path::PathError;
+use crate::identity::IdentityError;
+use crate::limit::algorithm::{Outcome, Status};
+use crate::limit::{Decision, Limit, Unavailable};
+use crate::upstream::UpstreamError;
+
+/// The ways in which a request ends without an upstream's answer.
+#[derive(Debug)]
+pub enum Rejection<'a> {
+    /// The path has no canonical form.
+    Path(PathError),
+    /// The host is missing, doubled or malformed.
+    Host(&'static str),
+    /// The target is longer than `server.max_uri`.
+    UriTooLong,
+    /// CONNECT and TRACE are not for gateways.
+    Method,
+    /// No route matches.
+    NoRoute,
+    /// Routes match, but for other methods.
+    MethodNotAllowed(Vec<Method>),
+    /// A limit of the route asks for an identity that the request does not have.
+    Identity(IdentityError),
+    /// A limit is exceeded.
+    OverLimit(Decision<'a>),
+    /// The limits cannot be checked.
+    Unavailable(Unavailable),
+    /// The upstream gave no answer.
+    Upstream(UpstreamError),
+}
+
+/// Problem types of draft-ietf-httpapi-ratelimit-headers-11 §7; all others are fully said by their status.
+const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
+const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
+const BLANK: &str = "about:blank";
+
+/// How long to stay away while limits cannot be checked: the store is asked again within this time.
+const STORE_RETRY_S: u64 = 1;
+
+impl Rejection<'_> {
+    /// The response, and one word for the access log.
+    pub fn into_response(self) -> (Response<Body>, &'static str) {
+        match self {
+            Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
+            Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),
+            Rejection::UriTooLong => (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long"),
+            Rejection::Method => {
+                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
+            }
+            Rejection::NoRoute => (problem(StatusCode::NOT_FOUND, BLANK, "no route matches the request"), "no-route"),
+            Rejection::MethodNotAllowed(allowed) => {
+                let mut response =
+                    problem(StatusCode::METHOD_NOT_ALLOWED, BLANK, "the route does not serve this method");
+                let list = allowed.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
+                // Methods are tokens, so the list is a valid value.
+                response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
+                (response, "method-not-allowed")
+            }
+            Rejection::Identity(error) => (unidentified(&error), "no-identity"),
+            Rejection::OverLimit(decision) => (over_limit(&decision), "denied"),
+            Rejection::Unavailable(_) => {
+                let mut response =
+                    problem(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, "limits cannot be checked at the moment");
+                response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_S));
+                (response, "store-error")
+            }
+            Rejection::Upstream(error) => upstream(&error),
+        }
+    }
+}
+
+fn unidentified(error: &IdentityError) -> Response<Body> {
+    let status = match error {
+        IdentityError::MissingKey(_) | IdentityError::UnknownKey => StatusCode::UNAUTHORIZED,
+        IdentityError::Ambiguous(_) | IdentityError::MissingHeader(_) => StatusCode::BAD_REQUEST,
+    };
+    let mut response = problem(status, BLANK, &error.to_string());
+    if status == StatusCode::UNAUTHORIZED {
+        // RFC 9110 §11.6.1: a 401 names a scheme.
+        response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("ApiKey"));
+    }
+    response
+}
+
+fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
+    // What failed is in the log; the client is not told addresses.
+    match error {
+        UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => {
+            (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream cannot be reached"), "upstream-connect")
+        }
+        UpstreamError::Broken { .. } => {
+            (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream broke off or sent no valid response"), "upstream-broken")
+        }
+        UpstreamError::ResponseTimeout { .. } => {
+            (problem(StatusCode::GATEWAY_TIMEOUT, BLANK, "the upstream did not answer in time"), "upstream-timeout")
+        }
+        UpstreamError::ClientStalled => {
+            (problem(StatusCode::REQUEST_TIMEOUT, BLANK, "the request body did not arrive in time"), "client-stalled")
+        }
+        UpstreamError::ClientBroken(_) => {
+            (problem(StatusCode::BAD_REQUEST, BLANK, "the request body broke off"), "client-broken")
+        }
+    }
+}
+
+/// What a limit tells on success.
+pub fn standing<'a>(limit: &'a Limit, outcome: &Outcome) -> Standing<'a> {
+    let window_s = fields::seconds(limit.quota.window_us.unwrap_or(0));
+    let Outcome { remaining, reset_us, .. } = *outcome;
+    Standing { name: &limit.name, quota: limit.quota.count, window_s, remaining, until_us: reset_us }
+}
+
+fn over_limit(decision: &Decision<'_>) -> Response<Body> {
+    let violated: Vec<&str> = decision.violated().map(|(limit, _)| &*limit.name).collect();
+    let retry_us = decision.retry_us();
+    let detail = match retry_us {
+        Some(us) => format!("try again in {} s", fields::seconds(us).max(1)),
+        None => "the request costs more than the limit ever allows".to_owned(),
+    };
+    let body = json!({
+        "type": QUOTA_EXCEEDED,
+        "title": "Request cannot be satisfied as assigned quota has been exceeded",
+        "status": 429,
+        "detail": detail,
+        "violated-policies": violated,
+    });
+    let mut response = json_response(StatusCode::TOO_MANY_REQUESTS, &body);
+    let headers = response.headers_mut();
+    let policy = fields::policy(decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome)));
+    // The wait of each violated limit, so that the largest agrees with Retry-After.
+    let waits = decision.violated().filter(|(_, outcome)| outcome.status == Status::Over).map(|(limit, outcome)| {
+        let until_us = fields::seconds(outcome.retry_us).max(1) * 1_000_000;
+        Standing { until_us, ..standing(limit, outcome) }
+    });
+    fields::advertise(headers, policy, waits);
+    if let Some(retry_us) = retry_us {
+        fields::retry_after(headers, retry_us);
+    }
+    response
+}
+
+/// A problem document (RFC 9457).
+fn problem(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
+    let title = status.canonical_reason().unwrap_or("Error");
+    json_response(status, &json!({ "type": kind, "title": title, "status": status.as_u16(), "detail": detail }))
+}
+
+fn json_response(status: StatusCode, body: &serde_json::Value) -> Response<Body> {
+    let mut response = Response::new(Body::full(Bytes::from(body.to_string() + "\n")));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    response
+}

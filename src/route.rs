@@ -1,0 +1,351 @@
+//! Which route a request takes: the best match, whatever the order of the file. Knows no policy.
+//!
+//! A tree of path segments for each host; a lookup costs the depth of the path, not the number of routes.
+
+use std::collections::HashMap;
+
+use http::{HeaderMap, HeaderName, HeaderValue, Method};
+
+/// What a request must look like.
+#[derive(Debug, Clone)]
+pub struct Pattern {
+    /// Lower case, without port; `*.example.com` for all below it; none for any.
+    pub host: Option<String>,
+    /// The path.
+    pub path: PathPattern,
+    /// The methods; none listed = all.
+    pub methods: Vec<Method>,
+    /// Fields that must be there with these values.
+    pub headers: Vec<(HeaderName, HeaderValue)>,
+}
+
+/// `/v1/users/{id}`, `/v1/{*rest}`, in segments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PathPattern(Vec<Segment>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Segment {
+    Literal(Box<str>),
+    Parameter(Box<str>),
+    Rest(Box<str>),
+}
+
+/// Why a text is no path pattern.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum PatternError {
+    #[error("a path starts with `/`")]
+    NoSlash,
+    #[error("`{{*{0}}}` takes the rest of the path: nothing may follow it")]
+    RestNotLast(String),
+    #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
+    Parameter(String),
+    #[error("the parameter `{0}` stands twice")]
+    Twice(String),
+}
+
+/// Two routes that nothing tells apart.
+#[derive(Debug)]
+pub struct Tie<T>(pub T);
+
+/// Why no route takes a request.
+#[derive(Debug, PartialEq, Eq)]
+pub enum NoMatch {
+    /// Nothing matches.
+    Nothing,
+    /// Only the method fails; these would do.
+    Method(Vec<Method>),
+}
+
+/// All routes.
+#[derive(Debug)]
+pub struct RouteTable<T> {
+    exact: HashMap<Box<str>, Node<T>>,
+    /// By what follows `*`, dot included.
+    wildcard: HashMap<Box<str>, Node<T>>,
+    any: Node<T>,
+}
+
+#[derive(Debug)]
+struct Node<T> {
+    literals: HashMap<Box<str>, Node<T>>,
+    parameter: Option<Box<Node<T>>>,
+    /// Routes whose path ends here.
+    here: Vec<Entry<T>>,
+    /// Routes that take whatever follows.
+    rest: Vec<Entry<T>>,
+}
+
+#[derive(Debug)]
+struct Entry<T> {
+    methods: Vec<Method>,
+    headers: Vec<(HeaderName, HeaderValue)>,
+    target: T,
+}
+
+impl std::str::FromStr for PathPattern {
+    type Err = PatternError;
+
+    fn from_str(text: &str) -> Result<Self, PatternError> {
+        let segments = text.strip_prefix('/').ok_or(PatternError::NoSlash)?;
+        let mut names = Vec::new();
+        let mut parsed = Vec::new();
+        for segment in segments.split('/') {
+            if let Some(Segment::Rest(name)) = parsed.last() {
+                return Err(PatternError::RestNotLast(name.to_string()));
+            }
+            let inner = segment.strip_prefix('{').and_then(|segment| segment.strip_suffix('}'));
+            let (name, make): (&str, fn(Box<str>) -> Segment) = match inner {
+                Some(inner) => match inner.strip_prefix('*') {
+                    Some(name) => (name, Segment::Rest),
+                    None => (inner, Segment::Parameter),
+                },
+                None if segment.contains(['{', '}']) => return Err(PatternError::Parameter(segment.to_owned())),
+                None => {
+                    parsed.push(Segment::Literal(segment.into()));
+                    continue;
+                }
+            };
+            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-') {
+                return Err(PatternError::Parameter(segment.to_owned()));
+            }
+            if names.contains(&name) {
+                return Err(PatternError::Twice(name.to_owned()));
+            }
+            names.push(name);
+            parsed.push(make(name.into()));
+        }
+        Ok(PathPattern(parsed))
+    }
+}
+
+impl<T> Default for RouteTable<T> {
+    fn default() -> Self {
+        RouteTable { exact: HashMap::new(), wildcard: HashMap::new(), any: Node::default() }
+    }
+}
+
+impl<T> Default for Node<T> {
+    fn default() -> Self {
+        Node { literals: HashMap::new(), parameter: None, here: Vec::new(), rest: Vec::new() }
+    }
+}
+
+impl<T: Clone> RouteTable<T> {
+    /// Adds a route.
+    ///
+    /// # Errors
+    /// Some request would match this route and an earlier one equally well: that one's target.
+    pub fn insert(&mut self, pattern: Pattern, target: T) -> Result<(), Tie<T>> {
+        let mut node = match &pattern.host {
+            None => &mut self.any,
+            Some(host) => match host.strip_prefix('*') {
+                Some(suffix) => self.wildcard.entry(suffix.into()).or_default(),
+                None => self.exact.entry(host.as_str().into()).or_default(),
+            },
+        };
+        let mut takes_rest = false;
+        for segment in pattern.path.0 {
+            match segment {
+                Segment::Literal(text) => node = node.literals.entry(text).or_default(),
+                Segment::Parameter(_) => node = node.parameter.get_or_insert_default(),
+                Segment::Rest(_) => takes_rest = true,
+            }
+        }
+        let entries = if takes_rest { &mut node.rest } else { &mut node.here };
+        let entry = Entry { methods: pattern.methods, headers: pattern.headers, target };
+        if let Some(tied) = entries.iter().find(|other| other.ties_with(&entry)) {
+            return Err(Tie(tied.target.clone()));
+        }
+        entries.push(entry);
+        // Best first: routes that list methods, then those that ask for more headers.
+        entries.sort_by_key(|entry| (entry.methods.is_empty(), usize::MAX - entry.headers.len()));
+        Ok(())
+    }
+}
+
+impl<T> RouteTable<T> {
+    /// The best route for a request; `host` without port in lower case, `path` in canonical form.
+    ///
+    /// # Errors
+    /// No route matches.
+    pub fn find(&self, host: &str, path: &str, method: &Method, headers: &HeaderMap) -> Result<&T, NoMatch> {
+        let mut search = Search { method, headers, allowed: Vec::new() };
+        let segments = path.strip_prefix('/');
+        if let Some(found) = self.exact.get(host).and_then(|node| search.descend(node, segments)) {
+            return Ok(found);
+        }
+        if !self.wildcard.is_empty() {
+            // The longest suffix first.
+            for (dot, _) in host.match_indices('.') {
+                if let Some(found) = self.wildcard.get(&host[dot..]).and_then(|node| search.descend(node, segments)) {
+                    return Ok(found);
+                }
+            }
+        }
+        search.descend(&self.any, segments).ok_or(match search.allowed.is_empty() {
+            true => NoMatch::Nothing,
+            false => NoMatch::Method(search.allowed),
+        })
+    }
+}
+
+struct Search<'a> {
+    method: &'a Method,
+    headers: &'a HeaderMap,
+    allowed: Vec<Method>,
+}
+
+impl Search<'_> {
+    /// The best match below a node: literal segments before parameters before the rest.
+    /// Visits each node at most once, however the path is made.
+    fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t T> {
+        let Some(remaining) = remaining else { return self.choose(&node.here) };
+        let (segment, next) = match remaining.split_once('/') {
+            Some((segment, next)) => (segment, Some(next)),
+            None => (remaining, None),
+        };
+        if let Some(found) = node.literals.get(segment).and_then(|child| self.descend(child, next)) {
+            return Some(found);
+        }
+        if let Some(child) = node.parameter.as_deref().filter(|_| !segment.is_empty()) {
+            if let Some(found) = self.descend(child, next) {
+                return Some(found);
+            }
+        }
+        self.choose(&node.rest)
+    }
+
+    fn choose<'t, T>(&mut self, entries: &'t [Entry<T>]) -> Option<&'t T> {
+        for entry in entries {
+            let present = |(name, value): &(HeaderName, HeaderValue)| self.headers.get_all(name).iter().any(|v| v == value);
+            if !entry.headers.iter().all(present) {
+                continue;
+            }
+            if entry.methods.is_empty() || entry.methods.contains(self.method) {
+                return Some(&entry.target);
+            }
+            for method in &entry.methods {
+                if !self.allowed.contains(method) {
+                    self.allowed.push(method.clone());
+                }
+            }
+        }
+        None
+    }
+}
+
+impl<T> Entry<T> {
+    /// Whether one request could match both, with nothing to choose by.
+    fn ties_with(&self, other: &Entry<T>) -> bool {
+        let share_a_method = self.methods.is_empty()
+            || other.methods.is_empty()
+            || self.methods.iter().any(|method| other.methods.contains(method));
+        // No request has both values of one field.
+        let exclude = |(name, value): &(HeaderName, HeaderValue)| {
+            other.headers.iter().any(|(other_name, other_value)| name == other_name && value != other_value)
+        };
+        share_a_method && self.headers.len() == other.headers.len() && !self.headers.iter().any(exclude)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pattern(host: &str, path: &str, methods: &[&str], headers: &[(&str, &str)]) -> Pattern {
+        Pattern {
+            host: (!host.is_empty()).then(|| host.to_owned()),
+            path: path.parse().unwrap(),
+            methods: methods.iter().map(|method| method.parse().unwrap()).collect(),
+            headers: headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect(),
+        }
+    }
+
+    fn table(patterns: Vec<Pattern>) -> RouteTable<usize> {
+        let mut table = RouteTable::default();
+        for (index, pattern) in patterns.into_iter().enumerate() {
+            table.insert(pattern, index).unwrap();
+        }
+        table
+    }
+
+    fn find(table: &RouteTable<usize>, host: &str, path: &str) -> Option<usize> {
+        table.find(host, path, &Method::GET, &HeaderMap::new()).ok().copied()
+    }
+
+    #[test]
+    fn the_more_specific_path_wins_whatever_the_order() {
+        let paths = ["/{*rest}", "/v1/{*rest}", "/v1/users/{id}", "/v1/users/me", "/s/{*rest}", "/s/{id}/items/{item}", "/v1"];
+        for rotation in 0..paths.len() {
+            let mut rotated = paths;
+            rotated.rotate_left(rotation);
+            let table = table(rotated.iter().map(|path| pattern("", path, &[], &[])).collect());
+            for (path, expected) in [
+                ("/", "/{*rest}"),
+                ("/v1", "/v1"),
+                ("/v1/", "/v1/{*rest}"),
+                ("/v1/users/me", "/v1/users/me"),
+                ("/v1/users/7", "/v1/users/{id}"),
+                ("/v1/users/", "/v1/{*rest}"),
+                ("/v1/users/7/x", "/v1/{*rest}"),
+                ("/s/1/items/2", "/s/{id}/items/{item}"),
+                ("/s/1/items/2/3", "/s/{*rest}"),
+                ("/other", "/{*rest}"),
+            ] {
+                assert_eq!(find(&table, "h", path).map(|index| rotated[index]), Some(expected), "{path}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_more_specific_host_wins_and_falls_back() {
+        let hosts = ["", "*.example.com", "*.b.example.com", "a.example.com"];
+        let mut patterns: Vec<_> = hosts.iter().map(|host| pattern(host, "/x", &[], &[])).collect();
+        patterns.push(pattern("", "/only-any", &[], &[]));
+        let table = table(patterns);
+        for (host, path, expected) in [
+            ("a.example.com", "/x", Some(3)),
+            ("c.example.com", "/x", Some(1)),
+            ("a.b.example.com", "/x", Some(2)),
+            ("example.com", "/x", Some(0)),
+            ("a.example.com", "/only-any", Some(4)),
+            ("a.example.com", "/none", None),
+        ] {
+            assert_eq!(find(&table, host, path), expected, "{host}{path}");
+        }
+    }
+
+    #[test]
+    fn methods_and_headers_choose_within_a_path() {
+        let table = table(vec![
+            pattern("", "/x", &["GET"], &[]),
+            pattern("", "/x", &["GET"], &[("x-version", "1")]),
+            pattern("", "/x", &["GET"], &[("x-version", "2")]),
+            pattern("", "/x", &["POST"], &[]),
+        ]);
+        let with = |value: &str| HeaderMap::from_iter([(HeaderName::from_static("x-version"), value.parse().unwrap())]);
+        assert_eq!(table.find("h", "/x", &Method::GET, &with("2")), Ok(&2));
+        assert_eq!(table.find("h", "/x", &Method::GET, &with("3")), Ok(&0));
+        assert_eq!(table.find("h", "/x", &Method::POST, &with("1")), Ok(&3));
+        let allowed = NoMatch::Method(vec![Method::GET, Method::POST]);
+        assert_eq!(table.find("h", "/x", &Method::DELETE, &HeaderMap::new()), Err(allowed));
+    }
+
+    #[test]
+    fn ties_are_found() {
+        for (one, other, tied) in [
+            (pattern("", "/{a}", &[], &[]), pattern("", "/{b}", &[], &[]), true),
+            (pattern("", "/x", &["GET", "PUT"], &[]), pattern("", "/x", &["PUT"], &[]), true),
+            (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &[], &[]), true),
+            (pattern("", "/x", &[], &[("a", "1")]), pattern("", "/x", &[], &[("b", "1")]), true),
+            (pattern("", "/x", &[], &[("a", "1")]), pattern("", "/x", &[], &[("a", "2")]), false),
+            (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &["PUT"], &[]), false),
+            (pattern("a.b", "/x", &[], &[]), pattern("*.b", "/x", &[], &[]), false),
+        ] {
+            let mut table = RouteTable::default();
+            table.insert(one.clone(), 1).unwrap();
+            assert_eq!(table.insert(other.clone(), 2).is_err(), tied, "{one:?} {other:?}");
+        }
+    }
+}

@@ -1,0 +1,219 @@
+//! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
+
+mod identities;
+mod limits;
+mod reader;
+mod routes;
+mod settings;
+
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, StatusCode};
+use tokio::time::Duration;
+use tracing::Level;
+
+use crate::config::error::ConfigError;
+use crate::config::file::{self, Environment};
+use crate::identity::By;
+use crate::identity::api_key::ApiKeys;
+use crate::identity::client_ip::ClientIp;
+use crate::limit::Limit;
+use crate::limit::key::IdentityHasher;
+use crate::limit::redis::RedisSettings;
+use crate::observe::log::Format;
+use crate::route::RouteTable;
+use crate::upstream::UpstreamSettings;
+use reader::Reader;
+
+/// Everything that a request needs, compiled once.
+#[derive(Debug)]
+pub struct Runtime {
+    /// Limits of the HTTP side, and workers.
+    pub server: ServerSettings,
+    /// Where to listen.
+    pub listeners: Vec<SocketAddr>,
+    /// Where the counters live.
+    pub store: StoreSettings,
+    /// The process' own log and the access log.
+    pub log: LogSettings,
+    /// Whom to believe about addresses.
+    pub client_ip: ClientIp,
+    /// Known keys.
+    pub api_keys: ApiKeys,
+    /// Makes keys of identities.
+    pub hasher: IdentityHasher,
+    /// Headers that only trusted proxies may set.
+    pub user_headers: Vec<HeaderName>,
+    /// Upstreams, by the index that routes use.
+    pub upstreams: Vec<UpstreamSettings>,
+    /// Every limit, used or not.
+    pub limits: Vec<Arc<Limit>>,
+    /// Every route, in the order of the file.
+    pub routes: Vec<Arc<Route>>,
+    /// The same, by what a request looks like.
+    pub table: RouteTable<Arc<Route>>,
+}
+
+/// `[server]`
+#[derive(Debug, Clone)]
+pub struct ServerSettings {
+    /// Threads that serve requests.
+    pub workers: usize,
+    /// How they share work.
+    pub layout: Layout,
+    /// Time for running requests after SIGTERM.
+    pub drain_timeout: Duration,
+    /// Time from accept to the first head.
+    pub header_timeout: Duration,
+    /// Time between two requests of a connection.
+    pub idle_timeout: Duration,
+    /// Bytes of a head.
+    pub max_header_size: usize,
+    /// Lines of a head.
+    pub max_headers: usize,
+    /// Bytes of a target.
+    pub max_uri: usize,
+    /// Concurrent streams of an HTTP/2 connection.
+    pub http2_max_streams: u32,
+}
+
+/// How workers share connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// Each worker accepts and serves its own.
+    PerCore,
+    /// One pool of threads serves all.
+    Shared,
+}
+
+/// `[store]`
+#[derive(Debug, Clone)]
+pub struct StoreSettings {
+    /// Redis; none = the memory of this process.
+    pub redis: Option<RedisSettings>,
+    /// How the store is called in logs; no credentials.
+    pub name: String,
+    /// Bound of a decision.
+    pub timeout: Duration,
+    /// Bound of the states kept in this process.
+    pub memory_identities: usize,
+}
+
+/// `[log]`
+#[derive(Debug, Clone)]
+pub struct LogSettings {
+    /// How lines look.
+    pub format: Format,
+    /// From which level on.
+    pub level: Level,
+    /// The access log.
+    pub access: Access,
+}
+
+/// Where the access log goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Access {
+    /// Nowhere.
+    Off,
+    /// Standard output.
+    Stdout,
+    /// A file, appended to.
+    File(PathBuf),
+}
+
+/// A route, ready to use.
+#[derive(Debug)]
+pub struct Route {
+    /// Its name.
+    pub name: Arc<str>,
+    /// The path as written.
+    pub path: Box<str>,
+    /// Where its requests go.
+    pub target: Target,
+    /// What each request costs.
+    pub cost: u64,
+    /// The identities that its limits ask for, each once.
+    pub identities: Vec<By>,
+    /// Its limits, each with the index of its identity.
+    pub limits: Vec<(Arc<Limit>, usize)>,
+    /// The RateLimit-Policy of a response that all its limits had a say in.
+    pub policy: Option<HeaderValue>,
+}
+
+/// Where requests go.
+#[derive(Debug)]
+pub enum Target {
+    /// To the upstream with this index.
+    Upstream(usize),
+    /// The gateway answers itself.
+    Respond(Respond),
+}
+
+/// An answer of the gateway's own.
+#[derive(Debug)]
+pub struct Respond {
+    /// Its status.
+    pub status: StatusCode,
+    /// Its body.
+    pub body: Bytes,
+    /// The type of the body.
+    pub content_type: HeaderValue,
+}
+
+impl Runtime {
+    /// Reads, checks and compiles a configuration.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn load(path: &Path, environment: Environment<'_>) -> Result<Runtime, ConfigError> {
+        let file = file::gateway(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        let mut reader = Reader::new(path, file.text, file.issues, environment);
+        let runtime = compile(file.value, &mut reader);
+        reader.finish()?;
+        // Without a finding every part is there.
+        Ok(runtime)
+    }
+
+    /// How many limits some route uses.
+    pub fn used_limits(&self) -> usize {
+        self.limits.iter().filter(|limit| self.routes.iter().any(|route| route.uses(limit))).count()
+    }
+}
+
+impl Route {
+    fn uses(&self, limit: &Arc<Limit>) -> bool {
+        self.limits.iter().any(|(used, _)| Arc::ptr_eq(used, limit))
+    }
+}
+
+fn compile(config: crate::config::Config, reader: &mut Reader<'_>) -> Runtime {
+    let server = settings::server(&config.server, reader);
+    let listeners = settings::listeners(&config.listener, reader);
+    let log = settings::log(&config.log, reader);
+    let client_ip = identities::client_ip(&config.client_ip, reader);
+    let api_keys = identities::api_keys(&config.api_key, reader);
+    let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
+    let hasher = IdentityHasher::new(secret);
+    let instances = settings::instances(&config.store, reader);
+    let limits = limits::limits(&config, &hasher, instances, &api_keys, reader);
+    let upstreams = settings::upstreams(&config.upstream, reader);
+    let (routes, table) = routes::routes(&config, &limits, &upstreams, reader);
+    let store = settings::store(&config.store, &routes, reader);
+    Runtime {
+        server,
+        listeners,
+        store,
+        log,
+        client_ip,
+        api_keys,
+        hasher,
+        user_headers: limits::user_headers(&limits),
+        upstreams,
+        limits: limits.into_values().map(|(limit, _)| limit).collect(),
+        routes,
+        table,
+    }
+}

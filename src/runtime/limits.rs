@@ -1,0 +1,167 @@
+//! `[limit.*]`: who and how much, checked and put into the form that decides.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+use http::HeaderName;
+
+use super::reader::Reader;
+use crate::config::error::Issue;
+use crate::config::{self, Config};
+use crate::identity::api_key::{ApiKeys, OnUnknown};
+use crate::identity::{By, OnMissing, Source};
+use crate::limit::algorithm::Rule;
+use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use crate::limit::algorithm::sliding_log::SlidingLog;
+use crate::limit::algorithm::token_bucket::TokenBucket;
+use crate::limit::key::{Bucket, IdentityHasher};
+use crate::limit::quota::{Quota, QuotaError};
+use crate::limit::{Limit, OnStoreError};
+
+/// Limits by name, with what tells their identities apart.
+pub(super) type Limits = BTreeMap<String, (Arc<Limit>, By)>;
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Algorithm {
+    TokenBucket,
+    FixedWindow,
+    SlidingLog,
+    Later,
+}
+
+const ALGORITHMS: [(&str, Algorithm); 8] = [
+    ("token-bucket", Algorithm::TokenBucket),
+    ("gcra", Algorithm::TokenBucket),
+    ("leaky-bucket", Algorithm::TokenBucket),
+    ("fixed-window", Algorithm::FixedWindow),
+    ("sliding-log", Algorithm::SlidingLog),
+    ("sliding-window", Algorithm::Later),
+    ("sliding-buckets", Algorithm::Later),
+    ("concurrency", Algorithm::Later),
+];
+
+pub(super) fn limits(
+    config: &Config,
+    hasher: &IdentityHasher,
+    instances: u64,
+    keys: &ApiKeys,
+    reader: &mut Reader<'_>,
+) -> Limits {
+    let mut limits = Limits::new();
+    for (name, limit) in &config.limit {
+        let place = limit.span();
+        reader.name(place.clone(), name);
+        let limit = limit.get_ref();
+        let by = by(limit, &place, reader);
+        if by.sources.contains(&Source::ApiKey) && keys.consumers.is_empty() && keys.on_unknown == OnUnknown::Reject {
+            let issue = Issue::at(place.clone(), "this limit is by api-key, but no key is known: every one would be refused");
+            reader.issue(issue.hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
+        }
+        let Some((quota, rule)) = rule(limit, &place, reader) else { continue };
+        let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
+        let on_store_error = reader.choice(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
+        let share = rule.share(instances, dearest(config, name));
+        let bucket = Bucket::new(hasher, name, &rule.shape());
+        let limit = Limit { name: name.as_str().into(), quota, rule, share, bucket, on_store_error };
+        limits.insert(name.clone(), (Arc::new(limit), by));
+    }
+    limits
+}
+
+/// The headers that only trusted proxies may set, because some limit believes them.
+pub(super) fn user_headers(limits: &Limits) -> Vec<HeaderName> {
+    let sources = limits.values().flat_map(|(_, by)| &by.sources);
+    let mut names: Vec<_> = sources.filter_map(|source| if let Source::User(name) = source { Some(name.clone()) } else { None }).collect();
+    names.dedup();
+    names
+}
+
+/// The largest cost at which a route uses a limit.
+fn dearest(config: &Config, name: &str) -> u64 {
+    let uses = |route: &&config::Route| route.limits.iter().any(|limit| limit.get_ref() == name);
+    let routes = config.route.iter().map(|route| route.get_ref()).filter(uses);
+    routes.filter_map(|route| route.cost.as_ref()).map(|cost| (*cost.get_ref()).max(1) as u64).max().unwrap_or(1)
+}
+
+fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> By {
+    let missing = [("reject", OnMissing::Reject), ("skip", OnMissing::Skip), ("ip", OnMissing::Ip)];
+    let on_missing = reader.choice(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
+    let mut sources = Vec::new();
+    if let Some(list) = reader.required(limit.by.as_ref(), place, "by", "\"ip\"") {
+        if list.get_ref().0.is_empty() {
+            reader.issue(Issue::at(list.span(), "`by` is empty").hint("\"global\" counts all requests together"));
+        }
+        for text in &list.get_ref().0 {
+            sources.extend(source(text, list.span(), reader));
+        }
+    }
+    By { sources, on_missing }
+}
+
+fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Source> {
+    const PLAIN: [&str; 10] =
+        ["api-key", "ip", "global", "route", "user:HEADER", "header:NAME", "host", "method", "client-cert", "jwt:CLAIM"];
+    match text.split_once(':') {
+        None => match text {
+            "api-key" => return Some(Source::ApiKey),
+            "ip" => return Some(Source::Ip),
+            "global" => return Some(Source::Global),
+            "route" => return Some(Source::Route),
+            "host" | "method" | "client-cert" => reader.not_yet(span, &format!("by = \"{text}\"")),
+            _ => reader.unknown_name(span, "identity", text, PLAIN.into_iter()),
+        },
+        Some(("user", name)) => return reader.header_name(span, name).map(Source::User),
+        Some(("header", name)) => return reader.header_name(span, name).map(Source::Header),
+        Some((kind @ ("cookie" | "query" | "path" | "jwt"), _)) => reader.not_yet(span, &format!("by = \"{kind}:…\"")),
+        Some(_) => reader.unknown_name(span, "identity", text, PLAIN.into_iter()),
+    }
+    None
+}
+
+fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<(Quota, Rule)> {
+    let algorithm = reader.choice(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
+    if let (Algorithm::Later, Some(text)) = (algorithm, &limit.algorithm) {
+        reader.not_yet(text.span(), &format!("algorithm = \"{}\"", text.get_ref()));
+        return None;
+    }
+    for (key, span, owner) in [
+        ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
+        ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
+    ] {
+        if let Some(span) = span.filter(|_| algorithm != owner) {
+            let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
+            reader.issue(Issue::at(span, format!("`{key}` goes with {owner} only")));
+        }
+    }
+    let text = reader.required(limit.quota.as_ref(), place, "quota", "\"600/min\"")?;
+    let result = text.get_ref().parse::<Quota>().and_then(|quota| {
+        let rule = match algorithm {
+            Algorithm::TokenBucket => {
+                let burst = reader.number(limit.burst.as_ref(), 1..1 << 53, quota.count as i64) as u64;
+                TokenBucket::new(quota, burst).map(Rule::TokenBucket)
+            }
+            Algorithm::FixedWindow => {
+                let starts = [("aligned", Start::Aligned { phase: 0 }), ("first-request", Start::FirstRequest)];
+                let start = reader.choice(limit.start.as_ref(), starts[0].1, &starts);
+                if quota.calendar.is_some() && start != Start::FirstRequest {
+                    reader.not_yet(text.span(), "a calendar window (day, week, month, year)");
+                    return Ok(None);
+                }
+                FixedWindow::new(quota, start).map(Rule::FixedWindow)
+            }
+            Algorithm::SlidingLog | Algorithm::Later => SlidingLog::new(quota).map(Rule::SlidingLog),
+        };
+        rule.map(|rule| Some((quota, rule)))
+    });
+    result.unwrap_or_else(|error| {
+        let hint = match &error {
+            QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
+            QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
+            QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
+            _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
+        };
+        reader.issue(Issue::at(text.span(), error.to_string()).hint(hint));
+        None
+    })
+}

@@ -1,0 +1,174 @@
+//! Turns values as written into values ready to use, and collects what is wrong with them.
+
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use http::{HeaderName, HeaderValue};
+use tokio::time::Duration;
+use toml::Spanned;
+
+use crate::config::Text;
+use crate::config::error::{ConfigError, FaultyFile, Issue};
+use crate::config::file::{Environment, nearest};
+use crate::limit::quota::duration_us;
+
+/// Collects the issues of one file. Every method gives a usable value back, so that all errors are found at once.
+pub(super) struct Reader<'a> {
+    path: PathBuf,
+    text: String,
+    issues: Vec<Issue>,
+    /// Faults of files that this one names.
+    others: Vec<FaultyFile>,
+    pub(super) environment: Environment<'a>,
+}
+
+impl<'a> Reader<'a> {
+    pub(super) fn new(path: &Path, text: String, issues: Vec<Issue>, environment: Environment<'a>) -> Self {
+        Reader { path: path.to_owned(), text, issues, others: Vec::new(), environment }
+    }
+
+    /// # Errors
+    /// Everything that was collected.
+    pub(super) fn finish(self) -> Result<(), ConfigError> {
+        let mut files = self.others;
+        if !self.issues.is_empty() {
+            files.insert(0, FaultyFile { path: self.path, text: self.text, issues: self.issues });
+        }
+        if files.is_empty() { Ok(()) } else { Err(ConfigError { files }) }
+    }
+
+    pub(super) fn issue(&mut self, issue: Issue) {
+        self.issues.push(issue);
+    }
+
+    pub(super) fn other_file(&mut self, faulty: FaultyFile) {
+        self.others.push(faulty);
+    }
+
+    /// A fault of the file as a whole.
+    pub(super) fn missing(&mut self, message: &str, hint: &str) {
+        self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
+    }
+
+    /// A path, relative to the folder of the file.
+    pub(super) fn path(&self, text: &str) -> PathBuf {
+        self.path.parent().unwrap_or(Path::new("")).join(text)
+    }
+
+    /// A value that must be there.
+    pub(super) fn required<'t, T>(&mut self, value: Option<&'t T>, place: &Range<usize>, key: &str, example: &str) -> Option<&'t T> {
+        if value.is_none() {
+            self.issue(Issue::at(place.clone(), format!("`{key}` is missing")).hint(format!("for example {key} = {example}")));
+        }
+        value
+    }
+
+    pub(super) fn duration(&mut self, text: Option<&Text>, default: Duration) -> Duration {
+        let Some(text) = text else { return default };
+        match duration_us(text.get_ref()) {
+            Some(us) => Duration::from_micros(us),
+            None => {
+                let message = format!("`{}` is not a duration", text.get_ref());
+                self.issue(Issue::at(text.span(), message).hint("a number with ms, s, m, h or d, such as \"250ms\""));
+                default
+            }
+        }
+    }
+
+    /// Bytes, between 1 and 1 GiB.
+    pub(super) fn size(&mut self, text: Option<&Text>, default: usize) -> usize {
+        let Some(text) = text else { return default };
+        let split = text.get_ref().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.get_ref().len());
+        let (count, unit) = text.get_ref().split_at(split);
+        let factor = match unit {
+            "B" => Some(1),
+            "KiB" => Some(1 << 10),
+            "MiB" => Some(1 << 20),
+            "GiB" => Some(1 << 30),
+            _ => None,
+        };
+        let bytes = count.parse::<usize>().ok().zip(factor).and_then(|(count, factor)| count.checked_mul(factor));
+        match bytes.filter(|bytes| (1..=1 << 30).contains(bytes)) {
+            Some(bytes) => bytes,
+            None => {
+                let message = format!("`{}` is not a size", text.get_ref());
+                self.issue(Issue::at(text.span(), message).hint("a number with B, KiB or MiB, such as \"64KiB\""));
+                default
+            }
+        }
+    }
+
+    pub(super) fn number(&mut self, value: Option<&Spanned<i64>>, allowed: Range<i64>, default: i64) -> i64 {
+        let Some(value) = value else { return default };
+        if allowed.contains(value.get_ref()) {
+            return *value.get_ref();
+        }
+        let message = format!("{} is out of range", value.get_ref());
+        self.issue(Issue::at(value.span(), message).hint(format!("from {} to {}", allowed.start, allowed.end - 1)));
+        default
+    }
+
+    /// One of a closed set of words.
+    pub(super) fn choice<T: Copy>(&mut self, text: Option<&Text>, default: T, words: &[(&str, T)]) -> T {
+        let Some(text) = text else { return default };
+        match words.iter().find(|(word, _)| word == text.get_ref()) {
+            Some((_, value)) => *value,
+            None => {
+                let all = words.iter().map(|(word, _)| *word);
+                self.unknown_name(text.span(), "value", text.get_ref(), all);
+                default
+            }
+        }
+    }
+
+    /// A name that nothing defines.
+    pub(super) fn unknown_name<'n>(
+        &mut self,
+        span: Range<usize>,
+        what: &str,
+        name: &str,
+        known: impl Iterator<Item = &'n str> + Clone,
+    ) {
+        let issue = Issue::at(span, format!("unknown {what} `{name}`"));
+        let hint = match nearest(name, known.clone()) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => match known.collect::<Vec<_>>().join(", ") {
+                all if all.is_empty() => format!("no {what} is defined"),
+                all => format!("known: {all}"),
+            },
+        };
+        self.issue(issue.hint(hint));
+    }
+
+    /// Says that a value of the contract does nothing yet.
+    pub(super) fn not_yet(&mut self, span: Range<usize>, what: &str) {
+        self.issue(Issue::at(span, format!("{what} is not supported yet")));
+    }
+
+    pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {
+        let parsed = name.parse().ok();
+        if parsed.is_none() {
+            self.issue(Issue::at(span, format!("`{name}` is not a header name")));
+        }
+        parsed
+    }
+
+    pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
+        let parsed = HeaderValue::from_str(text.get_ref()).ok();
+        if parsed.is_none() {
+            self.issue(Issue::at(text.span(), "this cannot stand in a header"));
+        }
+        parsed
+    }
+
+    /// Names stand in header fields, keys and labels: letters, digits, `-`, `_`, `.`.
+    pub(super) fn name(&mut self, span: Range<usize>, name: &str) {
+        let fine = !name.is_empty()
+            && name.len() <= 64
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
+        if !fine {
+            let hint = "1 to 64 letters, digits, `-`, `_` or `.`: names stand in header fields, keys and metrics";
+            self.issue(Issue::at(span, format!("`{name}` cannot be a name")).hint(hint));
+        }
+    }
+}

@@ -1,0 +1,204 @@
+//! `[[route]]`: what requests look like, where they go, and which limits they meet.
+
+use std::collections::HashSet;
+use std::ops::Range;
+use std::sync::Arc;
+
+use bytes::Bytes;
+use http::{HeaderName, HeaderValue, Method, StatusCode};
+
+use super::limits::Limits;
+use super::reader::Reader;
+use super::{Respond, Route, Target};
+use crate::config::error::Issue;
+use crate::config::{self, Config};
+use crate::http::fields;
+use crate::http::path::canonical;
+use crate::limit::algorithm::{Outcome, Status};
+use crate::reply::standing;
+use crate::route::{PathPattern, Pattern, RouteTable};
+use crate::upstream::UpstreamSettings;
+
+/// Limits of one route: the script's arguments and the fields of a response stay small.
+const MAX_LIMITS: usize = 16;
+
+pub(super) fn routes(
+    config: &Config,
+    limits: &Limits,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Reader<'_>,
+) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
+    if config.route.is_empty() {
+        reader.missing("there is no [[route]]", "add one: [[route]] with name, path and upstream");
+    }
+    let mut names = HashSet::new();
+    let mut routes = Vec::new();
+    let mut table = RouteTable::default();
+    for written in &config.route {
+        let place = written.span();
+        let written = written.get_ref();
+        let name = match reader.required(written.name.as_ref(), &place, "name", "\"search\"") {
+            Some(name) => {
+                reader.name(name.span(), name.get_ref());
+                if !names.insert(name.get_ref().clone()) {
+                    reader.issue(Issue::at(name.span(), format!("a second route `{}`", name.get_ref())));
+                }
+                name.get_ref().as_str()
+            }
+            None => "",
+        };
+        let target = target(written, &place, upstreams, reader);
+        let pattern = pattern(written, &place, reader);
+        let Some(route) = target.map(|target| Arc::new(route(name, written, target, limits, config, reader))) else { continue };
+        routes.push(route.clone());
+        if let Some(Err(tie)) = pattern.map(|pattern| table.insert(pattern, route)) {
+            let path = written.path.as_ref().map_or(place, |path| path.span());
+            let issue = Issue::at(path, format!("nothing tells this route from `{}`", tie.0.name));
+            reader.issue(issue.hint("give one of them another host, path, method or header"));
+        }
+    }
+    (routes, table)
+}
+
+fn target(
+    route: &config::Route,
+    place: &Range<usize>,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Reader<'_>,
+) -> Option<Target> {
+    match (&route.upstream, &route.respond) {
+        (Some(name), None) => {
+            let found = upstreams.iter().position(|upstream| *upstream.name == **name.get_ref());
+            if found.is_none() {
+                reader.unknown_name(name.span(), "upstream", name.get_ref(), upstreams.iter().map(|upstream| &*upstream.name));
+            }
+            found.map(Target::Upstream)
+        }
+        (None, Some(respond)) => Some(Target::Respond(self::respond(respond.get_ref(), &respond.span(), reader))),
+        (None, None) => {
+            let issue = Issue::at(place.clone(), "this route goes nowhere");
+            reader.issue(issue.hint("upstream = \"NAME\" or respond = { status = 200, body = \"…\" }"));
+            None
+        }
+        (Some(_), Some(respond)) => {
+            let issue = Issue::at(respond.span(), "this route has two targets");
+            reader.issue(issue.hint("keep `upstream` or `respond`"));
+            None
+        }
+    }
+}
+
+fn respond(respond: &config::Respond, place: &Range<usize>, reader: &mut Reader<'_>) -> Respond {
+    let status = match reader.required(respond.status.as_ref(), place, "status", "200") {
+        Some(status) => reader.number(Some(status), 200..600, 200),
+        None => 200,
+    };
+    let text = HeaderValue::from_static("text/plain; charset=utf-8");
+    Respond {
+        status: StatusCode::from_u16(status as u16).unwrap_or(StatusCode::OK),
+        body: respond.body.as_ref().map_or_else(Bytes::new, |body| Bytes::from(body.get_ref().clone())),
+        content_type: respond.content_type.as_ref().and_then(|kind| reader.header_value(kind)).unwrap_or(text),
+    }
+}
+
+fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<Pattern> {
+    let host = route.host.as_ref().and_then(|host| match host.get_ref().to_ascii_lowercase() {
+        any if any == "*" => None,
+        name if is_host(name.strip_prefix("*.").unwrap_or(&name)) => Some(name),
+        _ => {
+            let issue = Issue::at(host.span(), format!("`{}` is not a host", host.get_ref()));
+            reader.issue(issue.hint("a name without port, \"api.example.com\" or \"*.example.com\""));
+            None
+        }
+    });
+    let path = reader.required(route.path.as_ref(), place, "path", "\"/v1/{*rest}\"");
+    let path = path.and_then(|text| match text.get_ref().parse::<PathPattern>() {
+        Ok(pattern) => {
+            // Braces are the pattern's own; everything else must be what a canonical request has.
+            let plain = text.get_ref().replace(['{', '}'], "");
+            match canonical(&plain) {
+                Ok(same) if same == plain => {}
+                Ok(other) => {
+                    let issue = Issue::at(text.span(), "requests are matched in canonical form: this path never matches");
+                    reader.issue(issue.hint(format!("its canonical form is \"{other}\"")));
+                }
+                Err(error) => reader.issue(Issue::at(text.span(), error.to_string())),
+            }
+            Some(pattern)
+        }
+        Err(error) => {
+            let hint = "\"/v1/search\", \"/v1/users/{id}\" or \"/v1/{*rest}\"";
+            reader.issue(Issue::at(text.span(), error.to_string()).hint(hint));
+            None
+        }
+    });
+    if let Some(methods) = route.methods.as_ref().filter(|methods| methods.is_empty()) {
+        let _: &Vec<_> = methods;
+        reader.issue(Issue::at(place.clone(), "`methods` is empty: no request would match").hint("leave it out for all methods"));
+    }
+    let mut methods: Vec<Method> = Vec::new();
+    for text in route.methods.iter().flatten() {
+        match text.get_ref().parse() {
+            Ok(method) if text.get_ref().chars().all(|c| c.is_ascii_uppercase() || !c.is_ascii_alphabetic()) => methods.push(method),
+            _ => {
+                let issue = Issue::at(text.span(), format!("`{}` is not a method", text.get_ref()));
+                reader.issue(issue.hint(format!("methods are upper case: \"{}\"", text.get_ref().to_ascii_uppercase())));
+            }
+        }
+    }
+    let mut headers: Vec<(HeaderName, HeaderValue)> = Vec::new();
+    for (name, value) in &route.headers {
+        if let (Some(name), Some(value)) = (reader.header_name(value.span(), name), reader.header_value(value)) {
+            headers.push((name, value));
+        }
+    }
+    Some(Pattern { host, path: path?, methods, headers })
+}
+
+fn is_host(name: &str) -> bool {
+    !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte))
+}
+
+fn route(
+    name: &str,
+    route: &config::Route,
+    target: Target,
+    limits: &Limits,
+    config: &Config,
+    reader: &mut Reader<'_>,
+) -> Route {
+    let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
+    let mut identities = Vec::new();
+    let mut used: Vec<(Arc<_>, usize)> = Vec::new();
+    for text in &route.limits {
+        let limit_name = text.get_ref();
+        let Some((limit, by)) = limits.get(limit_name) else {
+            // A limit that is there but faulty has been spoken of.
+            if !config.limit.contains_key(limit_name) {
+                reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
+            }
+            continue;
+        };
+        if used.iter().any(|(other, _)| Arc::ptr_eq(other, limit)) {
+            reader.issue(Issue::at(text.span(), format!("the route has the limit `{limit_name}` twice")));
+            continue;
+        }
+        let capacity = limit.rule.capacity();
+        if let Some(span) = (cost > capacity).then(|| route.cost.as_ref().map_or(text.span(), |cost| cost.span())) {
+            let message = format!("a request costs {cost}, but `{limit_name}` never has more than {capacity}: all would be denied");
+            reader.issue(Issue::at(span, message).hint("a smaller cost, or a larger burst or quota"));
+        }
+        let identity = identities.iter().position(|other| other == by).unwrap_or_else(|| {
+            identities.push(by.clone());
+            identities.len() - 1
+        });
+        used.push((limit.clone(), identity));
+    }
+    if let Some(text) = route.limits.get(MAX_LIMITS) {
+        reader.issue(Issue::at(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
+    }
+    let nothing = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+    let policy = fields::policy(used.iter().map(|(limit, _)| standing(limit, &nothing)));
+    let path = route.path.as_ref().map_or("/", |path| path.get_ref());
+    Route { name: name.into(), path: path.into(), target, cost, identities, limits: used, policy }
+}

@@ -1,0 +1,194 @@
+//! The tables that stand for themselves: server, listeners, log, store, upstreams.
+
+use std::collections::BTreeMap;
+use std::io::IsTerminal;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use http::Uri;
+use redis::IntoConnectionInfo;
+use tokio::time::Duration;
+use toml::Spanned;
+use tracing::Level;
+
+use super::reader::Reader;
+use super::{Access, Layout, LogSettings, Route, ServerSettings, StoreSettings};
+use crate::config;
+use crate::config::error::Issue;
+use crate::limit::redis::RedisSettings;
+use crate::limit::redis::script::Parts;
+use crate::observe::log::Format;
+use crate::upstream::UpstreamSettings;
+
+/// hyper needs room for a head of this size at least.
+const SMALLEST_HEAD: usize = 8 << 10;
+
+pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> ServerSettings {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let workers = match reader.number(server.workers.as_ref(), 0..1025, 0) {
+        0 => cores,
+        workers => workers as usize,
+    };
+    let layouts = [("per-core", Layout::PerCore), ("shared", Layout::Shared)];
+    let max_header_size = reader.size(server.max_header_size.as_ref(), 32 << 10);
+    if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < SMALLEST_HEAD) {
+        reader.issue(Issue::at(text.span(), "`max_header_size` is too small").hint("8KiB or more"));
+    }
+    ServerSettings {
+        workers,
+        layout: reader.choice(server.runtime.as_ref(), Layout::PerCore, &layouts),
+        drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
+        header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
+        idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),
+        max_header_size,
+        max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
+        max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),
+        http2_max_streams: reader.number(server.http2_max_streams.as_ref(), 1..100_001, 100) as u32,
+    }
+}
+
+pub(super) fn listeners(listeners: &[Spanned<config::Listener>], reader: &mut Reader<'_>) -> Vec<SocketAddr> {
+    if listeners.is_empty() {
+        reader.missing("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
+    }
+    let mut addresses = Vec::new();
+    for listener in listeners {
+        let address = listener.get_ref().address.as_ref();
+        let Some(text) = reader.required(address, &listener.span(), "address", "\"127.0.0.1:8080\"") else { continue };
+        match text.get_ref().parse::<SocketAddr>() {
+            Ok(address) if address.port() != 0 && addresses.contains(&address) => {
+                reader.issue(Issue::at(text.span(), format!("a second listener on {address}")));
+            }
+            Ok(address) => addresses.push(address),
+            Err(_) => {
+                let message = format!("`{}` is not an address with a port", text.get_ref());
+                reader.issue(Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""));
+            }
+        }
+    }
+    addresses
+}
+
+pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
+    let by_terminal = if std::io::stderr().is_terminal() { Format::Text } else { Format::Json };
+    let levels = [
+        ("error", Level::ERROR),
+        ("warn", Level::WARN),
+        ("info", Level::INFO),
+        ("debug", Level::DEBUG),
+        ("trace", Level::TRACE),
+    ];
+    LogSettings {
+        format: reader.choice(log.format.as_ref(), by_terminal, &[("text", Format::Text), ("json", Format::Json)]),
+        level: reader.choice(log.level.as_ref(), Level::INFO, &levels),
+        access: match log.access.as_ref().map(|access| access.get_ref().as_str()) {
+            None | Some("stdout") => Access::Stdout,
+            Some("off") => Access::Off,
+            Some(path) => Access::File(reader.path(path)),
+        },
+    }
+}
+
+pub(super) fn instances(store: &config::Store, reader: &mut Reader<'_>) -> u64 {
+    reader.number(store.instances.as_ref(), 1..10_001, 1) as u64
+}
+
+pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Reader<'_>) -> StoreSettings {
+    let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
+    let connections = reader.number(store.connections.as_ref(), 1..9, 1) as u32;
+    let memory_identities = reader.number(store.memory_identities.as_ref(), 1..1 << 40, 1_000_000) as usize;
+    let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
+    if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
+        // Braces would move the cluster slot away from the identity.
+        reader.issue(Issue::at(text.span(), "`prefix` must not be empty and must not have braces"));
+    }
+    let mut settings = StoreSettings { redis: None, name: "memory".to_owned(), timeout, memory_identities };
+    let Some(text) = &store.url else { return settings };
+    let url = text.get_ref().as_str();
+    match url.split_once(':').map_or("", |(scheme, _)| scheme) {
+        "memory" if url == "memory:" => return settings,
+        "redis" => {}
+        scheme @ ("rediss" | "redis+unix" | "redis+sentinel" | "redis+cluster") => {
+            reader.not_yet(text.span(), &format!("a store at `{scheme}:`"));
+            return settings;
+        }
+        _ => {
+            let hint = "\"memory:\" or \"redis://127.0.0.1:6379/0\"";
+            reader.issue(Issue::at(text.span(), "this is not a store").hint(hint));
+            return settings;
+        }
+    }
+    let info = url.into_connection_info().and_then(|info| Ok((info.addr().to_string(), redis::Client::open(info)?)));
+    match info {
+        Ok((address, client)) => {
+            settings.name = format!("redis at {address}");
+            let mut scripts: Vec<_> = routes
+                .iter()
+                .filter(|route| !route.limits.is_empty())
+                .map(|route| Parts::of(route.limits.iter().map(|(limit, _)| &limit.rule)))
+                .collect();
+            scripts.sort_unstable();
+            scripts.dedup();
+            settings.redis = Some(RedisSettings { client, prefix, connections, connect_timeout: timeout, scripts });
+        }
+        Err(error) => {
+            let hint = "\"redis://user:password@host:6379/0\"";
+            reader.issue(Issue::at(text.span(), format!("this is no Redis URL: {error}")).hint(hint));
+        }
+    }
+    settings
+}
+
+pub(super) fn upstreams(
+    upstreams: &BTreeMap<String, Spanned<config::Upstream>>,
+    reader: &mut Reader<'_>,
+) -> Vec<UpstreamSettings> {
+    let mut compiled = Vec::new();
+    for (name, upstream) in upstreams {
+        reader.name(upstream.span(), name);
+        let place = upstream.span();
+        let upstream = upstream.get_ref();
+        let (authority, host, port) = match &upstream.servers[..] {
+            [] => {
+                let issue = Issue::at(place, format!("upstream `{name}` has no servers"));
+                reader.issue(issue.hint("servers = [\"http://127.0.0.1:9000\"]"));
+                Default::default()
+            }
+            [server] => address(server, reader).unwrap_or_default(),
+            [_, second, ..] => {
+                reader.not_yet(second.span(), "more than one server");
+                Default::default()
+            }
+        };
+        compiled.push(UpstreamSettings {
+            name: name.as_str().into(),
+            authority,
+            host,
+            port,
+            connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
+            response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
+            pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
+        });
+    }
+    compiled
+}
+
+fn address(server: &Spanned<config::UpstreamServer>, reader: &mut Reader<'_>) -> Option<(Box<str>, Box<str>, u16)> {
+    let url = &server.get_ref().url;
+    let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
+    let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
+        let issue = Issue::at(server.span(), format!("`{url}` is not the URL of a server"));
+        reader.issue(issue.hint("such as \"http://127.0.0.1:9000\""));
+        return None;
+    };
+    if uri.scheme_str() == Some("https") {
+        reader.not_yet(server.span(), "a server at `https:`");
+    }
+    if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+        let issue = Issue::at(server.span(), "a server is a host and a port: its URL has no path");
+        reader.issue(issue.hint("the path of the request is sent as it is"));
+    }
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    Some((authority.into(), host.into(), uri.port_u16().unwrap_or(80)))
+}

@@ -1,0 +1,136 @@
+//! Connections: accept, protocol, deadlines, drain.
+
+use std::convert::Infallible;
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto::Builder;
+use tokio::net::{TcpListener, TcpStream};
+use tokio::time::{Instant, sleep, timeout};
+use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
+use tracing::{debug, warn};
+
+use crate::gateway::{Gateway, Peer};
+use crate::http::activity::Activity;
+use crate::runtime::ServerSettings;
+
+/// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// One worker's side of all listeners.
+#[derive(Debug, Clone)]
+pub struct Server {
+    gateway: Arc<Gateway>,
+    /// Cancelled when no new requests are wanted.
+    stop: CancellationToken,
+    /// The connections that are open.
+    connections: TaskTracker,
+}
+
+impl Server {
+    /// A server without connections.
+    pub fn new(gateway: Gateway, stop: CancellationToken) -> Self {
+        Server { gateway: Arc::new(gateway), stop, connections: TaskTracker::new() }
+    }
+
+    /// Serves listeners until it is stopped, then lets what runs finish, for `drain_timeout` at most.
+    pub async fn run(self, listeners: Vec<TcpListener>) {
+        let accepting: Vec<_> = listeners.into_iter().map(|listener| tokio::spawn(self.clone().accept(listener))).collect();
+        for task in accepting {
+            if let Err(error) = task.await {
+                warn!(%error, "a listener ended");
+            }
+        }
+        self.connections.close();
+        let drain = self.gateway.runtime().server.drain_timeout;
+        if timeout(drain, self.connections.wait()).await.is_err() {
+            warn!(connections = self.connections.len(), "drain_timeout is over: connections are closed");
+        }
+    }
+
+    async fn accept(self, listener: TcpListener) {
+        loop {
+            tokio::select! {
+                biased;
+                () = self.stop.cancelled() => break,
+                accepted = listener.accept() => match accepted {
+                    Ok((stream, address)) => self.open(stream, address),
+                    Err(error) => {
+                        warn!(%error, "a connection could not be accepted");
+                        sleep(ACCEPT_PAUSE).await;
+                    }
+                },
+            }
+        }
+        // What the kernel has queued for this socket would be reset when it closes.
+        while let Ok(Ok((stream, address))) = timeout(Duration::ZERO, listener.accept()).await {
+            self.open(stream, address);
+        }
+    }
+
+    fn open(&self, stream: TcpStream, address: SocketAddr) {
+        let server = self.clone();
+        self.connections.spawn(async move { server.serve(stream, address).await });
+    }
+
+    async fn serve(self, stream: TcpStream, address: SocketAddr) {
+        // Answers are written whole; waiting for more would only delay them.
+        if let Err(error) = stream.set_nodelay(true) {
+            debug!(%error, "a connection was gone before it was served");
+            return;
+        }
+        let settings = &self.gateway.runtime().server;
+        let peer = Arc::new(Peer::new(address.ip(), "http", self.gateway.runtime()));
+        let activity = Activity::new();
+        let service = service_fn(|request| {
+            let in_flight = activity.enter();
+            // HTTP/2 runs requests as tasks of their own.
+            let (gateway, peer) = (self.gateway.clone(), peer.clone());
+            async move {
+                let response = gateway.handle(request, &peer).await;
+                Ok::<_, Infallible>(response.map(|body| body.holding(in_flight)))
+            }
+        });
+        let builder = protocols(settings);
+        let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let mut stopped = pin!(self.stop.cancelled());
+        let mut draining = false;
+        // One timer for a connection, looked at when it fires; none is set for each request.
+        let mut deadline = pin!(sleep(settings.header_timeout));
+        loop {
+            tokio::select! {
+                biased;
+                result = connection.as_mut() => {
+                    if let Err(error) = result {
+                        debug!(%error, "a connection ended with an error");
+                    }
+                    return;
+                }
+                () = stopped.as_mut(), if !draining => {
+                    draining = true;
+                    connection.as_mut().graceful_shutdown();
+                }
+                () = deadline.as_mut() => match activity.grace(settings.header_timeout, settings.idle_timeout) {
+                    Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
+                    None => return,
+                },
+            }
+        }
+    }
+}
+
+/// HTTP/1.x, and HTTP/2 by prior knowledge, with bounds on what a client can make us hold.
+fn protocols(settings: &ServerSettings) -> Builder<TokioExecutor> {
+    let mut builder = Builder::new(TokioExecutor::new());
+    builder.http1().max_buf_size(settings.max_header_size).max_headers(settings.max_headers);
+    builder
+        .http2()
+        .max_concurrent_streams(settings.http2_max_streams)
+        .max_header_list_size(settings.max_header_size as u32);
+    builder
+}
