@@ -9,86 +9,82 @@
 --          status 0 ok, 1 over (retry is exact), 2 never fits (retry -1); a denied request shows what is there uncharged
 -- Errors   RLARG ...: bad arguments, nothing was written
 --
--- A kind is a function kinds.X(key, op, cost, a, b, c, d) that writes nothing. It returns
+-- The kinds are branches of one `if`, put in place of the mark below; functions would cost more than what they do.
+-- A branch writes nothing. It reads key, asked (C, P, A or R), cost, a, b, c, d and now, and sets
 --   status, remaining, reset, retry   with the charge made (without it when the status is not 0)
---   remaining, reset                  without the charge
---   value, ttl                        what to SET with which TTL in microseconds; false = the state is empty; nil = leave it;
---                                     a function = call it to commit
+--   free, free_reset                  what remains, and when all is back, without the charge
+--   value, ttl                        what to SET with which TTL in microseconds; value false = the state is empty;
+--                                     nil = leave it; without a ttl, a function = call it to commit
 -- With a status other than 0, `value` mends a state that lies in the future because the clock was set back.
--- All arithmetic is on integers below 2^53; the loader of the configuration sees to that.
-local call, floor, ceil = redis.call, math.floor, math.ceil
-local match, format = string.match, string.format
-local op, now, charged_at = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-local count = #KEYS
+-- All arithmetic is on integers below 2^53, the loader of the configuration sees to that. Numbers become text by %d:
+-- `..` and tostring switch to 1e+15 notation, %.0f is three times as slow and writes -0.
+local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+local op, now, charged_at, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), #KEYS
 if count == 0 or #ARGV ~= 3 + 7 * count or not now or not charged_at then
   return redis.error_reply('RLARG wrong number of arguments')
+end
+if op ~= 'C' and op ~= 'P' and op ~= 'A' and op ~= 'R' and op ~= 'T' then
+  return redis.error_reply('RLARG unknown operation')
 end
 if now == 0 then
   local time = call('TIME')
   now = time[1] * 1000000 + time[2]
 end
 
--- Plain digits: `..` and tostring switch to 1e+15 notation.
-local function text(number) return format('%.0f', number) end
--- TTL is garbage collection only: a second of slack, so that no decision depends on it.
-local function pexpire(us) return text(ceil(us / 1000) + 1000) end
-
-local kinds = {}
---@kinds
-
-local reply, changes, free
-local function ask(op, units)
-  local admitted = true
-  reply, changes, free = {1, now}, {}, {}
+local reply, kept = {1, now, 0, 0, 0, 0}, {0, 0, 0, 0}
+local asked, units, granted, admitted = op, nil, nil, nil
+-- T asks twice: how many single units are left, then for as many in one charge.
+if op == 'T' then asked, units = 'P', 0 end
+repeat
+  admitted = true
   for i = 1, count do
-    local o = 3 + 7 * (i - 1)
-    local kind, flags, cost = kinds[ARGV[o + 1]], ARGV[o + 2], units or tonumber(ARGV[o + 3])
-    if not kind or not cost then return nil end
+    local o, r, k = 7 * i - 4, 4 * i - 1, 4 * i - 3
+    local key, kind, flags, cost = KEYS[i], ARGV[o + 1], ARGV[o + 2], units or tonumber(ARGV[o + 3])
+    local a, b, c, d = tonumber(ARGV[o + 4]), tonumber(ARGV[o + 5]), tonumber(ARGV[o + 6]), ARGV[o + 7]
+    local status, remaining, reset, retry, free, free_reset, value, ttl = 0, 0, 0, 0, 0, 0, nil, nil
     -- Post-paid: admitted while one unit is left, charged afterwards by A.
     local postpaid = flags == 'p' and op == 'C'
     if postpaid then cost = 1 end
-    local status, remaining, reset, retry, free_remaining, free_reset, value, ttl =
-      kind(KEYS[i], op, cost, tonumber(ARGV[o + 4]), tonumber(ARGV[o + 5]), tonumber(ARGV[o + 6]), ARGV[o + 7])
-    if free_remaining < 0 then free_remaining = 0 end
+    if not cost or not a or not b or not c then
+      return redis.error_reply('RLARG not a number')
+--@kinds
+    else
+      return redis.error_reply('RLARG unknown kind')
+    end
+    if free < 0 then free = 0 end
     if remaining < 0 then remaining = 0 end
-    if status == 0 and postpaid then remaining, reset, value = free_remaining, free_reset, nil end
-    if status ~= 0 and flags ~= 's' then admitted = false end
-    changes[i], free[i] = {status, value, ttl}, {free_remaining, free_reset}
-    local r = 4 * i
-    reply[r - 1], reply[r], reply[r + 1], reply[r + 2] = status, remaining, reset, retry
+    if status ~= 0 then
+      if flags ~= 's' then admitted = false end
+    elseif postpaid then
+      remaining, reset, value = free, free_reset, nil
+    end
+    reply[r], reply[r + 1], reply[r + 2], reply[r + 3] = status, remaining, reset, retry
+    kept[k], kept[k + 1], kept[k + 2], kept[k + 3] = value, ttl, free, free_reset
   end
-  return admitted
-end
-
-local granted, admitted
-if op == 'T' then
-  -- As many single units as every limit still has, in one charge.
-  if ask('P', 0) == nil then return redis.error_reply('RLARG unknown kind or bad cost') end
-  granted = tonumber(ARGV[6])
-  for i = 1, count do
-    if free[i][1] < granted and ARGV[3 + 7 * (i - 1) + 2] ~= 's' then granted = free[i][1] end
+  local decided = op ~= 'T' or granted
+  if not decided then
+    local wanted = tonumber(ARGV[6])
+    granted = wanted
+    for i = 1, count do
+      local free = kept[4 * i - 1]
+      if free < granted and ARGV[7 * i - 2] ~= 's' then granted = free end
+    end
+    -- With nothing left, one unit is asked for, to learn when it will fit.
+    asked, units = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
   end
-  op = 'C'
-  admitted = ask(op, granted > 0 and granted or 1)
-elseif op == 'C' or op == 'P' or op == 'A' or op == 'R' then
-  admitted = ask(op)
-else
-  return redis.error_reply('RLARG unknown operation')
-end
-if admitted == nil then return redis.error_reply('RLARG unknown kind or bad cost') end
+until decided
 
 for i = 1, count do
-  local status, value, ttl = changes[i][1], changes[i][2], changes[i][3]
-  if op ~= 'P' and value ~= nil and (admitted or status ~= 0) then
-    if value == false then
-      if op == 'R' then call('DEL', KEYS[i]) end
-    elseif type(value) == 'function' then value()
-    else call('SET', KEYS[i], value, 'PX', pexpire(ttl)) end
+  local r, k = 4 * i - 1, 4 * i - 3
+  local value, ttl = kept[k], kept[k + 1]
+  if value ~= nil and asked ~= 'P' and (admitted or reply[r] ~= 0) then
+    if ttl then
+      -- The TTL is garbage collection only: a second of slack, so that no decision depends on it.
+      call('SET', KEYS[i], value, 'PX', format('%d', ceil(ttl / 1000) + 1000))
+    elseif value then value()
+    elseif op == 'R' then call('DEL', KEYS[i]) end
   end
-  if op == 'P' or not admitted then
-    local r = 4 * i
-    reply[r], reply[r + 1] = free[i][1], free[i][2]
-  end
+  if asked == 'P' or not admitted then reply[r + 1], reply[r + 2] = kept[k + 2], kept[k + 3] end
 end
-reply[1] = admitted and (granted or 1) or 0
+if not admitted then reply[1] = 0 elseif granted then reply[1] = granted end
 return reply

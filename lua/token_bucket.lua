@@ -1,33 +1,28 @@
 -- Kind B, token bucket (GCRA and the leaky bucket as a meter are the same thing).
 -- a burst in tokens, b/c the refill rate in tokens per microsecond, reduced.
 -- State `last:debt:c`: at `last` the bucket lacked `debt` parts of 1/c token.
-kinds.B = function(key, op, cost, burst, n, p)
-  local last, debt, behind = now, 0, false
+elseif kind == 'B' then
+  local debt, behind, capacity = 0, false, a * c
   local state = call('GET', key)
   if state then
-    local written, owed, parts = match(state, '^(%d+):(%d+):(%d+)$')
-    last, debt, parts = tonumber(written), tonumber(owed), tonumber(parts)
+    local last, owed, parts = match(state, '^(%d+):(%d+):(%d+)$')
+    debt = tonumber(owed)
     -- The rate was changed: the same debt, in parts of the new size.
-    if parts ~= p then debt = ceil(debt / parts * p) end
-    if last > now then last, behind = now, true end
-    local refilled = (now - last) * n
-    if refilled >= debt then debt = 0 else debt = debt - refilled end
+    if parts ~= ARGV[o + 6] then debt = ceil(debt / tonumber(parts) * c) end
+    local refilled = (now - last) * b
+    if refilled < 0 then behind = true
+    elseif refilled >= debt then debt = 0
+    else debt = debt - refilled end
   end
-  local capacity = burst * p
-  local free, reset = floor((capacity - debt) / p), ceil(debt / n)
-  if op == 'R' then
-    local rest = debt - cost * p
-    if rest <= 0 then return 0, burst, 0, 0, free, reset, false end
-    local refund_reset = ceil(rest / n)
-    return 0, floor((capacity - rest) / p), refund_reset, 0, free, reset, text(now) .. ':' .. text(rest) .. ':' .. text(p), refund_reset
+  free, free_reset = floor((capacity - debt) / c), ceil(debt / b)
+  local owed = asked == 'R' and debt - cost * c or debt + cost * c
+  if asked == 'R' and owed < 0 then owed = 0 end
+  if owed > capacity and (asked == 'C' or asked == 'P') then
+    remaining, reset = free, free_reset
+    if cost > a then status, retry = 2, -1
+    else status, retry = 1, ceil((owed - capacity) / b) end
+    if behind then value, ttl = format('%d:%d:%d', now, debt, c), reset end
+  else
+    remaining, reset, value = floor((capacity - owed) / c), ceil(owed / b), false
+    if owed > 0 then value, ttl = format('%d:%d:%d', now, owed, c), reset end
   end
-  local charged = debt + cost * p
-  if op ~= 'A' and charged > capacity then
-    local mended = behind and text(now) .. ':' .. text(debt) .. ':' .. text(p) or nil
-    if cost > burst then return 2, free, reset, -1, free, reset, mended, reset end
-    return 1, free, reset, ceil((charged - capacity) / n), free, reset, mended, reset
-  end
-  if charged == 0 then return 0, burst, 0, 0, free, reset, false end
-  local charged_reset = ceil(charged / n)
-  return 0, floor((capacity - charged) / p), charged_reset, 0, free, reset, text(now) .. ':' .. text(charged) .. ':' .. text(p), charged_reset
-end

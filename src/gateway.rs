@@ -64,9 +64,10 @@ impl Gateway {
 
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
-        let mut record = self.access.as_ref().map(|log| {
-            Record::open(log.clone(), peer.address, request.method().clone(), request.uri().path())
-        });
+        let mut record = self
+            .access
+            .as_ref()
+            .map(|log| Record::open(log.clone(), peer.address, request.method().clone(), request.uri().path()));
         let (response, outcome) = match self.serve(request, peer, record.as_mut()).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
@@ -127,7 +128,8 @@ impl Gateway {
             let network = runtime.client_ip.network(client);
             let asker = Asker { headers, network, trusted: peer.origin.trusted, route: &route.name };
             let mut encoder = Encoder::default();
-            let mut identify = |by: &crate::identity::By| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder);
+            let mut identify =
+                |by: &crate::identity::By| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder);
             let identities: Result<Vec<_>, _> = route.identities.iter().map(&mut identify).collect();
             if let Some(record) = &mut record {
                 record.client = client;

@@ -1,9 +1,8 @@
 //! From a rejection to a response: the only chooser of statuses that are ours.
 
-use bytes::Bytes;
 use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
 use http::{Method, Response, StatusCode};
-use serde_json::json;
+use serde::Serialize;
 
 use crate::http::body::Body;
 use crate::http::fields::{self, Standing};
@@ -52,7 +51,9 @@ impl Rejection<'_> {
         match self {
             Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
             Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),
-            Rejection::UriTooLong => (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long"),
+            Rejection::UriTooLong => {
+                (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long")
+            }
             Rejection::Method => {
                 (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
             }
@@ -68,8 +69,11 @@ impl Rejection<'_> {
             Rejection::Identity(error) => (unidentified(&error), "no-identity"),
             Rejection::OverLimit(decision) => (over_limit(&decision), "denied"),
             Rejection::Unavailable(_) => {
-                let mut response =
-                    problem(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, "limits cannot be checked at the moment");
+                let mut response = problem(
+                    StatusCode::SERVICE_UNAVAILABLE,
+                    REDUCED_CAPACITY,
+                    "limits cannot be checked at the moment",
+                );
                 response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_S));
                 (response, "store-error")
             }
@@ -97,9 +101,10 @@ fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
         UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => {
             (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream cannot be reached"), "upstream-connect")
         }
-        UpstreamError::Broken { .. } => {
-            (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream broke off or sent no valid response"), "upstream-broken")
-        }
+        UpstreamError::Broken { .. } => (
+            problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream broke off or sent no valid response"),
+            "upstream-broken",
+        ),
         UpstreamError::ResponseTimeout { .. } => {
             (problem(StatusCode::GATEWAY_TIMEOUT, BLANK, "the upstream did not answer in time"), "upstream-timeout")
         }
@@ -120,20 +125,19 @@ pub fn standing<'a>(limit: &'a Limit, outcome: &Outcome) -> Standing<'a> {
 }
 
 fn over_limit(decision: &Decision<'_>) -> Response<Body> {
-    let violated: Vec<&str> = decision.violated().map(|(limit, _)| &*limit.name).collect();
     let retry_us = decision.retry_us();
     let detail = match retry_us {
         Some(us) => format!("try again in {} s", fields::seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
     };
-    let body = json!({
-        "type": QUOTA_EXCEEDED,
-        "title": "Request cannot be satisfied as assigned quota has been exceeded",
-        "status": 429,
-        "detail": detail,
-        "violated-policies": violated,
-    });
-    let mut response = json_response(StatusCode::TOO_MANY_REQUESTS, &body);
+    let problem = Problem {
+        kind: QUOTA_EXCEEDED,
+        title: "Request cannot be satisfied as assigned quota has been exceeded",
+        status: StatusCode::TOO_MANY_REQUESTS,
+        detail: &detail,
+        violated_policies: decision.violated().map(|(limit, _)| &*limit.name).collect(),
+    };
+    let mut response = problem.into_response();
     let headers = response.headers_mut();
     let policy = fields::policy(decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome)));
     // The wait of each violated limit, so that the largest agrees with Retry-After.
@@ -149,15 +153,36 @@ fn over_limit(decision: &Decision<'_>) -> Response<Body> {
 }
 
 /// A problem document (RFC 9457).
-fn problem(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
-    let title = status.canonical_reason().unwrap_or("Error");
-    json_response(status, &json!({ "type": kind, "title": title, "status": status.as_u16(), "detail": detail }))
+#[derive(Serialize)]
+struct Problem<'a> {
+    #[serde(rename = "type")]
+    kind: &'a str,
+    title: &'a str,
+    #[serde(serialize_with = "number")]
+    status: StatusCode,
+    detail: &'a str,
+    #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
+    violated_policies: Vec<&'a str>,
 }
 
-fn json_response(status: StatusCode, body: &serde_json::Value) -> Response<Body> {
-    let mut response = Response::new(Body::full(Bytes::from(body.to_string() + "\n")));
-    *response.status_mut() = status;
-    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-    response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-    response
+fn number<S: serde::Serializer>(status: &StatusCode, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_u16(status.as_u16())
+}
+
+fn problem(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
+    let title = status.canonical_reason().unwrap_or("Error");
+    Problem { kind, title, status, detail, violated_policies: Vec::new() }.into_response()
+}
+
+impl Problem<'_> {
+    fn into_response(self) -> Response<Body> {
+        // Strings and numbers always serialise.
+        let mut body = serde_json::to_vec(&self).unwrap_or_default();
+        body.push(b'\n');
+        let mut response = Response::new(Body::full(body));
+        *response.status_mut() = self.status;
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        response
+    }
 }

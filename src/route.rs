@@ -218,7 +218,8 @@ impl Search<'_> {
 
     fn choose<'t, T>(&mut self, entries: &'t [Entry<T>]) -> Option<&'t T> {
         for entry in entries {
-            let present = |(name, value): &(HeaderName, HeaderValue)| self.headers.get_all(name).iter().any(|v| v == value);
+            let present =
+                |(name, value): &(HeaderName, HeaderValue)| self.headers.get_all(name).iter().any(|v| v == value);
             if !entry.headers.iter().all(present) {
                 continue;
             }
@@ -276,7 +277,8 @@ mod tests {
 
     #[test]
     fn the_more_specific_path_wins_whatever_the_order() {
-        let paths = ["/{*rest}", "/v1/{*rest}", "/v1/users/{id}", "/v1/users/me", "/s/{*rest}", "/s/{id}/items/{item}", "/v1"];
+        let paths =
+            ["/{*rest}", "/v1/{*rest}", "/v1/users/{id}", "/v1/users/me", "/s/{*rest}", "/s/{id}/items/{item}", "/v1"];
         for rotation in 0..paths.len() {
             let mut rotated = paths;
             rotated.rotate_left(rotation);

@@ -40,7 +40,8 @@ impl Server {
 
     /// Serves listeners until it is stopped, then lets what runs finish, for `drain_timeout` at most.
     pub async fn run(self, listeners: Vec<TcpListener>) {
-        let accepting: Vec<_> = listeners.into_iter().map(|listener| tokio::spawn(self.clone().accept(listener))).collect();
+        let accepting: Vec<_> =
+            listeners.into_iter().map(|listener| tokio::spawn(self.clone().accept(listener))).collect();
         for task in accepting {
             if let Err(error) = task.await {
                 warn!(%error, "a listener ended");

@@ -73,7 +73,9 @@ impl ConfigError {
 
 fn render(renderer: &Renderer, path: &str, text: &str, issue: &Issue) -> String {
     let Some(span) = &issue.span else {
-        let mut group = Level::ERROR.primary_title(format!("{path}: {}", issue.message)).elements([] as [Snippet<'_, annotate_snippets::Annotation<'_>>; 0]);
+        let mut group = Level::ERROR
+            .primary_title(format!("{path}: {}", issue.message))
+            .elements([] as [Snippet<'_, annotate_snippets::Annotation<'_>>; 0]);
         if let Some(hint) = &issue.hint {
             group = group.element(Level::HELP.message(hint.as_str()));
         }

@@ -42,7 +42,11 @@ pub fn consumers(path: &Path, environment: Environment<'_>) -> Result<File<Consu
     read(path, environment, true)
 }
 
-fn read<T: DeserializeOwned>(path: &Path, environment: Environment<'_>, consumers: bool) -> Result<File<T>, FaultyFile> {
+fn read<T: DeserializeOwned>(
+    path: &Path,
+    environment: Environment<'_>,
+    consumers: bool,
+) -> Result<File<T>, FaultyFile> {
     let faulty = |text: &str, issues| FaultyFile { path: path.to_owned(), text: text.to_owned(), issues };
     let text = std::fs::read_to_string(path).map_err(|error| {
         let hint = match error.kind() {
@@ -115,6 +119,8 @@ fn segments(path: &KeyPath<'_>) -> Vec<String> {
     match path {
         KeyPath::Root => Vec::new(),
         KeyPath::Seq { parent, index } => join(parent, index.to_string()),
+        // `Spanned` asks for its value under a name of its own.
+        KeyPath::Map { parent, key } if key.starts_with("$__serde_spanned") => segments(parent),
         KeyPath::Map { parent, key } => join(parent, key.clone()),
         KeyPath::Some { parent } | KeyPath::NewtypeStruct { parent } | KeyPath::NewtypeVariant { parent } => {
             segments(parent)

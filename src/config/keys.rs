@@ -6,7 +6,8 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
 use super::{
-    ApiKey, ClientIp, Config, Consumer, Consumers, Limit, Listener, Log, Respond, Route, Server, ServerTable, Store, Upstream,
+    ApiKey, ClientIp, Config, Consumer, Consumers, Limit, Listener, Log, Respond, Route, Server, ServerTable, Store,
+    Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -20,7 +21,16 @@ const LATER: &[(&str, &[&str])] = &[
     (
         "limit",
         &[
-            "tiers", "lease", "buckets", "exempt", "time_zone", "refund_on", "shadow", "methods", "cost", "max_wait",
+            "tiers",
+            "lease",
+            "buckets",
+            "exempt",
+            "time_zone",
+            "refund_on",
+            "shadow",
+            "methods",
+            "cost",
+            "max_wait",
             "max_waiting",
         ],
     ),
@@ -32,8 +42,16 @@ const LATER: &[(&str, &[&str])] = &[
     (
         "route",
         &[
-            "redirect", "strip_prefix", "rewrite", "timeout", "max_body", "request_headers", "response_headers",
-            "websocket", "ratelimit_headers", "expose_headers",
+            "redirect",
+            "strip_prefix",
+            "rewrite",
+            "timeout",
+            "max_body",
+            "request_headers",
+            "response_headers",
+            "websocket",
+            "ratelimit_headers",
+            "expose_headers",
         ],
     ),
     ("consumer", &["tier", "limit"]),

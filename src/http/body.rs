@@ -40,7 +40,14 @@ impl Body {
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
         let complete = bytes.is_empty();
-        Body { source: Source::Own((!complete).then_some(bytes)), sent: 0, complete, lease: None, record: None, in_flight: None }
+        Body {
+            source: Source::Own((!complete).then_some(bytes)),
+            sent: 0,
+            complete,
+            lease: None,
+            record: None,
+            in_flight: None,
+        }
     }
 
     /// An upstream's body; `lease` hears of its end.

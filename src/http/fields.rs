@@ -30,8 +30,9 @@ pub fn policy<'a>(limits: impl Iterator<Item = Standing<'a>>) -> Option<HeaderVa
 
 /// Appends ours to what the upstream says of its own limits.
 pub fn advertise<'a>(headers: &mut HeaderMap, policy: Option<HeaderValue>, limits: impl Iterator<Item = Standing<'a>>) {
-    let standing =
-        value(limits, |out, limit| write!(out, "\"{}\";r={};t={}", limit.name, limit.remaining, seconds(limit.until_us)));
+    let standing = value(limits, |out, limit| {
+        write!(out, "\"{}\";r={};t={}", limit.name, limit.remaining, seconds(limit.until_us))
+    });
     if let Some(policy) = policy {
         headers.append(RATELIMIT_POLICY, policy);
     }

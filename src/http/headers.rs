@@ -2,7 +2,9 @@
 
 use std::net::IpAddr;
 
-use http::header::{CONNECTION, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA};
+use http::header::{
+    CONNECTION, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA,
+};
 use http::{Method, Version};
 
 /// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
@@ -200,16 +202,25 @@ mod tests {
 
     #[test]
     fn aliases_of_protected_fields_go() {
-        let mut headers = map(&[("x_user_id", "eve"), ("x.forwarded.for", "1"), ("x-user-id", "bob"), ("x_other", "1")]);
+        let mut headers =
+            map(&[("x_user_id", "eve"), ("x.forwarded.for", "1"), ("x-user-id", "bob"), ("x_other", "1")]);
         strip_aliases(&mut headers, &[HeaderName::from_static("x-user-id")]);
         assert_eq!(headers, map(&[("x-user-id", "bob"), ("x_other", "1")]));
     }
 
     #[test]
     fn strangers_are_replaced_and_proxies_continued() {
-        let sent = [("x-forwarded-for", "9.9.9.9"), ("forwarded", "for=9.9.9.9"), ("x-forwarded-proto", "https"), ("via", "1.1 p")];
+        let sent = [
+            ("x-forwarded-for", "9.9.9.9"),
+            ("forwarded", "for=9.9.9.9"),
+            ("x-forwarded-proto", "https"),
+            ("via", "1.1 p"),
+        ];
         for (trusted, expected) in [
-            (false, vec![("x-forwarded-for", "127.0.0.1"), ("x-forwarded-proto", "http"), ("via", "1.1 p, 1.1 sluicegate")]),
+            (
+                false,
+                vec![("x-forwarded-for", "127.0.0.1"), ("x-forwarded-proto", "http"), ("via", "1.1 p, 1.1 sluicegate")],
+            ),
             (
                 true,
                 vec![

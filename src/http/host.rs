@@ -38,7 +38,8 @@ fn without_port(authority: &str) -> Option<&str> {
         }
         None => {
             let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
-            let fine = host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
+            let fine =
+                host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
             (fine.then_some(host)?, port)
         }
     };

@@ -35,7 +35,8 @@ impl ClientIp {
         for line in lines.iter().rev() {
             let Ok(line) = line.to_str() else { return client };
             for element in line.rsplit(',') {
-                let element = if self.header == http::header::FORWARDED { forwarded_for(element) } else { Some(element) };
+                let element =
+                    if self.header == http::header::FORWARDED { forwarded_for(element) } else { Some(element) };
                 match element.and_then(address) {
                     Some(hop) if self.trusts(hop) => client = hop,
                     Some(hop) => return hop,

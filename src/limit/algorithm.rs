@@ -12,9 +12,6 @@ use fixed_window::FixedWindow;
 use sliding_log::SlidingLog;
 use token_bucket::TokenBucket;
 
-/// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
-pub const EXACT: u128 = 1 << 53;
-
 /// An algorithm with its parameters: everything that decides about one limit, but not whose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {

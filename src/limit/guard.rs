@@ -8,10 +8,11 @@ use tracing::{info, warn};
 
 use super::clock::unix_us;
 use super::redis::RedisStore;
+use super::redis::connection::UNANSWERED;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 
-/// Failures in a row that open the breaker.
-pub const FAILURES: u32 = 5;
+/// Failures in a row that open the breaker: as many as end a connection, so that the probe starts on a fresh one.
+const FAILURES: u32 = UNANSWERED;
 
 /// The first probe comes after this, each later one after twice as long, up to [`SLOWEST_PROBE`].
 const FIRST_PROBE: Duration = Duration::from_millis(100);
@@ -80,7 +81,8 @@ impl Store for Guard {
         if self.breaker.open.load(Ordering::Acquire) {
             return Err(StoreError::Open);
         }
-        let result = timeout(self.deadline, self.store.call(operation, charges)).await.unwrap_or(Err(StoreError::Timeout));
+        let result =
+            timeout(self.deadline, self.store.call(operation, charges)).await.unwrap_or(Err(StoreError::Timeout));
         match &result {
             Err(error @ (StoreError::Unreachable(_) | StoreError::Timeout)) => {
                 if self.breaker.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES {

@@ -103,17 +103,19 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 
 /// The rules of `lua/check.lua`.
 fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
+    let mut operation = operation;
     let mut granted = 1;
     let mut units = None;
     if operation == Operation::Take {
         let (_, steps) = ask(shards, now, Ask::Fit, false, Some(0), charges);
-        granted = charges.first().map_or(0, |charge| charge.cost);
-        for (charge, step) in charges.iter().zip(&steps) {
-            if charge.mode != Mode::Shadow {
-                granted = granted.min(step.free);
-            }
+        let wanted = charges.first().map_or(0, |charge| charge.cost);
+        let binding = charges.iter().zip(&steps).filter(|(charge, _)| charge.mode != Mode::Shadow);
+        granted = binding.map(|(_, step)| step.free).fold(wanted, u64::min);
+        // With nothing left, one unit is asked for, to learn when it will fit.
+        units = Some(granted.max(wanted.min(1)));
+        if wanted == 0 {
+            operation = Operation::Peek;
         }
-        units = Some(granted.max(1));
     }
     let how = match operation {
         Operation::Check | Operation::Peek | Operation::Take => Ask::Fit,
@@ -183,7 +185,7 @@ impl Shard {
                     None => Some(self.entries.entry(key).or_insert_with(fresh)),
                 };
                 let Some(Entry { state: State::Log(log), expires_us }) = entry else { return };
-                if *expires_us <= now {
+                if *expires_us <= now && edit.remove.is_none() {
                     // What expired was not seen by the step either.
                     log.clear();
                 }

@@ -37,13 +37,16 @@ pub enum QuotaError {
     Zero(&'static str),
     #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
     Inexact { count: u64 },
-    #[error("a sliding log of {count} units is too long: at most {} are kept", crate::limit::algorithm::sliding_log::MAX_LOG)]
-    LongLog { count: u64 },
+    #[error("a sliding log of {count} units is too long: at most {most} are kept")]
+    LongLog { count: u64, most: u64 },
     #[error("months and years have no fixed length: they exist only with fixed-window")]
     NoWindow,
 }
 
 const SECOND: u64 = 1_000_000;
+
+/// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
+pub const EXACT: u64 = 1 << 53;
 
 impl FromStr for Quota {
     type Err = QuotaError;
@@ -81,7 +84,7 @@ fn whole(text: &str) -> Result<u64, QuotaError> {
     if count == 0 {
         return Err(QuotaError::Zero("quota"));
     }
-    if u128::from(count) >= super::algorithm::EXACT {
+    if count >= EXACT {
         return Err(QuotaError::Inexact { count });
     }
     Ok(count)
@@ -124,7 +127,9 @@ mod tests {
 
     #[test]
     fn impossible_quotas_are_refused() {
-        for text in ["600", "0/min", "-1/min", "1.5/min", "1/fortnight", "1/0s", "9007199254740992/s", "1e99/s", "/s", "1/"] {
+        for text in
+            ["600", "0/min", "-1/min", "1.5/min", "1/fortnight", "1/0s", "9007199254740992/s", "1e99/s", "/s", "1/"]
+        {
             assert!(text.parse::<Quota>().is_err(), "{text} must be refused");
         }
     }

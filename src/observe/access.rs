@@ -134,7 +134,10 @@ impl Line<'_> {
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let Line { time, client, method, path, status, bytes, duration_ms, outcome, request_id, .. } = self;
         let route = self.route.unwrap_or("-");
-        write!(out, "{time:.3} {client} {method} {path} {status} {bytes} {duration_ms:.3}ms route={route} {outcome} id={request_id}")?;
+        write!(
+            out,
+            "{time:.3} {client} {method} {path} {status} {bytes} {duration_ms:.3}ms route={route} {outcome} id={request_id}"
+        )?;
         if let Some(source) = self.decided_by {
             write!(out, " by={source}")?;
         }

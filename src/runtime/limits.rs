@@ -55,7 +55,8 @@ pub(super) fn limits(
         let limit = limit.get_ref();
         let by = by(limit, &place, reader);
         if by.sources.contains(&Source::ApiKey) && keys.consumers.is_empty() && keys.on_unknown == OnUnknown::Reject {
-            let issue = Issue::at(place.clone(), "this limit is by api-key, but no key is known: every one would be refused");
+            let issue =
+                Issue::at(place.clone(), "this limit is by api-key, but no key is known: every one would be refused");
             reader.issue(issue.hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
         }
         let Some((quota, rule)) = rule(limit, &place, reader) else { continue };
@@ -72,7 +73,8 @@ pub(super) fn limits(
 /// The headers that only trusted proxies may set, because some limit believes them.
 pub(super) fn user_headers(limits: &Limits) -> Vec<HeaderName> {
     let sources = limits.values().flat_map(|(_, by)| &by.sources);
-    let mut names: Vec<_> = sources.filter_map(|source| if let Source::User(name) = source { Some(name.clone()) } else { None }).collect();
+    let mut names: Vec<_> =
+        sources.filter_map(|source| if let Source::User(name) = source { Some(name.clone()) } else { None }).collect();
     names.dedup();
     names
 }
@@ -100,8 +102,18 @@ fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> B
 }
 
 fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Source> {
-    const PLAIN: [&str; 10] =
-        ["api-key", "ip", "global", "route", "user:HEADER", "header:NAME", "host", "method", "client-cert", "jwt:CLAIM"];
+    const PLAIN: [&str; 10] = [
+        "api-key",
+        "ip",
+        "global",
+        "route",
+        "user:HEADER",
+        "header:NAME",
+        "host",
+        "method",
+        "client-cert",
+        "jwt:CLAIM",
+    ];
     match text.split_once(':') {
         None => match text {
             "api-key" => return Some(Source::ApiKey),
@@ -156,7 +168,9 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
     });
     result.unwrap_or_else(|error| {
         let hint = match &error {
-            QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
+            QuotaError::Inexact { .. } => {
+                "a smaller quota or a shorter window; round counts reduce better than odd ones"
+            }
             QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
             QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
             _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",

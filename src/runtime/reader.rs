@@ -56,9 +56,17 @@ impl<'a> Reader<'a> {
     }
 
     /// A value that must be there.
-    pub(super) fn required<'t, T>(&mut self, value: Option<&'t T>, place: &Range<usize>, key: &str, example: &str) -> Option<&'t T> {
+    pub(super) fn required<'t, T>(
+        &mut self,
+        value: Option<&'t T>,
+        place: &Range<usize>,
+        key: &str,
+        example: &str,
+    ) -> Option<&'t T> {
         if value.is_none() {
-            self.issue(Issue::at(place.clone(), format!("`{key}` is missing")).hint(format!("for example {key} = {example}")));
+            self.issue(
+                Issue::at(place.clone(), format!("`{key}` is missing")).hint(format!("for example {key} = {example}")),
+            );
         }
         value
     }

@@ -49,7 +49,9 @@ pub(super) fn routes(
         };
         let target = target(written, &place, upstreams, reader);
         let pattern = pattern(written, &place, reader);
-        let Some(route) = target.map(|target| Arc::new(route(name, written, target, limits, config, reader))) else { continue };
+        let Some(route) = target.map(|target| Arc::new(route(name, written, target, limits, config, reader))) else {
+            continue;
+        };
         routes.push(route.clone());
         if let Some(Err(tie)) = pattern.map(|pattern| table.insert(pattern, route)) {
             let path = written.path.as_ref().map_or(place, |path| path.span());
@@ -70,7 +72,12 @@ fn target(
         (Some(name), None) => {
             let found = upstreams.iter().position(|upstream| *upstream.name == **name.get_ref());
             if found.is_none() {
-                reader.unknown_name(name.span(), "upstream", name.get_ref(), upstreams.iter().map(|upstream| &*upstream.name));
+                reader.unknown_name(
+                    name.span(),
+                    "upstream",
+                    name.get_ref(),
+                    upstreams.iter().map(|upstream| &*upstream.name),
+                );
             }
             found.map(Target::Upstream)
         }
@@ -119,7 +126,8 @@ fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>)
             match canonical(&plain) {
                 Ok(same) if same == plain => {}
                 Ok(other) => {
-                    let issue = Issue::at(text.span(), "requests are matched in canonical form: this path never matches");
+                    let issue =
+                        Issue::at(text.span(), "requests are matched in canonical form: this path never matches");
                     reader.issue(issue.hint(format!("its canonical form is \"{other}\"")));
                 }
                 Err(error) => reader.issue(Issue::at(text.span(), error.to_string())),
@@ -134,15 +142,20 @@ fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>)
     });
     if let Some(methods) = route.methods.as_ref().filter(|methods| methods.is_empty()) {
         let _: &Vec<_> = methods;
-        reader.issue(Issue::at(place.clone(), "`methods` is empty: no request would match").hint("leave it out for all methods"));
+        reader.issue(
+            Issue::at(place.clone(), "`methods` is empty: no request would match").hint("leave it out for all methods"),
+        );
     }
     let mut methods: Vec<Method> = Vec::new();
     for text in route.methods.iter().flatten() {
         match text.get_ref().parse() {
-            Ok(method) if text.get_ref().chars().all(|c| c.is_ascii_uppercase() || !c.is_ascii_alphabetic()) => methods.push(method),
+            Ok(method) if text.get_ref().chars().all(|c| c.is_ascii_uppercase() || !c.is_ascii_alphabetic()) => {
+                methods.push(method)
+            }
             _ => {
                 let issue = Issue::at(text.span(), format!("`{}` is not a method", text.get_ref()));
-                reader.issue(issue.hint(format!("methods are upper case: \"{}\"", text.get_ref().to_ascii_uppercase())));
+                reader
+                    .issue(issue.hint(format!("methods are upper case: \"{}\"", text.get_ref().to_ascii_uppercase())));
             }
         }
     }
@@ -185,7 +198,9 @@ fn route(
         }
         let capacity = limit.rule.capacity();
         if let Some(span) = (cost > capacity).then(|| route.cost.as_ref().map_or(text.span(), |cost| cost.span())) {
-            let message = format!("a request costs {cost}, but `{limit_name}` never has more than {capacity}: all would be denied");
+            let message = format!(
+                "a request costs {cost}, but `{limit_name}` never has more than {capacity}: all would be denied"
+            );
             reader.issue(Issue::at(span, message).hint("a smaller cost, or a larger burst or quota"));
         }
         let identity = identities.iter().position(|other| other == by).unwrap_or_else(|| {

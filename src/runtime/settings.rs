@@ -62,7 +62,9 @@ pub(super) fn listeners(listeners: &[Spanned<config::Listener>], reader: &mut Re
             Ok(address) => addresses.push(address),
             Err(_) => {
                 let message = format!("`{}` is not an address with a port", text.get_ref());
-                reader.issue(Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""));
+                reader.issue(
+                    Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
+                );
             }
         }
     }

@@ -1,7 +1,7 @@
 //! Fixed window: a counter that starts again with every window.
 
-use super::{Ask, Change, EXACT, Outcome, State, Status, Step};
-use crate::limit::quota::{Quota, QuotaError};
+use super::{Ask, Change, Outcome, State, Status, Step};
+use crate::limit::quota::{EXACT, Quota, QuotaError};
 
 /// At most `limit` units in each window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -34,7 +34,7 @@ impl FixedWindow {
     pub fn new(quota: Quota, start: Start) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
         // Twice: a charge is added to the count before it is compared.
-        if u128::from(quota.count) * 2 >= EXACT {
+        if u128::from(quota.count) * 2 >= u128::from(EXACT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
         Ok(FixedWindow { limit: quota.count, window, start })
@@ -99,6 +99,10 @@ impl FixedWindow {
             };
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, mended);
         }
-        hold(charged)
+        match charged {
+            // Nothing counted and nothing charged: nothing to write.
+            0 => Step { change: Change::None, ..hold(0) },
+            _ => hold(charged),
+        }
     }
 }

@@ -25,7 +25,7 @@ impl SlidingLog {
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
         if quota.count > MAX_LOG {
-            return Err(QuotaError::LongLog { count: quota.count });
+            return Err(QuotaError::LongLog { count: quota.count, most: MAX_LOG });
         }
         Ok(SlidingLog { limit: quota.count, window })
     }

@@ -1,7 +1,7 @@
 //! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
 
-use super::{Ask, Change, EXACT, Outcome, State, Status, Step};
-use crate::limit::quota::{Quota, QuotaError};
+use super::{Ask, Change, Outcome, State, Status, Step};
+use crate::limit::quota::{EXACT, Quota, QuotaError};
 
 /// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,7 +27,7 @@ impl TokenBucket {
         let divisor = gcd(quota.count, window);
         let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
         // Twice: a charge is added to the debt before it is compared.
-        if u128::from(burst) * u128::from(bucket.parts) * 2 >= EXACT {
+        if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
         Ok(bucket)
@@ -74,7 +74,9 @@ impl TokenBucket {
             let mended = if behind { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, mended);
         }
-        step(held(charged), put(charged))
+        // Nothing owed and nothing charged: nothing to write.
+        let change = if charged == 0 { Change::None } else { put(charged) };
+        step(held(charged), change)
     }
 }
 

@@ -12,8 +12,7 @@ use super::script::{Parts, script};
 use crate::limit::store::StoreError;
 
 /// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
-/// As many as open the breaker, so that its probe starts on a fresh connection.
-const UNANSWERED: u32 = super::super::guard::FAILURES;
+pub const UNANSWERED: u32 = 5;
 
 /// Calls that may be queued on one connection before senders wait.
 const PIPELINE: usize = 1024;

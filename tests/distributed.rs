@@ -1,0 +1,213 @@
+//! Several gateways on one Redis: limits that are exact, keys that tell nothing, outages that are no outages.
+
+mod support;
+
+use std::process::Command;
+
+use support::client::load;
+use support::eventually;
+use support::gateway::Gateway;
+use support::redis::{Redis, free_port};
+
+/// A store whose late replies are not mistaken for over-admission: it may take its time, and an error denies.
+fn patient(url: &str, limit: &str) -> String {
+    format!(
+        "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\n[api_key]\non_unknown = \"accept\"\n\
+         [limit.l]\n{limit}\non_store_error = \"deny\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200, body = \"ok\" }}\n"
+    )
+}
+
+fn count(statuses: &[u16], wanted: u16) -> usize {
+    statuses.iter().filter(|status| **status == wanted).count()
+}
+
+#[test]
+fn two_gateways_admit_exactly_the_limit() {
+    let redis = Redis::start();
+    for (round, limit) in
+        ["algorithm = \"fixed-window\"", "algorithm = \"sliding-log\"", "algorithm = \"token-bucket\""]
+            .iter()
+            .enumerate()
+    {
+        let config = patient(&redis.url(), &format!("by = \"api-key\"\nquota = \"100/24h\"\n{limit}"));
+        let gateways = [Gateway::start(&config), Gateway::start(&config)];
+        let key = format!("secret-key-{round}");
+        let addresses = gateways.each_ref().map(|gateway| gateway.address);
+        let statuses = load(&addresses, 128, 5000, "/r", &[("x-api-key", &key)]);
+        assert_eq!(statuses.len(), 5000);
+        assert_eq!(count(&statuses, 503), 0, "{limit}: no store errors");
+        let admitted = count(&statuses, 200);
+        // A token bucket of 100 a day gives one back each 864 s.
+        assert_eq!((admitted, count(&statuses, 429)), (100, 4900), "{limit}");
+    }
+    redis.assert_every_key_expires();
+    for key in redis.keys() {
+        assert!(!key.contains("secret"), "{key} shows an API key");
+        assert!(key.starts_with("rl:{") && key.contains("}:l:"), "{key}");
+    }
+}
+
+#[test]
+fn keys_show_neither_addresses_nor_names() {
+    let redis = Redis::start();
+    let limits = "[limit.ip]\nby = \"ip\"\nquota = \"10/min\"\n[limit.tenant]\nby = [\"header:x-tenant\", \"ip\"]\nquota = \"10/min\"\n\
+                  algorithm = \"sliding-log\"\n[limit.window]\nby = \"header:x-tenant\"\nquota = \"10/min\"\nalgorithm = \"fixed-window\"\n";
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"{}\"\n{limits}[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"ip\", \"tenant\", \"window\"]\nrespond = {{ status = 200 }}\n",
+        redis.url()
+    ));
+    assert_eq!(gateway.client().get_with("/r", &[("x-tenant", "acme:{}corp")]).status, 200);
+    let keys = redis.keys();
+    assert_eq!(keys.len(), 3, "{keys:?}");
+    let mut connection = redis.connection();
+    for key in &keys {
+        let dump: Vec<u8> = redis::cmd("DUMP").arg(key).query(&mut connection).unwrap();
+        let both = format!("{key} {}", String::from_utf8_lossy(&dump));
+        for secret in ["127.0.0.1", "acme", "corp"] {
+            assert!(!both.contains(secret), "{key} shows {secret}");
+        }
+    }
+    redis.assert_every_key_expires();
+}
+
+#[test]
+fn hey_counts_as_many_200s_as_the_limit() {
+    let redis = Redis::start();
+    let gateway =
+        Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"500/24h\"\nalgorithm = \"fixed-window\""));
+    let url = format!("http://{}/r", gateway.address);
+    let output = Command::new("hey")
+        .args(["-n", "3000", "-c", "50", &url])
+        .output()
+        .expect("hey is needed; `make tools` installs it");
+    let report = String::from_utf8(output.stdout).unwrap();
+    let responses = |status: u16| {
+        let line = report.lines().find(|line| line.trim_start().starts_with(&format!("[{status}]")));
+        line.map_or(0, |line| line.split_whitespace().nth(1).unwrap().parse::<u32>().unwrap())
+    };
+    assert_eq!((responses(200), responses(429)), (500, 2500), "{report}");
+}
+
+#[test]
+fn concurrent_calls_share_connections() {
+    let redis = Redis::start();
+    let workers = 2;
+    let config = patient(&redis.url(), "by = \"ip\"\nquota = \"1000000/hour\"")
+        .replace("[store]", &format!("[server]\nworkers = {workers}\n[store]"));
+    let gateway = Gateway::start(&config);
+    let statuses = load(&[gateway.address], 64, 6400, "/r", &[]);
+    assert_eq!(count(&statuses, 200), 6400);
+    let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut redis.connection()).unwrap();
+    // This connection asks, too.
+    assert!(clients.lines().count() <= workers + 1, "{clients}");
+    let info: String = redis::cmd("INFO").arg("commandstats").query(&mut redis.connection()).unwrap();
+    let calls = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls=")).unwrap();
+    assert_eq!(calls.split(',').next(), Some("6400"), "one call for each request");
+}
+
+#[test]
+fn forgotten_scripts_are_sent_again() {
+    let redis = Redis::start();
+    let gateway =
+        Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"200/24h\"\nalgorithm = \"fixed-window\""));
+    let mut flusher = redis.connection();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                redis::cmd("SCRIPT").arg("FLUSH").exec(&mut flusher).unwrap();
+            }
+        });
+        let statuses = load(&[gateway.address], 16, 1600, "/r", &[]);
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+        assert_eq!((count(&statuses, 200), count(&statuses, 429)), (200, 1400), "no errors, an exact count");
+    });
+}
+
+#[test]
+fn without_redis_each_limit_does_what_it_says() {
+    let nowhere = format!("redis://127.0.0.1:{}", free_port());
+    for (on_error, instances, expected) in
+        [("deny", 1, (0, 0, 40)), ("allow", 1, (40, 0, 0)), ("local", 1, (20, 20, 0)), ("local", 4, (5, 35, 0))]
+    {
+        let gateway = Gateway::start(&format!(
+            "[store]\nurl = \"{nowhere}\"\ninstances = {instances}\n\
+             [limit.l]\nby = \"ip\"\nquota = \"20/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"{on_error}\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+        ));
+        let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
+        let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
+        assert_eq!(counts, expected, "on_store_error = {on_error}, {instances} instances");
+        assert_eq!(gateway.log().matches("the store fails").count(), 1, "said once:\n{}", gateway.log());
+    }
+}
+
+#[test]
+fn an_unchecked_request_is_a_503_with_a_problem() {
+    let gateway =
+        Gateway::start(&patient(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));
+    let reply = gateway.get("/r");
+    assert_eq!(reply.status, 503);
+    assert_eq!(reply.header("retry-after"), Some("1"));
+    assert_eq!(reply.json()["type"], "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity");
+}
+
+#[test]
+fn a_redis_that_comes_back_is_used_again() {
+    let port = free_port();
+    let url = format!("redis://127.0.0.1:{port}");
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"{url}\"\n[limit.l]\nby = \"ip\"\nquota = \"5/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    ));
+    let mut client = gateway.client();
+    for _ in 0..10 {
+        assert_eq!(client.get("/r").status, 200);
+    }
+    for _ in 0..2 {
+        let mut redis = Redis::start_on(port).expect("the port is still free");
+        eventually("the store decides", || client.get("/r").header("ratelimit").is_some());
+        eventually("the limit is enforced", || client.get("/r").status == 429);
+        redis.child.kill().unwrap();
+        redis.child.wait().unwrap();
+        eventually("requests pass without it", || client.get("/r").header("ratelimit").is_none());
+    }
+}
+
+#[test]
+fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
+    let redis = Redis::start();
+    let limits = "[limit.l]\nby = \"header:x-id\"\nquota = \"100000/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"\n";
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"{}\"\ntimeout = \"20ms\"\n{limits}\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+        redis.url()
+    ));
+    let mut client = gateway.client();
+    let mut standing = |id: &str| {
+        let reply = client.get_with("/r", &[("x-id", id)]);
+        assert_eq!(reply.status, 200);
+        reply
+            .header("ratelimit")
+            .map(|field| field.split("r=").nth(1).unwrap().split(';').next().unwrap().parse::<u32>().unwrap())
+    };
+    eventually("the store decides", || standing("warm").is_some());
+    for round in 0..3 {
+        support::signal(&redis.child, "STOP");
+        eventually("requests pass without it", || standing("other").is_none());
+        support::signal(&redis.child, "CONT");
+        let id = format!("fresh-{round}");
+        let mut before = None;
+        eventually("the store decides again", || {
+            before = standing(&id);
+            before.is_some()
+        });
+        // Were replies crossed, somebody else's remaining would show up here.
+        for step in 1..200 {
+            if let Some(left) = standing(&id) {
+                assert!(left <= before.unwrap() - step, "{left} after {before:?} and {step} requests");
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The layer rule: imports point downward, and the limiter could be lifted out.
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// From the top down; what stands in one row does not import its neighbours, except where listed below.
+const ROWS: &[&[&str]] = &[
+    &["main"],
+    &["cli"],
+    &["app"],
+    &["server"],
+    &["gateway"],
+    &["runtime"],
+    &["reply"],
+    &["identity", "upstream", "account"],
+    &["http", "limit", "config", "route", "observe"],
+];
+
+/// Inside the limiter, from the top down.
+const LIMIT_ROWS: &[&[&str]] =
+    &[&["guard"], &["memory", "redis"], &["store"], &["algorithm"], &["key", "quota", "clock"]];
+
+/// The clock belongs to the limiter, and to whoever needs the time.
+const ANYONE: &[&str] = &["limit::clock"];
+
+fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
+    for entry in std::fs::read_dir(directory).unwrap() {
+        let path = entry.unwrap().path();
+        if path.is_dir() {
+            sources(&path, found);
+        } else if path.extension().is_some_and(|extension| extension == "rs") {
+            found.push(path);
+        }
+    }
+}
+
+/// `src/limit/redis/script.rs` is `["limit", "redis", "script"]`.
+fn module(path: &Path) -> Vec<String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let inner = path.strip_prefix(root).unwrap().with_extension("");
+    inner.iter().map(|part| part.to_string_lossy().into_owned()).collect()
+}
+
+/// What a file imports from this crate, as `a::b::…` from the root, without what stands in its tests.
+fn imports(path: &Path) -> Vec<String> {
+    let text = std::fs::read_to_string(path).unwrap();
+    let code = text.split("#[cfg(test)]").next().unwrap();
+    let crate_name = if path.ends_with("main.rs") { "sluicegate::" } else { "crate::" };
+    let mut found = Vec::new();
+    // `super::` from `a::b::c` is `crate::a::b::`; what it names at the root is an import as well.
+    let own = module(path);
+    for (at, _) in code.match_indices("super::").filter(|(at, _)| !code[..*at].ends_with("super::")) {
+        let chain = code[at..].split("super::").take_while(|part| part.is_empty()).count();
+        let rest = &code[at + chain * "super::".len()..];
+        let base = own[..own.len() - chain].join("::");
+        let names = match rest.strip_prefix('{') {
+            Some(list) => list.split('}').next().unwrap().split(',').map(|item| item.trim().to_owned()).collect(),
+            None => {
+                vec![rest.split(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':')).next().unwrap().to_owned()]
+            }
+        };
+        found.extend(names.into_iter().map(|name| format!("{base}::{name}")));
+    }
+    for (at, _) in code.match_indices(crate_name) {
+        let rest = &code[at + crate_name.len()..];
+        match rest.strip_prefix('{') {
+            // `crate::{a, b::c}`
+            Some(list) => found.extend(list.split('}').next().unwrap().split(',').map(|item| item.trim().to_owned())),
+            None => {
+                let end = rest.find(|c: char| !(c.is_alphanumeric() || c == '_' || c == ':')).unwrap_or(rest.len());
+                found.push(rest[..end].trim_end_matches(':').to_owned());
+            }
+        }
+    }
+    found
+}
+
+fn row(rows: &[&[&str]], name: &str) -> Option<usize> {
+    rows.iter().position(|row| row.contains(&name))
+}
+
+#[test]
+fn imports_point_downward() {
+    let mut files = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src"), &mut files);
+    assert!(files.len() > 30, "the sources were found");
+    let mut wrong = Vec::new();
+    let mut arrows: BTreeMap<(String, String), usize> = BTreeMap::new();
+    for file in &files {
+        let own = module(file);
+        if own == ["lib"] {
+            continue;
+        }
+        let own_row = row(ROWS, &own[0]).unwrap_or_else(|| panic!("{} stands in no row", own[0]));
+        for import in imports(file) {
+            let mut parts = import.split("::");
+            let other = parts.next().unwrap();
+            if ANYONE.iter().any(|allowed| import.starts_with(allowed)) {
+                continue;
+            }
+            let Some(other_row) = row(ROWS, other) else {
+                wrong.push(format!("{} imports `{import}` through the crate root", own.join("::")));
+                continue;
+            };
+            if other != own[0] {
+                *arrows.entry((own[0].clone(), other.to_owned())).or_default() += 1;
+                if other_row <= own_row {
+                    wrong.push(format!("{} imports {import}: upward or sideways", own.join("::")));
+                }
+            } else if own[0] == "limit" && own.len() > 1 {
+                let inner = parts.next().unwrap_or_default();
+                let (from, to) = (row(LIMIT_ROWS, &own[1]).unwrap(), row(LIMIT_ROWS, inner));
+                if inner != own[1] && to.is_none_or(|to| to <= from) {
+                    wrong.push(format!("{} imports {import}: upward or sideways inside the limiter", own.join("::")));
+                }
+            }
+        }
+    }
+    assert!(arrows.len() > 10, "imports were found: {arrows:?}");
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn the_limiter_knows_no_http() {
+    let mut files = Vec::new();
+    sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/limit"), &mut files);
+    for file in files {
+        let text = std::fs::read_to_string(&file).unwrap();
+        for word in ["http::", "hyper::", "crate::config"] {
+            assert!(!text.contains(word), "{} names {word}", file.display());
+        }
+    }
+}

@@ -1,0 +1,134 @@
+//! Limits as a client meets them: statuses, fields, all or none.
+
+mod support;
+
+use sfv::{BareItem, List, ListEntry, Parser};
+use support::client::Reply;
+use support::gateway::Gateway;
+
+fn routes(limits: &str, extra: &str) -> String {
+    format!(
+        "{limits}\n[[route]]\nname = \"all\"\npath = \"/all\"\nrespond = {{ status = 200 }}\n{extra}\n\
+         [[route]]\nname = \"free\"\npath = \"/free\"\nrespond = {{ status = 200 }}\n"
+    )
+}
+
+/// Name and parameters of each item of a structured-field list.
+fn items(reply: &Reply, field: &str) -> Vec<(String, Vec<(String, i64)>)> {
+    let value = reply.header(field).unwrap_or_else(|| panic!("no {field} in {reply:?}"));
+    let list: List = Parser::new(value).parse().unwrap_or_else(|error| panic!("{field} is no list: {error}: {value}"));
+    list.into_iter()
+        .map(|entry| {
+            let ListEntry::Item(item) = entry else { panic!("{field} has an inner list: {value}") };
+            let BareItem::String(name) = item.bare_item else { panic!("{field} names are strings: {value}") };
+            let parameters = item.params.into_iter().map(|(key, value)| {
+                let BareItem::Integer(number) = value else { panic!("{field} parameters are integers") };
+                (key.as_str().to_owned(), number.into())
+            });
+            (name.as_str().to_owned(), parameters.collect())
+        })
+        .collect()
+}
+
+fn item(name: &str, parameters: &[(&str, i64)]) -> (String, Vec<(String, i64)>) {
+    (name.to_owned(), parameters.iter().map(|(key, value)| (key.to_string(), *value)).collect())
+}
+
+const TWO: &str = "[limit.narrow]\nby = \"ip\"\nquota = \"2/hour\"\nalgorithm = \"sliding-log\"\n\
+                   [limit.broad]\nby = \"ip\"\nquota = \"100/hour\"\nburst = 100\n";
+
+#[test]
+fn success_and_denial_tell_where_the_caller_stands() {
+    let gateway = Gateway::start(&routes(TWO, "limits = [\"narrow\", \"broad\"]"));
+    let mut client = gateway.client();
+    let policy = vec![item("narrow", &[("q", 2), ("w", 3600)]), item("broad", &[("q", 100), ("w", 3600)])];
+    for left in [1, 0] {
+        let reply = client.get("/all");
+        assert_eq!(reply.status, 200);
+        assert_eq!(items(&reply, "ratelimit-policy"), policy);
+        let standing = items(&reply, "ratelimit");
+        assert_eq!(standing[0], item("narrow", &[("r", left), ("t", 3600)]));
+        assert_eq!((standing[1].0.as_str(), standing[1].1[0].1), ("broad", 98 + left));
+    }
+    let denied = client.get("/all");
+    assert_eq!(denied.status, 429);
+    assert_eq!(denied.header("content-type"), Some("application/problem+json"));
+    assert_eq!(denied.header("cache-control"), Some("no-store"));
+    assert_eq!(items(&denied, "ratelimit-policy"), policy);
+    let retry: i64 = denied.header("retry-after").unwrap().parse().unwrap();
+    assert!((3590..=3600).contains(&retry), "{retry}");
+    assert_eq!(
+        items(&denied, "ratelimit"),
+        [item("narrow", &[("r", 0), ("t", retry)])],
+        "only what is violated, with its wait"
+    );
+    let problem = denied.json();
+    assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+    assert_eq!(problem["status"], 429);
+    assert_eq!(problem["violated-policies"], serde_json::json!(["narrow"]));
+    let free = client.get("/free");
+    assert_eq!((free.status, free.header("ratelimit"), free.header("ratelimit-policy")), (200, None, None));
+}
+
+#[test]
+fn a_denied_request_is_charged_nowhere() {
+    let both = "limits = [\"narrow\", \"broad\"]\n[[route]]\nname = \"broad\"\npath = \"/broad\"\n\
+                respond = { status = 200 }\nlimits = [\"broad\"]";
+    let gateway = Gateway::start(&routes(TWO, both));
+    let mut client = gateway.client();
+    let statuses: Vec<_> = (0..20).map(|_| client.get("/all").status).collect();
+    assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 2);
+    let standing = items(&client.get("/broad"), "ratelimit");
+    assert_eq!(standing[0].1[0], ("r".to_owned(), 97), "two by both, one by this");
+}
+
+#[test]
+fn a_route_can_cost_more() {
+    let gateway = Gateway::start(&routes(
+        "[limit.l]\nby = \"ip\"\nquota = \"10/hour\"\nalgorithm = \"fixed-window\"\n",
+        "limits = [\"l\"]\ncost = 4",
+    ));
+    let mut client = gateway.client();
+    let statuses: Vec<_> = (0..3).map(|_| client.get("/all").status).collect();
+    assert_eq!(statuses, [200, 200, 429]);
+}
+
+#[test]
+fn who_waits_as_long_as_he_is_told_is_admitted() {
+    for limit in [
+        "quota = \"1/s\"",
+        "quota = \"3/2s\"\nalgorithm = \"sliding-log\"",
+        "quota = \"2/s\"\nalgorithm = \"fixed-window\"",
+        "quota = \"2/s\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"",
+    ] {
+        let gateway = Gateway::start(&routes(&format!("[limit.l]\nby = \"ip\"\n{limit}\n"), "limits = [\"l\"]"));
+        let mut client = gateway.client();
+        for round in 0..2 {
+            let denied = loop {
+                let reply = client.get("/all");
+                if reply.status == 429 {
+                    break reply;
+                }
+            };
+            let seconds = denied.header("retry-after").unwrap().parse().unwrap();
+            // The wait is what is tested.
+            std::thread::sleep(std::time::Duration::from_secs(seconds));
+            assert_eq!(client.get("/all").status, 200, "{limit}, round {round}");
+        }
+    }
+}
+
+#[test]
+fn decisions_on_one_process_are_exact_under_concurrency() {
+    for (layout, algorithm) in [("per-core", "fixed-window"), ("shared", "sliding-log"), ("per-core", "token-bucket")] {
+        let limit =
+            format!("[server]\nruntime = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
+        // A day as a window of the algorithm's own, not of the calendar.
+        let limit = limit.replace("/day", "/24h") + &format!("algorithm = \"{algorithm}\"\n");
+        let gateway = Gateway::start(&routes(&limit, "limits = [\"l\"]"));
+        let statuses = support::client::load(&[gateway.address], 32, 3200, "/all", &[]);
+        let admitted = statuses.iter().filter(|status| **status == 200).count();
+        let denied = statuses.iter().filter(|status| **status == 429).count();
+        assert_eq!((admitted, denied), (100, 3100), "{layout} {algorithm}");
+    }
+}

@@ -1,0 +1,193 @@
+//! Starting and stopping: the shipped configuration, the command line, taken ports, signals.
+
+mod support;
+
+use std::io::Read;
+use std::net::TcpListener;
+use std::path::Path;
+
+use support::gateway::{Gateway, binary};
+use support::redis::free_port;
+use support::upstream::{self, Upstream};
+use support::{eventually, signal};
+
+const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hello\" }\n";
+
+#[test]
+fn the_shipped_configuration_runs_without_redis_and_upstream() {
+    // As shipped, but on a free port: other tests run at the same time.
+    let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();
+    let consumers = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("consumers.toml")).unwrap();
+    assert!(shipped.contains("address = \"127.0.0.1:8080\""));
+    let config = shipped
+        .replace("127.0.0.1:8080", "127.0.0.1:0")
+        .replace("127.0.0.1:9000", &format!("127.0.0.1:{}", free_port()));
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
+    let log = gateway.log();
+    let expected = format!(
+        "listens on http://{0}; store: memory; 3 routes, 3 limits; try: curl -i http://{0}/hello",
+        gateway.address
+    );
+    assert!(log.contains(&expected), "{log}");
+
+    assert_eq!(gateway.get("/hello").text(), "hello\n");
+    let report = gateway.client().get_with("/report", &[("x-api-key", "demo-key")]);
+    assert_eq!(report.status, 200);
+    assert!(report.header("ratelimit").unwrap().contains("\"per-key\";r=99;t=60"), "{report:?}");
+    assert_eq!(gateway.get("/api/x").status, 502);
+}
+
+#[test]
+fn the_command_line_explains_itself() {
+    let run = |arguments: &[&str]| {
+        let output = binary().args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, out, _) = run(&["--version"]);
+    assert_eq!((code, out.trim()), (Some(0), concat!("sluicegate ", env!("CARGO_PKG_VERSION"))));
+    let (code, out, _) = run(&["--help"]);
+    assert_eq!(code, Some(0));
+    for word in ["run", "check", "--config <FILE>", "default: gateway.toml", "rate limits"] {
+        assert!(out.contains(word), "--help lacks {word}:\n{out}");
+    }
+    let (code, _, err) = run(&["chekc"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("'check'"), "a hint for the typo: {err}");
+}
+
+#[test]
+fn a_taken_port_is_named_and_nothing_is_shared() {
+    let gateway = Gateway::start(HELLO);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    for taken in
+        [gateway.address.to_string(), TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()]
+    {
+        let listener = TcpListener::bind(&taken);
+        std::fs::write(&path, format!("{HELLO}[[listener]]\naddress = \"{taken}\"\n")).unwrap();
+        let output = binary().arg("--config").arg(&path).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(&format!("cannot listen on {taken}")) && text.contains("another port"), "{text}");
+        drop(listener);
+    }
+    assert_eq!(gateway.get("/hello").status, 200);
+}
+
+#[test]
+fn every_listener_is_served_in_both_layouts() {
+    for layout in ["per-core", "shared"] {
+        let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"[::1]:0\"\n";
+        let gateway = Gateway::start(&format!("[server]\nruntime = \"{layout}\"\nworkers = 3\n{listeners}{HELLO}"));
+        let log = gateway.log();
+        let addresses = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
+        let addresses: Vec<_> = addresses.split(", ").map(|address| address.trim_start_matches("http://")).collect();
+        assert_eq!(addresses.len(), 2, "{log}");
+        for address in addresses {
+            // Enough connections to meet every worker's socket.
+            for _ in 0..20 {
+                let reply = support::client::Client::connect(address.parse().unwrap()).get("/hello");
+                assert_eq!(reply.status, 200, "{layout} {address}");
+            }
+        }
+    }
+}
+
+#[test]
+fn running_requests_finish_after_sigterm_and_new_ones_are_refused() {
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let slow = upstream::serve(move |mut stream| {
+        upstream::read_head(&mut stream);
+        released.lock().unwrap().recv().unwrap();
+        std::io::Write::write_all(&mut stream, b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ndone").unwrap();
+    });
+    let route = "[[route]]\nname = \"slow\"\npath = \"/slow\"\nupstream = \"slow\"\n";
+    let mut gateway = Gateway::start(&format!("[upstream.slow]\nservers = [\"http://{slow}\"]\n{route}{HELLO}"));
+    let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+    for client in &mut clients {
+        client.send(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n");
+    }
+    let mut idle = gateway.client();
+    assert_eq!(idle.get("/hello").status, 200);
+
+    gateway.terminate();
+    eventually("the idle connection is closed", || idle.stream.get_mut().read(&mut [0]).is_ok_and(|count| count == 0));
+    eventually("no new connection is taken", || std::net::TcpStream::connect(gateway.address).is_err());
+    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for what runs");
+
+    for _ in &clients {
+        release.send(()).unwrap();
+    }
+    for client in &mut clients {
+        let reply = client.reply().expect("a running request is answered");
+        assert_eq!((reply.status, reply.text()), (200, "done"));
+    }
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
+fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
+    let silent = upstream::serve(|mut stream| {
+        upstream::read_head(&mut stream);
+        let _ = stream.read(&mut [0]);
+    });
+    let config = format!(
+        "[server]\ndrain_timeout = \"300ms\"\n[upstream.silent]\nservers = [\"http://{silent}\"]\n\
+         [[route]]\nname = \"silent\"\npath = \"/{{*rest}}\"\nupstream = \"silent\"\n"
+    );
+    let mut gateway = Gateway::start(&config);
+    let mut client = gateway.client();
+    client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n");
+    signal(&gateway.child, "INT");
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    assert!(client.reply().is_none(), "the request was cut off");
+}
+
+#[test]
+fn connections_that_never_ask_are_closed() {
+    let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"300ms\"\nidle_timeout = \"400ms\"\n{HELLO}"));
+    for start in [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
+        let mut client = gateway.client();
+        client.send(start);
+        let mut rest = Vec::new();
+        // An HTTP/2 connection may say goodbye first. Were it kept open, reading would fail at its timeout.
+        client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));
+    }
+    let mut client = gateway.client();
+    assert_eq!(client.get("/hello").status, 200);
+    assert!(client.reply().is_none(), "idle for too long");
+}
+
+#[test]
+fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
+    let upstream = Upstream::start();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("access.log");
+    for format in ["json", "text"] {
+        let config = format!(
+            "[log]\nformat = \"{format}\"\naccess = \"{}\"\n[api_key]\non_unknown = \"accept\"\n\
+             [limit.one]\nby = \"api-key\"\nquota = \"1/hour\"\n\
+             [upstream.up]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"up\"\nlimits = [\"one\"]\n",
+            path.display(),
+            upstream.url()
+        );
+        let mut gateway = Gateway::start(&config);
+        for _ in 0..2 {
+            gateway.client().get_with("/up?token=planted-1", &[("x-api-key", "planted-2")]);
+        }
+        gateway.get("/none");
+        gateway.terminate();
+        gateway.wait();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 3, "{text}");
+        for (line, words) in
+            lines.iter().zip([["200", "up", "ok"], ["429", "up", "denied"], ["404", "none", "no-route"]])
+        {
+            assert!(words.iter().all(|word| line.contains(word)), "{line} lacks one of {words:?}");
+        }
+        assert!(!(text + &gateway.log()).contains("planted"), "no secret is logged");
+        std::fs::remove_file(&path).unwrap();
+    }
+}

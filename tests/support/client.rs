@@ -1,0 +1,160 @@
+//! A client that sends exactly the bytes it is told to.
+
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+
+use super::PATIENCE;
+
+/// A connection.
+pub struct Client {
+    pub stream: BufReader<TcpStream>,
+}
+
+/// A response.
+#[derive(Debug)]
+pub struct Reply {
+    pub status: u16,
+    pub headers: Vec<(String, String)>,
+    pub body: Vec<u8>,
+}
+
+impl Client {
+    pub fn connect(address: SocketAddr) -> Client {
+        let stream = TcpStream::connect(address).unwrap();
+        Client::over(stream)
+    }
+
+    /// A connection that comes from another loopback address.
+    pub fn connect_from(local: IpAddr, address: SocketAddr) -> Client {
+        let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+        socket.bind(&SocketAddr::new(local, 0).into()).unwrap();
+        socket.connect(&address.into()).unwrap();
+        Client::over(socket.into())
+    }
+
+    fn over(stream: TcpStream) -> Client {
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_nodelay(true).unwrap();
+        Client { stream: BufReader::new(stream) }
+    }
+
+    pub fn send(&mut self, bytes: &[u8]) {
+        self.stream.get_mut().write_all(bytes).unwrap();
+    }
+
+    /// GET without a body.
+    pub fn get(&mut self, path: &str) -> Reply {
+        self.request("GET", path, &[], b"")
+    }
+
+    /// GET with these header lines.
+    pub fn get_with(&mut self, path: &str, headers: &[(&str, &str)]) -> Reply {
+        self.request("GET", path, headers, b"")
+    }
+
+    pub fn request(&mut self, method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Reply {
+        let mut head = format!("{method} {path} HTTP/1.1\r\n");
+        if !headers.iter().any(|(name, _)| name.eq_ignore_ascii_case("host")) {
+            head.push_str("Host: gateway.test\r\n");
+        }
+        for (name, value) in headers {
+            head.push_str(&format!("{name}: {value}\r\n"));
+        }
+        if !body.is_empty() {
+            head.push_str(&format!("Content-Length: {}\r\n", body.len()));
+        }
+        head.push_str("\r\n");
+        self.send(head.as_bytes());
+        self.send(body);
+        self.reply_to(method).unwrap()
+    }
+
+    /// Reads a response; none if the connection is closed instead.
+    pub fn reply(&mut self) -> Option<Reply> {
+        self.reply_to("GET")
+    }
+
+    fn reply_to(&mut self, method: &str) -> Option<Reply> {
+        let mut reply = self.head()?;
+        let length = reply.header("content-length").map(|length| length.parse::<usize>().unwrap());
+        if method == "HEAD" || reply.status == 204 || reply.status == 304 {
+        } else if reply.header("transfer-encoding") == Some("chunked") {
+            loop {
+                let size = usize::from_str_radix(self.line().unwrap().trim(), 16).unwrap();
+                let mut chunk = vec![0; size + 2];
+                self.stream.read_exact(&mut chunk).unwrap();
+                if size == 0 {
+                    break;
+                }
+                reply.body.extend_from_slice(&chunk[..size]);
+            }
+        } else if let Some(length) = length {
+            reply.body = vec![0; length];
+            self.stream.read_exact(&mut reply.body).unwrap();
+        } else {
+            self.stream.read_to_end(&mut reply.body).unwrap();
+        }
+        Some(reply)
+    }
+
+    /// Reads a response head.
+    pub fn head(&mut self) -> Option<Reply> {
+        let first = self.line()?;
+        let status = first.split(' ').nth(1).unwrap_or_else(|| panic!("no status line: {first}")).parse().unwrap();
+        let mut headers = Vec::new();
+        loop {
+            let line = self.line().unwrap();
+            match line.trim_end().split_once(": ") {
+                Some((name, value)) => headers.push((name.to_ascii_lowercase(), value.to_owned())),
+                None => break,
+            }
+        }
+        Some(Reply { status, headers, body: Vec::new() })
+    }
+
+    fn line(&mut self) -> Option<String> {
+        let mut line = String::new();
+        // A connection that is reset is closed as well.
+        match self.stream.read_line(&mut line) {
+            Ok(0) | Err(_) => None,
+            Ok(_) => Some(line),
+        }
+    }
+}
+
+impl Reply {
+    pub fn header(&self, name: &str) -> Option<&str> {
+        self.headers.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str())
+    }
+
+    pub fn text(&self) -> &str {
+        std::str::from_utf8(&self.body).unwrap()
+    }
+
+    pub fn json(&self) -> serde_json::Value {
+        serde_json::from_slice(&self.body).unwrap()
+    }
+}
+
+/// Sends `total` GETs over `connections` connections at once; the statuses of all.
+pub fn load(
+    addresses: &[SocketAddr],
+    connections: usize,
+    total: usize,
+    path: &str,
+    headers: &[(&str, &str)],
+) -> Vec<u16> {
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..connections)
+            .map(|index| {
+                let address = addresses[index % addresses.len()];
+                let share = total / connections + usize::from(index < total % connections);
+                scope.spawn(move || {
+                    let mut client = Client::connect(address);
+                    (0..share).map(|_| client.get_with(path, headers).status).collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    })
+}

@@ -1,0 +1,130 @@
+//! The real binary.
+
+use std::io::{BufRead, BufReader};
+use std::net::SocketAddr;
+use std::path::Path;
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use super::client::{Client, Reply};
+use super::{PATIENCE, signal};
+
+/// A running gateway; it is killed when the test is over.
+pub struct Gateway {
+    pub address: SocketAddr,
+    pub child: Child,
+    log: Arc<Mutex<String>>,
+    _directory: tempfile::TempDir,
+}
+
+/// The binary under test.
+pub fn binary() -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_sluicegate"));
+    command.stdin(Stdio::null()).env_remove("SLUICEGATE_CONFIG").env_remove("SLUICEGATE_STORE_SECRET");
+    command
+}
+
+impl Gateway {
+    /// Starts a gateway with a configuration; a listener on a free port and `access = "off"` are added.
+    pub fn start(config: &str) -> Gateway {
+        Gateway::start_with(config, &[])
+    }
+
+    /// The same, with more files beside the configuration.
+    pub fn start_with(config: &str, files: &[(&str, &str)]) -> Gateway {
+        let directory = tempfile::tempdir().unwrap();
+        for (name, text) in files {
+            std::fs::write(directory.path().join(name), text).unwrap();
+        }
+        let mut full = config.to_owned();
+        if !config.contains("[log]") {
+            full.push_str("\n[log]\naccess = \"off\"\n");
+        }
+        if !config.contains("[[listener]]") {
+            full.push_str("\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
+        }
+        let path = directory.path().join("gateway.toml");
+        std::fs::write(&path, full).unwrap();
+        Gateway::spawn(binary().arg("--config").arg(&path), directory)
+    }
+
+    /// Starts a file as it is.
+    pub fn start_file(path: &Path) -> Gateway {
+        Gateway::spawn(binary().arg("--config").arg(path), tempfile::tempdir().unwrap())
+    }
+
+    fn spawn(command: &mut Command, directory: tempfile::TempDir) -> Gateway {
+        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
+        let log = Arc::new(Mutex::new(String::new()));
+        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
+        let sink = log.clone();
+        std::thread::spawn(move || {
+            for line in lines.map_while(Result::ok) {
+                let mut log = sink.lock().unwrap();
+                log.push_str(&line);
+                log.push('\n');
+            }
+        });
+        let started = Instant::now();
+        let address = loop {
+            let text = log.lock().unwrap().clone();
+            if let Some((_, rest)) = text.split_once("listens on http://") {
+                break rest.split([';', ',']).next().unwrap().parse().unwrap();
+            }
+            let ended = child.try_wait().unwrap();
+            assert!(ended.is_none() && started.elapsed() < PATIENCE, "the gateway did not start: {ended:?}\n{text}");
+            std::thread::yield_now();
+        };
+        Gateway { address, child, log, _directory: directory }
+    }
+
+    /// What it has written to its log so far.
+    pub fn log(&self) -> String {
+        self.log.lock().unwrap().clone()
+    }
+
+    /// A connection to it.
+    pub fn client(&self) -> Client {
+        Client::connect(self.address)
+    }
+
+    /// One GET on a connection of its own.
+    pub fn get(&self, path: &str) -> Reply {
+        self.client().get(path)
+    }
+
+    /// Waits until the process has ended.
+    pub fn wait(&mut self) -> ExitStatus {
+        let started = Instant::now();
+        loop {
+            if let Some(status) = self.child.try_wait().unwrap() {
+                return status;
+            }
+            assert!(started.elapsed() < PATIENCE, "the gateway does not end\n{}", self.log());
+            std::thread::yield_now();
+        }
+    }
+
+    /// Asks it to stop.
+    pub fn terminate(&self) {
+        signal(&self.child, "TERM");
+    }
+
+    /// Resident memory, bytes.
+    pub fn memory(&self) -> u64 {
+        let status = std::fs::read_to_string(format!("/proc/{}/status", self.child.id())).unwrap();
+        let line = status.lines().find(|line| line.starts_with("VmRSS:")).unwrap();
+        line.split_whitespace().nth(1).unwrap().parse::<u64>().unwrap() * 1024
+    }
+}
+
+impl Drop for Gateway {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("log of the gateway at {}:\n{}", self.address, self.log());
+        }
+    }
+}

@@ -1,0 +1,28 @@
+//! What the tests share: the real binary on a free port, a real redis-server, a raw client, upstreams of our own.
+#![allow(dead_code)] // each test file uses its part
+
+pub mod client;
+pub mod gateway;
+pub mod redis;
+pub mod upstream;
+
+use std::process::{Child, Command};
+use std::time::{Duration, Instant};
+
+/// Long enough for a busy machine; every wait ends as soon as what it waits for is there.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Waits until something becomes true.
+pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
+    let started = Instant::now();
+    while !done() {
+        assert!(started.elapsed() < PATIENCE, "gave up waiting: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// Sends a signal to a process that this test started.
+pub fn signal(child: &Child, name: &str) {
+    let status = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
+    assert!(status.success(), "kill -{name}");
+}

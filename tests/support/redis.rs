@@ -1,0 +1,76 @@
+//! A real redis-server on a free port.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Child, Command, Stdio};
+
+/// A running server without persistence; it is killed when the test is over.
+pub struct Redis {
+    pub port: u16,
+    pub child: Child,
+}
+
+impl Redis {
+    pub fn start() -> Redis {
+        // Another process may take the port between the look and the start: then another port is as good.
+        (0..10)
+            .find_map(|_| Redis::start_on(free_port()))
+            .expect("redis-server does not start; `make tools` installs it")
+    }
+
+    /// Starts a server on this port; none if it cannot listen there.
+    pub fn start_on(port: u16) -> Option<Redis> {
+        let mut child = Command::new("redis-server")
+            .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("redis-server is needed; `make tools` installs it");
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
+        if lines.any(|line| line.contains("Ready to accept connections")) {
+            // Keep reading, so that the pipe never fills.
+            std::thread::spawn(move || lines.for_each(drop));
+            return Some(Redis { port, child });
+        }
+        let _ = child.wait();
+        None
+    }
+
+    pub fn url(&self) -> String {
+        format!("redis://127.0.0.1:{}/0", self.port)
+    }
+
+    pub fn client(&self) -> redis::Client {
+        redis::Client::open(self.url()).unwrap()
+    }
+
+    pub fn connection(&self) -> redis::Connection {
+        self.client().get_connection().unwrap()
+    }
+
+    pub fn keys(&self) -> Vec<String> {
+        redis::cmd("KEYS").arg("*").query(&mut self.connection()).unwrap()
+    }
+
+    /// No key may live for ever.
+    pub fn assert_every_key_expires(&self) {
+        let mut connection = self.connection();
+        for key in self.keys() {
+            let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();
+            // -2: it has expired since.
+            assert!(ttl > 0 || ttl == -2, "{key} never expires");
+        }
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// A port that nothing listens on right now.
+pub fn free_port() -> u16 {
+    TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
+}

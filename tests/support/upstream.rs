@@ -1,0 +1,117 @@
+//! Upstreams: one that records and answers as it is asked, and one made of raw sockets.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Mutex};
+
+/// A request as the upstream saw it.
+#[derive(Debug, Clone)]
+pub struct Seen {
+    /// Everything up to the empty line.
+    pub head: String,
+    pub body: Vec<u8>,
+}
+
+impl Seen {
+    pub fn target(&self) -> &str {
+        self.head.split(' ').nth(1).unwrap()
+    }
+
+    pub fn headers(&self, name: &str) -> Vec<&str> {
+        let lines = self.head.lines().skip(1).filter_map(|line| line.split_once(": "));
+        lines.filter(|(key, _)| key.eq_ignore_ascii_case(name)).map(|(_, value)| value).collect()
+    }
+}
+
+/// An upstream; its threads end with the test's process.
+pub struct Upstream {
+    pub address: SocketAddr,
+    pub seen: Arc<Mutex<Vec<Seen>>>,
+}
+
+impl Upstream {
+    /// Answers every request with `ok`, or with what `answer` makes of it.
+    pub fn start() -> Upstream {
+        Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec())
+    }
+
+    /// Answers with raw bytes.
+    pub fn answering(answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
+        let seen = Arc::<Mutex<Vec<Seen>>>::default();
+        let record = seen.clone();
+        let address = serve(move |mut stream| {
+            while let Some(request) = read_request(&mut stream) {
+                record.lock().unwrap().push(request.clone());
+                if stream.write_all(&answer(&request)).is_err() {
+                    return;
+                }
+            }
+        });
+        Upstream { address, seen }
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    /// The request that came last.
+    pub fn last(&self) -> Seen {
+        self.seen.lock().unwrap().last().expect("no request came").clone()
+    }
+
+    pub fn count(&self) -> usize {
+        self.seen.lock().unwrap().len()
+    }
+}
+
+/// Hands every connection to a thread of its own.
+pub fn serve(connection: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    let connection = Arc::new(connection);
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            let connection = connection.clone();
+            std::thread::spawn(move || connection(stream));
+        }
+    });
+    address
+}
+
+/// Reads a head up to the empty line.
+pub fn read_head(stream: &mut TcpStream) -> Option<String> {
+    let mut head = Vec::new();
+    let mut byte = [0];
+    while !head.ends_with(b"\r\n\r\n") {
+        if stream.read(&mut byte).ok()? == 0 {
+            return None;
+        }
+        head.push(byte[0]);
+    }
+    Some(String::from_utf8(head).unwrap())
+}
+
+fn read_request(stream: &mut TcpStream) -> Option<Seen> {
+    let mut seen = Seen { head: read_head(stream)?, body: Vec::new() };
+    if let [length] = seen.headers("content-length")[..] {
+        seen.body = vec![0; length.parse().unwrap()];
+        stream.read_exact(&mut seen.body).ok()?;
+    } else if seen.headers("transfer-encoding") == ["chunked"] {
+        loop {
+            let mut line = Vec::new();
+            while !line.ends_with(b"\r\n") {
+                let mut byte = [0];
+                stream.read_exact(&mut byte).ok()?;
+                line.push(byte[0]);
+            }
+            let size = usize::from_str_radix(std::str::from_utf8(&line).unwrap().trim(), 16).unwrap();
+            let mut chunk = vec![0; size + 2];
+            stream.read_exact(&mut chunk).ok()?;
+            seen.body.extend_from_slice(&chunk[..size]);
+            if size == 0 {
+                break;
+            }
+        }
+    }
+    Some(seen)
+}
