@@ -107,7 +107,10 @@ impl Gateway {
                 response.headers_mut().insert(CONTENT_TYPE, respond.content_type.clone());
                 response
             }
-            Target::Upstream(index) => self.forward(&self.upstreams[*index], request, path, peer, record).await?,
+            // On the heap: inside this future it would be moved with it, for every request.
+            Target::Upstream(index) => {
+                Box::pin(self.forward(&self.upstreams[*index], request, path, peer, record)).await?
+            }
         };
         advertise(response.headers_mut(), route, &decision);
         Ok(response)

@@ -4,6 +4,9 @@
 //! identities ([`identity`]), asks its limits ([`limit`]) and sends it on ([`upstream`]) or turns it down ([`reply`]).
 //! [`config`] is the file as written, [`runtime`] the same ready to use.
 
+// Tests and benches may; the library returns errors and writes where it is told to.
+#![warn(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)]
+
 pub mod account;
 pub mod app;
 pub mod cli;

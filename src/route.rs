@@ -208,10 +208,9 @@ impl Search<'_> {
         if let Some(found) = node.literals.get(segment).and_then(|child| self.descend(child, next)) {
             return Some(found);
         }
-        if let Some(child) = node.parameter.as_deref().filter(|_| !segment.is_empty()) {
-            if let Some(found) = self.descend(child, next) {
-                return Some(found);
-            }
+        let parameter = node.parameter.as_deref().filter(|_| !segment.is_empty());
+        if let Some(found) = parameter.and_then(|child| self.descend(child, next)) {
+            return Some(found);
         }
         self.choose(&node.rest)
     }

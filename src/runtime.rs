@@ -15,6 +15,7 @@ use http::{HeaderName, HeaderValue, StatusCode};
 use tokio::time::Duration;
 use tracing::Level;
 
+use crate::config::Config;
 use crate::config::error::ConfigError;
 use crate::config::file::{self, Environment};
 use crate::identity::By;
@@ -171,7 +172,7 @@ impl Runtime {
     pub fn load(path: &Path, environment: Environment<'_>) -> Result<Runtime, ConfigError> {
         let file = file::gateway(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
         let mut reader = Reader::new(path, file.text, file.issues, environment);
-        let runtime = compile(file.value, &mut reader);
+        let runtime = compile(&file.value, &mut reader);
         reader.finish()?;
         // Without a finding every part is there.
         Ok(runtime)
@@ -189,7 +190,7 @@ impl Route {
     }
 }
 
-fn compile(config: crate::config::Config, reader: &mut Reader<'_>) -> Runtime {
+fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let server = settings::server(&config.server, reader);
     let listeners = settings::listeners(&config.listener, reader);
     let log = settings::log(&config.log, reader);
@@ -198,9 +199,9 @@ fn compile(config: crate::config::Config, reader: &mut Reader<'_>) -> Runtime {
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = settings::instances(&config.store, reader);
-    let limits = limits::limits(&config, &hasher, instances, &api_keys, reader);
+    let limits = limits::limits(config, &hasher, instances, &api_keys, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
-    let (routes, table) = routes::routes(&config, &limits, &upstreams, reader);
+    let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let store = settings::store(&config.store, &routes, reader);
     Runtime {
         server,

@@ -81,8 +81,10 @@ impl Store for Guard {
         if self.breaker.open.load(Ordering::Acquire) {
             return Err(StoreError::Open);
         }
-        let result =
-            timeout(self.deadline, self.store.call(operation, charges)).await.unwrap_or(Err(StoreError::Timeout));
+        // On the heap: inside the request's future it would be moved with it, for every request.
+        let result = timeout(self.deadline, Box::pin(self.store.call(operation, charges)))
+            .await
+            .unwrap_or(Err(StoreError::Timeout));
         match &result {
             Err(error @ (StoreError::Unreachable(_) | StoreError::Timeout)) => {
                 if self.breaker.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES {

@@ -50,8 +50,12 @@ struct Lease {
 pub(super) async fn connect(host: &str, port: u16) -> io::Result<Connection> {
     let stream = TcpStream::connect((host, port)).await?;
     stream.set_nodelay(true)?;
-    let (sender, connection) =
-        Builder::new().max_buf_size(BUFFER).handshake(TokioIo::new(stream)).await.map_err(io::Error::other)?;
+    let (sender, connection) = Builder::new()
+        .writev(false)
+        .max_buf_size(BUFFER)
+        .handshake(TokioIo::new(stream))
+        .await
+        .map_err(io::Error::other)?;
     // Its error reaches whoever waits for the response.
     tokio::spawn(async move { connection.await.ok() });
     Ok(Connection(sender))

@@ -112,6 +112,15 @@ impl Client {
         Some(Reply { status, headers, body: Vec::new() })
     }
 
+    /// The gateway closes the connection without another byte.
+    pub fn assert_closed(&mut self, what: &str) {
+        let mut rest = Vec::new();
+        match self.stream.read_to_end(&mut rest) {
+            Err(error) if error.kind() != std::io::ErrorKind::ConnectionReset => panic!("{what}: not closed: {error}"),
+            _ => assert_eq!(String::from_utf8_lossy(&rest), "", "{what}: something follows"),
+        }
+    }
+
     fn line(&mut self) -> Option<String> {
         let mut line = String::new();
         // A connection that is reset is closed as well.
@@ -133,6 +142,25 @@ impl Reply {
 
     pub fn json(&self) -> serde_json::Value {
         serde_json::from_slice(&self.body).unwrap()
+    }
+
+    /// The `r` of a limit in the RateLimit field.
+    pub fn remaining(&self, limit: &str) -> u64 {
+        let field = self.header("ratelimit").unwrap_or_else(|| panic!("no RateLimit: {self:?}"));
+        let (_, item) =
+            field.split_once(&format!("\"{limit}\";r=")).unwrap_or_else(|| panic!("no `{limit}` in {field}"));
+        item.split(';').next().unwrap().parse().unwrap()
+    }
+
+    /// An error of the gateway's own is a problem document that agrees with its status.
+    pub fn assert_problem(&self, status: u16, what: &str) {
+        assert_eq!(self.status, status, "{what}: {}", String::from_utf8_lossy(&self.body));
+        assert_eq!(self.header("content-type"), Some("application/problem+json"), "{what}");
+        let problem = self.json();
+        assert_eq!(problem["status"], status, "{what}: {problem}");
+        for field in ["type", "title", "detail"] {
+            assert!(problem[field].as_str().is_some_and(|text| !text.is_empty()), "{what}: no {field} in {problem}");
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! What the tests share: the real binary on a free port, a real redis-server, a raw client, upstreams of our own.
-#![allow(dead_code)] // each test file uses its part
+#![allow(dead_code, unreachable_pub)] // each test file uses its part
+#![allow(clippy::disallowed_methods)] // waits have a clock of their own
 
 pub mod client;
 pub mod gateway;

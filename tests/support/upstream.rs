@@ -91,7 +91,8 @@ pub fn read_head(stream: &mut TcpStream) -> Option<String> {
     Some(String::from_utf8(head).unwrap())
 }
 
-fn read_request(stream: &mut TcpStream) -> Option<Seen> {
+/// Reads a request; none if the connection is closed before it ends.
+pub fn read_request(stream: &mut TcpStream) -> Option<Seen> {
     let mut seen = Seen { head: read_head(stream)?, body: Vec::new() };
     if let [length] = seen.headers("content-length")[..] {
         seen.body = vec![0; length.parse().unwrap()];

@@ -1,0 +1,74 @@
+//! The hot path in process: a decision of the memory store for each algorithm, a route among 10 and among 10,000.
+#![allow(missing_docs)] // criterion's macros make public items
+
+use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
+use http::{HeaderMap, Method};
+use sluicegate::http::path::canonical;
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::clock::Clock;
+use sluicegate::limit::key::{Bucket, Encoder, Identity, IdentityHasher, Key};
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::Quota;
+use sluicegate::limit::store::{Charge, Mode, Operation};
+use sluicegate::route::{Pattern, RouteTable};
+
+fn decisions(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("memory store, 1,000 identities");
+    let hasher = IdentityHasher::new("bench");
+    let quota: Quota = "1000/min".parse().unwrap();
+    for (name, rule) in [
+        ("token-bucket", Rule::TokenBucket(TokenBucket::new(quota, 1000).unwrap())),
+        ("fixed-window", Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap())),
+        ("first-request", Rule::FixedWindow(FixedWindow::new(quota, Start::FirstRequest).unwrap())),
+        ("sliding-log", Rule::SlidingLog(SlidingLog::new(quota).unwrap())),
+    ] {
+        let store = MemoryStore::new(1_000_000, Clock::Store);
+        let bucket = Bucket::new(&hasher, name, &rule.shape());
+        let identities: Vec<Identity> = (0u64..1000).map(|number| hasher.hash(&number.to_be_bytes())).collect();
+        let mut turn = identities.iter().cycle();
+        group.bench_function(name, |bencher| {
+            bencher.iter_batched(
+                || *turn.next().unwrap(),
+                |identity| {
+                    let key = Key { identity, bucket: &bucket };
+                    store.decide(Operation::Check, &[Charge { key, rule: &rule, cost: 1, mode: Mode::Binding }])
+                },
+                BatchSize::SmallInput,
+            );
+        });
+    }
+    group.finish();
+    criterion.bench_function("identity of an API key", |bencher| {
+        let mut encoder = Encoder::default();
+        bencher.iter(|| {
+            encoder.clear();
+            encoder.part(b'k', b"0123456789abcdef0123456789abcdef");
+            hasher.hash(encoder.bytes())
+        });
+    });
+}
+
+fn routes(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("route");
+    for count in [10, 10_000] {
+        let mut table = RouteTable::default();
+        for number in 0..count {
+            let path = format!("/v1/service{number}/items/{{id}}").parse().unwrap();
+            let pattern = Pattern { host: None, path, methods: vec![Method::GET], headers: Vec::new() };
+            table.insert(pattern, number).unwrap();
+        }
+        let (path, headers) = (format!("/v1/service{}/items/77", count / 2), HeaderMap::new());
+        group.bench_function(format!("among {count}"), |bencher| {
+            bencher.iter(|| *table.find("api.example.com", &path, &Method::GET, &headers).unwrap());
+        });
+    }
+    group.finish();
+    criterion.bench_function("path that is canonical", |bencher| bencher.iter(|| canonical("/v1/service5/items/77")));
+    criterion.bench_function("path that is not", |bencher| bencher.iter(|| canonical("/v1/./service5//it%65ms/77")));
+}
+
+criterion_group!(benches, decisions, routes);
+criterion_main!(benches);

@@ -1,0 +1,78 @@
+//! What each composed script costs Redis: µs per call by `INFO commandstats`, 64 calls in the pipe.
+
+use std::io::{BufRead, BufReader};
+use std::net::TcpListener;
+use std::process::{Command, Stdio};
+
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::quota::Quota;
+use sluicegate::limit::redis::script::{Parts, script};
+
+/// The best of several rounds: other work on the machine only ever adds.
+const ROUNDS: usize = 8;
+const BATCHES: usize = 200;
+const PIPE: usize = 64;
+
+fn main() {
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let mut server = Command::new("redis-server")
+        .args(["--port", &port.to_string(), "--save", "", "--bind", "127.0.0.1"])
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("redis-server is needed; `make tools` installs it");
+    let mut lines = BufReader::new(server.stdout.take().unwrap()).lines().map_while(Result::ok);
+    assert!(lines.any(|line| line.contains("Ready to accept")), "redis-server does not start");
+    let mut connection = redis::Client::open(format!("redis://127.0.0.1:{port}")).unwrap().get_connection().unwrap();
+
+    let quota: Quota = "1000000/min".parse().unwrap();
+    let bucket = Rule::TokenBucket(TokenBucket::new(quota, 1_000_000).unwrap());
+    let window = Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap());
+    let full = Rule::TokenBucket(TokenBucket::new("1/day".parse().unwrap(), 1).unwrap());
+    let log = Rule::SlidingLog(SlidingLog::new("100/s".parse().unwrap()).unwrap());
+    let first = Rule::FixedWindow(FixedWindow::new(quota, Start::FirstRequest).unwrap());
+    println!("{:40} µs per call in Redis, 1,000 keys in turn", "script");
+    for (name, rules) in [
+        ("token-bucket, admitted", &[&bucket][..]),
+        ("token-bucket, denied", &[&full]),
+        ("fixed-window, admitted", &[&window]),
+        ("fixed-window, first-request, admitted", &[&first]),
+        ("sliding-log of 100", &[&log]),
+        ("token-bucket + two fixed windows", &[&bucket, &window, &first]),
+    ] {
+        let mut best = f64::MAX;
+        for _ in 0..ROUNDS {
+            best = best.min(round(&mut connection, name, rules));
+        }
+        println!("{name:40} {best:6.2}");
+    }
+    server.kill().unwrap();
+    server.wait().unwrap();
+}
+
+fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]) -> f64 {
+    let script = script(Parts::of(rules.iter().copied()));
+    redis::cmd("SCRIPT").arg("LOAD").arg(&script.text).exec(connection).unwrap();
+    redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
+    for batch in 0..BATCHES {
+        let mut pipe = redis::pipe();
+        for slot in 0..PIPE {
+            let call = pipe.cmd("EVALSHA").arg(&script.sha).arg(rules.len());
+            for index in 0..rules.len() {
+                call.arg(format!("rl:{{{:032}}}:{name}:{index}", (batch * PIPE + slot) % 1000));
+            }
+            call.arg("C").arg(0).arg(0);
+            for rule in rules {
+                let (kind, [a, b, c, d]) = rule.arguments();
+                call.arg(kind.letter()).arg("-").arg(1).arg(a).arg(b).arg(c).arg(d);
+            }
+            call.ignore();
+        }
+        pipe.exec(connection).unwrap();
+    }
+    let stats: String = redis::cmd("INFO").arg("commandstats").query(connection).unwrap();
+    let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha")).unwrap();
+    line.split("usec_per_call=").nth(1).unwrap().split(',').next().unwrap().parse().unwrap()
+}
