@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::{CONTENT_TYPE, EXPECT, HOST, HeaderValue};
+use http::header::{CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::{HeaderMap, Method, Request, Response, Uri, Version, uri};
 use hyper::body::Incoming;
 use tracing::warn;
@@ -163,22 +163,20 @@ impl Gateway {
         headers::strip_hop_by_hop(headers);
         // Our own side answers 100-continue, when the body is first asked for.
         headers.remove(EXPECT);
-        if !peer.origin.trusted {
-            for name in &self.runtime.user_headers {
-                headers.remove(name);
-            }
-        }
-        headers::strip_aliases(headers, &self.runtime.user_headers);
+        headers::strip_untrusted(headers, &self.runtime.trusted_headers, peer.origin.trusted);
         if parts.version == Version::HTTP_2 {
             headers::join_cookies(headers);
         }
         // The host that was routed on is the only one.
         if let Some(authority) = parts.uri.authority() {
-            headers.extend(HeaderValue::from_str(authority.as_str()).ok().map(|host| (HOST, host)));
+            // An authority is a valid value.
+            if let Ok(host) = HeaderValue::from_str(authority.as_str()) {
+                headers.insert(HOST, host);
+            }
         }
         let host = headers.get(HOST).cloned();
-        if host.is_none() {
-            headers.extend(HeaderValue::from_str(upstream.authority()).ok().map(|host| (HOST, host)));
+        if let (None, Ok(host)) = (&host, HeaderValue::from_str(upstream.authority())) {
+            headers.insert(HOST, host);
         }
         headers::set_forwarded(headers, &peer.origin, host.as_ref(), parts.version);
         let id = headers.entry(X_REQUEST_ID).or_insert_with(request_id);
@@ -211,6 +209,11 @@ impl<'a> Addressed<'a> {
         }
         if uri.path_and_query().map_or(0, |target| target.as_str().len()) > max_uri {
             return Err(Rejection::UriTooLong);
+        }
+        let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+        let chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
+        if !chunked || codings.next().is_some() {
+            return Err(Rejection::TransferCoding);
         }
         let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
         let path = canonical(uri.path()).map_err(Rejection::Path)?;

@@ -23,6 +23,8 @@ pub enum Rejection<'a> {
     UriTooLong,
     /// CONNECT and TRACE are not for gateways.
     Method,
+    /// The body is coded in a way that would be lost on the way.
+    TransferCoding,
     /// No route matches.
     NoRoute,
     /// Routes match, but for other methods.
@@ -56,6 +58,10 @@ impl Rejection<'_> {
             }
             Rejection::Method => {
                 (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
+            }
+            Rejection::TransferCoding => {
+                let detail = "the only transfer coding that the gateway understands is chunked";
+                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail), "transfer-coding")
             }
             Rejection::NoRoute => (problem(StatusCode::NOT_FOUND, BLANK, "no route matches the request"), "no-route"),
             Rejection::MethodNotAllowed(allowed) => {
@@ -101,7 +107,7 @@ fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
         UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => {
             (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream cannot be reached"), "upstream-connect")
         }
-        UpstreamError::Broken { .. } => (
+        UpstreamError::Broken { .. } | UpstreamError::Switched { .. } => (
             problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream broke off or sent no valid response"),
             "upstream-broken",
         ),

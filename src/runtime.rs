@@ -46,8 +46,8 @@ pub struct Runtime {
     pub api_keys: ApiKeys,
     /// Makes keys of identities.
     pub hasher: IdentityHasher,
-    /// Headers that only trusted proxies may set.
-    pub user_headers: Vec<HeaderName>,
+    /// Headers that only trusted proxies may set, besides those of the X-Forwarded family.
+    pub trusted_headers: Vec<HeaderName>,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<UpstreamSettings>,
     /// Every limit, used or not.
@@ -202,6 +202,8 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let limits = limits::limits(config, &hasher, instances, &api_keys, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
+    let mut trusted_headers = limits::user_headers(&limits);
+    trusted_headers.push(client_ip.header.clone());
     let store = settings::store(&config.store, &routes, reader);
     Runtime {
         server,
@@ -211,7 +213,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
         client_ip,
         api_keys,
         hasher,
-        user_headers: limits::user_headers(&limits),
+        trusted_headers,
         upstreams,
         limits: limits.into_values().map(|(limit, _)| limit).collect(),
         routes,

@@ -5,7 +5,7 @@ mod pool;
 use std::pin::pin;
 use std::sync::Arc;
 
-use http::{Request, Response};
+use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tokio::time::{Duration, timeout};
 
@@ -42,6 +42,8 @@ pub enum UpstreamError {
     ConnectTimeout { upstream: Box<str> },
     #[error("upstream `{upstream}` broke off: {source}")]
     Broken { upstream: Box<str>, source: hyper::Error },
+    #[error("upstream `{upstream}` switched protocols without being asked")]
+    Switched { upstream: Box<str> },
     #[error("upstream `{upstream}` did not answer in time")]
     ResponseTimeout { upstream: Box<str> },
     #[error("the client stopped sending the request body")]
@@ -90,6 +92,10 @@ impl Upstream {
             };
             let copy = (reused && repeatable).then(|| copy_without_body(&request));
             let mut failure = match self.exchange(&mut connection, request, progress.as_deref()).await? {
+                // No upgrade was asked for, so none can be.
+                Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
+                    return Err(UpstreamError::Switched { upstream: self.settings.name.clone() });
+                }
                 Ok(response) => {
                     let lease = Box::new(connection.lease(&self.pool));
                     return Ok(response.map(|body| Body::upstream(body, lease)));
@@ -120,23 +126,25 @@ impl Upstream {
         progress: Option<&Progress>,
     ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
         let mut response = pin!(connection.send(request));
-        let mut seen = progress.map(Progress::read);
+        let mut seen = progress.map(Progress::frames);
         loop {
             if let Ok(result) = timeout(self.settings.response_timeout, &mut response).await {
                 return Ok(result);
             }
-            let now = progress.map(Progress::read);
-            match now {
-                Some(_) if now != seen => seen = now,
-                Some((_, false)) => return Err(UpstreamError::ClientStalled),
-                _ => return Err(UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() }),
+            let now = progress.map(Progress::frames);
+            if now == seen {
+                return Err(match progress {
+                    Some(progress) if progress.waits_for_client() => UpstreamError::ClientStalled,
+                    _ => UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() },
+                });
             }
+            seen = now;
         }
     }
 
     fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
         // The body stream failed before its end: that was the client.
-        let unfinished = progress.is_some_and(|progress| !progress.read().1);
+        let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if error.is_user() && unfinished {
             return UpstreamError::ClientBroken(error);
         }

@@ -2,7 +2,7 @@
 
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -137,15 +137,30 @@ pub struct RequestBody {
 #[derive(Debug, Default)]
 pub struct Progress {
     frames: AtomicU64,
+    stage: AtomicU8,
 }
 
-impl Progress {
-    const DONE: u64 = 1 << 63;
+/// The connection has what there was, and may or may not have sent it.
+const SENDING: u8 = 0;
+/// The connection asked for more, and the client has sent nothing yet.
+const WAITING: u8 = 1;
+/// All of it is with the connection.
+const DONE: u8 = 2;
 
-    /// A number that changes whenever something was sent, and whether all was.
-    pub fn read(&self) -> (u64, bool) {
-        let frames = self.frames.load(Ordering::Relaxed);
-        (frames, frames & Self::DONE != 0)
+impl Progress {
+    /// Pieces handed to the connection so far.
+    pub fn frames(&self) -> u64 {
+        self.frames.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is the client that keeps everybody waiting.
+    pub fn waits_for_client(&self) -> bool {
+        self.stage.load(Ordering::Relaxed) == WAITING
+    }
+
+    /// Whether the body has come to its end.
+    pub fn is_done(&self) -> bool {
+        self.stage.load(Ordering::Relaxed) == DONE
     }
 }
 
@@ -167,15 +182,21 @@ impl HttpBody for RequestBody {
     type Error = hyper::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let Some(body) = &mut self.body else { return Poll::Ready(None) };
-        let frame = ready!(Pin::new(body).poll_frame(cx));
-        if let Some(progress) = &self.progress {
-            match frame {
-                Some(_) => progress.frames.fetch_add(1, Ordering::Relaxed),
-                None => progress.frames.fetch_or(Progress::DONE, Ordering::Relaxed),
+        let RequestBody { body, progress } = &mut *self;
+        let Some(body) = body else { return Poll::Ready(None) };
+        let polled = Pin::new(&mut *body).poll_frame(cx);
+        if let Some(progress) = progress {
+            let stage = match &polled {
+                Poll::Pending => WAITING,
+                // A body of known length is not asked again after its last byte.
+                Poll::Ready(None) => DONE,
+                Poll::Ready(Some(Ok(_))) if body.is_end_stream() => DONE,
+                Poll::Ready(Some(_)) => SENDING,
             };
+            progress.stage.store(stage, Ordering::Relaxed);
+            progress.frames.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
         }
-        Poll::Ready(frame)
+        polled
     }
 
     fn is_end_stream(&self) -> bool {

@@ -3,7 +3,8 @@
 use std::net::IpAddr;
 
 use http::header::{
-    CONNECTION, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE, VIA,
+    CONNECTION, CONTENT_LENGTH, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING,
+    UPGRADE, VIA,
 };
 use http::{Method, Version};
 
@@ -21,7 +22,6 @@ const HOP_BY_HOP: [HeaderName; 7] = [
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
-const X_FORWARDED_PORT: HeaderName = HeaderName::from_static("x-forwarded-port");
 /// The name of the request id's field.
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
@@ -57,11 +57,15 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
             .flat_map(|value| value.split(','))
             .filter_map(|name| name.trim().parse().ok())
             // Framing and routing are not the client's to remove.
-            .filter(|name| *name != HOST && *name != http::header::CONTENT_LENGTH && *name != TE)
+            .filter(|name| *name != HOST && *name != CONTENT_LENGTH && *name != TE)
             .collect();
         for name in named {
             headers.remove(name);
         }
+    }
+    // Both framings: the chunks count (RFC 9112 §6.3).
+    if headers.contains_key(TRANSFER_ENCODING) {
+        headers.remove(CONTENT_LENGTH);
     }
     let wants_trailers = headers.get(TE).is_some_and(|te| {
         te.to_str().is_ok_and(|te| te.split(',').any(|coding| coding.trim().eq_ignore_ascii_case("trailers")))
@@ -74,34 +78,38 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
 }
 
-/// Removes fields that an upstream could take for one of `protected`: `X_User_Id` and `X.User.Id` become
-/// `X-User-Id` in servers that fold names into variables (CGI, RFC 3875 §4.1.18).
-pub fn strip_aliases(headers: &mut HeaderMap, protected: &[HeaderName]) {
+/// Removes what a client must not say: from strangers, the fields that only trusted proxies may set (`protected` and ours);
+/// from anybody, their aliases: `X_User_Id` and `X.User.Id` become `X-User-Id` in servers that fold names into variables
+/// (CGI, RFC 3875 §4.1.18).
+pub fn strip_untrusted(headers: &mut HeaderMap, protected: &[HeaderName], trusted: bool) {
     let folded = |name: &HeaderName| name.as_str().replace(['_', '.'], "-");
-    let alias = |name: &&HeaderName| {
+    let unwanted = |name: &&HeaderName| {
+        if protected.contains(name) || is_origin(name.as_str()) {
+            return !trusted;
+        }
         name.as_str().contains(['_', '.']) && {
             let plain = folded(name);
             is_ours(&plain) || protected.iter().any(|protected| folded(protected) == plain)
         }
     };
-    let aliases: Vec<_> = headers.keys().filter(alias).filter(|name| !protected.contains(name)).cloned().collect();
-    for name in aliases {
+    let names: Vec<_> = headers.keys().filter(unwanted).cloned().collect();
+    for name in names {
         headers.remove(name);
     }
 }
 
-fn is_ours(name: &str) -> bool {
-    matches!(name, "forwarded" | "x-request-id" | "host" | "content-length" | "transfer-encoding")
-        || name.starts_with("x-forwarded-")
+/// Fields that say where a request came from.
+fn is_origin(name: &str) -> bool {
+    matches!(name, "forwarded" | "x-request-id") || name.starts_with("x-forwarded-")
 }
 
-/// Says where the request came from: replaced for strangers, continued for trusted proxies.
+fn is_ours(name: &str) -> bool {
+    is_origin(name) || matches!(name, "host" | "content-length" | "transfer-encoding")
+}
+
+/// Says where the request came from, continuing what trusted proxies said; see [`strip_untrusted`] for others.
 pub fn set_forwarded(headers: &mut HeaderMap, origin: &Origin, host: Option<&HeaderValue>, version: Version) {
-    if !origin.trusted {
-        headers.remove(FORWARDED);
-        headers.remove(X_FORWARDED_PORT);
-        headers.remove(X_REQUEST_ID);
-    } else if headers.contains_key(FORWARDED) {
+    if headers.contains_key(FORWARDED) {
         let mut element = b"for=".to_vec();
         // RFC 7239 §6: an IPv6 address stands in brackets and quotes.
         let ipv6 = origin.address.as_bytes().contains(&b':');
@@ -110,19 +118,16 @@ pub fn set_forwarded(headers: &mut HeaderMap, origin: &Origin, host: Option<&Hea
         element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
         append(headers, FORWARDED, &element);
     }
-    if origin.trusted && headers.contains_key(X_FORWARDED_FOR) {
+    if headers.contains_key(X_FORWARDED_FOR) {
         append(headers, X_FORWARDED_FOR, origin.address.as_bytes());
     } else {
         headers.insert(X_FORWARDED_FOR, origin.address.clone());
     }
-    if !(origin.trusted && headers.contains_key(X_FORWARDED_PROTO)) {
+    if !headers.contains_key(X_FORWARDED_PROTO) {
         headers.insert(X_FORWARDED_PROTO, origin.scheme.clone());
     }
-    if !(origin.trusted && headers.contains_key(X_FORWARDED_HOST)) {
-        match host {
-            Some(host) => headers.insert(X_FORWARDED_HOST, host.clone()),
-            None => headers.remove(X_FORWARDED_HOST),
-        };
+    if let Some(host) = host.filter(|_| !headers.contains_key(X_FORWARDED_HOST)) {
+        headers.insert(X_FORWARDED_HOST, host.clone());
     }
     let via = match version {
         Version::HTTP_2 => HeaderValue::from_static("2.0 sluicegate"),
@@ -204,7 +209,7 @@ mod tests {
     fn aliases_of_protected_fields_go() {
         let mut headers =
             map(&[("x_user_id", "eve"), ("x.forwarded.for", "1"), ("x-user-id", "bob"), ("x_other", "1")]);
-        strip_aliases(&mut headers, &[HeaderName::from_static("x-user-id")]);
+        strip_untrusted(&mut headers, &[HeaderName::from_static("x-user-id")], true);
         assert_eq!(headers, map(&[("x-user-id", "bob"), ("x_other", "1")]));
     }
 
@@ -233,6 +238,7 @@ mod tests {
         ] {
             let mut headers = map(&sent);
             let origin = Origin::new("127.0.0.1".parse().unwrap(), "http", trusted);
+            strip_untrusted(&mut headers, &[], trusted);
             set_forwarded(&mut headers, &origin, None, Version::HTTP_11);
             assert_eq!(headers, map(&expected), "trusted: {trusted}");
         }

@@ -16,13 +16,20 @@ pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Res
     if fields.next().is_some() {
         return Err("the request has more than one Host");
     }
-    let authority = match (uri.authority(), field) {
-        (Some(authority), _) => authority.as_str(),
-        (None, Some(host)) => host.to_str().map_err(|_| "the Host is malformed")?,
+    let malformed = "the Host is malformed";
+    let field = match field.map(|host| host.to_str().ok().and_then(without_port)) {
+        Some(None) => return Err(malformed),
+        Some(host) => host,
+        None => None,
+    };
+    let host = match (uri.authority(), field) {
+        // Sent even where the target names the host (RFC 9112 §3.2).
+        (_, None) if version == Version::HTTP_11 => return Err("the request has no Host"),
+        (Some(authority), _) => without_port(authority.as_str()).ok_or(malformed)?,
+        (None, Some(host)) => host,
         (None, None) if version == Version::HTTP_10 => return Ok(Cow::Borrowed("")),
         (None, None) => return Err("the request has no Host"),
     };
-    let host = without_port(authority).ok_or("the Host is malformed")?;
     if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
         return Ok(Cow::Owned(host.to_ascii_lowercase()));
     }
