@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test check bench bench-compare tools peers
+.PHONY: run test check bench bench-compare certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -13,13 +13,23 @@ check:
 	cargo fmt --check
 	cargo clippy --locked --all-targets -- -D warnings
 
-bench: tools
+# In process, what the scripts cost Redis, and one round of whole requests.
+bench: tools peers
 	cargo bench --locked
+	cargo build --locked --release
+	python3 benches/compare/compare.py
 
-# Whole requests beside nginx, nginx+Lua+Redis and HAProxy; table on standard output.
+# The figures of docs/performance.md: whole requests beside nginx, nginx+Lua+Redis and HAProxy, median of five.
 bench-compare: tools peers
 	cargo build --locked --release
-	python3 benches/compare/compare.py --repeat 5
+	python3 benches/compare/compare.py --repeat 5 --seconds 3
+
+# Development certificates, valid for ten years. Everybody has their key: for trying things out only.
+certs:
+	@$(call ensure,openssl,openssl)
+	openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 3650 -subj "/CN=localhost" \
+	  -addext "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1" -addext "basicConstraints=critical,CA:FALSE" \
+	  -keyout certs/dev.key -out certs/dev.pem
 
 # What the tests start: a real Redis, and hey for load.
 tools:

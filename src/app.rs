@@ -10,6 +10,7 @@ use std::thread;
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
 
@@ -20,7 +21,7 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::redis::RedisStore;
 use crate::limit::{Backend, Limiter};
 use crate::observe::access::AccessLog;
-use crate::runtime::{Access, Layout, Runtime, Target};
+use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -71,7 +72,7 @@ impl App {
         };
         let mut addresses = Vec::new();
         let mut sockets: Vec<Vec<StdListener>> = (0..accepting).map(|_| Vec::new()).collect();
-        for &address in &runtime.listeners {
+        for Listener { address, .. } in runtime.listeners.clone() {
             let failed = |source| AppError::Listen { address, source };
             // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
             let probe = bind(address, false).map_err(failed)?;
@@ -122,8 +123,10 @@ impl App {
     }
 
     fn announce(&self) {
-        let addresses: Vec<_> = self.addresses.iter().map(|address| format!("http://{address}")).collect();
         let runtime = &self.runtime;
+        let schemes = runtime.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
+        let addresses: Vec<_> =
+            self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
         let example = runtime.routes.iter().find(|route| matches!(route.target, Target::Respond(_)));
         let example = example.or(runtime.routes.first()).map_or("/", |route| &route.path);
         info!(
@@ -152,7 +155,10 @@ impl Worker {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
-            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
+            let acceptors = self.runtime.listeners.iter().map(|listener| listener.tls.clone().map(TlsAcceptor::from));
+            let listeners = sockets.into_iter().zip(acceptors);
+            let listeners =
+                listeners.map(|(socket, tls)| Ok((TcpListener::from_std(socket)?, tls))).collect::<io::Result<_>>();
             let server = Server::new(Gateway::new(self.runtime.clone(), self.limiter(), self.access), self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())

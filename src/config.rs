@@ -53,6 +53,24 @@ pub struct Server {
 #[allow(missing_docs)]
 pub struct Listener {
     pub address: Option<Text>,
+    pub tls: Option<Spanned<ListenerTls>>,
+}
+
+/// `tls` of a listener
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct ListenerTls {
+    pub certificates: Vec<Spanned<Certificate>>,
+}
+
+/// `{ cert = "…", key = "…" }`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Certificate {
+    pub cert: Option<Text>,
+    pub key: Option<Text>,
 }
 
 /// `[log]`

@@ -20,4 +20,5 @@ pub mod reply;
 pub mod route;
 pub mod runtime;
 pub mod server;
+pub mod tls;
 pub mod upstream;

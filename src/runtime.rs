@@ -12,6 +12,7 @@ use std::sync::Arc;
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
+use rustls::ServerConfig;
 use tokio::time::Duration;
 use tracing::Level;
 
@@ -35,7 +36,7 @@ pub struct Runtime {
     /// Limits of the HTTP side, and workers.
     pub server: ServerSettings,
     /// Where to listen.
-    pub listeners: Vec<SocketAddr>,
+    pub listeners: Vec<Listener>,
     /// Where the counters live.
     pub store: StoreSettings,
     /// The process' own log and the access log.
@@ -56,6 +57,15 @@ pub struct Runtime {
     pub routes: Vec<Arc<Route>>,
     /// The same, by what a request looks like.
     pub table: RouteTable<Arc<Route>>,
+}
+
+/// `[[listener]]`
+#[derive(Debug, Clone)]
+pub struct Listener {
+    /// Where.
+    pub address: SocketAddr,
+    /// With TLS; none = clear text.
+    pub tls: Option<Arc<ServerConfig>>,
 }
 
 /// `[server]`

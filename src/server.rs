@@ -1,7 +1,8 @@
 //! Connections: accept, protocol, deadlines, drain.
 
 use std::convert::Infallible;
-use std::net::SocketAddr;
+use std::error::Error;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
@@ -9,8 +10,10 @@ use std::time::Duration;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, timeout};
+use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
@@ -21,6 +24,9 @@ use crate::runtime::ServerSettings;
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+/// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
+type BoxError = Box<dyn Error + Send + Sync>;
 
 /// One worker's side of all listeners.
 #[derive(Debug, Clone)]
@@ -39,9 +45,9 @@ impl Server {
     }
 
     /// Serves listeners until it is stopped, then lets what runs finish, for `drain_timeout` at most.
-    pub async fn run(self, listeners: Vec<TcpListener>) {
+    pub async fn run(self, listeners: Vec<(TcpListener, Option<TlsAcceptor>)>) {
         let accepting: Vec<_> =
-            listeners.into_iter().map(|listener| tokio::spawn(self.clone().accept(listener))).collect();
+            listeners.into_iter().map(|(listener, tls)| tokio::spawn(self.clone().accept(listener, tls))).collect();
         for task in accepting {
             if let Err(error) = task.await {
                 warn!(%error, "a listener ended");
@@ -54,13 +60,13 @@ impl Server {
         }
     }
 
-    async fn accept(self, listener: TcpListener) {
+    async fn accept(self, listener: TcpListener, tls: Option<TlsAcceptor>) {
         loop {
             tokio::select! {
                 biased;
                 () = self.stop.cancelled() => break,
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, address)) => self.open(stream, address),
+                    Ok((stream, address)) => self.open(stream, address, tls.clone()),
                     Err(error) => {
                         warn!(%error, "a connection could not be accepted");
                         sleep(ACCEPT_PAUSE).await;
@@ -70,24 +76,46 @@ impl Server {
         }
         // What the kernel has queued for this socket would be reset when it closes.
         while let Ok(Ok((stream, address))) = timeout(Duration::ZERO, listener.accept()).await {
-            self.open(stream, address);
+            self.open(stream, address, tls.clone());
         }
     }
 
-    fn open(&self, stream: TcpStream, address: SocketAddr) {
+    fn open(&self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) {
         let server = self.clone();
-        self.connections.spawn(async move { server.serve(stream, address).await });
+        self.connections.spawn(async move {
+            if let Err(error) = server.serve(stream, address, tls).await {
+                debug!(%error, "a connection ended with an error");
+            }
+        });
     }
 
-    async fn serve(self, stream: TcpStream, address: SocketAddr) {
+    async fn serve(self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) -> Result<(), BoxError> {
         // Answers are written whole; waiting for more would only delay them.
-        if let Err(error) = stream.set_nodelay(true) {
-            debug!(%error, "a connection was gone before it was served");
-            return;
-        }
-        let settings = &self.gateway.runtime().server;
-        let peer = Arc::new(Peer::new(address.ip(), "http", self.gateway.runtime()));
+        stream.set_nodelay(true)?;
         let activity = Activity::new();
+        match tls {
+            None => self.converse(stream, address.ip(), "http", activity).await,
+            Some(tls) => {
+                // The handshake spends of the same time as the first head.
+                let stream = timeout(self.gateway.runtime().server.header_timeout, tls.accept(stream)).await??;
+                self.converse(stream, address.ip(), "https", activity).await
+            }
+        }
+    }
+
+    /// Serves one connection to its end.
+    async fn converse<S>(
+        self,
+        stream: S,
+        peer: IpAddr,
+        scheme: &'static str,
+        activity: Arc<Activity>,
+    ) -> Result<(), BoxError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let settings = &self.gateway.runtime().server;
+        let peer = Arc::new(Peer::new(peer, scheme, self.gateway.runtime()));
         let service = service_fn(|request| {
             let in_flight = activity.enter();
             // HTTP/2 runs requests as tasks of their own.
@@ -102,23 +130,19 @@ impl Server {
         let mut stopped = pin!(self.stop.cancelled());
         let mut draining = false;
         // One timer for a connection, looked at when it fires; none is set for each request.
-        let mut deadline = pin!(sleep(settings.header_timeout));
+        let grace = || activity.grace(settings.header_timeout, settings.idle_timeout);
+        let mut deadline = pin!(sleep(grace().unwrap_or_default()));
         loop {
             tokio::select! {
                 biased;
-                result = connection.as_mut() => {
-                    if let Err(error) = result {
-                        debug!(%error, "a connection ended with an error");
-                    }
-                    return;
-                }
+                result = connection.as_mut() => return result,
                 () = stopped.as_mut(), if !draining => {
                     draining = true;
                     connection.as_mut().graceful_shutdown();
                 }
-                () = deadline.as_mut() => match activity.grace(settings.header_timeout, settings.idle_timeout) {
+                () = deadline.as_mut() => match grace() {
                     Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
-                    None => return,
+                    None => return Ok(()),
                 },
             }
         }

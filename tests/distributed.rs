@@ -4,6 +4,9 @@ mod support;
 
 use std::process::Command;
 
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::redis::script::{Parts, script};
 use support::client::load;
 use support::eventually;
 use support::gateway::Gateway;
@@ -104,6 +107,20 @@ fn concurrent_calls_share_connections() {
     let info: String = redis::cmd("INFO").arg("commandstats").query(&mut redis.connection()).unwrap();
     let calls = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls=")).unwrap();
     assert_eq!(calls.split(',').next(), Some("6400"), "one call for each request");
+}
+
+#[test]
+fn scripts_are_loaded_when_a_connection_is_made() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
+    let bucket = TokenBucket::new("5/min".parse().unwrap(), 5).unwrap();
+    let sha = &script(Parts::of([&Rule::TokenBucket(bucket)])).sha;
+    let mut connection = redis.connection();
+    eventually("the script is there before any request", || {
+        let exists: Vec<bool> = redis::cmd("SCRIPT").arg("EXISTS").arg(sha).query(&mut connection).unwrap();
+        exists == [true]
+    });
+    drop(gateway);
 }
 
 #[test]

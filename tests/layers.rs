@@ -13,7 +13,7 @@ const ROWS: &[&[&str]] = &[
     &["runtime"],
     &["reply"],
     &["identity", "upstream", "account"],
-    &["http", "limit", "config", "route", "observe"],
+    &["http", "limit", "config", "route", "observe", "tls"],
 ];
 
 /// Inside the limiter, from the top down.

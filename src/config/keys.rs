@@ -6,15 +6,16 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
 use super::{
-    ApiKey, ClientIp, Config, Consumer, Consumers, Limit, Listener, Log, Respond, Route, Server, ServerTable, Store,
-    Upstream,
+    ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Limit, Listener, ListenerTls, Log, Respond, Route,
+    Server, ServerTable, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
     ("", &["admin", "jwt"]),
     ("server", &["max_connections", "max_connections_per_ip", "body_idle_timeout"]),
-    ("listener", &["proxy_protocol", "tls", "http3"]),
+    ("listener", &["proxy_protocol", "http3"]),
+    ("listener tls", &["client_ca", "client_auth"]),
     ("log", &["trace_endpoint"]),
     ("store", &["tls", "denial_cache"]),
     ("api_key", &["query", "bearer"]),
@@ -64,6 +65,8 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         [] => ("", fields::<Config>()),
         ["server"] => ("server", fields::<Server>()),
         ["listener"] => ("listener", fields::<Listener>()),
+        ["listener", "tls"] => ("listener tls", fields::<ListenerTls>()),
+        ["listener", "tls", "certificates"] => ("certificate", fields::<Certificate>()),
         ["log"] => ("log", fields::<Log>()),
         ["store"] => ("store", fields::<Store>()),
         ["client_ip"] => ("client_ip", fields::<ClientIp>()),

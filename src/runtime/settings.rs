@@ -7,17 +7,19 @@ use std::sync::Arc;
 
 use http::Uri;
 use redis::IntoConnectionInfo;
+use rustls::ServerConfig;
 use tokio::time::Duration;
 use toml::Spanned;
 use tracing::Level;
 
 use super::reader::Reader;
-use super::{Access, Layout, LogSettings, Route, ServerSettings, StoreSettings};
+use super::{Access, Layout, Listener, LogSettings, Route, ServerSettings, StoreSettings};
 use crate::config;
 use crate::config::error::Issue;
 use crate::limit::redis::RedisSettings;
 use crate::limit::redis::script::Parts;
 use crate::observe::log::Format;
+use crate::tls::{Certificate, server_config};
 use crate::upstream::UpstreamSettings;
 
 /// hyper needs room for a head of this size at least.
@@ -47,19 +49,20 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
     }
 }
 
-pub(super) fn listeners(listeners: &[Spanned<config::Listener>], reader: &mut Reader<'_>) -> Vec<SocketAddr> {
+pub(super) fn listeners(listeners: &[Spanned<config::Listener>], reader: &mut Reader<'_>) -> Vec<Listener> {
     if listeners.is_empty() {
         reader.missing("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
     }
-    let mut addresses = Vec::new();
+    let mut compiled: Vec<Listener> = Vec::new();
     for listener in listeners {
+        let tls = listener.get_ref().tls.as_ref().and_then(|tls| self::tls(tls, reader));
         let address = listener.get_ref().address.as_ref();
         let Some(text) = reader.required(address, &listener.span(), "address", "\"127.0.0.1:8080\"") else { continue };
         match text.get_ref().parse::<SocketAddr>() {
-            Ok(address) if address.port() != 0 && addresses.contains(&address) => {
+            Ok(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
                 reader.issue(Issue::at(text.span(), format!("a second listener on {address}")));
             }
-            Ok(address) => addresses.push(address),
+            Ok(address) => compiled.push(Listener { address, tls }),
             Err(_) => {
                 let message = format!("`{}` is not an address with a port", text.get_ref());
                 reader.issue(
@@ -68,7 +71,36 @@ pub(super) fn listeners(listeners: &[Spanned<config::Listener>], reader: &mut Re
             }
         }
     }
-    addresses
+    compiled
+}
+
+fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<Arc<ServerConfig>> {
+    let example = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
+    let mut certificates = Vec::new();
+    for written in &tls.get_ref().certificates {
+        let config::Certificate { cert, key } = written.get_ref();
+        let (Some(cert), Some(key)) = (cert, key) else {
+            reader.issue(Issue::at(written.span(), "a certificate needs `cert` and `key`").hint(example));
+            continue;
+        };
+        match Certificate::read(&reader.path(cert.get_ref()), &reader.path(key.get_ref())) {
+            Ok(certificate) => certificates.push(certificate),
+            Err(error) => {
+                let issue = Issue::at(written.span(), error.to_string());
+                reader.issue(issue.hint("PEM files; `make certs` makes some for development"));
+            }
+        }
+    }
+    if tls.get_ref().certificates.is_empty() {
+        reader.issue(Issue::at(tls.span(), "TLS needs a certificate").hint(example));
+    }
+    match server_config(certificates) {
+        Ok(config) => Some(config),
+        Err(error) => {
+            reader.issue(Issue::at(tls.span(), error.to_string()));
+            None
+        }
+    }
 }
 
 pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {

@@ -69,7 +69,7 @@ impl Gateway {
         let started = Instant::now();
         let address = loop {
             let text = log.lock().unwrap().clone();
-            if let Some((_, rest)) = text.split_once("listens on http://") {
+            if let Some((_, rest)) = text.split_once("listens on http").and_then(|(_, rest)| rest.split_once("://")) {
                 break rest.split([';', ',']).next().unwrap().parse().unwrap();
             }
             let ended = child.try_wait().unwrap();

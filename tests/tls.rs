@@ -1,0 +1,102 @@
+//! TLS towards clients: certificates by name, both protocols, plain text refused.
+
+mod support;
+
+use std::sync::Arc;
+
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use support::gateway::Gateway;
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+const ROUTE: &str = "[limit.l]\nby = \"ip\"\nquota = \"100/min\"\n\
+                     [[route]]\nname = \"hello\"\npath = \"/hello\"\nlimits = [\"l\"]\nrespond = { status = 200, body = \"hello\" }\n";
+
+fn certificate(name: &str) -> String {
+    format!("{}/tests/certs/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn gateway() -> Gateway {
+    let pair = |name: &str| format!("{{ cert = \"{0}.pem\", key = \"{0}.key\" }}", certificate(name));
+    let listener =
+        format!("[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{}, {}]\n", pair("one"), pair("two"));
+    Gateway::start(&format!("[server]\nheader_timeout = \"300ms\"\n{ROUTE}{listener}"))
+}
+
+/// A client that believes exactly one certificate.
+fn connector(trusted: &str, protocols: &[&[u8]]) -> TlsConnector {
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(certificate(trusted)).unwrap()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let mut config = builder.with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+    TlsConnector::from(Arc::new(config))
+}
+
+async fn connect(
+    gateway: &Gateway,
+    connector: &TlsConnector,
+    name: &'static str,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let stream = TcpStream::connect(gateway.address).await.unwrap();
+    connector.connect(ServerName::try_from(name).unwrap(), stream).await
+}
+
+#[tokio::test]
+async fn the_certificate_fits_the_name() {
+    let gateway = gateway();
+    for (name, trusted, expected) in [
+        ("one.test", "one.pem", true),
+        ("two.test", "two.pem", true),
+        ("deep.two.test", "two.pem", true),
+        ("two.test", "one.pem", false),
+        // Nobody's name gets the first certificate, which is not for it.
+        ("other.test", "one.pem", false),
+        ("other.test", "two.pem", false),
+    ] {
+        let connected = connect(&gateway, &connector(trusted, &[]), name).await;
+        assert_eq!(connected.is_ok(), expected, "{name}, believing {trusted}: {connected:?}");
+    }
+}
+
+#[tokio::test]
+async fn http_1_and_http_2_are_agreed_on() {
+    let gateway = gateway();
+    let request =
+        |uri: &str| http::Request::builder().uri(uri).header("host", "one.test").body(Empty::<&[u8]>::new()).unwrap();
+    let stream = connect(&gateway, &connector("one.pem", &[b"http/1.1"]), "one.test").await.unwrap();
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"http/1.1"[..]));
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    let response = sender.send_request(request("/hello")).await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
+
+    let stream = connect(&gateway, &connector("one.pem", &[b"h2", b"http/1.1"]), "one.test").await.unwrap();
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    let response = sender.send_request(request("https://one.test/hello")).await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert!(response.headers()["ratelimit"].to_str().unwrap().contains("r=98"), "{response:?}");
+}
+
+#[test]
+fn a_client_that_never_shakes_hands_is_closed() {
+    let gateway = gateway();
+    for start in [&b""[..], b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"] {
+        let mut client = gateway.client();
+        client.send(start);
+        let mut rest = Vec::new();
+        // Were it kept open, reading would fail at its timeout; a reset is a way of closing, too.
+        let read = std::io::Read::read_to_end(&mut client.stream, &mut rest);
+        let closed = read.as_ref().map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |_| true);
+        assert!(closed, "{start:?} is kept open: {read:?}");
+    }
+}
