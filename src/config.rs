@@ -129,6 +129,7 @@ pub struct Limit {
     pub quota: Option<Text>,
     pub burst: Option<Spanned<i64>>,
     pub start: Option<Text>,
+    pub buckets: Option<Spanned<i64>>,
     pub on_missing: Option<Text>,
     pub on_store_error: Option<Text>,
 }

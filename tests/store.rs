@@ -9,7 +9,9 @@ use std::sync::Arc;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::Clock;
@@ -105,6 +107,10 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
         ("aligned", window(3, 60 * SECOND, ALIGNED), 50 * SECOND),
         ("first", window(3, 60 * SECOND, Start::FirstRequest), 60 * SECOND),
         ("log", Rule::SlidingLog(SlidingLog { limit: 3, window: 60 * SECOND }), 60 * SECOND),
+        // A third of the full window before has gone 20 s into the next one.
+        ("window", Rule::SlidingWindow(SlidingWindow { limit: 3, window: 60 * SECOND, unit: 1 }), 70 * SECOND),
+        // All in the part that began at 6 s: it is out of reach 66 s later.
+        ("buckets", Rule::SlidingBuckets(SlidingBuckets { limit: 3, window: 60 * SECOND, buckets: 10 }), 62 * SECOND),
     ] {
         stores.clock.set(START + 10 * SECOND);
         let limit = Limit::new(name, rule);
@@ -254,12 +260,18 @@ struct Step {
 
 fn rule() -> impl Strategy<Value = Rule> {
     // Windows long enough that no key expires in real time while a case runs.
-    let windows = prop_oneof![Just(60 * SECOND), Just(90_000_001), Just(3600 * SECOND), Just(86_400 * SECOND)];
-    (0..4u8, 1..12u64, windows, 1..12u64, 0..3u64).prop_map(|(kind, count, length, burst, phase)| match kind {
+    let windows = prop_oneof![Just(60 * SECOND), Just(90_000_900), Just(3600 * SECOND), Just(86_400 * SECOND)];
+    (0..6u8, 1..12u64, windows, 1..12u64, 0..3u64).prop_map(|(kind, count, length, burst, phase)| match kind {
         0 => bucket(count, length.max(count * 6 * SECOND), burst),
         1 => window(count, length, Start::Aligned { phase: phase * 1_234_567 }),
         2 => window(count, length, Start::FirstRequest),
-        _ => Rule::SlidingLog(SlidingLog { limit: count, window: length }),
+        3 => Rule::SlidingLog(SlidingLog { limit: count, window: length }),
+        4 => Rule::SlidingWindow(SlidingWindow {
+            limit: count,
+            window: length,
+            unit: [1, 100, length / 100][phase as usize],
+        }),
+        _ => Rule::SlidingBuckets(SlidingBuckets { limit: count, window: length, buckets: [1, 4, 12][phase as usize] }),
     })
 }
 
@@ -291,6 +303,8 @@ fn resize(rule: &mut Rule, size: u64) {
     match rule {
         Rule::TokenBucket(rule) => rule.burst = size,
         Rule::FixedWindow(rule) => rule.limit = size,
+        Rule::SlidingWindow(rule) => rule.limit = size,
+        Rule::SlidingBuckets(rule) => rule.limit = size,
         Rule::SlidingLog(rule) => rule.limit = size,
     }
 }
@@ -409,6 +423,8 @@ async fn run_case(server: &Redis, prefix: &str, rules: Vec<Rule>, steps: &[Step]
 fn longest_reset(rule: &Rule, state: &Outcome) -> u64 {
     match rule {
         Rule::SlidingLog(rule) => rule.window,
+        Rule::SlidingWindow(rule) => 2 * rule.window,
+        Rule::SlidingBuckets(rule) => 2 * rule.window,
         // A key that holds an old window may outlive it: garbage, not state.
         Rule::FixedWindow(rule) => rule.window.max(state.reset_us),
         Rule::TokenBucket(_) => u64::MAX / 4000,

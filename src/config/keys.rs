@@ -21,19 +21,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("api_key", &["query", "bearer"]),
     (
         "limit",
-        &[
-            "tiers",
-            "lease",
-            "buckets",
-            "exempt",
-            "time_zone",
-            "refund_on",
-            "shadow",
-            "methods",
-            "cost",
-            "max_wait",
-            "max_waiting",
-        ],
+        &["tiers", "lease", "exempt", "time_zone", "refund_on", "shadow", "methods", "cost", "max_wait", "max_waiting"],
     ),
     (
         "upstream",

@@ -3,13 +3,17 @@
 //! Each file has a twin of the same name in `lua/`; both give the same answers, field by field.
 
 pub mod fixed_window;
+pub mod sliding_buckets;
 pub mod sliding_log;
+pub mod sliding_window;
 pub mod token_bucket;
 
 use std::collections::VecDeque;
 
 use fixed_window::FixedWindow;
+use sliding_buckets::SlidingBuckets;
 use sliding_log::SlidingLog;
+use sliding_window::SlidingWindow;
 use token_bucket::TokenBucket;
 
 /// An algorithm with its parameters: everything that decides about one limit, but not whose.
@@ -19,6 +23,10 @@ pub enum Rule {
     TokenBucket(TokenBucket),
     /// A counter in a window, aligned or opened by the first request.
     FixedWindow(FixedWindow),
+    /// Two windows, weighted.
+    SlidingWindow(SlidingWindow),
+    /// A window in parts.
+    SlidingBuckets(SlidingBuckets),
     /// Every admitted unit of the last window.
     SlidingLog(SlidingLog),
 }
@@ -41,6 +49,22 @@ pub enum State {
         start: u64,
         /// Units charged since.
         count: u64,
+    },
+    /// Units of the aligned window that opened at `start` (µs), and of the one before.
+    Sliding {
+        /// Instant at which the window opened, µs.
+        start: u64,
+        /// Units charged since.
+        current: u64,
+        /// Units charged in the window before.
+        previous: u64,
+    },
+    /// Units in the part of the window with this number and in those before it, newest first.
+    Buckets {
+        /// The number of the newest part.
+        index: u64,
+        /// Units in each.
+        counts: Box<[u64]>,
     },
     /// The instants (µs) of the admitted units, oldest first.
     Log(VecDeque<u64>),
@@ -133,6 +157,8 @@ impl Rule {
         match self {
             Rule::TokenBucket(rule) => rule.step(state, now, ask, cost),
             Rule::FixedWindow(rule) => rule.step(state, now, ask, cost),
+            Rule::SlidingWindow(rule) => rule.step(state, now, ask, cost),
+            Rule::SlidingBuckets(rule) => rule.step(state, now, ask, cost),
             Rule::SlidingLog(rule) => rule.step(state, now, ask, cost),
         }
     }
@@ -145,6 +171,8 @@ impl Rule {
                 fixed_window::Start::Aligned { phase } => (Kind::FixedWindow, [rule.limit, rule.window, phase, 0]),
                 fixed_window::Start::FirstRequest => (Kind::FirstRequest, [rule.limit, rule.window, 0, 0]),
             },
+            Rule::SlidingWindow(rule) => (Kind::SlidingWindow, [rule.limit, rule.window, rule.unit, 0]),
+            Rule::SlidingBuckets(rule) => (Kind::SlidingBuckets, [rule.limit, rule.window, rule.buckets, 0]),
             Rule::SlidingLog(rule) => (Kind::SlidingLog, [rule.limit, rule.window, 0, 0]),
         }
     }
@@ -154,6 +182,8 @@ impl Rule {
         match self {
             Rule::TokenBucket(rule) => rule.burst,
             Rule::FixedWindow(rule) => rule.limit,
+            Rule::SlidingWindow(rule) => rule.limit,
+            Rule::SlidingBuckets(rule) => rule.limit,
             Rule::SlidingLog(rule) => rule.limit,
         }
     }
@@ -163,6 +193,7 @@ impl Rule {
         let (kind, [_, window, phase, _]) = self.arguments();
         match self {
             Rule::TokenBucket(_) => kind.letter().to_lowercase(),
+            Rule::SlidingBuckets(rule) => format!("{}{window}k{}", kind.letter().to_lowercase(), rule.buckets),
             Rule::FixedWindow(_) if phase > 0 => format!("{}{window}p{phase}", kind.letter().to_lowercase()),
             _ => format!("{}{window}", kind.letter().to_lowercase()),
         }
@@ -174,6 +205,8 @@ impl Rule {
         match self {
             Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(n, of(rule.burst))),
             Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: of(rule.limit), ..*rule }),
+            Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: of(rule.limit), ..*rule }),
+            Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: of(rule.limit), ..*rule }),
             Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: of(rule.limit), ..*rule }),
         }
     }
@@ -188,6 +221,10 @@ pub enum Kind {
     FixedWindow,
     /// `fixed_window.lua`, opened by the first request
     FirstRequest,
+    /// `sliding_window.lua`
+    SlidingWindow,
+    /// `sliding_buckets.lua`
+    SlidingBuckets,
     /// `sliding_log.lua`
     SlidingLog,
 }
@@ -199,6 +236,8 @@ impl Kind {
             Kind::TokenBucket => "B",
             Kind::FixedWindow => "F",
             Kind::FirstRequest => "X",
+            Kind::SlidingWindow => "W",
+            Kind::SlidingBuckets => "S",
             Kind::SlidingLog => "L",
         }
     }

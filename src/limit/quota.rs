@@ -39,6 +39,8 @@ pub enum QuotaError {
     Inexact { count: u64 },
     #[error("a sliding log of {count} units is too long: at most {most} are kept")]
     LongLog { count: u64, most: u64 },
+    #[error("the window cannot be divided into {buckets} parts of whole microseconds")]
+    Parts { buckets: u64 },
     #[error("months and years have no fixed length: they exist only with fixed-window")]
     NoWindow,
 }

@@ -13,7 +13,9 @@ use crate::identity::api_key::{ApiKeys, OnUnknown};
 use crate::identity::{By, OnMissing, Source};
 use crate::limit::algorithm::Rule;
 use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use crate::limit::algorithm::sliding_log::SlidingLog;
+use crate::limit::algorithm::sliding_window::SlidingWindow;
 use crate::limit::algorithm::token_bucket::TokenBucket;
 use crate::limit::key::{Bucket, IdentityHasher};
 use crate::limit::quota::{Quota, QuotaError};
@@ -26,6 +28,8 @@ pub(super) type Limits = BTreeMap<String, (Arc<Limit>, By)>;
 enum Algorithm {
     TokenBucket,
     FixedWindow,
+    SlidingWindow,
+    SlidingBuckets,
     SlidingLog,
     Later,
 }
@@ -36,8 +40,8 @@ const ALGORITHMS: [(&str, Algorithm); 8] = [
     ("leaky-bucket", Algorithm::TokenBucket),
     ("fixed-window", Algorithm::FixedWindow),
     ("sliding-log", Algorithm::SlidingLog),
-    ("sliding-window", Algorithm::Later),
-    ("sliding-buckets", Algorithm::Later),
+    ("sliding-window", Algorithm::SlidingWindow),
+    ("sliding-buckets", Algorithm::SlidingBuckets),
     ("concurrency", Algorithm::Later),
 ];
 
@@ -140,6 +144,7 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
         ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
+        ("buckets", limit.buckets.as_ref().map(|buckets| buckets.span()), Algorithm::SlidingBuckets),
     ] {
         if let Some(span) = span.filter(|_| algorithm != owner) {
             let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
@@ -162,6 +167,11 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
                 }
                 FixedWindow::new(quota, start).map(Rule::FixedWindow)
             }
+            Algorithm::SlidingWindow => SlidingWindow::new(quota).map(Rule::SlidingWindow),
+            Algorithm::SlidingBuckets => {
+                let buckets = reader.number(limit.buckets.as_ref(), 1..1001, 10) as u64;
+                SlidingBuckets::new(quota, buckets).map(Rule::SlidingBuckets)
+            }
             Algorithm::SlidingLog | Algorithm::Later => SlidingLog::new(quota).map(Rule::SlidingLog),
         };
         rule.map(|rule| Some((quota, rule)))
@@ -172,6 +182,7 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
                 "a smaller quota or a shorter window; round counts reduce better than odd ones"
             }
             QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
+            QuotaError::Parts { .. } => "another number of `buckets`: 10 divides most windows",
             QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
             _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
         };

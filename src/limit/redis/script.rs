@@ -10,10 +10,12 @@ const FRAME: &str = include_str!("../../../lua/check.lua");
 const MARK: &str = "--@kinds\n";
 
 /// One file of `lua/` for each, in the order of their bits in a [`Parts`].
-const FILES: [&str; 3] = [
+const FILES: [&str; 5] = [
     include_str!("../../../lua/token_bucket.lua"),
     include_str!("../../../lua/fixed_window.lua"),
     include_str!("../../../lua/sliding_log.lua"),
+    include_str!("../../../lua/sliding_window.lua"),
+    include_str!("../../../lua/sliding_buckets.lua"),
 ];
 
 /// The set of algorithm files that a script needs.
@@ -29,6 +31,8 @@ impl Parts {
                     Kind::TokenBucket => 1,
                     Kind::FixedWindow | Kind::FirstRequest => 2,
                     Kind::SlidingLog => 4,
+                    Kind::SlidingWindow => 8,
+                    Kind::SlidingBuckets => 16,
                 }
         }))
     }

@@ -1,0 +1,92 @@
+//! Sliding buckets: the window in parts; the oldest counts in full, so no window ever holds more than the limit.
+
+use super::{Ask, Change, Outcome, State, Status, Step};
+use crate::limit::quota::{EXACT, Quota, QuotaError};
+
+/// At most `limit` units in any window, in steps of a part of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SlidingBuckets {
+    /// Units in any window.
+    pub limit: u64,
+    /// Length of the window, µs.
+    pub window: u64,
+    /// Parts of the window.
+    pub buckets: u64,
+}
+
+impl SlidingBuckets {
+    /// A window for a quota, in so many parts.
+    ///
+    /// # Errors
+    /// The quota has no window, the window cannot be divided so, or twice the count leaves the exact integers of Redis' Lua.
+    pub fn new(quota: Quota, buckets: u64) -> Result<Self, QuotaError> {
+        let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
+        if !window.is_multiple_of(buckets) {
+            return Err(QuotaError::Parts { buckets });
+        }
+        if u128::from(quota.count) * 2 >= u128::from(EXACT) {
+            return Err(QuotaError::Inexact { count: quota.count });
+        }
+        Ok(SlidingBuckets { limit: quota.count, window, buckets })
+    }
+
+    pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
+        let width = self.window / self.buckets;
+        let index = now / width;
+        let mut counts = vec![0; self.buckets as usize + 1];
+        let mut behind = false;
+        if let Some(State::Buckets { index: newest, counts: kept }) = state {
+            behind = *newest > index;
+            let shift = index.saturating_sub(*newest) as usize;
+            for (count, kept) in counts.iter_mut().skip(shift).zip(kept) {
+                *count = *kept;
+            }
+        }
+        let total: u64 = counts.iter().sum();
+        // Time until the units of the part `age` have dropped out.
+        let gone = |age: usize| (index + self.buckets + 1 - age as u64) * width - now;
+        let until_empty = |counts: &[u64]| counts.iter().position(|count| *count > 0).map_or(0, gone);
+        let (free, free_reset_us) = (self.limit.saturating_sub(total), until_empty(&counts));
+        let step = |outcome, change| Step { outcome, free, free_reset_us, change };
+
+        if ask == Ask::Fit && total + cost > self.limit {
+            let (status, retry_us) = if cost > self.limit {
+                (Status::Never, 0)
+            } else {
+                let mut excess = total + cost - self.limit;
+                let enough = |count: &u64| {
+                    let done = excess <= *count;
+                    excess = excess.saturating_sub(*count);
+                    done
+                };
+                // From the oldest part on; all of them together are enough, since the cost alone fits.
+                let age = counts.iter().rev().position(enough).map_or(0, |from_oldest| counts.len() - 1 - from_oldest);
+                (Status::Over, gone(age))
+            };
+            let mended = if behind && total > 0 { put(index, counts, free_reset_us) } else { Change::None };
+            return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, mended);
+        }
+        match ask {
+            Ask::Refund { charged_at } => {
+                let age = index.checked_sub(charged_at / width).and_then(|age| counts.get_mut(age as usize));
+                if let Some(count) = age {
+                    *count = count.saturating_sub(cost);
+                }
+            }
+            Ask::Fit | Ask::Charge => counts[0] += cost,
+        }
+        let total: u64 = counts.iter().sum();
+        let reset_us = until_empty(&counts);
+        let remaining = self.limit.saturating_sub(total);
+        let change = match (total, ask) {
+            (0, Ask::Refund { .. }) => Change::Empty,
+            (0, _) => Change::None,
+            _ => put(index, counts, reset_us),
+        };
+        step(Outcome { status: Status::Ok, remaining, reset_us, retry_us: 0 }, change)
+    }
+}
+
+fn put(index: u64, counts: Vec<u64>, lives_us: u64) -> Change {
+    Change::Put(State::Buckets { index, counts: counts.into() }, lives_us)
+}
