@@ -25,6 +25,8 @@ pub struct Record {
     pub route: Option<Arc<str>>,
     /// Who decided its limits.
     pub decided_by: Option<&'static str>,
+    /// The shadow limits that would have denied it.
+    pub shadow_denied: Vec<Box<str>>,
     /// Given to the upstream as well.
     pub request_id: Box<str>,
 }
@@ -42,6 +44,7 @@ impl Record {
             outcome: "ok",
             route: None,
             decided_by: None,
+            shadow_denied: Vec::new(),
             request_id: "-".into(),
         }
     }
@@ -68,6 +71,7 @@ impl Ending for Record {
             route: self.route.as_deref(),
             outcome: self.outcome,
             decided_by: self.decided_by,
+            shadow_denied: &self.shadow_denied,
             request_id: &self.request_id,
         });
     }

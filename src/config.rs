@@ -132,6 +132,9 @@ pub struct Limit {
     pub buckets: Option<Spanned<i64>>,
     pub on_missing: Option<Text>,
     pub on_store_error: Option<Text>,
+    pub shadow: bool,
+    pub methods: Option<Vec<Text>>,
+    pub exempt: Vec<Text>,
 }
 
 /// `[upstream.NAME]`
@@ -159,6 +162,8 @@ pub struct Route {
     pub respond: Option<Spanned<Respond>>,
     pub limits: Vec<Text>,
     pub cost: Option<Spanned<i64>>,
+    pub ratelimit_headers: Option<Vec<Text>>,
+    pub expose_headers: bool,
 }
 
 /// `respond = { … }` of a route

@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::{CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::{HeaderMap, Method, Request, Response, Uri, Version, uri};
 use hyper::body::Incoming;
 use tracing::warn;
@@ -19,7 +19,7 @@ use crate::identity::Asker;
 use crate::limit::key::Encoder;
 use crate::limit::{Check, Decision, Limiter};
 use crate::observe::access::AccessLog;
-use crate::reply::{Rejection, standing};
+use crate::reply::{Rejection, binding, standing};
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::Upstream;
@@ -95,11 +95,12 @@ impl Gateway {
             Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
         };
-        let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
-        let decision = self.decide(route, request.headers(), peer, record.as_deref_mut()).await?;
+        let asked = Question { request: &request, host: &target.host, peer };
+        let decision = self.decide(route, &asked, record.as_deref_mut()).await?;
         if !decision.admitted {
-            return Err(Rejection::OverLimit(decision));
+            return Err(Rejection::OverLimit { decision, dialects: &route.dialects, expose: route.expose.as_ref() });
         }
+        let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
         let mut response = match &route.target {
             Target::Respond(respond) => {
                 let mut response = Response::new(Body::full(respond.body.clone()));
@@ -120,16 +121,24 @@ impl Gateway {
     async fn decide<'a>(
         &'a self,
         route: &'a Route,
-        headers: &HeaderMap,
-        peer: &Peer,
+        asked: &Question<'_>,
         mut record: Option<&mut Record>,
     ) -> Result<Decision<'a>, Rejection<'a>> {
-        let runtime = &self.runtime;
+        let (runtime, peer, headers) = (&self.runtime, asked.peer, asked.request.headers());
         let mut checks = Vec::with_capacity(route.limits.len());
         if !route.limits.is_empty() || record.is_some() {
             let client = runtime.client_ip.client(peer.address, headers);
             let network = runtime.client_ip.network(client);
-            let asker = Asker { headers, network, trusted: peer.origin.trusted, route: &route.name };
+            let asker = Asker {
+                method: asked.request.method(),
+                host: asked.host,
+                query: asked.request.uri().query(),
+                headers,
+                client,
+                network,
+                trusted: peer.origin.trusted,
+                route: &route.name,
+            };
             let mut encoder = Encoder::default();
             let mut identify =
                 |by: &crate::identity::By| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder);
@@ -146,6 +155,7 @@ impl Gateway {
         let decision = self.limiter.check(&checks).await.map_err(Rejection::Unavailable)?;
         if let Some(record) = record.filter(|_| !checks.is_empty()) {
             record.decided_by = Some(decision.source.word());
+            record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
         }
         Ok(decision)
     }
@@ -195,6 +205,13 @@ impl Gateway {
     }
 }
 
+/// What a decision is about.
+struct Question<'a> {
+    request: &'a Request<Incoming>,
+    host: &'a str,
+    peer: &'a Peer,
+}
+
 /// Where a request wants to go, in the form that routes are matched by.
 struct Addressed<'a> {
     host: Cow<'a, str>,
@@ -224,9 +241,12 @@ impl<'a> Addressed<'a> {
 /// The RateLimit fields of an admitted request.
 fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
     let standings = || decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome));
-    let all = decision.limits.len() == route.limits.len();
+    let all = decision.limits.len() == route.limits.iter().filter(|(limit, _)| !limit.shadow).count();
     let policy = if all { route.policy.clone() } else { fields::policy(standings()) };
-    fields::advertise(headers, policy, standings());
+    fields::advertise(headers, &route.dialects, policy, standings(), binding(decision), decision.now_us);
+    if let Some(expose) = route.expose.as_ref().filter(|_| !decision.limits.is_empty()) {
+        headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
+    }
 }
 
 fn request_id() -> HeaderValue {

@@ -3,9 +3,13 @@
 pub mod api_key;
 pub mod client_ip;
 
+use std::borrow::Cow;
+use std::fmt;
 use std::net::IpAddr;
 
-use http::{HeaderMap, HeaderName};
+use http::header::COOKIE;
+use http::{HeaderMap, HeaderName, Method};
+use ipnet::IpNet;
 
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
 use api_key::{ApiKeys, Caller};
@@ -21,10 +25,33 @@ pub enum Source {
     User(HeaderName),
     /// A header as the client sent it.
     Header(HeaderName),
+    /// A cookie.
+    Cookie(Box<str>),
+    /// A parameter of the query, decoded.
+    Query(Box<str>),
+    /// The host that was routed on.
+    Host,
+    /// The method.
+    Method,
     /// One identity for everybody.
     Global,
     /// The route's name.
     Route,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::ApiKey => f.write_str("API key"),
+            Source::Ip => f.write_str("address"),
+            Source::User(name) | Source::Header(name) => write!(f, "field `{name}`"),
+            Source::Cookie(name) => write!(f, "cookie `{name}`"),
+            Source::Query(name) => write!(f, "query parameter `{name}`"),
+            Source::Host => f.write_str("host"),
+            Source::Method => f.write_str("method"),
+            Source::Global | Source::Route => f.write_str("route"),
+        }
+    }
 }
 
 /// What happens to a request that lacks a part of an identity.
@@ -45,13 +72,34 @@ pub struct By {
     pub sources: Vec<Source>,
     /// When one is missing.
     pub on_missing: OnMissing,
+    /// The methods that the limit is about; none listed = all.
+    pub methods: Vec<Method>,
+    /// Who is never limited.
+    pub exempt: Exempt,
+}
+
+/// Identities that are never limited.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Exempt {
+    /// Clients in these networks, where the identity has the client's address in it.
+    pub networks: Vec<IpNet>,
+    /// Any other part with one of these values; a consumer by its name.
+    pub values: Vec<Box<str>>,
 }
 
 /// A request, as far as identities are concerned.
 #[derive(Debug)]
 pub struct Asker<'a> {
+    /// Its method.
+    pub method: &'a Method,
+    /// The host that it was routed on.
+    pub host: &'a str,
+    /// Its query.
+    pub query: Option<&'a str>,
     /// Its header section.
     pub headers: &'a HeaderMap,
+    /// The client's address.
+    pub client: IpAddr,
     /// The client's network: address and prefix applied.
     pub network: IpAddr,
     /// Whether the peer is a trusted proxy.
@@ -68,10 +116,17 @@ pub enum IdentityError {
     MissingKey(HeaderName),
     #[error("the API key is not known")]
     UnknownKey,
-    #[error("the field `{0}` stands more than once")]
-    Ambiguous(HeaderName),
-    #[error("the field `{0}` is needed")]
-    MissingHeader(HeaderName),
+    #[error("the {0} stands more than once")]
+    Ambiguous(Source),
+    #[error("the {0} is needed")]
+    Missing(Source),
+}
+
+/// A part of an identity as a request has it.
+enum Part<'a> {
+    Value(u8, Cow<'a, [u8]>),
+    Address(u8),
+    Missing(IdentityError),
 }
 
 impl By {
@@ -86,64 +141,104 @@ impl By {
         hasher: &IdentityHasher,
         encoder: &mut Encoder,
     ) -> Result<Option<Identity>, IdentityError> {
+        if !self.methods.is_empty() && !self.methods.contains(asker.method) {
+            return Ok(None);
+        }
         encoder.clear();
         for source in &self.sources {
-            if let Err(missing) = encode(source, asker, keys, encoder)? {
-                match self.on_missing {
+            let (tag, value) = match source.part(asker, keys)? {
+                Part::Value(tag, value) => (tag, value),
+                Part::Address(tag) => (tag, network(asker)),
+                Part::Missing(missing) => match self.on_missing {
                     OnMissing::Reject => return Err(missing),
                     OnMissing::Skip => return Ok(None),
-                    OnMissing::Ip => encode_ip(b'i', asker.network, encoder),
-                }
+                    OnMissing::Ip => (IP, network(asker)),
+                },
+            };
+            if self.exempt.covers(tag, &value, asker.client) {
+                return Ok(None);
             }
+            encoder.part(tag, &value);
         }
         Ok(Some(hasher.hash(encoder.bytes())))
     }
 }
 
-/// Adds a part; the inner error says that it is missing.
-fn encode(
-    source: &Source,
-    asker: &Asker<'_>,
-    keys: &ApiKeys,
-    encoder: &mut Encoder,
-) -> Result<Result<(), IdentityError>, IdentityError> {
-    match source {
-        Source::ApiKey => match keys.caller(asker.headers)? {
-            Caller::Consumer(name) => encoder.part(b'c', name.as_bytes()),
-            Caller::Accepted(key) => encoder.part(b'k', key),
-            Caller::Anonymous => encode_ip(b'a', asker.network, encoder),
-            Caller::Missing => return Ok(Err(IdentityError::MissingKey(keys.header.clone()))),
-        },
-        Source::Ip => encode_ip(b'i', asker.network, encoder),
-        Source::User(name) => {
-            let mut values = asker.headers.get_all(name).iter();
-            match (values.next().filter(|_| asker.trusted), values.next()) {
-                (None, _) => return Ok(Err(IdentityError::MissingHeader(name.clone()))),
-                (Some(value), None) if value.is_empty() => return Ok(Err(IdentityError::MissingHeader(name.clone()))),
-                (Some(value), None) => encoder.part(b'u', value.as_bytes()),
-                // Two names for one user: the upstream may believe the other one.
-                (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(name.clone())),
-            }
+impl Exempt {
+    fn covers(&self, tag: u8, value: &[u8], client: IpAddr) -> bool {
+        match tag {
+            IP | ANONYMOUS => self.networks.iter().any(|net| net.contains(&client)),
+            _ => self.values.iter().any(|exempt| exempt.as_bytes() == value),
         }
-        Source::Header(name) => {
-            // Several lines are one list (RFC 9110 §5.3).
-            let lines: Vec<_> = asker.headers.get_all(name).iter().map(|value| value.as_bytes()).collect();
-            match lines[..] {
-                [] => return Ok(Err(IdentityError::MissingHeader(name.clone()))),
-                [one] => encoder.part(b'h', one),
-                _ => encoder.part(b'h', &lines.join(&b", "[..])),
-            }
-        }
-        Source::Global => encoder.part(b'g', b""),
-        Source::Route => encoder.part(b'r', asker.route.as_bytes()),
     }
-    Ok(Ok(()))
 }
 
-fn encode_ip(tag: u8, network: IpAddr, encoder: &mut Encoder) {
-    match network {
-        IpAddr::V4(address) => encoder.part(tag, &address.octets()),
-        IpAddr::V6(address) => encoder.part(tag, &address.octets()),
+/// Tags keep the kinds of parts apart: a consumer named `1` is not a header of that value.
+const IP: u8 = b'i';
+const ANONYMOUS: u8 = b'a';
+
+fn network(asker: &Asker<'_>) -> Cow<'static, [u8]> {
+    Cow::Owned(match asker.network {
+        IpAddr::V4(address) => address.octets().to_vec(),
+        IpAddr::V6(address) => address.octets().to_vec(),
+    })
+}
+
+impl Source {
+    fn part<'a>(&self, asker: &Asker<'a>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
+        let missing = || Part::Missing(IdentityError::Missing(self.clone()));
+        // Two values for one name: the upstream may believe the other one.
+        let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
+            0 => Ok(missing()),
+            1 if values[0].is_empty() => Ok(missing()),
+            1 => Ok(Part::Value(tag, values.swap_remove(0))),
+            _ => Err(IdentityError::Ambiguous(self.clone())),
+        };
+        let lines = |name: &HeaderName| -> Vec<Cow<'a, [u8]>> {
+            asker.headers.get_all(name).iter().map(|value| Cow::Borrowed(value.as_bytes())).collect()
+        };
+        match self {
+            Source::ApiKey => Ok(match keys.caller(asker.headers)? {
+                Caller::Consumer(name) => Part::Value(b'c', Cow::Borrowed(name.as_bytes())),
+                Caller::Accepted(key) => Part::Value(b'k', Cow::Borrowed(key)),
+                Caller::Anonymous => Part::Address(ANONYMOUS),
+                Caller::Missing => Part::Missing(IdentityError::MissingKey(keys.header.clone())),
+            }),
+            Source::Ip => Ok(Part::Address(IP)),
+            Source::User(_) if !asker.trusted => Ok(missing()),
+            Source::User(name) => only(b'u', lines(name)),
+            Source::Header(name) => {
+                let mut lines = lines(name);
+                Ok(match lines.len() {
+                    0 => missing(),
+                    1 => Part::Value(b'h', lines.swap_remove(0)),
+                    // Several lines are one list (RFC 9110 §5.3).
+                    _ => Part::Value(b'h', Cow::Owned(lines.join(&b", "[..]))),
+                })
+            }
+            Source::Cookie(name) => {
+                let mut values = Vec::new();
+                for pair in
+                    asker.headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
+                {
+                    let value = pair.trim_ascii().strip_prefix(name.as_bytes());
+                    values.extend(value.and_then(|value| value.strip_prefix(b"=")).map(Cow::Borrowed));
+                }
+                only(b'o', values)
+            }
+            Source::Query(name) => {
+                let pairs = form_urlencoded::parse(asker.query.unwrap_or("").as_bytes());
+                let values = pairs.filter(|(key, _)| *key == **name).map(|(_, value)| match value {
+                    Cow::Borrowed(value) => Cow::Borrowed(value.as_bytes()),
+                    Cow::Owned(value) => Cow::Owned(value.into_bytes()),
+                });
+                only(b'q', values.collect())
+            }
+            Source::Host => only(b'n', vec![Cow::Borrowed(asker.host.as_bytes())]),
+            Source::Method => Ok(Part::Value(b'm', Cow::Borrowed(asker.method.as_str().as_bytes()))),
+            Source::Global => Ok(Part::Value(b'g', Cow::Borrowed(b""))),
+            Source::Route => Ok(Part::Value(b'r', Cow::Borrowed(asker.route.as_bytes()))),
+        }
     }
 }
 
@@ -157,22 +252,33 @@ mod tests {
         for (name, value) in lines {
             headers.append(*name, value.parse().unwrap());
         }
-        let asker = Asker { headers: &headers, network: "192.0.2.1".parse().unwrap(), trusted, route: "r" };
+        let client = "192.0.2.1".parse().unwrap();
+        let asker = Asker {
+            method: &Method::GET,
+            host: "example.com",
+            query: Some("a=1&b=x%26y&a=2"),
+            headers: &headers,
+            client,
+            network: client,
+            trusted,
+            route: "r",
+        };
         by.identify(&asker, &ApiKeys::default(), &IdentityHasher::new(""), &mut Encoder::default())
     }
 
     fn by(sources: &[Source], on_missing: OnMissing) -> By {
-        By { sources: sources.to_vec(), on_missing }
+        By { sources: sources.to_vec(), on_missing, methods: Vec::new(), exempt: Exempt::default() }
     }
 
     #[test]
     fn a_user_header_counts_only_from_trusted_proxies() {
-        let user = by(&[Source::User(HeaderName::from_static("x-user-id"))], OnMissing::Reject);
+        let source = Source::User(HeaderName::from_static("x-user-id"));
+        let user = by(std::slice::from_ref(&source), OnMissing::Reject);
         assert!(identify(&user, &[("x-user-id", "bob")], true).unwrap().is_some());
-        let missing = IdentityError::MissingHeader(HeaderName::from_static("x-user-id"));
+        let missing = IdentityError::Missing(source.clone());
         assert_eq!(identify(&user, &[("x-user-id", "bob")], false), Err(missing));
         let twice = identify(&user, &[("x-user-id", "bob"), ("x-user-id", "eve")], true);
-        assert_eq!(twice, Err(IdentityError::Ambiguous(HeaderName::from_static("x-user-id"))));
+        assert_eq!(twice, Err(IdentityError::Ambiguous(source)));
     }
 
     #[test]
@@ -192,5 +298,42 @@ mod tests {
         assert_eq!(identify(&named(OnMissing::Skip), &[], false), Ok(None));
         let ip = identify(&by(&[Source::Ip], OnMissing::Reject), &[], false);
         assert_eq!(identify(&named(OnMissing::Ip), &[], false), ip);
+    }
+
+    #[test]
+    fn cookies_and_query_parameters_are_found() {
+        for (source, cookie, expected) in [
+            (Source::Cookie("sid".into()), "a=b; sid=7", Ok(true)),
+            (Source::Cookie("sid".into()), "xsid=7", Err("the cookie `sid` is needed")),
+            (Source::Cookie("sid".into()), "sid=7; sid=8", Err("the cookie `sid` stands more than once")),
+            (Source::Query("b".into()), "", Ok(true)),
+            (Source::Query("a".into()), "", Err("the query parameter `a` stands more than once")),
+            (Source::Query("c".into()), "", Err("the query parameter `c` is needed")),
+        ] {
+            let found = identify(&by(std::slice::from_ref(&source), OnMissing::Reject), &[("cookie", cookie)], false);
+            let found = found.map(|identity| identity.is_some()).map_err(|error| error.to_string());
+            assert_eq!(found, expected.map_err(str::to_owned), "{source:?} of {cookie}");
+        }
+    }
+
+    #[test]
+    fn exempt_identities_and_other_methods_are_not_limited() {
+        let exempt = |values: &[&str], networks: &[&str]| Exempt {
+            values: values.iter().map(|value| (*value).into()).collect(),
+            networks: networks.iter().map(|net| net.parse().unwrap()).collect(),
+        };
+        let header = Source::Header(HeaderName::from_static("x-a"));
+        for (source, exempt, methods, limited) in [
+            (&header, exempt(&["7"], &[]), vec![], false),
+            (&header, exempt(&["8"], &["192.0.2.0/24"]), vec![], true),
+            (&Source::Ip, exempt(&["192.0.2.1"], &["192.0.2.0/24"]), vec![], false),
+            (&Source::Ip, exempt(&[], &["198.51.100.0/24"]), vec![], true),
+            (&Source::Ip, Exempt::default(), vec![Method::POST], false),
+            (&Source::Ip, Exempt::default(), vec![Method::POST, Method::GET], true),
+        ] {
+            let by = By { methods, exempt, ..by(std::slice::from_ref(source), OnMissing::Reject) };
+            let identity = identify(&by, &[("x-a", "7")], false).unwrap();
+            assert_eq!(identity.is_some(), limited, "{by:?}");
+        }
     }
 }

@@ -11,6 +11,7 @@ pub mod store;
 
 use std::sync::Arc;
 
+use algorithm::fixed_window::{FixedWindow, Start};
 use algorithm::{Outcome, Rule, Status};
 use guard::Guard;
 use key::{Bucket, Identity, Key};
@@ -34,6 +35,24 @@ pub struct Limit {
     pub bucket: Bucket,
     /// What happens to requests while the store cannot answer.
     pub on_store_error: OnStoreError,
+    /// Decides and counts, but never denies, and tells callers nothing.
+    pub shadow: bool,
+}
+
+impl Limit {
+    /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is
+    /// half open.
+    pub fn most_in_any_window(&self) -> u64 {
+        let count = self.quota.count;
+        match &self.rule {
+            Rule::TokenBucket(bucket) => bucket.burst + count - 1,
+            // All of one window at its end, all of the next at its beginning.
+            Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. }, .. }) => 2 * count,
+            // The same, but one request is needed to open the first window.
+            Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) | Rule::SlidingWindow(_) => 2 * count - 1,
+            Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => count,
+        }
+    }
 }
 
 /// What a limit does while the store cannot answer.
@@ -66,8 +85,12 @@ pub struct Decision<'a> {
     pub admitted: bool,
     /// Who decided.
     pub source: Source,
+    /// The instant of the decision, µs since the Unix epoch.
+    pub now_us: u64,
     /// Each limit that had a say, with its answer.
     pub limits: Vec<(&'a Limit, Outcome)>,
+    /// The shadow limits that would have denied the request.
+    pub shadow_denied: Vec<&'a Limit>,
 }
 
 /// Who decided.
@@ -126,13 +149,16 @@ impl Limiter {
     /// The store cannot answer, and a limit of the request is to deny then.
     pub async fn check<'a>(&self, checks: &[Check<'a>]) -> Result<Decision<'a>, Unavailable> {
         if checks.is_empty() {
-            return Ok(Decision { admitted: true, source: Source::Store, limits: Vec::new() });
+            let verdict = Verdict { granted: 1, now_us: 0, outcomes: Vec::new() };
+            return Ok(decision(verdict, Source::Store, checks.iter()));
         }
         let charges: Vec<_> = checks.iter().map(|check| charge(check, &check.limit.rule)).collect();
         match &self.backend {
-            Backend::Memory(store) => Ok(decision(store.decide(Operation::Check, &charges), Source::Store, checks)),
+            Backend::Memory(store) => {
+                Ok(decision(store.decide(Operation::Check, &charges), Source::Store, checks.iter()))
+            }
             Backend::Redis { store, fallback } => match store.call(Operation::Check, &charges).await {
-                Ok(verdict) => Ok(decision(verdict, Source::Store, checks)),
+                Ok(verdict) => Ok(decision(verdict, Source::Store, checks.iter())),
                 Err(error) => without_store(fallback, checks, error),
             },
         }
@@ -141,12 +167,20 @@ impl Limiter {
 
 fn charge<'a>(check: &Check<'a>, rule: &'a Rule) -> Charge<'a> {
     let key = Key { identity: check.identity, bucket: &check.limit.bucket };
-    Charge { key, rule, cost: check.cost, mode: Mode::Binding }
+    Charge { key, rule, cost: check.cost, mode: if check.limit.shadow { Mode::Shadow } else { Mode::Binding } }
 }
 
-fn decision<'a>(verdict: Verdict, source: Source, checks: &[Check<'a>]) -> Decision<'a> {
-    let limits = checks.iter().map(|check| check.limit).zip(verdict.outcomes).collect();
-    Decision { admitted: verdict.granted > 0, source, limits }
+fn decision<'a: 'b, 'b>(verdict: Verdict, source: Source, checks: impl Iterator<Item = &'b Check<'a>>) -> Decision<'a> {
+    let Verdict { granted, now_us, outcomes } = verdict;
+    let (mut limits, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
+    for (check, outcome) in checks.zip(outcomes) {
+        match (check.limit.shadow, outcome.status) {
+            (false, _) => limits.push((check.limit, outcome)),
+            (true, Status::Ok) => {}
+            (true, Status::Over | Status::Never) => shadow_denied.push(check.limit),
+        }
+    }
+    Decision { admitted: granted > 0, source, now_us, limits, shadow_denied }
 }
 
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
@@ -160,14 +194,13 @@ fn without_store<'a>(
         let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
         warn!(%error, ?limits, "the store refused a check");
     }
-    if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny) {
+    if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(Unavailable(error));
     }
     let local = |check: &&Check<'a>| check.limit.on_store_error == OnStoreError::Local;
     let charges: Vec<_> = checks.iter().filter(local).map(|check| charge(check, &check.limit.share)).collect();
     let verdict = fallback.decide(Operation::Check, &charges);
-    let limits = checks.iter().filter(local).map(|check| check.limit).zip(verdict.outcomes).collect();
-    Ok(Decision { admitted: verdict.granted > 0, source: Source::Local, limits })
+    Ok(decision(verdict, Source::Local, checks.iter().filter(local)))
 }
 
 impl<'a> Decision<'a> {

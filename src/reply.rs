@@ -1,11 +1,13 @@
 //! From a rejection to a response: the only chooser of statuses that are ours.
 
-use http::header::{ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE};
+use http::header::{
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
+};
 use http::{Method, Response, StatusCode};
 use serde::Serialize;
 
 use crate::http::body::Body;
-use crate::http::fields::{self, Standing};
+use crate::http::fields::{self, Dialect, Standing};
 use crate::http::path::PathError;
 use crate::identity::IdentityError;
 use crate::limit::algorithm::{Outcome, Status};
@@ -32,7 +34,14 @@ pub enum Rejection<'a> {
     /// A limit of the route asks for an identity that the request does not have.
     Identity(IdentityError),
     /// A limit is exceeded.
-    OverLimit(Decision<'a>),
+    OverLimit {
+        /// Which, and for how long.
+        decision: Decision<'a>,
+        /// How the caller is told.
+        dialects: &'a [Dialect],
+        /// The Access-Control-Expose-Headers, if the route wants it.
+        expose: Option<&'a HeaderValue>,
+    },
     /// The limits cannot be checked.
     Unavailable(Unavailable),
     /// The upstream gave no answer.
@@ -73,7 +82,11 @@ impl Rejection<'_> {
                 (response, "method-not-allowed")
             }
             Rejection::Identity(error) => (unidentified(&error), "no-identity"),
-            Rejection::OverLimit(decision) => (over_limit(&decision), "denied"),
+            Rejection::OverLimit { decision, dialects, expose } => {
+                let mut response = over_limit(&decision, dialects);
+                response.headers_mut().extend(expose.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
+                (response, "denied")
+            }
             Rejection::Unavailable(_) => {
                 let mut response = problem(
                     StatusCode::SERVICE_UNAVAILABLE,
@@ -91,7 +104,7 @@ impl Rejection<'_> {
 fn unidentified(error: &IdentityError) -> Response<Body> {
     let status = match error {
         IdentityError::MissingKey(_) | IdentityError::UnknownKey => StatusCode::UNAUTHORIZED,
-        IdentityError::Ambiguous(_) | IdentityError::MissingHeader(_) => StatusCode::BAD_REQUEST,
+        IdentityError::Ambiguous(_) | IdentityError::Missing(_) => StatusCode::BAD_REQUEST,
     };
     let mut response = problem(status, BLANK, &error.to_string());
     if status == StatusCode::UNAUTHORIZED {
@@ -130,7 +143,24 @@ pub fn standing<'a>(limit: &'a Limit, outcome: &Outcome) -> Standing<'a> {
     Standing { name: &limit.name, quota: limit.quota.count, window_s, remaining, until_us: reset_us }
 }
 
-fn over_limit(decision: &Decision<'_>) -> Response<Body> {
+/// The limit that older dialects tell of: the violated one with the longest wait, else the one with the smallest share left.
+pub fn binding<'a>(decision: &Decision<'a>) -> Option<Standing<'a>> {
+    let waits = waits(decision).max_by_key(|standing| standing.until_us);
+    let shares = decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome));
+    // r1/q1 < r2/q2, without the division.
+    let product = |one: &Standing<'_>, other: &Standing<'_>| u128::from(one.remaining) * u128::from(other.quota);
+    waits.or_else(|| shares.min_by(|one, other| product(one, other).cmp(&product(other, one))))
+}
+
+/// The violated limits with their waits, in whole seconds so that the largest agrees with Retry-After.
+fn waits<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = Standing<'a>> + use<'a, 'b> {
+    decision.violated().filter(|(_, outcome)| outcome.status == Status::Over).map(|(limit, outcome)| {
+        let until_us = fields::seconds(outcome.retry_us).max(1) * 1_000_000;
+        Standing { until_us, ..standing(limit, outcome) }
+    })
+}
+
+fn over_limit(decision: &Decision<'_>, dialects: &[Dialect]) -> Response<Body> {
     let retry_us = decision.retry_us();
     let detail = match retry_us {
         Some(us) => format!("try again in {} s", fields::seconds(us).max(1)),
@@ -146,12 +176,7 @@ fn over_limit(decision: &Decision<'_>) -> Response<Body> {
     let mut response = problem.into_response();
     let headers = response.headers_mut();
     let policy = fields::policy(decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome)));
-    // The wait of each violated limit, so that the largest agrees with Retry-After.
-    let waits = decision.violated().filter(|(_, outcome)| outcome.status == Status::Over).map(|(limit, outcome)| {
-        let until_us = fields::seconds(outcome.retry_us).max(1) * 1_000_000;
-        Standing { until_us, ..standing(limit, outcome) }
-    });
-    fields::advertise(headers, policy, waits);
+    fields::advertise(headers, dialects, policy, waits(decision), binding(decision), decision.now_us);
     if let Some(retry_us) = retry_us {
         fields::retry_after(headers, retry_us);
     }

@@ -19,6 +19,7 @@ use tracing::Level;
 use crate::config::Config;
 use crate::config::error::ConfigError;
 use crate::config::file::{self, Environment};
+use crate::http::fields::Dialect;
 use crate::identity::By;
 use crate::identity::api_key::ApiKeys;
 use crate::identity::client_ip::ClientIp;
@@ -150,6 +151,10 @@ pub struct Route {
     pub identities: Vec<By>,
     /// Its limits, each with the index of its identity.
     pub limits: Vec<(Arc<Limit>, usize)>,
+    /// How callers are told where they stand.
+    pub dialects: Vec<Dialect>,
+    /// The Access-Control-Expose-Headers that lets scripts of other origins read it.
+    pub expose: Option<HeaderValue>,
     /// The RateLimit-Policy of a response that all its limits had a say in.
     pub policy: Option<HeaderValue>,
 }
@@ -187,15 +192,11 @@ impl Runtime {
         // Without a finding every part is there.
         Ok(runtime)
     }
-
-    /// How many limits some route uses.
-    pub fn used_limits(&self) -> usize {
-        self.limits.iter().filter(|limit| self.routes.iter().any(|route| route.uses(limit))).count()
-    }
 }
 
 impl Route {
-    fn uses(&self, limit: &Arc<Limit>) -> bool {
+    /// Whether it has this limit.
+    pub fn uses(&self, limit: &Arc<Limit>) -> bool {
         self.limits.iter().any(|(used, _)| Arc::ptr_eq(used, limit))
     }
 }
@@ -212,7 +213,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let limits = limits::limits(config, &hasher, instances, &api_keys, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
-    let mut trusted_headers = limits::user_headers(&limits);
+    let mut trusted_headers = identities::user_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let store = settings::store(&config.store, &routes, reader);
     Runtime {

@@ -58,6 +58,13 @@ fn the_shipped_file_is_accepted() {
     let (code, out, report) = check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml"));
     assert_eq!((code, report.as_str()), (Some(0), ""));
     assert!(out.contains("3 routes, 3 limits"), "{out}");
+    for guarantee in [
+        "per-ip: at most 19 in any 1 s, 10 at once",
+        "per-key: at most 100 in any 60 s, 100 at once",
+        "hourly: at most 2000 in any 3600 s, 1000 at once",
+    ] {
+        assert!(out.contains(guarantee), "{guarantee} is missing in\n{out}");
+    }
 }
 
 #[test]

@@ -83,6 +83,76 @@ fn a_denied_request_is_charged_nowhere() {
 }
 
 #[test]
+fn older_dialects_tell_of_the_binding_limit() {
+    let extra = "limits = [\"narrow\", \"broad\"]\nratelimit_headers = [\"draft-07\", \"draft-03\", \"github\"]\nexpose_headers = true\n\
+                 [[route]]\nname = \"silent\"\npath = \"/silent\"\nrespond = { status = 200 }\nlimits = [\"narrow\"]\nratelimit_headers = []";
+    let gateway = Gateway::start(&routes(TWO, extra));
+    let mut client = gateway.client();
+    let silent = client.get("/silent");
+    assert!(silent.headers.iter().all(|(name, _)| !name.contains("ratelimit")), "{silent:?}");
+    for (status, remaining) in [(200, "0"), (429, "0")] {
+        let reply = client.get("/all");
+        assert_eq!(reply.status, status);
+        let reset = reply.header("ratelimit-reset").unwrap();
+        assert!((3590..=3600).contains(&reset.parse::<u32>().unwrap()), "{reset}");
+        for (name, expected) in [
+            ("ratelimit-policy", "2;w=3600"),
+            ("ratelimit", &format!("limit=2, remaining={remaining}, reset={reset}")),
+            ("ratelimit-limit", "2"),
+            ("ratelimit-remaining", remaining),
+            ("x-ratelimit-limit", "2"),
+            ("x-ratelimit-remaining", remaining),
+        ] {
+            assert_eq!(reply.header(name), Some(expected), "{name} of a {status}");
+        }
+        let epoch: u64 = reply.header("x-ratelimit-reset").unwrap().parse().unwrap();
+        assert!(epoch > 1_700_000_000, "seconds since the epoch: {epoch}");
+        let exposed = reply.header("access-control-expose-headers").unwrap();
+        assert!(exposed.contains("X-RateLimit-Limit") && exposed.ends_with("Retry-After"), "{exposed}");
+    }
+}
+
+#[test]
+fn shadow_limits_never_deny_and_are_not_told() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("access.log");
+    let log = format!("[log]\nformat = \"json\"\naccess = \"{}\"\n", path.display());
+    let limits = TWO.replace("[limit.broad]", "shadow = true\n[limit.broad]");
+    let mut gateway = Gateway::start(&routes(&(log + &limits), "limits = [\"narrow\", \"broad\"]"));
+    let mut client = gateway.client();
+    for _ in 0..4 {
+        let reply = client.get("/all");
+        assert_eq!(
+            (reply.status, items(&reply, "ratelimit").len(), items(&reply, "ratelimit-policy").len()),
+            (200, 1, 1)
+        );
+    }
+    gateway.terminate();
+    gateway.wait();
+    let text = std::fs::read_to_string(path).unwrap();
+    let denied = text.lines().filter(|line| line.contains("\"shadow_denied\":[\"narrow\"]")).count();
+    assert_eq!(denied, 2, "{text}");
+}
+
+#[test]
+fn limits_apply_to_their_methods_and_not_to_the_exempt() {
+    let limits = "[limit.writes]\nby = \"ip\"\nquota = \"1/hour\"\nmethods = [\"POST\"]\n\
+                  [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"1/hour\"\nexempt = [\"ours\"]\non_missing = \"skip\"\n";
+    let gateway = Gateway::start(&routes(limits, "limits = [\"writes\", \"tenant\"]"));
+    let mut client = gateway.client();
+    for (method, tenant, expected) in [
+        ("GET", None, [200, 200, 200]),
+        ("GET", Some("ours"), [200, 200, 200]),
+        ("GET", Some("theirs"), [200, 429, 429]),
+        ("POST", None, [200, 429, 429]),
+    ] {
+        let headers: Vec<_> = tenant.map(|tenant| ("x-tenant", tenant)).into_iter().collect();
+        let statuses = [0, 1, 2].map(|_| client.request(method, "/all", &headers, b"").status);
+        assert_eq!(statuses, expected, "{method} of {tenant:?}");
+    }
+}
+
+#[test]
 fn a_route_can_cost_more() {
     let gateway = Gateway::start(&routes(
         "[limit.l]\nby = \"ip\"\nquota = \"10/hour\"\nalgorithm = \"fixed-window\"\n",

@@ -246,6 +246,56 @@ fn the_memory_store_is_bounded_and_forgets() {
     assert!(live < 1024, "sweeping makes room: {live}");
 }
 
+/// Most admitted in any 60 s (half open) to a client that knows the algorithm: `first` units at `start`, everything it can
+/// get from `greedy` on. Instants in ms after a whole minute.
+fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
+    let clock = Clock::manual(START);
+    let store = MemoryStore::new(1000, clock.clone());
+    let limit = Limit::new("limit", rule.clone());
+    let mut admitted = std::collections::VecDeque::new();
+    let mut most = 0;
+    let mut ask = |ms: u64| {
+        clock.set(START + ms * 1000);
+        if store.decide(Operation::Check, &[limit.charge(1, 1)]).granted == 0 {
+            return false;
+        }
+        admitted.push_back(ms);
+        while admitted[0] + 60_000 <= ms {
+            admitted.pop_front();
+        }
+        most = most.max(admitted.len());
+        true
+    };
+    for _ in 0..first {
+        ask(start);
+    }
+    for ms in (greedy..greedy + 130_000).step_by(5) {
+        while ask(ms) {}
+    }
+    most
+}
+
+#[test]
+fn the_worst_case_table_is_what_a_greedy_client_gets() {
+    let log = SlidingLog { limit: 100, window: 60 * SECOND };
+    let sliding = SlidingWindow { limit: 100, window: 60 * SECOND, unit: 1 };
+    let buckets = SlidingBuckets { limit: 100, window: 60 * SECOND, buckets: 10 };
+    for (name, rule, expected) in [
+        ("fixed-window", window(100, 60 * SECOND, ALIGNED), 200),
+        ("first-request", window(100, 60 * SECOND, Start::FirstRequest), 199),
+        ("sliding-window", Rule::SlidingWindow(sliding), 199),
+        ("token-bucket, burst 100", bucket(100, 60 * SECOND, 100), 199),
+        ("token-bucket, burst 10", bucket(100, 60 * SECOND, 10), 109),
+        ("sliding-buckets", Rule::SlidingBuckets(buckets), 100),
+        ("sliding-log", Rule::SlidingLog(log), 100),
+    ] {
+        // Greedy from the start of a window, from its end, and greedy at its end after a request that opened it.
+        let strategies = [(0, 0, 0), (0, 0, 59_995), (0, 1, 59_995), (30_000, 1, 89_995), (0, 50, 30_000)];
+        let most = strategies.map(|(start, first, greedy)| most_admitted(&rule, start, first, greedy));
+        assert_eq!(most.iter().max(), Some(&expected), "{name}: {most:?}");
+    }
+}
+
 // ---- the property test: script against model, virtual clock --------------------------------------
 
 #[derive(Debug, Clone)]

@@ -17,8 +17,19 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
         runtime.upstreams.len(),
         runtime.store.name,
     )?;
-    if limits > runtime.used_limits() {
-        writeln!(out, "warning: {} of the limits are used by no route", limits - runtime.used_limits())?;
+    for limit in &runtime.limits {
+        let window = limit.quota.window_us.unwrap_or(0);
+        let window = if window.is_multiple_of(1_000_000) {
+            format!("{} s", window / 1_000_000)
+        } else {
+            format!("{} ms", window / 1000)
+        };
+        let (most, at_once) = (limit.most_in_any_window(), limit.rule.capacity());
+        let trial = if limit.shadow { " (shadow: never denies)" } else { "" };
+        writeln!(out, "  {}: at most {most} in any {window}, {at_once} at once{trial}", limit.name)?;
+        if !runtime.routes.iter().any(|route| route.uses(limit)) {
+            writeln!(out, "  warning: no route uses `{}`", limit.name)?;
+        }
     }
     Ok(())
 }

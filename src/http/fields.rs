@@ -1,4 +1,4 @@
-//! The RateLimit fields of draft-ietf-httpapi-ratelimit-headers-11, as structured fields (RFC 9651).
+//! The RateLimit fields: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), and older dialects.
 
 use std::fmt::Write;
 
@@ -7,6 +7,16 @@ use http::header::{HeaderMap, HeaderName, HeaderValue, RETRY_AFTER};
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+const DRAFT_03: [HeaderName; 3] = [
+    HeaderName::from_static("ratelimit-limit"),
+    HeaderName::from_static("ratelimit-remaining"),
+    HeaderName::from_static("ratelimit-reset"),
+];
+const GITHUB: [HeaderName; 3] = [
+    HeaderName::from_static("x-ratelimit-limit"),
+    HeaderName::from_static("x-ratelimit-remaining"),
+    HeaderName::from_static("x-ratelimit-reset"),
+];
 
 /// What one limit tells the caller.
 #[derive(Debug, Clone, Copy)]
@@ -28,16 +38,74 @@ pub fn policy<'a>(limits: impl Iterator<Item = Standing<'a>>) -> Option<HeaderVa
     value(limits, |out, limit| write!(out, "\"{}\";q={};w={}", limit.name, limit.quota, limit.window_s))
 }
 
-/// Appends ours to what the upstream says of its own limits.
-pub fn advertise<'a>(headers: &mut HeaderMap, policy: Option<HeaderValue>, limits: impl Iterator<Item = Standing<'a>>) {
-    let standing = value(limits, |out, limit| {
-        write!(out, "\"{}\";r={};t={}", limit.name, limit.remaining, seconds(limit.until_us))
-    });
-    if let Some(policy) = policy {
-        headers.append(RATELIMIT_POLICY, policy);
+/// How callers are told where they stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dialect {
+    /// draft-ietf-httpapi-ratelimit-headers-11: every limit, as structured fields.
+    Ietf,
+    /// Draft 07 of the same: one field, the binding limit.
+    Draft07,
+    /// Draft 03: three fields, the binding limit.
+    Draft03,
+    /// `x-ratelimit-*` as GitHub has them: the binding limit, reset in seconds since the Unix epoch.
+    Github,
+}
+
+impl Dialect {
+    /// The fields that it sets.
+    pub fn fields(self) -> &'static str {
+        match self {
+            Dialect::Ietf | Dialect::Draft07 => "RateLimit, RateLimit-Policy",
+            Dialect::Draft03 => "RateLimit-Limit, RateLimit-Remaining, RateLimit-Reset",
+            Dialect::Github => "X-RateLimit-Limit, X-RateLimit-Remaining, X-RateLimit-Reset",
+        }
     }
-    if let Some(standing) = standing {
-        headers.append(RATELIMIT, standing);
+}
+
+/// Appends ours to what the upstream says of its own limits: in the newest dialect all `limits`, in the older ones,
+/// which have room for one, the `binding` limit.
+pub fn advertise<'a>(
+    headers: &mut HeaderMap,
+    dialects: &[Dialect],
+    policy: Option<HeaderValue>,
+    limits: impl Iterator<Item = Standing<'a>>,
+    binding: Option<Standing<'a>>,
+    now_us: u64,
+) {
+    if dialects.contains(&Dialect::Ietf) {
+        let standing = value(limits, |out, limit| {
+            write!(out, "\"{}\";r={};t={}", limit.name, limit.remaining, seconds(limit.until_us))
+        });
+        append(headers, RATELIMIT_POLICY, policy);
+        append(headers, RATELIMIT, standing);
+    }
+    let Some(binding) = binding else { return };
+    let (quota, remaining, reset) = (binding.quota, binding.remaining, seconds(binding.until_us));
+    let three = |headers: &mut HeaderMap, names: [HeaderName; 3], reset: u64| {
+        for (name, number) in names.into_iter().zip([quota, remaining, reset]) {
+            headers.append(name, HeaderValue::from(number));
+        }
+    };
+    for dialect in dialects {
+        match dialect {
+            Dialect::Ietf => {}
+            Dialect::Draft07 => {
+                let one = || std::iter::once(binding);
+                let policy = value(one(), |out, limit| write!(out, "{};w={}", limit.quota, limit.window_s));
+                let standing =
+                    value(one(), |out, _| write!(out, "limit={quota}, remaining={remaining}, reset={reset}"));
+                append(headers, RATELIMIT_POLICY, policy);
+                append(headers, RATELIMIT, standing);
+            }
+            Dialect::Draft03 => three(headers, DRAFT_03, reset),
+            Dialect::Github => three(headers, GITHUB, seconds(now_us + binding.until_us)),
+        }
+    }
+}
+
+fn append(headers: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {
+    if let Some(value) = value {
+        headers.append(name, value);
     }
 }
 

@@ -6,7 +6,7 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
 
-use super::IdentityError;
+use super::{IdentityError, Source};
 
 /// SHA-256 of an API key.
 pub type KeyHash = [u8; 32];
@@ -105,7 +105,7 @@ impl ApiKeys {
     pub fn caller<'a>(&'a self, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
         let mut values = headers.get_all(&self.header).iter();
         let key = match (values.next(), values.next()) {
-            (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(self.header.clone())),
+            (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(Source::Header(self.header.clone()))),
             (Some(key), None) if !key.is_empty() => key.as_bytes(),
             _ if self.anonymous_if_missing => return Ok(Caller::Anonymous),
             _ => return Ok(Caller::Missing),
@@ -157,7 +157,11 @@ mod tests {
             (vec!["Secret"], OnUnknown::Accept, Ok(Caller::Accepted(b"Secret"))),
             (vec![], OnUnknown::Accept, Ok(Caller::Missing)),
             (vec![""], OnUnknown::Accept, Ok(Caller::Missing)),
-            (vec!["secret", "x"], OnUnknown::Accept, Err(IdentityError::Ambiguous(keys.header.clone()))),
+            (
+                vec!["secret", "x"],
+                OnUnknown::Accept,
+                Err(IdentityError::Ambiguous(Source::Header(keys.header.clone()))),
+            ),
         ] {
             keys.on_unknown = on_unknown;
             let headers = sent.iter().map(|value| (keys.header.clone(), value.parse().unwrap()));

@@ -39,6 +39,9 @@ pub struct Line<'a> {
     /// Who decided its limits.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'a str>,
+    /// Limits on trial that would have denied it.
+    #[serde(skip_serializing_if = "<[_]>::is_empty")]
+    pub shadow_denied: &'a [Box<str>],
     pub request_id: &'a str,
 }
 
@@ -140,6 +143,9 @@ impl Line<'_> {
         )?;
         if let Some(source) = self.decided_by {
             write!(out, " by={source}")?;
+        }
+        if !self.shadow_denied.is_empty() {
+            write!(out, " shadow_denied={}", self.shadow_denied.join(","))?;
         }
         if !self.complete {
             write!(out, " incomplete")?;

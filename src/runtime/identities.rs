@@ -1,24 +1,26 @@
 //! Who asks: client addresses, API keys, consumers.
 
+use std::net::IpAddr;
+use std::ops::Range;
+
+use http::HeaderName;
 use ipnet::IpNet;
 
+use super::limits::Limits;
 use super::reader::Reader;
 use crate::config;
 use crate::config::error::{FaultyFile, Issue};
 use crate::config::file;
 use crate::identity::api_key::{ApiKeys, Consumers, OnUnknown, key_hash};
 use crate::identity::client_ip::ClientIp;
+use crate::identity::{By, Exempt, OnMissing, Source};
 
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -> ClientIp {
     let mut trusted = Vec::new();
     for text in &client_ip.trusted_proxies {
-        let address = || text.get_ref().parse::<std::net::IpAddr>().ok().map(IpNet::from);
-        match text.get_ref().parse::<IpNet>().ok().or_else(address) {
+        match network(text.get_ref()) {
             Some(net) => trusted.push(net),
-            None => {
-                let issue = Issue::at(text.span(), format!("`{}` is not an address or a network", text.get_ref()));
-                reader.issue(issue.hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
-            }
+            None => not_a_network(text, reader),
         }
     }
     let header = client_ip.header.as_ref().and_then(|text| reader.header_name(text.span(), text.get_ref()));
@@ -28,6 +30,72 @@ pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -
         ipv4_prefix: reader.number(client_ip.ipv4_prefix.as_ref(), 0..33, 32) as u8,
         ipv6_prefix: reader.number(client_ip.ipv6_prefix.as_ref(), 0..129, 64) as u8,
     }
+}
+
+/// The headers that only trusted proxies may set, because some limit believes them.
+pub(super) fn user_headers(limits: &Limits) -> Vec<HeaderName> {
+    let sources = limits.values().flat_map(|(_, by)| &by.sources);
+    let mut names: Vec<_> =
+        sources.filter_map(|source| if let Source::User(name) = source { Some(name.clone()) } else { None }).collect();
+    names.dedup();
+    names
+}
+
+pub(super) fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> By {
+    let missing = [("reject", OnMissing::Reject), ("skip", OnMissing::Skip), ("ip", OnMissing::Ip)];
+    let on_missing = reader.choice(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
+    let mut sources = Vec::new();
+    if let Some(list) = reader.required(limit.by.as_ref(), place, "by", "\"ip\"") {
+        if list.get_ref().0.is_empty() {
+            reader.issue(Issue::at(list.span(), "`by` is empty").hint("\"global\" counts all requests together"));
+        }
+        for text in &list.get_ref().0 {
+            sources.extend(source(text, list.span(), reader));
+        }
+    }
+    let mut exempt = Exempt::default();
+    for text in &limit.exempt {
+        match network(text.get_ref()) {
+            Some(net) => exempt.networks.push(net),
+            None if sources == [Source::Ip] => not_a_network(text, reader),
+            None => {}
+        }
+        exempt.values.push(text.get_ref().as_str().into());
+    }
+    let methods = reader.methods(limit.methods.as_deref(), place);
+    By { sources, on_missing, methods, exempt }
+}
+
+fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Source> {
+    const ALL: &str = "api-key ip user:HEADER header:NAME cookie:NAME query:NAME path:PARAM jwt:CLAIM client-cert host route method global";
+    match text.split_once(':') {
+        None => match text {
+            "api-key" => return Some(Source::ApiKey),
+            "ip" => return Some(Source::Ip),
+            "host" => return Some(Source::Host),
+            "method" => return Some(Source::Method),
+            "global" => return Some(Source::Global),
+            "route" => return Some(Source::Route),
+            "client-cert" => reader.not_yet(span, &format!("by = \"{text}\"")),
+            _ => reader.unknown_name(span, "identity", text, ALL.split(' ')),
+        },
+        Some(("user", name)) => return reader.header_name(span, name).map(Source::User),
+        Some(("header", name)) => return reader.header_name(span, name).map(Source::Header),
+        Some(("cookie", name)) if !name.is_empty() => return Some(Source::Cookie(name.into())),
+        Some(("query", name)) if !name.is_empty() => return Some(Source::Query(name.into())),
+        Some((kind @ ("path" | "jwt"), _)) => reader.not_yet(span, &format!("by = \"{kind}:…\"")),
+        Some(_) => reader.unknown_name(span, "identity", text, ALL.split(' ')),
+    }
+    None
+}
+
+fn network(text: &str) -> Option<IpNet> {
+    text.parse().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
+}
+
+fn not_a_network(text: &config::Text, reader: &mut Reader<'_>) {
+    let issue = Issue::at(text.span(), format!("`{}` is not an address or a network", text.get_ref()));
+    reader.issue(issue.hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
 }
 
 pub(super) fn api_keys(api_key: &config::ApiKey, reader: &mut Reader<'_>) -> ApiKeys {

@@ -4,13 +4,12 @@ use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use http::HeaderName;
-
+use super::identities;
 use super::reader::Reader;
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::identity::api_key::{ApiKeys, OnUnknown};
-use crate::identity::{By, OnMissing, Source};
+use crate::identity::{By, Source};
 use crate::limit::algorithm::Rule;
 use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
@@ -57,7 +56,7 @@ pub(super) fn limits(
         let place = limit.span();
         reader.name(place.clone(), name);
         let limit = limit.get_ref();
-        let by = by(limit, &place, reader);
+        let by = identities::by(limit, &place, reader);
         if by.sources.contains(&Source::ApiKey) && keys.consumers.is_empty() && keys.on_unknown == OnUnknown::Reject {
             let issue =
                 Issue::at(place.clone(), "this limit is by api-key, but no key is known: every one would be refused");
@@ -68,19 +67,11 @@ pub(super) fn limits(
         let on_store_error = reader.choice(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let share = rule.share(instances, dearest(config, name));
         let bucket = Bucket::new(hasher, name, &rule.shape());
-        let limit = Limit { name: name.as_str().into(), quota, rule, share, bucket, on_store_error };
+        let limit =
+            Limit { name: name.as_str().into(), quota, rule, share, bucket, on_store_error, shadow: limit.shadow };
         limits.insert(name.clone(), (Arc::new(limit), by));
     }
     limits
-}
-
-/// The headers that only trusted proxies may set, because some limit believes them.
-pub(super) fn user_headers(limits: &Limits) -> Vec<HeaderName> {
-    let sources = limits.values().flat_map(|(_, by)| &by.sources);
-    let mut names: Vec<_> =
-        sources.filter_map(|source| if let Source::User(name) = source { Some(name.clone()) } else { None }).collect();
-    names.dedup();
-    names
 }
 
 /// The largest cost at which a route uses a limit.
@@ -88,51 +79,6 @@ fn dearest(config: &Config, name: &str) -> u64 {
     let uses = |route: &&config::Route| route.limits.iter().any(|limit| limit.get_ref() == name);
     let routes = config.route.iter().map(|route| route.get_ref()).filter(uses);
     routes.filter_map(|route| route.cost.as_ref()).map(|cost| (*cost.get_ref()).max(1) as u64).max().unwrap_or(1)
-}
-
-fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> By {
-    let missing = [("reject", OnMissing::Reject), ("skip", OnMissing::Skip), ("ip", OnMissing::Ip)];
-    let on_missing = reader.choice(limit.on_missing.as_ref(), OnMissing::Reject, &missing);
-    let mut sources = Vec::new();
-    if let Some(list) = reader.required(limit.by.as_ref(), place, "by", "\"ip\"") {
-        if list.get_ref().0.is_empty() {
-            reader.issue(Issue::at(list.span(), "`by` is empty").hint("\"global\" counts all requests together"));
-        }
-        for text in &list.get_ref().0 {
-            sources.extend(source(text, list.span(), reader));
-        }
-    }
-    By { sources, on_missing }
-}
-
-fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Source> {
-    const PLAIN: [&str; 10] = [
-        "api-key",
-        "ip",
-        "global",
-        "route",
-        "user:HEADER",
-        "header:NAME",
-        "host",
-        "method",
-        "client-cert",
-        "jwt:CLAIM",
-    ];
-    match text.split_once(':') {
-        None => match text {
-            "api-key" => return Some(Source::ApiKey),
-            "ip" => return Some(Source::Ip),
-            "global" => return Some(Source::Global),
-            "route" => return Some(Source::Route),
-            "host" | "method" | "client-cert" => reader.not_yet(span, &format!("by = \"{text}\"")),
-            _ => reader.unknown_name(span, "identity", text, PLAIN.into_iter()),
-        },
-        Some(("user", name)) => return reader.header_name(span, name).map(Source::User),
-        Some(("header", name)) => return reader.header_name(span, name).map(Source::Header),
-        Some((kind @ ("cookie" | "query" | "path" | "jwt"), _)) => reader.not_yet(span, &format!("by = \"{kind}:…\"")),
-        Some(_) => reader.unknown_name(span, "identity", text, PLAIN.into_iter()),
-    }
-    None
 }
 
 fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<(Quota, Rule)> {

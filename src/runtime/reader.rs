@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use http::{HeaderName, HeaderValue};
+use http::{HeaderName, HeaderValue, Method};
 use tokio::time::Duration;
 use toml::Spanned;
 
@@ -151,6 +151,26 @@ impl<'a> Reader<'a> {
     /// Says that a value of the contract does nothing yet.
     pub(super) fn not_yet(&mut self, span: Range<usize>, what: &str) {
         self.issue(Issue::at(span, format!("{what} is not supported yet")));
+    }
+
+    /// Methods; none listed = all.
+    pub(super) fn methods(&mut self, list: Option<&[Text]>, place: &Range<usize>) -> Vec<Method> {
+        if list.is_some_and(<[_]>::is_empty) {
+            let issue = Issue::at(place.clone(), "`methods` is empty: no request would match");
+            self.issue(issue.hint("leave it out for all methods"));
+        }
+        let mut methods = Vec::new();
+        for text in list.unwrap_or_default() {
+            let upper = text.get_ref().to_ascii_uppercase();
+            match upper.parse() {
+                Ok(method) if upper == *text.get_ref() => methods.push(method),
+                _ => {
+                    let issue = Issue::at(text.span(), format!("`{}` is not a method", text.get_ref()));
+                    self.issue(issue.hint(format!("methods are upper case: \"{upper}\"")));
+                }
+            }
+        }
+        methods
     }
 
     pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {

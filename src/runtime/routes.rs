@@ -5,14 +5,14 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, Method, StatusCode};
+use http::{HeaderName, HeaderValue, StatusCode};
 
 use super::limits::Limits;
 use super::reader::Reader;
 use super::{Respond, Route, Target};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
-use crate::http::fields;
+use crate::http::fields::{self, Dialect};
 use crate::http::path::canonical;
 use crate::limit::algorithm::{Outcome, Status};
 use crate::reply::standing;
@@ -140,25 +140,7 @@ fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>)
             None
         }
     });
-    if let Some(methods) = route.methods.as_ref().filter(|methods| methods.is_empty()) {
-        let _: &Vec<_> = methods;
-        reader.issue(
-            Issue::at(place.clone(), "`methods` is empty: no request would match").hint("leave it out for all methods"),
-        );
-    }
-    let mut methods: Vec<Method> = Vec::new();
-    for text in route.methods.iter().flatten() {
-        match text.get_ref().parse() {
-            Ok(method) if text.get_ref().chars().all(|c| c.is_ascii_uppercase() || !c.is_ascii_alphabetic()) => {
-                methods.push(method)
-            }
-            _ => {
-                let issue = Issue::at(text.span(), format!("`{}` is not a method", text.get_ref()));
-                reader
-                    .issue(issue.hint(format!("methods are upper case: \"{}\"", text.get_ref().to_ascii_uppercase())));
-            }
-        }
-    }
+    let methods = reader.methods(route.methods.as_deref(), place);
     let mut headers: Vec<(HeaderName, HeaderValue)> = Vec::new();
     for (name, value) in &route.headers {
         if let (Some(name), Some(value)) = (reader.header_name(value.span(), name), reader.header_value(value)) {
@@ -213,7 +195,39 @@ fn route(
         reader.issue(Issue::at(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
     }
     let nothing = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
-    let policy = fields::policy(used.iter().map(|(limit, _)| standing(limit, &nothing)));
+    let policy =
+        fields::policy(used.iter().filter(|(limit, _)| !limit.shadow).map(|(limit, _)| standing(limit, &nothing)));
+    let dialects = dialects(route, reader);
+    let expose = route.expose_headers.then(|| {
+        let names: Vec<_> = dialects.iter().map(|dialect| dialect.fields()).chain(["Retry-After"]).collect();
+        // Field names and commas are a valid value.
+        HeaderValue::from_str(&names.join(", ")).ok()
+    });
+    let expose = expose.flatten();
     let path = route.path.as_ref().map_or("/", |path| path.get_ref());
-    Route { name: name.into(), path: path.into(), target, cost, identities, limits: used, policy }
+    Route { name: name.into(), path: path.into(), target, cost, identities, limits: used, dialects, expose, policy }
+}
+
+fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {
+    const ALL: [(&str, Dialect); 4] = [
+        ("ietf", Dialect::Ietf),
+        ("draft-07", Dialect::Draft07),
+        ("draft-03", Dialect::Draft03),
+        ("github", Dialect::Github),
+    ];
+    let Some(list) = &route.ratelimit_headers else { return vec![Dialect::Ietf] };
+    let mut dialects = Vec::new();
+    for text in list {
+        let dialect = reader.choice(Some(text), Dialect::Ietf, &ALL);
+        if !dialects.contains(&dialect) {
+            dialects.push(dialect);
+        }
+    }
+    if let Some(text) =
+        list.first().filter(|_| dialects.contains(&Dialect::Ietf) && dialects.contains(&Dialect::Draft07))
+    {
+        let issue = Issue::at(text.span(), "`ietf` and `draft-07` write the same fields in different ways");
+        reader.issue(issue.hint("choose one of them"));
+    }
+    dialects
 }
