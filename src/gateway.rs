@@ -95,10 +95,14 @@ impl Gateway {
             Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
         };
-        let asked = Question { request: &request, host: &target.host, peer };
+        let asked = Question { request: &request, host: &target.host, path: &target.path, peer };
         let decision = self.decide(route, &asked, record.as_deref_mut()).await?;
         if !decision.admitted {
-            return Err(Rejection::OverLimit { decision, dialects: &route.dialects, expose: route.expose.as_ref() });
+            return Err(Rejection::OverLimit {
+                decision,
+                dialects: &route.metering.dialects,
+                expose: route.metering.expose.as_ref(),
+            });
         }
         let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
         let mut response = match &route.target {
@@ -125,31 +129,33 @@ impl Gateway {
         mut record: Option<&mut Record>,
     ) -> Result<Decision<'a>, Rejection<'a>> {
         let (runtime, peer, headers) = (&self.runtime, asked.peer, asked.request.headers());
-        let mut checks = Vec::with_capacity(route.limits.len());
-        if !route.limits.is_empty() || record.is_some() {
+        let mut checks = Vec::with_capacity(route.metering.limits.len());
+        if !route.metering.limits.is_empty() || record.is_some() {
             let client = runtime.client_ip.client(peer.address, headers);
             let network = runtime.client_ip.network(client);
             let asker = Asker {
                 method: asked.request.method(),
                 host: asked.host,
+                path: asked.path,
                 query: asked.request.uri().query(),
                 headers,
                 client,
                 network,
                 trusted: peer.origin.trusted,
                 route: &route.name,
+                pattern: &route.pattern,
             };
             let mut encoder = Encoder::default();
             let mut identify =
                 |by: &crate::identity::By| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder);
-            let identities: Result<Vec<_>, _> = route.identities.iter().map(&mut identify).collect();
+            let identities: Result<Vec<_>, _> = route.metering.identities.iter().map(&mut identify).collect();
             if let Some(record) = &mut record {
                 record.client = client;
                 record.route = Some(route.name.clone());
             }
             let identities = identities.map_err(Rejection::Identity)?;
-            for (limit, index) in &route.limits {
-                checks.extend(identities[*index].map(|identity| Check { limit, identity, cost: route.cost }));
+            for (limit, index) in &route.metering.limits {
+                checks.extend(identities[*index].map(|identity| Check { limit, identity, cost: route.metering.cost }));
             }
         }
         let decision = self.limiter.check(&checks).await.map_err(Rejection::Unavailable)?;
@@ -209,6 +215,7 @@ impl Gateway {
 struct Question<'a> {
     request: &'a Request<Incoming>,
     host: &'a str,
+    path: &'a str,
     peer: &'a Peer,
 }
 
@@ -241,10 +248,10 @@ impl<'a> Addressed<'a> {
 /// The RateLimit fields of an admitted request.
 fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
     let standings = || decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome));
-    let all = decision.limits.len() == route.limits.iter().filter(|(limit, _)| !limit.shadow).count();
-    let policy = if all { route.policy.clone() } else { fields::policy(standings()) };
-    fields::advertise(headers, &route.dialects, policy, standings(), binding(decision), decision.now_us);
-    if let Some(expose) = route.expose.as_ref().filter(|_| !decision.limits.is_empty()) {
+    let all = decision.limits.len() == route.metering.limits.iter().filter(|(limit, _)| !limit.shadow).count();
+    let policy = if all { route.metering.policy.clone() } else { fields::policy(standings()) };
+    fields::advertise(headers, &route.metering.dialects, policy, standings(), binding(decision), decision.now_us);
+    if let Some(expose) = route.metering.expose.as_ref().filter(|_| !decision.limits.is_empty()) {
         headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }
 }

@@ -12,6 +12,7 @@ use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
 
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
+use crate::route::PathPattern;
 use api_key::{ApiKeys, Caller};
 
 /// One part of an identity.
@@ -29,6 +30,8 @@ pub enum Source {
     Cookie(Box<str>),
     /// A parameter of the query, decoded.
     Query(Box<str>),
+    /// What the path has in the place of a parameter of the route.
+    Path(Box<str>),
     /// The host that was routed on.
     Host,
     /// The method.
@@ -47,6 +50,7 @@ impl fmt::Display for Source {
             Source::User(name) | Source::Header(name) => write!(f, "field `{name}`"),
             Source::Cookie(name) => write!(f, "cookie `{name}`"),
             Source::Query(name) => write!(f, "query parameter `{name}`"),
+            Source::Path(name) => write!(f, "path parameter `{name}`"),
             Source::Host => f.write_str("host"),
             Source::Method => f.write_str("method"),
             Source::Global | Source::Route => f.write_str("route"),
@@ -94,6 +98,8 @@ pub struct Asker<'a> {
     pub method: &'a Method,
     /// The host that it was routed on.
     pub host: &'a str,
+    /// Its path in canonical form.
+    pub path: &'a str,
     /// Its query.
     pub query: Option<&'a str>,
     /// Its header section.
@@ -106,6 +112,8 @@ pub struct Asker<'a> {
     pub trusted: bool,
     /// The name of the route.
     pub route: &'a str,
+    /// The path pattern of the route.
+    pub pattern: &'a PathPattern,
 }
 
 /// Why a request has no identity.
@@ -234,6 +242,15 @@ impl Source {
                 });
                 only(b'q', values.collect())
             }
+            Source::Path(name) => only(
+                b'p',
+                asker
+                    .pattern
+                    .capture(asker.path, name)
+                    .map(|value| Cow::Borrowed(value.as_bytes()))
+                    .into_iter()
+                    .collect(),
+            ),
             Source::Host => only(b'n', vec![Cow::Borrowed(asker.host.as_bytes())]),
             Source::Method => Ok(Part::Value(b'm', Cow::Borrowed(asker.method.as_str().as_bytes()))),
             Source::Global => Ok(Part::Value(b'g', Cow::Borrowed(b""))),
@@ -256,12 +273,14 @@ mod tests {
         let asker = Asker {
             method: &Method::GET,
             host: "example.com",
+            path: "/users/7",
             query: Some("a=1&b=x%26y&a=2"),
             headers: &headers,
             client,
             network: client,
             trusted,
             route: "r",
+            pattern: &"/users/{id}".parse().unwrap(),
         };
         by.identify(&asker, &ApiKeys::default(), &IdentityHasher::new(""), &mut Encoder::default())
     }
@@ -306,6 +325,7 @@ mod tests {
             (Source::Cookie("sid".into()), "a=b; sid=7", Ok(true)),
             (Source::Cookie("sid".into()), "xsid=7", Err("the cookie `sid` is needed")),
             (Source::Cookie("sid".into()), "sid=7; sid=8", Err("the cookie `sid` stands more than once")),
+            (Source::Path("id".into()), "", Ok(true)),
             (Source::Query("b".into()), "", Ok(true)),
             (Source::Query("a".into()), "", Err("the query parameter `a` stands more than once")),
             (Source::Query("c".into()), "", Err("the query parameter `c` is needed")),

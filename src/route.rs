@@ -119,6 +119,30 @@ impl std::str::FromStr for PathPattern {
     }
 }
 
+impl PathPattern {
+    /// What a path that the pattern matches has in the place of a parameter.
+    pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
+        let mut rest = path.strip_prefix('/')?;
+        for segment in &self.0 {
+            let (part, next) = rest.split_once('/').unwrap_or((rest, ""));
+            match segment {
+                Segment::Rest(rest_name) => return (**rest_name == *name).then_some(rest),
+                Segment::Parameter(parameter) if **parameter == *name => return Some(part),
+                Segment::Parameter(_) | Segment::Literal(_) => rest = next,
+            }
+        }
+        None
+    }
+
+    /// Whether it has a parameter of this name.
+    pub fn has(&self, name: &str) -> bool {
+        self.0.iter().any(|segment| match segment {
+            Segment::Literal(_) => false,
+            Segment::Parameter(parameter) | Segment::Rest(parameter) => **parameter == *name,
+        })
+    }
+}
+
 impl<T> Default for RouteTable<T> {
     fn default() -> Self {
         RouteTable { exact: HashMap::new(), wildcard: HashMap::new(), any: Node::default() }
@@ -331,6 +355,22 @@ mod tests {
         assert_eq!(table.find("h", "/x", &Method::POST, &with("1")), Ok(&3));
         let allowed = NoMatch::Method(vec![Method::GET, Method::POST]);
         assert_eq!(table.find("h", "/x", &Method::DELETE, &HeaderMap::new()), Err(allowed));
+    }
+
+    #[test]
+    fn parameters_are_captured() {
+        for (pattern, path, name, expected) in [
+            ("/v1/users/{id}", "/v1/users/7", "id", Some("7")),
+            ("/{a}/x/{b}", "/1/x/2", "b", Some("2")),
+            ("/{a}/x/{b}", "/1/x/2", "a", Some("1")),
+            ("/v1/{*rest}", "/v1/a/b/", "rest", Some("a/b/")),
+            ("/{*rest}", "/", "rest", Some("")),
+            ("/v1/{id}", "/v1/7", "other", None),
+        ] {
+            let pattern: PathPattern = pattern.parse().unwrap();
+            assert_eq!(pattern.capture(path, name), expected, "{pattern:?} of {path}");
+            assert_eq!(pattern.has(name), expected.is_some(), "{pattern:?} has {name}");
+        }
     }
 
     #[test]

@@ -27,7 +27,7 @@ use crate::limit::Limit;
 use crate::limit::key::IdentityHasher;
 use crate::limit::redis::RedisSettings;
 use crate::observe::log::Format;
-use crate::route::RouteTable;
+use crate::route::{PathPattern, RouteTable};
 use crate::upstream::UpstreamSettings;
 use reader::Reader;
 
@@ -143,8 +143,17 @@ pub struct Route {
     pub name: Arc<str>,
     /// The path as written.
     pub path: Box<str>,
+    /// The same, ready to look parameters up.
+    pub pattern: PathPattern,
     /// Where its requests go.
     pub target: Target,
+    /// What they are limited by.
+    pub metering: Metering,
+}
+
+/// What a route's requests are limited by, and how callers are told.
+#[derive(Debug)]
+pub struct Metering {
     /// What each request costs.
     pub cost: u64,
     /// The identities that its limits ask for, each once.
@@ -197,7 +206,7 @@ impl Runtime {
 impl Route {
     /// Whether it has this limit.
     pub fn uses(&self, limit: &Arc<Limit>) -> bool {
-        self.limits.iter().any(|(used, _)| Arc::ptr_eq(used, limit))
+        self.metering.limits.iter().any(|(used, _)| Arc::ptr_eq(used, limit))
     }
 }
 

@@ -153,6 +153,35 @@ fn limits_apply_to_their_methods_and_not_to_the_exempt() {
 }
 
 #[test]
+fn identities_come_from_every_part_of_a_request() {
+    for (by, same, other) in [
+        ("path:id", "/u/1?x=1", "/u/2?x=1"),
+        ("query:k", "/u/1?k=a&x=1", "/u/1?k=b&x=1"),
+        ("query:k", "/u/1?k=a%20b", "/u/1?k=a"),
+        ("host", "/u/1", ""),
+        ("cookie:sid", "/u/1", ""),
+        ("method", "/u/1", ""),
+    ] {
+        let gateway = Gateway::start(&format!(
+            "[limit.l]\nby = \"{by}\"\nquota = \"1/hour\"\n\
+             [[route]]\nname = \"u\"\npath = \"/u/{{id}}\"\nrespond = {{ status = 200 }}\nlimits = [\"l\"]\n"
+        ));
+        let mut client = gateway.client();
+        let mut ask = |path: &str, method: &str, second: bool| {
+            let headers = [
+                ("Host", if second && by == "host" { "b.test" } else { "a.test" }),
+                ("Cookie", if second { "sid=2" } else { "sid=1" }),
+            ];
+            client.request(method, path, &headers, b"").status
+        };
+        let second_path = if other.is_empty() { same } else { other };
+        let second_method = if by == "method" { "POST" } else { "GET" };
+        assert_eq!((ask(same, "GET", false), ask(same, "GET", false)), (200, 429), "one bucket: {by}");
+        assert_eq!(ask(second_path, second_method, true), 200, "another bucket: {by}");
+    }
+}
+
+#[test]
 fn a_route_can_cost_more() {
     let gateway = Gateway::start(&routes(
         "[limit.l]\nby = \"ip\"\nquota = \"10/hour\"\nalgorithm = \"fixed-window\"\n",

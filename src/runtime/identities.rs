@@ -83,7 +83,8 @@ fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Sou
         Some(("header", name)) => return reader.header_name(span, name).map(Source::Header),
         Some(("cookie", name)) if !name.is_empty() => return Some(Source::Cookie(name.into())),
         Some(("query", name)) if !name.is_empty() => return Some(Source::Query(name.into())),
-        Some((kind @ ("path" | "jwt"), _)) => reader.not_yet(span, &format!("by = \"{kind}:…\"")),
+        Some(("path", name)) if !name.is_empty() => return Some(Source::Path(name.into())),
+        Some((kind @ "jwt", _)) => reader.not_yet(span, &format!("by = \"{kind}:…\"")),
         Some(_) => reader.unknown_name(span, "identity", text, ALL.split(' ')),
     }
     None

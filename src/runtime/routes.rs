@@ -9,11 +9,12 @@ use http::{HeaderName, HeaderValue, StatusCode};
 
 use super::limits::Limits;
 use super::reader::Reader;
-use super::{Respond, Route, Target};
+use super::{Metering, Respond, Route, Target};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::http::fields::{self, Dialect};
 use crate::http::path::canonical;
+use crate::identity::Source;
 use crate::limit::algorithm::{Outcome, Status};
 use crate::reply::standing;
 use crate::route::{PathPattern, Pattern, RouteTable};
@@ -49,11 +50,18 @@ pub(super) fn routes(
         };
         let target = target(written, &place, upstreams, reader);
         let pattern = pattern(written, &place, reader);
-        let Some(route) = target.map(|target| Arc::new(route(name, written, target, limits, config, reader))) else {
-            continue;
-        };
+        let path = pattern.as_ref().map(|pattern| &pattern.path);
+        let metering = metering(written, path, limits, config, reader);
+        let (Some(target), Some(pattern)) = (target, pattern) else { continue };
+        let route = Arc::new(Route {
+            name: name.into(),
+            path: written.path.as_ref().map_or("/", |path| path.get_ref()).into(),
+            pattern: pattern.path.clone(),
+            target,
+            metering,
+        });
         routes.push(route.clone());
-        if let Some(Err(tie)) = pattern.map(|pattern| table.insert(pattern, route)) {
+        if let Err(tie) = table.insert(pattern, route) {
             let path = written.path.as_ref().map_or(place, |path| path.span());
             let issue = Issue::at(path, format!("nothing tells this route from `{}`", tie.0.name));
             reader.issue(issue.hint("give one of them another host, path, method or header"));
@@ -154,14 +162,14 @@ fn is_host(name: &str) -> bool {
     !name.is_empty() && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-._:[]".contains(&byte))
 }
 
-fn route(
-    name: &str,
+/// What a route's requests are limited by; faults are found even where the route itself is faulty.
+fn metering(
     route: &config::Route,
-    target: Target,
+    path: Option<&PathPattern>,
     limits: &Limits,
     config: &Config,
     reader: &mut Reader<'_>,
-) -> Route {
+) -> Metering {
     let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
     let mut identities = Vec::new();
     let mut used: Vec<(Arc<_>, usize)> = Vec::new();
@@ -177,6 +185,18 @@ fn route(
         if used.iter().any(|(other, _)| Arc::ptr_eq(other, limit)) {
             reader.issue(Issue::at(text.span(), format!("the route has the limit `{limit_name}` twice")));
             continue;
+        }
+        for source in &by.sources {
+            if let Source::Path(parameter) = source
+                && path.is_some_and(|path| !path.has(parameter))
+            {
+                let message = format!(
+                    "`{limit_name}` is by path:{parameter}, but the path of this route has no `{{{parameter}}}`"
+                );
+                reader.issue(
+                    Issue::at(text.span(), message).hint("name the parameter in `path`, or leave the limit out"),
+                );
+            }
         }
         let capacity = limit.rule.capacity();
         if let Some(span) = (cost > capacity).then(|| route.cost.as_ref().map_or(text.span(), |cost| cost.span())) {
@@ -204,8 +224,7 @@ fn route(
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();
-    let path = route.path.as_ref().map_or("/", |path| path.get_ref());
-    Route { name: name.into(), path: path.into(), target, cost, identities, limits: used, dialects, expose, policy }
+    Metering { cost, identities, limits: used, dialects, expose, policy }
 }
 
 fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {

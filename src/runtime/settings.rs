@@ -158,8 +158,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
             settings.name = format!("redis at {address}");
             let mut scripts: Vec<_> = routes
                 .iter()
-                .filter(|route| !route.limits.is_empty())
-                .map(|route| Parts::of(route.limits.iter().map(|(limit, _)| &limit.rule)))
+                .filter(|route| !route.metering.limits.is_empty())
+                .map(|route| Parts::of(route.metering.limits.iter().map(|(limit, _)| &limit.rule)))
                 .collect();
             scripts.sort_unstable();
             scripts.dedup();
