@@ -65,8 +65,8 @@ fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]) -> f64
             }
             call.arg("C").arg(0).arg(0);
             for rule in rules {
-                let (kind, [a, b, c, d]) = rule.arguments();
-                call.arg(kind.letter()).arg("-").arg(1).arg(a).arg(b).arg(c).arg(d);
+                let [a, b, c, d] = rule.arguments(0);
+                call.arg(rule.kind().letter()).arg("-").arg(1).arg(a).arg(b).arg(c).arg(d);
             }
             call.ignore();
         }

@@ -7,7 +7,7 @@
 -- then 7 for each limit: kind, flags (- | s shadow | p post-paid), cost, a, b, c, d: the kind's file says what a to d mean
 -- Reply    [granted, now_us, (status, remaining, reset_us, retry_us) for each limit]
 --          status 0 ok, 1 over (retry is exact), 2 never fits (retry -1); a denied request shows what is there uncharged
--- Errors   RLARG ...: bad arguments, nothing was written
+-- Errors   RLARG ...: bad arguments; RLSTALE ...: see fixed_window.lua. Nothing was written
 --
 -- The kinds are branches of one `if`, put in place of the mark below; functions would cost more than what they do.
 -- A branch writes nothing. It reads key, asked (C, P, A or R), cost, a, b, c, d and now, and sets

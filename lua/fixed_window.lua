@@ -1,9 +1,18 @@
--- Kinds F and X, fixed window. a the limit, b the window in microseconds.
+-- Kinds F, X and K, fixed window. a the limit, b the window in microseconds.
 -- F: windows aligned to the epoch, shifted by c (phase). X: the window opens with the first request.
+-- K: calendar windows; b, c and d are the starts of three that follow each other, the gateway reckons them. When the time
+-- is in none of the two between them the reply is RLSTALE with the time, and nothing is written.
 -- State `start:count` of the window that opened at `start`; an older one counts as empty.
-elseif kind == 'F' or kind == 'X' then
-  local start, used, behind = now, 0, false
-  if kind == 'F' then start = now - (now - c) % b end
+elseif kind == 'F' or kind == 'X' or kind == 'K' then
+  local start, finish, used, behind = now, nil, 0, false
+  if kind == 'F' then start = now - (now - c) % b
+  elseif kind == 'K' then
+    d = tonumber(d)
+    if not d or now < b or now >= d then
+      return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d', now))
+    end
+    if now < c then start, finish = b, c else start, finish = c, d end
+  end
   local state = call('GET', key)
   if state then
     local opened, counted = match(state, '^(%d+):(%d+)$')
@@ -12,7 +21,7 @@ elseif kind == 'F' or kind == 'X' then
     elseif kind == 'X' and now < opened + b then start = opened
     elseif opened < start then used = 0 end
   end
-  local finish = start + b
+  finish = finish or start + b
   local idle = kind == 'X' and 0 or finish - now
   free, free_reset = a - used, used == 0 and idle or finish - now
   local counted = used + cost

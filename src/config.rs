@@ -130,6 +130,7 @@ pub struct Limit {
     pub burst: Option<Spanned<i64>>,
     pub start: Option<Text>,
     pub buckets: Option<Spanned<i64>>,
+    pub time_zone: Option<Text>,
     pub on_missing: Option<Text>,
     pub on_store_error: Option<Text>,
     pub shadow: bool,

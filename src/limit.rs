@@ -1,6 +1,7 @@
 //! The limiter: decides whether a request may pass. Knows no HTTP.
 
 pub mod algorithm;
+pub mod calendar;
 pub mod clock;
 pub mod guard;
 pub mod key;
@@ -47,7 +48,7 @@ impl Limit {
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
             // All of one window at its end, all of the next at its beginning.
-            Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. }, .. }) => 2 * count,
+            Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. } | Start::Calendar(_), .. }) => 2 * count,
             // The same, but one request is needed to open the first window.
             Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) | Rule::SlidingWindow(_) => 2 * count - 1,
             Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => count,

@@ -138,7 +138,7 @@ fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
 
 /// What a limit tells on success.
 pub fn standing<'a>(limit: &'a Limit, outcome: &Outcome) -> Standing<'a> {
-    let window_s = fields::seconds(limit.quota.window_us.unwrap_or(0));
+    let window_s = limit.quota.window_us.map(fields::seconds);
     let Outcome { remaining, reset_us, .. } = *outcome;
     Standing { name: &limit.name, quota: limit.quota.count, window_s, remaining, until_us: reset_us }
 }

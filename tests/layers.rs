@@ -18,7 +18,7 @@ const ROWS: &[&[&str]] = &[
 
 /// Inside the limiter, from the top down.
 const LIMIT_ROWS: &[&[&str]] =
-    &[&["guard"], &["memory", "redis"], &["store"], &["algorithm"], &["key", "quota", "clock"]];
+    &[&["guard"], &["memory", "redis"], &["store"], &["algorithm"], &["calendar"], &["key", "quota", "clock"]];
 
 /// The clock belongs to the limiter, and to whoever needs the time.
 const ANYONE: &[&str] = &["limit::clock"];

@@ -14,9 +14,11 @@ use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule, Status};
+use sluicegate::limit::calendar::Windows;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::Calendar;
 use sluicegate::limit::redis::script::Parts;
 use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store, Verdict};
@@ -175,6 +177,50 @@ async fn shadow_limits_never_deny_and_post_paid_ones_are_charged_later() {
 }
 
 #[tokio::test]
+async fn calendar_windows_open_when_the_calendar_says() {
+    let server = Redis::start();
+    let stores = Stores::new(&server, "calendar");
+    let month = Start::Calendar(Arc::new(Windows::new(Calendar::Month, "Europe/Berlin").unwrap()));
+    let limit = Limit::new("month", Rule::FixedWindow(FixedWindow { limit: 2, window: 0, start: month }));
+    let at = |text: &str| stores.clock.set(text.parse::<jiff::Timestamp>().unwrap().as_microsecond() as u64);
+    at("2027-01-31T22:59:58Z");
+    let last = stores.call(Operation::Check, &[limit.charge(1, 2)]).await;
+    assert_eq!(
+        (last.granted, last.outcomes[0].reset_us),
+        (1, 2 * SECOND),
+        "January in Berlin ends an hour before UTC's"
+    );
+    at("2027-01-31T22:59:59Z");
+    assert_eq!(stores.call(Operation::Check, &[limit.charge(1, 1)]).await.outcomes[0].retry_us, SECOND);
+    at("2027-01-31T23:00:00Z");
+    let february = stores.call(Operation::Check, &[limit.charge(1, 1)]).await;
+    assert_eq!((february.granted, february.outcomes[0].reset_us), (1, 28 * 86_400 * SECOND));
+    assert!(server.keys()[0].ends_with(":month:kmonth@Europe/Berlin"), "{:?}", server.keys());
+}
+
+#[tokio::test]
+async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
+    let server = Redis::start();
+    // The boundaries are reckoned for a year ago, the server has the time of today.
+    let settings = RedisSettings {
+        client: server.client(),
+        prefix: "off".to_owned(),
+        connections: 1,
+        connect_timeout: support::PATIENCE,
+        scripts: Vec::new(),
+    };
+    let clock = Clock::Skewed(-365 * 86_400 * SECOND as i64);
+    let store = RedisStore::new(&settings, clock);
+    let day = Start::Calendar(Arc::new(Windows::new(Calendar::Day, "UTC").unwrap()));
+    let limit = Limit::new("day", Rule::FixedWindow(FixedWindow { limit: 2, window: 0, start: day }));
+    for left in [1, 0] {
+        let verdict = store.call(Operation::Check, &[limit.charge(1, 1)]).await.unwrap();
+        assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, left));
+    }
+    assert_eq!(store.call(Operation::Check, &[limit.charge(1, 1)]).await.unwrap().granted, 0);
+}
+
+#[tokio::test]
 async fn bad_arguments_write_nothing() {
     let server = Redis::start();
     let text = &sluicegate::limit::redis::script::script(Parts::of([&bucket(1, SECOND, 1)])).text;
@@ -311,7 +357,7 @@ struct Step {
 fn rule() -> impl Strategy<Value = Rule> {
     // Windows long enough that no key expires in real time while a case runs.
     let windows = prop_oneof![Just(60 * SECOND), Just(90_000_900), Just(3600 * SECOND), Just(86_400 * SECOND)];
-    (0..6u8, 1..12u64, windows, 1..12u64, 0..3u64).prop_map(|(kind, count, length, burst, phase)| match kind {
+    (0..7u8, 1..12u64, windows, 1..12u64, 0..3u64).prop_map(|(kind, count, length, burst, phase)| match kind {
         0 => bucket(count, length.max(count * 6 * SECOND), burst),
         1 => window(count, length, Start::Aligned { phase: phase * 1_234_567 }),
         2 => window(count, length, Start::FirstRequest),
@@ -320,6 +366,13 @@ fn rule() -> impl Strategy<Value = Rule> {
             limit: count,
             window: length,
             unit: [1, 100, length / 100][phase as usize],
+        }),
+        5 => Rule::FixedWindow(FixedWindow {
+            limit: count,
+            window: 0,
+            start: Start::Calendar(Arc::new(
+                Windows::new([Calendar::Day, Calendar::Week][phase as usize % 2], "Europe/Berlin").unwrap(),
+            )),
         }),
         _ => Rule::SlidingBuckets(SlidingBuckets { limit: count, window: length, buckets: [1, 4, 12][phase as usize] }),
     })
@@ -475,6 +528,7 @@ fn longest_reset(rule: &Rule, state: &Outcome) -> u64 {
         Rule::SlidingLog(rule) => rule.window,
         Rule::SlidingWindow(rule) => 2 * rule.window,
         Rule::SlidingBuckets(rule) => 2 * rule.window,
+        Rule::FixedWindow(FixedWindow { start: Start::Calendar(_), .. }) => 7 * 25 * 3600 * SECOND,
         // A key that holds an old window may outlive it: garbage, not state.
         Rule::FixedWindow(rule) => rule.window.max(state.reset_us),
         Rule::TokenBucket(_) => u64::MAX / 4000,

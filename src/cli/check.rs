@@ -3,6 +3,7 @@
 use std::io::{Write, stdout};
 use std::path::Path;
 
+use crate::limit::quota::Calendar;
 use crate::runtime::Runtime;
 
 pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
@@ -18,11 +19,11 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
         runtime.store.name,
     )?;
     for limit in &runtime.limits {
-        let window = limit.quota.window_us.unwrap_or(0);
-        let window = if window.is_multiple_of(1_000_000) {
-            format!("{} s", window / 1_000_000)
-        } else {
-            format!("{} ms", window / 1000)
+        let window = match (limit.quota.window_us, limit.quota.calendar) {
+            (Some(us), _) if us.is_multiple_of(1_000_000) => format!("{} s", us / 1_000_000),
+            (Some(us), _) => format!("{} ms", us / 1000),
+            (None, Some(Calendar::Year)) => "365 days".to_owned(),
+            (None, _) => "28 days".to_owned(),
         };
         let (most, at_once) = (limit.most_in_any_window(), limit.rule.capacity());
         let trial = if limit.shadow { " (shadow: never denies)" } else { "" };

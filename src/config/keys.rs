@@ -19,7 +19,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("store", &["tls", "denial_cache"]),
     ("api_key", &["query", "bearer"]),
-    ("limit", &["tiers", "lease", "time_zone", "refund_on", "cost", "max_wait", "max_waiting"]),
+    ("limit", &["tiers", "lease", "refund_on", "cost", "max_wait", "max_waiting"]),
     (
         "upstream",
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],

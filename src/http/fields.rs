@@ -25,8 +25,8 @@ pub struct Standing<'a> {
     pub name: &'a str,
     /// Units per window.
     pub quota: u64,
-    /// Length of the window in whole seconds, rounded up.
-    pub window_s: u64,
+    /// Length of the window in whole seconds, rounded up; none where the calendar decides.
+    pub window_s: Option<u64>,
     /// Whole units left.
     pub remaining: u64,
     /// µs until everything is back, or until the denied request would pass.
@@ -35,7 +35,10 @@ pub struct Standing<'a> {
 
 /// The policy of the given limits, to be set on every response that they had a say in.
 pub fn policy<'a>(limits: impl Iterator<Item = Standing<'a>>) -> Option<HeaderValue> {
-    value(limits, |out, limit| write!(out, "\"{}\";q={};w={}", limit.name, limit.quota, limit.window_s))
+    value(limits, |out, limit| {
+        write!(out, "\"{}\";q={}", limit.name, limit.quota)?;
+        write_window(out, limit.window_s)
+    })
 }
 
 /// How callers are told where they stand.
@@ -91,7 +94,10 @@ pub fn advertise<'a>(
             Dialect::Ietf => {}
             Dialect::Draft07 => {
                 let one = || std::iter::once(binding);
-                let policy = value(one(), |out, limit| write!(out, "{};w={}", limit.quota, limit.window_s));
+                let policy = value(one(), |out, limit| {
+                    write!(out, "{}", limit.quota)?;
+                    write_window(out, limit.window_s)
+                });
                 let standing =
                     value(one(), |out, _| write!(out, "limit={quota}, remaining={remaining}, reset={reset}"));
                 append(headers, RATELIMIT_POLICY, policy);
@@ -101,6 +107,10 @@ pub fn advertise<'a>(
             Dialect::Github => three(headers, GITHUB, seconds(now_us + binding.until_us)),
         }
     }
+}
+
+fn write_window(out: &mut BytesMut, window_s: Option<u64>) -> std::fmt::Result {
+    window_s.map_or(Ok(()), |seconds| write!(out, ";w={seconds}"))
 }
 
 fn append(headers: &mut HeaderMap, name: HeaderName, value: Option<HeaderValue>) {

@@ -10,7 +10,7 @@ pub mod token_bucket;
 
 use std::collections::VecDeque;
 
-use fixed_window::FixedWindow;
+use fixed_window::{FixedWindow, Start};
 use sliding_buckets::SlidingBuckets;
 use sliding_log::SlidingLog;
 use sliding_window::SlidingWindow;
@@ -163,17 +163,36 @@ impl Rule {
         }
     }
 
-    /// The kind and the arguments a to d of the script contract.
-    pub fn arguments(&self) -> (Kind, [u64; 4]) {
+    /// The kind of the script contract.
+    pub fn kind(&self) -> Kind {
         match self {
-            Rule::TokenBucket(rule) => (Kind::TokenBucket, [rule.burst, rule.refill, rule.parts, 0]),
+            Rule::TokenBucket(_) => Kind::TokenBucket,
             Rule::FixedWindow(rule) => match rule.start {
-                fixed_window::Start::Aligned { phase } => (Kind::FixedWindow, [rule.limit, rule.window, phase, 0]),
-                fixed_window::Start::FirstRequest => (Kind::FirstRequest, [rule.limit, rule.window, 0, 0]),
+                Start::Aligned { .. } => Kind::FixedWindow,
+                Start::FirstRequest => Kind::FirstRequest,
+                Start::Calendar(_) => Kind::Calendar,
             },
-            Rule::SlidingWindow(rule) => (Kind::SlidingWindow, [rule.limit, rule.window, rule.unit, 0]),
-            Rule::SlidingBuckets(rule) => (Kind::SlidingBuckets, [rule.limit, rule.window, rule.buckets, 0]),
-            Rule::SlidingLog(rule) => (Kind::SlidingLog, [rule.limit, rule.window, 0, 0]),
+            Rule::SlidingWindow(_) => Kind::SlidingWindow,
+            Rule::SlidingBuckets(_) => Kind::SlidingBuckets,
+            Rule::SlidingLog(_) => Kind::SlidingLog,
+        }
+    }
+
+    /// The arguments a to d of the script contract, for a call at about this instant.
+    pub fn arguments(&self, now_us: u64) -> [u64; 4] {
+        match self {
+            Rule::TokenBucket(rule) => [rule.burst, rule.refill, rule.parts, 0],
+            Rule::FixedWindow(rule) => match &rule.start {
+                Start::Aligned { phase } => [rule.limit, rule.window, *phase, 0],
+                Start::FirstRequest => [rule.limit, rule.window, 0, 0],
+                Start::Calendar(windows) => {
+                    let [first, second, third] = windows.around(now_us);
+                    [rule.limit, first, second, third]
+                }
+            },
+            Rule::SlidingWindow(rule) => [rule.limit, rule.window, rule.unit, 0],
+            Rule::SlidingBuckets(rule) => [rule.limit, rule.window, rule.buckets, 0],
+            Rule::SlidingLog(rule) => [rule.limit, rule.window, 0, 0],
         }
     }
 
@@ -190,12 +209,17 @@ impl Rule {
 
     /// Names what must not be shared between states: the algorithm and the window, not the size.
     pub fn shape(&self) -> String {
-        let (kind, [_, window, phase, _]) = self.arguments();
+        let letter = self.kind().letter().to_lowercase();
         match self {
-            Rule::TokenBucket(_) => kind.letter().to_lowercase(),
-            Rule::SlidingBuckets(rule) => format!("{}{window}k{}", kind.letter().to_lowercase(), rule.buckets),
-            Rule::FixedWindow(_) if phase > 0 => format!("{}{window}p{phase}", kind.letter().to_lowercase()),
-            _ => format!("{}{window}", kind.letter().to_lowercase()),
+            Rule::TokenBucket(_) => letter,
+            Rule::FixedWindow(rule) => match &rule.start {
+                Start::Calendar(windows) => format!("{letter}{windows}"),
+                Start::Aligned { phase: 1.. } => format!("{letter}{}p", rule.window),
+                Start::Aligned { .. } | Start::FirstRequest => format!("{letter}{}", rule.window),
+            },
+            Rule::SlidingWindow(rule) => format!("{letter}{}", rule.window),
+            Rule::SlidingBuckets(rule) => format!("{letter}{}k{}", rule.window, rule.buckets),
+            Rule::SlidingLog(rule) => format!("{letter}{}", rule.window),
         }
     }
 
@@ -204,7 +228,7 @@ impl Rule {
         let of = |size: u64| size.div_ceil(n).max(cost);
         match self {
             Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(n, of(rule.burst))),
-            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: of(rule.limit), ..*rule }),
+            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: of(rule.limit), ..rule.clone() }),
             Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: of(rule.limit), ..*rule }),
             Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: of(rule.limit), ..*rule }),
             Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: of(rule.limit), ..*rule }),
@@ -221,6 +245,8 @@ pub enum Kind {
     FixedWindow,
     /// `fixed_window.lua`, opened by the first request
     FirstRequest,
+    /// `fixed_window.lua`, by the calendar
+    Calendar,
     /// `sliding_window.lua`
     SlidingWindow,
     /// `sliding_buckets.lua`
@@ -236,6 +262,7 @@ impl Kind {
             Kind::TokenBucket => "B",
             Kind::FixedWindow => "F",
             Kind::FirstRequest => "X",
+            Kind::Calendar => "K",
             Kind::SlidingWindow => "W",
             Kind::SlidingBuckets => "S",
             Kind::SlidingLog => "L",

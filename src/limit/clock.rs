@@ -11,6 +11,8 @@ pub enum Clock {
     /// Redis' own `TIME`; for the memory store, the system's clock.
     #[default]
     Store,
+    /// Redis' own `TIME` for decisions, while this process' clock is off by so many µs.
+    Skewed(i64),
     /// An instant set by hand, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
 }
@@ -33,6 +35,7 @@ impl Clock {
         match self {
             Clock::Manual(now) => now.load(Ordering::SeqCst),
             Clock::Store => unix_us(),
+            Clock::Skewed(by_us) => unix_us().saturating_add_signed(*by_us),
         }
     }
 
@@ -40,7 +43,7 @@ impl Clock {
     pub fn argument_us(&self) -> u64 {
         match self {
             Clock::Manual(now) => now.load(Ordering::SeqCst),
-            Clock::Store => 0,
+            Clock::Store | Clock::Skewed(_) => 0,
         }
     }
 }

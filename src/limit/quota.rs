@@ -43,6 +43,8 @@ pub enum QuotaError {
     Parts { buckets: u64 },
     #[error("months and years have no fixed length: they exist only with fixed-window")]
     NoWindow,
+    #[error("there is no time zone `{0}`")]
+    Zone(String),
 }
 
 const SECOND: u64 = 1_000_000;

@@ -6,7 +6,7 @@ pub mod script;
 use redis::{Cmd, Value};
 use tokio::time::Duration;
 
-use super::algorithm::{Outcome, Status};
+use super::algorithm::{Kind, Outcome, Status};
 use super::clock::Clock;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 use connection::{Connections, checkout};
@@ -52,7 +52,8 @@ impl RedisStore {
         connection.send(&redis::cmd("PING")).await.map(drop).map_err(refused_or_unreachable)
     }
 
-    fn command(&self, verb: &str, script: &str, operation: Operation, charges: &[Charge<'_>]) -> Cmd {
+    /// A call for decisions at about `near_us`, which is when calendar windows are reckoned for.
+    fn command(&self, verb: &str, script: &str, operation: Operation, charges: &[Charge<'_>], near_us: u64) -> Cmd {
         let (letter, charged_at) = match operation {
             Operation::Check => ("C", 0),
             Operation::Peek => ("P", 0),
@@ -71,8 +72,15 @@ impl RedisStore {
         }
         command.arg(letter).arg(self.clock.argument_us()).arg(charged_at);
         for charge in charges {
-            let (kind, [a, b, c, d]) = charge.rule.arguments();
-            command.arg(kind.letter()).arg(charge.mode.flag()).arg(charge.cost).arg(a).arg(b).arg(c).arg(d);
+            let [a, b, c, d] = charge.rule.arguments(near_us);
+            command
+                .arg(charge.rule.kind().letter())
+                .arg(charge.mode.flag())
+                .arg(charge.cost)
+                .arg(a)
+                .arg(b)
+                .arg(c)
+                .arg(d);
         }
         command
     }
@@ -82,16 +90,33 @@ impl Store for RedisStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         let script = script(Parts::of(charges.iter().map(|charge| charge.rule)));
         let mut connection = checkout(&self.connections).await?;
-        let command = self.command("EVALSHA", &script.sha, operation, charges);
-        let reply = match connection.send(&command).await {
-            // The server forgot its scripts: nothing ran, so the call may go out again, with the text.
-            Err(error) if error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) => {
-                connection.send(&self.command("EVAL", &script.text, operation, charges)).await
+        // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
+        let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);
+        let mut near_us = if calendar { self.clock.now_us() } else { 0 };
+        let (mut verb, mut text) = ("EVALSHA", &script.sha);
+        // Each of the two errors is answered once, and proves that nothing ran.
+        let (mut sent_text, mut asked_time) = (false, false);
+        let reply = loop {
+            let error = match connection.send(&self.command(verb, text, operation, charges, near_us)).await {
+                Ok(reply) => break Ok(reply),
+                Err(error) => error,
+            };
+            if !sent_text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
+                (sent_text, verb, text) = (true, "EVAL", &script.text);
+            } else if let Some(redis_us) = stale(&error).filter(|_| !asked_time) {
+                (asked_time, near_us) = (true, redis_us);
+            } else {
+                break Err(error);
             }
-            reply => reply,
         };
         verdict(&reply.map_err(refused_or_unreachable)?, charges.len()).ok_or(StoreError::Malformed)
     }
+}
+
+/// The time of a server that found calendar boundaries too far from it.
+fn stale(error: &redis::RedisError) -> Option<u64> {
+    let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
+    detail.rsplit(' ').next()?.parse().ok()
 }
 
 fn refused_or_unreachable(error: redis::RedisError) -> StoreError {

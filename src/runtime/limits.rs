@@ -16,6 +16,7 @@ use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use crate::limit::algorithm::sliding_log::SlidingLog;
 use crate::limit::algorithm::sliding_window::SlidingWindow;
 use crate::limit::algorithm::token_bucket::TokenBucket;
+use crate::limit::calendar::Windows;
 use crate::limit::key::{Bucket, IdentityHasher};
 use crate::limit::quota::{Quota, QuotaError};
 use crate::limit::{Limit, OnStoreError};
@@ -90,6 +91,7 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
         ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
+        ("time_zone", limit.time_zone.as_ref().map(|zone| zone.span()), Algorithm::FixedWindow),
         ("buckets", limit.buckets.as_ref().map(|buckets| buckets.span()), Algorithm::SlidingBuckets),
     ] {
         if let Some(span) = span.filter(|_| algorithm != owner) {
@@ -105,11 +107,20 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
                 TokenBucket::new(quota, burst).map(Rule::TokenBucket)
             }
             Algorithm::FixedWindow => {
-                let starts = [("aligned", Start::Aligned { phase: 0 }), ("first-request", Start::FirstRequest)];
-                let start = reader.choice(limit.start.as_ref(), starts[0].1, &starts);
-                if quota.calendar.is_some() && start != Start::FirstRequest {
-                    reader.not_yet(text.span(), "a calendar window (day, week, month, year)");
-                    return Ok(None);
+                let first_request =
+                    reader.choice(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
+                let zone = limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref());
+                let start = match quota.calendar {
+                    _ if first_request => Start::FirstRequest,
+                    Some(unit) => {
+                        let windows = Windows::new(unit, zone).map_err(|_| QuotaError::Zone(zone.to_owned()))?;
+                        Start::Calendar(Arc::new(windows))
+                    }
+                    None => Start::Aligned { phase: 0 },
+                };
+                if let (Some(zone), Start::Aligned { .. } | Start::FirstRequest) = (&limit.time_zone, &start) {
+                    let issue = Issue::at(zone.span(), "`time_zone` goes with calendar windows only");
+                    reader.issue(issue.hint("a quota per day, week, month or year, aligned"));
                 }
                 FixedWindow::new(quota, start).map(Rule::FixedWindow)
             }
@@ -128,6 +139,7 @@ fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) ->
                 "a smaller quota or a shorter window; round counts reduce better than odd ones"
             }
             QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
+            QuotaError::Zone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
             QuotaError::Parts { .. } => "another number of `buckets`: 10 divides most windows",
             QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
             _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",

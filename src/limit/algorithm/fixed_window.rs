@@ -1,10 +1,13 @@
 //! Fixed window: a counter that starts again with every window.
 
+use std::sync::Arc;
+
 use super::{Ask, Change, Outcome, State, Status, Step};
+use crate::limit::calendar::Windows;
 use crate::limit::quota::{EXACT, Quota, QuotaError};
 
 /// At most `limit` units in each window.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct FixedWindow {
     /// Units in a window.
     pub limit: u64,
@@ -15,7 +18,7 @@ pub struct FixedWindow {
 }
 
 /// When a window opens.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Start {
     /// At every multiple of the window since the Unix epoch, shifted by `phase` µs.
     Aligned {
@@ -24,6 +27,8 @@ pub enum Start {
     },
     /// With the first request after the last window closed.
     FirstRequest,
+    /// As the calendar has them; the length is that of no window in particular.
+    Calendar(Arc<Windows>),
 }
 
 impl FixedWindow {
@@ -32,7 +37,10 @@ impl FixedWindow {
     /// # Errors
     /// The quota has no window, or twice its count leaves the exact integers of Redis' Lua.
     pub fn new(quota: Quota, start: Start) -> Result<Self, QuotaError> {
-        let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
+        let window = match start {
+            Start::Calendar(_) => 0,
+            Start::Aligned { .. } | Start::FirstRequest => quota.window_us.ok_or(QuotaError::NoWindow)?,
+        };
         // Twice: a charge is added to the count before it is compared.
         if u128::from(quota.count) * 2 >= u128::from(EXACT) {
             return Err(QuotaError::Inexact { count: quota.count });
@@ -45,33 +53,29 @@ impl FixedWindow {
             Some(&State::Window { start, count }) => (Some(start), count),
             _ => (None, 0),
         };
-        let behind;
-        let start = match self.start {
+        let (start, finish) = match &self.start {
             Start::Aligned { phase } => {
                 // Before the phase the window number is negative: a remainder that is never negative, as in Lua.
-                let start = now - (now as i64 - phase as i64).rem_euclid(self.window as i64) as u64;
-                behind = opened.is_some_and(|opened| opened > start);
-                if opened.is_some_and(|opened| opened < start) {
-                    count = 0;
-                }
-                start
+                let start = now - (now as i64 - *phase as i64).rem_euclid(self.window as i64) as u64;
+                (start, start + self.window)
+            }
+            Start::Calendar(windows) => {
+                let [start, finish, _] = windows.around(now);
+                (start, finish)
             }
             Start::FirstRequest => {
-                behind = opened.is_some_and(|opened| opened > now);
-                match opened {
-                    Some(opened) if opened <= now && now < opened + self.window => opened,
-                    Some(_) if behind => now,
-                    _ => {
-                        count = 0;
-                        now
-                    }
-                }
+                let open = |opened: &u64| *opened <= now && now < opened + self.window;
+                let start = opened.filter(open).unwrap_or(now);
+                (start, start + self.window)
             }
         };
-        let finish = start + self.window;
+        let behind = opened.is_some_and(|opened| opened > start);
+        if opened.is_some_and(|opened| opened < start) {
+            count = 0;
+        }
         let reset_us = finish - now;
         let idle_reset = match self.start {
-            Start::Aligned { .. } => reset_us,
+            Start::Aligned { .. } | Start::Calendar(_) => reset_us,
             Start::FirstRequest => 0,
         };
         let free = self.limit.saturating_sub(count);

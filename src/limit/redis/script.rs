@@ -27,9 +27,9 @@ impl Parts {
     pub fn of<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Self {
         Parts(rules.into_iter().fold(0, |parts, rule| {
             parts
-                | match rule.arguments().0 {
+                | match rule.kind() {
                     Kind::TokenBucket => 1,
-                    Kind::FixedWindow | Kind::FirstRequest => 2,
+                    Kind::FixedWindow | Kind::FirstRequest | Kind::Calendar => 2,
                     Kind::SlidingLog => 4,
                     Kind::SlidingWindow => 8,
                     Kind::SlidingBuckets => 16,
