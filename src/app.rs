@@ -129,6 +129,8 @@ impl App {
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
         let example = runtime.routes.iter().find(|route| matches!(route.target, Target::Respond(_)));
         let example = example.or(runtime.routes.first()).map_or("/", |route| &route.path);
+        // A pattern up to its first parameter is a path to try.
+        let example = example.split('{').next().unwrap_or("/");
         info!(
             "sluicegate {} listens on {}; store: {}; {} routes, {} limits; try: curl -i {}{example}",
             env!("CARGO_PKG_VERSION"),

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::{HeaderMap, Method, Request, Response, Uri, Version, uri};
 use hyper::body::Incoming;
-use tracing::warn;
+use tracing::{debug, warn};
 use uuid::Uuid;
 
 use crate::account::Record;
@@ -71,8 +71,10 @@ impl Gateway {
         let (response, outcome) = match self.serve(request, peer, record.as_mut()).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
-                if let Rejection::Upstream(error) = &rejection {
-                    warn!(%error, "no answer from upstream");
+                match &rejection {
+                    Rejection::Upstream(error) if error.is_clients_fault() => debug!(%error, "no whole request"),
+                    Rejection::Upstream(error) => warn!(%error, "no answer from upstream"),
+                    _ => {}
                 }
                 rejection.into_response()
             }

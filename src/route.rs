@@ -42,6 +42,8 @@ pub enum PatternError {
     Parameter(String),
     #[error("the parameter `{0}` stands twice")]
     Twice(String),
+    #[error("`*` alone stands for nothing: `{{*rest}}` takes the rest of the path")]
+    Star,
 }
 
 /// Two routes that nothing tells apart.
@@ -100,6 +102,7 @@ impl std::str::FromStr for PathPattern {
                     Some(name) => (name, Segment::Rest),
                     None => (inner, Segment::Parameter),
                 },
+                None if segment.contains('*') => return Err(PatternError::Star),
                 None if segment.contains(['{', '}']) => return Err(PatternError::Parameter(segment.to_owned())),
                 None => {
                     parsed.push(Segment::Literal(segment.into()));

@@ -219,7 +219,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = settings::instances(&config.store, reader);
-    let limits = limits::limits(config, &hasher, instances, &api_keys, reader);
+    let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &api_keys, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = identities::user_headers(&limits);

@@ -52,6 +52,13 @@ pub enum UpstreamError {
     ClientBroken(hyper::Error),
 }
 
+impl UpstreamError {
+    /// Whether the upstream has nothing to do with it.
+    pub fn is_clients_fault(&self) -> bool {
+        matches!(self, UpstreamError::ClientStalled | UpstreamError::ClientBroken(_))
+    }
+}
+
 /// One worker's connections to an upstream.
 #[derive(Debug)]
 pub struct Upstream {
@@ -91,6 +98,7 @@ impl Upstream {
                 None => self.connect().await?,
             };
             let copy = (reused && repeatable).then(|| copy_without_body(&request));
+            // Something that cannot be read is an answer, too.
             let mut failure = match self.exchange(&mut connection, request, progress.as_deref()).await? {
                 // No upgrade was asked for, so none can be.
                 Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
@@ -102,7 +110,7 @@ impl Upstream {
                 }
                 Err(failure) => failure,
             };
-            request = match failure.take_message().filter(|_| reused).or(copy) {
+            request = match failure.take_message().filter(|_| reused).or(copy.filter(|_| !failure.error().is_parse())) {
                 Some(request) => request,
                 None => return Err(self.broken(failure.into_error(), progress.as_deref())),
             };

@@ -161,6 +161,20 @@ fn without_redis_each_limit_does_what_it_says() {
 }
 
 #[test]
+fn the_log_says_why_redis_cannot_be_used() {
+    let redis = Redis::start();
+    redis::cmd("CONFIG").arg("SET").arg("requirepass").arg("sesame").exec(&mut redis.connection()).unwrap();
+    for (url, reason) in [
+        (format!("redis://127.0.0.1:{}", free_port()), "refused"),
+        (format!("redis://:wrong@127.0.0.1:{}", redis.port), "uthentication"),
+    ] {
+        let gateway = Gateway::start(&patient(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"500ms\""));
+        eventually("the store is given up", || gateway.log().contains("the store fails"));
+        assert!(gateway.log().contains(reason), "{url}: {}", gateway.log());
+    }
+}
+
+#[test]
 fn an_unchecked_request_is_a_503_with_a_problem() {
     let gateway =
         Gateway::start(&patient(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));

@@ -1258,3 +1258,21 @@ fn a_client_that_waits_for_100_gets_it_when_its_body_is_wanted() {
     }
     assert_eq!(upstream.count(), before, "what is refused is not forwarded");
 }
+
+#[test]
+fn an_answer_that_cannot_be_read_is_not_asked_for_again() {
+    let upstream = Upstream::answering(|seen| match seen.target() {
+        "/bad" => b"HTTP/9.9 what\r\n\r\n".to_vec(),
+        _ => b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec(),
+    });
+    let gateway = Gateway::start(&format!(
+        "[server]\nworkers = 1\n[upstream.up]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"up\"\npath = \"/{{*rest}}\"\nupstream = \"up\"\n",
+        upstream.url()
+    ));
+    let mut client = gateway.client();
+    assert_eq!(client.get("/good").status, 200, "the connection is now a reused one");
+    assert_eq!(client.get("/bad").status, 502);
+    let bad = upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() == "/bad").count();
+    assert_eq!(bad, 1, "the upstream did answer");
+}

@@ -59,7 +59,8 @@ fn read<T: DeserializeOwned>(
     })?;
     let typed = |error: &toml::de::Error| {
         let message = error.message().replace('\n', ", ");
-        faulty(&text, vec![Issue { span: Some(error.span().unwrap_or(0..0)), message, hint: None }])
+        let hint = type_hint(&message).map(str::to_owned);
+        faulty(&text, vec![Issue { span: Some(error.span().unwrap_or(0..0)), message, hint }])
     };
     let mut table = DeTable::parse(&text).map_err(|error| typed(&error))?;
     let mut issues = Vec::new();
@@ -75,6 +76,20 @@ fn read<T: DeserializeOwned>(
         issues.push(Issue { span: place(places.get_ref(), &path), message, hint });
     }
     Ok(File { value, text, issues })
+}
+
+/// What to do about the type errors that beginners make.
+fn type_hint(message: &str) -> Option<&'static str> {
+    let (found, expected) = message.strip_prefix("invalid type: ")?.split_once(", expected ")?;
+    match (found.split(' ').next()?, expected) {
+        ("map", "a sequence") => {
+            Some("a table of which there may be several has two brackets: [[route]], [[listener]]")
+        }
+        (_, "a sequence") => Some("a list stands in brackets: [\"…\"]"),
+        ("integer" | "floating", "a string" | "string") => Some("put it in quotes, with its unit: \"100/min\", \"5s\""),
+        ("string", _) => Some("leave the quotes out"),
+        _ => None,
+    }
 }
 
 /// Replaces `${NAME}` and `${NAME:-default}` in every string, after parsing: a value can never become syntax.

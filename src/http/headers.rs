@@ -100,7 +100,7 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &[HeaderName], truste
 
 /// Fields that say where a request came from.
 fn is_origin(name: &str) -> bool {
-    matches!(name, "forwarded" | "x-request-id") || name.starts_with("x-forwarded-")
+    matches!(name, "forwarded" | "x-real-ip" | "x-request-id") || name.starts_with("x-forwarded-")
 }
 
 fn is_ours(name: &str) -> bool {

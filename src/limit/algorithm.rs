@@ -223,16 +223,17 @@ impl Rule {
         }
     }
 
-    /// The share of one of `n` gateways that decide without a common store, large enough for a charge of `cost`.
-    pub fn share(&self, n: u64, cost: u64) -> Rule {
+    /// The share of one of `n` gateways that decide without a common store, large enough for a charge of `cost`; none if it
+    /// cannot be counted exactly.
+    pub fn share(&self, n: u64, cost: u64) -> Option<Rule> {
         let of = |size: u64| size.div_ceil(n).max(cost);
-        match self {
-            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(n, of(rule.burst))),
+        Some(match self {
+            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(n, of(rule.burst))?),
             Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: of(rule.limit), ..rule.clone() }),
             Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: of(rule.limit), ..*rule }),
             Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: of(rule.limit), ..*rule }),
             Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: of(rule.limit), ..*rule }),
-        }
+        })
     }
 }
 

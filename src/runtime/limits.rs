@@ -9,7 +9,7 @@ use super::reader::Reader;
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::identity::api_key::{ApiKeys, OnUnknown};
-use crate::identity::{By, Source};
+use crate::identity::{By, OnMissing, Source};
 use crate::limit::algorithm::Rule;
 use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
@@ -49,6 +49,7 @@ pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,
     instances: u64,
+    trusted_proxies: usize,
     keys: &ApiKeys,
     reader: &mut Reader<'_>,
 ) -> Limits {
@@ -63,10 +64,23 @@ pub(super) fn limits(
                 Issue::at(place.clone(), "this limit is by api-key, but no key is known: every one would be refused");
             reader.issue(issue.hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
         }
+        if by.on_missing == OnMissing::Reject
+            && trusted_proxies == 0
+            && by.sources.iter().any(|source| matches!(source, Source::User(_)))
+        {
+            let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";
+            let hint =
+                "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"], or by = \"header:NAME\" if clients may choose it";
+            reader.issue(Issue::at(place.clone(), message).hint(hint));
+        }
         let Some((quota, rule)) = rule(limit, &place, reader) else { continue };
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
         let on_store_error = reader.choice(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
-        let share = rule.share(instances, dearest(config, name));
+        let Some(share) = rule.share(instances, dearest(config, name)) else {
+            let issue = Issue::at(place, format!("the share of one of {instances} gateways cannot be counted exactly"));
+            reader.issue(issue.hint("fewer `instances`, a smaller cost, or a shorter window"));
+            continue;
+        };
         let bucket = Bucket::new(hasher, name, &rule.shape());
         let limit =
             Limit { name: name.as_str().into(), quota, rule, share, bucket, on_store_error, shadow: limit.shadow };

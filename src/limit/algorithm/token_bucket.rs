@@ -33,11 +33,13 @@ impl TokenBucket {
         Ok(bucket)
     }
 
-    /// One of `n` equal shares of the rate, with a burst of its own.
-    pub(super) fn share(&self, n: u64, burst: u64) -> Self {
-        let parts = self.parts * n;
+    /// One of `n` equal shares of the rate, with a burst of its own; none if it cannot be counted.
+    pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
+        let parts = self.parts.checked_mul(n)?;
         let divisor = gcd(self.refill, parts);
-        TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor }
+        let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
+        // As above; here, outside of Redis, 64 bits are exact.
+        burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
     }
 
     pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {

@@ -1,9 +1,9 @@
 //! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use bb8_redis::bb8::{ManageConnection, Pool, RunError};
+use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, RedisError, RedisResult, Value};
 use tokio::time::Duration;
@@ -33,26 +33,51 @@ pub struct Connection {
 }
 
 /// The connections of one worker.
-pub type Connections = Pool<Manager>;
+#[derive(Debug)]
+pub struct Connections {
+    pool: Pool<Manager>,
+    /// Why the last attempt to connect failed: the pool itself only says that nothing came in time.
+    failure: LastFailure,
+}
+
+#[derive(Debug, Clone, Default)]
+struct LastFailure(Arc<Mutex<Option<String>>>);
+
+impl ErrorSink<RedisError> for LastFailure {
+    fn sink(&self, error: RedisError) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+    }
+
+    fn boxed_clone(&self) -> Box<dyn ErrorSink<RedisError>> {
+        Box::new(self.clone())
+    }
+}
 
 /// A pool that connects when it is first used.
 pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
-    Pool::builder()
+    let failure = LastFailure::default();
+    let pool = Pool::builder()
         .max_size(size)
         .test_on_check_out(false)
         .retry_connection(false)
-        .connection_timeout(connect_timeout)
+        // Shorter than the deadline of the decision, so that the reason is told and not the deadline.
+        .connection_timeout(connect_timeout.mul_f64(0.9))
+        .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { client, scripts, connect_timeout })
+        .build_unchecked(Manager { client, scripts, connect_timeout });
+    Connections { pool, failure }
 }
 
 /// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
-pub async fn checkout(pool: &Connections) -> Result<Connection, StoreError> {
+pub async fn checkout(connections: &Connections) -> Result<Connection, StoreError> {
     loop {
-        let pooled = pool.get().await.map_err(|error| match error {
+        let pooled = connections.pool.get().await.map_err(|error| match error {
             RunError::User(error) => StoreError::Unreachable(error.to_string()),
-            RunError::TimedOut => StoreError::Unreachable("connecting took too long".to_owned()),
+            RunError::TimedOut => {
+                let failure = connections.failure.0.lock().unwrap_or_else(PoisonError::into_inner).take();
+                StoreError::Unreachable(failure.unwrap_or_else(|| "connecting took too long".to_owned()))
+            }
         })?;
         // A broken one is thrown away by the pool when it comes back.
         if !pooled.is_broken() {
