@@ -22,7 +22,7 @@ bench: tools peers
 # The figures of docs/performance.md: whole requests beside nginx, nginx+Lua+Redis and HAProxy, median of five.
 bench-compare: tools peers
 	cargo build --locked --release
-	python3 benches/compare/compare.py --repeat 5 --seconds 3
+	python3 benches/compare/compare.py --repeat 5 --seconds 2
 
 # Development certificates, valid for ten years. Everybody has their key: for trying things out only.
 certs:

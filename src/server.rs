@@ -25,6 +25,9 @@ use crate::runtime::ServerSettings;
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
+const HYPER_MAX_HEADERS: usize = 100;
+
 /// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
 type BoxError = Box<dyn Error + Send + Sync>;
 
@@ -153,7 +156,10 @@ impl Server {
 fn protocols(settings: &ServerSettings) -> Builder<TokioExecutor> {
     let mut builder = Builder::new(TokioExecutor::new());
     // A head and a small body are one copy into one write: cheaper than a vectored one.
-    builder.http1().writev(false).max_buf_size(settings.max_header_size).max_headers(settings.max_headers);
+    builder.http1().writev(false).max_buf_size(settings.max_header_size);
+    if settings.max_headers != HYPER_MAX_HEADERS {
+        builder.http1().max_headers(settings.max_headers);
+    }
     builder
         .http2()
         .max_concurrent_streams(settings.http2_max_streams)

@@ -87,7 +87,7 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &[HeaderName], truste
         if protected.contains(name) || is_origin(name.as_str()) {
             return !trusted;
         }
-        name.as_str().contains(['_', '.']) && {
+        name.as_str().bytes().any(|byte| matches!(byte, b'_' | b'.')) && {
             let plain = folded(name);
             is_ours(&plain) || protected.iter().any(|protected| folded(protected) == plain)
         }
@@ -100,7 +100,12 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &[HeaderName], truste
 
 /// Fields that say where a request came from.
 fn is_origin(name: &str) -> bool {
-    matches!(name, "forwarded" | "x-real-ip" | "x-request-id") || name.starts_with("x-forwarded-")
+    // Most names are told apart by their first letter.
+    match name.as_bytes()[0] {
+        b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
+        b'f' => name == "forwarded",
+        _ => false,
+    }
 }
 
 fn is_ours(name: &str) -> bool {
@@ -123,11 +128,9 @@ pub fn set_forwarded(headers: &mut HeaderMap, origin: &Origin, host: Option<&Hea
     } else {
         headers.insert(X_FORWARDED_FOR, origin.address.clone());
     }
-    if !headers.contains_key(X_FORWARDED_PROTO) {
-        headers.insert(X_FORWARDED_PROTO, origin.scheme.clone());
-    }
-    if let Some(host) = host.filter(|_| !headers.contains_key(X_FORWARDED_HOST)) {
-        headers.insert(X_FORWARDED_HOST, host.clone());
+    headers.entry(X_FORWARDED_PROTO).or_insert_with(|| origin.scheme.clone());
+    if let Some(host) = host {
+        headers.entry(X_FORWARDED_HOST).or_insert_with(|| host.clone());
     }
     let via = match version {
         Version::HTTP_2 => HeaderValue::from_static("2.0 sluicegate"),

@@ -19,9 +19,6 @@ use crate::limit::clock::monotonic;
 /// Bytes that a connection buffers of a response: a head must fit, and a body is read in pieces of this size.
 const BUFFER: usize = 64 * 1024;
 
-/// Header lines of a response; generous, since upstreams are ours.
-const MAX_HEADERS: usize = 1000;
-
 /// Why an exchange failed, with the request if nothing of it was written.
 pub(super) type Failure = TrySendError<Request<RequestBody>>;
 
@@ -55,7 +52,6 @@ pub(super) async fn connect(host: &str, port: u16) -> io::Result<Connection> {
     stream.set_nodelay(true)?;
     let (sender, connection) = Builder::new()
         .writev(false)
-        .max_headers(MAX_HEADERS)
         .max_buf_size(BUFFER)
         .handshake(TokioIo::new(stream))
         .await
