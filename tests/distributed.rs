@@ -2,7 +2,11 @@
 
 mod support;
 
+use std::io::{Read, Write};
+use std::net::TcpStream;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
@@ -11,6 +15,7 @@ use support::client::load;
 use support::eventually;
 use support::gateway::Gateway;
 use support::redis::{Redis, free_port};
+use support::upstream;
 
 /// A store whose late replies are not mistaken for over-admission: it may take its time, and an error denies.
 fn patient(url: &str, limit: &str) -> String {
@@ -172,6 +177,45 @@ fn the_log_says_why_redis_cannot_be_used() {
         eventually("the store is given up", || gateway.log().contains("the store fails"));
         assert!(gateway.log().contains(reason), "{url}: {}", gateway.log());
     }
+}
+
+#[test]
+fn a_call_whose_reply_is_lost_is_charged_once() {
+    let redis = Redis::start();
+    let lose = Arc::new(AtomicBool::new(false));
+    let (server, losing) = (redis.port, lose.clone());
+    // A relay between gateway and Redis that can swallow what Redis says.
+    let relay = upstream::serve(move |mut gateway| {
+        let mut redis = TcpStream::connect(("127.0.0.1", server)).unwrap();
+        let (mut calls, mut to_redis) = (gateway.try_clone().unwrap(), redis.try_clone().unwrap());
+        std::thread::spawn(move || std::io::copy(&mut calls, &mut to_redis));
+        let mut buffer = [0; 4096];
+        while let Ok(count @ 1..) = redis.read(&mut buffer) {
+            if !losing.load(Ordering::SeqCst) && gateway.write_all(&buffer[..count]).is_err() {
+                return;
+            }
+        }
+    });
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"redis://{relay}\"\ntimeout = \"300ms\"\n\
+         [limit.l]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\non_store_error = \"allow\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    ));
+    let mut client = gateway.client();
+    assert!(client.get("/r").header("ratelimit").unwrap().contains("r=99"));
+    lose.store(true, Ordering::SeqCst);
+    assert_eq!(client.get("/r").header("ratelimit"), None, "no reply came");
+    lose.store(false, Ordering::SeqCst);
+    let calls = || {
+        let info: String = redis::cmd("INFO").arg("commandstats").query(&mut redis.connection()).unwrap();
+        let line =
+            info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls=").map(str::to_owned)).unwrap();
+        line.split(',').next().unwrap().parse::<u32>().unwrap()
+    };
+    assert_eq!(calls(), 2, "the lost one is not sent again");
+    let key = &redis.keys()[0];
+    let state: String = redis::cmd("GET").arg(key).query(&mut redis.connection()).unwrap();
+    assert!(state.ends_with(":2"), "each was charged once: {state}");
 }
 
 #[test]
