@@ -34,7 +34,10 @@ fn decisions(criterion: &mut Criterion) {
                 || *turn.next().unwrap(),
                 |identity| {
                     let key = Key { identity, bucket: &bucket };
-                    store.decide(Operation::Check, &[Charge { key, rule: &rule, cost: 1, mode: Mode::Binding }])
+                    store.decide(
+                        Operation::Check,
+                        &[Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 0 }],
+                    )
                 },
                 BatchSize::SmallInput,
             );

@@ -2,28 +2,32 @@
 --
 -- KEYS[i]  the key of limit i; in Redis Cluster all of them share a slot.
 -- ARGV[1]  operation: C check and commit | P peek | A charge unconditionally | R refund | T take up to cost (unit checks)
+--          | N renew (leases of kind C only)
 -- ARGV[2]  now in microseconds, 0 = the server's TIME
 -- ARGV[3]  R: when the refunded charge was made, in microseconds; else 0
--- then 7 for each limit: kind, flags (- | s shadow | p post-paid), cost, a, b, c, d: the kind's file says what a to d mean
+-- then 7 for each limit: kind, flags (- | s shadow | p post-paid | sp both), cost, a, b, c, d: the kind's file says what a to d mean
 -- Reply    [granted, now_us, (status, remaining, reset_us, retry_us) for each limit]
---          status 0 ok, 1 over (retry is exact), 2 never fits (retry -1); a denied request shows what is there uncharged
+--          status 0 ok, 1 over (retry is exact), 2 never fits (retry -1), 3 busy (retry is an upper bound); a denied
+--          request shows what is there uncharged
 -- Errors   RLARG ...: bad arguments; RLSTALE ...: see fixed_window.lua. Nothing was written
 --
 -- The kinds are branches of one `if`, put in place of the mark below; functions would cost more than what they do.
--- A branch writes nothing. It reads key, asked (C, P, A or R), cost, a, b, c, d and now, and sets
+-- A branch writes nothing. It reads key, asked (C, P, A, R or N), cost, a, b, c, d and now, and sets
 --   status, remaining, reset, retry   with the charge made (without it when the status is not 0)
 --   free, free_reset                  what remains, and when all is back, without the charge
 --   value, ttl                        what to SET with which TTL in microseconds; value false = the state is empty;
 --                                     nil = leave it; without a ttl, a function = call it to commit
 -- With a status other than 0, `value` mends a state that lies in the future because the clock was set back.
--- All arithmetic is on integers below 2^53, the loader of the configuration sees to that. Numbers become text by %d:
+-- All arithmetic is on integers below 2^53: the loader of the configuration sees to that, and charges that ask for no room
+-- (A) stop adding where a state reaches 2^52 (most). Numbers become text by %d:
 -- `..` and tostring switch to 1e+15 notation, %.0f is three times as slow and writes -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+local most = 4503599627370496
 local op, now, charged_at, count = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), #KEYS
 if count == 0 or #ARGV ~= 3 + 7 * count or not now or not charged_at then
   return redis.error_reply('RLARG wrong number of arguments')
 end
-if op ~= 'C' and op ~= 'P' and op ~= 'A' and op ~= 'R' and op ~= 'T' then
+if op ~= 'C' and op ~= 'P' and op ~= 'A' and op ~= 'R' and op ~= 'T' and op ~= 'N' then
   return redis.error_reply('RLARG unknown operation')
 end
 if now == 0 then
@@ -43,10 +47,12 @@ repeat
     local a, b, c, d = tonumber(ARGV[o + 4]), tonumber(ARGV[o + 5]), tonumber(ARGV[o + 6]), ARGV[o + 7]
     local status, remaining, reset, retry, free, free_reset, value, ttl = 0, 0, 0, 0, 0, 0, nil, nil
     -- Post-paid: admitted while one unit is left, charged afterwards by A.
-    local postpaid = flags == 'p' and op == 'C'
+    local postpaid = flags ~= '-' and flags ~= 's' and op == 'C'
     if postpaid then cost = 1 end
     if not cost or not a or not b or not c then
       return redis.error_reply('RLARG not a number')
+    elseif op == 'N' and kind ~= 'C' then
+      return redis.error_reply('RLARG only leases are renewed')
 --@kinds
     else
       return redis.error_reply('RLARG unknown kind')
@@ -54,7 +60,7 @@ repeat
     if free < 0 then free = 0 end
     if remaining < 0 then remaining = 0 end
     if status ~= 0 then
-      if flags ~= 's' then admitted = false end
+      if flags ~= 's' and flags ~= 'sp' then admitted = false end
     elseif postpaid then
       remaining, reset, value = free, free_reset, nil
     end

@@ -36,6 +36,7 @@ elseif kind == 'F' or kind == 'X' or kind == 'K' then
     else status, retry = 1, finish - now end
     if behind and used > 0 then value, ttl = format('%d:%d', start, used), finish - now end
   else
+    if counted > most then counted = most end
     remaining, reset, value = a - counted, idle, false
     if counted > 0 then
       reset = finish - now

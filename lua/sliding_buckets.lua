@@ -45,6 +45,7 @@ elseif kind == 'S' then
       j = index - floor(charged_at / width)
       change = j >= 0 and j <= c and -(counts[j] < cost and counts[j] or cost) or 0
     end
+    if total + change > most then change = most - total end
     if change ~= 0 then counts[j], total = counts[j] + change, total + change end
     remaining, reset, value = a - total, until_empty(), false
     if total > 0 then value, ttl = encode(), reset end

@@ -30,9 +30,13 @@ elseif kind == 'L' then
   end
   remaining, reset = free, free_reset
   if asked == 'R' then
-    -- LREM with a count of 0 would remove every entry. The reply shows the log before the refund.
+    -- LREM with a count of 0 would remove every entry.
     if cost > 0 then
-      value = function() call('LREM', key, format('%d', -cost), format('%d', charged_at)) end
+      value = function()
+        local removed = call('LREM', key, format('%d', -cost), format('%d', charged_at))
+        if charged_at > now - b then active = active - removed end
+        reply[r + 1], reply[r + 2] = active < a and a - active or 0, active > 0 and at(-1) + b - now or 0
+      end
     end
   elseif asked ~= 'A' and active + cost > a then
     if cost > a then status, retry = 2, -1

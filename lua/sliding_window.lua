@@ -22,7 +22,7 @@ elseif kind == 'W' then
     else status, retry = 1, start + b + ceil(units * (current + cost - a) / current) * c - now end
     if behind and reset > 0 then value, ttl = format('%d:%d:%d', start, current, previous), reset end
   else
-    if asked ~= 'R' then current = current + cost
+    if asked ~= 'R' then current = math.min(current + cost, floor(most / 2 / units))
     elseif charged_at >= start then current = current > cost and current - cost or 0
     elseif charged_at >= start - b then previous = previous > cost and previous - cost or 0 end
     remaining = a - current + floor(-previous * (units - elapsed) / units)

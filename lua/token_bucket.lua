@@ -8,7 +8,7 @@ elseif kind == 'B' then
     local last, owed, parts = match(state, '^(%d+):(%d+):(%d+)$')
     debt = tonumber(owed)
     -- The rate was changed: the same debt, in parts of the new size.
-    if parts ~= ARGV[o + 6] then debt = ceil(debt / tonumber(parts) * c) end
+    if parts ~= ARGV[o + 6] then debt = math.min(ceil(debt / tonumber(parts) * c), most) end
     local refilled = (now - last) * b
     if refilled < 0 then behind = true
     elseif refilled >= debt then debt = 0
@@ -23,6 +23,7 @@ elseif kind == 'B' then
     else status, retry = 1, ceil((owed - capacity) / b) end
     if behind then value, ttl = format('%d:%d:%d', now, debt, c), reset end
   else
+    if owed > most then owed = most end
     remaining, reset, value = floor((capacity - owed) / c), ceil(owed / b), false
     if owed > 0 then value, ttl = format('%d:%d:%d', now, owed, c), reset end
   end

@@ -13,13 +13,16 @@ use tokio::runtime::Builder;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
 use tracing::info;
+use uuid::Uuid;
 
 use crate::gateway::Gateway;
+use crate::limit::Limiter;
+use crate::limit::backend::Backend;
 use crate::limit::clock::Clock;
 use crate::limit::guard::{Breaker, Guard};
+use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
 use crate::limit::redis::RedisStore;
-use crate::limit::{Backend, Limiter};
 use crate::observe::access::AccessLog;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
@@ -96,6 +99,7 @@ impl App {
         self.announce();
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
+        let lines = Arc::<Lines>::default();
         let threads = match self.runtime.server.layout {
             Layout::PerCore => 1,
             Layout::Shared => self.runtime.server.workers,
@@ -106,6 +110,7 @@ impl App {
                 runtime: self.runtime.clone(),
                 memory: memory.clone(),
                 breaker: breaker.clone(),
+                lines: lines.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -148,6 +153,7 @@ struct Worker {
     runtime: Arc<Runtime>,
     memory: Arc<MemoryStore>,
     breaker: Arc<Breaker>,
+    lines: Arc<Lines>,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -168,13 +174,17 @@ impl Worker {
     }
 
     fn limiter(&self) -> Limiter {
-        let Some(settings) = &self.runtime.store.redis else {
-            return Limiter::new(Backend::Memory(self.memory.clone()));
+        let backend = match &self.runtime.store.redis {
+            None => Backend::Memory(self.memory.clone()),
+            Some(settings) => {
+                let store = RedisStore::new(settings, Clock::Store);
+                let store = Guard::new(store, self.breaker.clone(), self.runtime.store.timeout);
+                store.warm_up();
+                Backend::Redis { store, fallback: self.memory.clone() }
+            }
         };
-        let store = RedisStore::new(settings, Clock::Store);
-        let store = Guard::new(store, self.breaker.clone(), self.runtime.store.timeout);
-        store.warm_up();
-        Limiter::new(Backend::Redis { store, fallback: self.memory.clone() })
+        let (first_lease, _) = Uuid::new_v4().as_u64_pair();
+        Limiter::new(backend, self.lines.clone(), first_lease)
     }
 }
 

@@ -136,6 +136,20 @@ pub struct Limit {
     pub shadow: bool,
     pub methods: Option<Vec<Text>>,
     pub exempt: Vec<Text>,
+    pub tiers: BTreeMap<String, Spanned<Size>>,
+    pub cost: Option<Spanned<LimitCost>>,
+    pub refund_on: Vec<Text>,
+    pub max_wait: Option<Text>,
+    pub max_waiting: Option<Spanned<i64>>,
+}
+
+/// `{ quota = "…", burst = … }`: another size of a limit.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Size {
+    pub quota: Option<Text>,
+    pub burst: Option<Spanned<i64>>,
 }
 
 /// `[upstream.NAME]`
@@ -191,7 +205,28 @@ pub struct Consumers {
 #[allow(missing_docs)]
 pub struct Consumer {
     pub name: Option<Text>,
+    pub tier: Option<Text>,
     pub keys: Vec<Text>,
+    pub limit: BTreeMap<String, Spanned<Size>>,
+}
+
+/// `5`, or a table that says where the cost stands.
+#[derive(Debug)]
+pub enum LimitCost {
+    /// The same each time.
+    Fixed(i64),
+    /// A field says it.
+    Said(CostTable),
+}
+
+/// `{ request_header = "…", max = … }` or `{ response_header = "…" }`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct CostTable {
+    pub request_header: Option<Text>,
+    pub response_header: Option<Text>,
+    pub max: Option<Spanned<i64>>,
 }
 
 /// `"ip"` or `["ip", "route"]`.
@@ -238,6 +273,25 @@ impl<'de> Deserialize<'de> for UpstreamServer {
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamServer, A::Error> {
                 let table = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
                 Ok(UpstreamServer { url: table.url })
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for LimitCost {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = LimitCost;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a whole number or a table with `request_header` or `response_header`")
+            }
+            fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
+                Ok(LimitCost::Fixed(cost))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitCost, A::Error> {
+                CostTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitCost::Said)
             }
         }
         deserializer.deserialize_any(Either)

@@ -1,28 +1,29 @@
 //! The path of a request, top to bottom.
 
+mod decide;
+mod forward;
+
 use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::{ACCESS_CONTROL_EXPOSE_HEADERS, CONTENT_TYPE, EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
-use http::{HeaderMap, Method, Request, Response, Uri, Version, uri};
+use http::header::{CONTENT_TYPE, TRANSFER_ENCODING};
+use http::{HeaderMap, Method, Request, Response};
 use hyper::body::Incoming;
 use tracing::{debug, warn};
-use uuid::Uuid;
 
 use crate::account::Record;
 use crate::http::body::Body;
-use crate::http::headers::{self, Origin, X_REQUEST_ID};
+use crate::http::headers::Origin;
+use crate::http::host;
 use crate::http::path::canonical;
-use crate::http::{fields, host};
-use crate::identity::Asker;
-use crate::limit::key::Encoder;
-use crate::limit::{Check, Decision, Limiter};
+use crate::limit::Limiter;
 use crate::observe::access::AccessLog;
-use crate::reply::{Rejection, binding, standing};
+use crate::reply::Rejection;
 use crate::route::NoMatch;
-use crate::runtime::{Route, Runtime, Target};
+use crate::runtime::{Runtime, Target};
 use crate::upstream::Upstream;
+use decide::Question;
 
 /// One worker's gateway.
 #[derive(Debug)]
@@ -62,6 +63,11 @@ impl Gateway {
         &self.runtime
     }
 
+    /// Waits until what requests leave behind (leases to release, late charges) is done.
+    pub async fn settle(&self) {
+        self.limiter.settle().await;
+    }
+
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
         let mut record = self
@@ -98,127 +104,35 @@ impl Gateway {
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
         };
         let asked = Question { request: &request, host: &target.host, path: &target.path, peer };
-        let decision = self.decide(route, &asked, record.as_deref_mut()).await?;
+        let mut decision = decide::decide(&self.runtime, &self.limiter, route, &asked, record.as_deref_mut()).await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,
                 dialects: &route.metering.dialects,
                 expose: route.metering.expose.as_ref(),
+                grpc: is_grpc(request.headers()),
             });
         }
         let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
-        let mut response = match &route.target {
-            Target::Respond(respond) => {
-                let mut response = Response::new(Body::full(respond.body.clone()));
-                *response.status_mut() = respond.status;
-                response.headers_mut().insert(CONTENT_TYPE, respond.content_type.clone());
-                response
-            }
+        let answer = match &route.target {
+            Target::Respond(respond) => Ok(respond.response()),
             // On the heap: inside this future it would be moved with it, for every request.
             Target::Upstream(index) => {
-                Box::pin(self.forward(&self.upstreams[*index], request, path, peer, record)).await?
+                let forwarded = forward::forward(&self.runtime, &self.upstreams[*index], request, path, peer, record);
+                Box::pin(forwarded).await
             }
         };
-        advertise(response.headers_mut(), route, &decision);
-        Ok(response)
+        if let Some(debts) = decision.debts.take() {
+            let settled = decide::settle(*debts, route, &answer).await;
+            decide::correct(&mut decision, settled);
+        }
+        let mut response = answer.map_err(Rejection::Upstream)?;
+        decide::advertise(response.headers_mut(), route, &decision);
+        Ok(match decision.leases {
+            Some(leases) => response.map(|body| body.keeping(leases)),
+            None => response,
+        })
     }
-
-    /// Asks all limits of a route at once.
-    async fn decide<'a>(
-        &'a self,
-        route: &'a Route,
-        asked: &Question<'_>,
-        mut record: Option<&mut Record>,
-    ) -> Result<Decision<'a>, Rejection<'a>> {
-        let (runtime, peer, headers) = (&self.runtime, asked.peer, asked.request.headers());
-        let mut checks = Vec::with_capacity(route.metering.limits.len());
-        if !route.metering.limits.is_empty() || record.is_some() {
-            let client = runtime.client_ip.client(peer.address, headers);
-            let network = runtime.client_ip.network(client);
-            let asker = Asker {
-                method: asked.request.method(),
-                host: asked.host,
-                path: asked.path,
-                query: asked.request.uri().query(),
-                headers,
-                client,
-                network,
-                trusted: peer.origin.trusted,
-                route: &route.name,
-                pattern: &route.pattern,
-            };
-            let mut encoder = Encoder::default();
-            let mut identify =
-                |by: &crate::identity::By| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder);
-            let identities: Result<Vec<_>, _> = route.metering.identities.iter().map(&mut identify).collect();
-            if let Some(record) = &mut record {
-                record.client = client;
-                record.route = Some(route.name.clone());
-            }
-            let identities = identities.map_err(Rejection::Identity)?;
-            for (limit, index) in &route.metering.limits {
-                checks.extend(identities[*index].map(|identity| Check { limit, identity, cost: route.metering.cost }));
-            }
-        }
-        let decision = self.limiter.check(&checks).await.map_err(Rejection::Unavailable)?;
-        if let Some(record) = record.filter(|_| !checks.is_empty()) {
-            record.decided_by = Some(decision.source.word());
-            record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
-        }
-        Ok(decision)
-    }
-
-    async fn forward(
-        &self,
-        upstream: &Upstream,
-        request: Request<Incoming>,
-        path: Option<String>,
-        peer: &Peer,
-        record: Option<&mut Record>,
-    ) -> Result<Response<Body>, Rejection<'_>> {
-        let (mut parts, body) = request.into_parts();
-        let headers = &mut parts.headers;
-        headers::strip_hop_by_hop(headers);
-        // Our own side answers 100-continue, when the body is first asked for.
-        headers.remove(EXPECT);
-        headers::strip_untrusted(headers, &self.runtime.trusted_headers, peer.origin.trusted);
-        if parts.version == Version::HTTP_2 {
-            headers::join_cookies(headers);
-        }
-        // The host that was routed on is the only one.
-        if let Some(authority) = parts.uri.authority() {
-            // An authority is a valid value.
-            if let Ok(host) = HeaderValue::from_str(authority.as_str()) {
-                headers.insert(HOST, host);
-            }
-        }
-        let host = headers.get(HOST).cloned();
-        if let (None, Ok(host)) = (&host, HeaderValue::from_str(upstream.authority())) {
-            headers.insert(HOST, host);
-        }
-        headers::set_forwarded(headers, &peer.origin, host.as_ref(), parts.version);
-        let id = headers.entry(X_REQUEST_ID).or_insert_with(request_id);
-        if let (Some(record), Ok(id)) = (record, id.to_str()) {
-            record.request_id = id.into();
-        }
-        if path.is_some() || parts.uri.authority().is_some() {
-            parts.uri = origin_form(&parts.uri, path.as_deref());
-        }
-        parts.version = Version::HTTP_11;
-        let response = upstream.send(Request::from_parts(parts, body)).await.map_err(Rejection::Upstream)?;
-        let (mut parts, body) = response.into_parts();
-        headers::strip_hop_by_hop(&mut parts.headers);
-        parts.version = Version::HTTP_11;
-        Ok(Response::from_parts(parts, body))
-    }
-}
-
-/// What a decision is about.
-struct Question<'a> {
-    request: &'a Request<Incoming>,
-    host: &'a str,
-    path: &'a str,
-    peer: &'a Peer,
 }
 
 /// Where a request wants to go, in the form that routes are matched by.
@@ -247,31 +161,6 @@ impl<'a> Addressed<'a> {
     }
 }
 
-/// The RateLimit fields of an admitted request.
-fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
-    let standings = || decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome));
-    let all = decision.limits.len() == route.metering.limits.iter().filter(|(limit, _)| !limit.shadow).count();
-    let policy = if all { route.metering.policy.clone() } else { fields::policy(standings()) };
-    fields::advertise(headers, &route.metering.dialects, policy, standings(), binding(decision), decision.now_us);
-    if let Some(expose) = route.metering.expose.as_ref().filter(|_| !decision.limits.is_empty()) {
-        headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
-    }
-}
-
-fn request_id() -> HeaderValue {
-    let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
-    let id = Uuid::now_v7().hyphenated().encode_lower(&mut text);
-    // Hex digits and hyphens are a valid value.
-    HeaderValue::from_str(id).unwrap_or(HeaderValue::from_static("-"))
-}
-
-/// Path and query only, the path in canonical form.
-fn origin_form(uri: &Uri, path: Option<&str>) -> Uri {
-    let path = path.unwrap_or(uri.path());
-    let target = match uri.query() {
-        Some(query) => format!("{path}?{query}"),
-        None => path.to_owned(),
-    };
-    // A canonical path and a query that was parsed before are valid.
-    uri::PathAndQuery::try_from(target).map_or_else(|_| Uri::from_static("/"), Uri::from)
+fn is_grpc(headers: &HeaderMap) -> bool {
+    headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
 }

@@ -110,6 +110,8 @@ pub struct Asker<'a> {
     pub network: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
+    /// Whose API key it carries.
+    pub caller: Result<Caller<'a>, IdentityError>,
     /// The name of the route.
     pub route: &'a str,
     /// The path pattern of the route.
@@ -206,8 +208,8 @@ impl Source {
             asker.headers.get_all(name).iter().map(|value| Cow::Borrowed(value.as_bytes())).collect()
         };
         match self {
-            Source::ApiKey => Ok(match keys.caller(asker.headers)? {
-                Caller::Consumer(name) => Part::Value(b'c', Cow::Borrowed(name.as_bytes())),
+            Source::ApiKey => Ok(match asker.caller.clone()? {
+                Caller::Consumer(consumer) => Part::Value(b'c', Cow::Borrowed(consumer.name.as_bytes())),
                 Caller::Accepted(key) => Part::Value(b'k', Cow::Borrowed(key)),
                 Caller::Anonymous => Part::Address(ANONYMOUS),
                 Caller::Missing => Part::Missing(IdentityError::MissingKey(keys.header.clone())),
@@ -279,6 +281,7 @@ mod tests {
             client,
             network: client,
             trusted,
+            caller: Ok(Caller::Missing),
             route: "r",
             pattern: &"/users/{id}".parse().unwrap(),
         };

@@ -11,6 +11,7 @@ pub mod account;
 pub mod app;
 pub mod cli;
 pub mod config;
+pub mod cost;
 pub mod gateway;
 pub mod http;
 pub mod identity;

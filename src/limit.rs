@@ -1,82 +1,66 @@
 //! The limiter: decides whether a request may pass. Knows no HTTP.
 
+pub mod admission;
 pub mod algorithm;
+pub mod backend;
 pub mod calendar;
 pub mod clock;
 pub mod guard;
 pub mod key;
+pub mod line;
 pub mod memory;
+pub mod plan;
 pub mod quota;
 pub mod redis;
 pub mod store;
 
+use std::pin::pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use algorithm::fixed_window::{FixedWindow, Start};
+use admission::{Debts, Later, Leases, Ledger, Pending};
 use algorithm::{Outcome, Rule, Status};
-use guard::Guard;
-use key::{Bucket, Identity, Key};
+use backend::{Backend, Source};
+use clock::monotonic;
+use key::{Identity, Key};
+use line::Lines;
 use memory::MemoryStore;
+use plan::{Limit, OnStoreError, Plan, Wait};
 use quota::Quota;
-use store::{Charge, Mode, Operation, Store, StoreError, Verdict};
+use store::{Charge, Mode, Operation, StoreError, Verdict};
+use tokio::time::{sleep, timeout};
+use tokio_util::task::TaskTracker;
 use tracing::warn;
-
-/// A named rule: how much, and what happens when the store fails.
-#[derive(Debug)]
-pub struct Limit {
-    /// The name that the configuration gives it.
-    pub name: Box<str>,
-    /// As written: what callers are told.
-    pub quota: Quota,
-    /// What decides.
-    pub rule: Rule,
-    /// What decides in this process alone while the store is down: this gateway's share.
-    pub share: Rule,
-    /// Its part of the keys.
-    pub bucket: Bucket,
-    /// What happens to requests while the store cannot answer.
-    pub on_store_error: OnStoreError,
-    /// Decides and counts, but never denies, and tells callers nothing.
-    pub shadow: bool,
-}
-
-impl Limit {
-    /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is
-    /// half open.
-    pub fn most_in_any_window(&self) -> u64 {
-        let count = self.quota.count;
-        match &self.rule {
-            Rule::TokenBucket(bucket) => bucket.burst + count - 1,
-            // All of one window at its end, all of the next at its beginning.
-            Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. } | Start::Calendar(_), .. }) => 2 * count,
-            // The same, but one request is needed to open the first window.
-            Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) | Rule::SlidingWindow(_) => 2 * count - 1,
-            Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => count,
-        }
-    }
-}
-
-/// What a limit does while the store cannot answer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
-pub enum OnStoreError {
-    /// This gateway alone enforces its share of the limit.
-    Local,
-    /// The limit is not enforced.
-    Allow,
-    /// Requests are refused with 503.
-    Deny,
-}
 
 /// One limit asked about one identity.
 #[derive(Debug)]
-pub struct Check<'a> {
+pub struct Check<'a, 'p> {
+    /// Which of the route's limits.
+    pub place: usize,
     /// The limit.
     pub limit: &'a Limit,
+    /// The size that it has for this request.
+    pub plan: &'p Arc<Plan>,
     /// Whose units.
     pub identity: Identity,
     /// How many.
     pub cost: u64,
+    /// What remains to be done when the response is known.
+    pub later: Later,
+}
+
+/// What one limit says to a request.
+#[derive(Debug)]
+pub struct Judged<'a> {
+    /// Which of the route's limits.
+    pub place: usize,
+    /// The limit.
+    pub limit: &'a Limit,
+    /// The size that it had for the request.
+    pub quota: Quota,
+    /// Its answer.
+    pub outcome: Outcome,
 }
 
 /// What becomes of a request.
@@ -89,28 +73,13 @@ pub struct Decision<'a> {
     /// The instant of the decision, µs since the Unix epoch.
     pub now_us: u64,
     /// Each limit that had a say, with its answer.
-    pub limits: Vec<(&'a Limit, Outcome)>,
+    pub limits: Vec<Judged<'a>>,
     /// The shadow limits that would have denied the request.
     pub shadow_denied: Vec<&'a Limit>,
-}
-
-/// Who decided.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
-    /// The store, for all gateways.
-    Store,
-    /// This gateway alone, because the store could not answer.
-    Local,
-}
-
-impl Source {
-    /// One word for logs.
-    pub fn word(self) -> &'static str {
-        match self {
-            Source::Store => "store",
-            Source::Local => "local",
-        }
-    }
+    /// What the request holds until it is over.
+    pub leases: Option<Box<Leases>>,
+    /// What it owes until its response is known.
+    pub debts: Option<Box<Debts>>,
 }
 
 /// The store could not answer and a limit of the request says `deny`.
@@ -118,77 +87,182 @@ impl Source {
 #[error("the limits cannot be checked: {0}")]
 pub struct Unavailable(#[source] pub StoreError);
 
-/// Where the counters of this worker live.
-#[derive(Debug)]
-pub enum Backend {
-    /// In this process.
-    Memory(Arc<MemoryStore>),
-    /// In Redis, with this process' counters for the time when it fails.
-    Redis {
-        /// The store.
-        store: Guard,
-        /// The local shares.
-        fallback: Arc<MemoryStore>,
-    },
-}
-
 /// Decides requests; one for each worker.
 #[derive(Debug)]
 pub struct Limiter {
-    backend: Backend,
+    ledger: Arc<Ledger>,
+    lines: Arc<Lines>,
+    /// Of the next lease; the first one is chosen at random, so that gateways do not meet.
+    next_lease: AtomicU64,
 }
 
 impl Limiter {
-    /// A limiter over a store.
-    pub fn new(backend: Backend) -> Self {
-        Limiter { backend }
+    /// A limiter over a store. `lines` are those of the whole process; leases count from `first_lease` on, which no two
+    /// limiters of one store may have in common.
+    pub fn new(backend: Backend, lines: Arc<Lines>, first_lease: u64) -> Self {
+        let ledger = Arc::new(Ledger { backend, tasks: TaskTracker::new() });
+        Limiter { ledger, lines, next_lease: AtomicU64::new(first_lease) }
     }
 
-    /// Decides all checks of a request at one instant: all are charged or none.
+    /// Decides all checks of a request at one instant: all are charged or none. Where the limits that deny it let it wait,
+    /// it comes back when it has been its turn.
     ///
     /// # Errors
     /// The store cannot answer, and a limit of the request is to deny then.
-    pub async fn check<'a>(&self, checks: &[Check<'a>]) -> Result<Decision<'a>, Unavailable> {
+    pub async fn check<'a>(&self, checks: &[Check<'a, '_>]) -> Result<Decision<'a>, Unavailable> {
+        match checks.iter().find_map(|check| Some((check, check.limit.wait?))) {
+            // On the heap: few requests need the room.
+            Some((first, wait)) => Box::pin(self.check_in_line(checks, first, wait)).await,
+            None => self.decide(checks).await,
+        }
+    }
+
+    /// Waits until releases and late charges are made.
+    pub async fn settle(&self) {
+        self.ledger.tasks.close();
+        self.ledger.tasks.wait().await;
+    }
+
+    async fn check_in_line<'a>(
+        &self,
+        checks: &[Check<'a, '_>],
+        first: &Check<'a, '_>,
+        wait: Wait,
+    ) -> Result<Decision<'a>, Unavailable> {
+        let arrived = monotonic();
+        let key = charge(first, &first.plan.rule, 0).key.local();
+        if !self.lines.is_waited_for(key) {
+            let decision = self.decide(checks).await?;
+            if decision.pause(arrived).is_none() {
+                return Ok(decision);
+            }
+        }
+        let Some(place) = self.lines.join(key, wait.places) else { return self.decide(checks).await };
+        let turn = timeout(wait.most.saturating_sub(arrived.elapsed()), pin!(place.turn())).await;
+        loop {
+            let decision = self.decide(checks).await?;
+            match decision.pause(arrived).filter(|_| turn.is_ok()) {
+                Some(pause) => sleep(pause).await,
+                None => return Ok(decision),
+            }
+        }
+    }
+
+    async fn decide<'a>(&self, checks: &[Check<'a, '_>]) -> Result<Decision<'a>, Unavailable> {
         if checks.is_empty() {
             let verdict = Verdict { granted: 1, now_us: 0, outcomes: Vec::new() };
             return Ok(decision(verdict, Source::Store, checks.iter()));
         }
-        let charges: Vec<_> = checks.iter().map(|check| charge(check, &check.limit.rule)).collect();
-        match &self.backend {
-            Backend::Memory(store) => {
-                Ok(decision(store.decide(Operation::Check, &charges), Source::Store, checks.iter()))
-            }
-            Backend::Redis { store, fallback } => match store.call(Operation::Check, &charges).await {
-                Ok(verdict) => Ok(decision(verdict, Source::Store, checks.iter())),
-                Err(error) => without_store(fallback, checks, error),
-            },
+        let count = checks.iter().filter(|check| takes_lease(check)).count() as u64;
+        let mut leases = None;
+        let mut first_lease = 0;
+        if count > 0 {
+            first_lease = self.next_lease.fetch_add(count, Ordering::Relaxed);
+            leases = Some(self.leases(checks, Source::Store, first_lease));
         }
+        let charges = charges(checks.iter(), Source::Store, first_lease);
+        let mut decision = match self.ledger.backend.call(Source::Store, Operation::Check, &charges).await {
+            Ok(verdict) => decision(verdict, Source::Store, checks.iter()),
+            Err(error) => {
+                let Backend::Redis { fallback, .. } = &self.ledger.backend else { return Err(Unavailable(error)) };
+                let decision = without_store(fallback, checks, error, first_lease)?;
+                // Those that were asked of the store are released there: whether they were granted is not known.
+                if count > 0 {
+                    leases = Some(self.leases(checks, Source::Local, first_lease));
+                }
+                decision
+            }
+        };
+        match (leases, decision.admitted) {
+            (Some(leases), true) => decision.leases = Some(Box::new(leases.granted())),
+            (Some(leases), false) => leases.refused(),
+            (None, _) => {}
+        }
+        if decision.admitted && checks.iter().any(|check| check.later != Later::Nothing) {
+            decision.debts = Some(Box::new(self.debts(checks, &decision)));
+        }
+        Ok(decision)
+    }
+
+    fn leases(&self, checks: &[Check<'_, '_>], source: Source, first_lease: u64) -> Leases {
+        let leases = checks.iter().filter(|check| takes_lease(check)).zip(first_lease..);
+        let asked = leases.map(|(check, id)| pending(check, id)).collect();
+        Leases::asked(self.ledger.clone(), source, asked)
+    }
+
+    fn debts(&self, checks: &[Check<'_, '_>], decision: &Decision<'_>) -> Debts {
+        let denied =
+            |check: &Check<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
+        let local = |check: &Check<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
+        let counted = |check: &&Check<'_, '_>| {
+            check.later != Later::Nothing && !denied(check) && (decision.source == Source::Store || local(check))
+        };
+        let owed = checks.iter().filter(counted).map(|check| (check.later, pending(check, check.cost))).collect();
+        Debts::new(self.ledger.clone(), decision.source, decision.now_us, owed)
     }
 }
 
-fn charge<'a>(check: &Check<'a>, rule: &'a Rule) -> Charge<'a> {
-    let key = Key { identity: check.identity, bucket: &check.limit.bucket };
-    Charge { key, rule, cost: check.cost, mode: if check.limit.shadow { Mode::Shadow } else { Mode::Binding } }
+fn takes_lease(check: &Check<'_, '_>) -> bool {
+    matches!(check.plan.rule, Rule::Concurrency(_))
 }
 
-fn decision<'a: 'b, 'b>(verdict: Verdict, source: Source, checks: impl Iterator<Item = &'b Check<'a>>) -> Decision<'a> {
+fn pending(check: &Check<'_, '_>, units: u64) -> Pending {
+    Pending { place: check.place, plan: check.plan.clone(), identity: check.identity, units }
+}
+
+fn charges<'b, 'a: 'b, 'p: 'b>(
+    checks: impl Iterator<Item = &'b Check<'a, 'p>>,
+    source: Source,
+    first_lease: u64,
+) -> Vec<Charge<'b>> {
+    let mut lease = first_lease;
+    let charge = |check: &'b Check<'a, 'p>| {
+        let rule = match source {
+            Source::Store => &check.plan.rule,
+            Source::Local => &check.plan.share,
+        };
+        let charge = charge(check, rule, lease);
+        lease = lease.wrapping_add(u64::from(takes_lease(check)));
+        charge
+    };
+    checks.map(charge).collect()
+}
+
+fn charge<'b>(check: &'b Check<'_, '_>, rule: &'b Rule, lease: u64) -> Charge<'b> {
+    let key = Key { identity: check.identity, bucket: &check.plan.bucket };
+    let mode = match (check.limit.shadow, check.later) {
+        (true, Later::Pay) => Mode::ShadowPostPaid,
+        (true, Later::Nothing | Later::Refund) => Mode::Shadow,
+        (false, Later::Pay) => Mode::PostPaid,
+        (false, Later::Nothing | Later::Refund) => Mode::Binding,
+    };
+    Charge { key, rule, cost: check.cost, mode, lease }
+}
+
+fn decision<'a: 'b, 'p: 'b, 'b>(
+    verdict: Verdict,
+    source: Source,
+    checks: impl Iterator<Item = &'b Check<'a, 'p>>,
+) -> Decision<'a> {
     let Verdict { granted, now_us, outcomes } = verdict;
     let (mut limits, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
     for (check, outcome) in checks.zip(outcomes) {
-        match (check.limit.shadow, outcome.status) {
-            (false, _) => limits.push((check.limit, outcome)),
+        let &Check { place, limit, plan, .. } = check;
+        match (limit.shadow, outcome.status) {
+            (false, _) => limits.push(Judged { place, limit, quota: plan.quota, outcome }),
             (true, Status::Ok) => {}
-            (true, Status::Over | Status::Never) => shadow_denied.push(check.limit),
+            (true, Status::Over | Status::Never | Status::Busy) => shadow_denied.push(limit),
         }
     }
-    Decision { admitted: granted > 0, source, now_us, limits, shadow_denied }
+    Decision { admitted: granted > 0, source, now_us, limits, shadow_denied, leases: None, debts: None }
 }
 
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
 fn without_store<'a>(
     fallback: &MemoryStore,
-    checks: &[Check<'a>],
+    checks: &[Check<'a, '_>],
     error: StoreError,
+    first_lease: u64,
 ) -> Result<Decision<'a>, Unavailable> {
     if let StoreError::Refused(_) | StoreError::Malformed = &error {
         // The breaker does not speak of these: they concern one key, or a right that is missing.
@@ -198,21 +272,33 @@ fn without_store<'a>(
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(Unavailable(error));
     }
-    let local = |check: &&Check<'a>| check.limit.on_store_error == OnStoreError::Local;
-    let charges: Vec<_> = checks.iter().filter(local).map(|check| charge(check, &check.limit.share)).collect();
+    let local = |check: &&Check<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
+    let charges = charges(checks.iter().filter(local), Source::Local, first_lease);
     let verdict = fallback.decide(Operation::Check, &charges);
     Ok(decision(verdict, Source::Local, checks.iter().filter(local)))
 }
 
 impl<'a> Decision<'a> {
     /// The limits that deny the request.
-    pub fn violated(&self) -> impl Iterator<Item = &(&'a Limit, Outcome)> {
-        self.limits.iter().filter(|(_, outcome)| outcome.status != Status::Ok)
+    pub fn violated(&self) -> impl Iterator<Item = &Judged<'a>> {
+        self.limits.iter().filter(|judged| judged.outcome.status != Status::Ok)
     }
 
-    /// µs until the same request would pass; none if it never will.
+    /// µs until the same request would pass; none if it never will. What is busy may come free at any time.
     pub fn retry_us(&self) -> Option<u64> {
-        let over = |outcome: &Outcome| (outcome.status == Status::Over).then_some(outcome.retry_us);
-        self.violated().map(|(_, outcome)| over(outcome)).try_fold(0, |longest, retry| Some(longest.max(retry?)))
+        let wait = |judged: &Judged<'_>| match judged.outcome.status {
+            Status::Ok | Status::Busy => Some(0),
+            Status::Over => Some(judged.outcome.retry_us),
+            Status::Never => None,
+        };
+        self.violated().map(wait).try_fold(0, |longest, retry| Some(longest.max(retry?)))
+    }
+
+    /// How long a denied request that came at `arrived` is to wait before it asks again, if its limits let it wait so long.
+    fn pause(&self, arrived: Instant) -> Option<Duration> {
+        let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
+        let patient =
+            |judged: &Judged<'_>| judged.limit.wait.is_some_and(|wait| arrived.elapsed() + pause <= wait.most);
+        self.violated().all(patient).then_some(pause)
     }
 }

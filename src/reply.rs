@@ -1,17 +1,20 @@
 //! From a rejection to a response: the only chooser of statuses that are ours.
 
+use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderValue, RETRY_AFTER, WWW_AUTHENTICATE,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
+    WWW_AUTHENTICATE,
 };
 use http::{Method, Response, StatusCode};
 use serde::Serialize;
 
+use crate::cost::CostError;
 use crate::http::body::Body;
-use crate::http::fields::{self, Dialect, Standing};
+use crate::http::fields::{self, Counts, Dialect, Standing};
 use crate::http::path::PathError;
 use crate::identity::IdentityError;
-use crate::limit::algorithm::{Outcome, Status};
-use crate::limit::{Decision, Limit, Unavailable};
+use crate::limit::algorithm::{Rule, Status};
+use crate::limit::{Decision, Judged, Unavailable};
 use crate::upstream::UpstreamError;
 
 /// The ways in which a request ends without an upstream's answer.
@@ -33,6 +36,8 @@ pub enum Rejection<'a> {
     MethodNotAllowed(Vec<Method>),
     /// A limit of the route asks for an identity that the request does not have.
     Identity(IdentityError),
+    /// A field that a limit's cost is taken from says none.
+    Cost(CostError),
     /// A limit is exceeded.
     OverLimit {
         /// Which, and for how long.
@@ -41,6 +46,8 @@ pub enum Rejection<'a> {
         dialects: &'a [Dialect],
         /// The Access-Control-Expose-Headers, if the route wants it.
         expose: Option<&'a HeaderValue>,
+        /// Whether the caller is a gRPC client.
+        grpc: bool,
     },
     /// The limits cannot be checked.
     Unavailable(Unavailable),
@@ -82,8 +89,9 @@ impl Rejection<'_> {
                 (response, "method-not-allowed")
             }
             Rejection::Identity(error) => (unidentified(&error), "no-identity"),
-            Rejection::OverLimit { decision, dialects, expose } => {
-                let mut response = over_limit(&decision, dialects);
+            Rejection::Cost(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-cost"),
+            Rejection::OverLimit { decision, dialects, expose, grpc } => {
+                let mut response = over_limit(&decision, dialects, grpc);
                 response.headers_mut().extend(expose.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
                 (response, "denied")
             }
@@ -136,17 +144,25 @@ fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
     }
 }
 
+/// The status of the answer for an upstream that gave none.
+pub fn upstream_status(error: &UpstreamError) -> StatusCode {
+    upstream(error).0.status()
+}
+
 /// What a limit tells on success.
-pub fn standing<'a>(limit: &'a Limit, outcome: &Outcome) -> Standing<'a> {
-    let window_s = limit.quota.window_us.map(fields::seconds);
-    let Outcome { remaining, reset_us, .. } = *outcome;
-    Standing { name: &limit.name, quota: limit.quota.count, window_s, remaining, until_us: reset_us }
+pub fn standing<'a>(judged: &Judged<'a>) -> Standing<'a> {
+    let Judged { limit, quota, outcome, .. } = judged;
+    let counts = match limit.standard.rule {
+        Rule::Concurrency(_) => Counts::InFlight,
+        _ => Counts::Units { window_s: quota.window_us.map(fields::seconds) },
+    };
+    Standing { name: &limit.name, quota: quota.count, counts, remaining: outcome.remaining, until_us: outcome.reset_us }
 }
 
 /// The limit that older dialects tell of: the violated one with the longest wait, else the one with the smallest share left.
 pub fn binding<'a>(decision: &Decision<'a>) -> Option<Standing<'a>> {
     let waits = waits(decision).max_by_key(|standing| standing.until_us);
-    let shares = decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome));
+    let shares = decision.limits.iter().map(standing);
     // r1/q1 < r2/q2, without the division.
     let product = |one: &Standing<'_>, other: &Standing<'_>| u128::from(one.remaining) * u128::from(other.quota);
     waits.or_else(|| shares.min_by(|one, other| product(one, other).cmp(&product(other, one))))
@@ -154,13 +170,13 @@ pub fn binding<'a>(decision: &Decision<'a>) -> Option<Standing<'a>> {
 
 /// The violated limits with their waits, in whole seconds so that the largest agrees with Retry-After.
 fn waits<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = Standing<'a>> + use<'a, 'b> {
-    decision.violated().filter(|(_, outcome)| outcome.status == Status::Over).map(|(limit, outcome)| {
-        let until_us = fields::seconds(outcome.retry_us).max(1) * 1_000_000;
-        Standing { until_us, ..standing(limit, outcome) }
+    decision.violated().filter(|judged| judged.outcome.status != Status::Never).map(|judged| {
+        let wait_us = if judged.outcome.status == Status::Busy { 0 } else { judged.outcome.retry_us };
+        Standing { until_us: fields::seconds(wait_us).max(1) * 1_000_000, ..standing(judged) }
     })
 }
 
-fn over_limit(decision: &Decision<'_>, dialects: &[Dialect]) -> Response<Body> {
+fn over_limit(decision: &Decision<'_>, dialects: &[Dialect], grpc: bool) -> Response<Body> {
     let retry_us = decision.retry_us();
     let detail = match retry_us {
         Some(us) => format!("try again in {} s", fields::seconds(us).max(1)),
@@ -171,15 +187,27 @@ fn over_limit(decision: &Decision<'_>, dialects: &[Dialect]) -> Response<Body> {
         title: "Request cannot be satisfied as assigned quota has been exceeded",
         status: StatusCode::TOO_MANY_REQUESTS,
         detail: &detail,
-        violated_policies: decision.violated().map(|(limit, _)| &*limit.name).collect(),
+        violated_policies: decision.violated().map(|judged| &*judged.limit.name).collect(),
     };
-    let mut response = problem.into_response();
+    let mut response = if grpc { resource_exhausted(&detail) } else { problem.into_response() };
     let headers = response.headers_mut();
-    let policy = fields::policy(decision.limits.iter().map(|(limit, outcome)| standing(limit, outcome)));
+    let policy = fields::policy(decision.limits.iter().map(standing));
     fields::advertise(headers, dialects, policy, waits(decision), binding(decision), decision.now_us);
     if let Some(retry_us) = retry_us {
         fields::retry_after(headers, retry_us);
     }
+    response
+}
+
+/// A response of trailers only, as gRPC over HTTP/2 has it: clients look at `grpc-status`, and take a 429 for UNAVAILABLE.
+fn resource_exhausted(message: &str) -> Response<Body> {
+    let mut response = Response::new(Body::full(Bytes::new()));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert("grpc-status", HeaderValue::from_static("8"));
+    // Our own words, in ASCII: a valid value without percent-encoding.
+    headers
+        .extend(HeaderValue::from_str(message).ok().map(|message| (HeaderName::from_static("grpc-message"), message)));
     response
 }
 

@@ -1,30 +1,37 @@
 //! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
 
+mod consumers;
 mod identities;
 mod limits;
+mod quotas;
 mod reader;
 mod routes;
 mod settings;
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use bytes::Bytes;
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::header::CONTENT_TYPE;
+use http::{HeaderName, HeaderValue, Response, StatusCode};
 use rustls::ServerConfig;
 use tokio::time::Duration;
 use tracing::Level;
 
 use crate::config::Config;
-use crate::config::error::ConfigError;
+use crate::config::error::{ConfigError, FaultyFile};
 use crate::config::file::{self, Environment};
+use crate::cost::{Cost, RefundOn};
+use crate::http::body::Body;
 use crate::http::fields::Dialect;
 use crate::identity::By;
-use crate::identity::api_key::ApiKeys;
+use crate::identity::api_key::{ApiKeys, Consumers};
 use crate::identity::client_ip::ClientIp;
-use crate::limit::Limit;
 use crate::limit::key::IdentityHasher;
+use crate::limit::plan::Limit;
 use crate::limit::redis::RedisSettings;
 use crate::observe::log::Format;
 use crate::route::{PathPattern, RouteTable};
@@ -44,16 +51,20 @@ pub struct Runtime {
     pub log: LogSettings,
     /// Whom to believe about addresses.
     pub client_ip: ClientIp,
-    /// Known keys.
+    /// Where API keys stand, and what becomes of unknown ones.
     pub api_keys: ApiKeys,
+    /// Whose keys are known; replaced when their file changes.
+    pub consumers: ArcSwap<Consumers>,
+    /// That file.
+    pub consumers_file: Option<PathBuf>,
     /// Makes keys of identities.
     pub hasher: IdentityHasher,
     /// Headers that only trusted proxies may set, besides those of the X-Forwarded family.
     pub trusted_headers: Vec<HeaderName>,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<UpstreamSettings>,
-    /// Every limit, used or not.
-    pub limits: Vec<Arc<Limit>>,
+    /// Every limit, used or not, by name.
+    pub limits: BTreeMap<String, Terms>,
     /// Every route, in the order of the file.
     pub routes: Vec<Arc<Route>>,
     /// The same, by what a request looks like.
@@ -151,20 +162,48 @@ pub struct Route {
     pub metering: Metering,
 }
 
+/// A limit, and how requests meet it.
+#[derive(Debug, Clone)]
+pub struct Terms {
+    /// The limit.
+    pub limit: Arc<Limit>,
+    /// What tells its identities apart.
+    pub by: By,
+    /// What a request costs; none = what the route says.
+    pub cost: Option<Cost>,
+    /// The statuses that give a charge back.
+    pub refund_on: RefundOn,
+}
+
+/// A limit of a route.
+#[derive(Debug)]
+pub struct Metered {
+    /// The limit.
+    pub limit: Arc<Limit>,
+    /// Which of the route's identities it asks about.
+    pub identity: usize,
+    /// What a request costs it.
+    pub cost: Cost,
+    /// The statuses that give a charge back.
+    pub refund_on: RefundOn,
+}
+
 /// What a route's requests are limited by, and how callers are told.
 #[derive(Debug)]
 pub struct Metering {
-    /// What each request costs.
-    pub cost: u64,
     /// The identities that its limits ask for, each once.
     pub identities: Vec<By>,
-    /// Its limits, each with the index of its identity.
-    pub limits: Vec<(Arc<Limit>, usize)>,
+    /// Whether one of them is by API key.
+    pub by_key: bool,
+    /// Its limits.
+    pub limits: Vec<Metered>,
+    /// How many of them callers are told of.
+    pub told: usize,
     /// How callers are told where they stand.
     pub dialects: Vec<Dialect>,
     /// The Access-Control-Expose-Headers that lets scripts of other origins read it.
     pub expose: Option<HeaderValue>,
-    /// The RateLimit-Policy of a response that all its limits had a say in.
+    /// The RateLimit-Policy of a response that all its limits had a say in, in their standard sizes.
     pub policy: Option<HeaderValue>,
 }
 
@@ -201,12 +240,38 @@ impl Runtime {
         // Without a finding every part is there.
         Ok(runtime)
     }
+
+    /// Reads the file of consumers again. What they have used stays counted.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it; the consumers stay as they were.
+    pub fn reload_consumers(&self, path: &Path, environment: Environment<'_>) -> Result<(), ConfigError> {
+        let file = file::consumers(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        let mut issues = file.issues;
+        let consumers = consumers::consumers(&file.value, &self.limits, &self.hasher, &mut issues);
+        if !issues.is_empty() {
+            let faulty = FaultyFile { path: path.to_owned(), text: file.text, issues };
+            return Err(ConfigError { files: vec![faulty] });
+        }
+        self.consumers.store(Arc::new(consumers));
+        Ok(())
+    }
+}
+
+impl Respond {
+    /// The answer.
+    pub fn response(&self) -> Response<Body> {
+        let mut response = Response::new(Body::full(self.body.clone()));
+        *response.status_mut() = self.status;
+        response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
+        response
+    }
 }
 
 impl Route {
     /// Whether it has this limit.
     pub fn uses(&self, limit: &Arc<Limit>) -> bool {
-        self.metering.limits.iter().any(|(used, _)| Arc::ptr_eq(used, limit))
+        self.metering.limits.iter().any(|metered| Arc::ptr_eq(&metered.limit, limit))
     }
 }
 
@@ -219,10 +284,13 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = settings::instances(&config.store, reader);
-    let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &api_keys, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
+    let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &upstreams, reader);
+    let consumers_file = config.api_key.consumers.as_ref().map(|text| reader.path(text.get_ref()));
+    let consumers = consumers::load(consumers_file.as_deref(), &limits, &hasher, reader);
+    consumers::needed(config, &limits, &api_keys, &consumers, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
-    let mut trusted_headers = identities::user_headers(&limits);
+    let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let store = settings::store(&config.store, &routes, reader);
     Runtime {
@@ -232,10 +300,12 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
         log,
         client_ip,
         api_keys,
+        consumers: ArcSwap::from_pointee(consumers),
+        consumers_file,
         hasher,
         trusted_headers,
         upstreams,
-        limits: limits.into_values().map(|(limit, _)| limit).collect(),
+        limits,
         routes,
         table,
     }

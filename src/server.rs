@@ -25,6 +25,9 @@ use crate::runtime::ServerSettings;
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// At the end, for leases to be released and late costs to be charged.
+const SETTLE: Duration = Duration::from_secs(1);
+
 /// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
 const HYPER_MAX_HEADERS: usize = 100;
 
@@ -37,6 +40,8 @@ pub struct Server {
     gateway: Arc<Gateway>,
     /// Cancelled when no new requests are wanted.
     stop: CancellationToken,
+    /// Cancelled when the running ones have had their time.
+    end: CancellationToken,
     /// The connections that are open.
     connections: TaskTracker,
 }
@@ -44,7 +49,7 @@ pub struct Server {
 impl Server {
     /// A server without connections.
     pub fn new(gateway: Gateway, stop: CancellationToken) -> Self {
-        Server { gateway: Arc::new(gateway), stop, connections: TaskTracker::new() }
+        Server { gateway: Arc::new(gateway), stop, end: CancellationToken::new(), connections: TaskTracker::new() }
     }
 
     /// Serves listeners until it is stopped, then lets what runs finish, for `drain_timeout` at most.
@@ -60,6 +65,11 @@ impl Server {
         let drain = self.gateway.runtime().server.drain_timeout;
         if timeout(drain, self.connections.wait()).await.is_err() {
             warn!(connections = self.connections.len(), "drain_timeout is over: connections are closed");
+            self.end.cancel();
+            self.connections.wait().await;
+        }
+        if timeout(SETTLE, self.gateway.settle()).await.is_err() {
+            warn!("the store did not take the last releases and charges");
         }
     }
 
@@ -86,7 +96,8 @@ impl Server {
     fn open(&self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) {
         let server = self.clone();
         self.connections.spawn(async move {
-            if let Err(error) = server.serve(stream, address, tls).await {
+            let end = server.end.clone();
+            if let Some(Err(error)) = end.run_until_cancelled(server.serve(stream, address, tls)).await {
                 debug!(%error, "a connection ended with an error");
             }
         });

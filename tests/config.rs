@@ -112,7 +112,7 @@ fn unset_variables_and_bad_consumers_are_named() {
         "the environment has no `NOT_GIVEN`",
         "this is not the hash of a key",
         "people.toml:3:9",
-        "`tier` is not supported yet",
+        "no limit has a tier `pro`",
         "a second consumer `a`",
         "unknown key `nick`",
         "a consumer needs a `name`",

@@ -13,12 +13,20 @@ const ROWS: &[&[&str]] = &[
     &["runtime"],
     &["reply"],
     &["identity", "upstream", "account"],
-    &["http", "limit", "config", "route", "observe", "tls"],
+    &["http", "cost", "limit", "config", "route", "observe", "tls"],
 ];
 
 /// Inside the limiter, from the top down.
-const LIMIT_ROWS: &[&[&str]] =
-    &[&["guard"], &["memory", "redis"], &["store"], &["algorithm"], &["calendar"], &["key", "quota", "clock"]];
+const LIMIT_ROWS: &[&[&str]] = &[
+    &["admission", "line"],
+    &["backend"],
+    &["guard"],
+    &["memory", "redis"],
+    &["store", "plan"],
+    &["algorithm"],
+    &["calendar"],
+    &["key", "quota", "clock"],
+];
 
 /// The clock belongs to the limiter, and to whoever needs the time.
 const ANYONE: &[&str] = &["limit::clock"];

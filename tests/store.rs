@@ -96,6 +96,7 @@ impl Limit {
             rule: &self.rule,
             cost,
             mode: Mode::Binding,
+            lease: 0,
         }
     }
 }
@@ -409,6 +410,7 @@ fn resize(rule: &mut Rule, size: u64) {
         Rule::SlidingWindow(rule) => rule.limit = size,
         Rule::SlidingBuckets(rule) => rule.limit = size,
         Rule::SlidingLog(rule) => rule.limit = size,
+        Rule::Concurrency(rule) => rule.limit = size,
     }
 }
 
@@ -526,6 +528,7 @@ async fn run_case(server: &Redis, prefix: &str, rules: Vec<Rule>, steps: &[Step]
 fn longest_reset(rule: &Rule, state: &Outcome) -> u64 {
     match rule {
         Rule::SlidingLog(rule) => rule.window,
+        Rule::Concurrency(rule) => rule.lease,
         Rule::SlidingWindow(rule) => 2 * rule.window,
         Rule::SlidingBuckets(rule) => 2 * rule.window,
         Rule::FixedWindow(FixedWindow { start: Start::Calendar(_), .. }) => 7 * 25 * 3600 * SECOND,

@@ -1,36 +1,82 @@
-//! `sluicegate check`: says whether the configuration can be used.
+//! `sluicegate check`: says whether the configuration can be used, and what its limits guarantee.
 
 use std::io::{Write, stdout};
 use std::path::Path;
 
+use crate::cost::Cost;
+use crate::limit::algorithm::Rule;
+use crate::limit::plan::Plan;
 use crate::limit::quota::Calendar;
-use crate::runtime::Runtime;
+use crate::runtime::{Runtime, Terms};
 
 pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
     let mut out = stdout().lock();
-    let limits = runtime.limits.len();
     writeln!(
         out,
-        "{}: fine: {} listeners, {} routes, {limits} limits, {} upstreams; store: {}",
+        "{}: fine: {} listeners, {} routes, {} limits, {} upstreams; store: {}",
         path.display(),
         runtime.listeners.len(),
         runtime.routes.len(),
+        runtime.limits.len(),
         runtime.upstreams.len(),
         runtime.store.name,
     )?;
-    for limit in &runtime.limits {
-        let window = match (limit.quota.window_us, limit.quota.calendar) {
-            (Some(us), _) if us.is_multiple_of(1_000_000) => format!("{} s", us / 1_000_000),
-            (Some(us), _) => format!("{} ms", us / 1000),
-            (None, Some(Calendar::Year)) => "365 days".to_owned(),
-            (None, _) => "28 days".to_owned(),
-        };
-        let (most, at_once) = (limit.most_in_any_window(), limit.rule.capacity());
+    for terms in runtime.limits.values() {
+        let limit = &terms.limit;
         let trial = if limit.shadow { " (shadow: never denies)" } else { "" };
-        writeln!(out, "  {}: at most {most} in any {window}, {at_once} at once{trial}", limit.name)?;
+        for (tier, plan) in limit.plans() {
+            let tier = tier.map_or(String::new(), |tier| format!(", tier {tier}"));
+            writeln!(out, "  {}{tier}: {}{trial}", limit.name, guarantee(plan))?;
+        }
         if !runtime.routes.iter().any(|route| route.uses(limit)) {
             writeln!(out, "  warning: no route uses `{}`", limit.name)?;
         }
+        for (whose, capacity) in too_small(terms, runtime) {
+            writeln!(
+                out,
+                "  warning: a cost may be more than `{}` ever has{whose} ({capacity}): such a request is denied for good, \
+                 with 429 and no Retry-After",
+                limit.name
+            )?;
+        }
     }
     Ok(())
+}
+
+/// What a size of a limit guarantees, whatever its callers do.
+fn guarantee(plan: &Plan) -> String {
+    let (most, at_once) = (plan.most_in_any_window(), plan.rule.capacity());
+    let window = match (plan.quota.window_us, plan.quota.calendar) {
+        _ if matches!(plan.rule, Rule::Concurrency(_)) => return format!("at most {most} at the same time"),
+        (Some(us), _) if us.is_multiple_of(1_000_000) => format!("{} s", us / 1_000_000),
+        (Some(us), _) => format!("{} ms", us / 1000),
+        (None, Some(Calendar::Year)) => "365 days".to_owned(),
+        (None, _) => "28 days".to_owned(),
+    };
+    format!("at most {most} in any {window}, {at_once} at once")
+}
+
+/// The sizes of a limit that the costs of its requests may never fit into. Costs that always are too much are errors.
+fn too_small(terms: &Terms, runtime: &Runtime) -> Vec<(String, u64)> {
+    let limit = &terms.limit;
+    let uses = runtime.routes.iter().flat_map(|route| &route.metering.limits);
+    let costs =
+        uses.filter(|metered| std::sync::Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
+            Cost::Fixed(cost) | Cost::Request { most: cost, .. } => *cost,
+            Cost::Response { .. } => 1,
+        });
+    let dearest = costs.max().unwrap_or(0);
+    let tiers =
+        limit.plans().map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));
+    let consumers = runtime.consumers.load();
+    let mut own: Vec<_> = consumers
+        .iter()
+        .filter_map(|consumer| {
+            Some((format!(" for the consumer `{}`", consumer.name), &**consumer.plans.get(&limit.name)?))
+        })
+        .collect();
+    own.sort_by(|(one, _), (other, _)| one.cmp(other));
+    own.dedup_by(|(one, _), (other, _)| one == other);
+    let sizes = tiers.chain(own).map(|(whose, plan)| (whose, plan.rule.capacity()));
+    sizes.filter(|(_, capacity)| *capacity < dearest).collect()
 }

@@ -6,8 +6,8 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
 use super::{
-    ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, Limit, Listener, ListenerTls, Log, Respond, Route,
-    Server, ServerTable, Store, Upstream,
+    ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, Limit, Listener, ListenerTls, Log, Respond,
+    Route, Server, ServerTable, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -19,7 +19,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("store", &["tls", "denial_cache"]),
     ("api_key", &["query", "bearer"]),
-    ("limit", &["tiers", "lease", "refund_on", "cost", "max_wait", "max_waiting"]),
+    ("limit", &["lease"]),
     (
         "upstream",
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
@@ -38,7 +38,6 @@ const LATER: &[(&str, &[&str])] = &[
             "websocket",
         ],
     ),
-    ("consumer", &["tier", "limit"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.
@@ -55,6 +54,8 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["client_ip"] => ("client_ip", fields::<ClientIp>()),
         ["api_key"] => ("api_key", fields::<ApiKey>()),
         ["limit", _] => ("limit", fields::<Limit>()),
+        ["limit", _, "cost"] => ("cost", fields::<CostTable>()),
+        ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", fields::<Size>()),
         ["upstream", _] => ("upstream", fields::<Upstream>()),
         ["upstream", _, "servers"] => ("servers", fields::<ServerTable>()),
         ["route"] => ("route", fields::<Route>()),

@@ -1,5 +1,6 @@
 //! Bodies: what we answer with, and what we watch while it passes through.
 
+use std::any::Any;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -28,6 +29,8 @@ pub struct Body {
     record: Option<Box<dyn Ending>>,
     /// Holds the request's place on its connection.
     in_flight: Option<InFlight>,
+    /// Freed when the body is gone.
+    kept: Option<Box<dyn Any + Send>>,
 }
 
 enum Source {
@@ -47,13 +50,15 @@ impl Body {
             lease: None,
             record: None,
             in_flight: None,
+            kept: None,
         }
     }
 
     /// An upstream's body; `lease` hears of its end.
     pub fn upstream(body: Incoming, lease: Box<dyn Ending>) -> Self {
         let source = Source::Upstream(body);
-        let mut body = Body { source, sent: 0, complete: false, lease: Some(lease), record: None, in_flight: None };
+        let lease = Some(lease);
+        let mut body = Body { source, sent: 0, complete: false, lease, record: None, in_flight: None, kept: None };
         body.notice_end();
         body
     }
@@ -67,6 +72,12 @@ impl Body {
     /// Keeps the request in flight until the body is gone.
     pub fn holding(mut self, in_flight: InFlight) -> Self {
         self.in_flight = Some(in_flight);
+        self
+    }
+
+    /// Keeps something until the body is gone.
+    pub fn keeping(mut self, kept: impl Send + 'static) -> Self {
+        self.kept = Some(Box::new(kept));
         self
     }
 

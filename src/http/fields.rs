@@ -25,19 +25,34 @@ pub struct Standing<'a> {
     pub name: &'a str,
     /// Units per window.
     pub quota: u64,
-    /// Length of the window in whole seconds, rounded up; none where the calendar decides.
-    pub window_s: Option<u64>,
+    /// What it counts.
+    pub counts: Counts,
     /// Whole units left.
     pub remaining: u64,
     /// µs until everything is back, or until the denied request would pass.
     pub until_us: u64,
 }
 
+/// What a limit counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Counts {
+    /// Units in a window.
+    Units {
+        /// Its length in whole seconds, rounded up; none where the calendar decides.
+        window_s: Option<u64>,
+    },
+    /// Requests at the same time, which no window frees.
+    InFlight,
+}
+
 /// The policy of the given limits, to be set on every response that they had a say in.
 pub fn policy<'a>(limits: impl Iterator<Item = Standing<'a>>) -> Option<HeaderValue> {
     value(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota)?;
-        write_window(out, limit.window_s)
+        match limit.counts {
+            Counts::Units { window_s } => write_window(out, window_s),
+            Counts::InFlight => out.write_str(";qu=\"concurrent-requests\""),
+        }
     })
 }
 
@@ -77,7 +92,11 @@ pub fn advertise<'a>(
 ) {
     if dialects.contains(&Dialect::Ietf) {
         let standing = value(limits, |out, limit| {
-            write!(out, "\"{}\";r={};t={}", limit.name, limit.remaining, seconds(limit.until_us))
+            write!(out, "\"{}\";r={}", limit.name, limit.remaining)?;
+            match limit.counts {
+                Counts::Units { .. } => write!(out, ";t={}", seconds(limit.until_us)),
+                Counts::InFlight => Ok(()),
+            }
         });
         append(headers, RATELIMIT_POLICY, policy);
         append(headers, RATELIMIT, standing);
@@ -96,7 +115,10 @@ pub fn advertise<'a>(
                 let one = || std::iter::once(binding);
                 let policy = value(one(), |out, limit| {
                     write!(out, "{}", limit.quota)?;
-                    write_window(out, limit.window_s)
+                    match limit.counts {
+                        Counts::Units { window_s } => write_window(out, window_s),
+                        Counts::InFlight => Ok(()),
+                    }
                 });
                 let standing =
                     value(one(), |out, _| write!(out, "limit={quota}, remaining={remaining}, reset={reset}"));

@@ -1,10 +1,13 @@
 //! API keys: known only by their hashes; all keys of a consumer are one identity.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
+
+use crate::limit::plan::{Limit, Plan};
 
 use super::{IdentityError, Source};
 
@@ -16,8 +19,6 @@ pub type KeyHash = [u8; 32];
 pub struct ApiKeys {
     /// The field that carries the key.
     pub header: HeaderName,
-    /// Consumers by the hash of each of their keys.
-    pub consumers: Consumers,
     /// Whether a request without a key passes as anonymous.
     pub anonymous_if_missing: bool,
     /// What becomes of a key that is not known.
@@ -37,13 +38,27 @@ pub enum OnUnknown {
 
 /// Consumers by the hashes of their keys.
 #[derive(Debug, Default)]
-pub struct Consumers(HashMap<[u8; 8], (KeyHash, Box<str>)>);
+pub struct Consumers(HashMap<[u8; 8], (KeyHash, Arc<Consumer>)>);
+
+/// Somebody who has keys.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Consumer {
+    /// The name, which is the identity.
+    pub name: Box<str>,
+    /// Which size of the limits that have tiers.
+    pub tier: Option<Box<str>>,
+    /// Sizes of its own, by the names of the limits.
+    pub plans: BTreeMap<Box<str>, Arc<Plan>>,
+}
+
+/// The tier of those who have no key, where they may pass.
+const ANONYMOUS_TIER: &str = "anonymous";
 
 /// Whose key it is.
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Caller<'a> {
     /// This consumer's.
-    Consumer(&'a str),
+    Consumer(&'a Consumer),
     /// Nobody's, but accepted.
     Accepted(&'a [u8]),
     /// Nobody's, or there is none; the client's network counts.
@@ -56,7 +71,6 @@ impl Default for ApiKeys {
     fn default() -> Self {
         ApiKeys {
             header: HeaderName::from_static("x-api-key"),
-            consumers: Consumers::default(),
             anonymous_if_missing: false,
             on_unknown: OnUnknown::Reject,
         }
@@ -68,11 +82,16 @@ impl Consumers {
     ///
     /// # Errors
     /// The key is there already: its consumer.
-    pub fn insert(&mut self, hash: KeyHash, consumer: &str) -> Result<(), Box<str>> {
-        match self.0.insert(index(&hash), (hash, consumer.into())) {
+    pub fn insert(&mut self, hash: KeyHash, consumer: Arc<Consumer>) -> Result<(), Arc<Consumer>> {
+        match self.0.insert(index(&hash), (hash, consumer)) {
             None => Ok(()),
             Some((_, other)) => Err(other),
         }
+    }
+
+    /// All of them, once for each key.
+    pub fn iter(&self) -> impl Iterator<Item = &Consumer> {
+        self.0.values().map(|(_, consumer)| &**consumer)
     }
 
     /// Whether there is no key.
@@ -80,7 +99,7 @@ impl Consumers {
         self.0.is_empty()
     }
 
-    fn find(&self, key: &[u8]) -> Option<&str> {
+    fn find(&self, key: &[u8]) -> Option<&Consumer> {
         if self.is_empty() {
             return None;
         }
@@ -102,7 +121,7 @@ impl ApiKeys {
     ///
     /// # Errors
     /// More than one key, or one that is not known where that is refused.
-    pub fn caller<'a>(&'a self, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
+    pub fn caller<'a>(&self, consumers: &'a Consumers, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
         let mut values = headers.get_all(&self.header).iter();
         let key = match (values.next(), values.next()) {
             (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(Source::Header(self.header.clone()))),
@@ -110,12 +129,27 @@ impl ApiKeys {
             _ if self.anonymous_if_missing => return Ok(Caller::Anonymous),
             _ => return Ok(Caller::Missing),
         };
-        match (self.consumers.find(key), self.on_unknown) {
+        match (consumers.find(key), self.on_unknown) {
             (Some(consumer), _) => Ok(Caller::Consumer(consumer)),
             (None, OnUnknown::Reject) => Err(IdentityError::UnknownKey),
             (None, OnUnknown::Anonymous) => Ok(Caller::Anonymous),
             (None, OnUnknown::Accept) => Ok(Caller::Accepted(key)),
         }
+    }
+}
+
+impl<'a> Caller<'a> {
+    /// The size that a limit has for the caller.
+    pub fn plan(self, limit: &'a Limit) -> &'a Arc<Plan> {
+        let special = match self {
+            Caller::Consumer(consumer) => {
+                let tier = || limit.tiers.get(consumer.tier.as_deref()?);
+                consumer.plans.get(&limit.name).or_else(tier)
+            }
+            Caller::Anonymous => limit.tiers.get(ANONYMOUS_TIER),
+            Caller::Accepted(_) | Caller::Missing => None,
+        };
+        special.unwrap_or(&limit.standard)
     }
 }
 
@@ -147,11 +181,12 @@ mod tests {
     #[test]
     fn keys_are_found_by_their_hash() {
         let mut keys = ApiKeys::default();
-        keys.consumers.insert(key_hash(SECRET).unwrap(), "alice").unwrap();
-        assert_eq!(keys.consumers.insert(key_hash(SECRET).unwrap(), "bob"), Err("alice".into()));
-        keys.consumers.insert(key_hash(SECRET).unwrap(), "alice").unwrap_err();
+        let mut consumers = Consumers::default();
+        let named = |name: &str| Arc::new(Consumer { name: name.into(), ..Consumer::default() });
+        consumers.insert(key_hash(SECRET).unwrap(), named("bob")).unwrap();
+        assert_eq!(consumers.insert(key_hash(SECRET).unwrap(), named("alice")), Err(named("bob")));
         for (sent, on_unknown, expected) in [
-            (vec!["secret"], OnUnknown::Reject, Ok(Caller::Consumer("alice"))),
+            (vec!["secret"], OnUnknown::Reject, Ok(Caller::Consumer(&named("alice")))),
             (vec!["Secret"], OnUnknown::Reject, Err(IdentityError::UnknownKey)),
             (vec!["Secret"], OnUnknown::Anonymous, Ok(Caller::Anonymous)),
             (vec!["Secret"], OnUnknown::Accept, Ok(Caller::Accepted(b"Secret"))),
@@ -169,7 +204,7 @@ mod tests {
                 map.append(name, value);
                 map
             });
-            assert_eq!(keys.caller(&headers), expected, "{sent:?}");
+            assert_eq!(keys.caller(&consumers, &headers), expected, "{sent:?}");
         }
     }
 

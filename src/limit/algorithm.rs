@@ -2,6 +2,7 @@
 //!
 //! Each file has a twin of the same name in `lua/`; both give the same answers, field by field.
 
+pub mod concurrency;
 pub mod fixed_window;
 pub mod sliding_buckets;
 pub mod sliding_log;
@@ -10,11 +11,14 @@ pub mod token_bucket;
 
 use std::collections::VecDeque;
 
+use concurrency::{Action, Concurrency, Lease};
 use fixed_window::{FixedWindow, Start};
 use sliding_buckets::SlidingBuckets;
 use sliding_log::SlidingLog;
 use sliding_window::SlidingWindow;
 use token_bucket::TokenBucket;
+
+use crate::limit::quota::{Quota, QuotaError};
 
 /// An algorithm with its parameters: everything that decides about one limit, but not whose.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,6 +33,8 @@ pub enum Rule {
     SlidingBuckets(SlidingBuckets),
     /// Every admitted unit of the last window.
     SlidingLog(SlidingLog),
+    /// Requests in flight.
+    Concurrency(Concurrency),
 }
 
 /// What one limit keeps about one identity.
@@ -68,6 +74,8 @@ pub enum State {
     },
     /// The instants (µs) of the admitted units, oldest first.
     Log(VecDeque<u64>),
+    /// The leases of requests in flight, in the order of their ends.
+    Leases(Vec<Lease>),
 }
 
 /// Which of the ways in which a charge can be asked for applies to one limit.
@@ -82,6 +90,8 @@ pub enum Ask {
         /// The admitted reply's time, µs.
         charged_at: u64,
     },
+    /// Let a lease end later.
+    Renew,
 }
 
 /// How one limit sees a charge.
@@ -93,6 +103,8 @@ pub enum Status {
     Over,
     /// The cost is larger than the limit: it never fits.
     Never,
+    /// Everything is in use: it fits when something is released, after `retry_us` at the latest.
+    Busy,
 }
 
 /// What one limit answers to a charge.
@@ -104,7 +116,7 @@ pub struct Outcome {
     pub remaining: u64,
     /// µs until everything is back.
     pub reset_us: u64,
-    /// µs until the same charge fits; 0 when it does now or never will.
+    /// µs until the same charge fits; when busy, an upper bound; 0 when it does now or never will.
     pub retry_us: u64,
 }
 
@@ -119,6 +131,8 @@ pub enum Change {
     Put(State, u64),
     /// Edit the log.
     Log(LogEdit),
+    /// Edit the leases.
+    Leases(LeaseEdit),
 }
 
 /// An edit of a log, kept small because a log may be long.
@@ -137,6 +151,20 @@ pub struct LogEdit {
     /// µs after which the log means nothing any more.
     pub window: u64,
 }
+
+/// An edit of a set of leases.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LeaseEdit {
+    /// The instant of the edit, µs.
+    pub now: u64,
+    /// Length of a lease, µs.
+    pub lease: u64,
+    /// What to do.
+    pub action: Action,
+}
+
+/// What a state holds at most. Charges that ask for no room stop adding there, so that every sum stays exact.
+pub const MOST: u64 = 1 << 52;
 
 /// The answer of one limit before anything is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -160,6 +188,7 @@ impl Rule {
             Rule::SlidingWindow(rule) => rule.step(state, now, ask, cost),
             Rule::SlidingBuckets(rule) => rule.step(state, now, ask, cost),
             Rule::SlidingLog(rule) => rule.step(state, now, ask, cost),
+            Rule::Concurrency(rule) => rule.step(state, now, ask, cost),
         }
     }
 
@@ -175,6 +204,7 @@ impl Rule {
             Rule::SlidingWindow(_) => Kind::SlidingWindow,
             Rule::SlidingBuckets(_) => Kind::SlidingBuckets,
             Rule::SlidingLog(_) => Kind::SlidingLog,
+            Rule::Concurrency(_) => Kind::Concurrency,
         }
     }
 
@@ -193,7 +223,31 @@ impl Rule {
             Rule::SlidingWindow(rule) => [rule.limit, rule.window, rule.unit, 0],
             Rule::SlidingBuckets(rule) => [rule.limit, rule.window, rule.buckets, 0],
             Rule::SlidingLog(rule) => [rule.limit, rule.window, 0, 0],
+            Rule::Concurrency(rule) => [rule.limit, rule.lease, 0, 0],
         }
+    }
+
+    /// The same algorithm in another size; without a burst of its own a bucket holds the quota's count.
+    ///
+    /// # Errors
+    /// The size cannot be counted exactly, or the algorithm cannot have it.
+    pub fn resized(&self, quota: Quota, burst: Option<u64>) -> Result<Rule, QuotaError> {
+        Ok(match self {
+            Rule::TokenBucket(_) => Rule::TokenBucket(TokenBucket::new(quota, burst.unwrap_or(quota.count))?),
+            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow::new(quota, rule.start.resized(quota)?)?),
+            Rule::SlidingWindow(_) => Rule::SlidingWindow(SlidingWindow::new(quota)?),
+            Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets::new(quota, rule.buckets)?),
+            Rule::SlidingLog(_) => Rule::SlidingLog(SlidingLog::new(quota)?),
+            Rule::Concurrency(rule) => Rule::Concurrency(Concurrency { limit: quota.count, ..*rule }),
+        })
+    }
+
+    /// Reads a quota in the form that the algorithm has it.
+    ///
+    /// # Errors
+    /// It is no such quota.
+    pub fn read_quota(&self, text: &str) -> Result<Quota, QuotaError> {
+        if let Rule::Concurrency(_) = self { Quota::at_once(text) } else { text.parse() }
     }
 
     /// The largest cost that can ever fit.
@@ -204,6 +258,7 @@ impl Rule {
             Rule::SlidingWindow(rule) => rule.limit,
             Rule::SlidingBuckets(rule) => rule.limit,
             Rule::SlidingLog(rule) => rule.limit,
+            Rule::Concurrency(rule) => rule.limit,
         }
     }
 
@@ -211,7 +266,7 @@ impl Rule {
     pub fn shape(&self) -> String {
         let letter = self.kind().letter().to_lowercase();
         match self {
-            Rule::TokenBucket(_) => letter,
+            Rule::TokenBucket(_) | Rule::Concurrency(_) => letter,
             Rule::FixedWindow(rule) => match &rule.start {
                 Start::Calendar(windows) => format!("{letter}{windows}"),
                 Start::Aligned { phase: 1.. } => format!("{letter}{}p", rule.window),
@@ -233,6 +288,7 @@ impl Rule {
             Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: of(rule.limit), ..*rule }),
             Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: of(rule.limit), ..*rule }),
             Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: of(rule.limit), ..*rule }),
+            Rule::Concurrency(rule) => Rule::Concurrency(Concurrency { limit: rule.limit.div_ceil(n), ..*rule }),
         })
     }
 }
@@ -254,6 +310,8 @@ pub enum Kind {
     SlidingBuckets,
     /// `sliding_log.lua`
     SlidingLog,
+    /// `concurrency.lua`
+    Concurrency,
 }
 
 impl Kind {
@@ -267,6 +325,7 @@ impl Kind {
             Kind::SlidingWindow => "W",
             Kind::SlidingBuckets => "S",
             Kind::SlidingLog => "L",
+            Kind::Concurrency => "C",
         }
     }
 }

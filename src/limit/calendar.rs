@@ -26,6 +26,11 @@ impl Windows {
         Ok(Windows { unit, zone: TimeZone::get(zone)?, known: Mutex::new([0; 3]) })
     }
 
+    /// Windows of another unit in the same zone.
+    pub fn by(&self, unit: Calendar) -> Self {
+        Windows { unit, zone: self.zone.clone(), known: Mutex::new([0; 3]) }
+    }
+
     /// The window around an instant: its start, the start of the next one and of the one after that, in µs since the Unix
     /// epoch. A clock that is not far off finds its window in them as well.
     pub fn around(&self, now_us: u64) -> [u64; 3] {

@@ -70,7 +70,7 @@ pub struct Key<'a> {
 }
 
 /// The part of a key that a limit contributes: `<limit>:<shape>`.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Bucket {
     name: Box<str>,
     tag: u128,

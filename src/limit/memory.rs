@@ -6,9 +6,10 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use indexmap::IndexMap;
 
+use super::algorithm::concurrency::Action;
 use super::algorithm::{Ask, Change, State, Status, Step};
 use super::clock::Clock;
-use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
+use super::store::{Charge, Operation, Store, StoreError, Verdict};
 
 /// Enough that two workers rarely meet in one; a power of two.
 const SHARDS: usize = 64;
@@ -109,7 +110,7 @@ fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operati
     if operation == Operation::Take {
         let (_, steps) = ask(shards, now, Ask::Fit, false, Some(0), charges);
         let wanted = charges.first().map_or(0, |charge| charge.cost);
-        let binding = charges.iter().zip(&steps).filter(|(charge, _)| charge.mode != Mode::Shadow);
+        let binding = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
         granted = binding.map(|(_, step)| step.free).fold(wanted, u64::min);
         // With nothing left, one unit is asked for, to learn when it will fit.
         units = Some(granted.max(wanted.min(1)));
@@ -120,6 +121,7 @@ fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operati
     let how = match operation {
         Operation::Check | Operation::Peek | Operation::Take => Ask::Fit,
         Operation::Charge => Ask::Charge,
+        Operation::Renew => Ask::Renew,
         Operation::Refund { charged_at } => Ask::Refund { charged_at },
     };
     let (admitted, steps) = ask(shards, now, how, operation == Operation::Check, units, charges);
@@ -131,7 +133,7 @@ fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operati
         }
         if operation != Operation::Peek && (admitted || outcome.status != Status::Ok) {
             let key = charge.key.local();
-            shards.shard(key).apply(key, step.change, now, capacity);
+            shards.shard(key).apply(key, step.change, charge.lease, now, capacity);
         }
         outcomes.push(outcome);
     }
@@ -151,21 +153,21 @@ fn ask(
     for charge in charges {
         let key = charge.key.local();
         let state = shards.shard(key).entries.get(&key).filter(|entry| entry.expires_us > now);
-        let post_paid = charge.mode == Mode::PostPaid && may_pay_later;
+        let post_paid = charge.mode.is_post_paid() && may_pay_later;
         let cost = if post_paid { 1 } else { units.unwrap_or(charge.cost) };
         let mut step = charge.rule.step(state.map(|entry| &entry.state), now, how, cost);
         if post_paid && step.outcome.status == Status::Ok {
             (step.outcome.remaining, step.outcome.reset_us) = (step.free, step.free_reset_us);
             step.change = Change::None;
         }
-        admitted &= step.outcome.status == Status::Ok || charge.mode == Mode::Shadow;
+        admitted &= step.outcome.status == Status::Ok || charge.mode.is_shadow();
         steps.push(step);
     }
     (admitted, steps)
 }
 
 impl Shard {
-    fn apply(&mut self, key: u128, change: Change, now: u64, capacity: usize) {
+    fn apply(&mut self, key: u128, change: Change, lease: u64, now: u64, capacity: usize) {
         match change {
             Change::None => {}
             Change::Empty => {
@@ -193,6 +195,23 @@ impl Shard {
                 if edit.remove.is_none() {
                     *expires_us = now + edit.window;
                 } else if log.is_empty() {
+                    self.entries.swap_remove(&key);
+                }
+            }
+            Change::Leases(edit) => {
+                if edit.action == Action::Acquire {
+                    self.make_room(key, now, capacity);
+                    let fresh = Entry { state: State::Leases(Vec::new()), expires_us: 0 };
+                    self.entries.entry(key).or_insert(fresh);
+                }
+                let Some(Entry { state: State::Leases(leases), expires_us }) = self.entries.get_mut(&key) else {
+                    return;
+                };
+                edit.apply(leases, lease);
+                if edit.action != Action::Release {
+                    *expires_us = now + edit.lease;
+                }
+                if leases.is_empty() {
                     self.entries.swap_remove(&key);
                 }
             }

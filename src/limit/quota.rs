@@ -43,6 +43,8 @@ pub enum QuotaError {
     Parts { buckets: u64 },
     #[error("months and years have no fixed length: they exist only with fixed-window")]
     NoWindow,
+    #[error("the share of one of {gateways} gateways cannot be counted exactly")]
+    Share { gateways: u64 },
     #[error("there is no time zone `{0}`")]
     Zone(String),
 }
@@ -51,6 +53,16 @@ const SECOND: u64 = 1_000_000;
 
 /// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
 pub const EXACT: u64 = 1 << 53;
+
+impl Quota {
+    /// So many at the same time, as concurrency has them.
+    ///
+    /// # Errors
+    /// The text is not a count.
+    pub fn at_once(text: &str) -> Result<Self, QuotaError> {
+        Ok(Quota { count: whole(text.trim())?, window_us: None, calendar: None })
+    }
+}
 
 impl FromStr for Quota {
     type Err = QuotaError;

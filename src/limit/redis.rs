@@ -60,6 +60,7 @@ impl RedisStore {
             Operation::Charge => ("A", 0),
             Operation::Refund { charged_at } => ("R", charged_at),
             Operation::Take => ("T", 0),
+            Operation::Renew => ("N", 0),
         };
         // About 60 bytes of frame and 100 for each limit, in one allocation.
         let mut command = Cmd::with_capacity(6 + 8 * charges.len(), 120 + 160 * charges.len());
@@ -72,15 +73,16 @@ impl RedisStore {
         }
         command.arg(letter).arg(self.clock.argument_us()).arg(charged_at);
         for charge in charges {
+            let kind = charge.rule.kind();
             let [a, b, c, d] = charge.rule.arguments(near_us);
             command
-                .arg(charge.rule.kind().letter())
+                .arg(kind.letter())
                 .arg(charge.mode.flag())
                 .arg(charge.cost)
                 .arg(a)
                 .arg(b)
                 .arg(c)
-                .arg(d);
+                .arg(if kind == Kind::Concurrency { charge.lease } else { d });
         }
         command
     }
@@ -144,6 +146,7 @@ fn verdict(reply: &Value, limits: usize) -> Option<Verdict> {
             0 => Status::Ok,
             1 => Status::Over,
             2 => Status::Never,
+            3 => Status::Busy,
             _ => return None,
         };
         // -1 stands for "never".

@@ -19,8 +19,10 @@ pub enum Operation {
         /// The admitted reply's time.
         charged_at: u64,
     },
-    /// As many single units, up to the cost, as all limits still have.
+    /// As many single units, up to the cost, as all limits still have; not for leases.
     Take,
+    /// Let leases that are live end later; all charges are leases.
+    Renew,
 }
 
 /// What one request asks of one limit.
@@ -34,6 +36,8 @@ pub struct Charge<'a> {
     pub cost: u64,
     /// How the charge counts.
     pub mode: Mode,
+    /// The id of the lease, where the algorithm is concurrency.
+    pub lease: u64,
 }
 
 /// How a charge counts towards the verdict.
@@ -45,15 +49,28 @@ pub enum Mode {
     Shadow,
     /// One unit must be left; the cost is charged after the response.
     PostPaid,
+    /// Both: never denies, and is charged after the response.
+    ShadowPostPaid,
 }
 
 impl Mode {
+    /// Whether it never denies a request.
+    pub fn is_shadow(self) -> bool {
+        matches!(self, Mode::Shadow | Mode::ShadowPostPaid)
+    }
+
+    /// Whether the cost is charged after the response.
+    pub fn is_post_paid(self) -> bool {
+        matches!(self, Mode::PostPaid | Mode::ShadowPostPaid)
+    }
+
     /// The flag of the script contract.
     pub fn flag(self) -> &'static str {
         match self {
             Mode::Binding => "-",
             Mode::Shadow => "s",
             Mode::PostPaid => "p",
+            Mode::ShadowPostPaid => "sp",
         }
     }
 }

@@ -1,17 +1,14 @@
-//! Who asks: client addresses, API keys, consumers.
+//! Who asks: client addresses, API keys, what limits are by.
 
 use std::net::IpAddr;
 use std::ops::Range;
 
-use http::HeaderName;
 use ipnet::IpNet;
 
-use super::limits::Limits;
 use super::reader::Reader;
 use crate::config;
-use crate::config::error::{FaultyFile, Issue};
-use crate::config::file;
-use crate::identity::api_key::{ApiKeys, Consumers, OnUnknown, key_hash};
+use crate::config::error::Issue;
+use crate::identity::api_key::{ApiKeys, OnUnknown};
 use crate::identity::client_ip::ClientIp;
 use crate::identity::{By, Exempt, OnMissing, Source};
 
@@ -30,15 +27,6 @@ pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -
         ipv4_prefix: reader.number(client_ip.ipv4_prefix.as_ref(), 0..33, 32) as u8,
         ipv6_prefix: reader.number(client_ip.ipv6_prefix.as_ref(), 0..129, 64) as u8,
     }
-}
-
-/// The headers that only trusted proxies may set, because some limit believes them.
-pub(super) fn user_headers(limits: &Limits) -> Vec<HeaderName> {
-    let sources = limits.values().flat_map(|(_, by)| &by.sources);
-    let mut names: Vec<_> =
-        sources.filter_map(|source| if let Source::User(name) = source { Some(name.clone()) } else { None }).collect();
-    names.dedup();
-    names
 }
 
 pub(super) fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> By {
@@ -108,50 +96,5 @@ pub(super) fn api_keys(api_key: &config::ApiKey, reader: &mut Reader<'_>) -> Api
         reader.choice(api_key.on_missing.as_ref(), false, &[("reject", false), ("anonymous", true)]);
     let unknown = [("reject", OnUnknown::Reject), ("anonymous", OnUnknown::Anonymous), ("accept", OnUnknown::Accept)];
     keys.on_unknown = reader.choice(api_key.on_unknown.as_ref(), OnUnknown::Reject, &unknown);
-    if let Some(text) = &api_key.consumers {
-        let path = reader.path(text.get_ref());
-        match file::consumers(&path, reader.environment) {
-            Ok(file) => {
-                let mut issues = file.issues;
-                keys.consumers = consumers(&file.value, &mut issues);
-                if !issues.is_empty() {
-                    reader.other_file(FaultyFile { path, text: file.text, issues });
-                }
-            }
-            Err(faulty) => reader.other_file(faulty),
-        }
-    }
     keys
-}
-
-fn consumers(file: &config::Consumers, issues: &mut Vec<Issue>) -> Consumers {
-    let mut consumers = Consumers::default();
-    let mut names: Vec<&str> = Vec::new();
-    for consumer in &file.consumer {
-        let place = consumer.span();
-        let consumer = consumer.get_ref();
-        let name = match &consumer.name {
-            Some(name) if !name.get_ref().is_empty() => name.get_ref(),
-            _ => {
-                issues.push(Issue::at(place, "a consumer needs a `name`"));
-                continue;
-            }
-        };
-        if names.contains(&name.as_str()) {
-            issues.push(Issue::at(place, format!("a second consumer `{name}`")).hint("give it its keys in one place"));
-        }
-        names.push(name);
-        for key in &consumer.keys {
-            let Some(hash) = key_hash(key.get_ref()) else {
-                // The text itself may be a key that somebody pasted: it is shown in the line, not repeated.
-                let hint = "\"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
-                issues.push(Issue::at(key.span(), "this is not the hash of a key").hint(hint));
-                continue;
-            };
-            if let Err(other) = consumers.insert(hash, name) {
-                issues.push(Issue::at(key.span(), format!("the key belongs to `{other}` already")));
-            }
-        }
-    }
-    consumers
 }

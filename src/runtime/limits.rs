@@ -1,164 +1,256 @@
-//! `[limit.*]`: who and how much, checked and put into the form that decides.
+//! `[limit.*]`: who, how much, at what cost; checked and put into the form that decides.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::identities;
+use http::HeaderName;
+use tokio::time::Duration;
+
+use super::quotas::{hint, rule, size};
 use super::reader::Reader;
+use super::{Terms, identities};
 use crate::config::error::Issue;
-use crate::config::{self, Config};
-use crate::identity::api_key::{ApiKeys, OnUnknown};
+use crate::config::{self, Config, LimitCost};
+use crate::cost::{Cost, RefundOn};
 use crate::identity::{By, OnMissing, Source};
 use crate::limit::algorithm::Rule;
-use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
-use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
-use crate::limit::algorithm::sliding_log::SlidingLog;
-use crate::limit::algorithm::sliding_window::SlidingWindow;
-use crate::limit::algorithm::token_bucket::TokenBucket;
-use crate::limit::calendar::Windows;
-use crate::limit::key::{Bucket, IdentityHasher};
-use crate::limit::quota::{Quota, QuotaError};
-use crate::limit::{Limit, OnStoreError};
+use crate::limit::key::IdentityHasher;
+use crate::limit::plan::{Division, Limit, OnStoreError, Plan, Wait};
+use crate::limit::quota::EXACT;
+use crate::upstream::UpstreamSettings;
 
-/// Limits by name, with what tells their identities apart.
-pub(super) type Limits = BTreeMap<String, (Arc<Limit>, By)>;
-
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Algorithm {
-    TokenBucket,
-    FixedWindow,
-    SlidingWindow,
-    SlidingBuckets,
-    SlidingLog,
-    Later,
-}
-
-const ALGORITHMS: [(&str, Algorithm); 8] = [
-    ("token-bucket", Algorithm::TokenBucket),
-    ("gcra", Algorithm::TokenBucket),
-    ("leaky-bucket", Algorithm::TokenBucket),
-    ("fixed-window", Algorithm::FixedWindow),
-    ("sliding-log", Algorithm::SlidingLog),
-    ("sliding-window", Algorithm::SlidingWindow),
-    ("sliding-buckets", Algorithm::SlidingBuckets),
-    ("concurrency", Algorithm::Later),
-];
+/// A request in flight holds its place for the time that its upstream may take and so much more, unless it is renewed.
+const LEASE_SLACK: Duration = Duration::from_secs(5);
 
 pub(super) fn limits(
     config: &Config,
     hasher: &IdentityHasher,
     instances: u64,
     trusted_proxies: usize,
-    keys: &ApiKeys,
+    upstreams: &[UpstreamSettings],
     reader: &mut Reader<'_>,
-) -> Limits {
-    let mut limits = Limits::new();
+) -> BTreeMap<String, Terms> {
+    let mut limits = BTreeMap::new();
     for (name, limit) in &config.limit {
         let place = limit.span();
         reader.name(place.clone(), name);
         let limit = limit.get_ref();
         let by = identities::by(limit, &place, reader);
-        if by.sources.contains(&Source::ApiKey) && keys.consumers.is_empty() && keys.on_unknown == OnUnknown::Reject {
-            let issue =
-                Issue::at(place.clone(), "this limit is by api-key, but no key is known: every one would be refused");
-            reader.issue(issue.hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
-        }
-        if by.on_missing == OnMissing::Reject
-            && trusted_proxies == 0
-            && by.sources.iter().any(|source| matches!(source, Source::User(_)))
-        {
+        let user = by.sources.iter().any(|source| matches!(source, Source::User(_)));
+        if by.on_missing == OnMissing::Reject && trusted_proxies == 0 && user {
             let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";
             let hint =
                 "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"], or by = \"header:NAME\" if clients may choose it";
             reader.issue(Issue::at(place.clone(), message).hint(hint));
         }
-        let Some((quota, rule)) = rule(limit, &place, reader) else { continue };
+        let cost = cost(limit, trusted_proxies, reader);
+        let refund_on = refund_on(limit, reader);
+        let wait = wait(limit, reader);
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
         let on_store_error = reader.choice(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
-        let Some(share) = rule.share(instances, dearest(config, name)) else {
-            let issue = Issue::at(place, format!("the share of one of {instances} gateways cannot be counted exactly"));
-            reader.issue(issue.hint("fewer `instances`, a smaller cost, or a shorter window"));
-            continue;
+        let Some((quota, rule)) = rule(limit, &place, lease(config, name, upstreams), reader) else { continue };
+        at_odds(limit, cost.as_ref(), &rule, reader);
+        let division = Division { gateways: instances, dearest: dearest(config, name, cost.as_ref()) };
+        let standard = match Plan::new(hasher, name, quota, rule, division) {
+            Ok(plan) => Arc::new(plan),
+            Err(error) => {
+                reader.issue(Issue::at(place, error.to_string()).hint(hint(&error)));
+                continue;
+            }
         };
-        let bucket = Bucket::new(hasher, name, &rule.shape());
-        let limit =
-            Limit { name: name.as_str().into(), quota, rule, share, bucket, on_store_error, shadow: limit.shadow };
-        limits.insert(name.clone(), (Arc::new(limit), by));
+        let mut compiled = Limit {
+            name: name.as_str().into(),
+            standard,
+            tiers: BTreeMap::new(),
+            on_store_error,
+            shadow: limit.shadow,
+            wait,
+            division,
+        };
+        compiled.tiers = tiers(limit, &compiled, &by, hasher, reader);
+        if let (Some(Cost::Fixed(cost)), Some(written)) = (&cost, &limit.cost) {
+            too_dear(*cost, &compiled, written.span(), reader);
+        }
+        limits.insert(name.clone(), Terms { limit: Arc::new(compiled), by, cost, refund_on });
     }
     limits
 }
 
-/// The largest cost at which a route uses a limit.
-fn dearest(config: &Config, name: &str) -> u64 {
-    let uses = |route: &&config::Route| route.limits.iter().any(|limit| limit.get_ref() == name);
-    let routes = config.route.iter().map(|route| route.get_ref()).filter(uses);
-    routes.filter_map(|route| route.cost.as_ref()).map(|cost| (*cost.get_ref()).max(1) as u64).max().unwrap_or(1)
-}
-
-fn rule(limit: &config::Limit, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<(Quota, Rule)> {
-    let algorithm = reader.choice(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
-    if let (Algorithm::Later, Some(text)) = (algorithm, &limit.algorithm) {
-        reader.not_yet(text.span(), &format!("algorithm = \"{}\"", text.get_ref()));
-        return None;
-    }
-    for (key, span, owner) in [
-        ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
-        ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
-        ("time_zone", limit.time_zone.as_ref().map(|zone| zone.span()), Algorithm::FixedWindow),
-        ("buckets", limit.buckets.as_ref().map(|buckets| buckets.span()), Algorithm::SlidingBuckets),
-    ] {
-        if let Some(span) = span.filter(|_| algorithm != owner) {
-            let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
-            reader.issue(Issue::at(span, format!("`{key}` goes with {owner} only")));
+/// Sees that a fixed cost fits into every size of a limit.
+pub(super) fn too_dear(cost: u64, limit: &Limit, span: Range<usize>, reader: &mut Reader<'_>) {
+    for (tier, plan) in limit.plans() {
+        let capacity = plan.rule.capacity();
+        if cost > capacity {
+            let tier = tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`"));
+            let name = &limit.name;
+            let message = format!(
+                "a request costs {cost}, but `{name}` never has more than {capacity}{tier}: all would be denied"
+            );
+            reader.issue(Issue::at(span.clone(), message).hint("a smaller cost, or a larger burst or quota"));
         }
     }
-    let text = reader.required(limit.quota.as_ref(), place, "quota", "\"600/min\"")?;
-    let result = text.get_ref().parse::<Quota>().and_then(|quota| {
-        let rule = match algorithm {
-            Algorithm::TokenBucket => {
-                let burst = reader.number(limit.burst.as_ref(), 1..1 << 53, quota.count as i64) as u64;
-                TokenBucket::new(quota, burst).map(Rule::TokenBucket)
+}
+
+/// The headers that only trusted proxies may set, because some limit believes them.
+pub(super) fn trusted_headers(limits: &BTreeMap<String, Terms>) -> Vec<HeaderName> {
+    let mut names = Vec::new();
+    for terms in limits.values() {
+        for source in &terms.by.sources {
+            if let Source::User(name) = source {
+                names.push(name.clone());
             }
-            Algorithm::FixedWindow => {
-                let first_request =
-                    reader.choice(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
-                let zone = limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref());
-                let start = match quota.calendar {
-                    _ if first_request => Start::FirstRequest,
-                    Some(unit) => {
-                        let windows = Windows::new(unit, zone).map_err(|_| QuotaError::Zone(zone.to_owned()))?;
-                        Start::Calendar(Arc::new(windows))
-                    }
-                    None => Start::Aligned { phase: 0 },
-                };
-                if let (Some(zone), Start::Aligned { .. } | Start::FirstRequest) = (&limit.time_zone, &start) {
-                    let issue = Issue::at(zone.span(), "`time_zone` goes with calendar windows only");
-                    reader.issue(issue.hint("a quota per day, week, month or year, aligned"));
-                }
-                FixedWindow::new(quota, start).map(Rule::FixedWindow)
+        }
+        if let Some(Cost::Request { field, .. }) = &terms.cost {
+            names.push(field.clone());
+        }
+    }
+    names.sort_by(|one, other| one.as_str().cmp(other.as_str()));
+    names.dedup();
+    names
+}
+
+fn cost(limit: &config::Limit, trusted_proxies: usize, reader: &mut Reader<'_>) -> Option<Cost> {
+    let written = limit.cost.as_ref()?;
+    let table = match written.get_ref() {
+        LimitCost::Fixed(cost) => {
+            if !(1..EXACT as i64).contains(cost) {
+                let issue = Issue::at(written.span(), format!("a cost of {cost} is out of range"));
+                reader.issue(issue.hint("1 or more; a request that costs nothing needs no limit"));
             }
-            Algorithm::SlidingWindow => SlidingWindow::new(quota).map(Rule::SlidingWindow),
-            Algorithm::SlidingBuckets => {
-                let buckets = reader.number(limit.buckets.as_ref(), 1..1001, 10) as u64;
-                SlidingBuckets::new(quota, buckets).map(Rule::SlidingBuckets)
+            return Some(Cost::Fixed(*cost as u64));
+        }
+        LimitCost::Said(table) => table,
+    };
+    // The route's cost stands in where the field is missing; the route fills it in.
+    let otherwise = 1;
+    match (&table.request_header, &table.response_header, &table.max) {
+        (Some(text), None, Some(max)) => {
+            let most = reader.number(Some(max), 1..EXACT as i64, 1) as u64;
+            if trusted_proxies == 0 {
+                let message = "a cost in the request counts from trusted proxies only, but none is trusted";
+                let hint =
+                    "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: clients would say that they cost nothing";
+                reader.issue(Issue::at(text.span(), message).hint(hint));
             }
-            Algorithm::SlidingLog | Algorithm::Later => SlidingLog::new(quota).map(Rule::SlidingLog),
-        };
-        rule.map(|rule| Some((quota, rule)))
-    });
-    result.unwrap_or_else(|error| {
-        let hint = match &error {
-            QuotaError::Inexact { .. } => {
-                "a smaller quota or a shorter window; round counts reduce better than odd ones"
+            let field = reader.header_name(text.span(), text.get_ref())?;
+            Some(Cost::Request { field, most, otherwise })
+        }
+        (None, Some(text), None) => {
+            let field = reader.header_name(text.span(), text.get_ref())?;
+            Some(Cost::Response { field, otherwise })
+        }
+        _ => {
+            let issue = Issue::at(written.span(), "this is no cost");
+            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, or cost.response_header = \"x-tokens-used\"";
+            reader.issue(issue.hint(hint));
+            None
+        }
+    }
+}
+
+fn refund_on(limit: &config::Limit, reader: &mut Reader<'_>) -> RefundOn {
+    let mut statuses = Vec::new();
+    for text in &limit.refund_on {
+        match RefundOn::read(text.get_ref()) {
+            Some(range) => statuses.push(range),
+            None => {
+                let issue = Issue::at(text.span(), format!("`{}` is not a status", text.get_ref()));
+                reader.issue(issue.hint("a status such as \"503\", or a class such as \"5xx\""));
             }
-            QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
-            QuotaError::Zone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
-            QuotaError::Parts { .. } => "another number of `buckets`: 10 divides most windows",
-            QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
-            _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
-        };
-        reader.issue(Issue::at(text.span(), error.to_string()).hint(hint));
-        None
-    })
+        }
+    }
+    RefundOn(statuses)
+}
+
+fn wait(limit: &config::Limit, reader: &mut Reader<'_>) -> Option<Wait> {
+    let places = reader.number(limit.max_waiting.as_ref(), 1..1 << 31, 1000) as usize;
+    if limit.max_wait.is_none()
+        && let Some(text) = &limit.max_waiting
+    {
+        reader.issue(Issue::at(text.span(), "`max_waiting` goes with `max_wait` only"));
+    }
+    let most = reader.duration(Some(limit.max_wait.as_ref()?), Duration::ZERO);
+    Some(Wait { most, places })
+}
+
+/// Keys that do not go together.
+fn at_odds(limit: &config::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Reader<'_>) {
+    let concurrency = matches!(rule, Rule::Concurrency(_));
+    let post_paid = cost.is_some_and(Cost::is_post_paid);
+    let cost = limit.cost.as_ref().map(|cost| cost.span());
+    let wait = limit.max_wait.as_ref().map(|wait| wait.span());
+    let refund = limit.refund_on.first().map(|status| status.span());
+    let pairs = [
+        (cost.clone(), concurrency, "a request in flight is one: `cost` does not go with concurrency"),
+        (refund, concurrency, "a place is free again when its request ends: `refund_on` does not go with concurrency"),
+        (wait.clone(), concurrency, "nobody knows when a place comes free: `max_wait` does not go with concurrency"),
+        (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
+        (
+            cost.filter(|_| post_paid),
+            matches!(rule, Rule::SlidingLog(_)),
+            "a sliding log remembers single units: a cost in the response does not go with it",
+        ),
+    ];
+    for (span, at_odds, message) in pairs {
+        if let Some(span) = span.filter(|_| at_odds) {
+            reader.issue(Issue::at(span, message));
+        }
+    }
+}
+
+fn tiers(
+    limit: &config::Limit,
+    compiled: &Limit,
+    by: &By,
+    hasher: &IdentityHasher,
+    reader: &mut Reader<'_>,
+) -> BTreeMap<Box<str>, Arc<Plan>> {
+    let mut tiers = BTreeMap::new();
+    for (tier, written) in &limit.tiers {
+        reader.name(written.span(), tier);
+        if !by.sources.contains(&Source::ApiKey) {
+            let issue = Issue::at(written.span(), "`tiers` go with limits by api-key: consumers have a tier");
+            reader.issue(issue.hint("add \"api-key\" to `by`"));
+        }
+        let plan =
+            size(written.get_ref(), &compiled.standard.rule, compiled.standard.quota).and_then(|(quota, burst)| {
+                let plan = compiled.resized(hasher, quota, burst);
+                plan.map_err(|error| Issue::at(written.span(), error.to_string()).hint(hint(&error)))
+            });
+        match plan {
+            Ok(plan) => {
+                tiers.insert(tier.as_str().into(), Arc::new(plan));
+            }
+            Err(issue) => reader.issue(issue),
+        }
+    }
+    tiers
+}
+
+fn routes_with<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c config::Route> {
+    let routes = config.route.iter().map(|route| route.get_ref());
+    routes.filter(move |route| route.limits.iter().any(|limit| limit.get_ref() == name))
+}
+
+/// The largest cost at which a limit is used.
+fn dearest(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
+    match cost {
+        Some(Cost::Fixed(cost) | Cost::Request { most: cost, .. }) => *cost,
+        Some(Cost::Response { .. }) => 1,
+        None => {
+            let costs = routes_with(config, name).filter_map(|route| route.cost.as_ref());
+            costs.map(|cost| (*cost.get_ref()).max(1) as u64).max().unwrap_or(1)
+        }
+    }
+}
+
+/// For how long a request in flight holds its place: what the slowest upstream of its routes may take, and some more.
+fn lease(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
+    let timeout = |route: &config::Route| {
+        let name = route.upstream.as_ref()?.get_ref();
+        upstreams.iter().find(|upstream| *upstream.name == **name).map(|upstream| upstream.response_timeout)
+    };
+    let slowest = routes_with(config, name).filter_map(timeout).max().unwrap_or_default();
+    (slowest + LEASE_SLACK).as_micros() as u64
 }

@@ -1,21 +1,24 @@
 //! `[[route]]`: what requests look like, where they go, and which limits they meet.
 
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
 use bytes::Bytes;
 use http::{HeaderName, HeaderValue, StatusCode};
 
-use super::limits::Limits;
+use super::limits::too_dear;
 use super::reader::Reader;
-use super::{Metering, Respond, Route, Target};
+use super::{Metered, Metering, Respond, Route, Target, Terms};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
+use crate::cost::Cost;
 use crate::http::fields::{self, Dialect};
 use crate::http::path::canonical;
-use crate::identity::Source;
-use crate::limit::algorithm::{Outcome, Status};
+use crate::identity::{By, Source};
+use crate::limit::Judged;
+use crate::limit::algorithm::{Outcome, Rule, Status};
+use crate::limit::plan::Limit;
 use crate::reply::standing;
 use crate::route::{PathPattern, Pattern, RouteTable};
 use crate::upstream::UpstreamSettings;
@@ -25,7 +28,7 @@ const MAX_LIMITS: usize = 16;
 
 pub(super) fn routes(
     config: &Config,
-    limits: &Limits,
+    limits: &BTreeMap<String, Terms>,
     upstreams: &[UpstreamSettings],
     reader: &mut Reader<'_>,
 ) -> (Vec<Arc<Route>>, RouteTable<Arc<Route>>) {
@@ -166,23 +169,23 @@ fn is_host(name: &str) -> bool {
 fn metering(
     route: &config::Route,
     path: Option<&PathPattern>,
-    limits: &Limits,
+    limits: &BTreeMap<String, Terms>,
     config: &Config,
     reader: &mut Reader<'_>,
 ) -> Metering {
     let cost = reader.number(route.cost.as_ref(), 1..1 << 53, 1) as u64;
     let mut identities = Vec::new();
-    let mut used: Vec<(Arc<_>, usize)> = Vec::new();
+    let mut used: Vec<Metered> = Vec::new();
     for text in &route.limits {
         let limit_name = text.get_ref();
-        let Some((limit, by)) = limits.get(limit_name) else {
+        let Some(Terms { limit, by, cost: own, refund_on }) = limits.get(limit_name) else {
             // A limit that is there but faulty has been spoken of.
             if !config.limit.contains_key(limit_name) {
                 reader.unknown_name(text.span(), "limit", limit_name, config.limit.keys().map(String::as_str));
             }
             continue;
         };
-        if used.iter().any(|(other, _)| Arc::ptr_eq(other, limit)) {
+        if used.iter().any(|other| Arc::ptr_eq(&other.limit, limit)) {
             reader.issue(Issue::at(text.span(), format!("the route has the limit `{limit_name}` twice")));
             continue;
         }
@@ -198,25 +201,28 @@ fn metering(
                 );
             }
         }
-        let capacity = limit.rule.capacity();
-        if let Some(span) = (cost > capacity).then(|| route.cost.as_ref().map_or(text.span(), |cost| cost.span())) {
-            let message = format!(
-                "a request costs {cost}, but `{limit_name}` never has more than {capacity}: all would be denied"
-            );
-            reader.issue(Issue::at(span, message).hint("a smaller cost, or a larger burst or quota"));
-        }
+        let in_flight = matches!(limit.standard.rule, Rule::Concurrency(_));
+        let own = match own.clone() {
+            None if in_flight => Cost::Fixed(1),
+            None => {
+                too_dear(cost, limit, route.cost.as_ref().map_or(text.span(), |cost| cost.span()), reader);
+                Cost::Fixed(cost)
+            }
+            Some(own) => own.or_else(cost),
+        };
         let identity = identities.iter().position(|other| other == by).unwrap_or_else(|| {
             identities.push(by.clone());
             identities.len() - 1
         });
-        used.push((limit.clone(), identity));
+        used.push(Metered { limit: limit.clone(), identity, cost: own, refund_on: refund_on.clone() });
     }
     if let Some(text) = route.limits.get(MAX_LIMITS) {
         reader.issue(Issue::at(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
     }
-    let nothing = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
-    let policy =
-        fields::policy(used.iter().filter(|(limit, _)| !limit.shadow).map(|(limit, _)| standing(limit, &nothing)));
+    let told: Vec<_> =
+        used.iter().filter(|metered| !metered.limit.shadow).map(|metered| untouched(&metered.limit)).collect();
+    let policy = fields::policy(told.iter().map(standing));
+    let by_key = identities.iter().any(|by: &By| by.sources.contains(&Source::ApiKey));
     let dialects = dialects(route, reader);
     let expose = route.expose_headers.then(|| {
         let names: Vec<_> = dialects.iter().map(|dialect| dialect.fields()).chain(["Retry-After"]).collect();
@@ -224,7 +230,13 @@ fn metering(
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();
-    Metering { cost, identities, limits: used, dialects, expose, policy }
+    Metering { identities, by_key, told: told.len(), limits: used, dialects, expose, policy }
+}
+
+/// A limit as it stands before anybody asked.
+fn untouched(limit: &Limit) -> Judged<'_> {
+    let outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+    Judged { place: 0, limit, quota: limit.standard.quota, outcome }
 }
 
 fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {

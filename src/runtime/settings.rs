@@ -159,7 +159,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
             let mut scripts: Vec<_> = routes
                 .iter()
                 .filter(|route| !route.metering.limits.is_empty())
-                .map(|route| Parts::of(route.metering.limits.iter().map(|(limit, _)| &limit.rule)))
+                .map(|route| Parts::of(route.metering.limits.iter().map(|metered| &metered.limit.standard.rule)))
                 .collect();
             scripts.sort_unstable();
             scripts.dedup();

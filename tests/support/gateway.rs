@@ -15,7 +15,7 @@ pub struct Gateway {
     pub address: SocketAddr,
     pub child: Child,
     log: Arc<Mutex<String>>,
-    _directory: tempfile::TempDir,
+    directory: tempfile::TempDir,
 }
 
 /// The binary under test.
@@ -76,7 +76,12 @@ impl Gateway {
             assert!(ended.is_none() && started.elapsed() < PATIENCE, "the gateway did not start: {ended:?}\n{text}");
             std::thread::yield_now();
         };
-        Gateway { address, child, log, _directory: directory }
+        Gateway { address, child, log, directory }
+    }
+
+    /// Where its configuration lies.
+    pub fn directory(&self) -> &Path {
+        self.directory.path()
     }
 
     /// What it has written to its log so far.

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use super::{Ask, Change, Outcome, State, Status, Step};
+use super::{Ask, Change, MOST, Outcome, State, Status, Step};
 use crate::limit::calendar::Windows;
-use crate::limit::quota::{EXACT, Quota, QuotaError};
+use crate::limit::quota::{Calendar, EXACT, Quota, QuotaError};
 
 /// At most `limit` units in each window.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -29,6 +29,27 @@ pub enum Start {
     FirstRequest,
     /// As the calendar has them; the length is that of no window in particular.
     Calendar(Arc<Windows>),
+}
+
+impl Start {
+    /// How windows of another quota open: by the calendar where the quota is written so, in the same zone.
+    pub(super) fn resized(&self, quota: Quota) -> Result<Self, QuotaError> {
+        Ok(match (self, quota.calendar) {
+            (Start::FirstRequest, _) => Start::FirstRequest,
+            (Start::Calendar(windows), Some(unit)) => Start::Calendar(Arc::new(windows.by(unit))),
+            (_, Some(unit)) => Start::calendar(unit, "UTC")?,
+            (_, None) => Start::Aligned { phase: 0 },
+        })
+    }
+
+    /// Windows of the calendar.
+    ///
+    /// # Errors
+    /// There is no such zone.
+    pub fn calendar(unit: Calendar, zone: &str) -> Result<Self, QuotaError> {
+        let windows = Windows::new(unit, zone).map_err(|_| QuotaError::Zone(zone.to_owned()))?;
+        Ok(Start::Calendar(Arc::new(windows)))
+    }
 }
 
 impl FixedWindow {
@@ -94,7 +115,7 @@ impl FixedWindow {
             let inside = charged_at >= start && charged_at < finish;
             return hold(if inside { count.saturating_sub(cost) } else { count });
         }
-        let charged = count + cost;
+        let charged = count.saturating_add(cost);
         if ask == Ask::Fit && charged > self.limit {
             let (status, retry_us) = if cost > self.limit { (Status::Never, 0) } else { (Status::Over, reset_us) };
             let mended = match behind && count > 0 {
@@ -103,10 +124,10 @@ impl FixedWindow {
             };
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, mended);
         }
-        match charged {
+        match charged.min(MOST) {
             // Nothing counted and nothing charged: nothing to write.
             0 => Step { change: Change::None, ..hold(0) },
-            _ => hold(charged),
+            charged => hold(charged),
         }
     }
 }

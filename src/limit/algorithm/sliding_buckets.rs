@@ -1,6 +1,6 @@
 //! Sliding buckets: the window in parts; the oldest counts in full, so no window ever holds more than the limit.
 
-use super::{Ask, Change, Outcome, State, Status, Step};
+use super::{Ask, Change, MOST, Outcome, State, Status, Step};
 use crate::limit::quota::{EXACT, Quota, QuotaError};
 
 /// At most `limit` units in any window, in steps of a part of it.
@@ -49,7 +49,7 @@ impl SlidingBuckets {
         let (free, free_reset_us) = (self.limit.saturating_sub(total), until_empty(&counts));
         let step = |outcome, change| Step { outcome, free, free_reset_us, change };
 
-        if ask == Ask::Fit && total + cost > self.limit {
+        if ask == Ask::Fit && total.saturating_add(cost) > self.limit {
             let (status, retry_us) = if cost > self.limit {
                 (Status::Never, 0)
             } else {
@@ -73,7 +73,7 @@ impl SlidingBuckets {
                     *count = count.saturating_sub(cost);
                 }
             }
-            Ask::Fit | Ask::Charge => counts[0] += cost,
+            Ask::Fit | Ask::Charge | Ask::Renew => counts[0] += cost.min(MOST - total),
         }
         let total: u64 = counts.iter().sum();
         let reset_us = until_empty(&counts);

@@ -56,9 +56,16 @@ impl SlidingLog {
                 0 => Change::None,
                 _ => Change::Log(LogEdit { mend: false, remove: Some((cost, charged_at)), ..edit }),
             };
-            return step(Status::Ok, free, reset_us, 0, change);
+            let mut rest = log.clone();
+            if let Change::Log(edit) = &change {
+                edit.apply(&mut rest);
+            }
+            let active = rest.iter().filter(|instant| (**instant).min(now) + self.window > now).count() as u64;
+            let newest = rest.back().filter(|_| active > 0);
+            let reset_us = newest.map_or(0, |newest| newest.min(&now) + self.window - now);
+            return step(Status::Ok, self.limit.saturating_sub(active), reset_us, 0, change);
         }
-        if ask == Ask::Fit && active + cost > self.limit {
+        if ask == Ask::Fit && active.saturating_add(cost) > self.limit {
             let mended = if behind { Change::Log(edit) } else { Change::None };
             if cost > self.limit {
                 return step(Status::Never, free, reset_us, 0, mended);

@@ -1,6 +1,6 @@
 //! Sliding window: the window before counts by the part of it that is still within reach.
 
-use super::{Ask, Change, Outcome, State, Status, Step};
+use super::{Ask, Change, MOST, Outcome, State, Status, Step};
 use crate::limit::quota::{EXACT, Quota, QuotaError};
 
 /// About `limit` units in any window; at most twice as many, by who knows where the windows meet.
@@ -21,8 +21,9 @@ impl SlidingWindow {
     /// The quota has no window, or no unit keeps the arithmetic exact.
     pub fn new(quota: Quota) -> Result<Self, QuotaError> {
         let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
-        // Twice: the current and the previous window are added before they are compared.
-        let exact = |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 2 < u128::from(EXACT);
+        // Four times: the current and the previous window are added before they are compared, and each may hold twice as
+        // much when costs are charged afterwards.
+        let exact = |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT);
         let units = (0..12).map(|power| 10u64.pow(power));
         let unit = units.filter(|unit| window.is_multiple_of(*unit)).find(|unit| exact(*unit));
         let unit = unit.ok_or(QuotaError::Inexact { count: quota.count })?;
@@ -54,7 +55,7 @@ impl SlidingWindow {
         let put =
             |current, previous| Change::Put(State::Sliding { start, current, previous }, reset(current, previous));
 
-        let charged = current + cost;
+        let charged = current.saturating_add(cost);
         let over = (i128::from(charged) - i128::from(self.limit)) * i128::from(units)
             + i128::from(previous) * i128::from(units - elapsed);
         if ask == Ask::Fit && over > 0 {
@@ -73,7 +74,7 @@ impl SlidingWindow {
             Ask::Refund { charged_at } if charged_at >= start => current = current.saturating_sub(cost),
             Ask::Refund { charged_at } if charged_at + self.window >= start => previous = previous.saturating_sub(cost),
             Ask::Refund { .. } => {}
-            Ask::Fit | Ask::Charge => current = charged,
+            Ask::Fit | Ask::Charge | Ask::Renew => current = charged.min(MOST / 2 / units),
         }
         let reset_us = reset(current, previous);
         let change = match (reset_us, ask) {

@@ -1,6 +1,6 @@
 //! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
 
-use super::{Ask, Change, Outcome, State, Status, Step};
+use super::{Ask, Change, MOST, Outcome, State, Status, Step};
 use crate::limit::quota::{EXACT, Quota, QuotaError};
 
 /// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
@@ -63,10 +63,10 @@ impl TokenBucket {
         let held = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
         if let Ask::Refund { .. } = ask {
-            let rest = debt.saturating_sub(cost * self.parts);
+            let rest = debt.saturating_sub(cost.saturating_mul(self.parts));
             return step(held(rest), put(rest));
         }
-        let charged = debt + cost * self.parts;
+        let charged = debt.saturating_add(cost.saturating_mul(self.parts));
         if ask == Ask::Fit && charged > capacity {
             let (status, retry_us) = if cost > self.burst {
                 (Status::Never, 0)
@@ -76,6 +76,7 @@ impl TokenBucket {
             let mended = if behind { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, mended);
         }
+        let charged = charged.min(MOST);
         // Nothing owed and nothing charged: nothing to write.
         let change = if charged == 0 { Change::None } else { put(charged) };
         step(held(charged), change)
@@ -84,7 +85,7 @@ impl TokenBucket {
 
 /// The same debt after the rate was changed. In doubles, as the script computes it: the exact product may leave 64 bits.
 fn rescale(debt: u64, from: u64, to: u64) -> u64 {
-    (debt as f64 / from as f64 * to as f64).ceil() as u64
+    ((debt as f64 / from as f64 * to as f64).ceil() as u64).min(MOST)
 }
 
 fn gcd(a: u64, b: u64) -> u64 {

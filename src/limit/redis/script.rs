@@ -10,12 +10,13 @@ const FRAME: &str = include_str!("../../../lua/check.lua");
 const MARK: &str = "--@kinds\n";
 
 /// One file of `lua/` for each, in the order of their bits in a [`Parts`].
-const FILES: [&str; 5] = [
+const FILES: [&str; 6] = [
     include_str!("../../../lua/token_bucket.lua"),
     include_str!("../../../lua/fixed_window.lua"),
     include_str!("../../../lua/sliding_log.lua"),
     include_str!("../../../lua/sliding_window.lua"),
     include_str!("../../../lua/sliding_buckets.lua"),
+    include_str!("../../../lua/concurrency.lua"),
 ];
 
 /// The set of algorithm files that a script needs.
@@ -33,6 +34,7 @@ impl Parts {
                     Kind::SlidingLog => 4,
                     Kind::SlidingWindow => 8,
                     Kind::SlidingBuckets => 16,
+                    Kind::Concurrency => 32,
                 }
         }))
     }

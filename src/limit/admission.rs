@@ -1,0 +1,211 @@
+//! What an admitted request holds and owes: leases until it ends, costs and refunds once its response is known.
+
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
+use tokio_util::task::TaskTracker;
+use tracing::debug;
+
+use super::algorithm::{Outcome, Rule};
+use super::backend::{Backend, Source};
+use super::key::{Identity, Key};
+use super::plan::Plan;
+use super::store::{Charge, Mode, Operation, StoreError, Verdict};
+
+/// What remains to be done for a limit when the response is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Later {
+    /// Nothing.
+    Nothing,
+    /// The cost is charged.
+    Pay,
+    /// The cost may be given back.
+    Refund,
+}
+
+/// What the response makes of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Due {
+    /// It stays as it is.
+    Nothing,
+    /// So many units are charged, whatever is left.
+    Pay(u64),
+    /// The charge is given back.
+    Refund,
+}
+
+/// A charge that outlives the decision.
+#[derive(Debug, Clone)]
+pub struct Pending {
+    /// Which limit of the route.
+    pub place: usize,
+    /// Its size.
+    pub plan: Arc<Plan>,
+    /// Whose units.
+    pub identity: Identity,
+    /// How many; for a lease its id.
+    pub units: u64,
+}
+
+/// What the requests of one worker leave behind: calls that nobody waits for.
+#[derive(Debug)]
+pub struct Ledger {
+    /// Where the counters live.
+    pub backend: Backend,
+    /// Releases and late charges that are under way.
+    pub tasks: TaskTracker,
+}
+
+impl Ledger {
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
+        // Outside of a runtime the process is ending: leases end by themselves.
+        let handle = Handle::try_current().ok()?;
+        Some(self.tasks.spawn_on(task, &handle).abort_handle())
+    }
+
+    async fn call(&self, source: Source, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
+        let charge = |pending| Pending::charge(pending, source);
+        self.backend.call(source, operation, &pending.iter().map(charge).collect::<Vec<_>>()).await
+    }
+}
+
+impl Pending {
+    fn rule(&self, source: Source) -> &Rule {
+        match source {
+            Source::Store => &self.plan.rule,
+            Source::Local => &self.plan.share,
+        }
+    }
+
+    fn charge(&self, source: Source) -> Charge<'_> {
+        let key = Key { identity: self.identity, bucket: &self.plan.bucket };
+        let rule = self.rule(source);
+        let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
+        Charge { key, rule, cost, mode: Mode::Binding, lease }
+    }
+}
+
+/// The leases of a request. Dropping them releases them, also while it is not known whether they were granted.
+#[derive(Debug)]
+pub struct Leases {
+    ledger: Arc<Ledger>,
+    source: Source,
+    held: Arc<[Pending]>,
+    renewal: Option<AbortHandle>,
+}
+
+impl Leases {
+    /// Leases that are about to be asked for.
+    pub fn asked(ledger: Arc<Ledger>, source: Source, asked: Vec<Pending>) -> Self {
+        Leases { ledger, source, held: asked.into(), renewal: None }
+    }
+
+    /// They were refused: there is nothing to release.
+    pub fn refused(mut self) {
+        self.held = Arc::new([]);
+    }
+
+    /// They were granted: each is renewed when a third of it has passed.
+    pub fn granted(mut self) -> Self {
+        let leases = self.held.iter().filter_map(|held| match held.rule(self.source) {
+            Rule::Concurrency(rule) => Some(rule.lease),
+            _ => None,
+        });
+        let Some(shortest) = leases.min() else { return self };
+        let (ledger, source, held) = (self.ledger.clone(), self.source, self.held.clone());
+        self.renewal = self.ledger.spawn(async move {
+            loop {
+                sleep(Duration::from_micros(shortest / 3)).await;
+                if let Err(error) = ledger.call(source, Operation::Renew, &held).await {
+                    debug!(%error, "a lease was not renewed");
+                }
+            }
+        });
+        self
+    }
+}
+
+impl Drop for Leases {
+    fn drop(&mut self) {
+        if let Some(renewal) = &self.renewal {
+            renewal.abort();
+        }
+        if self.held.is_empty() {
+            return;
+        }
+        let (ledger, source, held) = (self.ledger.clone(), self.source, self.held.clone());
+        self.ledger.spawn(async move {
+            if let Err(error) = ledger.call(source, Operation::Refund { charged_at: 0 }, &held).await {
+                debug!(%error, "a lease was not released: it ends by itself");
+            }
+        });
+    }
+}
+
+/// Settles debts: the standing of the limits that were charged or refunded, by their places on the route.
+pub type Settling = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, StoreError>> + Send>>;
+
+/// What a request owes until its response is known.
+#[derive(Debug)]
+pub struct Debts {
+    ledger: Arc<Ledger>,
+    source: Source,
+    charged_at: u64,
+    owed: Vec<(Later, Pending)>,
+}
+
+impl Debts {
+    /// Of a request that was charged at this instant, µs.
+    pub fn new(ledger: Arc<Ledger>, source: Source, charged_at: u64, owed: Vec<(Later, Pending)>) -> Self {
+        Debts { ledger, source, charged_at, owed }
+    }
+
+    /// Charges and gives back what the response says for each limit, by its place on the route. When the store does not
+    /// answer, a charge may be lost; it is never made twice.
+    pub fn settle(mut self, due: impl Fn(usize, Later) -> Due) -> Settling {
+        let (mut paid, mut refunded) = (Vec::new(), Vec::new());
+        for (later, pending) in mem::take(&mut self.owed) {
+            match due(pending.place, later) {
+                Due::Nothing => {}
+                Due::Pay(units) => paid.push(Pending { units, ..pending }),
+                Due::Refund => refunded.push(pending),
+            }
+        }
+        let refund = Operation::Refund { charged_at: self.charged_at };
+        let calls =
+            [(Operation::Charge, paid), (refund, refunded)].into_iter().filter(|(_, pending)| !pending.is_empty());
+        let (ledger, source) = (self.ledger.clone(), self.source);
+        // A task of its own: a client that leaves now does not escape the charge.
+        let task = self.ledger.tasks.spawn(async move {
+            let mut standings = Vec::new();
+            for (operation, pending) in calls {
+                let verdict = ledger.call(source, operation, &pending).await?;
+                standings.extend(pending.iter().map(|pending| pending.place).zip(verdict.outcomes));
+            }
+            Ok(standings)
+        });
+        Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) })
+    }
+}
+
+impl Drop for Debts {
+    fn drop(&mut self) {
+        // The client left before the response was known; what was asked for may have been done.
+        let owed = mem::take(&mut self.owed).into_iter();
+        let owed: Vec<_> = owed.filter(|(later, _)| *later == Later::Pay).map(|(_, pending)| pending).collect();
+        if owed.is_empty() {
+            return;
+        }
+        let (ledger, source) = (self.ledger.clone(), self.source);
+        self.ledger.spawn(async move {
+            if let Err(error) = ledger.call(source, Operation::Charge, &owed).await {
+                debug!(%error, "the cost of an abandoned request was not charged");
+            }
+        });
+    }
+}

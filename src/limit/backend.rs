@@ -1,0 +1,59 @@
+//! Where the counters of one worker live, and who decided.
+
+use std::sync::Arc;
+
+use super::guard::Guard;
+use super::memory::MemoryStore;
+use super::store::{Charge, Operation, Store, StoreError, Verdict};
+
+/// Where the counters of this worker live.
+#[derive(Debug)]
+pub enum Backend {
+    /// In this process.
+    Memory(Arc<MemoryStore>),
+    /// In Redis, with this process' counters for the time when it fails.
+    Redis {
+        /// The store.
+        store: Guard,
+        /// The local shares.
+        fallback: Arc<MemoryStore>,
+    },
+}
+
+/// Who decided.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Source {
+    /// The store, for all gateways.
+    Store,
+    /// This gateway alone, because the store could not answer.
+    Local,
+}
+
+impl Source {
+    /// One word for logs.
+    pub fn word(self) -> &'static str {
+        match self {
+            Source::Store => "store",
+            Source::Local => "local",
+        }
+    }
+}
+
+impl Backend {
+    /// Asks the store, or the counters that stand in for it.
+    ///
+    /// # Errors
+    /// See [`StoreError`]; what is local does not fail.
+    pub async fn call(
+        &self,
+        source: Source,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        match (self, source) {
+            (Backend::Memory(memory) | Backend::Redis { fallback: memory, .. }, Source::Local)
+            | (Backend::Memory(memory), Source::Store) => Ok(memory.decide(operation, charges)),
+            (Backend::Redis { store, .. }, Source::Store) => store.call(operation, charges).await,
+        }
+    }
+}

@@ -1,0 +1,137 @@
+//! Quotas and what counts them: from the words of the file to a rule that decides.
+
+use std::ops::Range;
+
+use super::reader::Reader;
+use crate::config;
+use crate::config::error::Issue;
+use crate::limit::algorithm::Rule;
+use crate::limit::algorithm::concurrency::Concurrency;
+use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
+use crate::limit::algorithm::sliding_log::SlidingLog;
+use crate::limit::algorithm::sliding_window::SlidingWindow;
+use crate::limit::algorithm::token_bucket::TokenBucket;
+use crate::limit::quota::{EXACT, Quota, QuotaError};
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Algorithm {
+    TokenBucket,
+    FixedWindow,
+    SlidingWindow,
+    SlidingBuckets,
+    SlidingLog,
+    Concurrency,
+}
+
+const ALGORITHMS: [(&str, Algorithm); 8] = [
+    ("token-bucket", Algorithm::TokenBucket),
+    ("gcra", Algorithm::TokenBucket),
+    ("leaky-bucket", Algorithm::TokenBucket),
+    ("fixed-window", Algorithm::FixedWindow),
+    ("sliding-log", Algorithm::SlidingLog),
+    ("sliding-window", Algorithm::SlidingWindow),
+    ("sliding-buckets", Algorithm::SlidingBuckets),
+    ("concurrency", Algorithm::Concurrency),
+];
+
+/// The rule of a limit in its standard size; `lease` is for how long a request in flight holds its place unrenewed.
+pub(super) fn rule(
+    limit: &config::Limit,
+    place: &Range<usize>,
+    lease: u64,
+    reader: &mut Reader<'_>,
+) -> Option<(Quota, Rule)> {
+    let algorithm = reader.choice(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
+    for (key, span, owner) in [
+        ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
+        ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
+        ("time_zone", limit.time_zone.as_ref().map(|zone| zone.span()), Algorithm::FixedWindow),
+        ("buckets", limit.buckets.as_ref().map(|buckets| buckets.span()), Algorithm::SlidingBuckets),
+    ] {
+        if let Some(span) = span.filter(|_| algorithm != owner) {
+            let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
+            reader.issue(Issue::at(span, format!("`{key}` goes with {owner} only")));
+        }
+    }
+    let example = if algorithm == Algorithm::Concurrency { "\"20\"" } else { "\"600/min\"" };
+    let text = reader.required(limit.quota.as_ref(), place, "quota", example)?;
+    if algorithm == Algorithm::Concurrency {
+        let quota = Quota::at_once(text.get_ref());
+        return match quota {
+            Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, lease }))),
+            Err(error) => {
+                let hint = "so many requests at the same time: quota = \"20\"";
+                reader.issue(Issue::at(text.span(), error.to_string()).hint(hint));
+                None
+            }
+        };
+    }
+    let rule = text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed(algorithm, quota, limit, reader)?)));
+    rule.map_err(|error| reader.issue(Issue::at(text.span(), error.to_string()).hint(hint(&error)))).ok()
+}
+
+fn timed(
+    algorithm: Algorithm,
+    quota: Quota,
+    limit: &config::Limit,
+    reader: &mut Reader<'_>,
+) -> Result<Rule, QuotaError> {
+    Ok(match algorithm {
+        Algorithm::TokenBucket => {
+            let burst = reader.number(limit.burst.as_ref(), 1..EXACT as i64, quota.count as i64) as u64;
+            Rule::TokenBucket(TokenBucket::new(quota, burst)?)
+        }
+        Algorithm::FixedWindow => {
+            let first_request =
+                reader.choice(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
+            let start = match quota.calendar {
+                _ if first_request => Start::FirstRequest,
+                Some(unit) => Start::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?,
+                None => Start::Aligned { phase: 0 },
+            };
+            if let (Some(zone), Start::Aligned { .. } | Start::FirstRequest) = (&limit.time_zone, &start) {
+                let issue = Issue::at(zone.span(), "`time_zone` goes with calendar windows only");
+                reader.issue(issue.hint("a quota per day, week, month or year, aligned"));
+            }
+            Rule::FixedWindow(FixedWindow::new(quota, start)?)
+        }
+        Algorithm::SlidingWindow => Rule::SlidingWindow(SlidingWindow::new(quota)?),
+        Algorithm::SlidingBuckets => {
+            let buckets = reader.number(limit.buckets.as_ref(), 1..1001, 10) as u64;
+            Rule::SlidingBuckets(SlidingBuckets::new(quota, buckets)?)
+        }
+        Algorithm::SlidingLog | Algorithm::Concurrency => Rule::SlidingLog(SlidingLog::new(quota)?),
+    })
+}
+
+/// Another size of a limit: its quota and, for a token bucket, its burst.
+pub(super) fn size(size: &config::Size, rule: &Rule, standard: Quota) -> Result<(Quota, Option<u64>), Issue> {
+    let quota = match &size.quota {
+        Some(text) => rule
+            .read_quota(text.get_ref())
+            .map_err(|error| Issue::at(text.span(), error.to_string()).hint(hint(&error)))?,
+        None => standard,
+    };
+    let Some(burst) = &size.burst else { return Ok((quota, None)) };
+    if !matches!(rule, Rule::TokenBucket(_)) {
+        return Err(Issue::at(burst.span(), "`burst` goes with token-bucket only"));
+    }
+    match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT).contains(burst)) {
+        Some(burst) => Ok((quota, Some(burst))),
+        None => Err(Issue::at(burst.span(), format!("{} is out of range", burst.get_ref())).hint("1 or more")),
+    }
+}
+
+/// What to do about a quota that cannot be.
+pub(super) fn hint(error: &QuotaError) -> &'static str {
+    match error {
+        QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
+        QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
+        QuotaError::Zone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
+        QuotaError::Parts { .. } => "another number of `buckets`: 10 divides most windows",
+        QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
+        QuotaError::Share { .. } => "fewer `instances`, a smaller cost, or a shorter window",
+        _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
+    }
+}

@@ -1,0 +1,287 @@
+//! How much, over the wire: tiers and sizes of one's own, costs that requests and responses say, refunds, waiting, gRPC.
+
+mod support;
+
+use std::time::Duration;
+
+use aws_lc_rs::digest::{SHA256, digest};
+use sluicegate::limit::clock::monotonic;
+use support::client::{Client, load};
+use support::eventually;
+use support::gateway::Gateway;
+use support::redis::Redis;
+use support::upstream::{Seen, Upstream};
+
+const PROXY: &str = "127.0.0.9";
+
+/// A consumer whose key is its name.
+fn consumer(name: &str, rest: &str) -> String {
+    let digits: String = digest(&SHA256, name.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{rest}\n")
+}
+
+/// Both stores: in memory, and in this server.
+fn stores(redis: &Redis) -> [String; 2] {
+    [String::new(), format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", redis.url())]
+}
+
+/// A route `/r` with one limit `l`, answered by the gateway.
+fn answered(limit: &str) -> String {
+    format!(
+        "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    )
+}
+
+/// The same, with an upstream.
+fn proxied(limit: &str, upstream: &Upstream) -> String {
+    format!(
+        "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+        upstream.url()
+    )
+}
+
+const KEYS: &str = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
+
+fn admitted(gateway: &Gateway, key: Option<&str>, requests: usize) -> usize {
+    let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();
+    let mut client = gateway.client();
+    (0..requests).filter(|_| client.get_with("/r", &headers).status == 200).count()
+}
+
+#[test]
+fn each_consumer_has_the_size_of_its_tier_or_its_own() {
+    let redis = Redis::start();
+    for store in stores(&redis) {
+        let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
+                     tiers = { free = { quota = \"2/hour\" }, pro = { quota = \"6/hour\" }, anonymous = { quota = \"1/hour\" } }";
+        let consumers = [
+            consumer("plain", ""),
+            consumer("poor", "tier = \"free\""),
+            consumer("rich", "tier = \"pro\""),
+            consumer("special", "tier = \"pro\"\nlimit.l = { quota = \"8/hour\" }"),
+        ];
+        let gateway =
+            Gateway::start_with(&(store + KEYS + &answered(limit)), &[("consumers.toml", &consumers.concat())]);
+        for (key, expected) in
+            [(None, 1), (Some("plain"), 3), (Some("poor"), 2), (Some("rich"), 6), (Some("special"), 8)]
+        {
+            assert_eq!(admitted(&gateway, key, 12), expected, "{key:?}");
+        }
+        let told = gateway.client().get_with("/r", &[("x-api-key", "special")]);
+        assert_eq!(told.header("ratelimit-policy"), Some("\"l\";q=8;w=3600"), "the caller is told its own size");
+    }
+}
+
+#[test]
+fn a_trusted_proxy_says_what_a_request_costs_and_nobody_else() {
+    let upstream = Upstream::start();
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n\
+                 cost = { request_header = \"x-cost\", max = 10 }";
+    let trusting = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n");
+    let gateway = Gateway::start(&(trusting + &proxied(limit, &upstream)));
+    let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
+    let mut stranger = gateway.client();
+    assert_eq!(proxy.get_with("/r", &[("x-cost", "7")]).remaining("l"), 93);
+    assert_eq!(upstream.last().headers("x-cost"), ["7"]);
+    assert_eq!(proxy.get_with("/r", &[("x-cost", "1000")]).remaining("l"), 83, "no more than the maximum");
+    assert_eq!(proxy.get("/r").remaining("l"), 82, "without a word it costs one");
+    assert_eq!(stranger.get_with("/r", &[("x-cost", "0")]).remaining("l"), 81, "a stranger has no say");
+    assert_eq!(upstream.last().headers("x-cost"), [""; 0], "and his word goes no further");
+    let seen = upstream.count();
+    proxy.get_with("/r", &[("x-cost", "a lot")]).assert_problem(400, "no number");
+    assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
+}
+
+/// Answers with the status and the header lines that the request asks for.
+fn obedient(request: &Seen) -> Vec<u8> {
+    let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
+    let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
+    format!("HTTP/1.1 {status}\r\n{lines}Content-Length: 0\r\n\r\n").into_bytes()
+}
+
+#[test]
+fn the_response_says_what_it_cost_and_the_next_request_waits_the_debt_out() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(obedient);
+    for store in stores(&redis) {
+        for algorithm in
+            ["token-bucket", "fixed-window\"\nstart = \"first-request", "sliding-window", "sliding-buckets"]
+        {
+            let limit = format!(
+                "by = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"100/hour\"\ncost.response_header = \"x-used\"\nrefund_on = [\"5xx\"]"
+            );
+            redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+            let gateway = Gateway::start(&(store.clone() + &proxied(&limit, &upstream)));
+            let mut client = gateway.client();
+            let mut ask = |lines: &[(&str, &str)]| client.get_with("/r", &[&[("x-who", "me")], lines].concat());
+            let first = ask(&[("x-line", "x-used: 30")]);
+            assert_eq!((first.status, first.remaining("l")), (200, 70), "{algorithm}: told after the charge");
+            assert_eq!(ask(&[]).remaining("l"), 69, "{algorithm}: without a word it costs one");
+            let failed = ask(&[("x-status", "503 Down"), ("x-line", "x-used: 50")]);
+            assert_eq!(failed.remaining("l"), 69, "{algorithm}: what failed costs nothing");
+            assert_eq!(ask(&[("x-line", "x-used: 100000000000000000")]).remaining("l"), 0, "{algorithm}: a debt");
+            let seen = upstream.count();
+            assert_eq!(ask(&[]).status, 429, "{algorithm}");
+            assert_eq!(upstream.count(), seen, "{algorithm}: it does not reach the upstream");
+        }
+    }
+}
+
+#[test]
+fn a_client_that_leaves_early_pays_all_the_same() {
+    let redis = Redis::start();
+    // Never answers.
+    let upstream = Upstream::answering(|_| {
+        std::thread::park();
+        Vec::new()
+    });
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\ncost.response_header = \"x-used\"";
+    let store = &stores(&redis)[1];
+    let gateway = Gateway::start(&(store.clone() + &proxied(limit, &upstream)));
+    let mut client = gateway.client();
+    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("the request is with the upstream", || upstream.count() == 1);
+    drop(client);
+    eventually("one unit is charged", || redis.keys().len() == 1);
+    let state: String = redis::cmd("GET").arg(&redis.keys()[0]).query(&mut redis.connection()).unwrap();
+    assert!(state.ends_with(":1"), "{state}");
+}
+
+#[test]
+fn what_the_upstream_failed_at_is_given_back() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(obedient);
+    for store in stores(&redis) {
+        for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
+            // Two limits, of which one gives back: each charge is its own.
+            let config = format!(
+                "{store}[limit.back]\nby = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"10/10h\"\nrefund_on = [\"5xx\", \"404\"]\n{}",
+                proxied("by = \"header:x-who\"\nquota = \"10/10h\"\nalgorithm = \"sliding-log\"", &upstream)
+                    .replace("[\"l\"]", "[\"back\", \"l\"]\ncost = 2")
+            );
+            redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+            let gateway = Gateway::start(&config);
+            let mut client = gateway.client();
+            for (status, back, kept) in [("200 OK", 8, 8), ("500 No", 8, 6), ("404 Gone", 8, 4), ("403 No", 6, 2)] {
+                let reply = client.get_with("/r", &[("x-who", "me"), ("x-status", status)]);
+                assert_eq!((reply.remaining("back"), reply.remaining("l")), (back, kept), "{algorithm}: {status}");
+            }
+        }
+    }
+    // The gateway's own 502 is a 5xx, too.
+    let nobody = support::redis::free_port();
+    let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
+    let gateway =
+        Gateway::start(&proxied(limit, &upstream).replace(&upstream.url(), &format!("http://127.0.0.1:{nobody}")));
+    assert_eq!([gateway.get("/r").status, gateway.get("/r").status], [502, 502]);
+}
+
+#[test]
+fn a_request_that_may_wait_is_held_until_its_turn() {
+    let redis = Redis::start();
+    for store in stores(&redis) {
+        let limit = "by = \"global\"\nquota = \"20/s\"\nburst = 1\nmax_wait = \"10s\"";
+        let gateway = Gateway::start(&(store + &answered(limit)));
+        let started = monotonic();
+        let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
+        assert_eq!(statuses, [200; 30], "nobody is denied");
+        // One at once, 29 more at one each 50 ms: never faster, whatever the machine does.
+        assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
+    }
+}
+
+#[test]
+fn who_came_first_is_let_in_first() {
+    let upstream = Upstream::start();
+    let limit = "by = \"global\"\nquota = \"10/s\"\nburst = 1\nmax_wait = \"20s\"";
+    let gateway = Gateway::start(&proxied(limit, &upstream));
+    let mut clients: Vec<_> = (0..8).map(|_| gateway.client()).collect();
+    assert_eq!(clients[0].get("/r?first").status, 200);
+    for (index, client) in clients.iter_mut().enumerate() {
+        client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
+        // The line is not seen from outside. A request that has come is in it before one that comes on a connection that
+        // was told of something since: an answer of another route is such a word.
+        assert_eq!(gateway.client().get("/nowhere").status, 404);
+    }
+    for client in &mut clients {
+        assert_eq!(client.reply().unwrap().status, 200);
+    }
+    let order: Vec<_> = upstream.seen.lock().unwrap().iter().skip(1).map(|seen| seen.target().to_owned()).collect();
+    assert_eq!(order, (0..8).map(|index| format!("/r?{index}")).collect::<Vec<_>>());
+}
+
+#[test]
+fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
+    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_waiting = 1";
+    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
+    let mut first = gateway.client();
+    assert_eq!(first.get("/r").status, 200);
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("the line is full", || {
+        let started = monotonic();
+        let denied = gateway.client().get("/r");
+        // Denied at once: a request that found a place would be held for seconds.
+        denied.status == 429 && started.elapsed() < Duration::from_secs(1)
+    });
+    drop(waiting);
+    let mut next = gateway.client();
+    next.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(next.reply().unwrap().status, 200, "the place was free");
+}
+
+#[test]
+fn who_would_wait_too_long_is_denied_at_once() {
+    let limit = "by = \"global\"\nquota = \"1/hour\"\nmax_wait = \"20s\"";
+    let gateway = Gateway::start(&answered(limit));
+    assert_eq!(gateway.get("/r").status, 200);
+    let started = monotonic();
+    assert_eq!(gateway.get("/r").status, 429);
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+}
+
+#[test]
+fn grpc_clients_are_told_in_their_own_words() {
+    let gateway = Gateway::start(&answered("by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\""));
+    let mut client = gateway.client();
+    for (kind, status, grpc) in [
+        ("application/grpc", 200, None),
+        ("application/grpc", 200, Some("8")),
+        ("application/grpc+proto", 200, Some("8")),
+        ("application/json", 429, None),
+    ] {
+        let reply = client.request("POST", "/r", &[("content-type", kind), ("te", "trailers")], b"");
+        assert_eq!((reply.status, reply.header("grpc-status")), (status, grpc), "{kind}");
+        if grpc.is_some() {
+            assert_eq!(reply.header("content-type"), Some("application/grpc"));
+            assert!(reply.header("grpc-message").unwrap().contains("try again in"), "{reply:?}");
+            assert!(reply.header("retry-after").is_some() && reply.header("ratelimit").is_some(), "{reply:?}");
+            assert!(reply.body.is_empty());
+        }
+    }
+}
+
+#[test]
+fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
+    let consumers = consumer("small", "limit.l = { quota = \"2/hour\" }");
+    let limit = "by = \"api-key\"\nquota = \"100/hour\"\ncost = { request_header = \"x-cost\", max = 500 }\ntiers = { free = { quota = \"5/hour\" } }";
+    let config = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n{KEYS}{}", answered(limit));
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
+    let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
+    let never = proxy.get_with("/r", &[("x-cost", "101")]);
+    never.assert_problem(429, "more than there ever is");
+    assert_eq!(never.header("retry-after"), None);
+    assert_eq!(proxy.get_with("/r", &[("x-api-key", "small"), ("x-cost", "3")]).header("retry-after"), None);
+    let check = support::gateway::binary()
+        .args(["check", "--config"])
+        .arg(gateway.directory().join("gateway.toml"))
+        .output()
+        .unwrap();
+    let out = String::from_utf8(check.stdout).unwrap();
+    for warning in ["ever has (100)", "in the tier `free` (5)", "for the consumer `small` (2)"] {
+        assert!(out.contains(warning), "{warning} is missing in\n{out}");
+    }
+    assert!(out.contains("l: at most 199 in any 3600 s, 100 at once"), "{out}");
+    assert!(out.contains("l, tier free: at most 9 in any 3600 s, 5 at once"), "{out}");
+}
