@@ -90,7 +90,7 @@ impl RedisStore {
 
 impl Store for RedisStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        let script = script(Parts::of(charges.iter().map(|charge| charge.rule)));
+        let script = script(Parts::of_call(operation, charges));
         let mut connection = checkout(&self.connections).await?;
         // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
         let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);

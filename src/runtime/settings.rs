@@ -156,11 +156,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     match info {
         Ok((address, client)) => {
             settings.name = format!("redis at {address}");
-            let mut scripts: Vec<_> = routes
-                .iter()
-                .filter(|route| !route.metering.limits.is_empty())
-                .map(|route| Parts::of(route.metering.limits.iter().map(|metered| &metered.limit.standard.rule)))
-                .collect();
+            let mut scripts: Vec<_> = routes.iter().flat_map(scripts).collect();
             scripts.sort_unstable();
             scripts.dedup();
             settings.redis = Some(RedisSettings { client, prefix, connections, connect_timeout: timeout, scripts });
@@ -171,6 +167,16 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
         }
     }
     settings
+}
+
+/// The scripts that a route calls.
+fn scripts(route: &Arc<Route>) -> Vec<Parts> {
+    let rules = || route.metering.limits.iter().map(|metered| &metered.limit.standard.rule);
+    let mut scripts: Vec<_> = rules().map(Parts::of_one).collect();
+    if scripts.len() > 1 {
+        scripts.push(Parts::of(rules()));
+    }
+    scripts
 }
 
 pub(super) fn upstreams(

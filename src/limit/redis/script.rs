@@ -1,12 +1,14 @@
-//! Composes the scripts of `lua/`: the frame and only the algorithms that a call uses.
+//! Composes the scripts of `lua/`: a frame and only the algorithms that a call uses.
 
 use std::sync::OnceLock;
 
 use aws_lc_rs::digest;
 
 use crate::limit::algorithm::{Kind, Rule};
+use crate::limit::store::{Charge, Mode, Operation};
 
-const FRAME: &str = include_str!("../../../lua/check.lua");
+/// For every call, and for the commonest one: a check of one limit.
+const FRAMES: [&str; 2] = [include_str!("../../../lua/check.lua"), include_str!("../../../lua/check_one.lua")];
 const MARK: &str = "--@kinds\n";
 
 /// One file of `lua/` for each, in the order of their bits in a [`Parts`].
@@ -19,12 +21,15 @@ const FILES: [&str; 6] = [
     include_str!("../../../lua/concurrency.lua"),
 ];
 
-/// The set of algorithm files that a script needs.
+/// The bit of a [`Parts`] that stands for the second frame.
+const ONE: usize = 1 << FILES.len();
+
+/// The frame and the set of algorithm files that a script needs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Parts(usize);
 
 impl Parts {
-    /// What these rules need.
+    /// What any call for these rules needs.
     pub fn of<'a>(rules: impl IntoIterator<Item = &'a Rule>) -> Self {
         Parts(rules.into_iter().fold(0, |parts, rule| {
             parts
@@ -37,6 +42,19 @@ impl Parts {
                     Kind::Concurrency => 32,
                 }
         }))
+    }
+
+    /// What a call needs.
+    pub fn of_call(operation: Operation, charges: &[Charge<'_>]) -> Self {
+        match (operation, charges) {
+            (Operation::Check, [Charge { rule, mode: Mode::Binding, .. }]) => Parts::of_one(rule),
+            _ => Parts::of(charges.iter().map(|charge| charge.rule)),
+        }
+    }
+
+    /// What a check of this rule alone needs.
+    pub fn of_one(rule: &Rule) -> Self {
+        Parts(Parts::of([rule]).0 | ONE)
     }
 }
 
@@ -51,11 +69,11 @@ pub struct Script {
 
 /// The script for a set of algorithms, composed once per process.
 pub fn script(parts: Parts) -> &'static Script {
-    static SCRIPTS: [OnceLock<Script>; 1 << FILES.len()] = [const { OnceLock::new() }; 1 << FILES.len()];
+    static SCRIPTS: [OnceLock<Script>; 2 * ONE] = [const { OnceLock::new() }; 2 * ONE];
     SCRIPTS[parts.0].get_or_init(|| {
         let kinds: String =
             FILES.iter().enumerate().filter(|(bit, _)| parts.0 >> bit & 1 == 1).map(|(_, file)| *file).collect();
-        let text = FRAME.replacen(MARK, &kinds, 1);
+        let text = FRAMES[parts.0 / ONE].replacen(MARK, &kinds, 1);
         // Redis names scripts by SHA-1; nothing is secured by it.
         let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, text.as_bytes());
         let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
