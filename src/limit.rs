@@ -137,7 +137,9 @@ impl Limiter {
                 return Ok(decision);
             }
         }
-        let Some(place) = self.lines.join(key, wait.places) else { return self.decide(checks).await };
+        // More than can be let in within the time would wait in vain.
+        let places = wait.places.min(usize::try_from(first.plan.most_within(wait.most)).unwrap_or(usize::MAX));
+        let Some(place) = self.lines.join(key, places) else { return self.decide(checks).await };
         let turn = timeout(wait.most.saturating_sub(arrived.elapsed()), pin!(place.turn())).await;
         loop {
             let decision = self.decide(checks).await?;
