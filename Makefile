@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test check bench bench-compare certs tools peers
+.PHONY: run test test-clients check bench bench-compare certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -8,6 +8,17 @@ run:
 
 test: tools
 	cargo test --locked
+
+# Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
+test-clients:
+	@$(call ensure,python3 node npm,python3-venv nodejs npm)
+	cargo build --locked
+	mkdir -p target/clients
+	python3 -m venv target/clients
+	target/clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
+	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/fields.mjs target/clients/
+	npm ci --prefix target/clients --silent --no-audit --no-fund
+	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate target/clients/fields.mjs
 
 check:
 	cargo fmt --check
