@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-clients check bench bench-compare certs tools peers
+.PHONY: run test test-clients check bench bench-compare bench-memory pictures certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -34,6 +34,14 @@ bench: tools peers
 bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2
+
+# What a million identities take, for each algorithm: the figures of docs/limits.md. Time does not matter here.
+bench-memory: tools
+	cargo bench --locked --profile dev --bench memory
+
+# Draws docs/pictures again, from the model.
+pictures:
+	cargo bench --locked --profile dev --bench pictures
 
 # Development certificates, valid for ten years. Everybody has their key: for trying things out only.
 certs:

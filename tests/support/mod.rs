@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod gateway;
+pub mod pictures;
 pub mod redis;
 pub mod upstream;
 

@@ -1,0 +1,172 @@
+//! What one identity's state takes, for each algorithm: in a real Redis, under the keys of the gateway, and in this process.
+
+#[path = "../tests/support/redis.rs"]
+#[allow(dead_code, unreachable_pub)] // shared with the tests
+mod server;
+
+use std::process::Command;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::calendar::Windows;
+use sluicegate::limit::clock::Clock;
+use sluicegate::limit::key::{Bucket, IdentityHasher, Key};
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::{Calendar, Quota};
+use sluicegate::limit::redis::{RedisSettings, RedisStore};
+use sluicegate::limit::store::{Charge, Mode, Operation, Store};
+
+// As in the gateway: what a state takes depends on who allocates it.
+#[global_allocator]
+static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;
+
+/// In Redis: its tables are then about as full as those of a million.
+const IDENTITIES: u64 = 100_000;
+const MILLION: u64 = 1_000_000;
+/// Calls in the pipe.
+const TASKS: u64 = 64;
+/// The start of an hour; all charges of a state lie inside of two.
+const START_US: u64 = 1_800_000_000_000_000;
+const HOUR_US: u64 = 3_600_000_000;
+
+/// A limit of 100 an hour, and the charges (µs after the start, cost) that make its state as long as it gets.
+struct Subject {
+    name: &'static str,
+    rule: Rule,
+    bucket: Bucket,
+    fill: Vec<(u64, u64)>,
+}
+
+fn subjects() -> Vec<Subject> {
+    let quota: Quota = "100/hour".parse().unwrap();
+    let month = Start::Calendar(Arc::new(Windows::new(Calendar::Month, "UTC").unwrap()));
+    let window = |start| Rule::FixedWindow(FixedWindow::new(quota, start).unwrap());
+    let parts = (0..11).map(|part| (part * HOUR_US / 10, 9)).collect();
+    let subject = |name, rule: Rule, fill| {
+        let bucket = Bucket::new(&IdentityHasher::new("memory"), "per-key", &rule.shape());
+        Subject { name, rule, bucket, fill }
+    };
+    vec![
+        subject("token-bucket", Rule::TokenBucket(TokenBucket::new(quota, 100).unwrap()), vec![(0, 50)]),
+        subject("fixed-window", window(Start::Aligned { phase: 0 }), vec![(0, 50)]),
+        subject("fixed-window, first-request", window(Start::FirstRequest), vec![(0, 50)]),
+        subject("fixed-window, month", window(month), vec![(0, 50)]),
+        subject(
+            "sliding-window",
+            Rule::SlidingWindow(SlidingWindow::new(quota).unwrap()),
+            vec![(0, 50), (HOUR_US, 50)],
+        ),
+        subject("sliding-buckets, 10 parts", Rule::SlidingBuckets(SlidingBuckets::new(quota, 10).unwrap()), parts),
+        subject("sliding-log, 100 entries", Rule::SlidingLog(SlidingLog::new(quota).unwrap()), vec![(0, 100)]),
+    ]
+}
+
+impl Subject {
+    fn charge(&self, hasher: &IdentityHasher, identity: u64, cost: u64) -> Charge<'_> {
+        let identity = hasher.hash(&identity.to_be_bytes());
+        Charge { key: Key { identity, bucket: &self.bucket }, rule: &self.rule, cost, mode: Mode::Binding }
+    }
+}
+
+fn main() {
+    let mut arguments = std::env::args().skip_while(|argument| argument != "--embedded").skip(1);
+    if let Some(name) = arguments.next() {
+        return println!("{}", embedded(&name));
+    }
+    let server = server::Redis::start();
+    let info: String = redis::cmd("INFO").arg("server").query(&mut server.connection()).unwrap();
+    let version = info.lines().find_map(|line| line.strip_prefix("redis_version:")).unwrap();
+    println!(
+        "| `algorithm` | a million in Redis {version} | key and value, bytes | a million in the gateway |\n|---|---|---|---|"
+    );
+    for subject in subjects() {
+        let name = subject.name;
+        let (in_redis, key, value) = in_redis(&server, &Arc::new(subject));
+        // A process of its own for each: what an earlier one left behind is not counted.
+        let output = Command::new(std::env::current_exe().unwrap()).args(["--embedded", name]).output().unwrap();
+        let embedded: u64 = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
+        let megabytes = |bytes: u64| format!("{} MB", (bytes + 500_000) / 1_000_000);
+        println!("| {name} | {} | {key} + {value} | {} |", megabytes(in_redis), megabytes(embedded));
+    }
+}
+
+/// Bytes of a million states, and of a key and a value.
+fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
+    let mut connection = server.connection();
+    redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let (before, after) = runtime.block_on(async {
+        let clock = Clock::manual(START_US);
+        let settings = RedisSettings {
+            client: server.client(),
+            prefix: "rl".to_owned(),
+            connections: 1,
+            connect_timeout: Duration::from_secs(5),
+            scripts: Vec::new(),
+        };
+        let store = Arc::new(RedisStore::new(&settings, clock.clone()));
+        // Connected, and the script known.
+        store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();
+        let before = used_memory(&mut server.connection());
+        for (after_us, cost) in subject.fill.clone() {
+            clock.set(START_US + after_us);
+            let tasks: Vec<_> = (0..TASKS)
+                .map(|task| {
+                    let (store, subject) = (store.clone(), subject.clone());
+                    tokio::spawn(async move {
+                        let hasher = IdentityHasher::new("");
+                        for identity in (task..IDENTITIES).step_by(TASKS as usize) {
+                            let charge = subject.charge(&hasher, identity, cost);
+                            store.call(Operation::Charge, &[charge]).await.unwrap();
+                        }
+                    })
+                })
+                .collect();
+            for task in tasks {
+                task.await.unwrap();
+            }
+        }
+        (before, used_memory(&mut server.connection()))
+    });
+    let keys: u64 = redis::cmd("DBSIZE").query(&mut connection).unwrap();
+    assert_eq!(keys, IDENTITIES, "{}", subject.name);
+    let key: String = redis::cmd("RANDOMKEY").query(&mut connection).unwrap();
+    let value = match subject.rule {
+        Rule::SlidingLog(_) => redis::cmd("LRANGE").arg(&key).arg(0).arg(-1).query::<Vec<String>>(&mut connection),
+        _ => redis::cmd("GET").arg(&key).query::<String>(&mut connection).map(|value| vec![value]),
+    };
+    let value = value.unwrap().iter().map(String::len).sum::<usize>();
+    ((after - before) * MILLION / IDENTITIES, key.len() as u64, value as u64)
+}
+
+fn used_memory(connection: &mut redis::Connection) -> u64 {
+    let info: String = redis::cmd("INFO").arg("memory").query(connection).unwrap();
+    info.lines().find_map(|line| line.strip_prefix("used_memory:")).unwrap().parse().unwrap()
+}
+
+/// Resident bytes of a million states in a memory store.
+fn embedded(name: &str) -> u64 {
+    let subject = subjects().into_iter().find(|subject| subject.name == name).unwrap();
+    let store = MemoryStore::new(2 * MILLION as usize, Clock::manual(START_US));
+    let hasher = IdentityHasher::new("");
+    let before = resident();
+    // The first charge is enough: here the size of a state does not depend on what it counts.
+    let cost = subject.fill[0].1;
+    for identity in 0..MILLION {
+        store.decide(Operation::Check, &[subject.charge(&hasher, identity, cost)]);
+    }
+    assert_eq!(store.len() as u64, MILLION);
+    resident() - before
+}
+
+fn resident() -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let kilobytes = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    kilobytes.trim().trim_end_matches(" kB").parse::<u64>().unwrap() * 1024
+}

@@ -1,0 +1,32 @@
+//! Writes the pictures of docs/limits.md from the model: `make pictures`. With `--check`, or run as a test, it only says
+//! which ones differ.
+
+#[path = "../tests/support/pictures.rs"]
+#[allow(unreachable_pub)] // shared with the test that compares them
+mod pictures;
+
+use std::path::Path;
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/pictures");
+    // Cargo says `--bench` to a benchmark that is run as one.
+    let asked = |word: &str| std::env::args().any(|argument| argument == word);
+    let check = asked("--check") || !asked("--bench");
+    let mut differ = false;
+    for (name, svg) in pictures::all() {
+        let path = folder.join(&name);
+        if std::fs::read_to_string(&path).is_ok_and(|committed| committed == svg) {
+            continue;
+        }
+        differ = true;
+        if check {
+            println!("docs/pictures/{name} is not what the model draws");
+        } else {
+            std::fs::create_dir_all(&folder).expect("docs/pictures can be made");
+            std::fs::write(&path, svg).expect("the picture can be written");
+            println!("docs/pictures/{name} written");
+        }
+    }
+    ExitCode::from(u8::from(check && differ))
+}
