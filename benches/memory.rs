@@ -70,7 +70,7 @@ fn subjects() -> Vec<Subject> {
 impl Subject {
     fn charge(&self, hasher: &IdentityHasher, identity: u64, cost: u64) -> Charge<'_> {
         let identity = hasher.hash(&identity.to_be_bytes());
-        Charge { key: Key { identity, bucket: &self.bucket }, rule: &self.rule, cost, mode: Mode::Binding }
+        Charge { key: Key { identity, bucket: &self.bucket }, rule: &self.rule, cost, mode: Mode::Binding, lease: 0 }
     }
 }
 

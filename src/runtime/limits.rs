@@ -20,7 +20,7 @@ use crate::limit::plan::{Division, Limit, OnStoreError, Plan, Wait};
 use crate::limit::quota::EXACT;
 use crate::upstream::UpstreamSettings;
 
-/// A request in flight holds its place for the time that its upstream may take and so much more, unless it is renewed.
+/// A request in flight holds its slot for the time that its upstream may take and so much more, unless it is renewed.
 const LEASE_SLACK: Duration = Duration::from_secs(5);
 
 pub(super) fn limits(
@@ -183,8 +183,8 @@ fn at_odds(limit: &config::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut
     let refund = limit.refund_on.first().map(|status| status.span());
     let pairs = [
         (cost.clone(), concurrency, "a request in flight is one: `cost` does not go with concurrency"),
-        (refund, concurrency, "a place is free again when its request ends: `refund_on` does not go with concurrency"),
-        (wait.clone(), concurrency, "nobody knows when a place comes free: `max_wait` does not go with concurrency"),
+        (refund, concurrency, "a slot is free again when its request ends: `refund_on` does not go with concurrency"),
+        (wait.clone(), concurrency, "nobody knows when a slot comes free: `max_wait` does not go with concurrency"),
         (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
         (
             cost.filter(|_| post_paid),
@@ -245,7 +245,7 @@ fn dearest(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
     }
 }
 
-/// For how long a request in flight holds its place: what the slowest upstream of its routes may take, and some more.
+/// For how long a request in flight holds its slot: what the slowest upstream of its routes may take, and some more.
 fn lease(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
     let timeout = |route: &config::Route| {
         let name = route.upstream.as_ref()?.get_ref();

@@ -1,9 +1,10 @@
 //! Draws what each algorithm admits over time, as the model decides it: `make pictures` writes the files, a test compares them.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, VecDeque};
 use std::fmt::{Error, Write};
 
 use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::concurrency::Concurrency;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
@@ -33,6 +34,17 @@ enum Lines {
     Parts(u64),
 }
 
+/// What the curve shows.
+struct Counts {
+    limit: &'static str,
+    curve: &'static str,
+    /// For how long an admitted request counts, ms.
+    lasts_ms: u64,
+}
+
+const LAST_WINDOW: Counts = Counts { limit: "10 per 10 s", curve: "admitted in the last 10 s", lasts_ms: WINDOW_MS };
+const IN_FLIGHT: Counts = Counts { limit: "10 at the same time, each takes 4 s", curve: "in flight", lasts_ms: 4_000 };
+
 /// One decision.
 struct Asked {
     at_ms: u64,
@@ -56,27 +68,39 @@ pub fn all() -> Vec<(String, String)> {
         ("sliding-window", "sliding-window", Rule::SlidingWindow(sliding), Lines::Parts(WINDOW_MS)),
         ("sliding-buckets", "sliding-buckets, 10 parts", Rule::SlidingBuckets(buckets), Lines::Parts(WINDOW_MS / 10)),
         ("sliding-log", "sliding-log", Rule::SlidingLog(log), Lines::None),
+        ("concurrency", "concurrency", Rule::Concurrency(Concurrency { limit: 10, lease: 30_000_000 }), Lines::None),
     ];
     let draw = |(file, title, rule, lines): (&str, &str, Rule, Lines)| {
-        let svg = draw(title, &ask(&rule), &lines).expect("writing to a string does not fail");
+        let counts = if let Rule::Concurrency(_) = rule { IN_FLIGHT } else { LAST_WINDOW };
+        let svg = draw(title, &ask(&rule, &counts), &lines, &counts).expect("writing to a string does not fail");
         (format!("{file}.svg"), svg)
     };
     scenes.into_iter().map(draw).collect()
 }
 
 /// A request at 4 s, then four each second from 11.5 s on, of one identity.
-fn ask(rule: &Rule) -> Vec<Asked> {
+fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
     let clock = Clock::manual(0);
     let store = MemoryStore::new(1000, clock.clone());
     let hasher = IdentityHasher::new("pictures");
     let bucket = Bucket::new(&hasher, "limit", &rule.shape());
-    let charge =
-        Charge { key: Key { identity: hasher.hash(b"greedy"), bucket: &bucket }, rule, cost: 1, mode: Mode::Binding };
+    let key = Key { identity: hasher.hash(b"greedy"), bucket: &bucket };
+    let charge = |lease| Charge { key, rule, cost: 1, mode: Mode::Binding, lease };
+    let mut in_flight = VecDeque::new();
     let demand = std::iter::once(4_000).chain((11_500..LENGTH_MS).step_by(250));
     demand
         .map(|at_ms| {
+            while let Some(began) = in_flight.pop_front_if(|began| *began + counts.lasts_ms <= at_ms) {
+                clock.set((START_MS + began + counts.lasts_ms) * 1000);
+                if let Rule::Concurrency(_) = rule {
+                    store.decide(Operation::Refund { charged_at: 0 }, &[charge(began)]);
+                }
+            }
             clock.set((START_MS + at_ms) * 1000);
-            let verdict = store.decide(Operation::Check, &[charge]);
+            let verdict = store.decide(Operation::Check, &[charge(at_ms)]);
+            if verdict.granted == 1 {
+                in_flight.push_back(at_ms);
+            }
             let window_end_ms = at_ms + verdict.outcomes[0].reset_us / 1000;
             Asked { at_ms, admitted: verdict.granted == 1, window_end_ms }
         })
@@ -111,8 +135,8 @@ text{font:12px system-ui,sans-serif;fill:#59636e} .title{fill:#1f2328;font-weigh
 .over .area{fill:#f0883e} .over .curve{stroke:#f0883e} .no{fill:#444c56}}
 ";
 
-fn draw(title: &str, asked: &[Asked], lines: &Lines) -> Result<String, Error> {
-    let curve = running(asked);
+fn draw(title: &str, asked: &[Asked], lines: &Lines, counts: &Counts) -> Result<String, Error> {
+    let curve = running(asked, counts);
     let most = curve.iter().map(|(_, units)| *units).max().unwrap_or(0);
     let admitted = asked.iter().filter(|request| request.admitted).count();
     let mut out = String::new();
@@ -121,14 +145,16 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines) -> Result<String, Error> {
     let name = title.replace('"', "&quot;");
     writeln!(
         svg,
-        "<title>{name}: 10 per 10 s; {admitted} of {} admitted, at most {most} in any 10 s</title>",
-        asked.len()
+        "<title>{name}: {}; {admitted} of {} admitted; {}: at most {most}</title>",
+        counts.limit,
+        asked.len(),
+        counts.curve
     )?;
     writeln!(svg, "<style>\n{STYLE}</style>")?;
     writeln!(svg, "<rect class=\"paper\" width=\"720\" height=\"208\"/>")?;
-    writeln!(svg, "<text class=\"title\" x=\"{LEFT}\" y=\"20\">{name}: 10 per 10 s</text>")?;
+    writeln!(svg, "<text class=\"title\" x=\"{LEFT}\" y=\"20\">{name}: {}</text>", counts.limit)?;
     let right = x(LENGTH_MS);
-    writeln!(svg, "<text x=\"{right}\" y=\"20\" text-anchor=\"end\">admitted in the last 10 s: at most {most}</text>")?;
+    writeln!(svg, "<text x=\"{right}\" y=\"20\" text-anchor=\"end\">{}: at most {most}</text>", counts.curve)?;
     axes(svg)?;
     boundaries(svg, asked, lines)?;
 
@@ -149,17 +175,18 @@ fn draw(title: &str, asked: &[Asked], lines: &Lines) -> Result<String, Error> {
         let class = if request.admitted { "yes" } else { "no" };
         mark(svg, class, x(request.at_ms), MARKS_TOP, MARKS_BOTTOM - MARKS_TOP)?;
     }
-    legend(svg, lines)?;
+    legend(svg, lines, counts)?;
     writeln!(svg, "</svg>")?;
     Ok(out)
 }
 
-/// Units admitted in the last window (half open), at each instant at which the number changes.
-fn running(asked: &[Asked]) -> Vec<(u64, usize)> {
+/// How many requests count (for a half open time), at each instant at which the number changes.
+fn running(asked: &[Asked], counts: &Counts) -> Vec<(u64, usize)> {
+    let lasts_ms = counts.lasts_ms;
     let instants: Vec<_> = asked.iter().filter(|request| request.admitted).map(|request| request.at_ms).collect();
     let changes: BTreeSet<_> =
-        instants.iter().flat_map(|at| [*at, at + WINDOW_MS]).filter(|at| *at < LENGTH_MS).collect();
-    let live = |now: u64| instants.iter().filter(|at| **at <= now && now < *at + WINDOW_MS).count();
+        instants.iter().flat_map(|at| [*at, at + lasts_ms]).filter(|at| *at < LENGTH_MS).collect();
+    let live = |now: u64| instants.iter().filter(|at| **at <= now && now < *at + lasts_ms).count();
     changes.into_iter().map(|now| (now, live(now))).collect()
 }
 
@@ -201,11 +228,9 @@ fn boundaries(svg: &mut String, asked: &[Asked], lines: &Lines) -> Result<(), Er
     writeln!(svg, "\"/>")
 }
 
-fn legend(svg: &mut String, lines: &Lines) -> Result<(), Error> {
+fn legend(svg: &mut String, lines: &Lines, counts: &Counts) -> Result<(), Error> {
     let y = 199.0;
-    for (class, left, text) in
-        [("yes", 34.0, "admitted"), ("no", 114.0, "denied"), ("curve", 182.0, "admitted in the last 10 s")]
-    {
+    for (class, left, text) in [("yes", 34.0, "admitted"), ("no", 114.0, "denied"), ("curve", 182.0, counts.curve)] {
         if class == "curve" {
             writeln!(svg, "<path class=\"curve\" d=\"M{left} {}h14\"/>", y - 4.0)?;
         } else {
