@@ -24,8 +24,10 @@ use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
 use crate::limit::redis::RedisStore;
 use crate::observe::access::AccessLog;
+use crate::reload;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
+use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
 const BACKLOG: i32 = 4096;
@@ -38,6 +40,8 @@ pub enum AppError {
     Listen { address: SocketAddr, source: io::Error },
     #[error("cannot write the access log to {}: {source}", path.display())]
     AccessLog { path: PathBuf, source: io::Error },
+    #[error("cannot watch the files that may change: {0}")]
+    Watch(#[from] notify::Error),
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
     #[error("a worker ended with a panic")]
@@ -61,13 +65,15 @@ pub struct App {
     sockets: Vec<Vec<StdListener>>,
     addresses: Vec<SocketAddr>,
     access: Option<AccessLog>,
+    /// Keeps the runtime up to date.
+    _watcher: Option<Watcher>,
 }
 
 impl App {
-    /// Opens the sockets and the access log.
+    /// Opens the sockets and the access log, and follows the files that may change.
     ///
     /// # Errors
-    /// An address is taken or cannot be had; the access log cannot be written.
+    /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
         let accepting = match runtime.server.layout {
             Layout::PerCore => runtime.server.workers,
@@ -88,7 +94,9 @@ impl App {
             addresses.push(address);
         }
         let access = access_log(&runtime)?;
-        Ok(App { runtime: Arc::new(runtime), sockets, addresses, access })
+        let runtime = Arc::new(runtime);
+        let watcher = reload::follow(&runtime)?;
+        Ok(App { runtime, sockets, addresses, access, _watcher: watcher })
     }
 
     /// Serves until `stop` is cancelled and the running requests are done.

@@ -26,6 +26,7 @@ pub struct Config {
     pub store: Store,
     pub client_ip: ClientIp,
     pub api_key: ApiKey,
+    pub jwt: Jwt,
     pub limit: BTreeMap<String, Spanned<Limit>>,
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
     pub route: Vec<Spanned<Route>>,
@@ -117,6 +118,16 @@ pub struct ApiKey {
     pub consumers: Option<Text>,
     pub on_missing: Option<Text>,
     pub on_unknown: Option<Text>,
+}
+
+/// `[jwt]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Jwt {
+    pub jwks_file: Option<Text>,
+    pub issuer: Option<Text>,
+    pub audience: Option<Text>,
 }
 
 /// `[limit.NAME]`

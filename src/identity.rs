@@ -2,6 +2,8 @@
 
 pub mod api_key;
 pub mod client_ip;
+pub mod jwks;
+pub mod jwt;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -14,6 +16,7 @@ use ipnet::IpNet;
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
 use crate::route::PathPattern;
 use api_key::{ApiKeys, Caller};
+use jwt::{Bearer, TokenError};
 
 /// One part of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,6 +35,8 @@ pub enum Source {
     Query(Box<str>),
     /// What the path has in the place of a parameter of the route.
     Path(Box<str>),
+    /// A claim of the bearer token.
+    Jwt(Box<str>),
     /// The host that was routed on.
     Host,
     /// The method.
@@ -51,6 +56,7 @@ impl fmt::Display for Source {
             Source::Cookie(name) => write!(f, "cookie `{name}`"),
             Source::Query(name) => write!(f, "query parameter `{name}`"),
             Source::Path(name) => write!(f, "path parameter `{name}`"),
+            Source::Jwt(name) => write!(f, "claim `{name}` of a bearer token"),
             Source::Host => f.write_str("host"),
             Source::Method => f.write_str("method"),
             Source::Global | Source::Route => f.write_str("route"),
@@ -116,6 +122,8 @@ pub struct Asker<'a> {
     pub route: &'a str,
     /// The path pattern of the route.
     pub pattern: &'a PathPattern,
+    /// Its bearer token.
+    pub bearer: Bearer<'a>,
 }
 
 /// Why a request has no identity.
@@ -130,6 +138,8 @@ pub enum IdentityError {
     Ambiguous(Source),
     #[error("the {0} is needed")]
     Missing(Source),
+    #[error(transparent)]
+    Token(#[from] TokenError),
 }
 
 /// A part of an identity as a request has it.
@@ -195,7 +205,7 @@ fn network(asker: &Asker<'_>) -> Cow<'static, [u8]> {
 }
 
 impl Source {
-    fn part<'a>(&self, asker: &Asker<'a>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
+    fn part<'a>(&self, asker: &'a Asker<'_>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
         let missing = || Part::Missing(IdentityError::Missing(self.clone()));
         // Two values for one name: the upstream may believe the other one.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
@@ -253,6 +263,11 @@ impl Source {
                     .into_iter()
                     .collect(),
             ),
+            Source::Jwt(name) => Ok(match asker.bearer.claims()?.and_then(|claims| claims.text(name)) {
+                Some(Cow::Borrowed(text)) => Part::Value(b'j', Cow::Borrowed(text.as_bytes())),
+                Some(Cow::Owned(text)) => Part::Value(b'j', Cow::Owned(text.into_bytes())),
+                None => missing(),
+            }),
             Source::Host => only(b'n', vec![Cow::Borrowed(asker.host.as_bytes())]),
             Source::Method => Ok(Part::Value(b'm', Cow::Borrowed(asker.method.as_str().as_bytes()))),
             Source::Global => Ok(Part::Value(b'g', Cow::Borrowed(b""))),
@@ -264,6 +279,7 @@ impl Source {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::identity::jwt::Verifier;
     use std::collections::HashSet;
 
     fn identify(by: &By, lines: &[(&'static str, &str)], trusted: bool) -> Result<Option<Identity>, IdentityError> {
@@ -272,6 +288,7 @@ mod tests {
             headers.append(*name, value.parse().unwrap());
         }
         let client = "192.0.2.1".parse().unwrap();
+        let verifier = Verifier::default();
         let asker = Asker {
             method: &Method::GET,
             host: "example.com",
@@ -284,6 +301,7 @@ mod tests {
             caller: Ok(Caller::Missing),
             route: "r",
             pattern: &"/users/{id}".parse().unwrap(),
+            bearer: Bearer::new(&verifier, &headers),
         };
         by.identify(&asker, &ApiKeys::default(), &IdentityHasher::new(""), &mut Encoder::default())
     }

@@ -12,7 +12,7 @@ use crate::cost::CostError;
 use crate::http::body::Body;
 use crate::http::fields::{self, Counts, Dialect, Standing};
 use crate::http::path::PathError;
-use crate::identity::IdentityError;
+use crate::identity::{IdentityError, Source};
 use crate::limit::algorithm::{Rule, Status};
 use crate::limit::{Decision, Judged, Unavailable};
 use crate::upstream::UpstreamError;
@@ -110,15 +110,16 @@ impl Rejection<'_> {
 }
 
 fn unidentified(error: &IdentityError) -> Response<Body> {
-    let status = match error {
-        IdentityError::MissingKey(_) | IdentityError::UnknownKey => StatusCode::UNAUTHORIZED,
-        IdentityError::Ambiguous(_) | IdentityError::Missing(_) => StatusCode::BAD_REQUEST,
+    // RFC 9110 §11.6.1: a 401 names a scheme; those of bearer tokens are RFC 6750's §3.
+    let challenge = match error {
+        IdentityError::MissingKey(_) | IdentityError::UnknownKey => Some("ApiKey"),
+        IdentityError::Missing(Source::Jwt(_)) => Some("Bearer"),
+        IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
+        IdentityError::Ambiguous(_) | IdentityError::Missing(_) => None,
     };
+    let status = if challenge.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::BAD_REQUEST };
     let mut response = problem(status, BLANK, &error.to_string());
-    if status == StatusCode::UNAUTHORIZED {
-        // RFC 9110 §11.6.1: a 401 names a scheme.
-        response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("ApiKey"));
-    }
+    response.headers_mut().extend(challenge.map(|challenge| (WWW_AUTHENTICATE, HeaderValue::from_static(challenge))));
     response
 }
 

@@ -22,7 +22,7 @@ use tokio::time::Duration;
 use tracing::Level;
 
 use crate::config::Config;
-use crate::config::error::{ConfigError, FaultyFile};
+use crate::config::error::ConfigError;
 use crate::config::file::{self, Environment};
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
@@ -30,12 +30,14 @@ use crate::http::fields::Dialect;
 use crate::identity::By;
 use crate::identity::api_key::{ApiKeys, Consumers};
 use crate::identity::client_ip::ClientIp;
+use crate::identity::jwt::Verifier;
 use crate::limit::key::IdentityHasher;
 use crate::limit::plan::Limit;
 use crate::limit::redis::RedisSettings;
 use crate::observe::log::Format;
 use crate::route::{PathPattern, RouteTable};
 use crate::upstream::UpstreamSettings;
+use crate::watch::Snapshot;
 use reader::Reader;
 
 /// Everything that a request needs, compiled once.
@@ -55,8 +57,12 @@ pub struct Runtime {
     pub api_keys: ApiKeys,
     /// Whose keys are known; replaced when their file changes.
     pub consumers: ArcSwap<Consumers>,
-    /// That file.
-    pub consumers_file: Option<PathBuf>,
+    /// That file, as it was read first.
+    pub consumers_file: Option<Snapshot>,
+    /// What tokens are checked against.
+    pub verifier: Verifier,
+    /// The file that the keys of the verifier came from.
+    pub jwks_file: Option<Snapshot>,
     /// Makes keys of identities.
     pub hasher: IdentityHasher,
     /// Headers that only trusted proxies may set, besides those of the X-Forwarded family.
@@ -241,18 +247,18 @@ impl Runtime {
         Ok(runtime)
     }
 
-    /// Reads the file of consumers again. What they have used stays counted.
+    /// Takes over what is now in the file of consumers. What they have used stays counted.
     ///
     /// # Errors
     /// Everything that is wrong with it; the consumers stay as they were.
-    pub fn reload_consumers(&self, path: &Path, environment: Environment<'_>) -> Result<(), ConfigError> {
-        let file = file::consumers(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        let mut issues = file.issues;
-        let consumers = consumers::consumers(&file.value, &self.limits, &self.hasher, &mut issues);
-        if !issues.is_empty() {
-            let faulty = FaultyFile { path: path.to_owned(), text: file.text, issues };
-            return Err(ConfigError { files: vec![faulty] });
-        }
+    pub fn reload_consumers(
+        &self,
+        path: &Path,
+        content: &[u8],
+        environment: Environment<'_>,
+    ) -> Result<(), ConfigError> {
+        let consumers = consumers::read(path, content, &self.limits, &self.hasher, environment);
+        let consumers = consumers.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         self.consumers.store(Arc::new(consumers));
         Ok(())
     }
@@ -281,13 +287,15 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
     let api_keys = identities::api_keys(&config.api_key, reader);
+    let (verifier, jwks_file) = identities::jwt(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = settings::instances(&config.store, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
     let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &upstreams, reader);
-    let consumers_file = config.api_key.consumers.as_ref().map(|text| reader.path(text.get_ref()));
-    let consumers = consumers::load(consumers_file.as_deref(), &limits, &hasher, reader);
+    let file = config.api_key.consumers.as_ref();
+    let (consumers, consumers_file) =
+        file.map(|text| consumers::load(text, &limits, &hasher, reader)).unwrap_or_default();
     consumers::needed(config, &limits, &api_keys, &consumers, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = limits::trusted_headers(&limits);
@@ -302,6 +310,8 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
         api_keys,
         consumers: ArcSwap::from_pointee(consumers),
         consumers_file,
+        verifier,
+        jwks_file,
         hasher,
         trusted_headers,
         upstreams,

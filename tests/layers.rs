@@ -9,11 +9,11 @@ const ROWS: &[&[&str]] = &[
     &["cli"],
     &["app"],
     &["server"],
-    &["gateway"],
+    &["gateway", "reload"],
     &["runtime"],
     &["reply"],
     &["identity", "upstream", "account"],
-    &["http", "cost", "limit", "config", "route", "observe", "tls"],
+    &["http", "cost", "limit", "config", "route", "observe", "tls", "watch"],
 ];
 
 /// Inside the limiter, from the top down.

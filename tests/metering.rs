@@ -74,6 +74,32 @@ fn each_consumer_has_the_size_of_its_tier_or_its_own() {
 }
 
 #[test]
+fn consumers_are_reloaded_and_keep_what_they_have_used() {
+    let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
+                 tiers = { pro = { quota = \"5/hour\" } }";
+    let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
+    assert_eq!(admitted(&gateway, Some("a"), 9), 3);
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401);
+    // As editors and Kubernetes do it: a new file takes the place of the old one.
+    let replace = |text: &str| {
+        let path = gateway.directory().join("consumers.toml");
+        std::fs::write(path.with_extension("new"), text).unwrap();
+        std::fs::rename(path.with_extension("new"), path).unwrap();
+    };
+    replace(&(consumer("a", "tier = \"pro\"") + &consumer("b", "")));
+    eventually("the new key is known", || gateway.client().get_with("/r", &[("x-api-key", "b")]).status == 200);
+    assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five were used before");
+    // A file with a fault changes nothing.
+    replace(&consumer("c", "tier = \"por\""));
+    eventually("the fault is told", || gateway.log().contains("did you mean `pro`?"));
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
+    replace(&consumer("c", ""));
+    eventually("a good file is taken again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "who is gone is not known");
+}
+
+#[test]
 fn a_trusted_proxy_says_what_a_request_costs_and_nobody_else() {
     let upstream = Upstream::start();
     let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n\

@@ -31,32 +31,38 @@ pub type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// # Errors
 /// It cannot be read, is no TOML, or has a value of the wrong type.
 pub fn gateway(path: &Path, environment: Environment<'_>) -> Result<File<Config>, FaultyFile> {
-    read(path, environment, false)
+    let text = std::fs::read_to_string(path).map_err(|error| unreadable(path, &error))?;
+    read(path, text, environment, false)
 }
 
-/// Reads `consumers.toml`.
+/// Reads what was found in `consumers.toml`.
 ///
 /// # Errors
 /// As [`gateway`].
-pub fn consumers(path: &Path, environment: Environment<'_>) -> Result<File<Consumers>, FaultyFile> {
-    read(path, environment, true)
+pub fn consumers(path: &Path, content: &[u8], environment: Environment<'_>) -> Result<File<Consumers>, FaultyFile> {
+    let text = String::from_utf8(content.to_vec());
+    let text = text.map_err(|error| unreadable(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error)))?;
+    read(path, text, environment, true)
+}
+
+/// A file that cannot be read.
+pub fn unreadable(path: &Path, error: &std::io::Error) -> FaultyFile {
+    let hint = match error.kind() {
+        std::io::ErrorKind::NotFound => "name another file with --config FILE",
+        std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
+        _ => "the gateway must be allowed to read it",
+    };
+    let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
+    FaultyFile { path: path.to_owned(), text: String::new(), issues: vec![issue] }
 }
 
 fn read<T: DeserializeOwned>(
     path: &Path,
+    text: String,
     environment: Environment<'_>,
     consumers: bool,
 ) -> Result<File<T>, FaultyFile> {
     let faulty = |text: &str, issues| FaultyFile { path: path.to_owned(), text: text.to_owned(), issues };
-    let text = std::fs::read_to_string(path).map_err(|error| {
-        let hint = match error.kind() {
-            std::io::ErrorKind::NotFound => "name another file with --config FILE",
-            std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
-            _ => "the gateway must be allowed to read it",
-        };
-        let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
-        faulty("", vec![issue])
-    })?;
     let typed = |error: &toml::de::Error| {
         let message = error.message().replace('\n', ", ");
         let hint = type_hint(&message).map(str::to_owned);

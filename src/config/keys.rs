@@ -6,19 +6,20 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
 use super::{
-    ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, Limit, Listener, ListenerTls, Log, Respond,
-    Route, Server, ServerTable, Size, Store, Upstream,
+    ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, Jwt, Limit, Listener, ListenerTls, Log,
+    Respond, Route, Server, ServerTable, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
-    ("", &["admin", "jwt"]),
+    ("", &["admin"]),
     ("server", &["max_connections", "max_connections_per_ip", "body_idle_timeout"]),
     ("listener", &["proxy_protocol", "http3"]),
     ("listener tls", &["client_ca", "client_auth"]),
     ("log", &["trace_endpoint"]),
     ("store", &["tls", "denial_cache"]),
     ("api_key", &["query", "bearer"]),
+    ("jwt", &["jwks_url"]),
     ("limit", &["lease"]),
     (
         "upstream",
@@ -53,6 +54,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["store"] => ("store", fields::<Store>()),
         ["client_ip"] => ("client_ip", fields::<ClientIp>()),
         ["api_key"] => ("api_key", fields::<ApiKey>()),
+        ["jwt"] => ("jwt", fields::<Jwt>()),
         ["limit", _] => ("limit", fields::<Limit>()),
         ["limit", _, "cost"] => ("cost", fields::<CostTable>()),
         ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", fields::<Size>()),

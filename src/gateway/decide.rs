@@ -12,6 +12,7 @@ use crate::http::body::Body;
 use crate::http::fields;
 use crate::identity::Asker;
 use crate::identity::api_key::Caller;
+use crate::identity::jwt::Bearer;
 use crate::limit::admission::{Debts, Due, Later, Settling};
 use crate::limit::algorithm::Outcome;
 use crate::limit::key::{Encoder, Identity};
@@ -61,6 +62,7 @@ pub(super) async fn decide<'a>(
         network: runtime.client_ip.network(client),
         trusted: peer.origin.trusted,
         caller: caller.clone(),
+        bearer: Bearer::new(&runtime.verifier, headers),
         route: &route.name,
         pattern: &route.pattern,
     };

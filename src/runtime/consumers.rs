@@ -8,35 +8,45 @@ use super::Terms;
 use super::quotas::{hint, size};
 use super::reader::Reader;
 use crate::config::error::{FaultyFile, Issue};
-use crate::config::file::{self, nearest};
+use crate::config::file::{self, Environment, nearest};
 use crate::config::{self, Config};
 use crate::identity::Source;
 use crate::identity::api_key::{ApiKeys, Consumer, Consumers, OnUnknown, key_hash};
 use crate::limit::key::IdentityHasher;
+use crate::watch::Snapshot;
 
 type Limits = BTreeMap<String, Terms>;
 
 pub(super) fn load(
-    path: Option<&Path>,
+    text: &config::Text,
     limits: &Limits,
     hasher: &IdentityHasher,
     reader: &mut Reader<'_>,
-) -> Consumers {
-    let Some(path) = path else { return Consumers::default() };
-    match file::consumers(path, reader.environment) {
-        Ok(file) => {
-            let mut issues = file.issues;
-            let found = consumers(&file.value, limits, hasher, &mut issues);
-            if !issues.is_empty() {
-                reader.other_file(FaultyFile { path: path.to_owned(), text: file.text, issues });
-            }
-            found
+) -> (Consumers, Option<Snapshot>) {
+    let path = reader.path(text.get_ref());
+    let file = match Snapshot::read(&path) {
+        Ok(file) => file,
+        Err(error) => {
+            reader.other_file(file::unreadable(&path, &error));
+            return (Consumers::default(), None);
         }
-        Err(faulty) => {
-            reader.other_file(faulty);
-            Consumers::default()
-        }
-    }
+    };
+    let found = read(&file.path, &file.content, limits, hasher, reader.environment);
+    (found.map_err(|faulty| reader.other_file(faulty)).unwrap_or_default(), Some(file))
+}
+
+/// Reads what was found in a file of consumers.
+pub(super) fn read(
+    path: &Path,
+    content: &[u8],
+    limits: &Limits,
+    hasher: &IdentityHasher,
+    environment: Environment<'_>,
+) -> Result<Consumers, FaultyFile> {
+    let file = file::consumers(path, content, environment)?;
+    let mut issues = file.issues;
+    let found = consumers(&file.value, limits, hasher, &mut issues);
+    if issues.is_empty() { Ok(found) } else { Err(FaultyFile { path: path.to_owned(), text: file.text, issues }) }
 }
 
 /// Sees that limits by API key have keys to know.
@@ -57,12 +67,7 @@ fn is_by_key(terms: &Terms) -> bool {
     terms.by.sources.contains(&Source::ApiKey)
 }
 
-pub(super) fn consumers(
-    file: &config::Consumers,
-    limits: &Limits,
-    hasher: &IdentityHasher,
-    issues: &mut Vec<Issue>,
-) -> Consumers {
+fn consumers(file: &config::Consumers, limits: &Limits, hasher: &IdentityHasher, issues: &mut Vec<Issue>) -> Consumers {
     let mut consumers = Consumers::default();
     let mut names = HashSet::new();
     for written in &file.consumer {

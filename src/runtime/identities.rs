@@ -1,8 +1,10 @@
-//! Who asks: client addresses, API keys, what limits are by.
+//! Who asks: client addresses, API keys, tokens, what limits are by.
 
 use std::net::IpAddr;
 use std::ops::Range;
+use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use ipnet::IpNet;
 
 use super::reader::Reader;
@@ -10,7 +12,10 @@ use crate::config;
 use crate::config::error::Issue;
 use crate::identity::api_key::{ApiKeys, OnUnknown};
 use crate::identity::client_ip::ClientIp;
+use crate::identity::jwks::KeySet;
+use crate::identity::jwt::Verifier;
 use crate::identity::{By, Exempt, OnMissing, Source};
+use crate::watch::Snapshot;
 
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -> ClientIp {
     let mut trusted = Vec::new();
@@ -71,8 +76,8 @@ fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Sou
         Some(("header", name)) => return reader.header_name(span, name).map(Source::Header),
         Some(("cookie", name)) if !name.is_empty() => return Some(Source::Cookie(name.into())),
         Some(("query", name)) if !name.is_empty() => return Some(Source::Query(name.into())),
+        Some(("jwt", name)) if !name.is_empty() => return Some(Source::Jwt(name.into())),
         Some(("path", name)) if !name.is_empty() => return Some(Source::Path(name.into())),
-        Some((kind @ "jwt", _)) => reader.not_yet(span, &format!("by = \"{kind}:…\"")),
         Some(_) => reader.unknown_name(span, "identity", text, ALL.split(' ')),
     }
     None
@@ -97,4 +102,26 @@ pub(super) fn api_keys(api_key: &config::ApiKey, reader: &mut Reader<'_>) -> Api
     let unknown = [("reject", OnUnknown::Reject), ("anonymous", OnUnknown::Anonymous), ("accept", OnUnknown::Accept)];
     keys.on_unknown = reader.choice(api_key.on_unknown.as_ref(), OnUnknown::Reject, &unknown);
     keys
+}
+
+/// What tokens are checked against, and the file of its keys as it was read.
+pub(super) fn jwt(jwt: &config::Jwt, reader: &mut Reader<'_>) -> (Verifier, Option<Snapshot>) {
+    let words = |text: &Option<config::Text>| text.as_ref().map(|text| text.get_ref().as_str().into());
+    let mut verifier =
+        Verifier { issuer: words(&jwt.issuer), audience: words(&jwt.audience), keys: ArcSwap::default() };
+    let Some(text) = &jwt.jwks_file else { return (verifier, None) };
+    let path = reader.path(text.get_ref());
+    let file = match Snapshot::read(&path) {
+        Ok(file) => file,
+        Err(error) => {
+            let issue = Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
+            reader.issue(issue.hint("the JSON Web Key Set of the issuer, such as \"certs/jwks.json\""));
+            return (verifier, None);
+        }
+    };
+    match KeySet::parse(&file.content) {
+        Ok(keys) => verifier.keys = ArcSwap::new(Arc::new(keys)),
+        Err(error) => reader.issue(Issue::at(text.span(), format!("{} cannot be used: {error}", path.display()))),
+    }
+    (verifier, Some(file))
 }

@@ -37,6 +37,10 @@ pub(super) fn limits(
         reader.name(place.clone(), name);
         let limit = limit.get_ref();
         let by = identities::by(limit, &place, reader);
+        if config.jwt.jwks_file.is_none() && by.sources.iter().any(|source| matches!(source, Source::Jwt(_))) {
+            let message = "this limit is by a claim of tokens, but no key is known: every token would be refused";
+            reader.issue(Issue::at(place.clone(), message).hint("[jwt] with jwks_file = \"certs/jwks.json\""));
+        }
         let user = by.sources.iter().any(|source| matches!(source, Source::User(_)));
         if by.on_missing == OnMissing::Reject && trusted_proxies == 0 && user {
             let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";

@@ -6,6 +6,7 @@ pub mod client;
 pub mod gateway;
 pub mod pictures;
 pub mod redis;
+pub mod tokens;
 pub mod upstream;
 
 use std::process::{Child, Command};

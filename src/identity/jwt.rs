@@ -1,0 +1,209 @@
+//! JSON Web Tokens (RFC 7519) as bearer tokens (RFC 6750): claims that count because an issuer has signed them.
+
+use std::borrow::Cow;
+use std::cell::OnceCell;
+
+use arc_swap::ArcSwap;
+use http::HeaderMap;
+use http::header::AUTHORIZATION;
+use jsonwebtoken::dangerous::insecure_decode_claims;
+use jsonwebtoken::{crypto, decode_header};
+use serde_json::{Map, Value};
+
+use super::jwks::KeySet;
+use super::{IdentityError, Source};
+use crate::limit::clock;
+
+/// How far the clocks of issuer and gateway may lie apart. RFC 7519 §4.1.4 allows "usually no more than a few minutes";
+/// clocks that are kept by NTP differ by less than a second, those of virtual machines after a pause by some more.
+const LEEWAY_S: f64 = 30.0;
+
+/// What tokens are checked against.
+#[derive(Debug, Default)]
+pub struct Verifier {
+    /// The issuer's keys; a new set takes their place at once.
+    pub keys: ArcSwap<KeySet>,
+    /// What `iss` must be.
+    pub issuer: Option<Box<str>>,
+    /// What must stand in `aud`; none = a token that has an `aud` is meant for somebody else.
+    pub audience: Option<Box<str>>,
+}
+
+/// What a verified token says.
+#[derive(Debug)]
+pub struct Claims(Map<String, Value>);
+
+/// The bearer token of one request: verified when the first limit asks for it, and once.
+#[derive(Debug)]
+pub struct Bearer<'a> {
+    verifier: &'a Verifier,
+    headers: &'a HeaderMap,
+    claims: OnceCell<Result<Option<Claims>, IdentityError>>,
+}
+
+/// Why a token does not count. What it said is never repeated.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum TokenError {
+    #[error("the bearer token is malformed")]
+    Malformed,
+    #[error("the bearer token is signed with an unknown key")]
+    UnknownKey,
+    #[error("the bearer token is signed with another algorithm than its key is for")]
+    Algorithm,
+    #[error("the signature of the bearer token is wrong")]
+    Signature,
+    #[error("the bearer token has no expiration time")]
+    NoExpiration,
+    #[error("the bearer token has expired")]
+    Expired,
+    #[error("the bearer token is not valid yet")]
+    NotYetValid,
+    #[error("the bearer token is from another issuer")]
+    Issuer,
+    #[error("the bearer token is for another audience")]
+    Audience,
+}
+
+impl<'a> Bearer<'a> {
+    /// The token in a header section, not looked at yet.
+    pub fn new(verifier: &'a Verifier, headers: &'a HeaderMap) -> Self {
+        Bearer { verifier, headers, claims: OnceCell::new() }
+    }
+
+    /// What it says; none if there is none.
+    ///
+    /// # Errors
+    /// It does not count, or there may be two.
+    pub fn claims(&self) -> Result<Option<&Claims>, IdentityError> {
+        let claims = self.claims.get_or_init(|| match token(self.headers)? {
+            Some(token) => Ok(Some(self.verifier.verify(token, clock::unix_us() as f64 / 1e6)?)),
+            None => Ok(None),
+        });
+        claims.as_ref().map(Option::as_ref).map_err(Clone::clone)
+    }
+}
+
+/// The token of `Authorization: Bearer`; credentials of other schemes are nobody's business here.
+fn token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
+    let mut values = headers.get_all(AUTHORIZATION).iter();
+    let (Some(credentials), second) = (values.next(), values.next()) else { return Ok(None) };
+    if second.is_some() {
+        return Err(IdentityError::Ambiguous(Source::Header(AUTHORIZATION)));
+    }
+    let credentials = credentials.as_bytes();
+    let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
+    let (scheme, token) = credentials.split_at(end);
+    Ok(scheme.eq_ignore_ascii_case(b"bearer").then(|| token.trim_ascii()))
+}
+
+/// The library fails at what it cannot read.
+impl From<jsonwebtoken::errors::Error> for TokenError {
+    fn from(_: jsonwebtoken::errors::Error) -> Self {
+        TokenError::Malformed
+    }
+}
+
+impl Verifier {
+    fn verify(&self, token: &[u8], now_s: f64) -> Result<Claims, TokenError> {
+        let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
+        let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
+        let header = decode_header(token)?;
+        // RFC 7515 §4.1.11: what the issuer calls critical has to be understood, and we know no extension.
+        if header.crit.is_some() {
+            return Err(TokenError::Malformed);
+        }
+        let keys = self.keys.load();
+        let key = keys.find(header.kid.as_deref(), header.alg).ok_or(TokenError::UnknownKey)?;
+        if header.alg != key.algorithm {
+            return Err(TokenError::Algorithm);
+        }
+        if !crypto::verify(signature, message.as_bytes(), &key.decoding, key.algorithm)? {
+            return Err(TokenError::Signature);
+        }
+        // What is signed is no longer dangerous. The library's own checks would let an `aud` pass that is a number.
+        let claims = insecure_decode_claims(token)?;
+        self.check(&claims, now_s)?;
+        Ok(Claims(claims))
+    }
+
+    fn check(&self, claims: &Map<String, Value>, now_s: f64) -> Result<(), TokenError> {
+        let time = |name| claims.get(name).map(|value| value.as_f64().ok_or(TokenError::Malformed)).transpose();
+        let expires = time("exp")?.ok_or(TokenError::NoExpiration)?;
+        if now_s >= expires + LEEWAY_S {
+            return Err(TokenError::Expired);
+        }
+        if time("nbf")?.is_some_and(|begins| now_s < begins - LEEWAY_S) {
+            return Err(TokenError::NotYetValid);
+        }
+        if self.issuer.as_ref().is_some_and(|own| claims.get("iss").is_none_or(|issuer| *issuer != **own)) {
+            return Err(TokenError::Issuer);
+        }
+        // RFC 7519 §4.1.3: one string or a list; a token that is meant for others must be refused.
+        let for_us = match (claims.get("aud"), &self.audience) {
+            (None, None) => true,
+            (Some(Value::Array(list)), Some(own)) => list.iter().any(|audience| *audience == **own),
+            (Some(audience), Some(own)) => *audience == **own,
+            _ => false,
+        };
+        if for_us { Ok(()) } else { Err(TokenError::Audience) }
+    }
+}
+
+impl Claims {
+    /// A claim that can name somebody: a string, a number or a boolean.
+    pub fn text(&self, name: &str) -> Option<Cow<'_, str>> {
+        match self.0.get(name)? {
+            Value::String(text) if text.is_empty() => None,
+            Value::String(text) => Some(Cow::Borrowed(text)),
+            Value::Number(number) => Some(Cow::Owned(number.to_string())),
+            Value::Bool(flag) => Some(Cow::Borrowed(if *flag { "true" } else { "false" })),
+            Value::Null | Value::Array(_) | Value::Object(_) => None,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use aws_lc_rs::signature::{Ed25519KeyPair, KeyPair};
+    use base64::Engine;
+    use base64::engine::general_purpose::URL_SAFE_NO_PAD as BASE64;
+    use serde_json::json;
+    use std::sync::Arc;
+
+    #[test]
+    fn a_token_is_verified_once_for_each_request() {
+        let pair = Ed25519KeyPair::generate().unwrap();
+        let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": BASE64.encode(pair.public_key()) });
+        let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
+        let verifier = Verifier { keys: ArcSwap::from_pointee(keys), ..Verifier::default() };
+        let (head, claims) = (json!({ "alg": "EdDSA" }), json!({ "sub": "alice", "exp": 9e9 }));
+        let message = format!("{}.{}", BASE64.encode(head.to_string()), BASE64.encode(claims.to_string()));
+        let line = format!("Bearer {message}.{}", BASE64.encode(pair.sign(message.as_bytes())));
+        let headers = HeaderMap::from_iter([(AUTHORIZATION, line.parse().unwrap())]);
+        let (bearer, next) = (Bearer::new(&verifier, &headers), Bearer::new(&verifier, &headers));
+        assert_eq!(bearer.claims().unwrap().unwrap().text("sub").as_deref(), Some("alice"));
+        verifier.keys.store(Arc::default());
+        assert!(bearer.claims().unwrap().is_some(), "what was found is kept");
+        let error = next.claims().unwrap_err();
+        assert_eq!(error, IdentityError::Token(TokenError::UnknownKey), "the next request sees the new keys");
+    }
+
+    #[test]
+    fn times_count_to_the_second_and_the_leeway() {
+        let verifier = Verifier::default();
+        for (claims, now_s, expected) in [
+            (json!({ "exp": 1000 }), 1029.9, Ok(())),
+            (json!({ "exp": 1000 }), 1030.0, Err(TokenError::Expired)),
+            (json!({ "exp": 1000.5 }), 1030.0, Ok(())),
+            (json!({ "exp": 1000, "nbf": 900 }), 870.0, Ok(())),
+            (json!({ "exp": 1000, "nbf": 900 }), 869.9, Err(TokenError::NotYetValid)),
+            (json!({ "exp": 1000, "nbf": null }), 900.0, Err(TokenError::Malformed)),
+            (json!({ "exp": null }), 900.0, Err(TokenError::Malformed)),
+            (json!({}), 900.0, Err(TokenError::NoExpiration)),
+        ] {
+            assert_eq!(verifier.check(claims.as_object().unwrap(), now_s), expected, "{claims} at {now_s}");
+        }
+    }
+}
