@@ -88,9 +88,8 @@ fn main() {
     for subject in subjects() {
         let name = subject.name;
         let (in_redis, key, value) = in_redis(&server, &Arc::new(subject));
-        // A process of its own for each: what an earlier one left behind is not counted.
-        let output = Command::new(std::env::current_exe().unwrap()).args(["--embedded", name]).output().unwrap();
-        let embedded: u64 = String::from_utf8(output.stdout).unwrap().trim().parse().unwrap();
+        // The least of three: pages that were freed and not given back yet only ever add.
+        let embedded = [(); 3].map(|()| in_a_process_of_its_own(name)).into_iter().min().unwrap();
         let megabytes = |bytes: u64| format!("{} MB", (bytes + 500_000) / 1_000_000);
         println!("| {name} | {} | {key} + {value} | {} |", megabytes(in_redis), megabytes(embedded));
     }
@@ -148,6 +147,12 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
 fn used_memory(connection: &mut redis::Connection) -> u64 {
     let info: String = redis::cmd("INFO").arg("memory").query(connection).unwrap();
     info.lines().find_map(|line| line.strip_prefix("used_memory:")).unwrap().parse().unwrap()
+}
+
+/// What [`embedded`] measures, without what earlier ones left behind.
+fn in_a_process_of_its_own(name: &str) -> u64 {
+    let output = Command::new(std::env::current_exe().unwrap()).args(["--embedded", name]).output().unwrap();
+    String::from_utf8(output.stdout).unwrap().trim().parse().unwrap()
 }
 
 /// Resident bytes of a million states in a memory store.
