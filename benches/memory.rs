@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::concurrency::Concurrency;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
@@ -64,13 +65,20 @@ fn subjects() -> Vec<Subject> {
         ),
         subject("sliding-buckets, 10 parts", Rule::SlidingBuckets(SlidingBuckets::new(quota, 10).unwrap()), parts),
         subject("sliding-log, 100 entries", Rule::SlidingLog(SlidingLog::new(quota).unwrap()), vec![(0, 100)]),
+        subject(
+            "concurrency, one in flight",
+            Rule::Concurrency(Concurrency { limit: 100, lease: HOUR_US }),
+            vec![(0, 1)],
+        ),
     ]
 }
 
 impl Subject {
     fn charge(&self, hasher: &IdentityHasher, identity: u64, cost: u64) -> Charge<'_> {
         let identity = hasher.hash(&identity.to_be_bytes());
-        Charge { key: Key { identity, bucket: &self.bucket }, rule: &self.rule, cost, mode: Mode::Binding, lease: 0 }
+        // The ids of leases are random; here a part of a hash.
+        let lease = identity.0 as u64;
+        Charge { key: Key { identity, bucket: &self.bucket }, rule: &self.rule, cost, mode: Mode::Binding, lease }
     }
 }
 
@@ -138,6 +146,9 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     let key: String = redis::cmd("RANDOMKEY").query(&mut connection).unwrap();
     let value = match subject.rule {
         Rule::SlidingLog(_) => redis::cmd("LRANGE").arg(&key).arg(0).arg(-1).query::<Vec<String>>(&mut connection),
+        Rule::Concurrency(_) => {
+            redis::cmd("ZRANGE").arg(&key).arg(0).arg(-1).arg("WITHSCORES").query::<Vec<String>>(&mut connection)
+        }
         _ => redis::cmd("GET").arg(&key).query::<String>(&mut connection).map(|value| vec![value]),
     };
     let value = value.unwrap().iter().map(String::len).sum::<usize>();

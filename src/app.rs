@@ -19,6 +19,7 @@ use crate::gateway::Gateway;
 use crate::limit::Limiter;
 use crate::limit::backend::Backend;
 use crate::limit::clock::Clock;
+use crate::limit::denials::Denials;
 use crate::limit::guard::{Breaker, Guard};
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
@@ -108,6 +109,8 @@ impl App {
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
         let lines = Arc::<Lines>::default();
+        let entries = self.runtime.store.denial_cache;
+        let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
             Layout::PerCore => 1,
             Layout::Shared => self.runtime.server.workers,
@@ -119,6 +122,7 @@ impl App {
                 memory: memory.clone(),
                 breaker: breaker.clone(),
                 lines: lines.clone(),
+                denials: denials.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -162,6 +166,7 @@ struct Worker {
     memory: Arc<MemoryStore>,
     breaker: Arc<Breaker>,
     lines: Arc<Lines>,
+    denials: Option<Arc<Denials>>,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -192,7 +197,7 @@ impl Worker {
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        Limiter::new(backend, self.lines.clone(), first_lease)
+        Limiter::new(backend, self.denials.clone(), self.lines.clone(), first_lease)
     }
 }
 

@@ -95,6 +95,7 @@ pub struct Store {
     pub prefix: Option<Text>,
     pub secret: Option<Text>,
     pub instances: Option<Spanned<i64>>,
+    pub denial_cache: Option<Spanned<i64>>,
     pub memory_identities: Option<Spanned<i64>>,
 }
 

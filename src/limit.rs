@@ -5,6 +5,8 @@ pub mod algorithm;
 pub mod backend;
 pub mod calendar;
 pub mod clock;
+pub mod coalesce;
+pub mod denials;
 pub mod guard;
 pub mod key;
 pub mod line;
@@ -23,6 +25,8 @@ use admission::{Debts, Later, Leases, Ledger, Pending};
 use algorithm::{Outcome, Rule, Status};
 use backend::{Backend, Source};
 use clock::monotonic;
+use coalesce::Coalescer;
+use denials::Denials;
 use key::{Identity, Key};
 use line::Lines;
 use memory::MemoryStore;
@@ -70,6 +74,8 @@ pub struct Decision<'a> {
     pub admitted: bool,
     /// Who decided.
     pub source: Source,
+    /// Whether it is an earlier denial that still holds.
+    pub remembered: bool,
     /// The instant of the decision, µs since the Unix epoch.
     pub now_us: u64,
     /// Each limit that had a say, with its answer.
@@ -91,17 +97,22 @@ pub struct Unavailable(#[source] pub StoreError);
 #[derive(Debug)]
 pub struct Limiter {
     ledger: Arc<Ledger>,
+    coalescer: Option<Arc<Coalescer>>,
     lines: Arc<Lines>,
     /// Of the next lease; the first one is chosen at random, so that gateways do not meet.
     next_lease: AtomicU64,
 }
 
 impl Limiter {
-    /// A limiter over a store. `lines` are those of the whole process; leases count from `first_lease` on, which no two
+    /// A limiter over a store. `denials` and `lines` are those of the whole process; leases count from `first_lease` on, which no two
     /// limiters of one store may have in common.
-    pub fn new(backend: Backend, lines: Arc<Lines>, first_lease: u64) -> Self {
-        let ledger = Arc::new(Ledger { backend, tasks: TaskTracker::new() });
-        Limiter { ledger, lines, next_lease: AtomicU64::new(first_lease) }
+    pub fn new(backend: Backend, denials: Option<Arc<Denials>>, lines: Arc<Lines>, first_lease: u64) -> Self {
+        let coalescer = match &backend {
+            Backend::Memory(_) => None,
+            Backend::Redis { store, .. } => Some(Arc::new(Coalescer::new(store.deadline()))),
+        };
+        let ledger = Arc::new(Ledger { backend, denials, tasks: TaskTracker::new() });
+        Limiter { ledger, coalescer, lines, next_lease: AtomicU64::new(first_lease) }
     }
 
     /// Decides all checks of a request at one instant: all are charged or none. Where the limits that deny it let it wait,
@@ -130,7 +141,7 @@ impl Limiter {
         wait: Wait,
     ) -> Result<Decision<'a>, Unavailable> {
         let arrived = monotonic();
-        let key = charge(first, &first.plan.rule, 0).key.local();
+        let key = key(first).local();
         if !self.lines.is_waited_for(key) {
             let decision = self.decide(checks).await?;
             if decision.pause(arrived).is_none() {
@@ -155,6 +166,9 @@ impl Limiter {
             let verdict = Verdict { granted: 1, now_us: 0, outcomes: Vec::new() };
             return Ok(decision(verdict, Source::Store, checks.iter()));
         }
+        if let Some(decision) = self.remembered(checks) {
+            return Ok(decision);
+        }
         let count = checks.iter().filter(|check| takes_lease(check)).count() as u64;
         let mut leases = None;
         let mut first_lease = 0;
@@ -163,8 +177,19 @@ impl Limiter {
             leases = Some(self.leases(checks, Source::Store, first_lease));
         }
         let charges = charges(checks.iter(), Source::Store, first_lease);
-        let mut decision = match self.ledger.backend.call(Source::Store, Operation::Check, &charges).await {
-            Ok(verdict) => decision(verdict, Source::Store, checks.iter()),
+        let asked = monotonic();
+        let answer = match (&self.coalescer, set(checks)) {
+            (Some(coalescer), Some(set)) => {
+                let all = || checks.iter().map(|check| pending(check, check.cost)).collect();
+                coalescer.check(&self.ledger, set, &charges, all).await
+            }
+            _ => self.ledger.backend.call(Source::Store, Operation::Check, &charges).await,
+        };
+        let mut decision = match answer {
+            Ok(verdict) => {
+                self.remember(checks, &verdict, asked);
+                decision(verdict, Source::Store, checks.iter())
+            }
             Err(error) => {
                 let Backend::Redis { fallback, .. } = &self.ledger.backend else { return Err(Unavailable(error)) };
                 let decision = without_store(fallback, checks, error, first_lease)?;
@@ -186,6 +211,28 @@ impl Limiter {
         Ok(decision)
     }
 
+    /// The denial of a request that an earlier denial covers.
+    fn remembered<'a>(&self, checks: &[Check<'a, '_>]) -> Option<Decision<'a>> {
+        let denials = self.ledger.denials.as_ref()?;
+        let mut now_us = None;
+        let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+        let outcomes = checks.iter().map(|check| {
+            let known = denials.find(key(check).local(), check.plan.id, check.needs()).filter(|_| !check.limit.shadow);
+            now_us = now_us.max(known.map(|known| known.now_us));
+            known.map_or(untouched, |known| known.outcome)
+        });
+        let outcomes: Vec<_> = outcomes.collect();
+        let verdict = Verdict { granted: 0, now_us: now_us?, outcomes };
+        Some(Decision { remembered: true, ..decision(verdict, Source::Store, checks.iter()) })
+    }
+
+    fn remember(&self, checks: &[Check<'_, '_>], verdict: &Verdict, asked: Instant) {
+        let Some(denials) = self.ledger.denials.as_ref().filter(|_| verdict.granted == 0) else { return };
+        for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| !check.limit.shadow) {
+            denials.note(key(check).local(), check.plan.id, check.needs(), *outcome, verdict.now_us, asked);
+        }
+    }
+
     fn leases(&self, checks: &[Check<'_, '_>], source: Source, first_lease: u64) -> Leases {
         let leases = checks.iter().filter(|check| takes_lease(check)).zip(first_lease..);
         let asked = leases.map(|(check, id)| pending(check, id)).collect();
@@ -202,6 +249,20 @@ impl Limiter {
         let owed = checks.iter().filter(counted).map(|check| (check.later, pending(check, check.cost))).collect();
         Debts::new(self.ledger.clone(), decision.source, decision.now_us, owed)
     }
+}
+
+/// Names the states of a request, if further ones for the same may be taken together with it: single units that are
+/// charged at once.
+fn set(checks: &[Check<'_, '_>]) -> Option<u128> {
+    let single = |check: &Check<'_, '_>| {
+        check.cost == 1 && check.later != Later::Pay && !check.limit.shadow && !takes_lease(check)
+    };
+    let name = |check: &Check<'_, '_>| key(check).local() ^ u128::from(check.plan.id) << 64;
+    checks.iter().all(single).then(|| checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ name(check)))
+}
+
+fn key<'b>(check: &'b Check<'_, '_>) -> Key<'b> {
+    Key { identity: check.identity, bucket: &check.plan.bucket }
 }
 
 fn takes_lease(check: &Check<'_, '_>) -> bool {
@@ -231,14 +292,13 @@ fn charges<'b, 'a: 'b, 'p: 'b>(
 }
 
 fn charge<'b>(check: &'b Check<'_, '_>, rule: &'b Rule, lease: u64) -> Charge<'b> {
-    let key = Key { identity: check.identity, bucket: &check.plan.bucket };
     let mode = match (check.limit.shadow, check.later) {
         (true, Later::Pay) => Mode::ShadowPostPaid,
         (true, Later::Nothing | Later::Refund) => Mode::Shadow,
         (false, Later::Pay) => Mode::PostPaid,
         (false, Later::Nothing | Later::Refund) => Mode::Binding,
     };
-    Charge { key, rule, cost: check.cost, mode, lease }
+    Charge { key: key(check), rule, cost: check.cost, mode, lease }
 }
 
 fn decision<'a: 'b, 'p: 'b, 'b>(
@@ -256,7 +316,16 @@ fn decision<'a: 'b, 'p: 'b, 'b>(
             (true, Status::Over | Status::Never | Status::Busy) => shadow_denied.push(limit),
         }
     }
-    Decision { admitted: granted > 0, source, now_us, limits, shadow_denied, leases: None, debts: None }
+    Decision {
+        admitted: granted > 0,
+        source,
+        remembered: false,
+        now_us,
+        limits,
+        shadow_denied,
+        leases: None,
+        debts: None,
+    }
 }
 
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
@@ -280,7 +349,19 @@ fn without_store<'a>(
     Ok(decision(verdict, Source::Local, checks.iter().filter(local)))
 }
 
+impl Check<'_, '_> {
+    /// Units that must be there for the request to pass.
+    fn needs(&self) -> u64 {
+        if self.later == Later::Pay { 1 } else { self.cost }
+    }
+}
+
 impl<'a> Decision<'a> {
+    /// Who decided, in a word for logs.
+    pub fn decided_by(&self) -> &'static str {
+        if self.remembered { "denial-cache" } else { self.source.word() }
+    }
+
     /// The limits that deny the request.
     pub fn violated(&self) -> impl Iterator<Item = &Judged<'a>> {
         self.limits.iter().filter(|judged| judged.outcome.status != Status::Ok)

@@ -127,6 +127,8 @@ pub struct StoreSettings {
     pub name: String,
     /// Bound of a decision.
     pub timeout: Duration,
+    /// Denials remembered; 0 = none.
+    pub denial_cache: usize,
     /// Bound of the states kept in this process.
     pub memory_identities: usize,
 }

@@ -18,8 +18,9 @@ const ROWS: &[&[&str]] = &[
 
 /// Inside the limiter, from the top down.
 const LIMIT_ROWS: &[&[&str]] = &[
-    &["admission", "line"],
-    &["backend"],
+    &["coalesce", "line"],
+    &["admission"],
+    &["backend", "denials"],
     &["guard"],
     &["memory", "redis"],
     &["store", "plan"],

@@ -17,7 +17,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("listener", &["proxy_protocol", "http3"]),
     ("listener tls", &["client_ca", "client_auth"]),
     ("log", &["trace_endpoint"]),
-    ("store", &["tls", "denial_cache"]),
+    ("store", &["tls"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
     ("limit", &["lease"]),

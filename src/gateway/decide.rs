@@ -79,7 +79,7 @@ pub(super) async fn decide<'a>(
     }
     let decision = limiter.check(&checks).await.map_err(Rejection::Unavailable)?;
     if let Some(record) = record.filter(|_| !checks.is_empty()) {
-        record.decided_by = Some(decision.source.word());
+        record.decided_by = Some(decision.decided_by());
         record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
     }
     Ok(decision)

@@ -13,6 +13,7 @@ use tracing::debug;
 
 use super::algorithm::{Outcome, Rule};
 use super::backend::{Backend, Source};
+use super::denials::Denials;
 use super::key::{Identity, Key};
 use super::plan::Plan;
 use super::store::{Charge, Mode, Operation, StoreError, Verdict};
@@ -57,18 +58,25 @@ pub struct Pending {
 pub struct Ledger {
     /// Where the counters live.
     pub backend: Backend,
+    /// What was denied lately; none where asking costs nothing.
+    pub denials: Option<Arc<Denials>>,
     /// Releases and late charges that are under way.
     pub tasks: TaskTracker,
 }
 
 impl Ledger {
-    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
+    /// Starts something that nobody waits for.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
         // Outside of a runtime the process is ending: leases end by themselves.
         let handle = Handle::try_current().ok()?;
         Some(self.tasks.spawn_on(task, &handle).abort_handle())
     }
 
-    async fn call(&self, source: Source, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
+    /// Asks for charges that outlive their request.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn call(&self, source: Source, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
         let charge = |pending| Pending::charge(pending, source);
         self.backend.call(source, operation, &pending.iter().map(charge).collect::<Vec<_>>()).await
     }
@@ -82,8 +90,12 @@ impl Pending {
         }
     }
 
+    fn key(&self) -> Key<'_> {
+        Key { identity: self.identity, bucket: &self.plan.bucket }
+    }
+
     fn charge(&self, source: Source) -> Charge<'_> {
-        let key = Key { identity: self.identity, bucket: &self.plan.bucket };
+        let key = self.key();
         let rule = self.rule(source);
         let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
         Charge { key, rule, cost, mode: Mode::Binding, lease }
@@ -185,6 +197,9 @@ impl Debts {
             let mut standings = Vec::new();
             for (operation, pending) in calls {
                 let verdict = ledger.call(source, operation, &pending).await?;
+                if let (Some(denials), Operation::Refund { .. }) = (&ledger.denials, operation) {
+                    pending.iter().for_each(|pending| denials.forget(pending.key().local()));
+                }
                 standings.extend(pending.iter().map(|pending| pending.place).zip(verdict.outcomes));
             }
             Ok(standings)

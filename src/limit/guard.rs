@@ -39,6 +39,11 @@ impl Guard {
         Guard { store: Arc::new(store), breaker, deadline }
     }
 
+    /// Bound of a call.
+    pub fn deadline(&self) -> Duration {
+        self.deadline
+    }
+
     /// Connects, so that the first request finds a connection; a store that cannot be reached opens the breaker at once.
     pub fn warm_up(&self) {
         let guard = self.clone();

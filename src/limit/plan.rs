@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::algorithm::Rule;
@@ -31,6 +32,8 @@ pub struct Limit {
 /// One size of a limit.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Plan {
+    /// Tells it from every other one that there was or will be in this process.
+    pub id: u64,
     /// As written: what callers are told.
     pub quota: Quota,
     /// What decides.
@@ -102,7 +105,8 @@ impl Plan {
         let Division { gateways, dearest } = division;
         let share = rule.share(gateways, dearest).ok_or(QuotaError::Share { gateways })?;
         let bucket = Bucket::new(hasher, limit, &rule.shape());
-        Ok(Plan { quota, rule, share, bucket })
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Ok(Plan { id: NEXT.fetch_add(1, Ordering::Relaxed), quota, rule, share, bucket })
     }
 
     /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is

@@ -87,7 +87,7 @@ pub struct Verdict {
 }
 
 /// Why there is no verdict.
-#[derive(Debug, thiserror::Error)]
+#[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
     /// No connection, or it broke. The call may or may not have run.
     #[error("the store cannot be reached: {0}")]

@@ -136,7 +136,9 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
         // Braces would move the cluster slot away from the identity.
         reader.issue(Issue::at(text.span(), "`prefix` must not be empty and must not have braces"));
     }
-    let mut settings = StoreSettings { redis: None, name: "memory".to_owned(), timeout, memory_identities };
+    let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
+    let name = "memory".to_owned();
+    let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, memory_identities };
     let Some(text) = &store.url else { return settings };
     let url = text.get_ref().as_str();
     match url.split_once(':').map_or("", |(scheme, _)| scheme) {

@@ -52,6 +52,13 @@ impl Redis {
         redis::cmd("KEYS").arg("*").query(&mut self.connection()).unwrap()
     }
 
+    /// How often a command was called, by itself or in a script.
+    pub fn calls(&self, command: &str) -> u64 {
+        let info: String = redis::cmd("INFO").arg("commandstats").query(&mut self.connection()).unwrap();
+        let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
+    }
+
     /// No key may live for ever.
     pub fn assert_every_key_expires(&self) {
         let mut connection = self.connection();

@@ -1,0 +1,148 @@
+//! Coalescing: while a check of a set of states is under way, further checks of the very same set wait, and the next call
+//! takes units for all of them. A hot key costs one call for each round trip, whatever its traffic.
+
+use std::collections::HashMap;
+use std::collections::hash_map::{Entry, RandomState};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::sync::oneshot;
+use tokio::time::{Duration, timeout};
+
+use super::admission::{Ledger, Pending};
+use super::backend::Source;
+use super::store::{Charge, Operation, StoreError, Verdict};
+
+type Answer = Result<Verdict, StoreError>;
+
+/// The checks of one worker that are under way.
+#[derive(Debug)]
+pub struct Coalescer {
+    /// For each set of states the checks that wait for the one under way.
+    flights: Mutex<HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>>,
+    /// Nobody waits longer for a verdict.
+    deadline: Duration,
+}
+
+impl Coalescer {
+    /// Without checks under way.
+    pub fn new(deadline: Duration) -> Self {
+        Coalescer { flights: Mutex::default(), deadline }
+    }
+
+    /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
+    /// it would have got alone. `pending` makes the charges that outlive this call.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn check(
+        self: &Arc<Self>,
+        ledger: &Arc<Ledger>,
+        set: u128,
+        charges: &[Charge<'_>],
+        pending: impl Fn() -> Vec<Pending>,
+    ) -> Answer {
+        let turn = match self.lock().entry(set) {
+            Entry::Vacant(vacant) => {
+                vacant.insert(Vec::new());
+                None
+            }
+            Entry::Occupied(mut waiting) => {
+                let (answer, turn) = oneshot::channel();
+                waiting.get_mut().push(answer);
+                Some(turn)
+            }
+        };
+        if let Some(turn) = turn {
+            let answer = timeout(self.deadline, turn).await;
+            return answer.map_err(|_| StoreError::Timeout)?.unwrap_or(Err(StoreError::Timeout));
+        }
+        // Dropped at the end, and also when the client leaves while its call is under way.
+        let _landing = Landing { coalescer: self, ledger, set, pending };
+        ledger.backend.call(Source::Store, Operation::Check, charges).await
+    }
+
+    /// Those who wait for the set; when nobody does, it is no longer under way.
+    fn take(&self, set: u128) -> Vec<oneshot::Sender<Answer>> {
+        let mut flights = self.lock();
+        let Entry::Occupied(mut waiting) = flights.entry(set) else { return Vec::new() };
+        waiting.get_mut().retain(|answer| !answer.is_closed());
+        if waiting.get().is_empty() { waiting.remove() } else { std::mem::take(waiting.get_mut()) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>> {
+        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Asks for all who wait, as long as somebody does.
+    async fn serve(&self, ledger: &Ledger, set: u128, mut pending: Vec<Pending>) {
+        // In the order of their arrival; those whom a call left without an answer come first in the next.
+        let mut waiting = Vec::new();
+        loop {
+            waiting.retain(|answer: &oneshot::Sender<Answer>| !answer.is_closed());
+            if waiting.is_empty() {
+                waiting = self.take(set);
+                if waiting.is_empty() {
+                    return;
+                }
+            }
+            for pending in &mut pending {
+                pending.units = waiting.len() as u64;
+            }
+            let operation = if waiting.len() == 1 { Operation::Check } else { Operation::Take };
+            let answer = ledger.call(Source::Store, operation, &pending).await;
+            waiting = share_out(&answer, waiting);
+        }
+    }
+}
+
+/// Gives the units of a call to those who came first; whoever is left without an answer asks again.
+fn share_out(answer: &Answer, waiting: Vec<oneshot::Sender<Answer>>) -> Vec<oneshot::Sender<Answer>> {
+    let granted = answer.as_ref().map_or(0, |verdict| verdict.granted) as usize;
+    let mut waiting = waiting.into_iter();
+    for (index, one) in waiting.by_ref().take(granted).enumerate() {
+        let answer = answer.clone().map(|mut verdict| {
+            verdict.granted = 1;
+            for outcome in &mut verdict.outcomes {
+                // As it was before the units behind were taken.
+                outcome.remaining += (granted - 1 - index) as u64;
+            }
+            verdict
+        });
+        // Who has gone by now was charged and not forwarded, as with a call of its own.
+        let _ = one.send(answer);
+    }
+    if granted == 0 {
+        // Nothing was left, and the answer says when something will be; or there is none.
+        for one in waiting.by_ref() {
+            let _ = one.send(answer.clone());
+        }
+    }
+    waiting.collect()
+}
+
+/// The end of a check that others may be waiting for.
+struct Landing<'a, P: Fn() -> Vec<Pending>> {
+    coalescer: &'a Arc<Coalescer>,
+    ledger: &'a Arc<Ledger>,
+    set: u128,
+    pending: P,
+}
+
+impl<P: Fn() -> Vec<Pending>> Drop for Landing<'_, P> {
+    fn drop(&mut self) {
+        let nobody = match self.coalescer.lock().entry(self.set) {
+            Entry::Occupied(waiting) if waiting.get().is_empty() => {
+                waiting.remove();
+                true
+            }
+            Entry::Occupied(_) | Entry::Vacant(_) => false,
+        };
+        if nobody {
+            return;
+        }
+        let (coalescer, ledger, set, pending) =
+            (self.coalescer.clone(), self.ledger.clone(), self.set, (self.pending)());
+        // A task of its own: no client that leaves takes the others with it.
+        self.ledger.spawn(async move { coalescer.serve(&ledger, set, pending).await });
+    }
+}

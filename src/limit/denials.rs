@@ -1,0 +1,135 @@
+//! The denial cache: what Redis has denied, and for how long, is denied here without asking again.
+//!
+//! After "over, retry in r" for a cost, nothing but a refund or a reset can admit as much or more earlier. So nothing is
+//! denied that Redis would admit, and an abusive client costs Redis nothing.
+
+use std::time::{Duration, Instant};
+
+use quick_cache::sync::Cache;
+
+use super::algorithm::{Outcome, Status};
+use super::clock::monotonic;
+
+/// Entries are not older, so that a reset by hand shows.
+const LONGEST: Duration = Duration::from_secs(60);
+
+/// Clocks of two machines drift apart by less than this part of a wait.
+const DRIFT: u32 = 2000;
+
+/// What was denied lately, bounded in number; shared by the workers of a process.
+#[derive(Debug)]
+pub struct Denials(Cache<u128, Denial>);
+
+#[derive(Debug, Clone)]
+struct Denial {
+    plan: u64,
+    cost: u64,
+    /// Redis was asked after this instant, so its wait did not begin earlier: denied until then for certain.
+    until: Instant,
+    /// Redis had decided by this instant: what callers are told is counted from here, so that they do not come too early.
+    decided: Instant,
+    now_us: u64,
+    outcome: Outcome,
+}
+
+/// A denial as it stands now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Known {
+    /// The instant of the store's clock, µs since the Unix epoch.
+    pub now_us: u64,
+    /// What the limit would say.
+    pub outcome: Outcome,
+}
+
+impl Denials {
+    /// A cache for so many denials.
+    pub fn new(entries: usize) -> Self {
+        Denials(Cache::new(entries))
+    }
+
+    /// Whether a charge of `cost` against the state `key`, in the size `plan`, is denied for certain.
+    pub fn find(&self, key: u128, plan: u64, cost: u64) -> Option<Known> {
+        let denial = self.0.get(&key).filter(|denial| denial.plan == plan && cost >= denial.cost)?;
+        let now = monotonic();
+        if now >= denial.until {
+            self.0.remove(&key);
+            return None;
+        }
+        let elapsed_us = now.saturating_duration_since(denial.decided).as_micros() as u64;
+        let left = |us: u64| us.saturating_sub(elapsed_us);
+        let Outcome { reset_us, retry_us, .. } = denial.outcome;
+        let outcome = Outcome { reset_us: left(reset_us), retry_us: left(retry_us).max(1), ..denial.outcome };
+        Some(Known { now_us: denial.now_us + elapsed_us, outcome })
+    }
+
+    /// Remembers a denial that was asked for at `asked` and is known now.
+    pub fn note(&self, key: u128, plan: u64, cost: u64, outcome: Outcome, now_us: u64, asked: Instant) {
+        // Busy may end at any time; what never fits is not asked for again and again.
+        if outcome.status != Status::Over {
+            return;
+        }
+        let wait = Duration::from_micros(outcome.retry_us);
+        let until = asked + (wait - wait / DRIFT).min(LONGEST);
+        self.0.insert(key, Denial { plan, cost, until, decided: monotonic(), now_us, outcome });
+    }
+
+    /// Forgets a denial, because something was given back.
+    pub fn forget(&self, key: u128) {
+        self.0.remove(&key);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn over(retry_us: u64) -> Outcome {
+        Outcome { status: Status::Over, remaining: 3, reset_us: retry_us + 5, retry_us }
+    }
+
+    #[test]
+    fn what_was_denied_is_denied_for_the_same_size_and_as_much() {
+        let denials = Denials::new(100);
+        denials.note(7, 1, 5, over(60_000_000), 1000, monotonic());
+        let known = denials.find(7, 1, 5).unwrap();
+        assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Over, 3));
+        assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
+        assert!(denials.find(7, 1, 6).is_some(), "more is denied as well");
+        assert_eq!(denials.find(7, 1, 4), None, "less may fit");
+        assert_eq!(denials.find(7, 2, 5), None, "another size may have room");
+        assert_eq!(denials.find(8, 1, 5), None, "another state");
+        denials.forget(7);
+        assert_eq!(denials.find(7, 1, 5), None, "something was given back");
+    }
+
+    #[test]
+    fn the_wait_is_counted_from_when_it_was_asked_for() {
+        let denials = Denials::new(100);
+        let long_ago = monotonic().checked_sub(Duration::from_secs(10)).unwrap();
+        denials.note(7, 1, 1, over(9_000_000), 1000, long_ago);
+        assert_eq!(denials.find(7, 1, 1), None, "it may have passed");
+        denials.note(7, 1, 1, over(11_000_000), 1000, long_ago);
+        assert!(denials.find(7, 1, 1).is_some());
+    }
+
+    #[test]
+    fn only_what_ends_by_itself_is_remembered_and_not_for_ever() {
+        let denials = Denials::new(100);
+        for status in [Status::Busy, Status::Never, Status::Ok] {
+            denials.note(7, 1, 1, Outcome { status, ..over(60_000_000) }, 1000, monotonic());
+            assert_eq!(denials.find(7, 1, 1), None, "{status:?}");
+        }
+        let a_minute_ago = monotonic().checked_sub(LONGEST).unwrap();
+        denials.note(7, 1, 1, over(3_600_000_000), 1000, a_minute_ago);
+        assert_eq!(denials.find(7, 1, 1), None, "entries live a minute");
+    }
+
+    #[test]
+    fn the_cache_is_bounded() {
+        let denials = Denials::new(1000);
+        for key in 0..100_000 {
+            denials.note(key, 1, 1, over(60_000_000), 1000, monotonic());
+        }
+        assert!(denials.0.len() <= 1000, "{}", denials.0.len());
+    }
+}
