@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-clients check bench bench-compare bench-memory pictures certs tools peers
+.PHONY: run test test-long test-clients check bench bench-compare bench-memory pictures certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -8,6 +8,10 @@ run:
 
 test: tools
 	cargo test --locked
+
+# The property tests of the limiter with a million operations instead of 50,000: about ten minutes.
+test-long: tools
+	OPERATIONS=1000000 cargo test --locked --test invariants
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:

@@ -9,14 +9,20 @@ elseif kind == 'B' then
     debt = tonumber(owed)
     -- The rate was changed: the same debt, in parts of the new size.
     if parts ~= ARGV[o + 6] then debt = math.min(ceil(debt / tonumber(parts) * c), most) end
-    local refilled = (now - last) * b
-    if refilled < 0 then behind = true
-    elseif refilled >= debt then debt = 0
-    else debt = debt - refilled end
+    local passed = now - last
+    if passed < 0 then behind = true
+    elseif passed >= debt / b then debt = 0
+    else debt = debt - passed * b end
   end
   free, free_reset = floor((capacity - debt) / c), ceil(debt / b)
-  local owed = asked == 'R' and debt - cost * c or debt + cost * c
-  if asked == 'R' and owed < 0 then owed = 0 end
+  local owed = debt + cost * c
+  if asked == 'R' then
+    -- What has flowed back since the charge is not given back once more.
+    local passed, given = now - charged_at, cost * c
+    if passed >= given / b then given = 0
+    elseif passed > 0 then given = given - passed * b end
+    owed = debt > given and debt - given or 0
+  end
   if owed > capacity and (asked == 'C' or asked == 'P') then
     remaining, reset = free, free_reset
     if cost > a then status, retry = 2, -1

@@ -5,7 +5,9 @@
 pub mod client;
 pub mod gateway;
 pub mod pictures;
+pub mod random;
 pub mod redis;
+pub mod stores;
 pub mod tokens;
 pub mod upstream;
 

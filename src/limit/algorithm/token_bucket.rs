@@ -62,8 +62,10 @@ impl TokenBucket {
         let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
         let held = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
-        if let Ask::Refund { .. } = ask {
-            let rest = debt.saturating_sub(cost.saturating_mul(self.parts));
+        if let Ask::Refund { charged_at } = ask {
+            // What has flowed back since the charge is not given back once more.
+            let flowed = now.saturating_sub(charged_at).saturating_mul(self.refill);
+            let rest = debt.saturating_sub(cost.saturating_mul(self.parts).saturating_sub(flowed));
             return step(held(rest), put(rest));
         }
         let charged = debt.saturating_add(cost.saturating_mul(self.parts));

@@ -1,0 +1,737 @@
+//! The invariants of the limiter, held against random cases: the scripts in a real Redis beside the model, on a virtual clock.
+//!
+//! A failed assertion names the invariant that it is about:
+//!
+//!  1. Script and model give the same reply, field by field.
+//!  2. A denied request and a peek change no state and extend no TTL.
+//!  3. One µs before the retry that was told the charge is denied, at the retry it is admitted.
+//!  4. What remains fits, one unit more does not.
+//!  5. A request is charged to all limits or none; a shadow limit changes nothing for the others.
+//!  6. What is admitted stays within the formula of the algorithm.
+//!  7. A client that waits as long as it is told is admitted when it is alone.
+//!  8. A clock that is set back locks nobody out for longer than a full state takes to clear.
+//!  9. Every key has a TTL: until everything is back, and a second.
+//! 10. Taking k units equals k requests of one unit, the state included.
+//! 11. A refund creates no key and gains no quota.
+//! 12. Parallel clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
+//! 13. Every number stays exact.
+//! 14. Denials cost no memory; in the end the database is empty.
+//!
+//! Concurrency, whose leases are released and renewed, has its random cases in `leases.rs`.
+//! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats one.
+
+mod support;
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::rc::Rc;
+
+use proptest::prelude::*;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::algorithm::{Outcome, Rule, Status};
+use sluicegate::limit::clock::monotonic;
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::{EXACT, Quota};
+use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+use support::eventually;
+use support::random::{Case, Kind, Play, Refunded, STEPS, Step, Time, case, operations, property, rule};
+use support::redis::Redis;
+use support::stores::{ALIGNED, Limit, SECOND, START, Stores, apart, bucket, every_algorithm, longest_reset, quota};
+
+/// Cases that are played at once: a round trip takes longer than everything else, and they share it.
+const AT_ONCE: usize = 24;
+
+/// Plays cases side by side; a case that panics is a test that panics.
+fn side_by_side(plays: impl IntoIterator<Item = impl Future<Output = usize> + 'static>) -> usize {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let local = tokio::task::LocalSet::new();
+    local.block_on(&runtime, async {
+        let mut tasks = tokio::task::JoinSet::new();
+        plays.into_iter().for_each(|play| drop(tasks.spawn_local(play)));
+        let mut operations = 0;
+        while let Some(task) = tasks.join_next().await {
+            operations += task.unwrap_or_else(|error| std::panic::resume_unwind(error.into_panic()));
+        }
+        operations
+    })
+}
+
+// ---- 1 to 5, 7, 9: everything at once ------------------------------------------------------------
+
+#[test]
+fn any_calls_in_any_order_keep_the_invariants() {
+    let server = Rc::new(Redis::start());
+    let batch = prop::collection::vec(case(), 1..=AT_ONCE);
+    property(operations(), STEPS * AT_ONCE / 2, batch, |cases| {
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+        side_by_side(cases.into_iter().enumerate().map(|(number, case)| {
+            let server = server.clone();
+            async move { Trial::new(&server, &format!("case{number}"), &case).await.run(&case).await }
+        }))
+    });
+}
+
+struct Trial {
+    play: Play,
+    stores: Stores,
+    keys: Keys,
+    /// Each limit for itself: what it would say if no other limit took part in the request.
+    alone: MemoryStore,
+    prefix: String,
+    time: Time,
+}
+
+/// A question to both stores, and what its answer must be.
+struct Peek<'a> {
+    at: u64,
+    charges: Vec<Charge<'a>>,
+    holds: Box<dyn Fn(&Verdict) + 'a>,
+}
+
+impl Trial {
+    async fn new(server: &Redis, prefix: &str, case: &Case) -> Trial {
+        let stores = Stores::new(server, prefix);
+        let alone = MemoryStore::new(1_000_000, stores.clock.clone());
+        let keys = Keys::new(server).await;
+        Trial { play: Play::new(case), stores, keys, alone, prefix: prefix.to_owned(), time: case.time }
+    }
+
+    async fn run(mut self, case: &Case) -> usize {
+        for step in &case.steps {
+            self.play.turn(step);
+            let now = self.play.now;
+            self.stores.clock.set(now);
+            if self.time == Time::GoesOn {
+                self.keys.expire(now).await;
+            }
+            let (operation, charges) = self.play.ask(step);
+            let keys: Vec<_> = self.play.limits.iter().map(|limit| limit.key(&self.prefix, step.identity)).collect();
+            let asked = monotonic();
+            let verdict = self.stores.call(operation, &charges).await;
+            assert_eq!(verdict.now_us, now, "invariant 1, the instant of the decision");
+            let seen = self.keys.look(&keys).await;
+            let elapsed_ms = asked.elapsed().as_millis() as u64 + 1;
+            for (((charge, seen), key), outcome) in charges.iter().zip(&seen).zip(&keys).zip(&verdict.outcomes) {
+                let what = || format!("{operation:?} at {now} of {charge:#?}: {verdict:?}");
+                self.writes_are_due(operation, &verdict, *outcome, seen, &what);
+                if let Some(ttl_ms) = seen.ttl_ms {
+                    let promised = outcome.reset_us.div_ceil(1000) + 1000;
+                    assert!(ttl_ms <= promised, "invariant 9, a TTL of {ttl_ms} ms is too long: {}", what());
+                    let shortest = promised.saturating_sub(elapsed_ms);
+                    assert!(ttl_ms >= shortest, "invariant 9, a TTL of {ttl_ms} ms is too short: {}", what());
+                    self.keys.ends.insert(key.clone(), now + outcome.reset_us);
+                } else if !matches!((operation, charge.rule), (Operation::Refund { .. }, Rule::SlidingLog(_))) {
+                    // A refund takes entries out of a log, whose TTL stays what it is.
+                    let kept = seen.after.is_none() || seen.before == seen.after;
+                    assert!(kept, "invariant 9, a new state has a new TTL: {}", what());
+                }
+            }
+            self.all_or_nothing(operation, &charges, &verdict);
+            let mut peeks = self.what_remains_fits(&charges);
+            if operation == Operation::Check {
+                peeks.extend(self.retries_are_exact(&keys, &charges, &verdict));
+            }
+            peeks.sort_by_key(|peek| peek.at);
+            for peeks in peeks.chunk_by(|one, other| one.at == other.at) {
+                let groups: Vec<_> = peeks.iter().map(|peek| peek.charges.clone()).collect();
+                for (peek, answer) in peeks.iter().zip(self.stores.peek(peeks[0].at, &groups).await) {
+                    (peek.holds)(&answer);
+                }
+            }
+            drop(peeks);
+            self.play.saw(operation, &verdict);
+        }
+        case.steps.len()
+    }
+
+    fn writes_are_due(
+        &self,
+        operation: Operation,
+        verdict: &Verdict,
+        outcome: Outcome,
+        seen: &Seen,
+        what: &dyn Fn() -> String,
+    ) {
+        // A state that lies in the future is moved to the present by whoever is denied by it.
+        let moved = self.play.behind && denies(outcome);
+        let denied = verdict.granted == 0 || denies(outcome);
+        if operation == Operation::Peek || denied && !moved {
+            assert_eq!(seen.before, seen.after, "invariant 2, no state is changed: {}", what());
+            assert_eq!(seen.ttl_ms, None, "invariant 2, no TTL is extended: {}", what());
+        }
+        if matches!(operation, Operation::Refund { .. }) && seen.before.is_none() {
+            assert_eq!(seen.after, None, "invariant 11, no refund creates a key: {}", what());
+        }
+    }
+
+    /// Asks each limit alone for what the request asked of it. A denied request is put only to the limits that denied it:
+    /// the answers stay the same only as long as requests are charged to all limits or none.
+    fn all_or_nothing(&self, operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) {
+        if operation == Operation::Check {
+            let mut binding = charges.iter().zip(&verdict.outcomes).filter(|(charge, _)| charge.mode != Mode::Shadow);
+            let admitted = binding.all(|(_, outcome)| !denies(*outcome));
+            assert_eq!(
+                verdict.granted,
+                u64::from(admitted),
+                "invariant 5, all but shadow limits decide: {charges:#?} {verdict:?}"
+            );
+        }
+        let wanted = charges[0].cost;
+        for (charge, outcome) in charges.iter().zip(&verdict.outcomes) {
+            let (same, charge) = match operation {
+                Operation::Take => {
+                    assert!(verdict.granted <= wanted, "invariant 10, more than was asked for: {verdict:?}");
+                    let cost = verdict.granted.max(wanted.min(1));
+                    let mode = if charge.mode == Mode::Shadow { Mode::Shadow } else { Mode::Binding };
+                    let same = if wanted == 0 { Operation::Peek } else { Operation::Check };
+                    (same, Charge { cost, mode, ..*charge })
+                }
+                _ => (operation, *charge),
+            };
+            let own = if same == Operation::Check && verdict.granted == 0 && !denies(*outcome) {
+                self.alone.decide(Operation::Peek, &[Charge { cost: needed(&charge), ..charge }])
+            } else {
+                self.alone.decide(same, &[charge])
+            };
+            assert_eq!(own.outcomes[0], *outcome, "invariant 5, all or none: {operation:?} of {charge:#?} {verdict:?}");
+        }
+    }
+
+    fn what_remains_fits<'a>(&self, charges: &[Charge<'a>]) -> Vec<Peek<'a>> {
+        let costing = |costs: &mut dyn Iterator<Item = u64>| -> Vec<Charge<'a>> {
+            charges.iter().zip(costs).map(|(charge, cost)| Charge { cost, mode: Mode::Binding, ..*charge }).collect()
+        };
+        let idle = costing(&mut charges.iter().map(|_| 0));
+        let left = self.stores.memory.decide(Operation::Peek, &idle).outcomes;
+        let holds = |question: &'static str, fits: fn(bool) -> bool| -> Box<dyn Fn(&Verdict) + 'a> {
+            let (left, charges) = (left.clone(), charges.to_vec());
+            Box::new(move |answer| {
+                for ((charge, left), outcome) in charges.iter().zip(&left).zip(&answer.outcomes) {
+                    // A debt left by an unconditional charge, or by a smaller limit, has no room even for nothing.
+                    assert_eq!(
+                        !denies(*outcome),
+                        fits(!denies(*left)),
+                        "invariant 4, {question}: {charge:#?} {left:?}"
+                    );
+                }
+            })
+        };
+        let at = self.play.now;
+        vec![
+            Peek {
+                at,
+                charges: costing(&mut left.iter().map(|left| left.remaining)),
+                holds: holds("what remains fits", |even_nothing| even_nothing),
+            },
+            Peek {
+                at,
+                charges: costing(&mut left.iter().map(|left| left.remaining + 1)),
+                holds: holds("more than remains does not fit", |_| false),
+            },
+        ]
+    }
+
+    fn retries_are_exact<'a>(&self, keys: &[Vec<u8>], charges: &[Charge<'a>], verdict: &Verdict) -> Vec<Peek<'a>> {
+        let now = self.play.now;
+        // When each key ends was reckoned by the rate at which it was written; a rate that was lowered since may say that
+        // there is something to wait for beyond that.
+        let reckoned = |charge: &Charge<'_>, key: &Vec<u8>, wait: u64| {
+            let changed = self.time == Time::GoesOn && matches!(charge.rule, Rule::TokenBucket(_));
+            self.keys.ends.get(key).filter(|_| changed).is_none_or(|ends| now + wait < *ends)
+        };
+        let mut peeks = Vec::new();
+        for ((charge, outcome), key) in charges.iter().zip(&verdict.outcomes).zip(keys) {
+            let retry_us = outcome.retry_us;
+            if outcome.status == Status::Over && reckoned(charge, key, retry_us) {
+                for (wait, expected) in [(retry_us - 1, Status::Over), (retry_us, Status::Ok)] {
+                    let what = format!("invariant 3, the retry is exact: {charge:#?} {outcome:?}");
+                    let alone = vec![Charge { cost: needed(charge), mode: Mode::Binding, ..*charge }];
+                    let holds =
+                        Box::new(move |answer: &Verdict| assert_eq!(answer.outcomes[0].status, expected, "{what}"));
+                    peeks.push(Peek { at: now + wait, charges: alone, holds });
+                }
+            }
+        }
+        let binding = || {
+            let all = charges.iter().zip(&verdict.outcomes).zip(keys);
+            all.filter(|((charge, _), _)| charge.mode != Mode::Shadow)
+        };
+        let wait = binding().map(|((_, outcome), _)| outcome.retry_us).max().unwrap_or(0);
+        let ever =
+            binding().all(|((charge, outcome), key)| outcome.status != Status::Never && reckoned(charge, key, wait));
+        // A denied request moves states that lie in the future to the present only where they deny it.
+        if verdict.granted == 0 && ever && !self.play.behind {
+            let what = format!("invariant 7, who waits is admitted: {charges:#?} {verdict:?}");
+            let again =
+                binding().map(|((charge, _), _)| Charge { cost: needed(charge), mode: Mode::Binding, ..*charge });
+            let holds = Box::new(move |answer: &Verdict| assert_eq!(answer.granted, 1, "{what}"));
+            peeks.push(Peek { at: now + wait, charges: again.collect(), holds });
+        }
+        peeks
+    }
+}
+
+fn denies(outcome: Outcome) -> bool {
+    outcome.status != Status::Ok
+}
+
+/// What must be left for a request to pass.
+fn needed(charge: &Charge<'_>) -> u64 {
+    if charge.mode == Mode::PostPaid { 1 } else { charge.cost }
+}
+
+/// The states in Redis. The server's clock is not the one of the tests: a key that was looked at gets a TTL of years, so
+/// that it stays until the tests let it expire, and so that a TTL that a call sets is seen.
+struct Keys {
+    connection: redis::aio::MultiplexedConnection,
+    known: HashMap<Vec<u8>, Vec<u8>>,
+    /// When each means nothing any more, by the clock of the test, µs.
+    ends: HashMap<Vec<u8>, u64>,
+}
+
+const YEARS_MS: u64 = 1_000_000_000_000;
+
+/// What a call did to a key.
+struct Seen {
+    before: Option<Vec<u8>>,
+    after: Option<Vec<u8>>,
+    ttl_ms: Option<u64>,
+}
+
+impl Keys {
+    async fn new(server: &Redis) -> Keys {
+        let connection = server.client().get_multiplexed_async_connection().await.unwrap();
+        Keys { connection, known: HashMap::new(), ends: HashMap::new() }
+    }
+
+    async fn look(&mut self, keys: &[Vec<u8>]) -> Vec<Seen> {
+        let mut pipe = redis::pipe();
+        for key in keys {
+            pipe.cmd("DUMP").arg(key).cmd("PTTL").arg(key).cmd("PEXPIRE").arg(key).arg(YEARS_MS).ignore();
+        }
+        let replies: Vec<redis::Value> = pipe.query_async(&mut self.connection).await.unwrap();
+        let seen = keys.iter().zip(replies.chunks(2)).map(|(key, reply)| {
+            let after: Option<Vec<u8>> = redis::from_redis_value(reply[0].clone()).unwrap();
+            let ttl_ms: i64 = redis::from_redis_value(reply[1].clone()).unwrap();
+            assert_ne!(ttl_ms, -1, "invariant 9, a key without a TTL");
+            let before = match &after {
+                Some(state) => self.known.insert(key.clone(), state.clone()),
+                None => self.known.remove(key),
+            };
+            let fresh = (0..YEARS_MS as i64 / 2).contains(&ttl_ms);
+            Seen { before, after, ttl_ms: fresh.then_some(ttl_ms as u64) }
+        });
+        seen.collect()
+    }
+
+    /// Deletes what means nothing any more.
+    async fn expire(&mut self, now: u64) {
+        let ended: Vec<_> = self.ends.extract_if(|_, end| *end <= now).map(|(key, _)| key).collect();
+        if !ended.is_empty() {
+            let () = redis::cmd("DEL").arg(&ended).query_async(&mut self.connection).await.unwrap();
+            ended.iter().for_each(|key| drop(self.known.remove(key)));
+        }
+    }
+}
+
+// ---- 6, 11: what is admitted in a history --------------------------------------------------------
+
+/// An admitted request, with what it cost each limit.
+struct Admitted {
+    at: u64,
+    costs: Vec<u64>,
+}
+
+#[test]
+fn what_is_admitted_and_not_refunded_stays_within_the_formula() {
+    let server = Rc::new(Redis::start());
+    let batch = prop::collection::vec(case(), 1..=AT_ONCE);
+    property(operations() / 5, STEPS * AT_ONCE / 2, batch, |cases| {
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+        side_by_side(cases.into_iter().enumerate().map(|(number, case)| {
+            let server = server.clone();
+            async move { history(&server, &format!("case{number}"), case).await }
+        }))
+    });
+}
+
+/// Requests, and refunds of what was admitted before, on a clock that goes on.
+async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
+    let stores = Stores::new(server, prefix);
+    let mut keys = Keys::new(server).await;
+    let operations = case.steps.len();
+    let mut play = Play::new(&Case { time: Time::GoesOn, ..case.clone() });
+    let names: Vec<_> = play.limits.iter().map(|limit| limit.key(prefix, 0)).collect();
+    let mut admitted: Vec<Admitted> = Vec::new();
+    let mut refunds = 0;
+    for step in case.steps {
+        play.turn(&Step { size: None, ..step.clone() });
+        stores.clock.set(play.now);
+        let charges = |costs: &[u64]| -> Vec<_> {
+            play.limits.iter().zip(costs).map(|(limit, cost)| limit.charge(0, *cost)).collect()
+        };
+        let costs = match step.kind {
+            Kind::Refund => {
+                let Refunded::Ago(ago) = step.refunded else { continue };
+                let Some(index) = admitted.len().checked_sub(ago + 1) else { continue };
+                let Admitted { at: charged_at, costs } = admitted.remove(index);
+                stores.call(Operation::Refund { charged_at }, &charges(&costs)).await;
+                refunds += 1;
+                continue;
+            }
+            Kind::Take => {
+                let wanted = [step.costs[0]; 4];
+                [stores.call(Operation::Take, &charges(&wanted)).await.granted; 4]
+            }
+            Kind::Check | Kind::Peek | Kind::Charge => {
+                let granted = stores.call(Operation::Check, &charges(&step.costs)).await.granted;
+                step.costs.map(|cost| cost * granted)
+            }
+        };
+        keys.look(&names).await;
+        admitted.push(Admitted { at: play.now, costs: costs[..charges(&costs).len()].to_vec() });
+        for (index, limit) in play.limits.iter().enumerate() {
+            let history: Vec<_> = admitted.iter().map(|request| (request.at, request.costs[index])).collect();
+            assert_within(&limit.rule, &history, refunds > 0);
+        }
+    }
+    operations
+}
+
+/// Holds what was admitted up to the last entry, instants in µs with their costs, against the formula of the algorithm.
+fn assert_within(rule: &Rule, history: &[(u64, u64)], refunded: bool) {
+    let now = history.last().unwrap().0;
+    let since = |from: u64| -> u64 { history.iter().filter(|(at, _)| *at >= from).map(|(_, cost)| cost).sum() };
+    let any_window = |window: u64| since((now + 1).saturating_sub(window));
+    let name = if refunded { "invariant 11, refunds gain nothing" } else { "invariant 6, the formula" };
+    match rule {
+        Rule::TokenBucket(bucket) => {
+            for &(from, _) in history {
+                let used = u128::from(since(from)) * u128::from(bucket.parts);
+                let refilled = u128::from(bucket.refill) * u128::from(now - from);
+                let most = u128::from(bucket.burst) * u128::from(bucket.parts) + refilled;
+                assert!(used <= most, "{name}: burst and refill since {from}: {rule:?} {history:?}");
+            }
+        }
+        Rule::FixedWindow(FixedWindow { limit, window, start: Start::Aligned { phase } }) => {
+            let used = since(now - (now - phase) % window);
+            assert!(used <= *limit, "{name}: at most the limit in a window: {rule:?} {history:?}");
+        }
+        Rule::FixedWindow(FixedWindow { limit, start: Start::Calendar(windows), .. }) => {
+            let used = since(calendar_start(&windows.to_string(), now));
+            assert!(used <= *limit, "{name}: at most the limit in a window: {rule:?} {history:?}");
+        }
+        Rule::FixedWindow(FixedWindow { limit, window, start: Start::FirstRequest }) => {
+            // Where the request that opened a window was refunded, the history does not tell where windows are.
+            let mut opened = 0;
+            for &(at, _) in history.iter().filter(|(_, cost)| *cost > 0 && !refunded) {
+                opened = if at >= opened + window { at } else { opened };
+            }
+            let (used, most) = if refunded { (any_window(*window), 2 * limit) } else { (since(opened), *limit) };
+            assert!(used <= most, "{name}: at most the limit in a window: {rule:?} {history:?}");
+        }
+        Rule::SlidingWindow(SlidingWindow { limit, window, .. }) => {
+            let start = now - now % window;
+            let (current, both) = (since(start), since(start - window));
+            let weighed = u128::from(both - current) * u128::from(start + window - now);
+            let used = weighed + u128::from(current) * u128::from(*window);
+            assert!(used <= u128::from(limit * window), "{name}: two windows, weighted: {rule:?} {history:?}");
+            assert!(any_window(*window) <= 2 * limit, "{name}: at most twice the limit: {rule:?} {history:?}");
+        }
+        Rule::SlidingBuckets(SlidingBuckets { limit, window, .. }) | Rule::SlidingLog(SlidingLog { limit, window }) => {
+            assert!(any_window(*window) <= *limit, "{name}: at most the limit in any window: {rule:?} {history:?}");
+        }
+        Rule::Concurrency(_) => unreachable!("leases are released: tests/leases.rs"),
+    }
+}
+
+/// The start of the day, week or month of an instant, reckoned from its date.
+fn calendar_start(windows: &str, now: u64) -> u64 {
+    let (unit, zone) = windows.split_once('@').unwrap();
+    let zone = jiff::tz::TimeZone::get(zone).unwrap();
+    let date = zone.to_datetime(jiff::Timestamp::from_microsecond(now as i64).unwrap()).date();
+    let back = match unit {
+        "day" => 0,
+        "week" => date.weekday().to_monday_zero_offset(),
+        "month" => date.day() - 1,
+        _ => unreachable!("{unit}"),
+    };
+    let first = date.checked_sub(jiff::Span::new().days(i64::from(back))).unwrap();
+    first.to_zoned(zone).unwrap().timestamp().as_microsecond() as u64
+}
+
+// ---- 8: the clock is set back --------------------------------------------------------------------
+
+#[test]
+fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
+    let server = Rc::new(Redis::start());
+    // By how much: from microseconds to years.
+    let back = (0..6usize, 1..100u64).prop_map(|(unit, count)| {
+        count * [1, 1000, SECOND, 3600 * SECOND, 86_400 * SECOND, 31 * 86_400 * SECOND][unit]
+    });
+    let step = (prop_oneof![9 => Just(0), 1 => back], 0..400u64, 1..6u64);
+    let case = (rule(), 0..86_400 * SECOND, prop::collection::vec(step, 1..60));
+    property(operations() / 5, 30 * AT_ONCE / 2, prop::collection::vec(case, 1..=AT_ONCE), |cases| {
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+        side_by_side(cases.into_iter().enumerate().map(|(number, (rule, offset, steps))| {
+            let (server, prefix) = (server.clone(), format!("case{number}"));
+            async move {
+                let stores = Stores::new(&server, &prefix);
+                let mut keys = Keys::new(&server).await;
+                let limit = apart(vec![rule], 1).remove(0);
+                let name = [limit.key(&prefix, 0)];
+                let longest = longest_reset(&limit.rule);
+                let mut now = START + 20 * 366 * 86_400 * SECOND + offset;
+                for (back, parts, cost) in &steps {
+                    now = now + longest / 1000 * parts - back;
+                    stores.clock.set(now);
+                    let charge = limit.charge(0, (*cost).min(limit.rule.capacity()));
+                    let outcome = stores.call(Operation::Check, &[charge]).await.outcomes[0];
+                    keys.look(&name).await;
+                    let what = format!("{charge:#?} {outcome:?}, a step back of {back} µs");
+                    assert!(outcome.retry_us <= longest, "invariant 8, a lock-out of at most {longest} µs: {what}");
+                    if outcome.status == Status::Over {
+                        let waited = stores.peek(now + outcome.retry_us, &[vec![charge]]).await;
+                        assert_eq!(waited[0].granted, 1, "invariant 8, the lock-out ends: {what}");
+                    }
+                }
+                steps.len()
+            }
+        }))
+    });
+}
+
+// ---- 10: units taken together --------------------------------------------------------------------
+
+#[test]
+fn taking_units_together_equals_taking_them_one_by_one() {
+    let server = Rc::new(Redis::start());
+    let batch = prop::collection::vec((case(), prop::collection::vec(0..9u64, 1..60)), 1..=AT_ONCE);
+    property(operations() / 5, 5 * 30 * AT_ONCE / 2, batch, |cases| {
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+        side_by_side(cases.into_iter().enumerate().map(|(number, (case, takes))| {
+            let server = server.clone();
+            async move { together(&server, &format!("case{number}"), &case, &takes).await }
+        }))
+    });
+}
+
+async fn together(server: &Redis, prefix: &str, case: &Case, takes: &[u64]) -> usize {
+    let stores = Stores::new(server, prefix);
+    let mut keys = Keys::new(server).await;
+    let mut play = Play::new(case);
+    let mut operations = 0;
+    for (step, &wanted) in case.steps.iter().zip(takes) {
+        play.turn(&Step { size: None, ..step.clone() });
+        stores.clock.set(play.now);
+        let charges =
+            |who: u128, cost: u64| -> Vec<_> { play.limits.iter().map(|limit| limit.charge(who, cost)).collect() };
+        let taken = stores.call(Operation::Take, &charges(0, wanted)).await;
+        let mut singles = Vec::new();
+        for _ in 0..wanted {
+            singles.push(stores.call(Operation::Check, &charges(1, 1)).await);
+        }
+        let granted: u64 = singles.iter().map(|single| single.granted).sum();
+        assert_eq!(taken.granted, granted, "invariant 10, as many units: {charges:#?}", charges = charges(0, wanted));
+        // Told is what the last admitted of them was told, or the first if none was.
+        if let Some(told) = singles.get((granted as usize).saturating_sub(1)) {
+            assert_eq!(taken.outcomes, told.outcomes, "invariant 10, the same reply");
+        }
+        for limit in &play.limits {
+            let names = [0, 1].map(|who| limit.key(prefix, who));
+            let states = [keys.state(&limit.rule, &names[0]).await, keys.state(&limit.rule, &names[1]).await];
+            assert_eq!(states[0], states[1], "invariant 10, the same state: {:?}", limit.rule);
+            keys.look(&names).await;
+        }
+        operations += 1 + singles.len();
+    }
+    operations
+}
+
+impl Keys {
+    /// What a key holds, however Redis keeps it.
+    async fn state(&mut self, rule: &Rule, key: &[u8]) -> Vec<String> {
+        let mut command = match rule {
+            Rule::SlidingLog(_) => redis::cmd("LRANGE"),
+            _ => redis::cmd("GET"),
+        };
+        command.arg(key);
+        if let Rule::SlidingLog(_) = rule {
+            command.arg(0).arg(-1);
+        }
+        let value: redis::Value = command.query_async(&mut self.connection).await.unwrap();
+        match value {
+            redis::Value::Nil => Vec::new(),
+            value @ redis::Value::Array(_) => redis::from_redis_value(value).unwrap(),
+            value => vec![redis::from_redis_value(value).unwrap()],
+        }
+    }
+}
+
+// ---- 13: the largest numbers ---------------------------------------------------------------------
+
+/// The largest and the oddest limits that can be configured.
+fn extremes() -> Vec<Rule> {
+    let numbers = (0..16).map(|power| 10u64.pow(power)).chain((0..53).map(|bit| 1 << bit));
+    let counts: Vec<_> = numbers.flat_map(|n| [n.saturating_sub(1), n, n + 1, n / 7 * 9]).collect();
+    let windows = [1, 7, 250, 1000, 999_983, 60_000, 86_400_000, 3650 * 86_400_000].map(|ms| ms * 1000);
+    let mut rules = Vec::new();
+    for window in windows {
+        let quotas = || counts.iter().filter(|count| (1..EXACT).contains(*count)).map(|count| quota(*count, window));
+        // Of those that are accepted, the largest are the ones to fear.
+        let mut largest = |rule: &dyn Fn(Quota) -> Option<Rule>| {
+            let mut accepted: Vec<_> = quotas().filter_map(rule).collect();
+            accepted.sort_by_key(Rule::capacity);
+            rules.extend(accepted.into_iter().rev().take(5));
+        };
+        for burst in [1, 1000, EXACT - 1] {
+            let bucket = |quota: Quota| TokenBucket::new(quota, burst.min(quota.count)).ok();
+            largest(&|quota| bucket(quota).map(Rule::TokenBucket));
+        }
+        largest(&|quota| FixedWindow::new(quota, ALIGNED).ok().map(Rule::FixedWindow));
+        largest(&|quota| FixedWindow::new(quota, Start::FirstRequest).ok().map(Rule::FixedWindow));
+        largest(&|quota| SlidingWindow::new(quota).ok().map(Rule::SlidingWindow));
+        largest(&|quota| SlidingBuckets::new(quota, 1).ok().map(Rule::SlidingBuckets));
+        largest(&|quota| SlidingBuckets::new(quota, 1000).ok().map(Rule::SlidingBuckets));
+        largest(&|quota| SlidingLog::new(quota).ok().map(Rule::SlidingLog));
+    }
+    rules
+}
+
+/// What the scripts compute at most, as long as no state holds more than twice its limit.
+fn largest_numbers(rule: &Rule, now: u64) -> Vec<u128> {
+    let now = u128::from(now);
+    match *rule {
+        Rule::TokenBucket(TokenBucket { burst, refill, parts }) => {
+            let debt = 2 * u128::from(burst) * u128::from(parts);
+            vec![debt, u128::from(refill), debt.div_ceil(u128::from(refill))]
+        }
+        Rule::FixedWindow(FixedWindow { limit, window, .. }) => vec![2 * u128::from(limit), now + u128::from(window)],
+        Rule::SlidingWindow(SlidingWindow { limit, window, unit }) => {
+            vec![2 * u128::from(limit) * u128::from(window / unit), now + 3 * u128::from(window)]
+        }
+        Rule::SlidingBuckets(SlidingBuckets { limit, window, .. }) => {
+            vec![2 * u128::from(limit), now + 2 * u128::from(window)]
+        }
+        Rule::SlidingLog(SlidingLog { limit, window }) => vec![2 * u128::from(limit), now + u128::from(window)],
+        Rule::Concurrency(_) => unreachable!("leases are released: tests/leases.rs"),
+    }
+}
+
+#[test]
+fn the_largest_limits_are_counted_exactly() {
+    let server = Redis::start();
+    let stores = Stores::new(&server, "extremes");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    // A time in the year 2200, a prime number of µs.
+    let late = 7_258_118_400_000_003;
+    let rules = extremes();
+    assert!(rules.len() > 200, "{} rules are accepted", rules.len());
+    for (number, rule) in rules.into_iter().enumerate() {
+        for largest in largest_numbers(&rule, late) {
+            assert!(largest < u128::from(EXACT), "invariant 13, every number stays exact: {largest} of {rule:?}");
+        }
+        let limit = Limit::new(&format!("limit{number}"), rule);
+        let capacity = limit.rule.capacity();
+        for (who, now) in [(1, START + 1), (2, late)] {
+            let call = |now: u64, operation, cost| {
+                stores.clock.set(now);
+                runtime.block_on(stores.call(operation, &[limit.charge(who, cost)]))
+            };
+            let full = call(now, Operation::Check, capacity);
+            assert_eq!((full.granted, full.outcomes[0].remaining), (1, 0), "invariant 13, all of {:?}", limit.rule);
+            let denied = call(now, Operation::Check, 1);
+            let retry = denied.outcomes[0].retry_us;
+            assert_eq!(denied.granted, 0, "invariant 13, not one more than {:?}", limit.rule);
+            for wait in [1, retry / 2, retry.saturating_sub(1)] {
+                call(now + wait, Operation::Peek, 1);
+                call(now + wait, Operation::Peek, capacity);
+                call(now + wait, Operation::Peek, capacity + 1);
+            }
+            assert_eq!(
+                call(now + retry, Operation::Check, 1).granted,
+                1,
+                "invariant 13, the retry of {:?}",
+                limit.rule
+            );
+            call(now + retry, Operation::Refund { charged_at: now + retry }, 1);
+            call(now + retry, Operation::Take, capacity);
+            call(now + retry + 1, Operation::Charge, capacity / 2);
+            call(now + retry + 1, Operation::Check, 1);
+            call(now + retry + longest_reset(&limit.rule) / 2, Operation::Check, capacity / 2);
+            call(now + retry + 400 * 86_400 * SECOND, Operation::Check, capacity);
+        }
+    }
+}
+
+// ---- 14: a flood of denials ----------------------------------------------------------------------
+
+#[test]
+fn a_flood_of_denials_costs_no_memory() {
+    let server = Redis::start();
+    let stores = Stores::new(&server, "flood");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let limits = every_algorithm(5, 3600 * SECOND).map(|(name, rule)| Limit::new(name, rule));
+    let own = Limit::new("own", bucket(5, 3600 * SECOND, 5));
+    let ask = |charges: &[Charge<'_>]| runtime.block_on(stores.call(Operation::Check, charges));
+    for limit in &limits {
+        assert_eq!(ask(&[limit.charge(0, 5)]).granted, 1);
+    }
+    // Each request comes from somebody new, who has all of his own limit left.
+    let denials = operations().max(100_000);
+    let flood = |from: usize, count: usize| {
+        for chunk in (from..from + count).collect::<Vec<_>>().chunks(128) {
+            let charges = |number: &usize| {
+                let exhausted = &limits[number % limits.len()];
+                vec![own.charge(1 + *number as u128, 1), exhausted.charge(0, 1)]
+            };
+            let requests: Vec<_> = chunk.iter().map(charges).collect();
+            for verdict in runtime.block_on(stores.check_all(&requests)) {
+                assert_eq!(verdict.granted, 0);
+            }
+        }
+    };
+    // The first ones grow the buffers of connections.
+    flood(0, 5000);
+    let before = (memory(&server), server.keys().len(), stores.memory.len());
+    flood(5000, denials);
+    let after = (memory(&server), server.keys().len(), stores.memory.len());
+    assert_eq!((before.1, before.2), (after.1, after.2), "invariant 14, {denials} denials and no new state");
+    // Half a byte for each denial, while the smallest key takes 50.
+    assert!(after.0 < before.0 + 50_000, "invariant 14, {denials} denials: {} and then {} bytes", before.0, after.0);
+
+    let opened = stores.clock.now_us();
+    for limit in &limits {
+        stores.clock.set(opened);
+        let retry = ask(&[limit.charge(0, 1)]).outcomes[0].retry_us;
+        stores.clock.set(opened + retry);
+        assert_eq!(ask(&[limit.charge(0, 1)]).granted, 1, "invariant 14, the window opens on time: {:?}", limit.rule);
+    }
+}
+
+/// Bytes that Redis has allocated.
+fn memory(server: &Redis) -> u64 {
+    let info: String = redis::cmd("INFO").arg("memory").query(&mut server.connection()).unwrap();
+    info.lines().find_map(|line| line.strip_prefix("used_memory:")).unwrap().parse().unwrap()
+}
+
+#[test]
+fn in_the_end_the_database_is_empty() {
+    let server = Redis::start();
+    let stores = Stores::new(&server, "end");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    // Just before the year ends in Berlin, so that its window ends with the others.
+    stores.clock.set("2027-12-31T22:59:59.95Z".parse::<jiff::Timestamp>().unwrap().as_microsecond() as u64);
+    let limits = every_algorithm(5, 100_000).map(|(name, rule)| Limit::new(name, rule));
+    let charges: Vec<_> = limits.iter().map(|limit| limit.charge(0, 5)).collect();
+    assert_eq!(runtime.block_on(stores.call(Operation::Check, &charges)).granted, 1);
+    assert_eq!(runtime.block_on(stores.call(Operation::Check, &charges)).granted, 0);
+    let mut connection = server.connection();
+    let mut size = || redis::cmd("DBSIZE").query::<u64>(&mut connection).unwrap();
+    assert_eq!(size(), limits.len() as u64);
+    eventually("invariant 14, in the end the database is empty", || size() == 0);
+}

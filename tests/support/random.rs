@@ -1,0 +1,284 @@
+//! Random cases for the limiter: limits, steps of the clock, operations; a run is repeated by its seed.
+
+use std::cell::{Cell, RefCell};
+use std::io::Read;
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::quota::Calendar;
+use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+
+use super::stores::{Limit, SECOND, START, apart, bucket, buckets, calendar, log, quota, resize, sliding, window};
+
+/// How many operations the property tests make: `OPERATIONS`, or what a run on each change can afford.
+pub fn operations() -> usize {
+    std::env::var("OPERATIONS").map_or(50_000, |text| text.parse().expect("OPERATIONS is a number"))
+}
+
+/// Holds a property against random cases, of about `each` operations, until so many operations were made. The test says
+/// how many it made of a case. `SEED=…` repeats a run.
+pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: impl FnMut(S::Value) -> usize) {
+    let seed: [u8; 32] = match std::env::var("SEED") {
+        Ok(text) => std::array::from_fn(|index| u8::from_str_radix(&text[2 * index..2 * index + 2], 16).unwrap()),
+        Err(_) => {
+            let mut seed = [0; 32];
+            std::fs::File::open("/dev/urandom").unwrap().read_exact(&mut seed).unwrap();
+            seed
+        }
+    };
+    println!("SEED={}", seed.map(|byte| format!("{byte:02x}")).concat());
+    // More than enough: what is left over is not played.
+    let cases = 10 + 2 * operations / each;
+    let config = Config { cases: cases as u32, failure_persistence: None, max_shrink_iters: 5000, ..Config::default() };
+    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
+    let test = RefCell::new(test);
+    // After a failure the test is called to find a smaller one, and never returns to `idle`.
+    let (idle, done) = (Cell::new(true), Cell::new(0));
+    let result = runner.run(&input, |case| {
+        if idle.get() && done.get() >= operations {
+            return Ok(());
+        }
+        let first = idle.replace(false);
+        let made = (*test.borrow_mut())(case);
+        idle.set(first);
+        done.set(done.get() + made);
+        Ok(())
+    });
+    match result {
+        Ok(()) => assert!(done.get() >= operations, "{} operations were made", done.get()),
+        Err(TestError::Fail(reason, case)) => panic!("{reason}\nthe smallest case found: {case:?}"),
+        Err(TestError::Abort(reason)) => panic!("{reason}"),
+    }
+}
+
+/// Steps of a [`Case`], in the mean.
+pub const STEPS: usize = 100;
+
+/// Up to four limits and what happens to them.
+#[derive(Debug, Clone)]
+pub struct Case {
+    pub rules: Vec<Rule>,
+    pub start: u64,
+    pub time: Time,
+    pub steps: Vec<Step>,
+}
+
+/// How time passes in a case.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Time {
+    /// It goes back now and then, and keys stay for ever: no decision may depend on one having expired.
+    Jumps,
+    /// It goes on, and keys expire as soon as they mean nothing. Here rates change as well: what a key means, and when it
+    /// expires, was reckoned by the rate at which it was written.
+    GoesOn,
+}
+
+#[derive(Debug, Clone)]
+pub struct Step {
+    pub kind: Kind,
+    pub costs: [u64; 4],
+    pub modes: [Mode; 4],
+    pub identity: u128,
+    pub advance: Advance,
+    pub size: Option<(u64, u64)>,
+    /// Which of the admitted requests is refunded.
+    pub refunded: Refunded,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Check,
+    Peek,
+    Charge,
+    Refund,
+    Take,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub enum Refunded {
+    /// So many admitted requests ago.
+    Ago(usize),
+    /// A charge at another time, µs from now.
+    Off(i64),
+    /// A charge at the time 0.
+    Never,
+}
+
+/// How the clock moves before an operation.
+#[derive(Debug, Clone, Copy)]
+pub enum Advance {
+    Stands,
+    /// By so many µs.
+    By(i64),
+    /// By so many thousandths of the window of a limit.
+    Part(usize, i64),
+    /// To µs around the next multiple of the window of a limit.
+    Boundary(usize, i64),
+}
+
+pub fn rule() -> impl Strategy<Value = Rule> {
+    let windows = prop_oneof![
+        Just(1_000),
+        Just(250_000),
+        Just(SECOND),
+        Just(60 * SECOND),
+        Just(90_000_900),
+        Just(3600 * SECOND),
+        Just(86_400 * SECOND)
+    ];
+    (0..7u8, 1..12u64, windows, 1..12u64, 0..3usize).prop_map(|(kind, count, length, burst, variant)| match kind {
+        0 => bucket(count, length, burst),
+        1 => window(count, length, Start::Aligned { phase: variant as u64 * 1_234_567 }),
+        2 => window(count, length, Start::FirstRequest),
+        3 => log(count, length),
+        4 => sliding(count, length, [1, 100, length / 100][variant]),
+        5 => calendar(count, [Calendar::Day, Calendar::Week, Calendar::Month][variant], "Europe/Berlin"),
+        _ => buckets(count, length, [1, 4, 10][variant]),
+    })
+}
+
+fn advance() -> impl Strategy<Value = Advance> {
+    prop_oneof![
+        4 => Just(Advance::Stands),
+        1 => (1..3i64).prop_map(Advance::By),
+        1 => (-2_000_000..2_000_000i64).prop_map(Advance::By),
+        6 => (0..4usize, 0..400i64).prop_map(|(limit, parts)| Advance::Part(limit, parts)),
+        2 => (0..4usize, 0..2500i64).prop_map(|(limit, parts)| Advance::Part(limit, parts)),
+        1 => (0..4usize, -3000..0i64).prop_map(|(limit, parts)| Advance::Part(limit, parts)),
+        2 => (0..4usize, -1..2i64).prop_map(|(limit, off)| Advance::Boundary(limit, off)),
+    ]
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let kind = prop_oneof![
+        8 => Just(Kind::Check),
+        1 => Just(Kind::Peek),
+        2 => Just(Kind::Charge),
+        2 => Just(Kind::Refund),
+        2 => Just(Kind::Take),
+    ];
+    let mode = || prop_oneof![8 => Just(Mode::Binding), 1 => Just(Mode::Shadow), 1 => Just(Mode::PostPaid)];
+    let refunded = prop_oneof![
+        6 => (0..4usize).prop_map(Refunded::Ago),
+        1 => (-100_000_000..10_000_000i64).prop_map(Refunded::Off),
+        1 => Just(Refunded::Never),
+    ];
+    let cost = || prop_oneof![5 => 0..5u64, 1 => 0..16u64];
+    let size = prop_oneof![12 => Just(None), 1 => (1..15u64, 1..15u64).prop_map(Some)];
+    (kind, [cost(), cost(), cost(), cost()], [mode(), mode(), mode(), mode()], 0..2u128, advance(), size, refunded)
+        .prop_map(|(kind, costs, modes, identity, advance, size, refunded)| Step {
+            kind,
+            costs,
+            modes,
+            identity,
+            advance,
+            size,
+            refunded,
+        })
+}
+
+pub fn case() -> impl Strategy<Value = Case> {
+    let time = prop_oneof![Just(Time::Jumps), Just(Time::GoesOn)];
+    (prop::collection::vec(rule(), 1..5), 0..8 * 86_400 * SECOND, time, prop::collection::vec(step(), 1..=2 * STEPS))
+        .prop_map(|(rules, offset, time, steps)| Case {
+            rules,
+            start: START + 365 * 86_400 * SECOND + offset,
+            time,
+            steps,
+        })
+}
+
+/// The length of a limit's window, or of what comes near it, µs.
+fn length(rule: &Rule) -> u64 {
+    match rule {
+        Rule::TokenBucket(rule) => (rule.burst * rule.parts / rule.refill).max(1),
+        Rule::FixedWindow(FixedWindow { start: Start::Calendar(_), .. }) => 86_400 * SECOND,
+        Rule::FixedWindow(rule) => rule.window,
+        Rule::SlidingWindow(rule) => rule.window,
+        Rule::SlidingBuckets(rule) => rule.window / rule.buckets,
+        Rule::SlidingLog(rule) => rule.window,
+        Rule::Concurrency(rule) => rule.lease,
+    }
+}
+
+/// A case while it is played: the limits as they are now, the time, and what has been admitted.
+pub struct Play {
+    pub limits: Vec<Limit>,
+    pub now: u64,
+    /// Whether the clock is behind an earlier instant: states may lie in the future.
+    pub behind: bool,
+    time: Time,
+    latest: u64,
+    windows: Vec<u64>,
+    admitted: Vec<u64>,
+}
+
+impl Play {
+    pub fn new(case: &Case) -> Play {
+        Play {
+            limits: apart(case.rules.clone(), 2),
+            now: case.start,
+            behind: false,
+            time: case.time,
+            latest: case.start,
+            windows: case.rules.iter().map(length).collect(),
+            admitted: Vec::new(),
+        }
+    }
+
+    /// Moves the clock and changes the sizes of the limits.
+    pub fn turn(&mut self, step: &Step) {
+        let window = |limit: usize| self.windows[limit % self.windows.len()] as i64;
+        let now = self.now as i64;
+        let next = match step.advance {
+            Advance::Stands => now,
+            Advance::By(us) => now + us,
+            Advance::Part(limit, parts) => now + window(limit) / 1000 * parts,
+            Advance::Boundary(limit, off) => now - now % window(limit) + window(limit) + off,
+        };
+        self.now = if self.time == Time::GoesOn { next.max(now) } else { next } as u64;
+        self.behind = self.now < self.latest;
+        self.latest = self.latest.max(self.now);
+        let Some((size, count)) = step.size else { return };
+        for (limit, window) in self.limits.iter_mut().zip(&self.windows) {
+            match &mut limit.rule {
+                Rule::TokenBucket(rule) if self.time == Time::GoesOn => {
+                    *rule = TokenBucket::new(quota(count, *window), size).unwrap();
+                }
+                rule => resize(rule, size),
+            }
+        }
+    }
+
+    /// What a step asks for. Units are taken of all limits alike.
+    pub fn ask(&self, step: &Step) -> (Operation, Vec<Charge<'_>>) {
+        let charged_at = match step.refunded {
+            Refunded::Ago(count) => self.admitted.iter().rev().nth(count).copied().unwrap_or(self.now),
+            Refunded::Off(us) => self.now.saturating_add_signed(us),
+            Refunded::Never => 0,
+        };
+        let operation = match step.kind {
+            Kind::Check => Operation::Check,
+            Kind::Peek => Operation::Peek,
+            Kind::Charge => Operation::Charge,
+            Kind::Refund => Operation::Refund { charged_at },
+            Kind::Take => Operation::Take,
+        };
+        let each = self.limits.iter().zip(step.costs).zip(step.modes);
+        let charges = each.map(|((limit, cost), mode)| {
+            let cost = if step.kind == Kind::Take { step.costs[0] } else { cost };
+            Charge { mode, ..limit.charge(step.identity, cost) }
+        });
+        (operation, charges.collect())
+    }
+
+    /// Remembers what may be refunded.
+    pub fn saw(&mut self, operation: Operation, verdict: &Verdict) {
+        if operation == Operation::Check && verdict.granted > 0 {
+            self.admitted.push(verdict.now_us);
+        }
+    }
+}

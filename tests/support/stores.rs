@@ -1,0 +1,232 @@
+//! Both stores under one virtual clock, and the limits that tests put to them.
+
+use std::collections::HashSet;
+use std::future::{Future, poll_fn};
+use std::sync::Arc;
+use std::task::Poll;
+
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::algorithm::{Outcome, Rule};
+use sluicegate::limit::calendar::Windows;
+use sluicegate::limit::clock::Clock;
+use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::{Calendar, Quota};
+use sluicegate::limit::redis::script::Parts;
+use sluicegate::limit::redis::{RedisSettings, RedisStore};
+use sluicegate::limit::store::{Charge, Mode, Operation, Store, Verdict};
+
+use super::PATIENCE;
+use super::redis::Redis;
+
+pub const SECOND: u64 = 1_000_000;
+/// A whole number of minutes, in 2027.
+pub const START: u64 = 30_000_000 * 60 * SECOND;
+pub const ALIGNED: Start = Start::Aligned { phase: 0 };
+
+/// Both stores under one virtual clock.
+pub struct Stores {
+    pub memory: MemoryStore,
+    pub redis: RedisStore,
+    pub clock: Clock,
+}
+
+impl Stores {
+    pub fn new(server: &Redis, prefix: &str) -> Stores {
+        let clock = Clock::manual(START);
+        let redis = redis_store(server, prefix, clock.clone());
+        Stores { memory: MemoryStore::new(1_000_000, clock.clone()), redis, clock }
+    }
+
+    /// Asks both; they must agree in every field.
+    pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
+        let script = self.redis.call(operation, charges).await.unwrap();
+        let model = self.memory.call(operation, charges).await.unwrap();
+        assert_eq!(
+            script,
+            model,
+            "invariant 1, script equals model: {operation:?} at {} of {charges:#?}",
+            self.clock.now_us()
+        );
+        script
+    }
+
+    /// One unit of one limit.
+    pub async fn check(&self, limit: &Limit) -> Outcome {
+        self.call(Operation::Check, &[limit.charge(1, 1)]).await.outcomes[0]
+    }
+
+    /// Several requests at once.
+    pub async fn check_all(&self, requests: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
+        all(requests.iter().map(|charges| self.call(Operation::Check, charges))).await
+    }
+
+    /// What charges would get at another instant, without a trace: each group for itself, all at once.
+    pub async fn peek(&self, at: u64, groups: &[Vec<Charge<'_>>]) -> Vec<Verdict> {
+        let now = self.clock.now_us();
+        self.clock.set(at);
+        let script = all(groups.iter().map(|charges| self.call(Operation::Peek, charges))).await;
+        self.clock.set(now);
+        script
+    }
+}
+
+/// Waits for all of some futures.
+async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+    let mut waiting: Vec<_> = futures.into_iter().map(|future| (Some(Box::pin(future)), None)).collect();
+    poll_fn(|context| {
+        for (future, output) in &mut waiting {
+            if let Some(Poll::Ready(value)) = future.as_mut().map(|future| future.as_mut().poll(context)) {
+                (*future, *output) = (None, Some(value));
+            }
+        }
+        if waiting.iter().all(|(future, _)| future.is_none()) { Poll::Ready(()) } else { Poll::Pending }
+    })
+    .await;
+    waiting.into_iter().filter_map(|(_, output)| output).collect()
+}
+
+/// A store on a server that loads its scripts when they are missed.
+pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
+    let settings = RedisSettings {
+        client: server.client(),
+        prefix: prefix.to_owned(),
+        connections: 1,
+        connect_timeout: PATIENCE,
+        scripts: vec![Parts::of([])],
+    };
+    RedisStore::new(&settings, clock)
+}
+
+pub fn quota(count: u64, window: u64) -> Quota {
+    Quota { count, window_us: Some(window), calendar: None }
+}
+
+pub fn bucket(count: u64, window: u64, burst: u64) -> Rule {
+    Rule::TokenBucket(TokenBucket::new(quota(count, window), burst).unwrap())
+}
+
+pub fn window(limit: u64, window: u64, start: Start) -> Rule {
+    Rule::FixedWindow(FixedWindow { limit, window, start })
+}
+
+pub fn calendar(limit: u64, unit: Calendar, zone: &str) -> Rule {
+    window(limit, 0, Start::Calendar(Arc::new(Windows::new(unit, zone).unwrap())))
+}
+
+pub fn sliding(limit: u64, window: u64, unit: u64) -> Rule {
+    Rule::SlidingWindow(SlidingWindow { limit, window, unit })
+}
+
+pub fn buckets(limit: u64, window: u64, buckets: u64) -> Rule {
+    Rule::SlidingBuckets(SlidingBuckets { limit, window, buckets })
+}
+
+pub fn log(limit: u64, window: u64) -> Rule {
+    Rule::SlidingLog(SlidingLog { limit, window })
+}
+
+/// Each algorithm with this quota; that of the calendar with so many units a year.
+pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
+    [
+        ("token-bucket", bucket(limit, length, limit)),
+        ("fixed-window", window(limit, length, ALIGNED)),
+        ("first-request", window(limit, length, Start::FirstRequest)),
+        ("calendar", calendar(limit, Calendar::Year, "Europe/Berlin")),
+        ("sliding-window", sliding(limit, length, 100)),
+        ("sliding-buckets", buckets(limit, length, 10)),
+        ("sliding-log", log(limit, length)),
+    ]
+}
+
+/// Changes a limit's size, never its shape.
+pub fn resize(rule: &mut Rule, size: u64) {
+    match rule {
+        Rule::TokenBucket(rule) => rule.burst = size,
+        Rule::FixedWindow(rule) => rule.limit = size,
+        Rule::SlidingWindow(rule) => rule.limit = size,
+        Rule::SlidingBuckets(rule) => rule.limit = size,
+        Rule::SlidingLog(rule) => rule.limit = size,
+        Rule::Concurrency(rule) => rule.limit = size,
+    }
+}
+
+/// The longest time after which a state means nothing any more, as long as it never held more than its limit, µs.
+pub fn longest_reset(rule: &Rule) -> u64 {
+    const HOUR: u64 = 3600 * SECOND;
+    match rule {
+        Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
+        Rule::FixedWindow(FixedWindow { start: Start::Calendar(windows), .. }) => {
+            // A day, week, month or year that the end of summer time makes longer.
+            let days = match windows.to_string().split('@').next() {
+                Some("day") => 1,
+                Some("week") => 7,
+                Some("month") => 31,
+                _ => 366,
+            };
+            days * 24 * HOUR + HOUR
+        }
+        Rule::FixedWindow(rule) => rule.window,
+        Rule::SlidingWindow(rule) => 2 * rule.window,
+        Rule::SlidingBuckets(rule) => rule.window + rule.window / rule.buckets,
+        Rule::SlidingLog(rule) => rule.window,
+        Rule::Concurrency(rule) => rule.lease,
+    }
+}
+
+/// A limit of the tests: an algorithm and a name of its own.
+#[derive(Debug)]
+pub struct Limit {
+    pub rule: Rule,
+    pub bucket: Bucket,
+}
+
+impl Limit {
+    pub fn new(name: &str, rule: Rule) -> Limit {
+        let bucket = Bucket::new(&IdentityHasher::new("test"), name, &rule.shape());
+        Limit { rule, bucket }
+    }
+
+    pub fn charge(&self, identity: u128, cost: u64) -> Charge<'_> {
+        Charge {
+            key: Key { identity: Identity(identity), bucket: &self.bucket },
+            rule: &self.rule,
+            cost,
+            mode: Mode::Binding,
+            lease: 0,
+        }
+    }
+
+    /// The key of an identity in Redis.
+    pub fn key(&self, prefix: &str, identity: u128) -> Vec<u8> {
+        let mut key = Vec::new();
+        self.charge(identity, 0).key.write(prefix, &mut key);
+        key
+    }
+}
+
+/// Limits of which no two keys of the first `identities` identities share a shard of the memory store: sweeping one would
+/// forget another for good, and the clock may go back.
+pub fn apart(rules: Vec<Rule>, identities: u128) -> Vec<Limit> {
+    let mut shards = HashSet::new();
+    let mut numbers = 0..;
+    rules
+        .into_iter()
+        .map(|rule| {
+            let named = numbers.by_ref().map(|number: u32| Limit::new(&format!("limit{number}"), rule.clone()));
+            let mut fitting = named.filter(|limit| {
+                let own: HashSet<_> = (0..identities).map(|who| limit.charge(who, 0).key.local() % 64).collect();
+                let fits = own.len() as u128 == identities && own.is_disjoint(&shards);
+                if fits {
+                    shards.extend(own);
+                }
+                fits
+            });
+            fitting.next().unwrap()
+        })
+        .collect()
+}
