@@ -2,9 +2,9 @@
 -- any position ever holds more than the limit. a the limit, b the window in microseconds, c the number of parts.
 -- State `index:n0,n1,…`: units in the part with that number and in those before it, newest first, without zeros at the end.
 elseif kind == 'S' then
-  local width, counts, total, behind = b / c, {}, 0, false
+  local width, counts, total, behind = floor(b / c), {[0] = 0}, 0, false
   local index = floor(now / width)
-  for j = 0, c do counts[j] = 0 end
+  for j = 1, c do counts[j] = 0 end
   local state = call('GET', key)
   if state then
     local newest, list = match(state, '^(%d+):(.*)$')
@@ -12,8 +12,8 @@ elseif kind == 'S' then
     if j < 0 then j, behind = 0, true end
     for counted in string.gmatch(list, '%d+') do
       if j > c then break end
-      counts[j] = tonumber(counted)
-      total, j = total + counts[j], j + 1
+      local units = tonumber(counted)
+      counts[j], total, j = units, total + units, j + 1
     end
   end
   -- Time until the newest units have dropped out.

@@ -35,12 +35,12 @@ use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::monotonic;
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::{EXACT, Quota};
+use sluicegate::limit::quota::EXACT;
 use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
 use support::eventually;
 use support::random::{Case, Kind, Play, Refunded, STEPS, Step, Time, case, operations, property, rule};
 use support::redis::Redis;
-use support::stores::{ALIGNED, Limit, SECOND, START, Stores, apart, bucket, every_algorithm, longest_reset, quota};
+use support::stores::{Limit, SECOND, START, Stores, apart, bucket, every_algorithm, extremes, longest_reset};
 
 /// Cases that are played at once: a round trip takes longer than everything else, and they share it.
 const AT_ONCE: usize = 24;
@@ -574,33 +574,8 @@ impl Keys {
 
 // ---- 13: the largest numbers ---------------------------------------------------------------------
 
-/// The largest and the oddest limits that can be configured.
-fn extremes() -> Vec<Rule> {
-    let numbers = (0..16).map(|power| 10u64.pow(power)).chain((0..53).map(|bit| 1 << bit));
-    let counts: Vec<_> = numbers.flat_map(|n| [n.saturating_sub(1), n, n + 1, n / 7 * 9]).collect();
-    let windows = [1, 7, 250, 1000, 999_983, 60_000, 86_400_000, 3650 * 86_400_000].map(|ms| ms * 1000);
-    let mut rules = Vec::new();
-    for window in windows {
-        let quotas = || counts.iter().filter(|count| (1..EXACT).contains(*count)).map(|count| quota(*count, window));
-        // Of those that are accepted, the largest are the ones to fear.
-        let mut largest = |rule: &dyn Fn(Quota) -> Option<Rule>| {
-            let mut accepted: Vec<_> = quotas().filter_map(rule).collect();
-            accepted.sort_by_key(Rule::capacity);
-            rules.extend(accepted.into_iter().rev().take(5));
-        };
-        for burst in [1, 1000, EXACT - 1] {
-            let bucket = |quota: Quota| TokenBucket::new(quota, burst.min(quota.count)).ok();
-            largest(&|quota| bucket(quota).map(Rule::TokenBucket));
-        }
-        largest(&|quota| FixedWindow::new(quota, ALIGNED).ok().map(Rule::FixedWindow));
-        largest(&|quota| FixedWindow::new(quota, Start::FirstRequest).ok().map(Rule::FixedWindow));
-        largest(&|quota| SlidingWindow::new(quota).ok().map(Rule::SlidingWindow));
-        largest(&|quota| SlidingBuckets::new(quota, 1).ok().map(Rule::SlidingBuckets));
-        largest(&|quota| SlidingBuckets::new(quota, 1000).ok().map(Rule::SlidingBuckets));
-        largest(&|quota| SlidingLog::new(quota).ok().map(Rule::SlidingLog));
-    }
-    rules
-}
+/// In the year 2200, to the µs.
+const LATE: u64 = 7_258_118_400_000_003;
 
 /// What the scripts compute at most, as long as no state holds more than twice its limit.
 fn largest_numbers(rule: &Rule, now: u64) -> Vec<u128> {
@@ -627,17 +602,15 @@ fn the_largest_limits_are_counted_exactly() {
     let server = Redis::start();
     let stores = Stores::new(&server, "extremes");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    // A time in the year 2200, a prime number of µs.
-    let late = 7_258_118_400_000_003;
     let rules = extremes();
     assert!(rules.len() > 200, "{} rules are accepted", rules.len());
     for (number, rule) in rules.into_iter().enumerate() {
-        for largest in largest_numbers(&rule, late) {
+        for largest in largest_numbers(&rule, LATE) {
             assert!(largest < u128::from(EXACT), "invariant 13, every number stays exact: {largest} of {rule:?}");
         }
         let limit = Limit::new(&format!("limit{number}"), rule);
         let capacity = limit.rule.capacity();
-        for (who, now) in [(1, START + 1), (2, late)] {
+        for (who, now) in [(1, START + 1), (2, LATE)] {
             let call = |now: u64, operation, cost| {
                 stores.clock.set(now);
                 runtime.block_on(stores.call(operation, &[limit.charge(who, cost)]))

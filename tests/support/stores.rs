@@ -15,7 +15,7 @@ use sluicegate::limit::calendar::Windows;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::{Calendar, Quota};
+use sluicegate::limit::quota::{Calendar, EXACT, Quota};
 use sluicegate::limit::redis::script::Parts;
 use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store, Verdict};
@@ -141,6 +141,34 @@ pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
         ("sliding-buckets", buckets(limit, length, 10)),
         ("sliding-log", log(limit, length)),
     ]
+}
+
+/// The largest and the oddest limits that can be configured.
+pub fn extremes() -> Vec<Rule> {
+    let numbers = (0..16).map(|power| 10u64.pow(power)).chain((0..53).map(|bit| 1 << bit));
+    let counts: Vec<_> = numbers.flat_map(|n| [n.saturating_sub(1), n, n + 1, n / 7 * 9]).collect();
+    let windows = [1, 7, 250, 1000, 999_983, 60_000, 86_400_000, 3650 * 86_400_000].map(|ms| ms * 1000);
+    let mut rules = Vec::new();
+    for window in windows {
+        let quotas = || counts.iter().filter(|count| (1..EXACT).contains(*count)).map(|count| quota(*count, window));
+        // Of those that are accepted, the largest are the ones to fear.
+        let mut largest = |rule: &dyn Fn(Quota) -> Option<Rule>| {
+            let mut accepted: Vec<_> = quotas().filter_map(rule).collect();
+            accepted.sort_by_key(Rule::capacity);
+            rules.extend(accepted.into_iter().rev().take(5));
+        };
+        for burst in [1, 1000, EXACT - 1] {
+            let bucket = |quota: Quota| TokenBucket::new(quota, burst.min(quota.count)).ok();
+            largest(&|quota| bucket(quota).map(Rule::TokenBucket));
+        }
+        largest(&|quota| FixedWindow::new(quota, ALIGNED).ok().map(Rule::FixedWindow));
+        largest(&|quota| FixedWindow::new(quota, Start::FirstRequest).ok().map(Rule::FixedWindow));
+        largest(&|quota| SlidingWindow::new(quota).ok().map(Rule::SlidingWindow));
+        largest(&|quota| SlidingBuckets::new(quota, 1).ok().map(Rule::SlidingBuckets));
+        largest(&|quota| SlidingBuckets::new(quota, 1000).ok().map(Rule::SlidingBuckets));
+        largest(&|quota| SlidingLog::new(quota).ok().map(Rule::SlidingLog));
+    }
+    rules
 }
 
 /// Changes a limit's size, never its shape.

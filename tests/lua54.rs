@@ -1,0 +1,235 @@
+//! The scripts in Lua 5.4, whose integers are not doubles: stores that speak Redis' protocol may run them in it (Dragonfly).
+//!
+//! Such a store tells whole numbers from floats in a reply, so every field must be an integer and not merely integral.
+
+mod support;
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+use mlua::{Function, Lua, Table, Value, Variadic};
+use sluicegate::limit::algorithm::Status;
+use sluicegate::limit::clock::Clock;
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::redis::script::{Parts, script};
+use sluicegate::limit::store::{Charge, Operation, Verdict};
+use support::random::{Case, Play, STEPS, Time, case, operations, property};
+use support::stores::{Limit, SECOND, START, extremes, longest_reset};
+
+/// The commands that the scripts use, on strings and lists in this process. Nothing expires.
+#[derive(Default)]
+struct Database {
+    strings: HashMap<String, String>,
+    lists: HashMap<String, Vec<String>>,
+    now: u64,
+}
+
+enum Reply {
+    Nil,
+    Integer(i64),
+    Bulk(String),
+    Array(Vec<String>),
+}
+
+impl Database {
+    fn run(&mut self, arguments: &[&str]) -> Reply {
+        match *arguments {
+            ["TIME"] => Reply::Array(vec![(self.now / SECOND).to_string(), (self.now % SECOND).to_string()]),
+            ["GET", key] => self.strings.get(key).cloned().map_or(Reply::Nil, Reply::Bulk),
+            ["SET", key, value, "PX", ttl_ms] => {
+                assert!(ttl_ms.parse::<u64>().unwrap() > 1000, "a TTL of {ttl_ms} ms");
+                self.strings.insert(key.to_owned(), value.to_owned());
+                Reply::Bulk("OK".to_owned())
+            }
+            ["DEL", key] => {
+                let removed = self.strings.remove(key).is_some() | self.lists.remove(key).is_some();
+                Reply::Integer(removed.into())
+            }
+            ["PEXPIRE", key, ttl_ms] => {
+                assert!(ttl_ms.parse::<u64>().unwrap() > 1000, "a TTL of {ttl_ms} ms");
+                Reply::Integer(self.lists.contains_key(key).into())
+            }
+            ["RPUSH", key, value] => {
+                let list = self.lists.entry(key.to_owned()).or_default();
+                list.push(value.to_owned());
+                Reply::Integer(list.len() as i64)
+            }
+            ["LLEN", key] => Reply::Integer(self.list(key).len() as i64),
+            ["LINDEX", key, index] => {
+                let list = self.list(key);
+                let index = place(index, list.len());
+                list.get(index).cloned().map_or(Reply::Nil, Reply::Bulk)
+            }
+            ["LRANGE", key, "0", "-1"] => Reply::Array(self.list(key).to_vec()),
+            ["LTRIM", key, first, "-1"] => {
+                let first = place(first, self.list(key).len());
+                self.edit(key, |list| drop(list.drain(..first)));
+                Reply::Bulk("OK".to_owned())
+            }
+            ["LREM", key, count, value] => {
+                let count: i64 = count.parse().unwrap();
+                assert!(count < 0, "from the newest on: {count}");
+                let mut left = count.unsigned_abs();
+                self.edit(key, |list| {
+                    for index in (0..list.len()).rev() {
+                        if left > 0 && list[index] == value {
+                            list.remove(index);
+                            left -= 1;
+                        }
+                    }
+                });
+                Reply::Integer((count.unsigned_abs() - left) as i64)
+            }
+            _ => panic!("an unexpected command: {arguments:?}"),
+        }
+    }
+
+    fn list(&self, key: &str) -> &[String] {
+        self.lists.get(key).map_or(&[], Vec::as_slice)
+    }
+
+    /// An empty list is none.
+    fn edit(&mut self, key: &str, edit: impl FnOnce(&mut Vec<String>)) {
+        if let Some(list) = self.lists.get_mut(key) {
+            edit(list);
+        }
+        self.lists.retain(|_, list| !list.is_empty());
+    }
+}
+
+/// An index from the start, or from behind the end.
+fn place(index: &str, length: usize) -> usize {
+    let index: i64 = index.parse().unwrap();
+    let index = if index < 0 { index + length as i64 } else { index };
+    (index.max(0) as usize).min(length)
+}
+
+/// A store in Lua 5.4.
+struct Lua54 {
+    lua: Lua,
+    database: Rc<RefCell<Database>>,
+    scripts: RefCell<HashMap<&'static str, Function>>,
+}
+
+impl Lua54 {
+    fn new() -> Lua54 {
+        let lua = Lua::new();
+        let database = Rc::new(RefCell::new(Database::default()));
+        let served = database.clone();
+        let call = move |lua: &Lua, arguments: Variadic<mlua::String>| {
+            let arguments: Vec<_> = arguments.iter().map(|argument| argument.to_str().unwrap()).collect();
+            let arguments: Vec<&str> = arguments.iter().map(|argument| &**argument).collect();
+            match served.borrow_mut().run(&arguments) {
+                Reply::Nil => Ok(Value::Boolean(false)),
+                Reply::Integer(number) => Ok(Value::Integer(number)),
+                Reply::Bulk(text) => lua.create_string(text).map(Value::String),
+                Reply::Array(texts) => lua.create_sequence_from(texts).map(Value::Table),
+            }
+        };
+        let error_reply = |lua: &Lua, text: String| lua.create_table_from([("err", text)]);
+        let redis = lua.create_table().unwrap();
+        redis.set("call", lua.create_function(call).unwrap()).unwrap();
+        redis.set("error_reply", lua.create_function(error_reply).unwrap()).unwrap();
+        lua.globals().set("redis", redis).unwrap();
+        Lua54 { lua, database, scripts: RefCell::default() }
+    }
+
+    fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Vec<i64> {
+        let (letter, charged_at) = match operation {
+            Operation::Check => ("C", 0),
+            Operation::Peek => ("P", 0),
+            Operation::Charge => ("A", 0),
+            Operation::Refund { charged_at } => ("R", charged_at),
+            Operation::Take => ("T", 0),
+        };
+        // 0: the script asks for the time.
+        self.database.borrow_mut().now = now;
+        let mut arguments = vec![letter.to_owned(), "0".to_owned(), charged_at.to_string()];
+        let mut keys = Vec::new();
+        for charge in charges {
+            let mut key = Vec::new();
+            charge.key.write("rl", &mut key);
+            keys.push(String::from_utf8(key).unwrap());
+            arguments.extend([charge.rule.kind().letter(), charge.mode.flag()].map(str::to_owned));
+            arguments.push(charge.cost.to_string());
+            arguments.extend(charge.rule.arguments(now).map(|number| number.to_string()));
+        }
+        self.lua.globals().set("KEYS", keys).unwrap();
+        self.lua.globals().set("ARGV", arguments).unwrap();
+        let text = &script(Parts::of(charges.iter().map(|charge| charge.rule))).text;
+        let mut scripts = self.scripts.borrow_mut();
+        let script = scripts.entry(text).or_insert_with(|| self.lua.load(text).into_function().unwrap());
+        let reply: Table = script.call(()).unwrap_or_else(|error| panic!("{error}: {operation:?} of {charges:#?}"));
+        let error: Option<String> = reply.get("err").unwrap();
+        assert_eq!(error, None, "{operation:?} of {charges:#?}");
+        let fields = reply.sequence_values::<Value>().map(|field| match field.unwrap() {
+            Value::Integer(number) => number,
+            other => panic!("{other:?} is no integer: {operation:?} of {charges:#?}"),
+        });
+        fields.collect()
+    }
+}
+
+/// The reply of the script contract.
+fn reply(verdict: &Verdict) -> Vec<i64> {
+    let mut fields = vec![verdict.granted as i64, verdict.now_us as i64];
+    for outcome in &verdict.outcomes {
+        let (status, retry) = match outcome.status {
+            Status::Ok => (0, 0),
+            Status::Over => (1, outcome.retry_us as i64),
+            Status::Never => (2, -1),
+        };
+        fields.extend([status, outcome.remaining as i64, outcome.reset_us as i64, retry]);
+    }
+    fields
+}
+
+#[test]
+fn lua_5_4_gives_the_same_replies() {
+    property(operations() / 5, STEPS, case(), |case| {
+        let case = Case { time: Time::Jumps, ..case };
+        let (lua, clock) = (Lua54::new(), Clock::manual(case.start));
+        let model = MemoryStore::new(1_000_000, clock.clone());
+        let mut play = Play::new(&case);
+        for step in &case.steps {
+            play.turn(step);
+            clock.set(play.now);
+            let (operation, charges) = play.ask(step);
+            let verdict = model.decide(operation, &charges);
+            let script = lua.call(play.now, operation, &charges);
+            assert_eq!(script, reply(&verdict), "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
+            play.saw(operation, &verdict);
+        }
+        case.steps.len()
+    });
+}
+
+#[test]
+fn lua_5_4_counts_the_largest_limits() {
+    let (lua, clock) = (Lua54::new(), Clock::manual(START));
+    let model = MemoryStore::new(1_000_000, clock.clone());
+    for (number, rule) in extremes().into_iter().enumerate() {
+        let limit = Limit::new(&format!("limit{number}"), rule);
+        let capacity = limit.rule.capacity();
+        let call = |now: u64, operation, cost| {
+            clock.set(now);
+            let charges = [limit.charge(1, cost)];
+            let verdict = model.decide(operation, &charges);
+            let script = lua.call(now, operation, &charges);
+            assert_eq!(script, reply(&verdict), "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
+            verdict.outcomes[0].retry_us
+        };
+        call(START, Operation::Check, capacity);
+        let retry = call(START, Operation::Check, 1);
+        for wait in [1, retry / 2, retry - 1, retry, longest_reset(&limit.rule) / 2] {
+            call(START + wait, Operation::Peek, 1);
+            call(START + wait, Operation::Peek, capacity);
+        }
+        call(START + retry, Operation::Take, capacity);
+        call(START + retry, Operation::Refund { charged_at: START + retry }, capacity / 2);
+        // A key may stay for long when its expiry is late; products with the time since may then leave 64 bits.
+        call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);
+        call(START + 7300 * 86_400 * SECOND, Operation::Refund { charged_at: 0 }, capacity);
+    }
+}
