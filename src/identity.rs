@@ -12,6 +12,7 @@ use std::net::IpAddr;
 use http::header::COOKIE;
 use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
+use percent_encoding::percent_decode_str;
 
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
 use crate::route::PathPattern;
@@ -204,6 +205,16 @@ fn network(asker: &Asker<'_>) -> Cow<'static, [u8]> {
     })
 }
 
+/// What a name or value of a query stands for, as forms encode it (WHATWG URL §5.1). Bytes that are no text stay apart: they
+/// are not replaced by one character for them all.
+fn form_decoded(text: &str) -> Cow<'_, [u8]> {
+    if text.contains(['%', '+']) {
+        Cow::Owned(percent_decode_str(&text.replace('+', " ")).collect())
+    } else {
+        Cow::Borrowed(text.as_bytes())
+    }
+}
+
 impl Source {
     fn part<'a>(&self, asker: &'a Asker<'_>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
         let missing = || Part::Missing(IdentityError::Missing(self.clone()));
@@ -247,12 +258,9 @@ impl Source {
                 only(b'o', values)
             }
             Source::Query(name) => {
-                let pairs = form_urlencoded::parse(asker.query.unwrap_or("").as_bytes());
-                let values = pairs.filter(|(key, _)| *key == **name).map(|(_, value)| match value {
-                    Cow::Borrowed(value) => Cow::Borrowed(value.as_bytes()),
-                    Cow::Owned(value) => Cow::Owned(value.into_bytes()),
-                });
-                only(b'q', values.collect())
+                let pairs = asker.query.unwrap_or("").split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+                let values = pairs.filter(|(key, _)| *form_decoded(key) == *name.as_bytes());
+                only(b'q', values.map(|(_, value)| form_decoded(value)).collect())
             }
             Source::Path(name) => only(
                 b'p',

@@ -7,6 +7,7 @@ use std::net::IpAddr;
 use aws_lc_rs::digest::{SHA256, digest};
 use support::client::{Client, Reply};
 use support::gateway::Gateway;
+use support::redis::Redis;
 use support::upstream::Upstream;
 
 const PROXY: &str = "127.0.0.9";
@@ -483,6 +484,91 @@ fn several_parts_make_one_identity() {
         }
     }
     assert_eq!(gateway.get("/other").remaining("everybody"), 996, "one bucket for all routes and clients");
+}
+
+#[test]
+fn hostile_identities_have_buckets_of_their_own() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"{}\"\n{}{}{}{}",
+        redis.url(),
+        limit("header", 100, "by = \"header:x-id\""),
+        limit("query", 100, "by = \"query:id\""),
+        route("header", "\"header\""),
+        route("query", "\"query\""),
+    ));
+    let mut client = gateway.client();
+    let long = [b'x'; 30 << 10];
+    let headers: [&[u8]; 14] = [
+        b"a",
+        b"a}b{c",
+        b"a}",
+        b"{a}",
+        b"{}:",
+        b"a:b",
+        b"rl:{a}:header",
+        b"a\xff",
+        b"a\xfe",
+        b"\xe9",
+        b"\xc3\xa9",
+        b"a\tb",
+        &long,
+        &long[1..],
+    ];
+    let mut ask = |head: &[&[u8]]| {
+        client.send(&[head.concat(), b"\r\nHost: gateway.test\r\n\r\n".to_vec()].concat());
+        client.reply().unwrap()
+    };
+    for remaining in [99, 98] {
+        for value in headers {
+            let reply = ask(&[b"GET /header HTTP/1.1\r\nX-Id: ", value]);
+            assert_eq!(reply.remaining("header"), remaining, "{}", value.escape_ascii());
+        }
+    }
+    let queries = [
+        "a",
+        "%00",
+        "a%00",
+        "%0D%0A",
+        "%0d",
+        "%0A",
+        "a%0d%0ab",
+        "%7Ba%7D",
+        "{}:",
+        "%7D",
+        "%ff",
+        "%fe",
+        "%ef%bf%bd",
+        "%25ff",
+        "%",
+        "%f",
+        "%zz",
+        "a+b",
+        "a%2Bb",
+    ];
+    for remaining in [99, 98] {
+        for value in queries {
+            let reply = ask(&[b"GET /query?id=", value.as_bytes(), b" HTTP/1.1"]);
+            assert_eq!(reply.remaining("query"), remaining, "{value}");
+        }
+    }
+    // The same in other letters.
+    for (value, remaining) in [("%61", 97), ("%7b%7D:", 97), ("%FF", 97), ("a%20b", 97)] {
+        let reply = ask(&[b"GET /query?id=", value.as_bytes(), b" HTTP/1.1"]);
+        assert_eq!(reply.remaining("query"), remaining, "{value}");
+    }
+    let keys = redis.keys();
+    let of = |name: &str| keys.iter().filter(|key| key.contains(name)).map(String::len).collect::<Vec<_>>();
+    for (name, count) in [("}:header:", headers.len()), ("}:query:", queries.len())] {
+        let length = of(name)[0];
+        assert_eq!(of(name), vec![length; count], "{name}: one key for each, and all as long");
+    }
+    redis.assert_every_key_expires();
+
+    let mut client = gateway.client();
+    client.send(&[b"GET /header HTTP/1.1\r\nHost: a\r\nX-Id: ", &[b'x'; 64 << 10][..], b"\r\n\r\n"].concat());
+    assert_eq!(client.reply().unwrap().status, 431, "a head that is too long");
+    assert_eq!(gateway.client().get_with("/header", &[("X-Id", "a")]).remaining("header"), 97);
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod support;
 use sfv::{BareItem, List, ListEntry, Parser};
 use support::client::Reply;
 use support::gateway::Gateway;
+use support::redis::Redis;
 
 fn routes(limits: &str, extra: &str) -> String {
     format!(
@@ -230,4 +231,57 @@ fn decisions_on_one_process_are_exact_under_concurrency() {
         let denied = statuses.iter().filter(|status| **status == 429).count();
         assert_eq!((admitted, denied), (100, 3100), "{layout} {algorithm}");
     }
+}
+
+#[test]
+fn sixteen_limits_of_all_algorithms_are_one_decision() {
+    let redis = Redis::start();
+    let algorithms = [
+        "token-bucket\"\nburst = 100",
+        "fixed-window\"\nstart = \"first-request",
+        "fixed-window",
+        "sliding-window",
+        "sliding-buckets",
+        "sliding-log",
+    ];
+    let name = |number: usize| format!("l{number}");
+    let limit = |number: usize| {
+        let (quota, algorithm) = if number == 11 { (3, "sliding-log") } else { (100, algorithms[number % 6]) };
+        // So long that none of them begins a window, or has a token back, while the test runs.
+        let algorithm = if algorithm.ends_with('0') { algorithm.to_owned() } else { format!("{algorithm}\"") };
+        format!("[limit.l{number}]\nby = \"ip\"\nquota = \"{quota}/3650d\"\nalgorithm = \"{algorithm}\n")
+    };
+    let limits: String = (0..16).map(limit).collect();
+    let list = |numbers: &mut dyn Iterator<Item = usize>| {
+        numbers.map(|number| format!("\"{}\"", name(number))).collect::<Vec<_>>().join(", ")
+    };
+    let gateway = Gateway::start(&routes(
+        &format!("[store]\nurl = \"{}\"\n{limits}", redis.url()),
+        &format!(
+            "limits = [{}]\n[[route]]\nname = \"others\"\npath = \"/others\"\nrespond = {{ status = 200 }}\nlimits = [{}]",
+            list(&mut (0..16)),
+            list(&mut (0..16).filter(|number| *number != 11)),
+        ),
+    ));
+    let mut client = gateway.client();
+    for left in [2, 1, 0] {
+        let reply = client.get("/all");
+        assert_eq!((reply.status, items(&reply, "ratelimit").len()), (200, 16));
+        for number in 0..16 {
+            assert_eq!(reply.remaining(&name(number)), if number == 11 { left } else { 97 + left }, "l{number}");
+        }
+    }
+    for _ in 0..10 {
+        let denied = client.get("/all");
+        denied.assert_problem(429, "the narrow one is exhausted");
+        assert_eq!(denied.json()["violated-policies"], serde_json::json!(["l11"]));
+        assert_eq!(items(&denied, "ratelimit")[0].1[0], ("r".to_owned(), 0));
+        assert_eq!(items(&denied, "ratelimit").len(), 1, "only what is violated");
+    }
+    let others = client.get("/others");
+    for number in (0..16).filter(|number| *number != 11) {
+        assert_eq!(others.remaining(&name(number)), 96, "l{number}: three by all, one by this");
+    }
+    assert_eq!(redis.calls("evalsha") + redis.calls("eval"), 14, "one call for each request");
+    redis.assert_every_key_expires();
 }

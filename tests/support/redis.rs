@@ -59,6 +59,16 @@ impl Redis {
         line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
     }
 
+    /// Lets time pass for all keys: those that would have expired are gone.
+    pub fn age(&self, ms: i64) {
+        let mut connection = self.connection();
+        for key in self.keys() {
+            let ttl_ms: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();
+            assert_ne!(ttl_ms, -1, "{key} never expires");
+            redis::cmd("PEXPIRE").arg(&key).arg(ttl_ms - ms).exec(&mut connection).unwrap();
+        }
+    }
+
     /// No key may live for ever.
     pub fn assert_every_key_expires(&self) {
         let mut connection = self.connection();
