@@ -13,8 +13,9 @@ use crate::http::body::Body;
 use crate::http::fields::{self, Counts, Dialect, Standing};
 use crate::http::path::PathError;
 use crate::identity::{IdentityError, Source};
+use crate::limit::Unavailable;
 use crate::limit::algorithm::{Rule, Status};
-use crate::limit::{Decision, Judged, Unavailable};
+use crate::limit::decision::{Decision, Judged};
 use crate::upstream::UpstreamError;
 
 /// The ways in which a request ends without an upstream's answer.

@@ -18,7 +18,7 @@ const ROWS: &[&[&str]] = &[
 
 /// Inside the limiter, from the top down.
 const LIMIT_ROWS: &[&[&str]] = &[
-    &["coalesce", "line"],
+    &["coalesce", "decision", "line"],
     &["admission"],
     &["backend", "denials"],
     &["guard"],
