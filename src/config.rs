@@ -90,6 +90,7 @@ pub struct Log {
 #[allow(missing_docs)]
 pub struct Store {
     pub url: Option<Text>,
+    pub tls: Option<Spanned<ClientTls>>,
     pub timeout: Option<Text>,
     pub connections: Option<Spanned<i64>>,
     pub prefix: Option<Text>,
@@ -97,6 +98,16 @@ pub struct Store {
     pub instances: Option<Spanned<i64>>,
     pub denial_cache: Option<Spanned<i64>>,
     pub memory_identities: Option<Spanned<i64>>,
+}
+
+/// `tls` of a server that we connect to
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct ClientTls {
+    pub ca: Option<Text>,
+    pub cert: Option<Text>,
+    pub key: Option<Text>,
 }
 
 /// `[client_ip]`

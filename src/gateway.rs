@@ -162,5 +162,7 @@ impl<'a> Addressed<'a> {
 }
 
 fn is_grpc(headers: &HeaderMap) -> bool {
-    headers.get(CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"))
+    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
+    // Not application/grpc-web, which is another protocol.
+    kind.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }

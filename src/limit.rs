@@ -25,7 +25,7 @@ use std::time::Instant;
 use admission::{Debts, Later, Leases, Ledger};
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
-use clock::monotonic;
+use clock::{monotonic, unix_us};
 use coalesce::Coalescer;
 use decision::{Check, Decision};
 use denials::Denials;
@@ -98,12 +98,15 @@ impl Limiter {
             }
         }
         // More than can be let in within the time would wait in vain.
-        let places = wait.places.min(usize::try_from(first.plan.most_within(wait.most)).unwrap_or(usize::MAX));
-        let Some(place) = self.lines.join(key, places) else { return self.decide(checks).await };
+        let most = first.plan.most_within(wait.most) / first.cost.max(1);
+        let places = wait.places.min(usize::try_from(most).unwrap_or(usize::MAX).max(1));
+        // Whoever finds no place, or has none any more, must not take what those before are waiting for.
+        let Some(place) = self.lines.join(key, places) else { return Ok(turned_away(checks, first, wait)) };
         let turn = timeout(wait.most.saturating_sub(arrived.elapsed()), pin!(place.turn())).await;
+        let Ok(_turn) = turn else { return Ok(turned_away(checks, first, wait)) };
         loop {
             let decision = self.decide(checks).await?;
-            match decision.pause(arrived).filter(|_| turn.is_ok()) {
+            match decision.pause(arrived) {
                 Some(pause) => sleep(pause).await,
                 None => return Ok(decision),
             }
@@ -163,18 +166,17 @@ impl Limiter {
         let denials = self.ledger.denials.as_ref()?;
         let known = |check: &Check<'_, '_>| {
             let known = denials.find(check.key().local(), check.plan.id, check.needs());
-            known.filter(|_| !check.limit.shadow)
+            known.filter(|_| check.is_memorable())
         };
         let now_us = checks.iter().find_map(known)?.now_us;
-        let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
-        let outcomes = checks.iter().map(|check| known(check).map_or(untouched, |known| known.outcome)).collect();
+        let outcomes = checks.iter().map(|check| known(check).map_or(UNTOUCHED, |known| known.outcome)).collect();
         let verdict = Verdict { granted: 0, now_us, outcomes };
         Some(Decision { remembered: true, ..Decision::new(verdict, Source::Store, checks.iter()) })
     }
 
     fn remember(&self, checks: &[Check<'_, '_>], verdict: &Verdict, asked: Instant) {
         let Some(denials) = self.ledger.denials.as_ref().filter(|_| verdict.granted == 0) else { return };
-        for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| !check.limit.shadow) {
+        for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| check.is_memorable()) {
             denials.note(check.key().local(), check.plan.id, check.needs(), *outcome, verdict.now_us, asked);
         }
     }
@@ -195,6 +197,18 @@ impl Limiter {
         let owed = checks.iter().filter(counted).map(|check| (check.later, check.pending(check.cost))).collect();
         Debts::new(self.ledger.clone(), decision.source, decision.now_us, owed)
     }
+}
+
+/// Of a limit that has no part in a denial.
+const UNTOUCHED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+
+/// The denial of a request that finds no place in the line for `first`: after `wait` those who stand there are gone.
+fn turned_away<'a>(checks: &[Check<'a, '_>], first: &Check<'a, '_>, wait: Wait) -> Decision<'a> {
+    let us = wait.most.as_micros() as u64;
+    let full = Outcome { status: Status::Over, remaining: 0, reset_us: us, retry_us: us };
+    let outcome = |check: &Check<'_, '_>| if check.place == first.place { full } else { UNTOUCHED };
+    let verdict = Verdict { granted: 0, now_us: unix_us(), outcomes: checks.iter().map(outcome).collect() };
+    Decision::new(verdict, Source::Local, checks.iter())
 }
 
 /// Names the states of a request, if further ones for the same may be taken together with it.

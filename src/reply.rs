@@ -154,11 +154,12 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
 /// What a limit tells on success.
 pub fn standing<'a>(judged: &Judged<'a>) -> Standing<'a> {
     let Judged { limit, quota, outcome, .. } = judged;
-    let counts = match limit.standard.rule {
-        Rule::Concurrency(_) => Counts::InFlight,
-        _ => Counts::Units { window_s: quota.window_us.map(fields::seconds) },
+    // Nobody knows when requests in flight end.
+    let (counts, until_us) = match limit.standard.rule {
+        Rule::Concurrency(_) => (Counts::InFlight, 0),
+        _ => (Counts::Units { window_s: quota.window_us.map(fields::seconds) }, outcome.reset_us),
     };
-    Standing { name: &limit.name, quota: quota.count, counts, remaining: outcome.remaining, until_us: outcome.reset_us }
+    Standing { name: &limit.name, quota: quota.count, counts, remaining: outcome.remaining, until_us }
 }
 
 /// The limit that older dialects tell of: the violated one with the longest wait, else the one with the smallest share left.

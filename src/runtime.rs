@@ -22,7 +22,7 @@ use tokio::time::Duration;
 use tracing::Level;
 
 use crate::config::Config;
-use crate::config::error::ConfigError;
+use crate::config::error::{ConfigError, FaultyFile};
 use crate::config::file::{self, Environment};
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
@@ -260,6 +260,11 @@ impl Runtime {
         environment: Environment<'_>,
     ) -> Result<(), ConfigError> {
         let consumers = consumers::read(path, content, &self.limits, &self.hasher, environment);
+        let consumers = consumers.and_then(|found| match found.is_empty() {
+            // A file that is being written, most likely: nobody would be known.
+            true => Err(FaultyFile::whole(path, "no consumer has a key")),
+            false => Ok(found),
+        });
         let consumers = consumers.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         self.consumers.store(Arc::new(consumers));
         Ok(())

@@ -26,7 +26,7 @@ use crate::runtime::ServerSettings;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
 /// At the end, for leases to be released and late costs to be charged.
-const SETTLE: Duration = Duration::from_secs(1);
+const SETTLE: Duration = Duration::from_secs(2);
 
 /// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
 const HYPER_MAX_HEADERS: usize = 100;

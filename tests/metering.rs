@@ -94,6 +94,10 @@ fn consumers_are_reloaded_and_keep_what_they_have_used() {
     eventually("the fault is told", || gateway.log().contains("did you mean `pro`?"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
+    // Neither does one that is just being written.
+    replace("");
+    eventually("it is told", || gateway.log().contains("no consumer has a key"));
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     replace(&consumer("c", ""));
     eventually("a good file is taken again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "who is gone is not known");
@@ -255,6 +259,25 @@ fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
     let mut next = gateway.client();
     next.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
     assert_eq!(next.reply().unwrap().status, 200, "the place was free");
+}
+
+#[test]
+fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
+    let redis = Redis::start();
+    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_waiting = 1";
+    let gateway = Gateway::start(&(stores(&redis)[1].clone() + "denial_cache = 0\n" + &answered(limit)));
+    assert_eq!(gateway.get("/r").status, 200);
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    // Whoever is in the line has asked once and once more, and now sleeps.
+    eventually("the line is full", || redis.calls("evalsha") == 3);
+    for _ in 0..10 {
+        let full = gateway.get("/r");
+        full.assert_problem(429, "the line is full");
+        assert_eq!(full.header("retry-after"), Some("20"), "then those in the line are gone");
+    }
+    assert_eq!(redis.calls("evalsha"), 3, "nothing was asked for them");
+    assert_eq!(waiting.reply().unwrap().status, 200);
 }
 
 #[test]

@@ -118,6 +118,22 @@ fn a_denial_is_for_as_much_and_for_the_same_limit_only() {
 }
 
 #[test]
+fn who_asks_for_more_is_told_its_own_wait() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nquota = \"60/hour\"\nburst = 10";
+    let routes = [("cheap", "limits = [\"l\"]"), ("dear", "limits = [\"l\"]\ncost = 5")];
+    let gateway = Gateway::start(&config(&redis, limit, &routes));
+    let wait = |path: &str| loop {
+        if let Some(wait) = gateway.get(path).header("retry-after") {
+            return wait.parse::<u64>().unwrap();
+        }
+    };
+    let (cheap, dear) = (wait("/cheap"), wait("/dear"));
+    // A token a minute.
+    assert!(cheap <= 60 && dear > 240, "{cheap} s for one, {dear} s for five");
+}
+
+#[test]
 fn nobody_is_denied_longer_than_redis_says() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"20/s\"\nburst = 1";

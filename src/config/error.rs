@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 
@@ -39,6 +39,14 @@ pub struct FaultyFile {
     pub text: String,
     /// Its faults.
     pub issues: Vec<Issue>,
+}
+
+impl FaultyFile {
+    /// A fault of the file as a whole.
+    pub fn whole(path: &Path, message: &str) -> Self {
+        let issue = Issue { span: None, message: message.to_owned(), hint: None };
+        FaultyFile { path: path.to_owned(), text: String::new(), issues: vec![issue] }
+    }
 }
 
 /// Why there is no usable configuration. Displays as a report with file, line, column, the line itself and a hint.

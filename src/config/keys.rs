@@ -6,8 +6,8 @@ use serde::de::{self, Deserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
 use super::{
-    ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, Jwt, Limit, Listener, ListenerTls, Log,
-    Respond, Route, Server, ServerTable, Size, Store, Upstream,
+    ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, Jwt, Limit, Listener,
+    ListenerTls, Log, Respond, Route, Server, ServerTable, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -17,7 +17,6 @@ const LATER: &[(&str, &[&str])] = &[
     ("listener", &["proxy_protocol", "http3"]),
     ("listener tls", &["client_ca", "client_auth"]),
     ("log", &["trace_endpoint"]),
-    ("store", &["tls"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
     ("limit", &["lease"]),
@@ -52,6 +51,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["listener", "tls", "certificates"] => ("certificate", fields::<Certificate>()),
         ["log"] => ("log", fields::<Log>()),
         ["store"] => ("store", fields::<Store>()),
+        ["store", "tls"] => ("store tls", fields::<ClientTls>()),
         ["client_ip"] => ("client_ip", fields::<ClientIp>()),
         ["api_key"] => ("api_key", fields::<ApiKey>()),
         ["jwt"] => ("jwt", fields::<Jwt>()),

@@ -13,10 +13,14 @@ use tracing::debug;
 
 use super::algorithm::{Outcome, Rule};
 use super::backend::{Backend, Source};
+use super::clock::monotonic;
 use super::denials::Denials;
 use super::key::{Identity, Key};
 use super::plan::Plan;
 use super::store::{Charge, Mode, Operation, StoreError, Verdict};
+
+/// A release that may have come before what it releases, or did not reach the store, is repeated after this time.
+const RELEASE_AGAIN: Duration = Duration::from_secs(1);
 
 /// What remains to be done for a limit when the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,12 +94,8 @@ impl Pending {
         }
     }
 
-    fn key(&self) -> Key<'_> {
-        Key { identity: self.identity, bucket: &self.plan.bucket }
-    }
-
     fn charge(&self, source: Source) -> Charge<'_> {
-        let key = self.key();
+        let key = Key { identity: self.identity, bucket: &self.plan.bucket };
         let rule = self.rule(source);
         let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
         Charge { key, rule, cost, mode: Mode::Binding, lease }
@@ -122,17 +122,25 @@ impl Leases {
         self.held = Arc::new([]);
     }
 
+    /// How long each of them lasts.
+    fn lengths(&self) -> impl Iterator<Item = Duration> {
+        self.held.iter().filter_map(|held| match held.rule(self.source) {
+            Rule::Concurrency(rule) => Some(Duration::from_micros(rule.lease)),
+            _ => None,
+        })
+    }
+
+    fn longest(&self) -> Duration {
+        self.lengths().max().unwrap_or_default()
+    }
+
     /// They were granted: each is renewed when a third of it has passed.
     pub fn granted(mut self) -> Self {
-        let leases = self.held.iter().filter_map(|held| match held.rule(self.source) {
-            Rule::Concurrency(rule) => Some(rule.lease),
-            _ => None,
-        });
-        let Some(shortest) = leases.min() else { return self };
+        let Some(shortest) = self.lengths().min() else { return self };
         let (ledger, source, held) = (self.ledger.clone(), self.source, self.held.clone());
         self.renewal = self.ledger.spawn(async move {
             loop {
-                sleep(Duration::from_micros(shortest / 3)).await;
+                sleep(shortest / 3).await;
                 if let Err(error) = ledger.call(source, Operation::Renew, &held).await {
                     debug!(%error, "a lease was not renewed");
                 }
@@ -151,9 +159,17 @@ impl Drop for Leases {
             return;
         }
         let (ledger, source, held) = (self.ledger.clone(), self.source, self.held.clone());
+        // A call that nobody waited for may run after its release, on another connection or in a store that hung.
+        let (mut certain, longest) = (self.renewal.is_some(), self.longest());
         self.ledger.spawn(async move {
-            if let Err(error) = ledger.call(source, Operation::Refund { charged_at: 0 }, &held).await {
-                debug!(%error, "a lease was not released: it ends by itself");
+            let began = monotonic();
+            while began.elapsed() < longest {
+                match ledger.call(source, Operation::Refund { charged_at: 0 }, &held).await {
+                    Ok(_) if certain => return,
+                    Ok(_) => certain = true,
+                    Err(error) => debug!(%error, "a lease is not released yet"),
+                }
+                sleep(RELEASE_AGAIN).await;
             }
         });
     }
@@ -194,15 +210,16 @@ impl Debts {
         let (ledger, source) = (self.ledger.clone(), self.source);
         // A task of its own: a client that leaves now does not escape the charge.
         let task = self.ledger.tasks.spawn(async move {
-            let mut standings = Vec::new();
+            let (mut standings, mut failure) = (Vec::new(), None);
             for (operation, pending) in calls {
-                let verdict = ledger.call(source, operation, &pending).await?;
-                if let (Some(denials), Operation::Refund { .. }) = (&ledger.denials, operation) {
-                    pending.iter().for_each(|pending| denials.forget(pending.key().local()));
+                match ledger.call(source, operation, &pending).await {
+                    Ok(verdict) => {
+                        standings.extend(pending.iter().map(|pending| pending.place).zip(verdict.outcomes));
+                    }
+                    Err(error) => failure = Some(error),
                 }
-                standings.extend(pending.iter().map(|pending| pending.place).zip(verdict.outcomes));
             }
-            Ok(standings)
+            failure.map_or(Ok(standings), Err)
         });
         Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) })
     }

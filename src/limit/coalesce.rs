@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::oneshot;
@@ -10,6 +11,7 @@ use tokio::time::{Duration, timeout};
 
 use super::admission::{Ledger, Pending};
 use super::backend::Source;
+use super::clock::monotonic;
 use super::store::{Charge, Operation, StoreError, Verdict};
 
 type Answer = Result<Verdict, StoreError>;
@@ -21,16 +23,18 @@ pub struct Coalescer {
     flights: Mutex<HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>>,
     /// Nobody waits longer for a verdict.
     deadline: Duration,
+    /// Whether the last call took so long that waiting for it and for one more may exceed the deadline.
+    slow: AtomicBool,
 }
 
 impl Coalescer {
     /// Without checks under way.
     pub fn new(deadline: Duration) -> Self {
-        Coalescer { flights: Mutex::default(), deadline }
+        Coalescer { flights: Mutex::default(), deadline, slow: AtomicBool::new(false) }
     }
 
     /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
-    /// it would have got alone. `pending` makes the charges that outlive this call.
+    /// it would have got alone, but for the reset, which is that of all. `pending` makes the charges that outlive this call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -44,21 +48,30 @@ impl Coalescer {
         let turn = match self.lock().entry(set) {
             Entry::Vacant(vacant) => {
                 vacant.insert(Vec::new());
-                None
+                Turn::First
             }
+            Entry::Occupied(_) if self.slow.load(Ordering::Relaxed) => Turn::Alone,
             Entry::Occupied(mut waiting) => {
                 let (answer, turn) = oneshot::channel();
                 waiting.get_mut().push(answer);
-                Some(turn)
+                Turn::Behind(turn)
             }
         };
-        if let Some(turn) = turn {
-            let answer = timeout(self.deadline, turn).await;
-            return answer.map_err(|_| StoreError::Timeout)?.unwrap_or(Err(StoreError::Timeout));
+        match turn {
+            Turn::First => {}
+            // In the pipe, beside the one under way.
+            Turn::Alone => return ledger.backend.call(Source::Store, Operation::Check, charges).await,
+            Turn::Behind(turn) => {
+                let answer = timeout(self.deadline, turn).await;
+                return answer.map_err(|_| StoreError::Timeout)?.unwrap_or(Err(StoreError::Timeout));
+            }
         }
         // Dropped at the end, and also when the client leaves while its call is under way.
         let _landing = Landing { coalescer: self, ledger, set, pending };
-        ledger.backend.call(Source::Store, Operation::Check, charges).await
+        let began = monotonic();
+        let answer = ledger.backend.call(Source::Store, Operation::Check, charges).await;
+        self.slow.store(began.elapsed() > self.deadline / 4, Ordering::Relaxed);
+        answer
     }
 
     /// Those who wait for the set; when nobody does, it is no longer under way.
@@ -118,6 +131,16 @@ fn share_out(answer: &Answer, waiting: Vec<oneshot::Sender<Answer>>) -> Vec<ones
         }
     }
     waiting.collect()
+}
+
+/// How a check is made.
+enum Turn {
+    /// None of its set is under way.
+    First,
+    /// One is, but waiting for it would take too long.
+    Alone,
+    /// With the others that wait for the one under way.
+    Behind(oneshot::Receiver<Answer>),
 }
 
 /// The end of a check that others may be waiting for.

@@ -83,6 +83,11 @@ impl<'a> Check<'a, '_> {
         self.cost == 1 && self.later != Later::Pay && !self.limit.shadow && !self.takes_lease()
     }
 
+    /// Whether a denial holds until its time is over: nothing is given back, and the limit denies at all.
+    pub fn is_memorable(&self) -> bool {
+        self.later != Later::Refund && !self.limit.shadow
+    }
+
     /// What it asks of whoever decides. The leases of a request count from `first_lease` on.
     pub fn charge(&self, source: Source, first_lease: u64) -> Charge<'_> {
         let rule = match source {

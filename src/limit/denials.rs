@@ -1,7 +1,7 @@
 //! The denial cache: what Redis has denied, and for how long, is denied here without asking again.
 //!
-//! After "over, retry in r" for a cost, nothing but a refund or a reset can admit as much or more earlier. So nothing is
-//! denied that Redis would admit, and an abusive client costs Redis nothing.
+//! After "over, retry in r" nothing but a refund or a reset can admit the same cost earlier. Limits that give back are not
+//! remembered. So nothing is denied that Redis would admit, and an abusive client costs Redis nothing.
 
 use std::time::{Duration, Instant};
 
@@ -49,7 +49,7 @@ impl Denials {
 
     /// Whether a charge of `cost` against the state `key`, in the size `plan`, is denied for certain.
     pub fn find(&self, key: u128, plan: u64, cost: u64) -> Option<Known> {
-        let denial = self.0.get(&key).filter(|denial| denial.plan == plan && cost >= denial.cost)?;
+        let denial = self.0.get(&key).filter(|denial| denial.plan == plan && denial.cost == cost)?;
         let now = monotonic();
         if now >= denial.until {
             self.0.remove(&key);
@@ -72,11 +72,6 @@ impl Denials {
         let until = asked + (wait - wait / DRIFT).min(LONGEST);
         self.0.insert(key, Denial { plan, cost, until, decided: monotonic(), now_us, outcome });
     }
-
-    /// Forgets a denial, because something was given back.
-    pub fn forget(&self, key: u128) {
-        self.0.remove(&key);
-    }
 }
 
 #[cfg(test)]
@@ -88,18 +83,16 @@ mod tests {
     }
 
     #[test]
-    fn what_was_denied_is_denied_for_the_same_size_and_as_much() {
+    fn what_was_denied_is_denied_for_the_same_size_and_cost() {
         let denials = Denials::new(100);
         denials.note(7, 1, 5, over(60_000_000), 1000, monotonic());
         let known = denials.find(7, 1, 5).unwrap();
         assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Over, 3));
         assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
-        assert!(denials.find(7, 1, 6).is_some(), "more is denied as well");
+        assert_eq!(denials.find(7, 1, 6), None, "more waits longer");
         assert_eq!(denials.find(7, 1, 4), None, "less may fit");
         assert_eq!(denials.find(7, 2, 5), None, "another size may have room");
         assert_eq!(denials.find(8, 1, 5), None, "another state");
-        denials.forget(7);
-        assert_eq!(denials.find(7, 1, 5), None, "something was given back");
     }
 
     #[test]

@@ -3,10 +3,12 @@
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
+use std::ops::Range;
 use std::sync::Arc;
 
 use http::Uri;
-use redis::IntoConnectionInfo;
+use redis::io::tcp::TcpSettings;
+use redis::{ClientTlsConfig, IntoConnectionInfo, TlsCertificates};
 use rustls::ServerConfig;
 use tokio::time::Duration;
 use toml::Spanned;
@@ -139,23 +141,38 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
     let name = "memory".to_owned();
     let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, memory_identities };
+    let url = store.url.as_ref().map_or("memory:", |url| url.get_ref());
+    let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
+    if let Some(tls) = store.tls.as_ref().filter(|_| scheme != "rediss") {
+        reader.issue(Issue::at(tls.span(), "`tls` goes with a store at `rediss://` only"));
+    }
     let Some(text) = &store.url else { return settings };
-    let url = text.get_ref().as_str();
-    match url.split_once(':').map_or("", |(scheme, _)| scheme) {
+    match scheme {
         "memory" if url == "memory:" => return settings,
-        "redis" => {}
-        scheme @ ("rediss" | "redis+unix" | "redis+sentinel" | "redis+cluster") => {
+        "redis" | "rediss" | "redis+unix" => {}
+        "redis+sentinel" | "redis+cluster" => {
             reader.not_yet(text.span(), &format!("a store at `{scheme}:`"));
             return settings;
         }
         _ => {
-            let hint = "\"memory:\" or \"redis://127.0.0.1:6379/0\"";
+            let hint =
+                "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\" or \"redis+unix:///run/redis.sock?db=0\"";
             reader.issue(Issue::at(text.span(), "this is not a store").hint(hint));
             return settings;
         }
     }
-    let info = url.into_connection_info().and_then(|info| Ok((info.addr().to_string(), redis::Client::open(info)?)));
-    match info {
+    let certificates = store.tls.as_ref().and_then(|tls| certificates(tls.get_ref(), &tls.span(), reader));
+    let client = url.into_connection_info().and_then(|info| {
+        // Calls must not wait for the replies to those before.
+        let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(true));
+        let address = info.addr().to_string();
+        let client = match certificates {
+            Some(certificates) => redis::Client::build_with_tls(info, certificates)?,
+            None => redis::Client::open(info)?,
+        };
+        Ok((address, client))
+    });
+    match client {
         Ok((address, client)) => {
             settings.name = format!("redis at {address}");
             let mut scripts: Vec<_> = routes.iter().flat_map(scripts).collect();
@@ -164,11 +181,33 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
             settings.redis = Some(RedisSettings { client, prefix, connections, connect_timeout: timeout, scripts });
         }
         Err(error) => {
-            let hint = "\"redis://user:password@host:6379/0\"";
-            reader.issue(Issue::at(text.span(), format!("this is no Redis URL: {error}")).hint(hint));
+            let hint = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
+            reader.issue(Issue::at(text.span(), format!("this Redis cannot be used: {error}")).hint(hint));
         }
     }
     settings
+}
+
+/// Whom to believe at the other end, and who we are.
+fn certificates(tls: &config::ClientTls, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<TlsCertificates> {
+    let mut read = |text: &config::Text| {
+        let path = reader.path(text.get_ref());
+        let failed = |error| Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
+        std::fs::read(&path).map_err(|error| reader.issue(failed(error))).ok()
+    };
+    let root_cert = tls.ca.as_ref().and_then(&mut read);
+    let pair = (tls.cert.as_ref().map(&mut read), tls.key.as_ref().map(&mut read));
+    let client_tls = match pair {
+        (Some(cert), Some(key)) => {
+            cert.zip(key).map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key })
+        }
+        (None, None) => None,
+        (Some(_), None) | (None, Some(_)) => {
+            reader.issue(Issue::at(place.clone(), "a client certificate needs `cert` and `key`"));
+            None
+        }
+    };
+    Some(TlsCertificates { client_tls, root_cert })
 }
 
 /// The scripts that a route calls.

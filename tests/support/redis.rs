@@ -20,14 +20,20 @@ impl Redis {
 
     /// Starts a server on this port; none if it cannot listen there.
     pub fn start_on(port: u16) -> Option<Redis> {
+        Redis::start_with(port, &["--port", &port.to_string()])
+    }
+
+    /// Starts a server with these arguments, by which it listens on this port.
+    pub fn start_with(port: u16, arguments: &[&str]) -> Option<Redis> {
         let mut child = Command::new("redis-server")
-            .args(["--port", &port.to_string(), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            .args(arguments)
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .expect("redis-server is needed; `make tools` installs it");
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
-        if lines.any(|line| line.contains("Ready to accept connections")) {
+        if lines.any(|line| line.to_lowercase().contains("ready to accept connections")) {
             // Keep reading, so that the pipe never fills.
             std::thread::spawn(move || lines.for_each(drop));
             return Some(Redis { port, child });
