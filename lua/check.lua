@@ -72,8 +72,8 @@ repeat
     local wanted = tonumber(ARGV[6])
     granted = wanted
     for i = 1, count do
-      local free = kept[4 * i - 1]
-      if free < granted and ARGV[7 * i - 2] ~= 's' then granted = free end
+      local free, flags = kept[4 * i - 1], ARGV[7 * i - 2]
+      if free < granted and flags ~= 's' and flags ~= 'sp' then granted = free end
     end
     -- With nothing left, one unit is asked for, to learn when it will fit.
     asked, units = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted

@@ -15,13 +15,15 @@ elseif kind == 'B' then
     else debt = debt - passed * b end
   end
   free, free_reset = floor((capacity - debt) / c), ceil(debt / b)
-  local owed = debt + cost * c
+  -- A cost that is paid for later may be any.
+  local parts = cost > most / c and most or cost * c
+  local owed = debt + parts
   if asked == 'R' then
     -- What has flowed back since the charge is not given back once more.
-    local passed, given = now - charged_at, cost * c
-    if passed >= given / b then given = 0
-    elseif passed > 0 then given = given - passed * b end
-    owed = debt > given and debt - given or 0
+    local passed = now - charged_at
+    if passed >= parts / b then parts = 0
+    elseif passed > 0 then parts = parts - passed * b end
+    owed = debt > parts and debt - parts or 0
   end
   if owed > capacity and (asked == 'C' or asked == 'P') then
     remaining, reset = free, free_reset

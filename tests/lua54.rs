@@ -5,23 +5,26 @@
 mod support;
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
 use mlua::{Function, Lua, Table, Value, Variadic};
-use sluicegate::limit::algorithm::Status;
+use sluicegate::limit::algorithm::{Rule, Status};
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::EXACT;
 use sluicegate::limit::redis::script::{Parts, script};
 use sluicegate::limit::store::{Charge, Operation, Verdict};
 use support::random::{Case, Play, STEPS, Time, case, operations, property};
 use support::stores::{Limit, SECOND, START, extremes, longest_reset};
 
-/// The commands that the scripts use, on strings and lists in this process. Nothing expires.
+/// The commands that the scripts use, on strings, lists and sorted sets in this process. Nothing expires.
 #[derive(Default)]
 struct Database {
     strings: HashMap<String, String>,
     lists: HashMap<String, Vec<String>>,
+    /// Scores and members, in the order of a sorted set.
+    sets: HashMap<String, BTreeSet<(u64, String)>>,
     now: u64,
 }
 
@@ -48,7 +51,22 @@ impl Database {
             }
             ["PEXPIRE", key, ttl_ms] => {
                 assert!(ttl_ms.parse::<u64>().unwrap() > 1000, "a TTL of {ttl_ms} ms");
-                Reply::Integer(self.lists.contains_key(key).into())
+                Reply::Integer((self.lists.contains_key(key) || self.sets.contains_key(key)).into())
+            }
+            ["ZADD", key, score, member] => self.add(key, score, member, true),
+            ["ZADD", key, "XX", score, member] => self.add(key, score, member, false),
+            ["ZREM", key, member] => self.keep(key, |(_, other)| other != member),
+            ["ZREMRANGEBYSCORE", key, "-inf", last] => {
+                let last: u64 = last.parse().unwrap();
+                self.keep(key, |(score, _)| *score > last)
+            }
+            ["ZCOUNT", key, first, "+inf"] => Reply::Integer(self.after(key, first).count() as i64),
+            ["ZRANGEBYSCORE", key, first, "+inf"] => {
+                Reply::Array(self.after(key, first).map(|(_, member)| member.clone()).collect())
+            }
+            ["ZRANGEBYSCORE", key, first, "+inf", "WITHSCORES", "LIMIT", skip, "1"] => {
+                let found = self.after(key, first).nth(skip.parse().unwrap());
+                Reply::Array(found.map_or(Vec::new(), |(score, member)| vec![member.clone(), score.to_string()]))
             }
             ["RPUSH", key, value] => {
                 let list = self.lists.entry(key.to_owned()).or_default();
@@ -83,6 +101,30 @@ impl Database {
             }
             _ => panic!("an unexpected command: {arguments:?}"),
         }
+    }
+
+    /// What lies behind an exclusive bound.
+    fn after(&self, key: &str, bound: &str) -> impl Iterator<Item = &(u64, String)> {
+        let bound: u64 = bound.strip_prefix('(').unwrap().parse().unwrap();
+        self.sets.get(key).into_iter().flatten().filter(move |(score, _)| *score > bound)
+    }
+
+    fn add(&mut self, key: &str, score: &str, member: &str, new: bool) -> Reply {
+        let known = self.sets.get(key).is_some_and(|set| set.iter().any(|(_, other)| other == member));
+        if known || new {
+            self.keep(key, |(_, other)| other != member);
+            self.sets.entry(key.to_owned()).or_default().insert((score.parse().unwrap(), member.to_owned()));
+        }
+        Reply::Integer((!known && new).into())
+    }
+
+    fn keep(&mut self, key: &str, keep: impl Fn(&(u64, String)) -> bool) -> Reply {
+        let Some(set) = self.sets.get_mut(key) else { return Reply::Integer(0) };
+        let before = set.len();
+        set.retain(keep);
+        let removed = before - set.len();
+        self.sets.retain(|_, set| !set.is_empty());
+        Reply::Integer(removed as i64)
     }
 
     fn list(&self, key: &str) -> &[String] {
@@ -142,6 +184,7 @@ impl Lua54 {
             Operation::Charge => ("A", 0),
             Operation::Refund { charged_at } => ("R", charged_at),
             Operation::Take => ("T", 0),
+            Operation::Renew => ("N", 0),
         };
         // 0: the script asks for the time.
         self.database.borrow_mut().now = now;
@@ -153,11 +196,13 @@ impl Lua54 {
             keys.push(String::from_utf8(key).unwrap());
             arguments.extend([charge.rule.kind().letter(), charge.mode.flag()].map(str::to_owned));
             arguments.push(charge.cost.to_string());
-            arguments.extend(charge.rule.arguments(now).map(|number| number.to_string()));
+            let [a, b, c, d] = charge.rule.arguments(now);
+            let d = if let Rule::Concurrency(_) = charge.rule { charge.lease } else { d };
+            arguments.extend([a, b, c, d].map(|number| number.to_string()));
         }
         self.lua.globals().set("KEYS", keys).unwrap();
         self.lua.globals().set("ARGV", arguments).unwrap();
-        let text = &script(Parts::of(charges.iter().map(|charge| charge.rule))).text;
+        let text = &script(Parts::of_call(operation, charges)).text;
         let mut scripts = self.scripts.borrow_mut();
         let script = scripts.entry(text).or_insert_with(|| self.lua.load(text).into_function().unwrap());
         let reply: Table = script.call(()).unwrap_or_else(|error| panic!("{error}: {operation:?} of {charges:#?}"));
@@ -179,6 +224,7 @@ fn reply(verdict: &Verdict) -> Vec<i64> {
             Status::Ok => (0, 0),
             Status::Over => (1, outcome.retry_us as i64),
             Status::Never => (2, -1),
+            Status::Busy => (3, outcome.retry_us as i64),
         };
         fields.extend([status, outcome.remaining as i64, outcome.reset_us as i64, retry]);
     }
@@ -228,6 +274,12 @@ fn lua_5_4_counts_the_largest_limits() {
         }
         call(START + retry, Operation::Take, capacity);
         call(START + retry, Operation::Refund { charged_at: START + retry }, capacity / 2);
+        if !matches!(limit.rule, Rule::SlidingLog(_)) {
+            // Paid for later: any number that a response may tell.
+            call(START + retry, Operation::Charge, EXACT - 1);
+            call(START + retry + 1, Operation::Charge, EXACT - 1);
+            call(START + retry + 2, Operation::Refund { charged_at: START + retry }, EXACT - 1);
+        }
         // A key may stay for long when its expiry is late; products with the time since may then leave 64 bits.
         call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);
         call(START + 7300 * 86_400 * SECOND, Operation::Refund { charged_at: 0 }, capacity);

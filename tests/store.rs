@@ -14,8 +14,8 @@ use sluicegate::limit::redis::script::Parts;
 use sluicegate::limit::store::{Charge, Mode, Operation, Store};
 use support::redis::Redis;
 use support::stores::{
-    ALIGNED, Limit, SECOND, START, Stores, bucket, buckets, calendar, every_algorithm, log, redis_store, sliding,
-    window,
+    ALIGNED, Limit, SECOND, START, Stores, bucket, buckets, calendar, concurrency, every_algorithm, log, redis_store,
+    sliding, window,
 };
 
 #[tokio::test]
@@ -151,16 +151,18 @@ async fn bad_arguments_write_nothing() {
 async fn parallel_clients_are_admitted_exactly() {
     let server = Redis::start();
     let stores = Arc::new(Stores::new(&server, "parallel"));
-    for (name, rule) in every_algorithm(50, 3600 * SECOND) {
+    let leases = ("concurrency", concurrency(50, 3600 * SECOND));
+    for (name, rule) in every_algorithm(50, 3600 * SECOND).into_iter().chain([leases]) {
         let (limit, other) = (Limit::new(name, rule), Limit::new("other", bucket(1000, SECOND, 1000)));
         let limits = Arc::new((limit, other));
         let tasks: Vec<_> = (0..16)
-            .map(|_| {
+            .map(|task| {
                 let (stores, limits) = (stores.clone(), limits.clone());
                 tokio::spawn(async move {
                     let (mut memory, mut redis) = (0, 0);
-                    for _ in 0..50 {
-                        let charges = [limits.0.charge(1, 1), limits.1.charge(1, 1)];
+                    for call in 0..50 {
+                        let charges =
+                            [Charge { lease: task * 50 + call, ..limits.0.charge(1, 1) }, limits.1.charge(1, 1)];
                         memory += stores.memory.call(Operation::Check, &charges).await.unwrap().granted;
                         redis += stores.redis.call(Operation::Check, &charges).await.unwrap().granted;
                     }

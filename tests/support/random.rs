@@ -11,7 +11,9 @@ use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::quota::Calendar;
 use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
 
-use super::stores::{Limit, SECOND, START, apart, bucket, buckets, calendar, log, quota, resize, sliding, window};
+use super::stores::{
+    Limit, SECOND, START, apart, bucket, buckets, calendar, concurrency, log, quota, resize, sliding, window,
+};
 
 /// How many operations the property tests make: `OPERATIONS`, or what a run on each change can afford.
 pub fn operations() -> usize {
@@ -82,6 +84,8 @@ pub struct Step {
     pub costs: [u64; 4],
     pub modes: [Mode; 4],
     pub identity: u128,
+    /// The lease that is acquired, renewed or released.
+    pub lease: u64,
     pub advance: Advance,
     pub size: Option<(u64, u64)>,
     /// Which of the admitted requests is refunded.
@@ -95,6 +99,7 @@ pub enum Kind {
     Charge,
     Refund,
     Take,
+    Renew,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -129,14 +134,15 @@ pub fn rule() -> impl Strategy<Value = Rule> {
         Just(3600 * SECOND),
         Just(86_400 * SECOND)
     ];
-    (0..7u8, 1..12u64, windows, 1..12u64, 0..3usize).prop_map(|(kind, count, length, burst, variant)| match kind {
+    (0..8u8, 1..12u64, windows, 1..12u64, 0..3usize).prop_map(|(kind, count, length, burst, variant)| match kind {
         0 => bucket(count, length, burst),
         1 => window(count, length, Start::Aligned { phase: variant as u64 * 1_234_567 }),
         2 => window(count, length, Start::FirstRequest),
         3 => log(count, length),
         4 => sliding(count, length, [1, 100, length / 100][variant]),
         5 => calendar(count, [Calendar::Day, Calendar::Week, Calendar::Month][variant], "Europe/Berlin"),
-        _ => buckets(count, length, [1, 4, 10][variant]),
+        6 => buckets(count, length, [1, 4, 10][variant]),
+        _ => concurrency(count.min(5), length),
     })
 }
 
@@ -159,8 +165,10 @@ fn step() -> impl Strategy<Value = Step> {
         2 => Just(Kind::Charge),
         2 => Just(Kind::Refund),
         2 => Just(Kind::Take),
+        1 => Just(Kind::Renew),
     ];
-    let mode = || prop_oneof![8 => Just(Mode::Binding), 1 => Just(Mode::Shadow), 1 => Just(Mode::PostPaid)];
+    let others = [Mode::Shadow, Mode::PostPaid, Mode::ShadowPostPaid];
+    let mode = || prop_oneof![8 => Just(Mode::Binding), 2 => prop::sample::select(others.to_vec())];
     let refunded = prop_oneof![
         6 => (0..4usize).prop_map(Refunded::Ago),
         1 => (-100_000_000..10_000_000i64).prop_map(Refunded::Off),
@@ -168,16 +176,19 @@ fn step() -> impl Strategy<Value = Step> {
     ];
     let cost = || prop_oneof![5 => 0..5u64, 1 => 0..16u64];
     let size = prop_oneof![12 => Just(None), 1 => (1..15u64, 1..15u64).prop_map(Some)];
-    (kind, [cost(), cost(), cost(), cost()], [mode(), mode(), mode(), mode()], 0..2u128, advance(), size, refunded)
-        .prop_map(|(kind, costs, modes, identity, advance, size, refunded)| Step {
+    let costs = [cost(), cost(), cost(), cost()];
+    (kind, costs, [mode(), mode(), mode(), mode()], 0..2u128, 0..8u64, advance(), size, refunded).prop_map(
+        |(kind, costs, modes, identity, lease, advance, size, refunded)| Step {
             kind,
             costs,
             modes,
             identity,
+            lease,
             advance,
             size,
             refunded,
-        })
+        },
+    )
 }
 
 pub fn case() -> impl Strategy<Value = Case> {
@@ -253,15 +264,19 @@ impl Play {
         }
     }
 
-    /// What a step asks for. Units are taken of all limits alike.
+    /// What a step asks for. Units are taken of all limits alike, but leases are not taken by number and nothing else is
+    /// renewed.
     pub fn ask(&self, step: &Step) -> (Operation, Vec<Charge<'_>>) {
         let charged_at = match step.refunded {
             Refunded::Ago(count) => self.admitted.iter().rev().nth(count).copied().unwrap_or(self.now),
             Refunded::Off(us) => self.now.saturating_add_signed(us),
             Refunded::Never => 0,
         };
+        let leases = self.limits.iter().filter(|limit| matches!(limit.rule, Rule::Concurrency(_))).count();
         let operation = match step.kind {
-            Kind::Check => Operation::Check,
+            Kind::Take if leases > 0 => Operation::Check,
+            Kind::Renew if leases == self.limits.len() => Operation::Renew,
+            Kind::Check | Kind::Renew => Operation::Check,
             Kind::Peek => Operation::Peek,
             Kind::Charge => Operation::Charge,
             Kind::Refund => Operation::Refund { charged_at },
@@ -269,8 +284,8 @@ impl Play {
         };
         let each = self.limits.iter().zip(step.costs).zip(step.modes);
         let charges = each.map(|((limit, cost), mode)| {
-            let cost = if step.kind == Kind::Take { step.costs[0] } else { cost };
-            Charge { mode, ..limit.charge(step.identity, cost) }
+            let cost = if operation == Operation::Take { step.costs[0] } else { cost };
+            Charge { mode, lease: step.lease, ..limit.charge(step.identity, cost) }
         });
         (operation, charges.collect())
     }

@@ -5,6 +5,7 @@ use std::future::{Future, poll_fn};
 use std::sync::Arc;
 use std::task::Poll;
 
+use sluicegate::limit::algorithm::concurrency::Concurrency;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
@@ -130,7 +131,11 @@ pub fn log(limit: u64, window: u64) -> Rule {
     Rule::SlidingLog(SlidingLog { limit, window })
 }
 
-/// Each algorithm with this quota; that of the calendar with so many units a year.
+pub fn concurrency(limit: u64, lease: u64) -> Rule {
+    Rule::Concurrency(Concurrency { limit, lease })
+}
+
+/// Each algorithm that counts over time with this quota; that of the calendar with so many units a year.
 pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     [
         ("token-bucket", bucket(limit, length, limit)),

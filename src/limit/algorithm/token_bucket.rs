@@ -65,7 +65,8 @@ impl TokenBucket {
         if let Ask::Refund { charged_at } = ask {
             // What has flowed back since the charge is not given back once more.
             let flowed = now.saturating_sub(charged_at).saturating_mul(self.refill);
-            let rest = debt.saturating_sub(cost.saturating_mul(self.parts).saturating_sub(flowed));
+            let given = cost.saturating_mul(self.parts).min(MOST).saturating_sub(flowed);
+            let rest = debt.saturating_sub(given);
             return step(held(rest), put(rest));
         }
         let charged = debt.saturating_add(cost.saturating_mul(self.parts));
