@@ -360,6 +360,7 @@ fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
     eventually("the last key counts", || believed(&gateway, &last));
     assert!(!believed(&gateway, &new));
     assert_eq!(gateway.log().matches("cannot be read").count(), 1, "{}", gateway.log());
+    eventually("the reload is told", || reloads() >= 2);
     assert_eq!(reloads(), 2, "once for each change:\n{}", gateway.log());
     assert_eq!(gateway.log().matches("is not used").count(), 4, "once for each fault:\n{}", gateway.log());
 }
