@@ -92,6 +92,18 @@ fn a_file_that_cannot_be_used_gets_one_clear_message() {
 }
 
 #[test]
+fn a_limit_that_nothing_uses_is_a_warning() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    let used = "[[listener]]\naddress = \"127.0.0.1:0\"\n[limit.used]\nby = \"ip\"\nquota = \"1/s\"\n\
+                [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nlimits = [\"used\"]\n";
+    std::fs::write(&path, format!("{used}[limit.idle]\nby = \"ip\"\nquota = \"1/s\"\n")).unwrap();
+    let (code, out, _) = check(&path);
+    assert_eq!(code, Some(0));
+    assert!(out.contains("warning: no route uses `idle`") && !out.contains("uses `used`"), "{out}");
+}
+
+#[test]
 fn unset_variables_and_bad_consumers_are_named() {
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(

@@ -80,6 +80,25 @@ fn keys_show_neither_addresses_nor_names() {
 }
 
 #[test]
+fn a_limit_in_two_shapes_has_two_states_and_in_two_sizes_one() {
+    let redis = Redis::start();
+    let gateway = |limit: &str| Gateway::start(&patient(&redis.url(), &format!("by = \"global\"\n{limit}")));
+    let left = |gateway: &Gateway| {
+        let reply = gateway.get("/r");
+        assert_eq!(reply.status, 200, "{}", gateway.log());
+        reply.remaining("l")
+    };
+    let log = gateway("algorithm = \"sliding-log\"\nquota = \"10/hour\"");
+    let window = gateway("algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"10/hour\"");
+    let larger = gateway("algorithm = \"sliding-log\"\nquota = \"20/hour\"");
+    let longer = gateway("algorithm = \"sliding-log\"\nquota = \"10/2h\"");
+    assert_eq!([left(&log), left(&window), left(&log), left(&window)], [9, 9, 8, 8], "each counts for itself");
+    assert_eq!([left(&larger), left(&log)], [17, 6], "a size acts on the same state");
+    assert_eq!(left(&longer), 9, "another window starts afresh");
+    assert_eq!(redis.keys().len(), 3, "{:?}", redis.keys());
+}
+
+#[test]
 fn hey_counts_as_many_200s_as_the_limit() {
     let redis = Redis::start();
     let gateway =

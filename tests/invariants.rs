@@ -25,6 +25,7 @@ mod support;
 use std::collections::HashMap;
 use std::future::Future;
 use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
@@ -102,7 +103,7 @@ impl Trial {
     }
 
     async fn run(mut self, case: &Case) -> usize {
-        for step in &case.steps {
+        for (made, step) in case.steps.iter().enumerate() {
             self.play.turn(step);
             let now = self.play.now;
             self.stores.clock.set(now);
@@ -114,7 +115,7 @@ impl Trial {
             let asked = monotonic();
             let verdict = self.stores.call(operation, &charges).await;
             assert_eq!(verdict.now_us, now, "invariant 1, the instant of the decision");
-            let seen = self.keys.look(&keys).await;
+            let Some(seen) = self.keys.look(&keys, asked).await else { return made };
             let elapsed_ms = asked.elapsed().as_millis() as u64 + 1;
             for (((charge, seen), key), outcome) in charges.iter().zip(&seen).zip(&keys).zip(&verdict.outcomes) {
                 let what = || format!("{operation:?} at {now} of {charge:#?}: {verdict:?}");
@@ -295,6 +296,9 @@ struct Keys {
 
 const YEARS_MS: u64 = 1_000_000_000_000;
 
+/// The TTL of a state that means nothing any more a microsecond later.
+const SHORTEST_TTL: Duration = Duration::from_secs(1);
+
 /// What a call did to a key.
 struct Seen {
     before: Option<Vec<u8>>,
@@ -304,11 +308,14 @@ struct Seen {
 
 impl Keys {
     async fn new(server: &Redis) -> Keys {
-        let connection = server.client().get_multiplexed_async_connection().await.unwrap();
+        let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
+        let connection = server.client().get_multiplexed_async_connection_with_config(&patient).await.unwrap();
         Keys { connection, known: HashMap::new(), ends: HashMap::new() }
     }
 
-    async fn look(&mut self, keys: &[Vec<u8>]) -> Vec<Seen> {
+    /// What calls since an instant did. None when a machine stood still for so long that a state may have expired by the
+    /// clock of the server: what follows would say nothing.
+    async fn look(&mut self, keys: &[Vec<u8>], since: Instant) -> Option<Vec<Seen>> {
         let mut pipe = redis::pipe();
         for key in keys {
             pipe.cmd("DUMP").arg(key).cmd("PTTL").arg(key).cmd("PEXPIRE").arg(key).arg(YEARS_MS).ignore();
@@ -325,7 +332,8 @@ impl Keys {
             let fresh = (0..YEARS_MS as i64 / 2).contains(&ttl_ms);
             Seen { before, after, ttl_ms: fresh.then_some(ttl_ms as u64) }
         });
-        seen.collect()
+        let seen = seen.collect();
+        (since.elapsed() < SHORTEST_TTL).then_some(seen)
     }
 
     /// Deletes what means nothing any more.
@@ -373,6 +381,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     for (number, step) in case.steps.into_iter().enumerate() {
         play.turn(&Step { size: None, ..step.clone() });
         stores.clock.set(play.now);
+        let asked = monotonic();
         let charges = |lease: u64, costs: &[u64]| -> Vec<_> {
             let each = play.limits.iter().zip(costs);
             each.map(|(limit, cost)| Charge { lease, ..limit.charge(0, *cost) }).collect()
@@ -384,6 +393,9 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
                 let Some(index) = admitted.len().checked_sub(ago + 1) else { continue };
                 let Admitted { at: charged_at, lease, costs } = admitted.remove(index);
                 stores.call(Operation::Refund { charged_at }, &charges(lease, &costs)).await;
+                if keys.look(&names, asked).await.is_none() {
+                    return number;
+                }
                 refunds += 1;
                 continue;
             }
@@ -396,7 +408,9 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
                 step.costs.map(|cost| cost * granted)
             }
         };
-        keys.look(&names).await;
+        if keys.look(&names, asked).await.is_none() {
+            return number;
+        }
         admitted.push(Admitted { at: play.now, lease, costs: costs[..play.limits.len()].to_vec() });
         for (index, limit) in play.limits.iter().enumerate() {
             let history: Vec<_> = admitted.iter().map(|request| (request.at, request.costs[index])).collect();
@@ -498,8 +512,11 @@ fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
                     stores.clock.set(now);
                     let cost = (*cost).min(limit.rule.capacity());
                     let charge = Charge { lease: lease as u64, ..limit.charge(0, cost) };
+                    let asked = monotonic();
                     let outcome = stores.call(Operation::Check, &[charge]).await.outcomes[0];
-                    keys.look(&name).await;
+                    if keys.look(&name, asked).await.is_none() {
+                        return lease;
+                    }
                     let what = format!("{charge:#?} {outcome:?}, a step back of {back} µs");
                     assert!(outcome.retry_us <= longest, "invariant 8, a lock-out of at most {longest} µs: {what}");
                     if denies(outcome) {
@@ -543,22 +560,28 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
         stores.clock.set(play.now);
         let charges =
             |who: u128, cost: u64| -> Vec<_> { play.limits.iter().map(|limit| limit.charge(who, cost)).collect() };
-        let taken = stores.call(Operation::Take, &charges(0, wanted)).await;
+        let mut call = async |operation, who, cost| {
+            let asked = monotonic();
+            let verdict = stores.call(operation, &charges(who, cost)).await;
+            let names: Vec<_> = play.limits.iter().map(|limit| limit.key(prefix, who)).collect();
+            keys.look(&names, asked).await.map(|_| verdict)
+        };
+        let Some(taken) = call(Operation::Take, 0, wanted).await else { return operations };
         let mut singles = Vec::new();
         for _ in 0..wanted {
-            singles.push(stores.call(Operation::Check, &charges(1, 1)).await);
+            let Some(single) = call(Operation::Check, 1, 1).await else { return operations };
+            singles.push(single);
         }
         let granted: u64 = singles.iter().map(|single| single.granted).sum();
-        assert_eq!(taken.granted, granted, "invariant 10, as many units: {charges:#?}", charges = charges(0, wanted));
+        assert_eq!(taken.granted, granted, "invariant 10, as many units: {:#?}", charges(0, wanted));
         // Told is what the last admitted of them was told, or the first if none was.
         if let Some(told) = singles.get((granted as usize).saturating_sub(1)) {
             assert_eq!(taken.outcomes, told.outcomes, "invariant 10, the same reply");
         }
         for limit in &play.limits {
-            let names = [0, 1].map(|who| limit.key(prefix, who));
-            let states = [keys.state(&limit.rule, &names[0]).await, keys.state(&limit.rule, &names[1]).await];
-            assert_eq!(states[0], states[1], "invariant 10, the same state: {:?}", limit.rule);
-            keys.look(&names).await;
+            let together = keys.state(&limit.rule, &limit.key(prefix, 0)).await;
+            let one_by_one = keys.state(&limit.rule, &limit.key(prefix, 1)).await;
+            assert_eq!(together, one_by_one, "invariant 10, the same state: {:?}", limit.rule);
         }
         operations += 1 + singles.len();
     }

@@ -312,6 +312,18 @@ fn grpc_clients_are_told_in_their_own_words() {
 }
 
 #[test]
+fn what_the_upstream_says_of_its_own_limits_is_kept() {
+    let upstream = Upstream::answering(obedient);
+    let gateway = Gateway::start(&proxied("by = \"global\"\nquota = \"10/hour\"", &upstream));
+    let line = ("x-line", "RateLimit: \"theirs\";r=3;t=5");
+    let reply = gateway.client().get_with("/r", &[line]);
+    let fields: Vec<_> =
+        reply.headers.iter().filter(|(name, _)| name == "ratelimit").map(|(_, value)| value.as_str()).collect();
+    assert_eq!(fields[0], "\"theirs\";r=3;t=5");
+    assert!(fields.len() == 2 && fields[1].starts_with("\"l\";r=9"), "ours is appended: {fields:?}");
+}
+
+#[test]
 fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
     let consumers = consumer("small", "limit.l = { quota = \"2/hour\" }");
     let limit = "by = \"api-key\"\nquota = \"100/hour\"\ncost = { request_header = \"x-cost\", max = 500 }\ntiers = { free = { quota = \"5/hour\" } }";
