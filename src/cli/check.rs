@@ -24,9 +24,11 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
     for terms in runtime.limits.values() {
         let limit = &terms.limit;
         let trial = if limit.shadow { " (shadow: never denies)" } else { "" };
+        let later = terms.cost.as_ref().is_some_and(Cost::is_post_paid);
+        let overdraft = if later { ", and what the last responses overdraw" } else { "" };
         for (tier, plan) in limit.plans() {
             let tier = tier.map_or(String::new(), |tier| format!(", tier {tier}"));
-            writeln!(out, "  {}{tier}: {}{trial}", limit.name, guarantee(plan))?;
+            writeln!(out, "  {}{tier}: {}{overdraft}{trial}", limit.name, guarantee(plan))?;
         }
         if !runtime.routes.iter().any(|route| route.uses(limit)) {
             writeln!(out, "  warning: no route uses `{}`", limit.name)?;
