@@ -11,7 +11,7 @@ test: tools
 
 # The property tests of the limiter with a million operations instead of 50,000: about ten minutes.
 test-long: tools
-	OPERATIONS=1000000 cargo test --locked --test invariants --test lua54
+	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:

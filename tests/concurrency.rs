@@ -189,7 +189,7 @@ fn concurrency_is_exact_over_two_gateways() {
 }
 
 #[test]
-fn concurrency_counter_leaks_when_the_gateway_dies() {
+fn a_gateway_that_dies_frees_its_slots_when_their_leases_end() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     // Leases of 5.2 s.

@@ -17,6 +17,7 @@
 //! | a script that Redis has forgotten becomes an error | `forgotten_scripts_are_sent_again` in `distributed.rs` |
 //! | Retry-After is rounded down: the polite client is denied again | `who_waits_as_long_as_he_is_told_is_admitted` in `limits.rs` |
 //! | a refund after the window makes a negative key that never expires | `a_late_refund_makes_no_key` |
+//! | the gateway dies, and what was in flight counts for ever | `a_gateway_that_dies_frees_its_slots_when_their_leases_end` in `concurrency.rs` |
 //! | the store is down: errors for everyone, or seconds of waiting | `without_redis_each_limit_does_what_it_says` and `a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed` in `distributed.rs`, `a_busy_redis_is_no_error_for_clients` |
 //! | the identity's text is in the key: identities collide | `no_two_identities_share_a_key`, and `hostile_identities_have_buckets_of_their_own` in `identity.rs` |
 
