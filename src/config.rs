@@ -4,12 +4,13 @@
 
 pub mod error;
 pub mod file;
+mod forms;
 mod keys;
 
 use std::collections::BTreeMap;
 
+pub use forms::{CostTable, LimitCost, OneOrMany, UpstreamServer};
 use serde::Deserialize;
-use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
 use toml::Spanned;
 
 /// A string with its place.
@@ -231,98 +232,4 @@ pub struct Consumer {
     pub tier: Option<Text>,
     pub keys: Vec<Text>,
     pub limit: BTreeMap<String, Spanned<Size>>,
-}
-
-/// `5`, or a table that says where the cost stands.
-#[derive(Debug)]
-pub enum LimitCost {
-    /// The same each time.
-    Fixed(i64),
-    /// A field says it.
-    Said(CostTable),
-}
-
-/// `{ request_header = "…", max = … }` or `{ response_header = "…" }`
-#[derive(Debug, Default, Deserialize)]
-#[serde(default)]
-#[allow(missing_docs)]
-pub struct CostTable {
-    pub request_header: Option<Text>,
-    pub response_header: Option<Text>,
-    pub max: Option<Spanned<i64>>,
-}
-
-/// `"ip"` or `["ip", "route"]`.
-#[derive(Debug, Default)]
-pub struct OneOrMany(pub Vec<String>);
-
-/// `"http://…"` or `{ url = "http://…" }`.
-#[derive(Debug, Default)]
-pub struct UpstreamServer {
-    /// Where it listens.
-    pub url: String,
-}
-
-impl<'de> Deserialize<'de> for OneOrMany {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = OneOrMany;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a string or a list of strings")
-            }
-            fn visit_str<E>(self, one: &str) -> Result<OneOrMany, E> {
-                Ok(OneOrMany(vec![one.to_owned()]))
-            }
-            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<OneOrMany, A::Error> {
-                Vec::deserialize(value::SeqAccessDeserializer::new(seq)).map(OneOrMany)
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
-
-impl<'de> Deserialize<'de> for UpstreamServer {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = UpstreamServer;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a URL or a table with `url`")
-            }
-            fn visit_str<E>(self, url: &str) -> Result<UpstreamServer, E> {
-                Ok(UpstreamServer { url: url.to_owned() })
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamServer, A::Error> {
-                let table = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
-                Ok(UpstreamServer { url: table.url })
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
-
-impl<'de> Deserialize<'de> for LimitCost {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Either;
-        impl<'de> Visitor<'de> for Either {
-            type Value = LimitCost;
-            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-                f.write_str("a whole number or a table with `request_header` or `response_header`")
-            }
-            fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
-                Ok(LimitCost::Fixed(cost))
-            }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitCost, A::Error> {
-                CostTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitCost::Said)
-            }
-        }
-        deserializer.deserialize_any(Either)
-    }
-}
-
-/// The table form of a server.
-#[derive(Debug, Deserialize)]
-struct ServerTable {
-    url: String,
 }

@@ -122,9 +122,8 @@ impl Gateway {
                 Box::pin(forwarded).await
             }
         };
-        if let Some(debts) = decision.debts.take() {
-            let settled = decide::settle(*debts, route, &answer).await;
-            decide::correct(&mut decision, settled);
+        if let Some(settling) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &answer)) {
+            decide::correct(&mut decision, settling.await);
         }
         let mut response = answer.map_err(Rejection::Upstream)?;
         decide::advertise(response.headers_mut(), route, &decision);

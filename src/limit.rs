@@ -53,8 +53,8 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// A limiter over a store. `denials` and `lines` are those of the whole process; leases count from `first_lease` on, which no two
-    /// limiters of one store may have in common.
+    /// A limiter over a store. `denials` and `lines` are those of the whole process; leases count from `first_lease` on,
+    /// which no two limiters of one store may have in common.
     pub fn new(backend: Backend, denials: Option<Arc<Denials>>, lines: Arc<Lines>, first_lease: u64) -> Self {
         let coalescer = match &backend {
             Backend::Memory(_) => None,
@@ -131,7 +131,7 @@ impl Limiter {
         let answer = match (&self.coalescer, set(checks)) {
             (Some(coalescer), Some(set)) => {
                 let all = || checks.iter().map(|check| check.pending(check.cost)).collect();
-                coalescer.check(&self.ledger, set, &charges, all).await
+                coalescer.check(&self.ledger, set, &charges, asked, all).await
             }
             _ => self.ledger.backend.call(Source::Store, Operation::Check, &charges).await,
         };
@@ -142,9 +142,12 @@ impl Limiter {
             }
             Err(error) => {
                 let Backend::Redis { fallback, .. } = &self.ledger.backend else { return Err(Unavailable(error)) };
+                if let (StoreError::Open, Some(leases)) = (&error, leases.take()) {
+                    // The store was not asked. After any other error it is not known what was granted: it is released.
+                    leases.refused();
+                }
                 let decision = without_store(fallback, checks, error, first_lease)?;
-                // Those that were asked of the store are released there: whether they were granted is not known.
-                if leases.is_some() {
+                if checks.iter().any(Check::takes_lease) {
                     leases = Some(self.leases(checks, Source::Local, first_lease));
                 }
                 decision

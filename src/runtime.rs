@@ -5,6 +5,7 @@ mod identities;
 mod limits;
 mod quotas;
 mod reader;
+mod route;
 mod routes;
 mod settings;
 
@@ -14,9 +15,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use bytes::Bytes;
-use http::header::CONTENT_TYPE;
-use http::{HeaderName, HeaderValue, Response, StatusCode};
+use http::HeaderName;
 use rustls::ServerConfig;
 use tokio::time::Duration;
 use tracing::Level;
@@ -25,8 +24,6 @@ use crate::config::Config;
 use crate::config::error::{ConfigError, FaultyFile};
 use crate::config::file::{self, Environment};
 use crate::cost::{Cost, RefundOn};
-use crate::http::body::Body;
-use crate::http::fields::Dialect;
 use crate::identity::By;
 use crate::identity::api_key::{ApiKeys, Consumers};
 use crate::identity::client_ip::ClientIp;
@@ -35,10 +32,11 @@ use crate::limit::key::IdentityHasher;
 use crate::limit::plan::Limit;
 use crate::limit::redis::RedisSettings;
 use crate::observe::log::Format;
-use crate::route::{PathPattern, RouteTable};
+use crate::route::RouteTable;
 use crate::upstream::UpstreamSettings;
 use crate::watch::Snapshot;
 use reader::Reader;
+pub use route::{Metered, Metering, Respond, Route, Target};
 
 /// Everything that a request needs, compiled once.
 #[derive(Debug)]
@@ -155,21 +153,6 @@ pub enum Access {
     File(PathBuf),
 }
 
-/// A route, ready to use.
-#[derive(Debug)]
-pub struct Route {
-    /// Its name.
-    pub name: Arc<str>,
-    /// The path as written.
-    pub path: Box<str>,
-    /// The same, ready to look parameters up.
-    pub pattern: PathPattern,
-    /// Where its requests go.
-    pub target: Target,
-    /// What they are limited by.
-    pub metering: Metering,
-}
-
 /// A limit, and how requests meet it.
 #[derive(Debug, Clone)]
 pub struct Terms {
@@ -181,58 +164,6 @@ pub struct Terms {
     pub cost: Option<Cost>,
     /// The statuses that give a charge back.
     pub refund_on: RefundOn,
-}
-
-/// A limit of a route.
-#[derive(Debug)]
-pub struct Metered {
-    /// The limit.
-    pub limit: Arc<Limit>,
-    /// Which of the route's identities it asks about.
-    pub identity: usize,
-    /// What a request costs it.
-    pub cost: Cost,
-    /// The statuses that give a charge back.
-    pub refund_on: RefundOn,
-}
-
-/// What a route's requests are limited by, and how callers are told.
-#[derive(Debug)]
-pub struct Metering {
-    /// The identities that its limits ask for, each once.
-    pub identities: Vec<By>,
-    /// Whether one of them is by API key.
-    pub by_key: bool,
-    /// Its limits.
-    pub limits: Vec<Metered>,
-    /// How many of them callers are told of.
-    pub told: usize,
-    /// How callers are told where they stand.
-    pub dialects: Vec<Dialect>,
-    /// The Access-Control-Expose-Headers that lets scripts of other origins read it.
-    pub expose: Option<HeaderValue>,
-    /// The RateLimit-Policy of a response that all its limits had a say in, in their standard sizes.
-    pub policy: Option<HeaderValue>,
-}
-
-/// Where requests go.
-#[derive(Debug)]
-pub enum Target {
-    /// To the upstream with this index.
-    Upstream(usize),
-    /// The gateway answers itself.
-    Respond(Respond),
-}
-
-/// An answer of the gateway's own.
-#[derive(Debug)]
-pub struct Respond {
-    /// Its status.
-    pub status: StatusCode,
-    /// Its body.
-    pub body: Bytes,
-    /// The type of the body.
-    pub content_type: HeaderValue,
 }
 
 impl Runtime {
@@ -268,23 +199,6 @@ impl Runtime {
         let consumers = consumers.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         self.consumers.store(Arc::new(consumers));
         Ok(())
-    }
-}
-
-impl Respond {
-    /// The answer.
-    pub fn response(&self) -> Response<Body> {
-        let mut response = Response::new(Body::full(self.body.clone()));
-        *response.status_mut() = self.status;
-        response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
-        response
-    }
-}
-
-impl Route {
-    /// Whether it has this limit.
-    pub fn uses(&self, limit: &Arc<Limit>) -> bool {
-        self.metering.limits.iter().any(|metered| Arc::ptr_eq(&metered.limit, limit))
     }
 }
 

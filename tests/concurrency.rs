@@ -153,6 +153,28 @@ fn slots_that_end_while_the_store_hangs_are_free_when_it_goes_on() {
 }
 
 #[test]
+fn requests_that_asked_no_store_release_nothing_there() {
+    let port = support::redis::free_port();
+    let store = format!("[store]\nurl = \"redis://127.0.0.1:{port}\"\n");
+    let mut gateway = Gateway::start(&config(&store, Streaming::start().address, 1000, "30s"));
+    eventually("the breaker opens", || {
+        gateway.get("/quick");
+        gateway.log().contains("the store fails")
+    });
+    let mut client = gateway.client();
+    for _ in 0..300 {
+        assert_eq!(client.get("/quick").status, 200);
+    }
+    // A release that was owed would be sent now, and before the process ends.
+    let redis = Redis::start_on(port).expect("the port is still free");
+    eventually("the store decides", || gateway.log().contains("the store answers again"));
+    gateway.terminate();
+    gateway.wait();
+    let releases = redis.calls("zrem");
+    assert!(releases < 100, "{releases} releases of what was never asked for");
+}
+
+#[test]
 fn slots_of_this_gateway_alone_are_released_whatever_stands_beside_them() {
     let upstream = Streaming::start();
     let store = format!("[store]\nurl = \"redis://127.0.0.1:{}\"\n", support::redis::free_port());

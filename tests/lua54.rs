@@ -178,14 +178,7 @@ impl Lua54 {
     }
 
     fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Vec<i64> {
-        let (letter, charged_at) = match operation {
-            Operation::Check => ("C", 0),
-            Operation::Peek => ("P", 0),
-            Operation::Charge => ("A", 0),
-            Operation::Refund { charged_at } => ("R", charged_at),
-            Operation::Take => ("T", 0),
-            Operation::Renew => ("N", 0),
-        };
+        let (letter, charged_at) = operation.arguments();
         // 0: the script asks for the time.
         self.database.borrow_mut().now = now;
         let mut arguments = vec![letter.to_owned(), "0".to_owned(), charged_at.to_string()];

@@ -2,6 +2,7 @@
 
 use std::io::{Write, stdout};
 use std::path::Path;
+use std::sync::Arc;
 
 use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
@@ -62,11 +63,10 @@ fn guarantee(plan: &Plan) -> String {
 fn too_small(terms: &Terms, runtime: &Runtime) -> Vec<(String, u64)> {
     let limit = &terms.limit;
     let uses = runtime.routes.iter().flat_map(|route| &route.metering.limits);
-    let costs =
-        uses.filter(|metered| std::sync::Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
-            Cost::Fixed(cost) | Cost::Request { most: cost, .. } => *cost,
-            Cost::Response { .. } => 1,
-        });
+    let costs = uses.filter(|metered| Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
+        Cost::Fixed(cost) | Cost::Request { most: cost, .. } => *cost,
+        Cost::Response { .. } => 1,
+    });
     let dearest = costs.max().unwrap_or(0);
     let tiers =
         limit.plans().map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));

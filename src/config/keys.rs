@@ -5,9 +5,10 @@ use serde::de::value::Error;
 use serde::de::{self, Deserializer, Visitor};
 use serde::forward_to_deserialize_any;
 
+use super::forms::ServerTable;
 use super::{
     ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, Jwt, Limit, Listener,
-    ListenerTls, Log, Respond, Route, Server, ServerTable, Size, Store, Upstream,
+    ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.

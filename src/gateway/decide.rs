@@ -106,8 +106,8 @@ where
     Ok(Check { place, limit, plan: caller.plan(limit), identity, cost, later })
 }
 
-/// Charges and gives back what the answer says.
-pub(super) fn settle(debts: Debts, route: &Route, answer: &Result<Response<Body>, UpstreamError>) -> Settling {
+/// Charges and gives back what the answer says; none if it says nothing.
+pub(super) fn settle(debts: Debts, route: &Route, answer: &Result<Response<Body>, UpstreamError>) -> Option<Settling> {
     let none = HeaderMap::new();
     let (status, headers) = match answer {
         Ok(response) => (response.status(), response.headers()),

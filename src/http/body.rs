@@ -76,8 +76,8 @@ impl Body {
     }
 
     /// Keeps something until the body is gone.
-    pub fn keeping(mut self, kept: impl Send + 'static) -> Self {
-        self.kept = Some(Box::new(kept));
+    pub fn keeping(mut self, kept: Box<dyn Any + Send>) -> Self {
+        self.kept = Some(kept);
         self
     }
 

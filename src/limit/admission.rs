@@ -193,9 +193,9 @@ impl Debts {
         Debts { ledger, source, charged_at, owed }
     }
 
-    /// Charges and gives back what the response says for each limit, by its place on the route. When the store does not
-    /// answer, a charge may be lost; it is never made twice.
-    pub fn settle(mut self, due: impl Fn(usize, Later) -> Due) -> Settling {
+    /// Charges and gives back what the response says for each limit, by its place on the route; none if there is nothing
+    /// to do. When the store does not answer, a charge may be lost; it is never made twice.
+    pub fn settle(mut self, due: impl Fn(usize, Later) -> Due) -> Option<Settling> {
         let (mut paid, mut refunded) = (Vec::new(), Vec::new());
         for (later, pending) in mem::take(&mut self.owed) {
             match due(pending.place, later) {
@@ -203,6 +203,9 @@ impl Debts {
                 Due::Pay(units) => paid.push(Pending { units, ..pending }),
                 Due::Refund => refunded.push(pending),
             }
+        }
+        if paid.is_empty() && refunded.is_empty() {
+            return None;
         }
         let refund = Operation::Refund { charged_at: self.charged_at };
         let calls =
@@ -221,7 +224,7 @@ impl Debts {
             }
             failure.map_or(Ok(standings), Err)
         });
-        Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) })
+        Some(Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) }))
     }
 }
 

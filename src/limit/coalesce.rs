@@ -5,13 +5,13 @@ use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 use tokio::sync::oneshot;
 use tokio::time::{Duration, timeout};
 
 use super::admission::{Ledger, Pending};
 use super::backend::Source;
-use super::clock::monotonic;
 use super::store::{Charge, Operation, StoreError, Verdict};
 
 type Answer = Result<Verdict, StoreError>;
@@ -34,7 +34,7 @@ impl Coalescer {
     }
 
     /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
-    /// it would have got alone, but for the reset, which is that of all. `pending` makes the charges that outlive this call.
+    /// it would have got alone, but for the reset, which is that of all. It is `asked` now. `pending` makes the charges that outlive this call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -43,6 +43,7 @@ impl Coalescer {
         ledger: &Arc<Ledger>,
         set: u128,
         charges: &[Charge<'_>],
+        asked: Instant,
         pending: impl Fn() -> Vec<Pending>,
     ) -> Answer {
         let turn = match self.lock().entry(set) {
@@ -68,9 +69,8 @@ impl Coalescer {
         }
         // Dropped at the end, and also when the client leaves while its call is under way.
         let _landing = Landing { coalescer: self, ledger, set, pending };
-        let began = monotonic();
         let answer = ledger.backend.call(Source::Store, Operation::Check, charges).await;
-        self.slow.store(began.elapsed() > self.deadline / 4, Ordering::Relaxed);
+        self.slow.store(asked.elapsed() > self.deadline / 4, Ordering::Relaxed);
         answer
     }
 

@@ -54,14 +54,7 @@ impl RedisStore {
 
     /// A call for decisions at about `near_us`, which is when calendar windows are reckoned for.
     fn command(&self, verb: &str, script: &str, operation: Operation, charges: &[Charge<'_>], near_us: u64) -> Cmd {
-        let (letter, charged_at) = match operation {
-            Operation::Check => ("C", 0),
-            Operation::Peek => ("P", 0),
-            Operation::Charge => ("A", 0),
-            Operation::Refund { charged_at } => ("R", charged_at),
-            Operation::Take => ("T", 0),
-            Operation::Renew => ("N", 0),
-        };
+        let (letter, charged_at) = operation.arguments();
         // About 60 bytes of frame and 100 for each limit, in one allocation.
         let mut command = Cmd::with_capacity(6 + 8 * charges.len(), 120 + 160 * charges.len());
         command.arg(verb).arg(script).arg(charges.len());

@@ -25,6 +25,20 @@ pub enum Operation {
     Renew,
 }
 
+impl Operation {
+    /// The first and the third argument of the script contract: a letter, and when a refunded charge was made.
+    pub fn arguments(self) -> (&'static str, u64) {
+        match self {
+            Operation::Check => ("C", 0),
+            Operation::Peek => ("P", 0),
+            Operation::Charge => ("A", 0),
+            Operation::Refund { charged_at } => ("R", charged_at),
+            Operation::Take => ("T", 0),
+            Operation::Renew => ("N", 0),
+        }
+    }
+}
+
 /// What one request asks of one limit.
 #[derive(Debug, Clone, Copy)]
 pub struct Charge<'a> {

@@ -13,6 +13,7 @@ use crate::config::{self, Config};
 use crate::identity::Source;
 use crate::identity::api_key::{ApiKeys, Consumer, Consumers, OnUnknown, key_hash};
 use crate::limit::key::IdentityHasher;
+use crate::limit::plan::Plan;
 use crate::watch::Snapshot;
 
 type Limits = BTreeMap<String, Terms>;
@@ -123,7 +124,7 @@ fn plans(
     limits: &Limits,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
-) -> BTreeMap<Box<str>, Arc<crate::limit::plan::Plan>> {
+) -> BTreeMap<Box<str>, Arc<Plan>> {
     let mut plans = BTreeMap::new();
     for (name, own) in written {
         let Some(terms) = limits.get(name).filter(|terms| is_by_key(terms)) else {

@@ -60,9 +60,18 @@ impl Redis {
 
     /// How often a command was called, by itself or in a script.
     pub fn calls(&self, command: &str) -> u64 {
-        let info: String = redis::cmd("INFO").arg("commandstats").query(&mut self.connection()).unwrap();
-        let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
-        line.map_or(0, |line| line.split(',').next().unwrap().parse().unwrap())
+        self.figure("commandstats", &format!("cmdstat_{command}:calls="))
+    }
+
+    /// How many keys have expired.
+    pub fn expired(&self) -> u64 {
+        self.figure("stats", "expired_keys:")
+    }
+
+    fn figure(&self, section: &str, name: &str) -> u64 {
+        let info: String = redis::cmd("INFO").arg(section).query(&mut self.connection()).unwrap();
+        let figure = info.lines().find_map(|line| line.strip_prefix(name));
+        figure.map_or(0, |figure| figure.split(',').next().unwrap().parse().unwrap())
     }
 
     /// Lets time pass for all keys: those that would have expired are gone.
