@@ -20,6 +20,7 @@ use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::{Bucket, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::{Calendar, Quota};
+use sluicegate::limit::redis::server::Server;
 use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store};
 
@@ -111,13 +112,12 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     let (before, after) = runtime.block_on(async {
         let clock = Clock::manual(START_US);
         let settings = RedisSettings {
-            client: server.client(),
             prefix: "rl".to_owned(),
             connections: 1,
             connect_timeout: Duration::from_secs(5),
             scripts: Vec::new(),
         };
-        let store = Arc::new(RedisStore::new(&settings, clock.clone()));
+        let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), clock.clone()));
         // Connected, and the script known.
         store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();
         let before = used_memory(&mut server.connection());

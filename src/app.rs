@@ -17,13 +17,15 @@ use uuid::Uuid;
 
 use crate::gateway::Gateway;
 use crate::limit::Limiter;
-use crate::limit::backend::Backend;
+use crate::limit::backend::{Backend, Shared};
 use crate::limit::clock::Clock;
+use crate::limit::cluster::Cluster;
+use crate::limit::cluster::topology::Topology;
 use crate::limit::denials::Denials;
 use crate::limit::guard::{Breaker, Guard};
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
-use crate::limit::redis::RedisStore;
+use crate::limit::redis::{RedisSettings, RedisStore, Servers};
 use crate::observe::access::AccessLog;
 use crate::reload;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
@@ -108,6 +110,7 @@ impl App {
         self.announce();
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
+        let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
@@ -121,6 +124,7 @@ impl App {
                 runtime: self.runtime.clone(),
                 memory: memory.clone(),
                 breaker: breaker.clone(),
+                topology: topology.clone(),
                 lines: lines.clone(),
                 denials: denials.clone(),
                 access: self.access.clone(),
@@ -165,6 +169,7 @@ struct Worker {
     runtime: Arc<Runtime>,
     memory: Arc<MemoryStore>,
     breaker: Arc<Breaker>,
+    topology: Arc<Topology>,
     lines: Arc<Lines>,
     denials: Option<Arc<Denials>>,
     access: Option<AccessLog>,
@@ -189,15 +194,29 @@ impl Worker {
     fn limiter(&self) -> Limiter {
         let backend = match &self.runtime.store.redis {
             None => Backend::Memory(self.memory.clone()),
-            Some(settings) => {
-                let store = RedisStore::new(settings, Clock::Store);
-                let store = Guard::new(store, self.breaker.clone(), self.runtime.store.timeout);
-                store.warm_up();
-                Backend::Redis { store, fallback: self.memory.clone() }
+            Some((servers, settings)) => {
+                Backend::Redis { store: self.store(servers, settings), fallback: self.memory.clone() }
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
         Limiter::new(backend, self.denials.clone(), self.lines.clone(), first_lease)
+    }
+
+    fn store(&self, servers: &Servers, settings: &RedisSettings) -> Shared {
+        let deadline = self.runtime.store.timeout;
+        match servers.clone() {
+            Servers::One(server) => {
+                let store = RedisStore::new(settings, server, Clock::Store);
+                let store = Guard::new(store, self.breaker.clone(), deadline);
+                store.warm_up();
+                Shared::One(store)
+            }
+            Servers::Cluster { seeds, login } => {
+                let store = Cluster::new(settings.clone(), seeds, login, self.topology.clone(), deadline);
+                store.warm_up();
+                Shared::Cluster(store)
+            }
+        }
     }
 }
 

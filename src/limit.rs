@@ -5,6 +5,7 @@ pub mod algorithm;
 pub mod backend;
 pub mod calendar;
 pub mod clock;
+pub mod cluster;
 pub mod coalesce;
 pub mod decision;
 pub mod denials;
@@ -22,7 +23,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use admission::{Debts, Later, Leases, Ledger};
+use admission::{Debts, Later, Leases, Ledger, Owed};
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
 use clock::{monotonic, unix_us};
@@ -115,7 +116,7 @@ impl Limiter {
 
     async fn decide<'a>(&self, checks: &[Check<'a, '_>]) -> Result<Decision<'a>, Unavailable> {
         if checks.is_empty() {
-            let verdict = Verdict { granted: 1, now_us: 0, outcomes: Vec::new() };
+            let verdict = Verdict::new(1, 0, Vec::new());
             return Ok(Decision::new(verdict, Source::Store, checks.iter()));
         }
         if let Some(decision) = self.remembered(checks) {
@@ -129,7 +130,7 @@ impl Limiter {
         let charges: Vec<_> = checks.iter().map(|check| check.charge(Source::Store, first_lease)).collect();
         let asked = monotonic();
         let answer = match (&self.coalescer, set(checks)) {
-            (Some(coalescer), Some(set)) => {
+            (Some(coalescer), Some(set)) if self.ledger.backend.is_one_call(&charges) => {
                 let all = || checks.iter().map(|check| check.pending(check.cost)).collect();
                 coalescer.check(&self.ledger, set, &charges, asked, all).await
             }
@@ -173,7 +174,7 @@ impl Limiter {
         };
         let now_us = checks.iter().find_map(known)?.now_us;
         let outcomes = checks.iter().map(|check| known(check).map_or(UNTOUCHED, |known| known.outcome)).collect();
-        let verdict = Verdict { granted: 0, now_us, outcomes };
+        let verdict = Verdict::new(0, now_us, outcomes);
         Some(Decision { remembered: true, ..Decision::new(verdict, Source::Store, checks.iter()) })
     }
 
@@ -194,11 +195,15 @@ impl Limiter {
         let denied =
             |check: &Check<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
         let local = |check: &Check<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
-        let counted = |check: &&Check<'_, '_>| {
+        let counted = |check: &Check<'_, '_>| {
             check.later != Later::Nothing && !denied(check) && (decision.source == Source::Store || local(check))
         };
-        let owed = checks.iter().filter(counted).map(|check| (check.later, check.pending(check.cost))).collect();
-        Debts::new(self.ledger.clone(), decision.source, decision.now_us, owed)
+        let owed = checks.iter().enumerate().filter(|(_, check)| counted(check)).map(|(index, check)| Owed {
+            later: check.later,
+            charged_at: decision.instants.get(index).copied().unwrap_or(decision.now_us),
+            pending: check.pending(check.cost),
+        });
+        Debts::new(self.ledger.clone(), decision.source, owed.collect())
     }
 }
 
@@ -210,7 +215,7 @@ fn turned_away<'a>(checks: &[Check<'a, '_>], first: &Check<'a, '_>, wait: Wait) 
     let us = wait.most.as_micros() as u64;
     let full = Outcome { status: Status::Over, remaining: 0, reset_us: us, retry_us: us };
     let outcome = |check: &Check<'_, '_>| if check.place == first.place { full } else { UNTOUCHED };
-    let verdict = Verdict { granted: 0, now_us: unix_us(), outcomes: checks.iter().map(outcome).collect() };
+    let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
     Decision::new(verdict, Source::Local, checks.iter())
 }
 

@@ -8,6 +8,7 @@ mod reader;
 mod route;
 mod routes;
 mod settings;
+mod store;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -30,7 +31,7 @@ use crate::identity::client_ip::ClientIp;
 use crate::identity::jwt::Verifier;
 use crate::limit::key::IdentityHasher;
 use crate::limit::plan::Limit;
-use crate::limit::redis::RedisSettings;
+use crate::limit::redis::{RedisSettings, Servers};
 use crate::observe::log::Format;
 use crate::route::RouteTable;
 use crate::upstream::UpstreamSettings;
@@ -120,7 +121,7 @@ pub enum Layout {
 #[derive(Debug, Clone)]
 pub struct StoreSettings {
     /// Redis; none = the memory of this process.
-    pub redis: Option<RedisSettings>,
+    pub redis: Option<(Servers, RedisSettings)>,
     /// How the store is called in logs; no credentials.
     pub name: String,
     /// Bound of a decision.
@@ -211,7 +212,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let (verifier, jwks_file) = identities::jwt(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
-    let instances = settings::instances(&config.store, reader);
+    let instances = store::instances(&config.store, reader);
     let upstreams = settings::upstreams(&config.upstream, reader);
     let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &upstreams, reader);
     let file = config.api_key.consumers.as_ref();
@@ -221,7 +222,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
-    let store = settings::store(&config.store, &routes, reader);
+    let store = store::store(&config.store, &routes, reader);
     Runtime {
         server,
         listeners,

@@ -21,6 +21,7 @@ const LIMIT_ROWS: &[&[&str]] = &[
     &["coalesce", "decision", "line"],
     &["admission"],
     &["backend", "denials"],
+    &["cluster"],
     &["guard"],
     &["memory", "redis"],
     &["store", "plan"],

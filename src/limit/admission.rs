@@ -183,33 +183,45 @@ pub type Settling = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, St
 pub struct Debts {
     ledger: Arc<Ledger>,
     source: Source,
-    charged_at: u64,
-    owed: Vec<(Later, Pending)>,
+    owed: Vec<Owed>,
+}
+
+/// What it owes to one limit.
+#[derive(Debug)]
+pub struct Owed {
+    /// What remains to be done.
+    pub later: Later,
+    /// When the limit was asked, µs by the clock of whoever keeps it.
+    pub charged_at: u64,
+    /// The charge.
+    pub pending: Pending,
 }
 
 impl Debts {
-    /// Of a request that was charged at this instant, µs.
-    pub fn new(ledger: Arc<Ledger>, source: Source, charged_at: u64, owed: Vec<(Later, Pending)>) -> Self {
-        Debts { ledger, source, charged_at, owed }
+    /// Of a request that was admitted.
+    pub fn new(ledger: Arc<Ledger>, source: Source, owed: Vec<Owed>) -> Self {
+        Debts { ledger, source, owed }
     }
 
     /// Charges and gives back what the response says for each limit, by its place on the route; none if there is nothing
     /// to do. When the store does not answer, a charge may be lost; it is never made twice.
     pub fn settle(mut self, due: impl Fn(usize, Later) -> Due) -> Option<Settling> {
-        let (mut paid, mut refunded) = (Vec::new(), Vec::new());
-        for (later, pending) in mem::take(&mut self.owed) {
-            match due(pending.place, later) {
-                Due::Nothing => {}
-                Due::Pay(units) => paid.push(Pending { units, ..pending }),
-                Due::Refund => refunded.push(pending),
+        // One call for all that is paid, one for all that was charged at the same instant: mostly one.
+        let mut calls: Vec<(Operation, Vec<Pending>)> = Vec::new();
+        for Owed { later, charged_at, pending } in mem::take(&mut self.owed) {
+            let (operation, pending) = match due(pending.place, later) {
+                Due::Nothing => continue,
+                Due::Pay(units) => (Operation::Charge, Pending { units, ..pending }),
+                Due::Refund => (Operation::Refund { charged_at }, pending),
+            };
+            match calls.iter_mut().find(|(of_call, _)| *of_call == operation) {
+                Some((_, all)) => all.push(pending),
+                None => calls.push((operation, vec![pending])),
             }
         }
-        if paid.is_empty() && refunded.is_empty() {
+        if calls.is_empty() {
             return None;
         }
-        let refund = Operation::Refund { charged_at: self.charged_at };
-        let calls =
-            [(Operation::Charge, paid), (refund, refunded)].into_iter().filter(|(_, pending)| !pending.is_empty());
         let (ledger, source) = (self.ledger.clone(), self.source);
         // A task of its own: a client that leaves now does not escape the charge.
         let task = self.ledger.tasks.spawn(async move {
@@ -232,7 +244,7 @@ impl Drop for Debts {
     fn drop(&mut self) {
         // The client left before the response was known; what was asked for may have been done.
         let owed = mem::take(&mut self.owed).into_iter();
-        let owed: Vec<_> = owed.filter(|(later, _)| *later == Later::Pay).map(|(_, pending)| pending).collect();
+        let owed: Vec<_> = owed.filter(|owed| owed.later == Later::Pay).map(|owed| owed.pending).collect();
         if owed.is_empty() {
             return;
         }

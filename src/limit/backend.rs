@@ -2,6 +2,9 @@
 
 use std::sync::Arc;
 
+use tokio::time::Duration;
+
+use super::cluster::{self, Cluster};
 use super::guard::Guard;
 use super::memory::MemoryStore;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
@@ -14,10 +17,29 @@ pub enum Backend {
     /// In Redis, with this process' counters for the time when it fails.
     Redis {
         /// The store.
-        store: Guard,
+        store: Shared,
         /// The local shares.
         fallback: Arc<MemoryStore>,
     },
+}
+
+/// One Redis, or many.
+#[derive(Debug)]
+pub enum Shared {
+    /// One server keeps all.
+    One(Guard),
+    /// The masters of a cluster share the identities.
+    Cluster(Cluster),
+}
+
+impl Shared {
+    /// Bound of a call.
+    pub fn deadline(&self) -> Duration {
+        match self {
+            Shared::One(guard) => guard.deadline(),
+            Shared::Cluster(cluster) => cluster.deadline(),
+        }
+    }
 }
 
 /// Who decided.
@@ -53,7 +75,19 @@ impl Backend {
         match (self, source) {
             (Backend::Memory(memory) | Backend::Redis { fallback: memory, .. }, Source::Local)
             | (Backend::Memory(memory), Source::Store) => Ok(memory.decide(operation, charges)),
-            (Backend::Redis { store, .. }, Source::Store) => store.call(operation, charges).await,
+            (Backend::Redis { store: Shared::One(store), .. }, Source::Store) => store.call(operation, charges).await,
+            (Backend::Redis { store: Shared::Cluster(store), .. }, Source::Store) => {
+                // On the heap: the others should not have to carry its size.
+                Box::pin(store.call(operation, charges)).await
+            }
+        }
+    }
+
+    /// Whether these charges are decided by one call.
+    pub fn is_one_call(&self, charges: &[Charge<'_>]) -> bool {
+        match self {
+            Backend::Memory(_) | Backend::Redis { store: Shared::One(_), .. } => true,
+            Backend::Redis { store: Shared::Cluster(_), .. } => cluster::is_one_call(charges),
         }
     }
 }

@@ -9,6 +9,8 @@ use tracing::{info, warn};
 use super::clock::unix_us;
 use super::redis::RedisStore;
 use super::redis::connection::UNANSWERED;
+use super::redis::server::Address;
+use super::redis::slots::Slots;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 
 /// Failures in a row that open the breaker: as many as end a connection, so that the probe starts on a fresh one.
@@ -83,13 +85,48 @@ async fn ask_for_life(store: &RedisStore, deadline: Duration) -> Result<(), Stor
 
 impl Store for Guard {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        if self.breaker.open.load(Ordering::Acquire) {
+        self.ask(self.deadline, false, operation, charges).await
+    }
+}
+
+impl Guard {
+    /// Whether calls fail at once.
+    pub fn is_open(&self) -> bool {
+        self.breaker.open.load(Ordering::Acquire)
+    }
+
+    /// Decides `within` this time; see [`RedisStore::ask`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn ask(
+        &self,
+        within: Duration,
+        asking: bool,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        // On the heap: inside the request's future it would be moved with it, for every request.
+        self.guarded(within, Box::pin(self.store.ask(asking, operation, charges))).await
+    }
+
+    /// Which node of the cluster keeps which slot, as this one at `address` knows it.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
+        self.guarded(self.deadline, self.store.slots(address)).await
+    }
+
+    async fn guarded<T>(
+        &self,
+        within: Duration,
+        call: impl Future<Output = Result<T, StoreError>>,
+    ) -> Result<T, StoreError> {
+        if self.is_open() {
             return Err(StoreError::Open);
         }
-        // On the heap: inside the request's future it would be moved with it, for every request.
-        let result = timeout(self.deadline, Box::pin(self.store.call(operation, charges)))
-            .await
-            .unwrap_or(Err(StoreError::Timeout));
+        let result = timeout(within, call).await.unwrap_or(Err(StoreError::Timeout));
         match &result {
             Err(error @ (StoreError::Unreachable(_) | StoreError::Timeout)) => {
                 if self.breaker.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES {

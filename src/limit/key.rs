@@ -9,6 +9,13 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Identity(pub u128);
 
+impl Identity {
+    /// In lower-case hexadecimal digits, as in keys.
+    pub fn hex(self) -> [u8; 32] {
+        std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
+    }
+}
+
 /// Turns identities into hashes. The same secret gives the same hashes on every gateway.
 ///
 /// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012): a keyed function made for short inputs, a tenth of the
@@ -93,10 +100,9 @@ impl Key<'_> {
 
     /// Appends `<prefix>:{<identity hash>}:<limit>:<shape>`; the braces put all limits of an identity into one cluster slot.
     pub fn write(&self, prefix: &str, out: &mut Vec<u8>) {
-        const HEX: &[u8; 16] = b"0123456789abcdef";
         out.extend_from_slice(prefix.as_bytes());
         out.extend_from_slice(b":{");
-        out.extend((0..32).rev().map(|digit| HEX[(self.identity.0 >> (4 * digit)) as usize & 15]));
+        out.extend_from_slice(&self.identity.hex());
         out.extend_from_slice(b"}:");
         out.extend_from_slice(self.bucket.name.as_bytes());
     }

@@ -137,7 +137,7 @@ fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operati
         }
         outcomes.push(outcome);
     }
-    Verdict { granted: if admitted { granted } else { 0 }, now_us: now, outcomes }
+    Verdict::new(if admitted { granted } else { 0 }, now, outcomes)
 }
 
 fn ask(

@@ -2,6 +2,8 @@
 
 pub mod connection;
 pub mod script;
+pub mod server;
+pub mod slots;
 
 use redis::{Cmd, Value};
 use tokio::time::Duration;
@@ -11,12 +13,12 @@ use super::clock::Clock;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 use connection::{Connections, checkout};
 use script::{Parts, script};
+use server::{Address, Login, Server};
+use slots::Slots;
 
-/// How to reach Redis and what to call the keys.
+/// How to use a server.
 #[derive(Debug, Clone)]
 pub struct RedisSettings {
-    /// Address, database and credentials.
-    pub client: redis::Client,
     /// First part of every key.
     pub prefix: String,
     /// Connections of one worker.
@@ -27,7 +29,21 @@ pub struct RedisSettings {
     pub scripts: Vec<Parts>,
 }
 
-/// The counters of one worker's requests, kept in Redis.
+/// One Redis, or many.
+#[derive(Debug, Clone)]
+pub enum Servers {
+    /// One server keeps all.
+    One(Server),
+    /// The nodes of a cluster share the identities.
+    Cluster {
+        /// Those that are asked for the others at first.
+        seeds: Vec<Address>,
+        /// How to log on at each.
+        login: Login,
+    },
+}
+
+/// The counters of one worker's requests, kept by one server.
 #[derive(Debug)]
 pub struct RedisStore {
     connections: Connections,
@@ -37,9 +53,9 @@ pub struct RedisStore {
 
 impl RedisStore {
     /// A store that connects when it is first used. Make one for each runtime: connections live on the one that made them.
-    pub fn new(settings: &RedisSettings, clock: Clock) -> Self {
-        let RedisSettings { client, prefix, connections, connect_timeout, scripts } = settings.clone();
-        let connections = connection::pool(client, scripts, connections, connect_timeout);
+    pub fn new(settings: &RedisSettings, server: Server, clock: Clock) -> Self {
+        let RedisSettings { prefix, connections, connect_timeout, scripts } = settings.clone();
+        let connections = connection::pool(server, scripts, connections, connect_timeout);
         RedisStore { connections, prefix, clock }
     }
 
@@ -50,6 +66,16 @@ impl RedisStore {
     pub async fn ping(&self) -> Result<(), StoreError> {
         let mut connection = checkout(&self.connections).await?;
         connection.send(&redis::cmd("PING")).await.map(drop).map_err(refused_or_unreachable)
+    }
+
+    /// Asks this node at `address` which node of its cluster keeps which slot.
+    ///
+    /// # Errors
+    /// It cannot be reached, or is no node of a cluster.
+    pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
+        let mut connection = checkout(&self.connections).await?;
+        let reply = connection.send(redis::cmd("CLUSTER").arg("SLOTS")).await.map_err(refused_or_unreachable)?;
+        Slots::read(&reply, address).ok_or(StoreError::Malformed)
     }
 
     /// A call for decisions at about `near_us`, which is when calendar windows are reckoned for.
@@ -83,6 +109,16 @@ impl RedisStore {
 
 impl Store for RedisStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        self.ask(false, operation, charges).await
+    }
+}
+
+impl RedisStore {
+    /// Decides; `asking` where another node said to ask this one, which is just taking the slot over.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn ask(&self, asking: bool, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         let script = script(Parts::of_call(operation, charges));
         let mut connection = checkout(&self.connections).await?;
         // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
@@ -92,7 +128,9 @@ impl Store for RedisStore {
         // Each of the two errors is answered once, and proves that nothing ran.
         let (mut sent_text, mut asked_time) = (false, false);
         let reply = loop {
-            let error = match connection.send(&self.command(verb, text, operation, charges, near_us)).await {
+            let command = self.command(verb, text, operation, charges, near_us);
+            let reply = if asking { connection.send_asking(&command).await } else { connection.send(&command).await };
+            let error = match reply {
                 Ok(reply) => break Ok(reply),
                 Err(error) => error,
             };
@@ -146,5 +184,5 @@ fn verdict(reply: &Value, limits: usize) -> Option<Verdict> {
         let retry_us = number(first + 3)?.max(0) as u64;
         outcomes.push(Outcome { status, remaining: natural(first + 1)?, reset_us: natural(first + 2)?, retry_us });
     }
-    Some(Verdict { granted: natural(0)?, now_us: natural(1)?, outcomes })
+    Some(Verdict::new(natural(0)?, natural(1)?, outcomes))
 }

@@ -98,6 +98,15 @@ pub struct Verdict {
     pub now_us: u64,
     /// One for each charge, in their order. Of a denied request or a peek: what is there uncharged.
     pub outcomes: Vec<Outcome>,
+    /// Where several servers decided: the instant of each charge, by the clock of its own server. Else empty.
+    pub instants: Vec<u64>,
+}
+
+impl Verdict {
+    /// Of one server.
+    pub fn new(granted: u64, now_us: u64, outcomes: Vec<Outcome>) -> Self {
+        Verdict { granted, now_us, outcomes, instants: Vec::new() }
+    }
 }
 
 /// Why there is no verdict.

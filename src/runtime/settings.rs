@@ -1,25 +1,20 @@
-//! The tables that stand for themselves: server, listeners, log, store, upstreams.
+//! The tables that stand for themselves: server, listeners, log, upstreams.
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
 use std::net::SocketAddr;
-use std::ops::Range;
 use std::sync::Arc;
 
 use http::Uri;
-use redis::io::tcp::TcpSettings;
-use redis::{ClientTlsConfig, IntoConnectionInfo, TlsCertificates};
 use rustls::ServerConfig;
 use tokio::time::Duration;
 use toml::Spanned;
 use tracing::Level;
 
 use super::reader::Reader;
-use super::{Access, Layout, Listener, LogSettings, Route, ServerSettings, StoreSettings};
+use super::{Access, Layout, Listener, LogSettings, ServerSettings};
 use crate::config;
 use crate::config::error::Issue;
-use crate::limit::redis::RedisSettings;
-use crate::limit::redis::script::Parts;
 use crate::observe::log::Format;
 use crate::tls::{Certificate, server_config};
 use crate::upstream::UpstreamSettings;
@@ -123,101 +118,6 @@ pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
             Some(path) => Access::File(reader.path(path)),
         },
     }
-}
-
-pub(super) fn instances(store: &config::Store, reader: &mut Reader<'_>) -> u64 {
-    reader.number(store.instances.as_ref(), 1..10_001, 1) as u64
-}
-
-pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Reader<'_>) -> StoreSettings {
-    let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
-    let connections = reader.number(store.connections.as_ref(), 1..9, 1) as u32;
-    let memory_identities = reader.number(store.memory_identities.as_ref(), 1..1 << 40, 1_000_000) as usize;
-    let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
-    if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
-        // Braces would move the cluster slot away from the identity.
-        reader.issue(Issue::at(text.span(), "`prefix` must not be empty and must not have braces"));
-    }
-    let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
-    let name = "memory".to_owned();
-    let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, memory_identities };
-    let url = store.url.as_ref().map_or("memory:", |url| url.get_ref());
-    let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
-    if let Some(tls) = store.tls.as_ref().filter(|_| scheme != "rediss") {
-        reader.issue(Issue::at(tls.span(), "`tls` goes with a store at `rediss://` only"));
-    }
-    let Some(text) = &store.url else { return settings };
-    match scheme {
-        "memory" if url == "memory:" => return settings,
-        "redis" | "rediss" | "redis+unix" => {}
-        "redis+sentinel" | "redis+cluster" => {
-            reader.not_yet(text.span(), &format!("a store at `{scheme}:`"));
-            return settings;
-        }
-        _ => {
-            let hint =
-                "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\" or \"redis+unix:///run/redis.sock?db=0\"";
-            reader.issue(Issue::at(text.span(), "this is not a store").hint(hint));
-            return settings;
-        }
-    }
-    let certificates = store.tls.as_ref().and_then(|tls| certificates(tls.get_ref(), &tls.span(), reader));
-    let client = url.into_connection_info().and_then(|info| {
-        // Calls must not wait for the replies to those before.
-        let info = info.set_tcp_settings(TcpSettings::default().set_nodelay(true));
-        let address = info.addr().to_string();
-        let client = match certificates {
-            Some(certificates) => redis::Client::build_with_tls(info, certificates)?,
-            None => redis::Client::open(info)?,
-        };
-        Ok((address, client))
-    });
-    match client {
-        Ok((address, client)) => {
-            settings.name = format!("redis at {address}");
-            let mut scripts: Vec<_> = routes.iter().flat_map(scripts).collect();
-            scripts.sort_unstable();
-            scripts.dedup();
-            settings.redis = Some(RedisSettings { client, prefix, connections, connect_timeout: timeout, scripts });
-        }
-        Err(error) => {
-            let hint = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
-            reader.issue(Issue::at(text.span(), format!("this Redis cannot be used: {error}")).hint(hint));
-        }
-    }
-    settings
-}
-
-/// Whom to believe at the other end, and who we are.
-fn certificates(tls: &config::ClientTls, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<TlsCertificates> {
-    let mut read = |text: &config::Text| {
-        let path = reader.path(text.get_ref());
-        let failed = |error| Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
-        std::fs::read(&path).map_err(|error| reader.issue(failed(error))).ok()
-    };
-    let root_cert = tls.ca.as_ref().and_then(&mut read);
-    let pair = (tls.cert.as_ref().map(&mut read), tls.key.as_ref().map(&mut read));
-    let client_tls = match pair {
-        (Some(cert), Some(key)) => {
-            cert.zip(key).map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key })
-        }
-        (None, None) => None,
-        (Some(_), None) | (None, Some(_)) => {
-            reader.issue(Issue::at(place.clone(), "a client certificate needs `cert` and `key`"));
-            None
-        }
-    };
-    Some(TlsCertificates { client_tls, root_cert })
-}
-
-/// The scripts that a route calls.
-fn scripts(route: &Arc<Route>) -> Vec<Parts> {
-    let rules = || route.metering.limits.iter().map(|metered| &metered.limit.standard.rule);
-    let mut scripts: Vec<_> = rules().map(Parts::of_one).collect();
-    if scripts.len() > 1 {
-        scripts.push(Parts::of(rules()));
-    }
-    scripts
 }
 
 pub(super) fn upstreams(

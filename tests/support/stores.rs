@@ -18,6 +18,7 @@ use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::{Calendar, EXACT, Quota};
 use sluicegate::limit::redis::script::Parts;
+use sluicegate::limit::redis::server::Server;
 use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store, Verdict};
 
@@ -94,13 +95,12 @@ async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> 
 /// A store on a server that loads its scripts when they are missed.
 pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
     let settings = RedisSettings {
-        client: server.client(),
         prefix: prefix.to_owned(),
         connections: 1,
         connect_timeout: PATIENCE,
         scripts: vec![Parts::of([])],
     };
-    RedisStore::new(&settings, clock)
+    RedisStore::new(&settings, Server::Fixed(server.client()), clock)
 }
 
 pub fn quota(count: u64, window: u64) -> Quota {

@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, RedisError, RedisResult, Value};
+use redis::{AsyncConnectionConfig, Cmd, Pipeline, RedisError, RedisResult, Value};
 use tokio::time::Duration;
 
 use super::script::{Parts, script};
+use super::server::Server;
 use crate::limit::store::StoreError;
 
 /// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
@@ -20,7 +21,7 @@ const PIPELINE: usize = 1024;
 /// Makes connections with all scripts of the configuration loaded.
 #[derive(Debug)]
 pub struct Manager {
-    client: Client,
+    server: Server,
     scripts: Vec<Parts>,
     connect_timeout: Duration,
 }
@@ -54,7 +55,7 @@ impl ErrorSink<RedisError> for LastFailure {
 }
 
 /// A pool that connects when it is first used.
-pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
+pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
     let failure = LastFailure::default();
     let pool = Pool::builder()
         .max_size(size)
@@ -65,7 +66,7 @@ pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { client, scripts, connect_timeout });
+        .build_unchecked(Manager { server, scripts, connect_timeout });
     Connections { pool, failure }
 }
 
@@ -96,7 +97,8 @@ impl ManageConnection for Manager {
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
             .set_pipeline_buffer_size(PIPELINE);
-        let mut pipe = self.client.get_multiplexed_async_connection_with_config(&config).await?;
+        let client = self.server.client(self.connect_timeout).await?;
+        let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
         for parts in &self.scripts {
             let mut load = redis::cmd("SCRIPT");
             load.arg("LOAD").arg(&script(*parts).text);
@@ -129,12 +131,27 @@ impl Connection {
     }
 
     /// Sends one command and waits for its reply; an error reply is an error.
-    pub async fn send(&mut self, command: &redis::Cmd) -> RedisResult<Value> {
-        let unanswered = Unanswered(&self.unanswered);
-        let result = self.pipe.send_packed_command(command).await;
-        std::mem::forget(unanswered);
-        let broken = result.as_ref().is_err_and(RedisError::is_unrecoverable_error);
-        self.unanswered.store(if broken { UNANSWERED } else { 0 }, Ordering::Relaxed);
-        result?.extract_error()
+    pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
+        let pipe = &mut self.pipe;
+        answered(&self.unanswered, pipe.send_packed_command(command)).await?.extract_error()
     }
+
+    /// The same with ASKING before it, which lets a node answer for a slot that it is just taking over.
+    pub async fn send_asking(&mut self, command: &Cmd) -> RedisResult<Value> {
+        let mut both = Pipeline::with_capacity(2);
+        both.cmd("ASKING").add_command(command.clone());
+        let pipe = &mut self.pipe;
+        let mut replies = answered(&self.unanswered, pipe.send_packed_commands(&both, 1, 1)).await?;
+        replies.pop().unwrap_or(Value::Nil).extract_error()
+    }
+}
+
+/// Counts calls without a reply, and takes a connection that broke for one that hangs.
+async fn answered<T>(unanswered: &AtomicU32, call: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
+    let waiting = Unanswered(unanswered);
+    let result = call.await;
+    std::mem::forget(waiting);
+    let broken = result.as_ref().is_err_and(RedisError::is_unrecoverable_error);
+    unanswered.store(if broken { UNANSWERED } else { 0 }, Ordering::Relaxed);
+    result
 }

@@ -1,0 +1,226 @@
+//! A Redis Cluster: each identity's states are kept by one of its masters, each behind a guard of its own.
+
+mod apart;
+pub mod topology;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use redis::{ErrorKind, RedisError, ServerErrorKind};
+use tokio::time::{Duration, timeout};
+
+use super::clock::{Clock, monotonic, unix_us};
+use super::guard::Guard;
+use super::redis::server::{Address, Login, Server};
+use super::redis::slots::{Slots, slot};
+use super::redis::{RedisSettings, RedisStore};
+use super::store::{Charge, Operation, Store, StoreError, Verdict};
+use topology::Topology;
+
+/// How often a call follows a redirection: more only come from a cluster that contradicts itself.
+const REDIRECTIONS: usize = 4;
+
+/// The counters of one worker's requests, kept by a cluster. Make one for each runtime: connections live on the one that
+/// made them.
+#[derive(Debug, Clone)]
+pub struct Cluster(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    settings: RedisSettings,
+    seeds: Vec<Address>,
+    login: Login,
+    deadline: Duration,
+    topology: Arc<Topology>,
+    known: Mutex<Known>,
+}
+
+/// The servers that this worker has asked.
+#[derive(Debug, Default)]
+struct Known {
+    /// Those that are none of these are forgotten.
+    of: Option<Arc<Slots>>,
+    guards: HashMap<Address, Guard>,
+}
+
+/// Where to ask instead.
+enum Redirection {
+    /// From now on.
+    Moved(Address),
+    /// This time only: the slot is just being taken over.
+    Ask(Address),
+}
+
+impl Cluster {
+    /// The cluster that these nodes belong to; what is known of it is shared by all workers.
+    pub fn new(
+        settings: RedisSettings,
+        seeds: Vec<Address>,
+        login: Login,
+        topology: Arc<Topology>,
+        deadline: Duration,
+    ) -> Self {
+        Cluster(Arc::new(Inner { settings, seeds, login, deadline, topology, known: Mutex::default() }))
+    }
+
+    /// Bound of a call.
+    pub fn deadline(&self) -> Duration {
+        self.0.deadline
+    }
+
+    /// Connects to all masters, so that the first request finds connections.
+    pub fn warm_up(&self) {
+        let cluster = self.clone();
+        tokio::spawn(async move {
+            let Ok(slots) = cluster.slots().await else {
+                // Those that cannot be reached are found out before the first request.
+                cluster.0.seeds.iter().filter_map(|seed| cluster.guard(seed).ok()).for_each(|guard| guard.warm_up());
+                return;
+            };
+            slots.masters().iter().filter_map(|master| cluster.guard(master).ok()).for_each(|guard| guard.warm_up());
+        });
+    }
+
+    /// Asks the master of the one identity that these charges have, wherever it may be by now.
+    async fn follow(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        let began = monotonic();
+        let Some(charge) = charges.first() else { return Err(StoreError::Malformed) };
+        let mut address = self.owner(slot(charge.key.identity)).await?;
+        let mut asking = false;
+        for _ in 0..REDIRECTIONS {
+            let within = self.0.deadline.saturating_sub(began.elapsed());
+            let error = match self.guard(&address)?.ask(within, asking, operation, charges).await {
+                Ok(verdict) => return Ok(verdict),
+                Err(error) => error,
+            };
+            // Whatever it is, another node may know better.
+            match redirection(&error, &address) {
+                Some(Redirection::Moved(to)) => (address, asking) = (to, false),
+                Some(Redirection::Ask(to)) => {
+                    (address, asking) = (to, true);
+                    continue;
+                }
+                None if is_of_multiple_keys(&error) => return Err(error),
+                None => {
+                    self.look_again();
+                    return Err(error);
+                }
+            }
+            self.look_again();
+        }
+        Err(StoreError::Unreachable("the nodes of the cluster send each call on to another".to_owned()))
+    }
+
+    async fn owner(&self, slot: u16) -> Result<Address, StoreError> {
+        self.slots().await?.owner(slot).cloned().ok_or_else(|| {
+            self.look_again();
+            StoreError::Unreachable(format!("no node of the cluster keeps slot {slot}"))
+        })
+    }
+
+    /// Which node keeps which slot; the first who asks finds it out.
+    async fn slots(&self) -> Result<Arc<Slots>, StoreError> {
+        let topology = &self.0.topology;
+        if let Some(slots) = topology.slots() {
+            return Ok(slots);
+        }
+        let found = timeout(self.0.deadline, topology.discovered_by(|| self.discover())).await;
+        found.unwrap_or(Err(StoreError::Timeout))
+    }
+
+    /// Asks one node after the other which of them keeps what.
+    async fn discover(&self) -> Result<Slots, StoreError> {
+        let slots = self.0.topology.slots();
+        let (masters, all) = slots.as_ref().map_or((&[][..], &[][..]), |slots| (slots.masters(), slots.nodes()));
+        // Not always the same one first: it may be behind the others. Replicas only where nobody else is left.
+        let first = unix_us() as usize % masters.len().max(1);
+        let nodes = masters[first..].iter().chain(&masters[..first]).chain(&self.0.seeds);
+        let replicas = all.iter().filter(|node| !masters.contains(node));
+        let mut failure = StoreError::Open;
+        for address in nodes.chain(replicas) {
+            match self.guard(address)?.slots(address).await {
+                Ok(slots) => return Ok(slots),
+                Err(StoreError::Open) => {}
+                Err(error) => failure = error,
+            }
+        }
+        Err(failure)
+    }
+
+    /// Asks for the slots again, soon, when a call found that what is known of them may be wrong.
+    fn look_again(&self) {
+        let Some(turn) = self.0.topology.turn() else { return };
+        let cluster = self.clone();
+        tokio::spawn(async move {
+            if let Ok(slots) = cluster.discover().await {
+                cluster.0.topology.replace(slots);
+            }
+            turn.over().await;
+        });
+    }
+
+    /// The guard of a node; those of nodes that left the cluster are forgotten.
+    fn guard(&self, address: &Address) -> Result<Guard, StoreError> {
+        let Inner { settings, login, deadline, topology, .. } = &*self.0;
+        let slots = topology.slots();
+        let mut known = self.0.known.lock().unwrap_or_else(PoisonError::into_inner);
+        if known.of.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
+            let is_there = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
+            known.guards.retain(|address, _| is_there(address));
+            known.of = slots;
+        }
+        if let Some(guard) = known.guards.get(address) {
+            return Ok(guard.clone());
+        }
+        let client = login.at(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
+        let store = RedisStore::new(settings, Server::Node(client), Clock::Store);
+        let guard = Guard::new(store, topology.breaker(address), *deadline);
+        known.guards.insert(address.clone(), guard.clone());
+        Ok(guard)
+    }
+}
+
+impl Store for Cluster {
+    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        if !is_one_call(charges) {
+            let same = |one: &Charge<'_>, other: &Charge<'_>| one.key.identity == other.key.identity;
+            return self.apart(operation, charges, same).await;
+        }
+        match self.follow(operation, charges).await {
+            // The slot is on its way to another node, some of its keys before others.
+            Err(error) if is_of_multiple_keys(&error) => self.apart(operation, charges, |_, _| false).await,
+            result => result,
+        }
+    }
+}
+
+/// Whether one server keeps all that is asked about: an identity has one slot.
+pub fn is_one_call(charges: &[Charge<'_>]) -> bool {
+    charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
+}
+
+fn redis_error(error: &StoreError) -> Option<&RedisError> {
+    match error {
+        StoreError::Refused(error) => Some(error),
+        _ => None,
+    }
+}
+
+/// Whether single keys could be asked about, but not all at once.
+fn is_of_multiple_keys(error: &StoreError) -> bool {
+    redis_error(error).is_some_and(|error| error.kind() == ErrorKind::Server(ServerErrorKind::TryAgain))
+}
+
+fn redirection(error: &StoreError, asked: &Address) -> Option<Redirection> {
+    let error = redis_error(error)?;
+    let (node, _) = error.redirect_node()?;
+    let mut node = Address::parse(node)?;
+    if node.host.is_empty() {
+        // A node that does not know its own host means the one where it was asked.
+        node.host = asked.host.clone();
+    }
+    match error.kind() {
+        ErrorKind::Server(ServerErrorKind::Ask) => Some(Redirection::Ask(node)),
+        _ => Some(Redirection::Moved(node)),
+    }
+}
