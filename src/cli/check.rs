@@ -8,6 +8,7 @@ use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::Plan;
 use crate::limit::quota::Calendar;
+use crate::limit::redis::Servers;
 use crate::runtime::{Runtime, Terms};
 
 pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
@@ -42,6 +43,16 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
                 limit.name
             )?;
         }
+    }
+    let is_cluster = runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
+    for route in runtime.routes.iter().filter(|route| is_cluster && route.metering.identities.len() > 1) {
+        writeln!(
+            out,
+            "  note: route `{}` is up to {} calls at the same time, as its identities are kept by several masters: a \
+             request that one denies holds units of the others for about a round trip",
+            route.name,
+            route.metering.identities.len()
+        )?;
     }
     Ok(())
 }

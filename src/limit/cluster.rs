@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use redis::{ErrorKind, RedisError, ServerErrorKind};
-use tokio::time::{Duration, timeout};
+use tokio::time::{Duration, sleep, timeout};
 
 use super::clock::{Clock, monotonic, unix_us};
 use super::guard::Guard;
@@ -17,8 +17,10 @@ use super::redis::{RedisSettings, RedisStore};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 use topology::Topology;
 
-/// How often a call follows a redirection: more only come from a cluster that contradicts itself.
-const REDIRECTIONS: usize = 4;
+/// A call follows so many redirections at once. More come while the nodes do not yet agree about a slot: those it follows
+/// after a pause.
+const REDIRECTIONS: u32 = 3;
+const PAUSE: Duration = Duration::from_millis(2);
 
 /// The counters of one worker's requests, kept by a cluster. Make one for each runtime: connections live on the one that
 /// made them.
@@ -87,8 +89,14 @@ impl Cluster {
         let Some(charge) = charges.first() else { return Err(StoreError::Malformed) };
         let mut address = self.owner(slot(charge.key.identity)).await?;
         let mut asking = false;
-        for _ in 0..REDIRECTIONS {
+        for redirections in 0_u32.. {
+            if redirections > REDIRECTIONS {
+                sleep(PAUSE).await;
+            }
             let within = self.0.deadline.saturating_sub(began.elapsed());
+            if within.is_zero() {
+                break;
+            }
             let error = match self.guard(&address)?.ask(within, asking, operation, charges).await {
                 Ok(verdict) => return Ok(verdict),
                 Err(error) => error,
@@ -108,7 +116,9 @@ impl Cluster {
             }
             self.look_again();
         }
-        Err(StoreError::Unreachable("the nodes of the cluster send each call on to another".to_owned()))
+        Err(StoreError::Unreachable(
+            "the nodes of the cluster did not agree in time which of them is to be asked".to_owned(),
+        ))
     }
 
     async fn owner(&self, slot: u16) -> Result<Address, StoreError> {

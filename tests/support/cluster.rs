@@ -106,15 +106,8 @@ impl Cluster {
 
     /// The master that serves a slot.
     pub fn owner(&self, slot: u16) -> &Redis {
-        let owns = |master: &&Redis| {
-            let known = known_nodes(master);
-            let own = known.iter().find(|line| line.contains("myself")).unwrap();
-            own.split(' ').skip(8).any(|range| {
-                let (first, last) = range.split_once('-').unwrap_or((range, range));
-                first.parse().is_ok_and(|first: u16| first <= slot) && last.parse().is_ok_and(|last: u16| slot <= last)
-            })
-        };
-        self.masters().into_iter().find(owns).unwrap_or_else(|| panic!("nobody serves slot {slot}"))
+        let owner = self.masters().into_iter().find(|master| serves(master, slot));
+        owner.unwrap_or_else(|| panic!("nobody serves slot {slot}"))
     }
 
     /// Moves a slot with all its keys.
@@ -193,6 +186,10 @@ impl Migration<'_> {
         for node in [self.to, self.from].into_iter().chain(others) {
             cluster("SETSLOT").arg(self.slot).arg("NODE").arg(&owner).exec(&mut node.connection()).unwrap();
         }
+        // What the old owner told others before may still be on its way.
+        eventually("all agree on the owner", || {
+            self.cluster.masters().iter().all(|node| serves(node, self.slot) == (node.port == self.to.port))
+        });
     }
 }
 
@@ -204,6 +201,16 @@ fn cluster(subcommand: &str) -> redis::Cmd {
 
 fn id(node: &Redis) -> String {
     cluster("MYID").query(&mut node.connection()).unwrap()
+}
+
+/// Whether this node thinks that a slot is its own.
+fn serves(node: &Redis, slot: u16) -> bool {
+    let known = known_nodes(node);
+    let own = known.iter().find(|line| line.contains("myself")).unwrap();
+    own.split(' ').skip(8).any(|range| {
+        let (first, last) = range.split_once('-').unwrap_or((range, range));
+        first.parse().is_ok_and(|first: u16| first <= slot) && last.parse().is_ok_and(|last: u16| slot <= last)
+    })
 }
 
 fn known_nodes(node: &Redis) -> Vec<String> {

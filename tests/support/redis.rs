@@ -76,6 +76,11 @@ impl Redis {
         self.figure("stats", "expired_keys:")
     }
 
+    /// How many calls were answered with this error.
+    pub fn errors(&self, code: &str) -> u64 {
+        self.figure("errorstats", &format!("errorstat_{code}:count="))
+    }
+
     fn figure(&self, section: &str, name: &str) -> u64 {
         let info: String = redis::cmd("INFO").arg(section).query(&mut self.connection()).unwrap();
         let figure = info.lines().find_map(|line| line.strip_prefix(name));

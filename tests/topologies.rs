@@ -1,0 +1,277 @@
+//! A Redis Cluster and a master that Sentinels watch: exact while slots move, there again after a failover.
+
+mod support;
+
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use support::client::{Client, load};
+use support::cluster::Cluster;
+use support::eventually;
+use support::gateway::Gateway;
+use support::redis::Redis;
+use support::sentinel::Sentinels;
+
+/// Windows of ten years: none of them begins while the test runs.
+fn config(url: &str, deadline: &str, limits: &[(&str, &str)]) -> String {
+    let tables = limits.iter().map(|(name, rest)| format!("[limit.{name}]\n{rest}\n"));
+    let names: Vec<_> = limits.iter().map(|(name, _)| format!("\"{name}\"")).collect();
+    format!(
+        "[store]\nurl = \"{url}\"\ntimeout = \"{deadline}\"\ndenial_cache = 0\n{}\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [{}]\nrespond = {{ status = 200, body = \"ok\" }}\n",
+        tables.collect::<String>(),
+        names.join(", ")
+    )
+}
+
+fn count(statuses: &[u16], wanted: u16) -> usize {
+    statuses.iter().filter(|status| **status == wanted).count()
+}
+
+const FIXED: &str = "by = \"header:x-id\"\nalgorithm = \"fixed-window\"\non_store_error = \"deny\"\n";
+
+/// An identity that this master keeps: the one whose key appears there.
+fn identity_of(cluster: &Cluster, master: &Redis, gateway: &Gateway) -> (String, u16) {
+    let mut client = gateway.client();
+    for number in 0.. {
+        let before: BTreeSet<_> = master.keys().into_iter().collect();
+        let name = format!("probe-{}-{number}", master.port);
+        assert_eq!(client.get_with("/r", &[("x-id", &name)]).status, 200);
+        if let Some(key) = master.keys().into_iter().find(|key| !before.contains(key)) {
+            return (name, cluster.slot(&key));
+        }
+    }
+    unreachable!()
+}
+
+#[test]
+fn a_cluster_counts_each_identity_exactly_wherever_it_is_kept() {
+    let cluster = Cluster::start(3, 0);
+    let two = [("a", &*format!("{FIXED}quota = \"20/3650d\"")), ("b", &*format!("{FIXED}quota = \"1000/3650d\""))];
+    let config = config(&cluster.url(), "5s", &two);
+    let gateways = [Gateway::start(&config), Gateway::start(&config)];
+    let addresses = gateways.each_ref().map(|gateway| gateway.address);
+    for identity in 0..30 {
+        let statuses = load(&addresses, 8, 64, "/r", &[("x-id", &identity.to_string())]);
+        assert_eq!((count(&statuses, 200), count(&statuses, 429)), (20, 44), "identity {identity}");
+    }
+    for master in cluster.masters() {
+        assert!(!master.keys().is_empty(), "every master keeps some");
+        master.assert_every_key_expires();
+    }
+    let mut client = gateways[0].client();
+    let (before, requests) = (cluster.calls("evalsha"), 20);
+    for identity in 0..requests {
+        assert_eq!(client.get_with("/r", &[("x-id", &identity.to_string())]).status, 429);
+    }
+    assert_eq!(cluster.calls("evalsha") - before, requests, "all limits of an identity are one call");
+    assert!(!gateways[0].log().contains("WARN"), "{}", gateways[0].log());
+}
+
+#[test]
+fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
+    let cluster = Cluster::start(3, 0);
+    let by = |header: &str, quota: u32, rest: &str| {
+        format!("by = \"header:{header}\"\nquota = \"{quota}/3650d\"\non_store_error = \"deny\"\n{rest}")
+    };
+    let limits = [
+        ("narrow", by("x-a", 3, "algorithm = \"fixed-window\"")),
+        ("wide", by("x-b", 1000, "algorithm = \"fixed-window\"")),
+        ("log", by("x-c", 1000, "algorithm = \"sliding-log\"")),
+        ("bucket", by("x-d", 1000, "")),
+        ("shadow", by("x-e", 3, "shadow = true\nalgorithm = \"fixed-window\"")),
+    ];
+    let flight = "by = \"header:x-f\"\nalgorithm = \"concurrency\"\nquota = \"2\"\non_store_error = \"deny\"";
+    let mut limits: Vec<_> = limits.iter().map(|(name, rest)| (*name, rest.as_str())).collect();
+    limits.push(("flight", flight));
+    let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
+    let mut client = gateway.client();
+    let headers = |a: &'static str| [("x-a", a), ("x-b", "b"), ("x-c", "c"), ("x-d", "d"), ("x-e", "e"), ("x-f", "f")];
+    for left in [2, 1, 0] {
+        let reply = client.get_with("/r", &headers("a"));
+        assert_eq!((reply.status, reply.remaining("narrow")), (200, left));
+        for limit in ["wide", "log", "bucket"] {
+            assert_eq!(reply.remaining(limit), 997 + left, "{limit}");
+        }
+    }
+    for _ in 0..20 {
+        let denied = client.get_with("/r", &headers("a"));
+        denied.assert_problem(429, "the narrow one is exhausted");
+        assert_eq!(denied.json()["violated-policies"], serde_json::json!(["narrow"]));
+    }
+    let other = client.get_with("/r", &headers("another"));
+    assert_eq!((other.status, other.remaining("narrow")), (200, 2));
+    for limit in ["wide", "log", "bucket"] {
+        assert_eq!(other.remaining(limit), 996, "{limit}: what was denied is not charged");
+    }
+    cluster.masters().iter().for_each(|master| master.assert_every_key_expires());
+}
+
+#[test]
+fn parallel_requests_of_several_identities_admit_no_more_than_the_limit() {
+    let cluster = Cluster::start(3, 0);
+    let quota = |header: &str| {
+        format!(
+            "by = \"header:{header}\"\nalgorithm = \"fixed-window\"\nquota = \"50/3650d\"\non_store_error = \"deny\""
+        )
+    };
+    let (one, two) = (quota("x-one"), quota("x-two"));
+    let gateway = Gateway::start(&config(&cluster.url(), "5s", &[("one", &one), ("two", &two)]));
+    let statuses = load(&[gateway.address], 16, 400, "/r", &[("x-one", "1"), ("x-two", "2")]);
+    assert_eq!(count(&statuses, 200) + count(&statuses, 429), 400);
+    assert!(count(&statuses, 200) <= 50, "{} admitted", count(&statuses, 200));
+    // What was held for a moment is there again: alone, all of the rest is admitted, and no more.
+    let rest = load(&[gateway.address], 1, 60, "/r", &[("x-one", "1"), ("x-two", "2")]);
+    assert_eq!(count(&statuses, 200) + count(&rest, 200), 50);
+}
+
+#[test]
+fn counts_are_exact_while_a_slot_moves() {
+    let cluster = Cluster::start(3, 0);
+    let limits =
+        [("a", &*format!("{FIXED}quota = \"300/3650d\"")), ("b", &*format!("{FIXED}quota = \"100000/3650d\""))];
+    let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
+    let (id, slot) = identity_of(&cluster, cluster.masters()[0], &gateway);
+    let [from, to] = [cluster.masters()[0], cluster.masters()[1]];
+    let mut admitted = 1;
+    let mut ask = |requests: usize, what: &str| {
+        let statuses = load(&[gateway.address], 8, requests, "/r", &[("x-id", &id)]);
+        assert_eq!(count(&statuses, 200), requests, "{what}: {statuses:?}");
+        admitted += requests;
+    };
+    ask(20, "before");
+    let migration = cluster.begin_migration(slot, from, to);
+    ask(20, "on its way, all keys still there");
+    assert_eq!(migration.move_keys(1), 1);
+    ask(20, "one key here, one key there");
+    migration.finish();
+    ask(20, "moved");
+    // Back, and new keys while it is on its way: both of a request are missing at either node.
+    let migration = cluster.begin_migration(slot, to, from);
+    migration.move_keys(1000);
+    ask(20, "all keys gone, the slot not yet");
+    migration.finish();
+    // Forth and back, without a pause, under load.
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut way = [from, to];
+            while !stop.load(Ordering::Relaxed) {
+                cluster.migrate(slot, way[0], way[1]);
+                way.reverse();
+            }
+        });
+        ask(150, "forth and back");
+        stop.store(true, Ordering::Relaxed);
+    });
+    let statuses = load(&[gateway.address], 8, 300, "/r", &[("x-id", &id)]);
+    assert_eq!(count(&statuses, 200) + admitted, 300, "exactly the limit");
+    assert_eq!(count(&statuses, 429), admitted);
+    cluster.masters().iter().for_each(|master| master.assert_every_key_expires());
+    // The gateway learns where the slot is: no call is sent on any more.
+    let mut client = gateway.client();
+    let moved = || cluster.masters().iter().map(|master| master.errors("MOVED")).sum::<u64>();
+    eventually("calls go straight to the owner", || {
+        let before = moved();
+        assert_eq!(client.get_with("/r", &[("x-id", &id)]).status, 429);
+        before == moved()
+    });
+}
+
+#[test]
+fn new_identities_are_admitted_while_their_slot_moves() {
+    let cluster = Cluster::start(3, 0);
+    let limits = [("a", &*format!("{FIXED}quota = \"5/3650d\"")), ("b", &*format!("{FIXED}quota = \"9/3650d\""))];
+    let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
+    let (id, slot) = identity_of(&cluster, cluster.masters()[0], &gateway);
+    let [from, to] = [cluster.masters()[0], cluster.masters()[1]];
+    let migration = cluster.begin_migration(slot, from, to);
+    // Its keys are gone, as if they had never been: several keys that are missing are asked for one by one.
+    for key in from.keys() {
+        redis::cmd("DEL").arg(key).exec(&mut from.connection()).unwrap();
+    }
+    let statuses = load(&[gateway.address], 1, 8, "/r", &[("x-id", &id)]);
+    assert_eq!(statuses, [200, 200, 200, 200, 200, 429, 429, 429]);
+    let keys: Vec<_> = to.keys().into_iter().filter(|key| cluster.slot(key) == slot).collect();
+    assert_eq!(keys.len(), 2, "{keys:?}");
+    migration.finish();
+    let reply = gateway.client().get_with("/r", &[("x-id", &id)]);
+    assert_eq!(reply.status, 429, "the same after the move");
+}
+
+#[test]
+fn a_master_that_dies_is_replaced_and_the_others_go_on() {
+    let mut cluster = Cluster::start(3, 1);
+    let local = format!("{FIXED}quota = \"40/3650d\"").replace("deny", "local");
+    let gateway = Gateway::start(&config(&cluster.url(), "200ms", &[("a", &local)]));
+    let ids: Vec<_> = (0..3).map(|index| identity_of(&cluster, cluster.masters()[index], &gateway).0).collect();
+    let port = cluster.masters()[0].port;
+    let ask = |client: &mut Client, id: &str| client.get_with("/r", &[("x-id", id)]);
+    let mut client = gateway.client();
+    let mut admitted = 1;
+    for _ in 0..10 {
+        admitted += usize::from(ask(&mut client, &ids[0]).status == 200);
+    }
+    assert_eq!(cluster.kill_master(0), port);
+    let dead = |client: &mut Client, admitted: &mut usize| {
+        let reply = ask(client, &ids[0]);
+        assert!(matches!(reply.status, 200 | 429), "{reply:?}");
+        *admitted += usize::from(reply.status == 200);
+    };
+    let (before, mut alive) = (cluster.calls("evalsha"), 0);
+    eventually("its guard opens", || {
+        dead(&mut client, &mut admitted);
+        gateway.log().contains("the store fails")
+    });
+    for _ in 0..10 {
+        for id in &ids[1..] {
+            assert_eq!(ask(&mut client, id).status, 200);
+            alive += 1;
+        }
+    }
+    assert!(cluster.calls("evalsha") - before >= alive, "the others are asked as ever");
+    cluster.wait_for_promotion();
+    eventually("the replica decides", || {
+        let before = cluster.calls("evalsha");
+        dead(&mut client, &mut admitted);
+        cluster.calls("evalsha") > before
+    });
+    for _ in 0..100 {
+        dead(&mut client, &mut admitted);
+    }
+    println!("row 21: a master of a cluster killed: {admitted} admitted of a limit of 40");
+    assert!((40..=80).contains(&admitted), "at most one fresh burst: {admitted}");
+}
+
+#[test]
+fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
+    let mut sentinels = Sentinels::start();
+    let limit = "by = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"60/3650d\"\non_store_error = \"local\"";
+    let gateway = Gateway::start(&config(&sentinels.url(), "200ms", &[("a", limit)]));
+    let mut client = gateway.client();
+    let mut admitted = 0;
+    let mut ask = |admitted: &mut usize| {
+        let reply = client.get_with("/r", &[("x-id", "i")]);
+        assert!(matches!(reply.status, 200 | 429), "{reply:?}");
+        *admitted += usize::from(reply.status == 200);
+    };
+    let decides = |redis: &Redis, ask: &mut dyn FnMut()| {
+        eventually("the master decides", || {
+            let before = redis.calls("evalsha");
+            ask();
+            redis.calls("evalsha") > before
+        });
+    };
+    decides(sentinels.master(), &mut || ask(&mut admitted));
+    // The old one lives on, as a replica that refuses to write.
+    sentinels.fail_over_by_command();
+    decides(sentinels.master(), &mut || ask(&mut admitted));
+    sentinels.fail_over_by_kill();
+    decides(sentinels.master(), &mut || ask(&mut admitted));
+    for _ in 0..200 {
+        ask(&mut admitted);
+    }
+    println!("row 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
+    assert!((60..=180).contains(&admitted), "at most one fresh burst for each: {admitted}");
+    sentinels.master().assert_every_key_expires();
+}
