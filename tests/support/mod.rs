@@ -7,6 +7,7 @@ pub mod gateway;
 pub mod pictures;
 pub mod random;
 pub mod redis;
+pub mod resp;
 pub mod stores;
 pub mod tokens;
 pub mod upstream;

@@ -1,14 +1,17 @@
 //! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, RedisError, RedisResult, Value};
-use tokio::time::Duration;
+use tokio::time::{Duration, timeout};
 
+use super::pace::Pace;
 use super::script::{Parts, script};
+use crate::limit::clock::monotonic;
 use crate::limit::store::StoreError;
 
 /// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
@@ -23,13 +26,23 @@ pub struct Manager {
     client: Client,
     scripts: Vec<Parts>,
     connect_timeout: Duration,
+    pace: Arc<Pace>,
 }
 
 /// A connection that many calls use at once.
 #[derive(Debug, Clone)]
 pub struct Connection {
     pipe: MultiplexedConnection,
-    unanswered: Arc<AtomicU32>,
+    health: Arc<Health>,
+}
+
+/// What is known of a connection.
+#[derive(Debug)]
+struct Health {
+    unanswered: AtomicU32,
+    /// Whether it works, but no longer leads to where it should.
+    retired: AtomicBool,
+    pace: Arc<Pace>,
 }
 
 /// The connections of one worker.
@@ -65,7 +78,7 @@ pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { client, scripts, connect_timeout });
+        .build_unchecked(Manager { client, scripts, connect_timeout, pace: Arc::default() });
     Connections { pool, failure }
 }
 
@@ -86,11 +99,8 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
     }
 }
 
-impl ManageConnection for Manager {
-    type Connection = Connection;
-    type Error = RedisError;
-
-    async fn connect(&self) -> Result<Connection, RedisError> {
+impl Manager {
+    async fn open(&self) -> Result<Connection, RedisError> {
         // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
@@ -102,7 +112,22 @@ impl ManageConnection for Manager {
             load.arg("LOAD").arg(&script(*parts).text);
             pipe.send_packed_command(&load).await?.extract_error()?;
         }
-        Ok(Connection { pipe, unanswered: Arc::default() })
+        let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };
+        Ok(Connection { pipe, health: Arc::new(health) })
+    }
+}
+
+impl ManageConnection for Manager {
+    type Connection = Connection;
+    type Error = RedisError;
+
+    async fn connect(&self) -> Result<Connection, RedisError> {
+        // A server that hangs half-way must not keep the pool's place for good.
+        let attempt = async {
+            let silent = |_| RedisError::from(io::Error::from(io::ErrorKind::TimedOut));
+            timeout(self.connect_timeout, self.open()).await.map_err(silent)?
+        };
+        self.pace.connect(attempt).await
     }
 
     async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
@@ -125,16 +150,23 @@ impl Drop for Unanswered<'_> {
 
 impl Connection {
     fn is_broken(&self) -> bool {
-        self.unanswered.load(Ordering::Relaxed) >= UNANSWERED
+        self.health.unanswered.load(Ordering::Relaxed) >= UNANSWERED || self.health.retired.load(Ordering::Relaxed)
+    }
+
+    /// Lets the pool make another in its place, if it is not the second one within a moment.
+    pub fn retire(&self) {
+        if self.health.pace.may_retire(monotonic()) {
+            self.health.retired.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Sends one command and waits for its reply; an error reply is an error.
     pub async fn send(&mut self, command: &redis::Cmd) -> RedisResult<Value> {
-        let unanswered = Unanswered(&self.unanswered);
+        let unanswered = Unanswered(&self.health.unanswered);
         let result = self.pipe.send_packed_command(command).await;
         std::mem::forget(unanswered);
         let broken = result.as_ref().is_err_and(RedisError::is_unrecoverable_error);
-        self.unanswered.store(if broken { UNANSWERED } else { 0 }, Ordering::Relaxed);
+        self.health.unanswered.store(if broken { UNANSWERED } else { 0 }, Ordering::Relaxed);
         result?.extract_error()
     }
 }
