@@ -26,7 +26,7 @@ use std::time::Instant;
 use admission::{Debts, Later, Leases, Ledger, Owed};
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
-use clock::{monotonic, unix_us};
+use clock::{Seldom, monotonic, unix_us};
 use coalesce::Coalescer;
 use decision::{Check, Decision};
 use denials::Denials;
@@ -34,7 +34,7 @@ use line::Lines;
 use memory::MemoryStore;
 use plan::{OnStoreError, Wait};
 use store::{Operation, StoreError, Verdict};
-use tokio::time::{sleep, timeout};
+use tokio::time::{Duration, sleep, timeout};
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
@@ -143,8 +143,8 @@ impl Limiter {
             }
             Err(error) => {
                 let Backend::Redis { fallback, .. } = &self.ledger.backend else { return Err(Unavailable(error)) };
-                if let (StoreError::Open, Some(leases)) = (&error, leases.take()) {
-                    // The store was not asked. After any other error it is not known what was granted: it is released.
+                if let Some(leases) = leases.take().filter(|_| error.nothing_ran()) {
+                    // After any other error it is not known what was granted: it is released.
                     leases.refused();
                 }
                 let decision = without_store(fallback, checks, error, first_lease)?;
@@ -226,6 +226,9 @@ fn set(checks: &[Check<'_, '_>]) -> Option<u128> {
     checks.iter().all(Check::is_plain).then(all)
 }
 
+/// A state that cannot be used is logged once in this time, however many requests meet it.
+const BROKEN_SAID: Duration = Duration::from_secs(10);
+
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
 fn without_store<'a>(
     fallback: &MemoryStore,
@@ -233,10 +236,16 @@ fn without_store<'a>(
     error: StoreError,
     first_lease: u64,
 ) -> Result<Decision<'a>, Unavailable> {
-    if let StoreError::Refused(_) | StoreError::Malformed = &error {
-        // The breaker does not speak of these: they concern one key, or a right that is missing.
-        let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
-        warn!(%error, ?limits, "the store refused a check");
+    if let StoreError::Broken(_) = &error {
+        // It concerns one identity, whom no outage excuses; the breaker does not speak of it.
+        static SAID: Seldom = Seldom::new();
+        if SAID.unsaid_for(BROKEN_SAID) {
+            let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
+            warn!(%error, ?limits, "an identity is refused until its state is repaired or gone");
+        }
+        if checks.iter().any(|check| !check.limit.shadow) {
+            return Err(Unavailable(error));
+        }
     }
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(Unavailable(error));

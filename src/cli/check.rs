@@ -44,7 +44,8 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
             )?;
         }
     }
-    let is_cluster = runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
+    let is_cluster =
+        runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
     for route in runtime.routes.iter().filter(|route| is_cluster && route.metering.identities.len() > 1) {
         writeln!(
             out,

@@ -8,6 +8,7 @@ pub mod gateway;
 pub mod pictures;
 pub mod random;
 pub mod redis;
+pub mod resp;
 pub mod sentinel;
 pub mod stores;
 pub mod tokens;

@@ -71,6 +71,14 @@ impl Redis {
         self.figure("commandstats", &format!("cmdstat_{command}:calls="))
     }
 
+    /// How often a command was not even begun, since the user has no right to it.
+    pub fn rejections(&self, command: &str) -> u64 {
+        let info: String = redis::cmd("INFO").arg("commandstats").query(&mut self.connection()).unwrap();
+        let line = info.lines().find(|line| line.starts_with(&format!("cmdstat_{command}:")));
+        let figure = line.and_then(|line| line.split("rejected_calls=").nth(1)?.split(',').next());
+        figure.map_or(0, |figure| figure.parse().unwrap())
+    }
+
     /// How many keys have expired.
     pub fn expired(&self) -> u64 {
         self.figure("stats", "expired_keys:")

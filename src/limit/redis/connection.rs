@@ -1,15 +1,18 @@
 //! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Cmd, Pipeline, RedisError, RedisResult, Value};
-use tokio::time::Duration;
+use tokio::time::{Duration, timeout};
 
+use super::pace::Pace;
 use super::script::{Parts, script};
 use super::server::Server;
+use crate::limit::clock::monotonic;
 use crate::limit::store::StoreError;
 
 /// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
@@ -24,13 +27,23 @@ pub struct Manager {
     server: Server,
     scripts: Vec<Parts>,
     connect_timeout: Duration,
+    pace: Arc<Pace>,
 }
 
 /// A connection that many calls use at once.
 #[derive(Debug, Clone)]
 pub struct Connection {
     pipe: MultiplexedConnection,
-    unanswered: Arc<AtomicU32>,
+    health: Arc<Health>,
+}
+
+/// What is known of a connection.
+#[derive(Debug)]
+struct Health {
+    unanswered: AtomicU32,
+    /// Whether it works, but no longer leads to where it should.
+    retired: AtomicBool,
+    pace: Arc<Pace>,
 }
 
 /// The connections of one worker.
@@ -66,7 +79,7 @@ pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { server, scripts, connect_timeout });
+        .build_unchecked(Manager { server, scripts, connect_timeout, pace: Arc::default() });
     Connections { pool, failure }
 }
 
@@ -87,11 +100,8 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
     }
 }
 
-impl ManageConnection for Manager {
-    type Connection = Connection;
-    type Error = RedisError;
-
-    async fn connect(&self) -> Result<Connection, RedisError> {
+impl Manager {
+    async fn open(&self) -> Result<Connection, RedisError> {
         // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
@@ -104,7 +114,22 @@ impl ManageConnection for Manager {
             load.arg("LOAD").arg(&script(*parts).text);
             pipe.send_packed_command(&load).await?.extract_error()?;
         }
-        Ok(Connection { pipe, unanswered: Arc::default() })
+        let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };
+        Ok(Connection { pipe, health: Arc::new(health) })
+    }
+}
+
+impl ManageConnection for Manager {
+    type Connection = Connection;
+    type Error = RedisError;
+
+    async fn connect(&self) -> Result<Connection, RedisError> {
+        // A server that hangs half-way must not keep the pool's place for good.
+        let attempt = async {
+            let silent = |_| RedisError::from(io::Error::from(io::ErrorKind::TimedOut));
+            timeout(self.connect_timeout, self.open()).await.map_err(silent)?
+        };
+        self.pace.connect(attempt).await
     }
 
     async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
@@ -127,13 +152,20 @@ impl Drop for Unanswered<'_> {
 
 impl Connection {
     fn is_broken(&self) -> bool {
-        self.unanswered.load(Ordering::Relaxed) >= UNANSWERED
+        self.health.unanswered.load(Ordering::Relaxed) >= UNANSWERED || self.health.retired.load(Ordering::Relaxed)
+    }
+
+    /// Lets the pool make another in its place, if it is not the second one within a moment.
+    pub fn retire(&self) {
+        if self.health.pace.may_retire(monotonic()) {
+            self.health.retired.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Sends one command and waits for its reply; an error reply is an error.
     pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
         let pipe = &mut self.pipe;
-        answered(&self.unanswered, pipe.send_packed_command(command)).await?.extract_error()
+        answered(&self.health.unanswered, pipe.send_packed_command(command)).await?.extract_error()
     }
 
     /// The same with ASKING before it, which lets a node answer for a slot that it is just taking over.
@@ -141,7 +173,7 @@ impl Connection {
         let mut both = Pipeline::with_capacity(2);
         both.cmd("ASKING").add_command(command.clone());
         let pipe = &mut self.pipe;
-        let mut replies = answered(&self.unanswered, pipe.send_packed_commands(&both, 1, 1)).await?;
+        let mut replies = answered(&self.health.unanswered, pipe.send_packed_commands(&both, 1, 1)).await?;
         replies.pop().unwrap_or(Value::Nil).extract_error()
     }
 }
