@@ -54,7 +54,7 @@ certs:
 	  -addext "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1" -addext "basicConstraints=critical,CA:FALSE" \
 	  -keyout certs/dev.key -out certs/dev.pem
 
-# What the tests start: a real Redis, and hey for load.
+# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, and hey for load.
 tools:
 	@$(call ensure,redis-server hey,redis-server hey)
 

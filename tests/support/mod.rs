@@ -3,10 +3,12 @@
 #![allow(clippy::disallowed_methods)] // waits have a clock of their own
 
 pub mod client;
+pub mod cluster;
 pub mod gateway;
 pub mod pictures;
 pub mod random;
 pub mod redis;
+pub mod sentinel;
 pub mod stores;
 pub mod tokens;
 pub mod upstream;

@@ -26,14 +26,17 @@ impl Redis {
     /// Starts a server with these arguments, by which it listens on this port.
     pub fn start_with(port: u16, arguments: &[&str]) -> Option<Redis> {
         let mut child = Command::new("redis-server")
-            .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
+            // A configuration file must come first.
             .args(arguments)
+            .args(["--bind", "127.0.0.1", "--save", "", "--appendonly", "no"])
             .stdout(Stdio::piped())
             .stderr(Stdio::null())
             .spawn()
             .expect("redis-server is needed; `make tools` installs it");
+        // A Sentinel is ready when it watches its master.
+        let ready = ["ready to accept connections", "+monitor master"];
         let mut lines = BufReader::new(child.stdout.take().unwrap()).lines().map_while(Result::ok);
-        if lines.any(|line| line.to_lowercase().contains("ready to accept connections")) {
+        if lines.any(|line| ready.iter().any(|ready| line.to_lowercase().contains(ready))) {
             // Keep reading, so that the pipe never fills.
             std::thread::spawn(move || lines.for_each(drop));
             return Some(Redis { port, child });

@@ -1,0 +1,221 @@
+//! A real Redis Cluster: masters, their replicas, slots that move, masters that die.
+
+use super::eventually;
+use super::redis::{Redis, free_port};
+
+const SLOTS: usize = 16_384;
+
+/// A cluster in which each master serves an equal share of the slots; all nodes are killed when the test is over.
+pub struct Cluster {
+    /// First the masters of the start, then replicas: node `i` is one of master `i % masters`.
+    pub nodes: Vec<Redis>,
+    masters: usize,
+    killed: Vec<u16>,
+    _directory: tempfile::TempDir,
+}
+
+impl Cluster {
+    /// Starts a cluster and waits until it serves and all replicas are in sync. Promotion takes a majority of masters:
+    /// three of them survive the loss of one.
+    pub fn start(masters: usize, replicas_per_master: usize) -> Cluster {
+        let directory = tempfile::tempdir().unwrap();
+        let start = |index: usize| {
+            let (port, bus) = (free_port(), free_port());
+            let path = directory.path().join(format!("{index}-{port}"));
+            std::fs::create_dir(&path).unwrap();
+            let (port_text, bus_text) = (port.to_string(), bus.to_string());
+            let arguments = [
+                ["--port", &port_text],
+                ["--cluster-enabled", "yes"],
+                ["--cluster-port", &bus_text],
+                ["--cluster-node-timeout", "1000"],
+                // However long a replica could not hear its master: there is no other to take.
+                ["--cluster-replica-validity-factor", "0"],
+                ["--repl-diskless-sync-delay", "0"],
+                ["--dir", path.to_str().unwrap()],
+            ];
+            let node = Redis::start_with(port, arguments.as_flattened())?;
+            Some((node, bus))
+        };
+        let started = (0..masters * (1 + replicas_per_master)).map(|index| {
+            (0..10).find_map(|_| start(index)).expect("redis-server does not start; `make tools` installs it")
+        });
+        let (nodes, buses): (Vec<_>, Vec<_>) = started.unzip();
+        let cluster = Cluster { nodes, masters, killed: Vec::new(), _directory: directory };
+        cluster.join(&buses);
+        cluster
+    }
+
+    fn join(&self, buses: &[u16]) {
+        for (index, node) in self.nodes.iter().enumerate() {
+            // Otherwise nodes find out that they have the same epoch, one pair at a time.
+            cluster("SET-CONFIG-EPOCH").arg(index + 1).exec(&mut node.connection()).unwrap();
+        }
+        for (index, master) in self.nodes[..self.masters].iter().enumerate() {
+            let (first, end) = (index * SLOTS / self.masters, (index + 1) * SLOTS / self.masters);
+            cluster("ADDSLOTSRANGE").arg(first).arg(end - 1).exec(&mut master.connection()).unwrap();
+        }
+        let mut first = self.nodes[0].connection();
+        for (node, bus) in self.nodes.iter().zip(buses).skip(1) {
+            cluster("MEET").arg("127.0.0.1").arg(node.port).arg(*bus).exec(&mut first).unwrap();
+        }
+        eventually("all nodes know all nodes", || {
+            self.nodes.iter().all(|node| {
+                let known = known_nodes(node);
+                known.len() == self.nodes.len() && !known.iter().any(|line| line.contains("handshake"))
+            })
+        });
+        for (index, node) in self.nodes.iter().enumerate().skip(self.masters) {
+            let master = id(&self.nodes[index % self.masters]);
+            cluster("REPLICATE").arg(master).exec(&mut node.connection()).unwrap();
+        }
+        self.wait_until_whole();
+    }
+
+    /// Addresses of the masters of the start, as the gateway is told them.
+    pub fn url(&self) -> String {
+        let addresses: Vec<_> =
+            self.nodes[..self.masters].iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
+        format!("redis+cluster://{}", addresses.join(","))
+    }
+
+    /// Every node that is alive.
+    pub fn alive(&self) -> Vec<&Redis> {
+        self.nodes.iter().filter(|node| !self.killed.contains(&node.port)).collect()
+    }
+
+    /// The nodes that say that they are masters, in the order of the start.
+    pub fn masters(&self) -> Vec<&Redis> {
+        self.alive().into_iter().filter(|node| info(node, "replication").contains("role:master")).collect()
+    }
+
+    /// How often a command was called, by itself or in a script, at all nodes that are alive.
+    pub fn calls(&self, command: &str) -> u64 {
+        self.alive().iter().map(|node| node.calls(command)).sum()
+    }
+
+    /// The keys of all masters.
+    pub fn keys(&self) -> Vec<String> {
+        self.masters().iter().flat_map(|master| master.keys()).collect()
+    }
+
+    /// The slot of a key.
+    pub fn slot(&self, key: &str) -> u16 {
+        cluster("KEYSLOT").arg(key).query(&mut self.alive()[0].connection()).unwrap()
+    }
+
+    /// The master that serves a slot.
+    pub fn owner(&self, slot: u16) -> &Redis {
+        let owns = |master: &&Redis| {
+            let known = known_nodes(master);
+            let own = known.iter().find(|line| line.contains("myself")).unwrap();
+            own.split(' ').skip(8).any(|range| {
+                let (first, last) = range.split_once('-').unwrap_or((range, range));
+                first.parse().is_ok_and(|first: u16| first <= slot) && last.parse().is_ok_and(|last: u16| slot <= last)
+            })
+        };
+        self.masters().into_iter().find(owns).unwrap_or_else(|| panic!("nobody serves slot {slot}"))
+    }
+
+    /// Moves a slot with all its keys.
+    pub fn migrate(&self, slot: u16, from: &Redis, to: &Redis) {
+        self.begin_migration(slot, from, to).finish();
+    }
+
+    /// From here on, `from` sends who asks for keys that it does not have to `to`; no key has moved yet.
+    pub fn begin_migration<'a>(&'a self, slot: u16, from: &'a Redis, to: &'a Redis) -> Migration<'a> {
+        cluster("SETSLOT").arg(slot).arg("IMPORTING").arg(id(from)).exec(&mut to.connection()).unwrap();
+        cluster("SETSLOT").arg(slot).arg("MIGRATING").arg(id(to)).exec(&mut from.connection()).unwrap();
+        Migration { cluster: self, slot, from, to }
+    }
+
+    /// Kills one of [`Cluster::masters`] without a word to anybody; returns its port.
+    pub fn kill_master(&mut self, index: usize) -> u16 {
+        let port = self.masters()[index].port;
+        let node = self.nodes.iter_mut().find(|node| node.port == port).unwrap();
+        node.child.kill().unwrap();
+        node.child.wait().unwrap();
+        self.killed.push(port);
+        port
+    }
+
+    /// Waits until a replica has taken the place of each master that was killed.
+    pub fn wait_for_promotion(&self) {
+        eventually("replicas are promoted", || self.masters().len() == self.masters);
+        self.wait_until_whole();
+    }
+
+    /// Waits until all nodes that are alive agree that all slots are served, and their replicas are in sync.
+    pub fn wait_until_whole(&self) {
+        let killed = self.killed.len();
+        let replicas = self.nodes.len() - self.masters - killed;
+        eventually("the cluster serves and its replicas are in sync", || {
+            self.alive().into_iter().all(|node| {
+                let known = known_nodes(node);
+                let count = |flag: &str| known.iter().filter(|line| has_flag(line, flag)).count();
+                let state: String = cluster("INFO").query(&mut node.connection()).unwrap();
+                let replication = info(node, "replication");
+                state.contains("cluster_state:ok")
+                    && (count("fail"), count("fail?"), count("slave")) == (killed, 0, replicas)
+                    && (replication.contains("role:master") || replication.contains("master_link_status:up"))
+            })
+        });
+    }
+}
+
+/// A slot on its way.
+pub struct Migration<'a> {
+    cluster: &'a Cluster,
+    slot: u16,
+    from: &'a Redis,
+    to: &'a Redis,
+}
+
+impl Migration<'_> {
+    /// Moves up to so many keys; returns how many there were.
+    pub fn move_keys(&self, most: usize) -> usize {
+        let mut from = self.from.connection();
+        let keys: Vec<Vec<u8>> = cluster("GETKEYSINSLOT").arg(self.slot).arg(most).query(&mut from).unwrap();
+        for key in &keys {
+            // A key that expires meanwhile is answered with NOKEY, which is fine.
+            redis::cmd("MIGRATE").arg("127.0.0.1").arg(self.to.port).arg(key).arg(0).arg(5000).exec(&mut from).unwrap();
+        }
+        keys.len()
+    }
+
+    /// Moves the keys that are left, and the slot.
+    pub fn finish(self) {
+        while self.move_keys(1000) > 0 {}
+        let owner = id(self.to);
+        let others =
+            self.cluster.masters().into_iter().filter(|node| ![self.to.port, self.from.port].contains(&node.port));
+        // The new owner first: so somebody serves the slot at any time.
+        for node in [self.to, self.from].into_iter().chain(others) {
+            cluster("SETSLOT").arg(self.slot).arg("NODE").arg(&owner).exec(&mut node.connection()).unwrap();
+        }
+    }
+}
+
+fn cluster(subcommand: &str) -> redis::Cmd {
+    let mut command = redis::cmd("CLUSTER");
+    command.arg(subcommand);
+    command
+}
+
+fn id(node: &Redis) -> String {
+    cluster("MYID").query(&mut node.connection()).unwrap()
+}
+
+fn known_nodes(node: &Redis) -> Vec<String> {
+    let text: String = cluster("NODES").query(&mut node.connection()).unwrap();
+    text.lines().map(str::to_owned).collect()
+}
+
+/// Whether a line of CLUSTER NODES has this among its flags.
+fn has_flag(line: &str, flag: &str) -> bool {
+    line.split(' ').nth(2).unwrap().split(',').any(|own| own == flag)
+}
+
+fn info(node: &Redis, section: &str) -> String {
+    redis::cmd("INFO").arg(section).query(&mut node.connection()).unwrap()
+}

@@ -1,0 +1,141 @@
+//! A master, two replicas and three Sentinels that watch them.
+
+use std::collections::BTreeMap;
+
+use super::eventually;
+use super::redis::{Redis, free_port};
+
+/// What the Sentinels call the master.
+pub const NAME: &str = "mymaster";
+
+/// All of them are killed when the test is over.
+pub struct Sentinels {
+    /// The master of the start, then its replicas.
+    pub nodes: Vec<Redis>,
+    pub sentinels: Vec<Redis>,
+    _directory: tempfile::TempDir,
+}
+
+impl Sentinels {
+    /// Starts all of them and waits until they know each other and all replicas are in sync.
+    pub fn start() -> Sentinels {
+        let directory = tempfile::tempdir().unwrap();
+        let master = Redis::start();
+        let replica = || {
+            let path = tempfile::tempdir_in(&directory).unwrap().keep();
+            let master = format!("127.0.0.1 {}", master.port);
+            let arguments = ["--replicaof", &master, "--dir", path.to_str().unwrap()];
+            start(&arguments)
+        };
+        redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
+        let replicas = [replica(), replica()];
+        eventually("the replicas are in sync", || {
+            replicas.iter().all(|replica| {
+                let info: String = redis::cmd("INFO").arg("replication").query(&mut replica.connection()).unwrap();
+                info.contains("master_link_status:up")
+            })
+        });
+        let sentinel = || {
+            let file = tempfile::NamedTempFile::new_in(&directory).unwrap().into_temp_path().keep().unwrap();
+            let text = format!(
+                "sentinel monitor {NAME} 127.0.0.1 {} 2\nsentinel down-after-milliseconds {NAME} 500\n\
+                 sentinel failover-timeout {NAME} 2000\nsentinel parallel-syncs {NAME} 2\n",
+                master.port
+            );
+            std::fs::write(&file, text).unwrap();
+            // Sentinels write to their file: each has its own.
+            start(&[file.to_str().unwrap(), "--sentinel"])
+        };
+        let sentinels = vec![sentinel(), sentinel(), sentinel()];
+        let nodes = [master].into_iter().chain(replicas).collect();
+        let all = Sentinels { nodes, sentinels, _directory: directory };
+        all.wait_until_ready();
+        all
+    }
+
+    /// As the gateway is told it.
+    pub fn url(&self) -> String {
+        let addresses: Vec<_> = self.sentinels.iter().map(|node| format!("127.0.0.1:{}", node.port)).collect();
+        format!("redis+sentinel://{}/{NAME}", addresses.join(","))
+    }
+
+    /// The port of the master, as a Sentinel says.
+    pub fn master_port(&self) -> u16 {
+        master_port(&self.sentinels[0])
+    }
+
+    /// The master, as a Sentinel says.
+    pub fn master(&self) -> &Redis {
+        let port = self.master_port();
+        self.nodes.iter().find(|node| node.port == port).unwrap()
+    }
+
+    /// Kills the master without a word to anybody, and waits until all Sentinels say that another is the master; returns
+    /// the port of the new one.
+    pub fn fail_over_by_kill(&mut self) -> u16 {
+        let old = self.master_port();
+        let index = self.nodes.iter().position(|node| node.port == old).unwrap();
+        let mut dead = self.nodes.remove(index);
+        dead.child.kill().unwrap();
+        dead.child.wait().unwrap();
+        self.wait_for_another_than(old)
+    }
+
+    /// Asks a Sentinel to make another the master, and waits until all say so; returns the port of the new one. The old one
+    /// becomes a replica.
+    pub fn fail_over_by_command(&self) -> u16 {
+        let old = self.master_port();
+        // It refuses while it is not done with the last one, or has not heard of the replicas since.
+        eventually("a Sentinel begins a failover", || {
+            sentinel("FAILOVER").exec(&mut self.sentinels[0].connection()).is_ok()
+        });
+        self.wait_for_another_than(old)
+    }
+
+    fn wait_for_another_than(&self, old: u16) -> u16 {
+        eventually("all Sentinels agree on a new master", || {
+            let ports: Vec<_> = self.sentinels.iter().map(master_port).collect();
+            ports[0] != old && ports.iter().all(|port| *port == ports[0])
+        });
+        let info: String = redis::cmd("INFO").arg("replication").query(&mut self.master().connection()).unwrap();
+        assert!(info.contains("role:master"), "{info}");
+        self.master_port()
+    }
+
+    /// Waits until every Sentinel could lead a failover now.
+    fn wait_until_ready(&self) {
+        eventually("the Sentinels know each other and both replicas", || {
+            self.sentinels.iter().all(|node| {
+                let mut connection = node.connection();
+                let master: BTreeMap<String, String> = sentinel("MASTER").query(&mut connection).unwrap();
+                let replicas: Vec<BTreeMap<String, String>> = sentinel("REPLICAS").query(&mut connection).unwrap();
+                let in_sync = |replica: &&BTreeMap<String, String>| {
+                    replica["flags"] == "slave" && replica["master-link-status"] == "ok"
+                };
+                master["num-other-sentinels"] == "2"
+                    && master["flags"] == "master"
+                    && replicas.iter().filter(in_sync).count() == 2
+            })
+        });
+    }
+}
+
+/// Starts a server with these arguments on a free port.
+fn start(arguments: &[&str]) -> Redis {
+    let on = |port: u16| Redis::start_with(port, &[arguments, &["--port", &port.to_string()]].concat());
+    (0..10).find_map(|_| on(free_port())).expect("redis-server does not start; `make tools` installs it")
+}
+
+/// A command about the master.
+fn sentinel(subcommand: &str) -> redis::Cmd {
+    let mut command = redis::cmd("SENTINEL");
+    command.arg(subcommand).arg(NAME);
+    command
+}
+
+fn master_port(node: &Redis) -> u16 {
+    let mut command = redis::cmd("SENTINEL");
+    let command = command.arg("GET-MASTER-ADDR-BY-NAME").arg(NAME);
+    let (_, port): (String, String) = command.query(&mut node.connection()).unwrap();
+    port.parse().unwrap()
+}
