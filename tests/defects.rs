@@ -44,9 +44,9 @@ fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("\"l{n}\"")).collect();
     Gateway::start(&format!(
-        "[store]\nurl = \"{}\"\ntimeout = \"5s\"\ndenial_cache = 0\n{named}\
+        "{}denial_cache = 0\n{named}\
          [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [{}]\nrespond = {{ status = 200 }}\n",
-        redis.url(),
+        redis.store(),
         names.join(", ")
     ))
 }

@@ -62,8 +62,8 @@ fn keys_show_neither_addresses_nor_names() {
     let limits = "[limit.ip]\nby = \"ip\"\nquota = \"10/min\"\n[limit.tenant]\nby = [\"header:x-tenant\", \"ip\"]\nquota = \"10/min\"\n\
                   algorithm = \"sliding-log\"\n[limit.window]\nby = \"header:x-tenant\"\nquota = \"10/min\"\nalgorithm = \"fixed-window\"\n";
     let gateway = Gateway::start(&format!(
-        "[store]\nurl = \"{}\"\n{limits}[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"ip\", \"tenant\", \"window\"]\nrespond = {{ status = 200 }}\n",
-        redis.url()
+        "{}{limits}[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"ip\", \"tenant\", \"window\"]\nrespond = {{ status = 200 }}\n",
+        redis.store()
     ));
     assert_eq!(gateway.client().get_with("/r", &[("x-tenant", "acme:{}corp")]).status, 200);
     let keys = redis.keys();
@@ -187,6 +187,7 @@ fn without_redis_each_limit_does_what_it_says() {
         let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, expected, "on_store_error = {on_error}, {instances} instances");
+        eventually("it is said", || gateway.log().contains("the store fails"));
         assert_eq!(gateway.log().matches("the store fails").count(), 1, "said once:\n{}", gateway.log());
     }
 }
@@ -199,7 +200,7 @@ fn the_log_says_why_redis_cannot_be_used() {
         (format!("redis://127.0.0.1:{}", free_port()), "refused"),
         (format!("redis://:wrong@127.0.0.1:{}", redis.port), "uthentication"),
     ] {
-        let gateway = Gateway::start(&patient(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"500ms\""));
+        let gateway = Gateway::start(&patient(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
         eventually("the store is given up", || gateway.log().contains("the store fails"));
         assert!(gateway.log().contains(reason), "{url}: {}", gateway.log());
     }

@@ -855,7 +855,9 @@ fn an_upstream_that_is_not_there_is_502() {
         reply.assert_problem(502, method);
         assert_silent_about(&reply, address, method);
     }
-    assert!(gateway.log().contains(&address.to_string()) || gateway.log().contains("refused"), "{}", gateway.log());
+    support::eventually("the log says why", || {
+        gateway.log().contains(&address.to_string()) || gateway.log().contains("refused")
+    });
 }
 
 #[test]

@@ -490,8 +490,8 @@ fn several_parts_make_one_identity() {
 fn hostile_identities_have_buckets_of_their_own() {
     let redis = Redis::start();
     let gateway = Gateway::start(&format!(
-        "[store]\nurl = \"{}\"\n{}{}{}{}",
-        redis.url(),
+        "{}{}{}{}{}",
+        redis.store(),
         limit("header", 100, "by = \"header:x-id\""),
         limit("query", 100, "by = \"query:id\""),
         route("header", "\"header\""),

@@ -386,5 +386,6 @@ fn a_swapped_symlink_takes_effect() {
     std::fs::remove_dir_all(folder.path().join("..2026_01")).unwrap();
     eventually("the new key counts", || believed(&gateway, &new));
     assert!(!believed(&gateway, &old), "the old one does not");
+    eventually("the reload is told", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "{}", gateway.log());
 }

@@ -256,7 +256,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
         numbers.map(|number| format!("\"{}\"", name(number))).collect::<Vec<_>>().join(", ")
     };
     let gateway = Gateway::start(&routes(
-        &format!("[store]\nurl = \"{}\"\ndenial_cache = 0\n{limits}", redis.url()),
+        &format!("{}denial_cache = 0\n{limits}", redis.store()),
         &format!(
             "limits = [{}]\n[[route]]\nname = \"others\"\npath = \"/others\"\nrespond = {{ status = 200 }}\nlimits = [{}]",
             list(&mut (0..16)),

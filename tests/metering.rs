@@ -22,7 +22,7 @@ fn consumer(name: &str, rest: &str) -> String {
 
 /// Both stores: in memory, and in this server.
 fn stores(redis: &Redis) -> [String; 2] {
-    [String::new(), format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", redis.url())]
+    [String::new(), redis.store()]
 }
 
 /// A route `/r` with one limit `l`, answered by the gateway.

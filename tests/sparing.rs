@@ -18,7 +18,7 @@ fn config(redis: &Redis, limits: &str, routes: &[(&str, &str)]) -> String {
             format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrespond = {{ status = 200 }}\n{rest}\n")
         })
         .collect();
-    format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n{limits}\n{routes}", redis.url())
+    format!("{}{limits}\n{routes}", redis.store())
 }
 
 fn admitted(statuses: &[u16]) -> usize {

@@ -146,10 +146,14 @@ fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
 
 #[test]
 fn connections_that_never_ask_are_closed() {
-    let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"300ms\"\nidle_timeout = \"400ms\"\n{HELLO}"));
-    for start in [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"] {
+    let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1s\"\n{HELLO}"));
+    let starts = [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"];
+    let clients = starts.map(|start| {
         let mut client = gateway.client();
         client.send(start);
+        (start, client)
+    });
+    for (start, mut client) in clients {
         let mut rest = Vec::new();
         // An HTTP/2 connection may say goodbye first. Were it kept open, reading would fail at its timeout.
         client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));

@@ -13,18 +13,18 @@ use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
-const ROUTE: &str = "[limit.l]\nby = \"ip\"\nquota = \"100/min\"\n\
+const ROUTE: &str = "[limit.l]\nby = \"ip\"\nquota = \"100/24h\"\n\
                      [[route]]\nname = \"hello\"\npath = \"/hello\"\nlimits = [\"l\"]\nrespond = { status = 200, body = \"hello\" }\n";
 
 fn certificate(name: &str) -> String {
     format!("{}/tests/certs/{name}", env!("CARGO_MANIFEST_DIR"))
 }
 
-fn gateway() -> Gateway {
+fn gateway(server: &str) -> Gateway {
     let pair = |name: &str| format!("{{ cert = \"{0}.pem\", key = \"{0}.key\" }}", certificate(name));
     let listener =
         format!("[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{}, {}]\n", pair("one"), pair("two"));
-    Gateway::start(&format!("[server]\nheader_timeout = \"300ms\"\n{ROUTE}{listener}"))
+    Gateway::start(&format!("{server}{ROUTE}{listener}"))
 }
 
 /// A client that believes exactly one certificate.
@@ -49,7 +49,7 @@ async fn connect(
 
 #[tokio::test]
 async fn the_certificate_fits_the_name() {
-    let gateway = gateway();
+    let gateway = gateway("");
     for (name, trusted, expected) in [
         ("one.test", "one.pem", true),
         ("two.test", "two.pem", true),
@@ -66,7 +66,7 @@ async fn the_certificate_fits_the_name() {
 
 #[tokio::test]
 async fn http_1_and_http_2_are_agreed_on() {
-    let gateway = gateway();
+    let gateway = gateway("");
     let request =
         |uri: &str| http::Request::builder().uri(uri).header("host", "one.test").body(Empty::<&[u8]>::new()).unwrap();
     let stream = connect(&gateway, &connector("one.pem", &[b"http/1.1"]), "one.test").await.unwrap();
@@ -89,7 +89,7 @@ async fn http_1_and_http_2_are_agreed_on() {
 
 #[test]
 fn a_client_that_never_shakes_hands_is_closed() {
-    let gateway = gateway();
+    let gateway = gateway("[server]\nheader_timeout = \"300ms\"\n");
     for start in [&b""[..], b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"] {
         let mut client = gateway.client();
         client.send(start);

@@ -49,6 +49,11 @@ impl Redis {
         format!("redis://127.0.0.1:{}/0", self.port)
     }
 
+    /// The [store] table for tests that are not about its deadline: a busy machine does not make an error of it.
+    pub fn store(&self) -> String {
+        format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", self.url())
+    }
+
     pub fn client(&self) -> redis::Client {
         redis::Client::open(self.url()).unwrap()
     }
