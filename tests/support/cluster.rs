@@ -86,7 +86,7 @@ impl Cluster {
 
     /// The nodes that say that they are masters, in the order of the start.
     pub fn masters(&self) -> Vec<&Redis> {
-        self.alive().into_iter().filter(|node| info(node, "replication").contains("role:master")).collect()
+        self.alive().into_iter().filter(|node| node.info("replication").contains("role:master")).collect()
     }
 
     /// How often a command was called, by itself or in a script, at all nodes that are alive.
@@ -154,7 +154,7 @@ impl Cluster {
                 let known = known_nodes(node);
                 let count = |flag: &str| known.iter().filter(|line| has_flag(line, flag)).count();
                 let state: String = cluster("INFO").query(&mut node.connection()).unwrap();
-                let replication = info(node, "replication");
+                let replication = node.info("replication");
                 state.contains("cluster_state:ok")
                     && (count("fail"), count("fail?"), count("slave")) == (killed, 0, replicas)
                     && (replication.contains("role:master") || replication.contains("master_link_status:up"))
@@ -214,8 +214,4 @@ fn known_nodes(node: &Redis) -> Vec<String> {
 /// Whether a line of CLUSTER NODES has this among its flags.
 fn has_flag(line: &str, flag: &str) -> bool {
     line.split(' ').nth(2).unwrap().split(',').any(|own| own == flag)
-}
-
-fn info(node: &Redis, section: &str) -> String {
-    redis::cmd("INFO").arg(section).query(&mut node.connection()).unwrap()
 }

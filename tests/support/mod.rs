@@ -5,9 +5,11 @@
 pub mod client;
 pub mod cluster;
 pub mod gateway;
+pub mod http2;
 pub mod pictures;
 pub mod random;
 pub mod redis;
+pub mod relay;
 pub mod sentinel;
 pub mod stores;
 pub mod tokens;
