@@ -88,6 +88,13 @@ impl Redis {
         self.figure("commandstats", &format!("cmdstat_{command}:calls="))
     }
 
+    /// How many keys there are, and how many of them expire.
+    pub fn keyspace(&self) -> (u64, u64) {
+        let info = self.info("keyspace");
+        let figure = |name: &str| info.split(name).nth(1).unwrap().split(',').next().unwrap().trim().parse().unwrap();
+        (figure("keys="), figure("expires="))
+    }
+
     /// How many keys have expired.
     pub fn expired(&self) -> u64 {
         self.figure("stats", "expired_keys:")
