@@ -12,11 +12,11 @@ use sluicegate::limit::algorithm::Status;
 use sluicegate::limit::clock::{Clock, monotonic, unix_us};
 use sluicegate::limit::quota::Calendar;
 use sluicegate::limit::store::{Charge, Operation, Store};
-use support::eventually;
 use support::gateway::Gateway;
 use support::random::{operations, property};
 use support::redis::Redis;
 use support::stores::{Limit, SECOND, START, Stores, calendar, concurrency, every_algorithm, redis_store};
+use support::{Raise, eventually};
 
 #[test]
 fn identities_take_no_memory_of_the_gateway_and_every_key_expires() {
@@ -168,6 +168,7 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
     let (began, began_us) = (monotonic(), unix_us());
     let admitted: Vec<[AtomicU64; 2]> = algorithms.iter().map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
+        let _raise = Raise(&over);
         for (n, admitted) in admitted.iter().enumerate() {
             for (gateway, admitted) in gateways.iter().zip(admitted) {
                 let over = &over;
@@ -190,7 +191,6 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
         redis.child.wait().unwrap();
         // What is tested is time.
         std::thread::sleep(Duration::from_secs(operations() as u64 / 12_500));
-        over.store(true, Ordering::SeqCst);
     });
     let (lasted, ended_us) = (began.elapsed(), unix_us());
     let windows = ended_us / (2 * SECOND) - began_us / (2 * SECOND);

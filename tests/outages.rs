@@ -8,9 +8,8 @@ use std::time::Duration;
 use sluicegate::limit::clock::monotonic;
 use support::gateway::Gateway;
 use support::redis::{Redis, free_port};
-use support::relay::Relay;
 use support::upstream::serve;
-use support::{eventually, signal};
+use support::{Raise, eventually, signal};
 
 /// A gateway on this store, with these limits on `/r`.
 fn gateway(store: &str, limits: &[&str]) -> Gateway {
@@ -53,6 +52,7 @@ fn a_store_that_dies_under_load_is_no_error_for_clients() {
     let gateway = gateway(&store, &[limit]);
     let (over, decided) = (AtomicBool::new(false), AtomicUsize::new(0));
     let (back, slowest, total) = std::thread::scope(|scope| {
+        let raise = Raise(&over);
         let threads: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let (gateway, over, decided) = (&gateway, &over, &decided);
@@ -84,7 +84,7 @@ fn a_store_that_dies_under_load_is_no_error_for_clients() {
         eventually("the store decides again", || decided.load(Ordering::SeqCst) > before);
         let back = back.elapsed();
         eventually("all go on", || decides(before));
-        over.store(true, Ordering::SeqCst);
+        drop(raise);
         let each: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
@@ -114,6 +114,7 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
     let gateway = Gateway::start(&format!("[store]\n{store}\n{limits}"));
     let (over, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
     let crossed: usize = std::thread::scope(|scope| {
+        let raise = Raise(&over);
         let threads: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let (gateway, over, answered) = (&gateway, &over, &answered);
@@ -144,87 +145,9 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
         std::thread::sleep(Duration::from_secs(3));
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
-        over.store(true, Ordering::SeqCst);
+        drop(raise);
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
     println!("row 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
     assert_eq!(crossed, 0);
-}
-
-/// Asks for each of so many identities so often, in turns over all gateways, and calls `midway` when half is done; how
-/// many requests of each were admitted.
-fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOnce() + Send) -> Vec<usize> {
-    let half = AtomicUsize::new(0);
-    std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..identities)
-            .map(|id| {
-                let half = &half;
-                scope.spawn(move || {
-                    let mut clients: Vec<_> = gateways.iter().map(Gateway::client).collect();
-                    let mut admitted = 0;
-                    for request in 0..each {
-                        let client = &mut clients[request % gateways.len()];
-                        let status = client.get_with("/r", &[("x-id", &id.to_string())]).status;
-                        assert!([200, 429, 503].contains(&status), "{status}");
-                        admitted += usize::from(status == 200);
-                        half.fetch_add(1, Ordering::SeqCst);
-                    }
-                    admitted
-                })
-            })
-            .collect();
-        eventually("half is asked", || half.load(Ordering::SeqCst) >= identities * each / 2);
-        midway();
-        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
-    })
-}
-
-/// Two gateways that ask for each request, and whose errors admit nobody.
-fn strict(url: &str) -> [Gateway; 2] {
-    let store = format!("url = \"{url}\"\ntimeout = \"5s\"\ndenial_cache = 0");
-    let limit = "by = \"header:x-id\"\nquota = \"10/24h\"\nalgorithm = \"sliding-log\"\non_store_error = \"deny\"";
-    [gateway(&store, &[limit]), gateway(&store, &[limit])]
-}
-
-#[test]
-fn a_store_that_forgets_everything_gives_each_identity_one_fresh_limit() {
-    let redis = Redis::start();
-    let gateways = strict(&redis.url());
-    let admitted = spend(&gateways, 10, 200, || {
-        redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
-    });
-    println!("row 21: of 10, FLUSHALL: {admitted:?}");
-    assert!(admitted.iter().all(|count| (10..=20).contains(count)), "{admitted:?}");
-    assert!(admitted.contains(&20), "somebody had spent all: {admitted:?}");
-    redis.assert_every_key_expires();
-}
-
-#[test]
-fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
-    // One that has heard everything, and one that has heard nothing.
-    for in_sync in [true, false] {
-        let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
-        let replica = if in_sync { Redis::start_replica_of(&master, directory.path()) } else { Redis::start() };
-        let relay = Relay::start(master.port);
-        let gateways = strict(&relay.url());
-        let admitted = spend(&gateways, 10, 200, || {
-            if in_sync {
-                // Nothing is asked any more, and all that was answered has arrived.
-                relay.turn_to(free_port());
-                eventually("the replica has heard all", || {
-                    let heard = |server: &Redis| server.figure("replication", "master_repl_offset:");
-                    heard(&master) == heard(&replica)
-                });
-            }
-            redis::cmd("REPLICAOF").arg("NO").arg("ONE").exec(&mut replica.connection()).unwrap();
-            relay.turn_to(replica.port);
-        });
-        println!(
-            "row 21: of 10, a replica {} promoted: {admitted:?}",
-            if in_sync { "in sync" } else { "that knows nothing" }
-        );
-        let most = if in_sync { 10 } else { 20 };
-        assert!(admitted.iter().all(|count| *count <= most), "{admitted:?}");
-        assert!(admitted.contains(&most), "{admitted:?}");
-    }
 }
