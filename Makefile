@@ -9,9 +9,9 @@ run:
 test: tools
 	cargo test --locked
 
-# The property tests of the limiter with a million operations instead of 50,000: about ten minutes.
+# The property tests of the limiter and its bounds with a million operations instead of 50,000: about fifteen minutes.
 test-long: tools
-	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54
+	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:
