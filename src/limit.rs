@@ -231,7 +231,9 @@ fn without_store<'a>(
     if let StoreError::Refused(_) | StoreError::Malformed = &error {
         // The breaker does not speak of these: they concern one key, or a right that is missing.
         let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
-        warn!(%error, ?limits, "the store refused a check");
+        let error =
+            if let StoreError::Refused(refused) = &error { redis::advice::of_call(refused) } else { error.to_string() };
+        warn!(error, ?limits, "the store refused a check");
     }
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(Unavailable(error));

@@ -4,11 +4,19 @@ use std::io::{Write, stdout};
 use std::path::Path;
 use std::sync::Arc;
 
+use tokio::time::{Duration, timeout};
+
 use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::Plan;
 use crate::limit::quota::Calendar;
+use crate::limit::redis::RedisSettings;
+use crate::limit::redis::advice::of_silence;
+use crate::limit::redis::connection::attempt;
 use crate::runtime::{Runtime, Terms};
+
+/// The store is tried for so long: a file can be right while its store is down.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
     let mut out = stdout().lock();
@@ -43,7 +51,23 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
             )?;
         }
     }
+    if let Some(redis) = &runtime.store.redis
+        && let Err(why) = reach(redis)?
+    {
+        writeln!(out, "  warning: store: {why}")?;
+    }
     Ok(())
+}
+
+/// Whether a gateway that starts now would find its store; in words, why not.
+fn reach(redis: &RedisSettings) -> std::io::Result<Result<(), String>> {
+    let RedisSettings { client, scripts, .. } = redis.clone();
+    let silence = of_silence(client.get_connection_info().addr());
+    let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let answer = reactor.block_on(async { timeout(PATIENCE, attempt(client, scripts, PATIENCE)).await });
+    // A name that is being looked up on a thread of its own is not waited for.
+    reactor.shutdown_background();
+    Ok(answer.unwrap_or(Err(silence)))
 }
 
 /// What a size of a limit guarantees, whatever its callers do.

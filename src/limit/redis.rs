@@ -1,6 +1,8 @@
 //! Redis: one script call decides a whole request.
 
+pub mod advice;
 pub mod connection;
+pub mod hello;
 pub mod script;
 
 use redis::{Cmd, Value};
@@ -116,7 +118,7 @@ fn stale(error: &redis::RedisError) -> Option<u64> {
 
 fn refused_or_unreachable(error: redis::RedisError) -> StoreError {
     if error.is_unrecoverable_error() || error.is_io_error() {
-        StoreError::Unreachable(error.to_string())
+        StoreError::Unreachable(advice::of_call(&error))
     } else {
         StoreError::Refused(error)
     }

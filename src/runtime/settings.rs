@@ -18,8 +18,8 @@ use super::reader::Reader;
 use super::{Access, Layout, Listener, LogSettings, Route, ServerSettings, StoreSettings};
 use crate::config;
 use crate::config::error::Issue;
-use crate::limit::redis::RedisSettings;
 use crate::limit::redis::script::Parts;
+use crate::limit::redis::{RedisSettings, advice};
 use crate::observe::log::Format;
 use crate::tls::{Certificate, server_config};
 use crate::upstream::UpstreamSettings;
@@ -182,7 +182,9 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
         }
         Err(error) => {
             let hint = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
-            reader.issue(Issue::at(text.span(), format!("this Redis cannot be used: {error}")).hint(hint));
+            reader.issue(
+                Issue::at(text.span(), format!("this Redis cannot be used: {}", advice::of_url(&error))).hint(hint),
+            );
         }
     }
     settings

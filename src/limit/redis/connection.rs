@@ -5,10 +5,12 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, RedisError, RedisResult, Value};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, RedisError, RedisResult, Value};
 use tokio::time::Duration;
 
+use super::hello::Mode;
 use super::script::{Parts, script};
+use super::{advice, hello};
 use crate::limit::store::StoreError;
 
 /// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
@@ -40,12 +42,16 @@ pub struct Connections {
     failure: LastFailure,
 }
 
-#[derive(Debug, Clone, Default)]
-struct LastFailure(Arc<Mutex<Option<String>>>);
+#[derive(Debug, Clone)]
+struct LastFailure {
+    address: ConnectionAddr,
+    last: Arc<Mutex<Option<String>>>,
+}
 
 impl ErrorSink<RedisError> for LastFailure {
     fn sink(&self, error: RedisError) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        let failure = advice::of_connecting(&error, &self.address);
+        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = Some(failure);
     }
 
     fn boxed_clone(&self) -> Box<dyn ErrorSink<RedisError>> {
@@ -55,7 +61,7 @@ impl ErrorSink<RedisError> for LastFailure {
 
 /// A pool that connects when it is first used.
 pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
-    let failure = LastFailure::default();
+    let failure = LastFailure { address: client.get_connection_info().addr().clone(), last: Arc::default() };
     let pool = Pool::builder()
         .max_size(size)
         .test_on_check_out(false)
@@ -72,11 +78,12 @@ pub fn pool(client: Client, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
 /// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
 pub async fn checkout(connections: &Connections) -> Result<Connection, StoreError> {
     loop {
+        let LastFailure { address, last } = &connections.failure;
         let pooled = connections.pool.get().await.map_err(|error| match error {
-            RunError::User(error) => StoreError::Unreachable(error.to_string()),
+            RunError::User(error) => StoreError::Unreachable(advice::of_connecting(&error, address)),
             RunError::TimedOut => {
-                let failure = connections.failure.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-                StoreError::Unreachable(failure.unwrap_or_else(|| "connecting took too long".to_owned()))
+                let failure = last.lock().unwrap_or_else(PoisonError::into_inner).take();
+                StoreError::Unreachable(failure.unwrap_or_else(|| advice::of_silence(address)))
             }
         })?;
         // A broken one is thrown away by the pool when it comes back.
@@ -84,6 +91,20 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
             return Ok(pooled.clone());
         }
     }
+}
+
+/// Connects once, outside of any pool, and asks for a sign of life.
+///
+/// # Errors
+/// In words, why a pool would have no connections.
+pub async fn attempt(client: Client, scripts: Vec<Parts>, connect_timeout: Duration) -> Result<(), String> {
+    let address = client.get_connection_info().addr().clone();
+    let manager = Manager { client, scripts, connect_timeout };
+    let answer = match manager.connect().await {
+        Ok(mut connection) => manager.is_valid(&mut connection).await,
+        Err(error) => Err(error),
+    };
+    answer.map_err(|error| advice::of_connecting(&error, &address))
 }
 
 impl ManageConnection for Manager {
@@ -97,6 +118,7 @@ impl ManageConnection for Manager {
             .set_response_timeout(None)
             .set_pipeline_buffer_size(PIPELINE);
         let mut pipe = self.client.get_multiplexed_async_connection_with_config(&config).await?;
+        hello::expect(&mut pipe, Mode::Standalone, self.client.get_connection_info().addr()).await?;
         for parts in &self.scripts {
             let mut load = redis::cmd("SCRIPT");
             load.arg("LOAD").arg(&script(*parts).text);
