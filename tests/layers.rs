@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
-    &["app"],
+    &["app", "doctor"],
     &["server"],
     &["gateway", "reload"],
     &["runtime"],

@@ -4,12 +4,19 @@ use std::io::{Write, stdout};
 use std::path::Path;
 use std::sync::Arc;
 
+use tokio::time::Duration;
+
 use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::Plan;
 use crate::limit::quota::Calendar;
-use crate::limit::redis::Servers;
+use crate::limit::redis::connection::attempt;
+use crate::limit::redis::server::NoConnection;
+use crate::limit::redis::{RedisSettings, Servers};
 use crate::runtime::{Runtime, Terms};
+
+/// The store is tried for so long: a file can be right while its store is down.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
     let mut out = stdout().lock();
@@ -55,7 +62,26 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
             route.metering.identities.len()
         )?;
     }
+    if let Some((servers, redis)) = &runtime.store.redis
+        && let Err(why) = reach(servers, redis)?
+    {
+        writeln!(out, "  warning: store: {why}")?;
+    }
     Ok(())
+}
+
+/// Whether a gateway that starts now would find its store; in words, why not.
+fn reach(servers: &Servers, redis: &RedisSettings) -> std::io::Result<Result<(), String>> {
+    let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let answer = reactor.block_on(async {
+        for (server, _) in servers.all(PATIENCE).await? {
+            attempt(server, redis.scripts.clone(), PATIENCE).await?;
+        }
+        Ok(())
+    });
+    // A name that is being looked up on a thread of its own is not waited for.
+    reactor.shutdown_background();
+    Ok(answer.map_err(|why: NoConnection| why.to_string()))
 }
 
 /// What a size of a limit guarantees, whatever its callers do.

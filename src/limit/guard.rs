@@ -12,6 +12,7 @@ use tracing::field::display;
 use tracing::{info, warn};
 
 use super::clock::{Seldom, monotonic, unix_us};
+use super::redis::advice::of_call;
 use super::redis::server::Address;
 use super::redis::slots::Slots;
 use super::redis::{RedisStore, Sample};
@@ -190,7 +191,8 @@ impl Guard {
             return;
         }
         let node = || self.node.as_ref().map(display);
-        warn!(%error, node = node(), "the store fails: limits follow on_store_error until it answers again");
+        let advice = error.reply().map(of_call);
+        warn!(%error, advice, node = node(), "the store fails: limits follow on_store_error until it answers again");
         let Guard { store, breaker, deadline, in_flight, node } = self.clone();
         // A node that left its cluster is dropped, and never answers again.
         let store = Arc::downgrade(&store);

@@ -1,14 +1,17 @@
 //! Redis: one script call decides a whole request.
 
+pub mod advice;
 pub mod connection;
 pub mod fault;
+pub mod hello;
 pub mod pace;
 pub mod script;
 pub mod server;
 pub mod slots;
 
 use redis::{Cmd, Value};
-use tokio::time::{Duration, sleep};
+use tokio::time::{Duration, sleep, timeout};
+use uuid::Uuid;
 
 use super::algorithm::{Kind, Outcome, Rule, Status};
 use super::clock::Clock;
@@ -17,7 +20,7 @@ use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
 use connection::{Connections, checkout};
 use fault::{Fault, Pauses, is_of_the_connection};
 use script::{Parts, script};
-use server::{Address, Login, Server};
+use server::{Address, Login, NoConnection, Server};
 use slots::Slots;
 
 /// How to use a server.
@@ -45,6 +48,50 @@ pub enum Servers {
         /// How to log on at each.
         login: Login,
     },
+}
+
+impl Servers {
+    /// The servers that decide now, each with an identity that it keeps and nobody has: of a cluster all masters, as one of
+    /// its nodes says.
+    ///
+    /// # Errors
+    /// None of those that are known can be asked.
+    pub async fn all(&self, within: Duration) -> Result<Vec<(Server, Identity)>, NoConnection> {
+        let mut strangers = std::iter::repeat_with(|| Identity(Uuid::new_v4().as_u128()));
+        let (seeds, login) = match self {
+            Servers::One(server) => {
+                return Ok(strangers.next().map(|identity| (server.clone(), identity)).into_iter().collect());
+            }
+            Servers::Cluster { seeds, login } => (seeds, login),
+        };
+        let mut failure = NoConnection::new("a cluster needs a node to begin with");
+        for seed in seeds {
+            let slots = match slots_of(seed, login, within).await {
+                Ok(slots) => slots,
+                Err(error) => {
+                    failure = error;
+                    continue;
+                }
+            };
+            let mut found = Vec::new();
+            for master in slots.masters() {
+                let kept = strangers.find(|identity| slots.owner(slots::slot(*identity)) == Some(master));
+                found.extend(kept.map(|identity| Ok((login.node(master)?, identity))));
+            }
+            return found.into_iter().collect();
+        }
+        Err(failure)
+    }
+}
+
+async fn slots_of(seed: &Address, login: &Login, within: Duration) -> Result<Slots, NoConnection> {
+    let connections = connection::pool(login.node(seed)?, Vec::new(), 1, within);
+    let failed = |error: StoreError| NoConnection::new(&error.to_string());
+    let mut connection = checkout(&connections).await.map_err(failed)?;
+    let asked = timeout(within, connection.send(redis::cmd("CLUSTER").arg("SLOTS"))).await;
+    let reply = asked.map_err(|_| failed(StoreError::Timeout))?;
+    let reply = reply.map_err(|error| NoConnection::new(&advice::of_call(&error)))?;
+    Slots::read(&reply, seed).ok_or_else(|| failed(StoreError::Malformed))
 }
 
 /// The counters of one worker's requests, kept by one server.

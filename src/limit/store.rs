@@ -155,6 +155,23 @@ impl StoreError {
     }
 }
 
+impl StoreError {
+    /// The error reply, if there is one.
+    pub fn reply(&self) -> Option<&redis::RedisError> {
+        match self {
+            StoreError::Refused(error)
+            | StoreError::Elsewhere(error)
+            | StoreError::Unwritable(error)
+            | StoreError::Broken(error) => Some(error),
+            StoreError::Unreachable(_)
+            | StoreError::Timeout
+            | StoreError::Open
+            | StoreError::Full
+            | StoreError::Malformed => None,
+        }
+    }
+}
+
 /// An error reply as the server wrote it.
 fn reply(error: &redis::RedisError) -> String {
     [error.code(), error.detail()].into_iter().flatten().collect::<Vec<_>>().join(" ")

@@ -1,17 +1,17 @@
 //! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
 
-use std::io;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Cmd, Pipeline, RedisError, RedisResult, Value};
+use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, RedisResult, Value};
 use tokio::time::{Duration, timeout};
 
 use super::pace::Pace;
 use super::script::{Parts, script};
-use super::server::Server;
+use super::server::{NoConnection, Server};
+use super::{advice, hello};
 use crate::limit::clock::monotonic;
 use crate::limit::store::StoreError;
 
@@ -52,24 +52,26 @@ pub struct Connections {
     pool: Pool<Manager>,
     /// Why the last attempt to connect failed: the pool itself only says that nothing came in time.
     failure: LastFailure,
+    /// What to say when not even a failure came in time.
+    silence: NoConnection,
 }
 
 #[derive(Debug, Clone, Default)]
-struct LastFailure(Arc<Mutex<Option<String>>>);
+struct LastFailure(Arc<Mutex<Option<NoConnection>>>);
 
-impl ErrorSink<RedisError> for LastFailure {
-    fn sink(&self, error: RedisError) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+impl ErrorSink<NoConnection> for LastFailure {
+    fn sink(&self, error: NoConnection) {
+        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
     }
 
-    fn boxed_clone(&self) -> Box<dyn ErrorSink<RedisError>> {
+    fn boxed_clone(&self) -> Box<dyn ErrorSink<NoConnection>> {
         Box::new(self.clone())
     }
 }
 
 /// A pool that connects when it is first used.
 pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
-    let failure = LastFailure::default();
+    let (failure, silence) = (LastFailure::default(), server.silence());
     let pool = Pool::builder()
         .max_size(size)
         .test_on_check_out(false)
@@ -80,7 +82,7 @@ pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
         .idle_timeout(None)
         .max_lifetime(None)
         .build_unchecked(Manager { server, scripts, connect_timeout, pace: Arc::default() });
-    Connections { pool, failure }
+    Connections { pool, failure, silence }
 }
 
 /// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
@@ -90,7 +92,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
             RunError::User(error) => StoreError::Unreachable(error.to_string()),
             RunError::TimedOut => {
                 let failure = connections.failure.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-                StoreError::Unreachable(failure.unwrap_or_else(|| "connecting took too long".to_owned()))
+                StoreError::Unreachable(failure.unwrap_or_else(|| connections.silence.clone()).to_string())
             }
         })?;
         // A broken one is thrown away by the pool when it comes back.
@@ -100,15 +102,30 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
     }
 }
 
+/// Connects once, outside of any pool, and asks for a sign of life.
+///
+/// # Errors
+/// In words, why a pool would have no connections.
+pub async fn attempt(server: Server, scripts: Vec<Parts>, connect_timeout: Duration) -> Result<(), NoConnection> {
+    let manager = Manager { server, scripts, connect_timeout, pace: Arc::default() };
+    manager.is_valid(&mut manager.connect().await?).await
+}
+
 impl Manager {
-    async fn open(&self) -> Result<Connection, RedisError> {
+    async fn open(&self) -> Result<Connection, NoConnection> {
+        let client = self.server.client(self.connect_timeout).await?;
+        let address = client.get_connection_info().addr();
+        self.open_at(&client).await.map_err(|error| NoConnection::new(&advice::of_connecting(&error, address)))
+    }
+
+    async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
         // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
             .set_pipeline_buffer_size(PIPELINE);
-        let client = self.server.client(self.connect_timeout).await?;
         let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
+        hello::expect(&mut pipe, self.server.mode(), client.get_connection_info().addr()).await?;
         for parts in &self.scripts {
             let mut load = redis::cmd("SCRIPT");
             load.arg("LOAD").arg(&script(*parts).text);
@@ -121,19 +138,17 @@ impl Manager {
 
 impl ManageConnection for Manager {
     type Connection = Connection;
-    type Error = RedisError;
+    type Error = NoConnection;
 
-    async fn connect(&self) -> Result<Connection, RedisError> {
+    async fn connect(&self) -> Result<Connection, NoConnection> {
         // A server that hangs half-way must not keep the pool's place for good.
-        let attempt = async {
-            let silent = |_| RedisError::from(io::Error::from(io::ErrorKind::TimedOut));
-            timeout(self.connect_timeout, self.open()).await.map_err(silent)?
-        };
-        self.pace.connect(attempt).await
+        let attempt = timeout(self.connect_timeout, self.open());
+        self.pace.connect(async { attempt.await.map_err(|_| self.server.silence())? }).await
     }
 
-    async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
-        connection.send(&redis::cmd("PING")).await.map(drop)
+    async fn is_valid(&self, connection: &mut Connection) -> Result<(), NoConnection> {
+        let answer = connection.send(&redis::cmd("PING")).await;
+        answer.map(drop).map_err(|error| NoConnection::new(&advice::of_call(&error)))
     }
 
     fn has_broken(&self, connection: &mut Connection) -> bool {

@@ -5,6 +5,7 @@ use std::time::Instant;
 use redis::RedisError;
 use tokio::time::Duration;
 
+use super::advice;
 use crate::limit::clock::monotonic;
 use crate::limit::store::StoreError;
 
@@ -46,7 +47,7 @@ impl Fault {
     /// The error of a call that ended with this reply.
     pub fn store_error(error: RedisError) -> StoreError {
         match Fault::of(&error) {
-            None => StoreError::Unreachable(error.to_string()),
+            None => StoreError::Unreachable(advice::of_call(&error)),
             Some(Fault::Passing | Fault::Refused) => StoreError::Refused(error),
             Some(Fault::Elsewhere) => StoreError::Elsewhere(error),
             Some(Fault::Unwritable) => StoreError::Unwritable(error),

@@ -3,9 +3,9 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use redis::{RedisError, RedisResult};
 use tokio::time::Duration;
 
+use super::server::NoConnection;
 use crate::limit::clock::monotonic;
 
 /// Two attempts a second.
@@ -15,7 +15,7 @@ const GAP: Duration = Duration::from_millis(500);
 #[derive(Debug, Default)]
 pub struct Pace {
     /// Why the last attempt failed, and when another one was made.
-    failure: Mutex<Option<(RedisError, Instant)>>,
+    failure: Mutex<Option<(NoConnection, Instant)>>,
     /// When a connection was given up though it works.
     retired: Mutex<Option<Instant>>,
 }
@@ -25,7 +25,7 @@ impl Pace {
     ///
     /// # Errors
     /// Those of the attempt; in place of one that is not made, those of the one before.
-    pub async fn connect<T>(&self, attempt: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
+    pub async fn connect<T>(&self, attempt: impl Future<Output = Result<T, NoConnection>>) -> Result<T, NoConnection> {
         let began = monotonic();
         self.begin(began)?;
         let result = attempt.await;
@@ -43,7 +43,7 @@ impl Pace {
         may
     }
 
-    fn begin(&self, now: Instant) -> RedisResult<()> {
+    fn begin(&self, now: Instant) -> Result<(), NoConnection> {
         match &mut *lock(&self.failure) {
             Some((error, last)) if now.saturating_duration_since(*last) < GAP => Err(error.clone()),
             Some((_, last)) => {
@@ -63,8 +63,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    fn refused() -> RedisError {
-        std::io::Error::from(std::io::ErrorKind::ConnectionRefused).into()
+    fn refused() -> NoConnection {
+        NoConnection::new("nothing listens there")
     }
 
     #[tokio::test]
@@ -78,7 +78,7 @@ mod tests {
         for ms in 0..5000 {
             match pace.begin(failed + Duration::from_millis(ms)) {
                 Ok(()) => made.push(ms),
-                Err(error) => assert!(error.is_connection_refusal(), "the reason is told: {error}"),
+                Err(error) => assert_eq!(error.to_string(), "nothing listens there", "the reason is told"),
             }
         }
         assert!((9..=10).contains(&made.len()), "{made:?}");

@@ -9,8 +9,8 @@ use redis::{
     Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, RedisError, TlsCertificates,
 };
 
-use crate::limit::redis::Servers;
 use crate::limit::redis::server::{Address, Login, Sentinels, Server};
+use crate::limit::redis::{Servers, advice};
 
 const FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
                      \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
@@ -48,7 +48,7 @@ pub(super) fn read(url: &str, certificates: Option<TlsCertificates>) -> Result<(
 }
 
 fn unusable(error: RedisError) -> String {
-    format!("this Redis cannot be used: {error}")
+    format!("this Redis cannot be used: {}", advice::of_url(&error))
 }
 
 fn client(from: impl IntoConnectionInfo, certificates: Option<TlsCertificates>) -> Result<Client, RedisError> {
