@@ -8,6 +8,7 @@ use std::time::Duration;
 use support::gateway::Gateway;
 use support::redis::{Redis, free_port};
 use support::relay::Relay;
+use support::sentinel::replica_of;
 use support::{Raise, eventually, signal};
 
 /// Asks for each of so many identities so often, in turns over all gateways, and calls `midway` when half is done; how
@@ -66,7 +67,7 @@ fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
     // One that has heard everything, and one that has heard nothing.
     for in_sync in [true, false] {
         let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
-        let replica = if in_sync { Redis::start_replica_of(&master, directory.path()) } else { Redis::start() };
+        let replica = if in_sync { replica_of(&master, directory.path()) } else { Redis::start() };
         let relay = Relay::start(master.port);
         let gateways = strict(&relay.url());
         let admitted = spend(&gateways, 10, 200, || {

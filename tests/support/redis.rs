@@ -2,10 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
-
-use super::eventually;
 
 /// A running server without persistence; it is killed when the test is over.
 pub struct Redis {
@@ -23,16 +20,6 @@ impl Redis {
         let on = |port: u16| Redis::start_with(port, &[arguments, &["--port", &port.to_string()]].concat());
         // Another process may take the port between the look and the start: then another port is as good.
         (0..10).find_map(|_| on(free_port())).expect("redis-server does not start; `make tools` installs it")
-    }
-
-    /// Starts a replica and waits until it is in sync; it keeps its files in this folder.
-    pub fn start_replica_of(master: &Redis, folder: &Path) -> Redis {
-        let mut connection = master.connection();
-        redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut connection).unwrap();
-        let master = format!("127.0.0.1 {}", master.port);
-        let replica = Redis::start_as(&["--replicaof", &master, "--dir", folder.to_str().unwrap()]);
-        eventually("the replica is in sync", || replica.info("replication").contains("master_link_status:up"));
-        replica
     }
 
     /// Starts a server on this port; none if it cannot listen there.

@@ -1,6 +1,7 @@
 //! A master, two replicas and three Sentinels that watch them.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use super::eventually;
 use super::redis::Redis;
@@ -21,7 +22,7 @@ impl Sentinels {
     pub fn start() -> Sentinels {
         let directory = tempfile::tempdir().unwrap();
         let master = Redis::start();
-        let replica = || Redis::start_replica_of(&master, &tempfile::tempdir_in(&directory).unwrap().keep());
+        let replica = || replica_of(&master, &tempfile::tempdir_in(&directory).unwrap().keep());
         let replicas = [replica(), replica()];
         let sentinel = || {
             let file = tempfile::NamedTempFile::new_in(&directory).unwrap().into_temp_path().keep().unwrap();
@@ -106,6 +107,15 @@ impl Sentinels {
             })
         });
     }
+}
+
+/// Starts a replica and waits until it is in sync; it keeps its files in this folder.
+pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
+    redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
+    let master = format!("127.0.0.1 {}", master.port);
+    let replica = Redis::start_as(&["--replicaof", &master, "--dir", folder.to_str().unwrap()]);
+    eventually("the replica is in sync", || replica.info("replication").contains("master_link_status:up"));
+    replica
 }
 
 /// A command about the master.
