@@ -18,6 +18,7 @@ pub mod quota;
 pub mod redis;
 pub mod store;
 
+use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -136,8 +137,10 @@ impl Limiter {
             }
             _ => self.ledger.backend.call(Source::Store, Operation::Check, &charges).await,
         };
+        let mut instants = Vec::new();
         let mut decision = match answer {
-            Ok(verdict) => {
+            Ok(mut verdict) => {
+                instants = mem::take(&mut verdict.instants);
                 self.remember(checks, &verdict, asked);
                 Decision::new(verdict, Source::Store, checks.iter())
             }
@@ -160,7 +163,7 @@ impl Limiter {
             (None, _) => {}
         }
         if decision.admitted && checks.iter().any(|check| check.later != Later::Nothing) {
-            decision.debts = Some(Box::new(self.debts(checks, &decision)));
+            decision.debts = Some(Box::new(self.debts(checks, &decision, &instants)));
         }
         Ok(decision)
     }
@@ -191,7 +194,7 @@ impl Limiter {
         Leases::asked(self.ledger.clone(), source, asked)
     }
 
-    fn debts(&self, checks: &[Check<'_, '_>], decision: &Decision<'_>) -> Debts {
+    fn debts(&self, checks: &[Check<'_, '_>], decision: &Decision<'_>, instants: &[u64]) -> Debts {
         let denied =
             |check: &Check<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
         let local = |check: &Check<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
@@ -200,7 +203,7 @@ impl Limiter {
         };
         let owed = checks.iter().enumerate().filter(|(_, check)| counted(check)).map(|(index, check)| Owed {
             later: check.later,
-            charged_at: decision.instants.get(index).copied().unwrap_or(decision.now_us),
+            charged_at: instants.get(index).copied().unwrap_or(decision.now_us),
             pending: check.pending(check.cost),
         });
         Debts::new(self.ledger.clone(), decision.source, owed.collect())

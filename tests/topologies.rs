@@ -358,3 +358,24 @@ fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
     migration.finish();
     assert!(!gateway.log().contains("WARN"), "{}", gateway.log());
 }
+
+#[test]
+fn what_failed_is_given_back_by_every_master_that_charged_it() {
+    let cluster = Cluster::start(3, 0);
+    let by = |header: &str| {
+        format!("by = \"header:{header}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\"")
+    };
+    let limits = [by("x-a"), by("x-b"), by("x-c")];
+    let limits = [("a", &*limits[0]), ("b", &*limits[1]), ("c", &*limits[2])];
+    let fails = config(&cluster.url(), "5s", &limits).replace("status = 200", "status = 500");
+    let gateway = Gateway::start(&fails);
+    let mut client = gateway.client();
+    for _ in 0..10 {
+        // What is given back is known before the head goes out.
+        let reply = client.get_with("/r", &[("x-a", "a"), ("x-b", "b"), ("x-c", "c")]);
+        assert_eq!(reply.status, 500);
+        for limit in ["a", "b", "c"] {
+            assert_eq!(reply.remaining(limit), 3, "{limit}");
+        }
+    }
+}

@@ -43,7 +43,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     });
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
     let certificates = tls.and_then(|tls| certificates(tls.get_ref(), &tls.span(), reader));
-    match place::read(url, certificates) {
+    match place::read(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
             let mut scripts: Vec<_> = routes.iter().flat_map(scripts).collect();
