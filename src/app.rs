@@ -17,6 +17,7 @@ use uuid::Uuid;
 
 use crate::gateway::Gateway;
 use crate::limit::Limiter;
+use crate::limit::advance::Advances;
 use crate::limit::backend::Backend;
 use crate::limit::clock::Clock;
 use crate::limit::denials::Denials;
@@ -109,6 +110,7 @@ impl App {
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
         let lines = Arc::<Lines>::default();
+        let advances = Arc::<Advances>::default();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -122,6 +124,7 @@ impl App {
                 memory: memory.clone(),
                 breaker: breaker.clone(),
                 lines: lines.clone(),
+                advances: advances.clone(),
                 denials: denials.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
@@ -166,6 +169,7 @@ struct Worker {
     memory: Arc<MemoryStore>,
     breaker: Arc<Breaker>,
     lines: Arc<Lines>,
+    advances: Arc<Advances>,
     denials: Option<Arc<Denials>>,
     access: Option<AccessLog>,
     stop: CancellationToken,
@@ -197,7 +201,8 @@ impl Worker {
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        Limiter::new(backend, self.denials.clone(), self.lines.clone(), first_lease)
+        let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
+        Limiter::new(backend, denials, advances, lines, first_lease)
     }
 }
 
