@@ -17,6 +17,7 @@ use uuid::Uuid;
 
 use crate::gateway::Gateway;
 use crate::limit::Limiter;
+use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
 use crate::limit::clock::Clock;
 use crate::limit::cluster::Cluster;
@@ -112,6 +113,7 @@ impl App {
         let breaker = Arc::<Breaker>::default();
         let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();
+        let advances = Arc::<Advances>::default();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -126,6 +128,7 @@ impl App {
                 breaker: breaker.clone(),
                 topology: topology.clone(),
                 lines: lines.clone(),
+                advances: advances.clone(),
                 denials: denials.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
@@ -171,6 +174,7 @@ struct Worker {
     breaker: Arc<Breaker>,
     topology: Arc<Topology>,
     lines: Arc<Lines>,
+    advances: Arc<Advances>,
     denials: Option<Arc<Denials>>,
     access: Option<AccessLog>,
     stop: CancellationToken,
@@ -199,7 +203,8 @@ impl Worker {
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        Limiter::new(backend, self.denials.clone(), self.lines.clone(), first_lease)
+        let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
+        Limiter::new(backend, denials, advances, lines, first_lease)
     }
 
     fn store(&self, servers: &Servers, settings: &RedisSettings) -> Shared {

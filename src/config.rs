@@ -165,6 +165,7 @@ pub struct Limit {
     pub refund_on: Vec<Text>,
     pub max_wait: Option<Text>,
     pub max_waiting: Option<Spanned<i64>>,
+    pub lease: Option<Spanned<i64>>,
 }
 
 /// `{ quota = "…", burst = … }`: another size of a limit.

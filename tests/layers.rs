@@ -20,7 +20,7 @@ const ROWS: &[&[&str]] = &[
 const LIMIT_ROWS: &[&[&str]] = &[
     &["coalesce", "decision", "line"],
     &["admission"],
-    &["backend", "denials"],
+    &["backend", "denials", "advance"],
     &["cluster"],
     &["guard"],
     &["memory", "redis"],

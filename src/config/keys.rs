@@ -20,7 +20,6 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    ("limit", &["lease"]),
     (
         "upstream",
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],

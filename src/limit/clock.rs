@@ -5,6 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+/// Clocks of two machines drift apart by less than this part of a wait.
+const DRIFT: u32 = 2000;
+
 /// Where a store takes the instant of a decision from.
 #[derive(Debug, Clone, Default)]
 pub enum Clock {
@@ -51,6 +54,11 @@ impl Clock {
 /// The system's wall clock, µs since the Unix epoch.
 pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+}
+
+/// The part of a wait by another machine's clock that lasts at least as long by ours.
+pub fn certain(wait: Duration) -> Duration {
+    wait - wait / DRIFT
 }
 
 /// A clock that never goes back, for deadlines and durations.

@@ -205,7 +205,14 @@ fn metering(
         let own = match own.clone() {
             None if in_flight => Cost::Fixed(1),
             None => {
-                too_dear(cost, limit, route.cost.as_ref().map_or(text.span(), |cost| cost.span()), reader);
+                let span = route.cost.as_ref().map_or(text.span(), |cost| cost.span());
+                too_dear(cost, limit, span.clone(), reader);
+                if limit.advance > 0 && cost != 1 {
+                    let message = format!(
+                        "single units are taken ahead: the `lease` of `{limit_name}` goes with a `cost` of 1 only"
+                    );
+                    reader.issue(Issue::at(span, message).hint("another limit for this route, or no `lease`"));
+                }
                 Cost::Fixed(cost)
             }
             Some(own) => own.or_else(cost),
