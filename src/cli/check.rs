@@ -3,9 +3,11 @@
 use std::io::{Write, stdout};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
+use crate::limit::clock;
 use crate::limit::plan::Plan;
 use crate::limit::quota::Calendar;
 use crate::limit::redis::Servers;
@@ -23,6 +25,9 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
         runtime.upstreams.len(),
         runtime.store.name,
     )?;
+    for warning in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+        writeln!(out, "  warning: {warning}")?;
+    }
     for terms in runtime.limits.values() {
         let limit = &terms.limit;
         let trial = if limit.shadow { " (shadow: never denies)" } else { "" };
@@ -44,7 +49,8 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
             )?;
         }
     }
-    let is_cluster = runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
+    let is_cluster =
+        runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
     for route in runtime.routes.iter().filter(|route| is_cluster && route.metering.identities.len() > 1) {
         writeln!(
             out,
