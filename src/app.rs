@@ -6,20 +6,20 @@ use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::gateway::Gateway;
 use crate::limit::Limiter;
 use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
-use crate::limit::clock::Clock;
+use crate::limit::clock::{self, Clock};
 use crate::limit::cluster::Cluster;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::denials::Denials;
@@ -70,7 +70,7 @@ pub struct App {
     addresses: Vec<SocketAddr>,
     access: Option<AccessLog>,
     /// Keeps the runtime up to date.
-    _watcher: Option<Watcher>,
+    watcher: Option<Arc<Watcher>>,
 }
 
 impl App {
@@ -85,7 +85,7 @@ impl App {
         };
         let mut addresses = Vec::new();
         let mut sockets: Vec<Vec<StdListener>> = (0..accepting).map(|_| Vec::new()).collect();
-        for Listener { address, .. } in runtime.listeners.clone() {
+        for &Listener { address, .. } in &runtime.listeners {
             let failed = |source| AppError::Listen { address, source };
             // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
             let probe = bind(address, false).map_err(failed)?;
@@ -99,8 +99,13 @@ impl App {
         }
         let access = access_log(&runtime)?;
         let runtime = Arc::new(runtime);
-        let watcher = reload::follow(&runtime)?;
-        Ok(App { runtime, sockets, addresses, access, _watcher: watcher })
+        let watcher = reload::follow(&runtime)?.map(Arc::new);
+        Ok(App { runtime, sockets, addresses, access, watcher })
+    }
+
+    /// What follows the files that may change; none if there are none.
+    pub fn watcher(&self) -> Option<Arc<Watcher>> {
+        self.watcher.clone()
     }
 
     /// Serves until `stop` is cancelled and the running requests are done.
@@ -148,6 +153,9 @@ impl App {
 
     fn announce(&self) {
         let runtime = &self.runtime;
+        for warning in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+            warn!("{warning}");
+        }
         let schemes = runtime.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
         let addresses: Vec<_> =
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
@@ -185,10 +193,7 @@ impl Worker {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
-            let acceptors = self.runtime.listeners.iter().map(|listener| listener.tls.clone().map(TlsAcceptor::from));
-            let listeners = sockets.into_iter().zip(acceptors);
-            let listeners =
-                listeners.map(|(socket, tls)| Ok((TcpListener::from_std(socket)?, tls))).collect::<io::Result<_>>();
+            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
             let server = Server::new(Gateway::new(self.runtime.clone(), self.limiter(), self.access), self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())

@@ -55,6 +55,7 @@ pub struct Server {
 #[allow(missing_docs)]
 pub struct Listener {
     pub address: Option<Text>,
+    pub proxy_protocol: Option<Spanned<bool>>,
     pub tls: Option<Spanned<ListenerTls>>,
 }
 
@@ -64,6 +65,8 @@ pub struct Listener {
 #[allow(missing_docs)]
 pub struct ListenerTls {
     pub certificates: Vec<Spanned<Certificate>>,
+    pub client_ca: Option<Text>,
+    pub client_auth: Option<Text>,
 }
 
 /// `{ cert = "…", key = "…" }`

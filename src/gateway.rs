@@ -41,13 +41,15 @@ pub struct Peer {
     pub address: IpAddr,
     /// What upstreams are told of it.
     pub origin: Origin,
+    /// The subject of its certificate, which was verified.
+    pub subject: Option<Box<str>>,
 }
 
 impl Peer {
     /// The peer of a connection.
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
         let address = address.to_canonical();
-        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)) }
+        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)), subject: None }
     }
 }
 

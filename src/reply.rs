@@ -115,6 +115,8 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
     let challenge = match error {
         IdentityError::MissingKey(_) | IdentityError::UnknownKey => Some("ApiKey"),
         IdentityError::Missing(Source::Jwt(_)) => Some("Bearer"),
+        // No registered scheme is for certificates, and a 401 has to name one.
+        IdentityError::Missing(Source::ClientCert) => Some("ClientCertificate"),
         IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
         IdentityError::Ambiguous(_) | IdentityError::Missing(_) => None,
     };

@@ -1,10 +1,12 @@
 //! Connections: accept, protocol, deadlines, drain.
 
+mod proxy;
+
 use std::convert::Infallible;
 use std::error::Error;
-use std::net::{IpAddr, SocketAddr};
+use std::net::SocketAddr;
 use std::pin::pin;
-use std::sync::Arc;
+use std::sync::{Arc, Once};
 use std::time::Duration;
 
 use hyper::service::service_fn;
@@ -12,15 +14,17 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{Instant, sleep, timeout};
-use tokio_rustls::TlsAcceptor;
+use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::{debug, warn};
 
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::Activity;
-use crate::runtime::ServerSettings;
+use crate::identity::client_cert;
+use crate::limit::clock;
+use crate::runtime::{Listener, ServerSettings};
+use proxy::Sender;
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -30,6 +34,9 @@ const SETTLE: Duration = Duration::from_secs(2);
 
 /// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
 const HYPER_MAX_HEADERS: usize = 100;
+
+/// Whoever is not a proxy and comes where proxies are expected could fill the log.
+static STRANGER: Once = Once::new();
 
 /// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
 type BoxError = Box<dyn Error + Send + Sync>;
@@ -52,10 +59,13 @@ impl Server {
         Server { gateway: Arc::new(gateway), stop, end: CancellationToken::new(), connections: TaskTracker::new() }
     }
 
-    /// Serves listeners until it is stopped, then lets what runs finish, for `drain_timeout` at most.
-    pub async fn run(self, listeners: Vec<(TcpListener, Option<TlsAcceptor>)>) {
-        let accepting: Vec<_> =
-            listeners.into_iter().map(|(listener, tls)| tokio::spawn(self.clone().accept(listener, tls))).collect();
+    /// Serves the listeners of the runtime, in its order, until it is stopped, then lets what runs finish, for `drain_timeout` at most.
+    pub async fn run(self, listeners: Vec<TcpListener>) {
+        let accepting: Vec<_> = listeners
+            .into_iter()
+            .enumerate()
+            .map(|(place, socket)| tokio::spawn(self.clone().accept(socket, place)))
+            .collect();
         for task in accepting {
             if let Err(error) = task.await {
                 warn!(%error, "a listener ended");
@@ -73,13 +83,13 @@ impl Server {
         }
     }
 
-    async fn accept(self, listener: TcpListener, tls: Option<TlsAcceptor>) {
+    async fn accept(self, listener: TcpListener, place: usize) {
         loop {
             tokio::select! {
                 biased;
                 () = self.stop.cancelled() => break,
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, address)) => self.open(stream, address, tls.clone()),
+                    Ok((stream, address)) => self.open(stream, address, place),
                     Err(error) => {
                         warn!(%error, "a connection could not be accepted");
                         sleep(ACCEPT_PAUSE).await;
@@ -89,47 +99,73 @@ impl Server {
         }
         // What the kernel has queued for this socket would be reset when it closes.
         while let Ok(Ok((stream, address))) = timeout(Duration::ZERO, listener.accept()).await {
-            self.open(stream, address, tls.clone());
+            self.open(stream, address, place);
         }
     }
 
-    fn open(&self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) {
+    fn open(&self, stream: TcpStream, address: SocketAddr, place: usize) {
         let server = self.clone();
         self.connections.spawn(async move {
             let end = server.end.clone();
-            if let Some(Err(error)) = end.run_until_cancelled(server.serve(stream, address, tls)).await {
+            if let Some(Err(error)) = end.run_until_cancelled(server.serve(stream, address, place)).await {
                 debug!(%error, "a connection ended with an error");
             }
         });
     }
 
-    async fn serve(self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) -> Result<(), BoxError> {
+    async fn serve(self, mut stream: TcpStream, address: SocketAddr, place: usize) -> Result<(), BoxError> {
         // Answers are written whole; waiting for more would only delay them.
         stream.set_nodelay(true)?;
         let activity = Activity::new();
-        match tls {
-            None => self.converse(stream, address.ip(), "http", activity).await,
+        let gateway = self.gateway.clone();
+        let listener = &gateway.runtime().listeners[place];
+        // A PROXY header and the handshake spend of the same time as the first head.
+        let deadline = Instant::now() + gateway.runtime().server.header_timeout;
+        let mut peer = timeout_at(deadline, self.peer(&mut stream, address, listener)).await??;
+        match &listener.tls {
+            None => self.converse(stream, peer, activity).await,
             Some(tls) => {
-                // The handshake spends of the same time as the first head.
-                let stream = timeout(self.gateway.runtime().server.header_timeout, tls.accept(stream)).await??;
-                self.converse(stream, address.ip(), "https", activity).await
+                let stream = timeout_at(deadline, tls.tls.acceptor().accept(stream)).await??;
+                if let Some([certificate, ..]) = stream.get_ref().1.peer_certificates() {
+                    peer.subject = client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
+                }
+                self.converse(stream, peer, activity).await
             }
         }
     }
 
+    /// Who is at the other end: the socket's address, or on a listener for proxies whom they speak for.
+    async fn peer(&self, stream: &mut TcpStream, socket: SocketAddr, listener: &Listener) -> Result<Peer, BoxError> {
+        let scheme = if listener.tls.is_some() { "https" } else { "http" };
+        let runtime = self.gateway.runtime();
+        let mut peer = Peer::new(socket.ip(), scheme, runtime);
+        if listener.proxy_protocol {
+            if !peer.origin.trusted {
+                STRANGER.call_once(|| {
+                    warn!(
+                        "{} is closed to {}, which is not in client_ip.trusted_proxies; others like it are not told",
+                        listener.address, peer.address
+                    );
+                });
+                return Err(format!("{} is no trusted proxy", peer.address).into());
+            }
+            match proxy::sender(stream).await? {
+                Sender::Client(client) => peer = Peer::new(client, scheme, runtime),
+                Sender::Proxy => {}
+                // The proxy is believed, but not what passes through it.
+                Sender::Unknown => peer.origin.trusted = false,
+            }
+        }
+        Ok(peer)
+    }
+
     /// Serves one connection to its end.
-    async fn converse<S>(
-        self,
-        stream: S,
-        peer: IpAddr,
-        scheme: &'static str,
-        activity: Arc<Activity>,
-    ) -> Result<(), BoxError>
+    async fn converse<S>(self, stream: S, peer: Peer, activity: Arc<Activity>) -> Result<(), BoxError>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.gateway.runtime().server;
-        let peer = Arc::new(Peer::new(peer, scheme, self.gateway.runtime()));
+        let peer = Arc::new(peer);
         let service = service_fn(|request| {
             let in_flight = activity.enter();
             // HTTP/2 runs requests as tasks of their own.

@@ -8,6 +8,7 @@ use tokio::time::Duration;
 
 use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
+use crate::limit::clock;
 use crate::limit::plan::{Limit, Plan};
 use crate::limit::quota::Calendar;
 use crate::limit::redis::connection::attempt;
@@ -30,6 +31,9 @@ pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
         runtime.upstreams.len(),
         runtime.store.name,
     )?;
+    for warning in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+        writeln!(out, "  warning: {warning}")?;
+    }
     for terms in runtime.limits.values() {
         let limit = &terms.limit;
         let trial = if limit.shadow { " (shadow: never denies)" } else { "" };

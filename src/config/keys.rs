@@ -15,8 +15,7 @@ use super::{
 const LATER: &[(&str, &[&str])] = &[
     ("", &["admin"]),
     ("server", &["max_connections", "max_connections_per_ip", "body_idle_timeout"]),
-    ("listener", &["proxy_protocol", "http3"]),
-    ("listener tls", &["client_ca", "client_auth"]),
+    ("listener", &["http3"]),
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),

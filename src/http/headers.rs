@@ -104,6 +104,8 @@ fn is_origin(name: &str) -> bool {
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
+        // The client's certificate as a proxy passes it on (RFC 9440 §2).
+        b'c' => matches!(name, "client-cert" | "client-cert-chain"),
         _ => false,
     }
 }

@@ -41,6 +41,14 @@ pub(super) fn limits(
             let message = "this limit is by a claim of tokens, but no key is known: every token would be refused";
             reader.issue(Issue::at(place.clone(), message).hint("[jwt] with jwks_file = \"certs/jwks.json\""));
         }
+        let listens =
+            |listener: &config::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
+        if by.sources.contains(&Source::ClientCert) && !config.listener.iter().any(|one| listens(one.get_ref())) {
+            let message = "this limit is by the certificates of clients, but no listener asks for them: no request would have one";
+            reader.issue(
+                Issue::at(place.clone(), message).hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
+            );
+        }
         let user = by.sources.iter().any(|source| matches!(source, Source::User(_)));
         if by.on_missing == OnMissing::Reject && trusted_proxies == 0 && user {
             let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";

@@ -79,6 +79,13 @@ impl Gateway {
         Gateway { address, child, log, directory }
     }
 
+    /// All its addresses, in the order of its listeners.
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        let log = self.log();
+        let list = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
+        list.split(", ").map(|url| url.split_once("://").unwrap().1.parse().unwrap()).collect()
+    }
+
     /// Where its configuration lies.
     pub fn directory(&self) -> &Path {
         self.directory.path()

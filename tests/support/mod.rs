@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::disallowed_methods)] // waits have a clock of their own
 
+pub mod certificates;
 pub mod client;
 pub mod cluster;
 pub mod gateway;
