@@ -28,8 +28,10 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::redis::{RedisSettings, RedisStore, Servers};
 use crate::observe::access::AccessLog;
 use crate::reload;
+use crate::runtime::files;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
+use crate::server::connections::Connections;
 use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -78,6 +80,7 @@ impl App {
     /// # Errors
     /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
+        files::raise();
         let accepting = match runtime.server.layout {
             Layout::PerCore => runtime.server.workers,
             Layout::Shared => 1,
@@ -112,6 +115,7 @@ impl App {
         let breaker = Arc::<Breaker>::default();
         let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();
+        let connections = Arc::new(Connections::new(&self.runtime.server));
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -127,6 +131,7 @@ impl App {
                 topology: topology.clone(),
                 lines: lines.clone(),
                 denials: denials.clone(),
+                connections: connections.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -172,6 +177,7 @@ struct Worker {
     topology: Arc<Topology>,
     lines: Arc<Lines>,
     denials: Option<Arc<Denials>>,
+    connections: Arc<Connections>,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -185,7 +191,8 @@ impl Worker {
             let listeners = sockets.into_iter().zip(acceptors);
             let listeners =
                 listeners.map(|(socket, tls)| Ok((TcpListener::from_std(socket)?, tls))).collect::<io::Result<_>>();
-            let server = Server::new(Gateway::new(self.runtime.clone(), self.limiter(), self.access), self.stop);
+            let gateway = Gateway::new(self.runtime.clone(), self.limiter(), self.access);
+            let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())
         })

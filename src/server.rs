@@ -1,14 +1,19 @@
 //! Connections: accept, protocol, deadlines, drain.
 
+pub mod connections;
+mod linger;
+
 use std::convert::Infallible;
 use std::error::Error;
 use std::net::{IpAddr, SocketAddr};
+use std::future::{Future, poll_fn};
 use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use hyper::rt::Executor;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::rt::TokioIo;
 use hyper_util::server::conn::auto::Builder;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
@@ -20,7 +25,10 @@ use tracing::{debug, warn};
 
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::Activity;
+use crate::http::flow::Watch;
 use crate::runtime::ServerSettings;
+use connections::Connections;
+use linger::{Lent, linger, reset};
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -31,8 +39,35 @@ const SETTLE: Duration = Duration::from_secs(2);
 /// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
 const HYPER_MAX_HEADERS: usize = 100;
 
+/// While connections wait, it is told at most so often.
+const FULL_AGAIN: Duration = Duration::from_secs(60);
+
+/// Bytes of a request that a stream holds for an upstream that does not take them.
+const HTTP2_WINDOW: u32 = 256 << 10;
+
+/// Bytes of a response that a stream holds for a client that does not take them, besides the piece that goes over it.
+const HTTP2_SEND_BUFFER: usize = 128 << 10;
+
 /// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
 type BoxError = Box<dyn Error + Send + Sync>;
+
+/// How a connection ends otherwise.
+enum End {
+    /// All is said.
+    Done,
+    /// The client may still be sending what nobody reads.
+    Cut,
+    /// A deadline is over.
+    Overdue,
+    /// The client does not take the response.
+    Stalled,
+}
+
+/// Runs the streams of an HTTP/2 connection, each for as long as its client takes what there is.
+#[derive(Debug, Clone)]
+struct Streams {
+    body_idle_timeout: Duration,
+}
 
 /// One worker's side of all listeners.
 #[derive(Debug, Clone)]
@@ -43,13 +78,16 @@ pub struct Server {
     /// Cancelled when the running ones have had their time.
     end: CancellationToken,
     /// The connections that are open.
-    connections: TaskTracker,
+    tasks: TaskTracker,
+    /// Those of all workers.
+    connections: Arc<Connections>,
 }
 
 impl Server {
     /// A server without connections.
-    pub fn new(gateway: Gateway, stop: CancellationToken) -> Self {
-        Server { gateway: Arc::new(gateway), stop, end: CancellationToken::new(), connections: TaskTracker::new() }
+    pub fn new(gateway: Gateway, connections: Arc<Connections>, stop: CancellationToken) -> Self {
+        let (end, tasks) = (CancellationToken::new(), TaskTracker::new());
+        Server { gateway: Arc::new(gateway), stop, end, tasks, connections }
     }
 
     /// Serves listeners until it is stopped, then lets what runs finish, for `drain_timeout` at most.
@@ -61,12 +99,12 @@ impl Server {
                 warn!(%error, "a listener ended");
             }
         }
-        self.connections.close();
+        self.tasks.close();
         let drain = self.gateway.runtime().server.drain_timeout;
-        if timeout(drain, self.connections.wait()).await.is_err() {
-            warn!(connections = self.connections.len(), "drain_timeout is over: connections are closed");
+        if timeout(drain, self.tasks.wait()).await.is_err() {
+            warn!(connections = self.tasks.len(), "drain_timeout is over: connections are closed");
             self.end.cancel();
-            self.connections.wait().await;
+            self.tasks.wait().await;
         }
         if timeout(SETTLE, self.gateway.settle()).await.is_err() {
             warn!("the store did not take the last releases and charges");
@@ -74,12 +112,19 @@ impl Server {
     }
 
     async fn accept(self, listener: TcpListener, tls: Option<TlsAcceptor>) {
+        let mut told = None;
         loop {
             tokio::select! {
                 biased;
                 () = self.stop.cancelled() => break,
                 accepted = listener.accept() => match accepted {
-                    Ok((stream, address)) => self.open(stream, address, tls.clone()),
+                    Ok((stream, address)) => {
+                        if self.connections.are_full() && told.is_none_or(|told: Instant| told.elapsed() > FULL_AGAIN) {
+                            warn!("there are max_connections connections: more have to wait");
+                            told = Some(Instant::now());
+                        }
+                        self.open(stream, address, tls.clone()).await;
+                    }
                     Err(error) => {
                         warn!(%error, "a connection could not be accepted");
                         sleep(ACCEPT_PAUSE).await;
@@ -89,13 +134,23 @@ impl Server {
         }
         // What the kernel has queued for this socket would be reset when it closes.
         while let Ok(Ok((stream, address))) = timeout(Duration::ZERO, listener.accept()).await {
-            self.open(stream, address, tls.clone());
+            self.open(stream, address, tls.clone()).await;
         }
     }
 
-    fn open(&self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) {
+    /// Serves a connection as soon as there may be one more; the next one waits in the kernel's queue meanwhile.
+    async fn open(&self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) {
+        // Taken after the connection is there: nobody keeps a place for one that may never come.
+        let place = tokio::select! {
+            biased;
+            place = self.connections.open() => place,
+            // No place comes free for it while the others are waited for.
+            () = self.stop.cancelled() => None,
+        };
+        let Some(place) = place else { return };
         let server = self.clone();
-        self.connections.spawn(async move {
+        self.tasks.spawn(async move {
+            let _place = place;
             let end = server.end.clone();
             if let Some(Err(error)) = end.run_until_cancelled(server.serve(stream, address, tls)).await {
                 debug!(%error, "a connection ended with an error");
@@ -104,17 +159,41 @@ impl Server {
     }
 
     async fn serve(self, stream: TcpStream, address: SocketAddr, tls: Option<TlsAcceptor>) -> Result<(), BoxError> {
+        let client_ip = &self.gateway.runtime().client_ip;
+        let peer = address.ip().to_canonical();
+        // A trusted proxy brings many clients.
+        let _seat = if self.connections.by_network() && !client_ip.trusts(peer) {
+            let Some(seat) = self.connections.seat(client_ip.network(peer)) else { return Ok(()) };
+            Some(seat)
+        } else {
+            None
+        };
         // Answers are written whole; waiting for more would only delay them.
         stream.set_nodelay(true)?;
+        let connections = self.connections.clone();
+        let (stream, mut back) = Lent::new(stream);
         let activity = Activity::new();
-        match tls {
+        let end = match tls {
             None => self.converse(stream, address.ip(), "http", activity).await,
             Some(tls) => {
                 // The handshake spends of the same time as the first head.
                 let stream = timeout(self.gateway.runtime().server.header_timeout, tls.accept(stream)).await??;
                 self.converse(stream, address.ip(), "https", activity).await
             }
+        }?;
+        if let Ok(stream) = back.try_recv() {
+            match end {
+                End::Done | End::Overdue => {}
+                End::Stalled => reset(&stream),
+                End::Cut => {
+                    if let Some(_leave) = connections.linger() {
+                        // On the heap: few connections end like this.
+                        Box::pin(linger(stream)).await;
+                    }
+                }
+            }
         }
+        Ok(())
     }
 
     /// Serves one connection to its end.
@@ -124,7 +203,7 @@ impl Server {
         peer: IpAddr,
         scheme: &'static str,
         activity: Arc<Activity>,
-    ) -> Result<(), BoxError>
+    ) -> Result<End, BoxError>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
@@ -141,6 +220,7 @@ impl Server {
         });
         let builder = protocols(settings);
         let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let mut watch = Watch::new(settings.body_idle_timeout);
         let mut stopped = pin!(self.stop.cancelled());
         let mut draining = false;
         // One timer for a connection, looked at when it fires; none is set for each request.
@@ -149,23 +229,42 @@ impl Server {
         loop {
             tokio::select! {
                 biased;
-                result = connection.as_mut() => return result,
+                ended = poll_fn(|cx| watch.poll(connection.as_mut(), cx)) => return match ended {
+                    None => Ok(End::Stalled),
+                    Some(Ok(())) => Ok(if watch.flow().is_cut() { End::Cut } else { End::Done }),
+                    // The answer to a head that is too long, say, comes before its end.
+                    Some(Err(error)) if is_parse(&*error) => Ok(End::Cut),
+                    Some(Err(error)) => Err(error),
+                },
                 () = stopped.as_mut(), if !draining => {
                     draining = true;
                     connection.as_mut().graceful_shutdown();
                 }
                 () = deadline.as_mut() => match grace() {
                     Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
-                    None => return Ok(()),
+                    None => return Ok(End::Overdue),
                 },
             }
         }
     }
 }
 
+fn is_parse(error: &(dyn Error + Send + Sync + 'static)) -> bool {
+    error.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_parse)
+}
+
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
+    fn execute(&self, stream: F) {
+        let mut watch = Watch::new(self.body_idle_timeout);
+        let mut stream = Box::pin(stream);
+        // Dropping the stream resets it.
+        tokio::spawn(poll_fn(move |cx| watch.poll(stream.as_mut(), cx).map(drop)));
+    }
+}
+
 /// HTTP/1.x, and HTTP/2 by prior knowledge, with bounds on what a client can make us hold.
-fn protocols(settings: &ServerSettings) -> Builder<TokioExecutor> {
-    let mut builder = Builder::new(TokioExecutor::new());
+fn protocols(settings: &ServerSettings) -> Builder<Streams> {
+    let mut builder = Builder::new(Streams { body_idle_timeout: settings.body_idle_timeout });
     // A head and a small body are one copy into one write: cheaper than a vectored one.
     builder.http1().writev(false).max_buf_size(settings.max_header_size);
     if settings.max_headers != HYPER_MAX_HEADERS {
@@ -174,6 +273,8 @@ fn protocols(settings: &ServerSettings) -> Builder<TokioExecutor> {
     builder
         .http2()
         .max_concurrent_streams(settings.http2_max_streams)
+        .initial_stream_window_size(HTTP2_WINDOW)
+        .max_send_buf_size(HTTP2_SEND_BUFFER)
         .max_header_list_size(settings.max_header_size as u32);
     builder
 }

@@ -14,7 +14,6 @@ use super::{
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
     ("", &["admin"]),
-    ("server", &["max_connections", "max_connections_per_ip", "body_idle_timeout"]),
     ("listener", &["proxy_protocol", "http3"]),
     ("listener tls", &["client_ca", "client_auth"]),
     ("log", &["trace_endpoint"]),
@@ -33,7 +32,6 @@ const LATER: &[(&str, &[&str])] = &[
             "strip_prefix",
             "rewrite",
             "timeout",
-            "max_body",
             "request_headers",
             "response_headers",
             "websocket",

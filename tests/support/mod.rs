@@ -4,6 +4,7 @@
 
 pub mod client;
 pub mod cluster;
+pub mod frames;
 pub mod gateway;
 pub mod pictures;
 pub mod random;
