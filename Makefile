@@ -9,9 +9,10 @@ run:
 test: tools
 	cargo test --locked
 
-# The property tests of the limiter with a million operations instead of 50,000: about ten minutes.
+# The property tests of the limiter with a million operations instead of 50,000, and the edge in full size: about 15 minutes.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54
+	LONG=1 cargo test --locked --test long_edges -- --nocapture --test-threads 1
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:
