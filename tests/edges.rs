@@ -234,7 +234,8 @@ fn nobody_is_asked_for_a_body_that_is_not_wanted() {
         ("/respond", 100, 200),
     ] {
         let mut client = gateway.client();
-        let head = format!("POST {path} HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n");
+        let head =
+            format!("POST {path} HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n");
         client.send(head.as_bytes());
         let reply = client.reply().unwrap();
         // What comes next could be the body or a request: nobody could tell.
@@ -284,7 +285,11 @@ fn a_body_that_is_too_large_is_413() {
     let head = client.until(HEADERS, 1).expect("an answer");
     // The status comes first, as a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
     assert_eq!(head.payload[0] & 0x0f, 8, "{head:?}");
-    assert_eq!(client.until(RST_STREAM, 1).expect("the stream ends").payload, [0, 0, 0, 0], "NO_ERROR: the answer counts");
+    assert_eq!(
+        client.until(RST_STREAM, 1).expect("the stream ends").payload,
+        [0, 0, 0, 0],
+        "NO_ERROR: the answer counts"
+    );
     assert_eq!(events.recv_timeout(PATIENCE).unwrap(), None);
 }
 
@@ -305,7 +310,8 @@ fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
 #[test]
 fn beyond_max_connections_clients_wait() {
     for layout in ["per-core", "shared"] {
-        let gateway = Gateway::start(&format!("[server]\nmax_connections = 3\nworkers = 2\nruntime = \"{layout}\"\n{HELLO}"));
+        let gateway =
+            Gateway::start(&format!("[server]\nmax_connections = 3\nworkers = 2\nruntime = \"{layout}\"\n{HELLO}"));
         let mut open: Vec<_> = (0..3).map(|_| gateway.client()).collect();
         for client in &mut open {
             assert_eq!(client.get("/").status, 200);
@@ -330,7 +336,8 @@ fn beyond_max_connections_clients_wait() {
 
 #[test]
 fn a_client_has_its_share_of_connections() {
-    let config = "[server]\nmax_connections_per_ip = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
+    let config =
+        "[server]\nmax_connections_per_ip = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&format!("{config}{HELLO}"));
     let from = |address: &str| Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address);
     // 127.0.0.2 and .3 are one network.

@@ -14,8 +14,8 @@ use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use support::client::Client;
 use support::frames::{
-    CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, Http2, INITIAL_WINDOW_SIZE, PING, RST_STREAM, SETTINGS, block,
-    frame,
+    CONTINUATION, DATA, END_HEADERS, END_STREAM, HEADERS, Http2, INITIAL_WINDOW_SIZE, PING, RST_STREAM, SETTINGS,
+    block, frame,
 };
 use support::gateway::Gateway;
 use support::upstream::{Upstream, read_head, read_request, serve};
@@ -143,9 +143,11 @@ const FLOODS: [Flood; 8] = [
         let head = frame(HEADERS, END_STREAM | END_HEADERS, 2 * n + 1, &block("GET", "/up", &[]));
         [head, frame(RST_STREAM, 0, 2 * n + 1, &8u32.to_be_bytes())].concat()
     }),
-    ("CONTINUATION", || frame(HEADERS, 0, 1, &block("GET", "/", &[])), |_| {
-        frame(CONTINUATION, 0, 1, &block("GET", "/", &[("x-more", "and more")]))
-    }),
+    (
+        "CONTINUATION",
+        || frame(HEADERS, 0, 1, &block("GET", "/", &[])),
+        |_| frame(CONTINUATION, 0, 1, &block("GET", "/", &[("x-more", "and more")])),
+    ),
     ("empty DATA", open_stream, |_| frame(DATA, 0, 1, &[])),
     ("PING", Vec::new, |_| frame(PING, 0, 0, &[0; 8])),
     ("SETTINGS", Vec::new, |_| frame(SETTINGS, 0, 0, &[0, 4, 0, 1, 0, 0])),

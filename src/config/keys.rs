@@ -25,18 +25,7 @@ const LATER: &[(&str, &[&str])] = &[
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
     ),
     ("servers", &["weight"]),
-    (
-        "route",
-        &[
-            "redirect",
-            "strip_prefix",
-            "rewrite",
-            "timeout",
-            "request_headers",
-            "response_headers",
-            "websocket",
-        ],
-    ),
+    ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "request_headers", "response_headers", "websocket"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.

@@ -276,10 +276,12 @@ impl Passing {
             Poll::Pending => return (WAITING, polled),
             // A body of known length is not asked again after its last byte.
             Poll::Ready(None) => return (DONE, polled),
-            Poll::Ready(Some(Ok(frame))) => match self.left.checked_sub(frame.data_ref().map_or(0, Bytes::len) as u64) {
-                Some(left) => self.left = left,
-                None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
-            },
+            Poll::Ready(Some(Ok(frame))) => {
+                match self.left.checked_sub(frame.data_ref().map_or(0, Bytes::len) as u64) {
+                    Some(left) => self.left = left,
+                    None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
+                }
+            }
             Poll::Ready(Some(Err(_))) => {}
         }
         self.silence.end();
