@@ -12,7 +12,7 @@ use tokio::net::TcpListener;
 use tokio::runtime::Builder;
 use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::gateway::Gateway;
@@ -81,6 +81,10 @@ impl App {
     /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
         files::raise();
+        let (connections, files) = (runtime.server.max_connections, files::allowed());
+        if connections as u64 > files {
+            warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
+        }
         let accepting = match runtime.server.layout {
             Layout::PerCore => runtime.server.workers,
             Layout::Shared => 1,

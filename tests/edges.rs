@@ -221,6 +221,20 @@ fn a_denied_request_with_a_small_body_costs_no_connection() {
 }
 
 #[test]
+fn who_sends_a_whole_request_keeps_the_connection() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&routes(upstream.address, ""));
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        client.send(b"POST /up/ HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n");
+        let reply = client.reply().expect("the connection goes on");
+        assert_eq!((reply.status, reply.header("connection")), (200, None), "in chunks");
+        let reply = client.request("POST", "/up/", &[], b"hi");
+        assert_eq!((reply.status, reply.header("connection")), (200, None), "by length");
+    }
+}
+
+#[test]
 fn nobody_is_asked_for_a_body_that_is_not_wanted() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
@@ -369,6 +383,7 @@ fn few_files(what: &str, server: &str) {
     });
     let mut early = gateway.client();
     assert_eq!(early.get("/").status, 200);
+    assert_eq!(gateway.log().contains("raise `ulimit -Hn`"), server.contains("1000"), "{what}: {}", gateway.log());
     let crowd: Vec<_> = (0..400).map(|_| TcpStream::connect(gateway.address).unwrap()).collect();
     let (started, before) = (Instant::now(), gateway.cpu_ms());
     while started.elapsed() < Duration::from_secs(2) {

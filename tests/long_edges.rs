@@ -1,4 +1,4 @@
-//! Slow clients, floods of HTTP/2, many idle connections and large bodies: rows 30 to 33. `LONG=1` gives them their full size.
+//! Slow clients, floods of HTTP/2, many idle connections and large bodies: rows 30 to 33, with `LONG=1` in full size.
 
 mod support;
 

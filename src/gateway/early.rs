@@ -18,15 +18,18 @@ const SMALL: u64 = 64 << 10;
 /// How long to wait for such a body.
 const PATIENCE: Duration = Duration::from_secs(5);
 
-/// Whether the answer can come before the request is read, and end the connection. HTTP/2 only resets the stream (RFC 9113 §8.1),
-/// which it does by itself.
+/// Whether the answer can come before the request is read, and end the connection. HTTP/2 resets the stream instead
+/// (RFC 9113 §8.1), which it does by itself.
 pub(super) fn is_possible(request: &Request<Incoming>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream()
 }
 
 /// Sees to the body of a request that nobody wants.
 pub(super) fn leave(request: Request<Incoming>) {
-    let Some(flow) = Flow::current().filter(|_| is_possible(&request)) else { return };
+    if !is_possible(&request) {
+        return;
+    }
+    let Some(flow) = Flow::current() else { return };
     let small = request.body().size_hint().exact().is_some_and(|length| length <= SMALL);
     // Whoever waits for 100 sends no body now: what comes next would be taken for it.
     if small && !request.headers().contains_key(EXPECT) {

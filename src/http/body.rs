@@ -315,7 +315,8 @@ impl HttpBody for RequestBody {
 
 impl Drop for Passing {
     fn drop(&mut self) {
-        if let Some(flow) = self.flow.as_ref().filter(|_| !self.body.is_end_stream()) {
+        // Chunks have no end that could be seen before it was asked for.
+        if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.cut();
         }
     }

@@ -1,7 +1,7 @@
 //! Closing a connection so that the client can read the last answer.
 //!
-//! A socket that is closed while bytes arrive is reset, and the reset throws away what the other side has not read yet. So
-//! the end is sent, and what still comes is read and thrown away until the client closes, too.
+//! A socket that is closed while bytes arrive is reset, and the reset throws away what the other side has not read
+//! yet. So the end is sent, and what still comes is read and thrown away until the client closes, too.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -91,7 +91,8 @@ pub(super) async fn linger(mut stream: TcpStream) {
     let _ = timeout(LONGEST, discard).await;
 }
 
-/// Closes so that nothing that was sent before looks complete, and the kernel keeps nothing for a client that reads nothing.
+/// Closes so that nothing that was sent before looks complete, and the kernel keeps nothing for a client that does
+/// not read.
 pub(super) fn reset(stream: &TcpStream) {
     // Where it fails the connection is gone already.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
