@@ -9,9 +9,11 @@ run:
 test: tools
 	cargo test --locked
 
-# The property tests of the limiter and its bounds with a million operations instead of 50,000: about fifteen minutes.
+# The property tests of the limiter and its bounds with a million operations instead of 50,000, and the edge in full size: about
+# twenty minutes.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
+	LONG=1 cargo test --locked --test long_edges -- --nocapture --test-threads 1
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:

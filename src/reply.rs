@@ -27,6 +27,8 @@ pub enum Rejection<'a> {
     Host(&'static str),
     /// The target is longer than `server.max_uri`.
     UriTooLong,
+    /// The body is longer than the route allows.
+    BodyTooLarge,
     /// CONNECT and TRACE are not for gateways.
     Method,
     /// The body is coded in a way that would be lost on the way.
@@ -73,6 +75,7 @@ impl Rejection<'_> {
             Rejection::UriTooLong => {
                 (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long")
             }
+            Rejection::BodyTooLarge => too_large(),
             Rejection::Method => {
                 (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
             }
@@ -110,6 +113,11 @@ impl Rejection<'_> {
     }
 }
 
+fn too_large() -> (Response<Body>, &'static str) {
+    let detail = "the request body is longer than the route allows";
+    (problem(StatusCode::PAYLOAD_TOO_LARGE, BLANK, detail), "body-too-large")
+}
+
 fn unidentified(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 names a scheme; those of bearer tokens are RFC 6750's §3.
     let challenge = match error {
@@ -142,6 +150,7 @@ fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
         UpstreamError::ClientStalled => {
             (problem(StatusCode::REQUEST_TIMEOUT, BLANK, "the request body did not arrive in time"), "client-stalled")
         }
+        UpstreamError::BodyTooLarge => too_large(),
         UpstreamError::ClientBroken(_) => {
             (problem(StatusCode::BAD_REQUEST, BLANK, "the request body broke off"), "client-broken")
         }

@@ -891,7 +891,8 @@ fn an_upstream_that_answers_half_a_head_is_504() {
 #[test]
 fn a_client_that_stops_sending_is_408() {
     let upstream = Upstream::start();
-    let gateway = Gateway::start(&config(upstream.address, "response_timeout = \"300ms\""));
+    let config = config(upstream.address, "response_timeout = \"100ms\"");
+    let gateway = Gateway::start(&format!("[server]\nbody_idle_timeout = \"300ms\"\n{config}"));
     let mut client = gateway.client();
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nContent-Length: 4\r\n\r\nhi");
     client.reply().unwrap().assert_problem(408, "half a body");

@@ -8,6 +8,7 @@ use uuid::Uuid;
 use super::Peer;
 use crate::account::Record;
 use crate::http::body::Body;
+use crate::http::bounds::Bounds;
 use crate::http::headers::{self, X_REQUEST_ID};
 use crate::runtime::Runtime;
 use crate::upstream::{Upstream, UpstreamError};
@@ -18,6 +19,7 @@ pub(super) async fn forward(
     upstream: &Upstream,
     request: Request<Incoming>,
     path: Option<String>,
+    bounds: Bounds,
     peer: &Peer,
     record: Option<&mut Record>,
 ) -> Result<Response<Body>, UpstreamError> {
@@ -50,7 +52,7 @@ pub(super) async fn forward(
         parts.uri = origin_form(&parts.uri, path.as_deref());
     }
     parts.version = Version::HTTP_11;
-    let response = upstream.send(Request::from_parts(parts, body)).await?;
+    let response = upstream.send(Request::from_parts(parts, body), bounds).await?;
     let (mut parts, body) = response.into_parts();
     headers::strip_hop_by_hop(&mut parts.headers);
     parts.version = Version::HTTP_11;

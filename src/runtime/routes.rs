@@ -55,6 +55,7 @@ pub(super) fn routes(
         let pattern = pattern(written, &place, reader);
         let path = pattern.as_ref().map(|pattern| &pattern.path);
         let metering = metering(written, path, limits, config, reader);
+        let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
         let route = Arc::new(Route {
             name: name.into(),
@@ -62,6 +63,7 @@ pub(super) fn routes(
             pattern: pattern.path.clone(),
             target,
             metering,
+            max_body,
         });
         routes.push(route.clone());
         if let Err(tie) = table.insert(pattern, route) {
