@@ -152,37 +152,48 @@ fn a_store_that_answers_no_call_is_given_up_and_said_once() {
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
-    for (reply, reason) in replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))) {
-        let (fake, fault) = faulty();
-        let gateway = gateway(&fake.url(), "300ms");
-        decides(&gateway);
-        let calls = fake.calls().len();
-        *fault.lock().unwrap() = Some(reply.clone());
-        for _ in 0..5 {
-            ask(&gateway, "/deny", "a").assert_problem(503, reason);
-        }
-        eventually("the store is given up", || said(&gateway, "the store fails") == 1);
-        assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
-        let made = fake.calls().len() - calls;
-        if PASSING.iter().any(|text| text.starts_with(reason)) {
-            assert!(made > 5, "{reason}: {made} calls, some again");
-        } else {
-            assert_eq!(made, 5, "{reason}: each call once");
-        }
-        // Nobody asks it now but the one that looks whether it is back.
-        assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
-        assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
-        assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
-        let probes = fake.probes();
-        eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
-        assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
-        assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
-        assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
-        *fault.lock().unwrap() = None;
-        decides(&gateway);
-        assert_eq!(said(&gateway, "the store answers again"), 1, "{reason}: {}", gateway.log());
-        println!("row 19: {reason}: given up, said once, used again");
+    let cases: Vec<_> = replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))).collect();
+    // Mostly waiting, each on a gateway of its own.
+    for some in cases.chunks(4) {
+        std::thread::scope(|scope| {
+            for (reply, reason) in some {
+                scope.spawn(move || is_given_up_and_said_once(reply, reason));
+            }
+        });
     }
+}
+
+/// A store that answers with `reply` from some time on; the log says the `reason`.
+fn is_given_up_and_said_once(reply: &str, reason: &str) {
+    let (fake, fault) = faulty();
+    let gateway = gateway(&fake.url(), "300ms");
+    decides(&gateway);
+    let calls = fake.calls().len();
+    *fault.lock().unwrap() = Some(reply.to_owned());
+    for _ in 0..5 {
+        ask(&gateway, "/deny", "a").assert_problem(503, reason);
+    }
+    eventually("the store is given up", || said(&gateway, "the store fails") == 1);
+    assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
+    let made = fake.calls().len() - calls;
+    if PASSING.iter().any(|text| text.starts_with(reason)) {
+        assert!(made > 5, "{reason}: {made} calls, some again");
+    } else {
+        assert_eq!(made, 5, "{reason}: each call once");
+    }
+    // Nobody asks it now but the one that looks whether it is back.
+    assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
+    assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
+    assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
+    let probes = fake.probes();
+    eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
+    assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
+    assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
+    assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
+    *fault.lock().unwrap() = None;
+    decides(&gateway);
+    assert_eq!(said(&gateway, "the store answers again"), 1, "{reason}: {}", gateway.log());
+    println!("row 19: {reason}: given up, said once, used again");
 }
 
 #[test]
