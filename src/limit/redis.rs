@@ -135,8 +135,8 @@ impl Store for RedisStore {
                 }
                 Err(error) => error,
             };
-            let elsewhere = is_of_the_connection(&error);
-            if elsewhere {
+            let misled = is_of_the_connection(&error);
+            if misled {
                 connection.retire();
             }
             if !sent_text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
@@ -148,7 +148,7 @@ impl Store for RedisStore {
                     Some(pause) => sleep(pause).await,
                     None => break error,
                 }
-                if elsewhere {
+                if misled {
                     connection = checkout(&self.connections).await?;
                 }
             } else {
