@@ -432,14 +432,7 @@ async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
         Answer::Usual
     });
     let timeout = Duration::from_secs(60);
-    let settings = RedisSettings {
-        client: redis::Client::open(fake.url()).unwrap(),
-        prefix: "rl".to_owned(),
-        connections: 1,
-        connect_timeout: timeout,
-        scripts: Vec::new(),
-    };
-    let guard = Guard::new(RedisStore::new(&settings, Clock::Store), Arc::<Breaker>::default(), timeout);
+    let guard = Guard::new(store(&fake, timeout), Arc::<Breaker>::default(), timeout);
     let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
     let full = Arc::<AtomicUsize>::default();
     let tasks: Vec<_> = (0..1100)
@@ -468,4 +461,31 @@ async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
             .await
             .expect("the breaker is closed, and places are free");
     }
+}
+
+#[tokio::test]
+async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
+    let fake =
+        FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
+    let timeout = Duration::from_secs(60);
+    let guard = Guard::of_node(store(&fake, timeout), Arc::<Breaker>::default(), timeout);
+    let limit = Limit::new("l", bucket(10, SECOND, 10));
+    for _ in 0..100 {
+        match guard.call(Operation::Check, &[limit.charge(1, 1)]).await {
+            Err(StoreError::Elsewhere(error)) => assert_eq!(error.redirect_node(), Some(("127.0.0.1:7001", 866))),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(fake.calls().len(), 100, "none is made again here");
+}
+
+fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
+    let settings = RedisSettings {
+        client: redis::Client::open(fake.url()).unwrap(),
+        prefix: "rl".to_owned(),
+        connections: 1,
+        connect_timeout: timeout,
+        scripts: Vec::new(),
+    };
+    RedisStore::new(&settings, Clock::Store)
 }

@@ -56,6 +56,14 @@ impl RedisStore {
         RedisStore { connections, prefix, clock, patience: connect_timeout.mul_f64(0.8) }
     }
 
+    /// Makes a connection, if there is none.
+    ///
+    /// # Errors
+    /// Redis cannot be reached, or wants no scripts of us.
+    pub async fn connect(&self) -> Result<(), StoreError> {
+        checkout(&self.connections).await.map(drop)
+    }
+
     /// Asks for a sign of life, which needs the rights that calls need: with a call `like` one that failed, or with the
     /// smallest script. Like calls go to the same slot and write with the same commands, to a state that nobody else uses.
     ///
