@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sluicegate::limit::clock::{Clock, monotonic};
 use sluicegate::limit::guard::{Breaker, Guard};
-use sluicegate::limit::redis::server::Server;
+use sluicegate::limit::redis::server::{Address, Server};
 use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Operation, Store, StoreError};
 use support::client::Reply;
@@ -153,37 +153,48 @@ fn a_store_that_answers_no_call_is_given_up_and_said_once() {
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
-    for (reply, reason) in replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))) {
-        let (fake, fault) = faulty();
-        let gateway = gateway(&fake.url(), "300ms");
-        decides(&gateway);
-        let calls = fake.calls().len();
-        *fault.lock().unwrap() = Some(reply.clone());
-        for _ in 0..5 {
-            ask(&gateway, "/deny", "a").assert_problem(503, reason);
-        }
-        eventually("the store is given up", || said(&gateway, "the store fails") == 1);
-        assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
-        let made = fake.calls().len() - calls;
-        if PASSING.iter().any(|text| text.starts_with(reason)) {
-            assert!(made > 5, "{reason}: {made} calls, some again");
-        } else {
-            assert_eq!(made, 5, "{reason}: each call once");
-        }
-        // Nobody asks it now but the one that looks whether it is back.
-        assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
-        assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
-        assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
-        let probes = fake.probes();
-        eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
-        assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
-        assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
-        assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
-        *fault.lock().unwrap() = None;
-        decides(&gateway);
-        assert_eq!(said(&gateway, "the store answers again"), 1, "{reason}: {}", gateway.log());
-        println!("row 19: {reason}: given up, said once, used again");
+    let cases: Vec<_> = replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))).collect();
+    // Mostly waiting, each on a gateway of its own.
+    for some in cases.chunks(4) {
+        std::thread::scope(|scope| {
+            for (reply, reason) in some {
+                scope.spawn(move || is_given_up_and_said_once(reply, reason));
+            }
+        });
     }
+}
+
+/// A store that answers with `reply` from some time on; the log says the `reason`.
+fn is_given_up_and_said_once(reply: &str, reason: &str) {
+    let (fake, fault) = faulty();
+    let gateway = gateway(&fake.url(), "300ms");
+    decides(&gateway);
+    let calls = fake.calls().len();
+    *fault.lock().unwrap() = Some(reply.to_owned());
+    for _ in 0..5 {
+        ask(&gateway, "/deny", "a").assert_problem(503, reason);
+    }
+    eventually("the store is given up", || said(&gateway, "the store fails") == 1);
+    assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
+    let made = fake.calls().len() - calls;
+    if PASSING.iter().any(|text| text.starts_with(reason)) {
+        assert!(made > 5, "{reason}: {made} calls, some again");
+    } else {
+        assert_eq!(made, 5, "{reason}: each call once");
+    }
+    // Nobody asks it now but the one that looks whether it is back.
+    assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
+    assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
+    assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
+    let probes = fake.probes();
+    eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
+    assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
+    assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
+    assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
+    *fault.lock().unwrap() = None;
+    decides(&gateway);
+    assert_eq!(said(&gateway, "the store answers again"), 1, "{reason}: {}", gateway.log());
+    println!("row 19: {reason}: given up, said once, used again");
 }
 
 #[test]
@@ -241,6 +252,7 @@ fn a_store_that_takes_no_writes_is_asked_all_the_same() {
             assert_eq!(ask(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
         }
         assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, nothing is made again");
+        eventually("the change is said", || said(&gateway, "the store takes no writes") > 0);
         assert_eq!(said(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
         full.store(false, Ordering::SeqCst);
         eventually("it is said that writes are taken", || {
@@ -250,7 +262,7 @@ fn a_store_that_takes_no_writes_is_asked_all_the_same() {
         assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
         full.store(true, Ordering::SeqCst);
         ask(&gateway, "/allow", "a");
-        assert_eq!(said(&gateway, "the store takes no writes"), 2, "{text}: the next change is said as well");
+        eventually("the next change is said as well", || said(&gateway, "the store takes no writes") == 2);
         println!("row 19: {text}: as on_store_error says, denials by the store, said once");
     }
 }
@@ -422,10 +434,7 @@ async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
         Answer::Usual
     });
     let timeout = Duration::from_secs(60);
-    let settings =
-        RedisSettings { prefix: "rl".to_owned(), connections: 1, connect_timeout: timeout, scripts: Vec::new() };
-    let server = Server::Fixed(redis::Client::open(fake.url()).unwrap());
-    let guard = Guard::new(RedisStore::new(&settings, server, Clock::Store), Arc::<Breaker>::default(), timeout);
+    let guard = Guard::new(store(&fake, timeout), Arc::<Breaker>::default(), timeout);
     let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
     let full = Arc::<AtomicUsize>::default();
     let tasks: Vec<_> = (0..1100)
@@ -454,4 +463,31 @@ async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
             .await
             .expect("the breaker is closed, and places are free");
     }
+}
+
+#[tokio::test]
+async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
+    let fake =
+        FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
+    let timeout = Duration::from_secs(60);
+    let guard = Guard::of_node(
+        store(&fake, timeout),
+        Arc::<Breaker>::default(),
+        timeout,
+        Address::parse("127.0.0.1:1").unwrap(),
+    );
+    let limit = Limit::new("l", bucket(10, SECOND, 10));
+    for _ in 0..100 {
+        match guard.call(Operation::Check, &[limit.charge(1, 1)]).await {
+            Err(StoreError::Elsewhere(error)) => assert_eq!(error.redirect_node(), Some(("127.0.0.1:7001", 866))),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(fake.calls().len(), 100, "none is made again here");
+}
+
+fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
+    let settings =
+        RedisSettings { prefix: "rl".to_owned(), connections: 1, connect_timeout: timeout, scripts: Vec::new() };
+    RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Clock::Store)
 }

@@ -103,7 +103,8 @@ impl Guard {
         let guard = self.clone();
         let era = guard.breaker.era.load(Ordering::Acquire);
         tokio::spawn(async move {
-            if let Err(error) = guard.probe(None).await {
+            let connected = timeout(guard.deadline, guard.store.connect()).await;
+            if let Err(error) = connected.unwrap_or(Err(StoreError::Timeout)) {
                 guard.open(era, &error, None);
             }
         });

@@ -119,6 +119,14 @@ impl RedisStore {
         RedisStore { connections, prefix, clock, patience: connect_timeout.mul_f64(0.8) }
     }
 
+    /// Makes a connection, if there is none.
+    ///
+    /// # Errors
+    /// Redis cannot be reached, or wants no scripts of us.
+    pub async fn connect(&self) -> Result<(), StoreError> {
+        checkout(&self.connections).await.map(drop)
+    }
+
     /// Asks for a sign of life, which needs the rights that calls need: with a call `like` one that failed, or with the
     /// smallest script. Like calls go to the same slot and write with the same commands, to a state that nobody else uses.
     ///
@@ -220,8 +228,8 @@ impl RedisStore {
                 }
                 Err(error) => error,
             };
-            let elsewhere = is_of_the_connection(&error);
-            if elsewhere {
+            let misled = is_of_the_connection(&error);
+            if misled {
                 connection.retire();
             }
             if !sent_text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
@@ -233,7 +241,7 @@ impl RedisStore {
                     Some(pause) => sleep(pause).await,
                     None => break error,
                 }
-                if elsewhere {
+                if misled {
                     connection = checkout(&self.connections).await?;
                 }
             } else {

@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, RedisResult, Value};
+use tokio::sync::Notify;
 use tokio::time::{Duration, timeout};
 
 use super::pace::Pace;
@@ -50,18 +51,25 @@ struct Health {
 #[derive(Debug)]
 pub struct Connections {
     pool: Pool<Manager>,
-    /// Why the last attempt to connect failed: the pool itself only says that nothing came in time.
     failure: LastFailure,
     /// What to say when not even a failure came in time.
     silence: NoConnection,
 }
 
+/// Why the last attempt to connect failed. The pool itself lets those who wait for it wait on.
 #[derive(Debug, Clone, Default)]
-struct LastFailure(Arc<Mutex<Option<NoConnection>>>);
+struct LastFailure(Arc<(Mutex<Option<NoConnection>>, Notify)>);
+
+impl LastFailure {
+    fn take(&self) -> Option<NoConnection> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
 
 impl ErrorSink<NoConnection> for LastFailure {
     fn sink(&self, error: NoConnection) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        self.0.1.notify_waiters();
     }
 
     fn boxed_clone(&self) -> Box<dyn ErrorSink<NoConnection>> {
@@ -88,12 +96,18 @@ pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
 /// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
 pub async fn checkout(connections: &Connections) -> Result<Connection, StoreError> {
     loop {
-        let pooled = connections.pool.get().await.map_err(|error| match error {
-            RunError::User(error) => StoreError::Unreachable(error.to_string()),
-            RunError::TimedOut => {
-                let failure = connections.failure.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-                StoreError::Unreachable(failure.unwrap_or_else(|| connections.silence.clone()).to_string())
-            }
+        let failed = connections.failure.0.1.notified();
+        let pooled = tokio::select! {
+            biased;
+            pooled = connections.pool.get() => pooled,
+            () = failed => Err(RunError::TimedOut),
+        };
+        let pooled = pooled.map_err(|error| {
+            let failure = match error {
+                RunError::User(error) => Some(error),
+                RunError::TimedOut => connections.failure.take(),
+            };
+            StoreError::Unreachable(failure.unwrap_or_else(|| connections.silence.clone()).to_string())
         })?;
         // A broken one is thrown away by the pool when it comes back.
         if !pooled.is_broken() {
