@@ -1,6 +1,7 @@
 //! Connections: accept, protocol, deadlines, drain.
 
 pub mod connections;
+mod lent;
 mod linger;
 
 use std::convert::Infallible;
@@ -28,7 +29,8 @@ use crate::http::activity::Activity;
 use crate::http::flow::Watch;
 use crate::runtime::ServerSettings;
 use connections::Connections;
-use linger::{Lent, linger, reset};
+use lent::Lent;
+use linger::{linger, reset};
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
