@@ -1,6 +1,7 @@
 //! Connections: accept, protocol, deadlines, drain.
 
 pub mod connections;
+mod lent;
 mod linger;
 mod proxy;
 
@@ -30,7 +31,8 @@ use crate::identity::client_cert;
 use crate::limit::clock;
 use crate::runtime::{Listener, ServerSettings};
 use connections::Connections;
-use linger::{Lent, linger, reset};
+use lent::Lent;
+use linger::{linger, reset};
 use proxy::Sender;
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.

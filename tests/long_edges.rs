@@ -41,6 +41,8 @@ fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> 
     let mut most = 0;
     eventually(what, || {
         most = most.max(gateway.memory().saturating_sub(before));
+        // Often enough, and without taking a core from what is measured.
+        std::thread::park_timeout(Duration::from_millis(5));
         done()
     });
     most
@@ -235,7 +237,7 @@ fn row_32_idle_connections_are_small() {
     let client = tls_client();
     let bounds: [(&str, u64); 3] = [("HTTP/1.1", 16), ("TLS", 40), ("HTTP/2", 40)];
     for (what, most) in bounds {
-        for count in [size(1000, 100), size(10_000, 300)] {
+        for count in if size(1, 0) == 1 { vec![1000, 10_000] } else { vec![500] } {
             let tls = if what == "TLS" { over_tls() } else { String::new() };
             let gateway = Gateway::start(&format!("{}{tls}", config(server, nobody)));
             let open = || -> Box<dyn std::any::Any> {
