@@ -59,6 +59,10 @@ impl ClientIp {
 
 /// The `for` of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
+    // Half of a quoted string: what looks like an element here is part of a value, such as a host that a client made up.
+    if element.contains('\\') || element.matches('"').count() % 2 != 0 {
+        return None;
+    }
     element.split(';').find_map(|pair| {
         let (name, value) = pair.split_once('=')?;
         name.trim().eq_ignore_ascii_case("for").then(|| value.trim().trim_matches('"'))
@@ -118,6 +122,9 @@ mod tests {
             ("For=\"[2001:db8::1]:80\"", "2001:db8::1"),
             ("for=_hidden", "10.0.0.1"),
             ("proto=https", "10.0.0.1"),
+            ("for=2.2.2.2;host=\"a, for=3.3.3.3;x\"", "10.0.0.1"),
+            ("for=2.2.2.2;host=\"a, for=3.3.3.3;x=\\\"\"", "10.0.0.1"),
+            ("for=\"1.1.1.1, for=2.2.2.2", "2.2.2.2"),
         ] {
             let headers = HeaderMap::from_iter([(http::header::FORWARDED, line.parse().unwrap())]);
             let client = rules("forwarded").client("10.0.0.1".parse().unwrap(), &headers);
