@@ -334,7 +334,7 @@ const CHUNKS: &[(&str, &[u8])] = &[
 /// A client that goes before its body is there.
 const TRUNCATED: &[(&str, &[u8])] = &[
     ("a length", b"Content-Length: 5\r\n\r\nhell"),
-    ("a huge length", b"Content-Length: 9223372036854775807\r\n\r\nhello"),
+    ("a huge length", b"Content-Length: 1073741824\r\n\r\nhello"),
     ("no byte", b"Content-Length: 5\r\n\r\n"),
     ("in a size", b"Transfer-Encoding: chunked\r\n\r\n5"),
     ("in a chunk", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhel"),
