@@ -9,9 +9,11 @@ run:
 test: tools
 	cargo test --locked
 
-# The property tests of the limiter with a million operations instead of 50,000: about ten minutes.
+# The property tests of the limiter with a million operations instead of 50,000: about ten minutes. The fuzz targets, side by
+# side: ten more.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54
+	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:
