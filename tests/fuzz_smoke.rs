@@ -48,34 +48,22 @@ fn change() -> impl Strategy<Value = Change> {
 fn mutated(example: &[u8], tokens: &[&str], changes: &[Change]) -> Vec<u8> {
     let mut bytes = example.to_vec();
     for change in changes {
-        let place = |at: &Index| at.index(bytes.len() + 1);
-        let end = |from: usize, length: usize| (from + length).min(bytes.len());
+        let all = bytes.len();
+        let place = |at: &Index| at.index(all + 1);
+        let from = |at: &Index, length: usize| place(at)..(place(at) + length).min(all);
         match change {
-            Change::Insert(at, token) => {
-                let (at, token) = (place(at), token.get(tokens));
-                bytes.splice(at..at, token.bytes());
-            }
+            Change::Insert(at, token) => drop(bytes.splice(from(at, 0), token.get(tokens).bytes())),
             Change::Replace(at, token) => {
-                let (at, token) = (place(at), token.get(tokens));
-                bytes.splice(at..end(at, token.len()), token.bytes());
+                let token = token.get(tokens);
+                drop(bytes.splice(from(at, token.len()), token.bytes()));
             }
-            Change::Byte(at, byte) => {
-                let at = place(at);
-                bytes.splice(at..end(at, 1), [*byte]);
-            }
-            Change::Delete(at, length) => {
-                let at = place(at);
-                bytes.drain(at..end(at, usize::from(*length % 32)));
-            }
+            Change::Byte(at, byte) => drop(bytes.splice(from(at, 1), [*byte])),
+            Change::Delete(at, length) => drop(bytes.drain(from(at, usize::from(*length % 32)))),
             Change::Repeat(at, length, times) => {
-                let at = place(at);
-                let piece = bytes[at..end(at, usize::from(*length))].repeat(usize::from(*times % 8));
-                bytes.splice(at..at, piece);
+                let piece = bytes[from(at, usize::from(*length))].repeat(usize::from(*times % 8));
+                drop(bytes.splice(from(at, 0), piece));
             }
-            Change::Cut(at) => {
-                let at = place(at);
-                bytes.truncate(at);
-            }
+            Change::Cut(at) => bytes.truncate(place(at)),
         }
     }
     bytes

@@ -390,7 +390,7 @@ fn frames_that_break_the_protocol_end_the_connection() {
     let start = |stream, flags, bytes: &[u8]| frame(HEADERS, flags, stream, bytes);
     let good = block(GOOD);
     let window = |stream, size: u32| frame(WINDOW_UPDATE, 0, stream, &size.to_be_bytes());
-    let cases: Vec<(&str, &str, Vec<Vec<u8>>, End)> = vec![
+    let cases = [
         ("DATA on stream 0", "6.1", vec![frame(DATA, 0, 0, b"x")], Gone(PROTOCOL_ERROR)),
         ("DATA before HEADERS", "5.1", vec![frame(DATA, 0, 1, b"x")], Gone(PROTOCOL_ERROR)),
         ("padding longer than DATA", "6.1", vec![head(), frame(DATA, 8, 1, &[9, 1])], Gone(PROTOCOL_ERROR)),

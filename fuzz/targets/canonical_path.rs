@@ -7,7 +7,7 @@ use sluicegate::route::{PathPattern, Pattern, RouteTable};
 
 const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1/{*rest}", "/a/b/"];
 
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let Ok(path) = std::str::from_utf8(data) else { return };
     let Ok(once) = canonical(path) else { return };
     assert_eq!(canonical(&once).as_deref(), Ok(&*once), "the canonical form of {path:?} is its own");

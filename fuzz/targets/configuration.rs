@@ -6,7 +6,7 @@ thread_local! {
     static DIRECTORY: tempfile::TempDir = tempfile::tempdir().expect("a folder");
 }
 
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     DIRECTORY.with(|directory| {
         let path = directory.path().join("gateway.toml");
         std::fs::write(&path, data).expect("a file");

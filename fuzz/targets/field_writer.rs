@@ -12,7 +12,7 @@ const LARGEST: u64 = 999_999_999_999_999;
 const EXACT: u64 = 1 << 53;
 
 /// Limits of 41 bytes each: what they count, a name, four numbers.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let names: Vec<String> = data
         .chunks_exact(41)
         .map(|limit| limit[1..9].iter().map(|byte| NAMES[usize::from(*byte) % NAMES.len()] as char).collect())

@@ -14,7 +14,7 @@ fn address(text: &str) -> IpAddr {
 }
 
 /// The first byte chooses the field, lines are its lines.
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let [choice, rest @ ..] = data else { return };
     let header = if choice % 2 == 0 { X_FORWARDED_FOR } else { FORWARDED };
     let element = |hop: &str| match header == FORWARDED {

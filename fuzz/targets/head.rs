@@ -76,7 +76,7 @@ thread_local! {
     static FIXTURE: Fixture = fixture();
 }
 
-pub fn run(data: &[u8]) {
+pub(crate) fn run(data: &[u8]) {
     let said = FIXTURE.with(|Fixture { executor, gateway, peer }| executor.block_on(converse(gateway, peer, data)));
     assert!(said.is_empty() || said.starts_with(b"HTTP/1."), "{}", said.escape_ascii());
     // One answer for each request: no second head stands where a body of ours must be.
@@ -91,7 +91,7 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
     let (mut client, server) = tokio::io::duplex(BUFFER);
     client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
     client.shutdown().await.expect("it is open");
-    let service = service_fn(|request| async { Ok::<_, Infallible>(gateway.handle(request, peer).await) });
+    let service = service_fn(|request| async move { Ok::<_, Infallible>(gateway.handle(request, peer).await) });
     let _ = http1::Builder::new()
         .half_close(true)
         .max_buf_size(32 << 10)
