@@ -89,13 +89,13 @@ fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
             return Err(TestCaseError::reject("the time is over"));
         }
         runs.set(runs.get() + 1);
-        target(&mutated(example.get(examples), tokens, &changes));
+        target(&mutated(example.get::<&[u8]>(examples), tokens, &changes));
         Ok(())
     });
     match result {
         Err(TestError::Abort(_)) if over() => {}
         Err(TestError::Fail(reason, (example, changes))) => {
-            let bytes = mutated(example.get(examples), tokens, &changes);
+            let bytes = mutated(example.get::<&[u8]>(examples), tokens, &changes);
             panic!("{name}: {reason}\nthe smallest case found: {}", bytes.escape_ascii());
         }
         other => panic!("{name}: {other:?}"),
