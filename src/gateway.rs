@@ -29,6 +29,9 @@ use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::Upstream;
 use decide::Question;
 
+/// Bytes of the longest target that `http::Uri` can say.
+const LONGEST_URI: usize = 65_534;
+
 /// One worker's gateway.
 #[derive(Debug)]
 pub struct Gateway {
@@ -185,19 +188,25 @@ struct Addressed<'a> {
 impl<'a> Addressed<'a> {
     fn read(request: &'a Request<Incoming>, max_uri: usize) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
-        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
-            return Err(Rejection::Method);
-        }
-        if uri.path_and_query().map_or(0, |target| target.as_str().len()) > max_uri {
-            return Err(Rejection::UriTooLong);
-        }
+        // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
         let chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
         if !chunked || codings.next().is_some() {
             return Err(Rejection::TransferCoding);
         }
+        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
+            return Err(Rejection::Method);
+        }
+        let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
+        if length > max_uri {
+            return Err(Rejection::UriTooLong);
+        }
         let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
         let path = canonical(uri.path()).map_err(Rejection::Path)?;
+        // Encoding makes some longer than they came, and longer than a target can be.
+        if length - uri.path().len().min(length) + path.len() > max_uri.min(LONGEST_URI) {
+            return Err(Rejection::UriTooLong);
+        }
         Ok(Addressed { host, path })
     }
 }

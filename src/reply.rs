@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
-    WWW_AUTHENTICATE,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue,
+    RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use http::{Method, Response, StatusCode};
 use serde::Serialize;
@@ -81,7 +81,10 @@ impl Rejection<'_> {
             }
             Rejection::TransferCoding => {
                 let detail = "the only transfer coding that the gateway understands is chunked";
-                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail), "transfer-coding")
+                let mut response = problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail);
+                // RFC 9112 §6.1: nobody can be sure where the next request begins.
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                (response, "transfer-coding")
             }
             Rejection::NoRoute => (problem(StatusCode::NOT_FOUND, BLANK, "no route matches the request"), "no-route"),
             Rejection::MethodNotAllowed(allowed) => {
