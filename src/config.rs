@@ -201,8 +201,19 @@ pub struct Route {
     pub respond: Option<Spanned<Respond>>,
     pub limits: Vec<Text>,
     pub cost: Option<Spanned<i64>>,
+    pub request_headers: Option<Spanned<HeaderRules>>,
+    pub response_headers: Option<Spanned<HeaderRules>>,
     pub ratelimit_headers: Option<Vec<Text>>,
     pub expose_headers: bool,
+}
+
+/// `request_headers`, `response_headers` of a route
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct HeaderRules {
+    pub set: BTreeMap<String, Text>,
+    pub remove: Vec<Text>,
 }
 
 /// `respond = { … }` of a route

@@ -118,7 +118,8 @@ impl Gateway {
             Target::Respond(respond) => Ok(respond.response()),
             // On the heap: inside this future it would be moved with it, for every request.
             Target::Upstream(index) => {
-                let forwarded = forward::forward(&self.runtime, &self.upstreams[*index], request, path, peer, record);
+                let forwarded =
+                    forward::forward(&self.runtime, route, &self.upstreams[*index], request, path, peer, record);
                 Box::pin(forwarded).await
             }
         };
@@ -126,6 +127,8 @@ impl Gateway {
             decide::correct(&mut decision, settling.await);
         }
         let mut response = answer.map_err(Rejection::Upstream)?;
+        // What a cost is taken from may be removed, what limits say is added to the rest.
+        route.response_headers.apply(response.headers_mut());
         decide::advertise(response.headers_mut(), route, &decision);
         Ok(match decision.leases {
             Some(leases) => response.map(|body| body.keeping(leases)),

@@ -6,3 +6,4 @@ pub mod fields;
 pub mod headers;
 pub mod host;
 pub mod path;
+pub mod rules;

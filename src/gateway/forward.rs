@@ -9,12 +9,13 @@ use super::Peer;
 use crate::account::Record;
 use crate::http::body::Body;
 use crate::http::headers::{self, X_REQUEST_ID};
-use crate::runtime::Runtime;
+use crate::runtime::{Route, Runtime};
 use crate::upstream::{Upstream, UpstreamError};
 
 /// Sends a request to an upstream and hands its answer back.
 pub(super) async fn forward(
     runtime: &Runtime,
+    route: &Route,
     upstream: &Upstream,
     request: Request<Incoming>,
     path: Option<String>,
@@ -46,6 +47,7 @@ pub(super) async fn forward(
     if let (Some(record), Ok(id)) = (record, id.to_str()) {
         record.request_id = id.into();
     }
+    route.request_headers.apply(headers);
     if path.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, path.as_deref());
     }

@@ -9,6 +9,7 @@ use http::{HeaderValue, Response, StatusCode};
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
 use crate::http::fields::Dialect;
+use crate::http::rules::Rules;
 use crate::identity::By;
 use crate::limit::plan::Limit;
 use crate::route::PathPattern;
@@ -26,6 +27,10 @@ pub struct Route {
     pub target: Target,
     /// What they are limited by.
     pub metering: Metering,
+    /// What is changed in them for the upstream.
+    pub request_headers: Rules,
+    /// What is changed in the answers.
+    pub response_headers: Rules,
 }
 
 /// A limit of a route.

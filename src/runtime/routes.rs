@@ -9,12 +9,14 @@ use http::{HeaderName, HeaderValue, StatusCode};
 
 use super::limits::too_dear;
 use super::reader::Reader;
+use super::rules::rules;
 use super::{Metered, Metering, Respond, Route, Target, Terms};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::cost::Cost;
 use crate::http::fields::{self, Dialect};
 use crate::http::path::canonical;
+use crate::http::rules::Section;
 use crate::identity::{By, Source};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::decision::Judged;
@@ -55,6 +57,8 @@ pub(super) fn routes(
         let pattern = pattern(written, &place, reader);
         let path = pattern.as_ref().map(|pattern| &pattern.path);
         let metering = metering(written, path, limits, config, reader);
+        let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
+        let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
         let route = Arc::new(Route {
             name: name.into(),
@@ -62,6 +66,8 @@ pub(super) fn routes(
             pattern: pattern.path.clone(),
             target,
             metering,
+            request_headers,
+            response_headers,
         });
         routes.push(route.clone());
         if let Err(tie) = table.insert(pattern, route) {
