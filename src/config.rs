@@ -203,6 +203,7 @@ pub struct Route {
     pub cost: Option<Spanned<i64>>,
     pub request_headers: Option<Spanned<HeaderRules>>,
     pub response_headers: Option<Spanned<HeaderRules>>,
+    pub websocket: Option<Spanned<bool>>,
     pub ratelimit_headers: Option<Vec<Text>>,
     pub expose_headers: bool,
 }

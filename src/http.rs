@@ -7,3 +7,5 @@ pub mod headers;
 pub mod host;
 pub mod path;
 pub mod rules;
+pub mod tunnel;
+pub mod upgrade;

@@ -136,11 +136,11 @@ impl Server {
             let (gateway, peer) = (self.gateway.clone(), peer.clone());
             async move {
                 let response = gateway.handle(request, &peer).await;
-                Ok::<_, Infallible>(response.map(|body| body.holding(in_flight)))
+                Ok::<_, Infallible>(in_flight.answer(response))
             }
         });
         let builder = protocols(settings);
-        let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let mut connection = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
         let mut stopped = pin!(self.stop.cancelled());
         let mut draining = false;
         // One timer for a connection, looked at when it fires; none is set for each request.
@@ -149,7 +149,10 @@ impl Server {
         loop {
             tokio::select! {
                 biased;
-                result = connection.as_mut() => return result,
+                result = connection.as_mut() => {
+                    result?;
+                    break;
+                }
                 () = stopped.as_mut(), if !draining => {
                     draining = true;
                     connection.as_mut().graceful_shutdown();
@@ -160,6 +163,11 @@ impl Server {
                 },
             }
         }
+        if let Some(tunnel) = activity.switched() {
+            // On the heap: few connections need the room.
+            Box::pin(tunnel.pass()).await;
+        }
+        Ok(())
     }
 }
 

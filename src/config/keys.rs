@@ -26,7 +26,7 @@ const LATER: &[(&str, &[&str])] = &[
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
     ),
     ("servers", &["weight"]),
-    ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "max_body", "websocket"]),
+    ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "max_body"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.

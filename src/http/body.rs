@@ -1,6 +1,7 @@
 //! Bodies: what we answer with, and what we watch while it passes through.
 
 use std::any::Any;
+use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
@@ -11,6 +12,7 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::activity::InFlight;
+use super::tunnel::Tunnel;
 
 /// Told when a response body is over.
 pub trait Ending: Send {
@@ -36,6 +38,8 @@ pub struct Body {
 enum Source {
     Own(Option<Bytes>),
     Upstream(Incoming),
+    /// No body in the sense of HTTP: bytes in both directions.
+    Tunnel(Option<Box<Tunnel>>),
 }
 
 impl Body {
@@ -43,24 +47,33 @@ impl Body {
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
         let complete = bytes.is_empty();
-        Body {
-            source: Source::Own((!complete).then_some(bytes)),
-            sent: 0,
-            complete,
-            lease: None,
-            record: None,
-            in_flight: None,
-            kept: None,
-        }
+        Body::of(Source::Own((!complete).then_some(bytes)), complete)
+    }
+
+    fn of(source: Source, complete: bool) -> Self {
+        Body { source, sent: 0, complete, lease: None, record: None, in_flight: None, kept: None }
     }
 
     /// An upstream's body; `lease` hears of its end.
     pub fn upstream(body: Incoming, lease: Box<dyn Ending>) -> Self {
-        let source = Source::Upstream(body);
-        let lease = Some(lease);
-        let mut body = Body { source, sent: 0, complete: false, lease, record: None, in_flight: None, kept: None };
+        let mut body = Body::of(Source::Upstream(body), false);
+        body.lease = Some(lease);
         body.notice_end();
         body
+    }
+
+    /// What follows a switch of protocols.
+    pub fn tunnel(tunnel: Tunnel) -> Self {
+        Body::of(Source::Tunnel(Some(Box::new(tunnel))), false)
+    }
+
+    /// Passes bytes both ways to the end of the tunnel, and then is gone.
+    pub async fn pass(mut self: Box<Self>) {
+        if let Source::Tunnel(tunnel) = &mut self.source
+            && let Some(tunnel) = tunnel.take()
+        {
+            self.complete = tunnel.run(&mut self.sent).await;
+        }
     }
 
     /// `record` hears when the body is gone.
@@ -91,6 +104,12 @@ impl Body {
     }
 }
 
+impl fmt::Debug for Body {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Body").field("sent", &self.sent).field("complete", &self.complete).finish_non_exhaustive()
+    }
+}
+
 impl HttpBody for Body {
     type Data = Bytes;
     type Error = hyper::Error;
@@ -99,6 +118,7 @@ impl HttpBody for Body {
         let frame = match &mut self.source {
             Source::Own(bytes) => bytes.take().map(|bytes| Ok(Frame::data(bytes))),
             Source::Upstream(body) => ready!(Pin::new(body).poll_frame(cx)),
+            Source::Tunnel(_) => None,
         };
         match &frame {
             Some(Ok(frame)) => self.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
@@ -119,6 +139,7 @@ impl HttpBody for Body {
         match &self.source {
             Source::Own(bytes) => bytes.is_none(),
             Source::Upstream(body) => body.is_end_stream(),
+            Source::Tunnel(_) => true,
         }
     }
 
@@ -126,6 +147,7 @@ impl HttpBody for Body {
         match &self.source {
             Source::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Source::Upstream(body) => body.size_hint(),
+            Source::Tunnel(_) => SizeHint::with_exact(0),
         }
     }
 }

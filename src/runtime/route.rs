@@ -27,6 +27,8 @@ pub struct Route {
     pub target: Target,
     /// What they are limited by.
     pub metering: Metering,
+    /// Whether they may switch protocols.
+    pub websocket: bool,
     /// What is changed in them for the upstream.
     pub request_headers: Rules,
     /// What is changed in the answers.

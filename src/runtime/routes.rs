@@ -57,6 +57,7 @@ pub(super) fn routes(
         let pattern = pattern(written, &place, reader);
         let path = pattern.as_ref().map(|pattern| &pattern.path);
         let metering = metering(written, path, limits, config, reader);
+        let websocket = websocket(written, target.as_ref(), reader);
         let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
         let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
@@ -66,6 +67,7 @@ pub(super) fn routes(
             pattern: pattern.path.clone(),
             target,
             metering,
+            websocket,
             request_headers,
             response_headers,
         });
@@ -110,6 +112,15 @@ fn target(
             None
         }
     }
+}
+
+fn websocket(route: &config::Route, target: Option<&Target>, reader: &mut Reader<'_>) -> bool {
+    let Some(wanted) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
+    if let Some(Target::Respond(_)) = target {
+        let issue = Issue::at(wanted.span(), "the gateway itself speaks no other protocol");
+        reader.issue(issue.hint("`websocket` is for routes with an upstream"));
+    }
+    true
 }
 
 fn respond(respond: &config::Respond, place: &Range<usize>, reader: &mut Reader<'_>) -> Respond {
