@@ -2,11 +2,17 @@
 
 mod support;
 
+use std::io::{Read, Write};
 use std::net::SocketAddr;
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
 
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use support::PATIENCE;
 use support::client::Reply;
 use support::gateway::Gateway;
-use support::upstream::Upstream;
+use support::upstream::{Upstream, read_head, serve};
 
 fn gateway(upstream: SocketAddr, route: &str) -> Gateway {
     Gateway::start(&format!(
@@ -83,4 +89,114 @@ fn the_client_gets_what_the_rules_leave() {
     let refused = (0..30).map(|_| gateway.get("/r/1")).find(|reply| reply.status == 429).expect("a denial");
     assert_eq!((refused.header("x-new"), refused.header("cache-control")), (None, Some("no-store")));
     assert!(refused.header("retry-after").is_some() && refused.header("ratelimit").is_some(), "{refused:?}");
+}
+
+// ---- old clients ---------------------------------------------------------------------------------
+
+#[test]
+fn http_1_0_is_answered_in_its_own_words() {
+    let upstream = Upstream::answering(|seen| match seen.target() {
+        "/r/chunks" => {
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nin\r\n7\r\n pieces\r\n0\r\n\r\n".to_vec()
+        }
+        _ => b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nwhole".to_vec(),
+    });
+    let gateway = gateway(upstream.address, "");
+    for (target, fields, body) in [
+        ("/r/1", "", "whole"),
+        ("/r/1", "Host: a.test\r\nConnection: close\r\n", "whole"),
+        ("/r/chunks", "", "in pieces"),
+        // It ends with the connection, so that cannot be kept.
+        ("/r/chunks", "Connection: keep-alive\r\n", "in pieces"),
+        ("/own", "", "own"),
+    ] {
+        let mut client = gateway.client();
+        client.send(format!("GET {target} HTTP/1.0\r\n{fields}\r\n").as_bytes());
+        let mut answer = String::new();
+        client.stream.read_to_string(&mut answer).unwrap();
+        let (head, rest) = answer.split_once("\r\n\r\n").unwrap();
+        let head = head.to_ascii_lowercase();
+        assert!(head.starts_with("http/1.0 200 ok\r\n"), "{target} {fields}: {head}");
+        assert!(!head.contains("transfer-encoding") && !head.contains("keep-alive"), "{target} {fields}: {head}");
+        assert_eq!(rest, body, "{target} {fields}");
+    }
+    assert_eq!(upstream.last().headers("via"), ["1.0 sluicegate"]);
+    assert!(upstream.last().head.starts_with("GET /r/chunks HTTP/1.1\r\n"), "{}", upstream.last().head);
+    let mut client = gateway.client();
+    for _ in 0..3 {
+        client.send(b"GET /r/1 HTTP/1.0\r\nConnection: Keep-Alive\r\n\r\n");
+        let reply = client.reply().expect("the connection is kept");
+        assert_eq!((reply.text(), reply.header("connection")), ("whole", Some("keep-alive")));
+    }
+}
+
+#[test]
+fn date_is_there_once_and_server_is_the_upstreams() {
+    let upstream = Upstream::answering(|seen| {
+        let fields = match seen.target() {
+            "/r/both" => "Date: Tue, 15 Nov 1994 08:12:31 GMT\r\nServer: old/1.0\r\n",
+            _ => "",
+        };
+        format!("HTTP/1.1 200 OK\r\n{fields}Content-Length: 0\r\n\r\n").into_bytes()
+    });
+    let gateway = gateway(upstream.address, "");
+    let both = gateway.get("/r/both");
+    assert_eq!(all(&both, "date"), ["Tue, 15 Nov 1994 08:12:31 GMT"], "when it was made (RFC 9110 §6.6.1)");
+    assert_eq!(all(&both, "server"), ["old/1.0"]);
+    for path in ["/r/none", "/own", "/nowhere"] {
+        let reply = gateway.get(path);
+        assert!(matches!(all(&reply, "date")[..], [date] if date.ends_with(" GMT")), "{path}: {reply:?}");
+        assert_eq!(all(&reply, "server"), [""; 0], "{path}");
+    }
+}
+
+// ---- events --------------------------------------------------------------------------------------
+
+#[test]
+fn each_event_arrives_before_the_next_is_sent() {
+    const EVENTS: usize = 20;
+    let (go_on, wait) = channel::<()>();
+    let wait = Mutex::new(wait);
+    let upstream = serve(move |mut stream| {
+        while read_head(&mut stream).is_some() {
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
+            stream.write_all(head.as_bytes()).unwrap();
+            for _ in 0..EVENTS {
+                stream.write_all(b"9\r\ndata: x\n\n\r\n").unwrap();
+                // Told that it is there, and not before.
+                wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+            }
+            stream.write_all(b"0\r\n\r\n").unwrap();
+        }
+    });
+    let gateway = gateway(upstream, "");
+    let mut client = gateway.client();
+    client.send(b"GET /r/events HTTP/1.1\r\nHost: a.test\r\nAccept: text/event-stream\r\n\r\n");
+    assert_eq!(client.head().unwrap().header("content-type"), Some("text/event-stream"));
+    let mut event = [0; b"9\r\ndata: x\n\n\r\n".len()];
+    for _ in 0..EVENTS {
+        client.stream.read_exact(&mut event).unwrap();
+        assert_eq!(&event, b"9\r\ndata: x\n\n\r\n");
+        go_on.send(()).unwrap();
+    }
+    let talk = async {
+        let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+        let (mut sender, connection) = hyper::client::conn::http2::handshake::<_, _, Empty<&[u8]>>(
+            TokioExecutor::new(),
+            TokioIo::new(stream),
+        )
+        .await
+        .unwrap();
+        tokio::spawn(connection);
+        let request = http::Request::get("http://a.test/r/events").body(Empty::new()).unwrap();
+        let mut body = sender.send_request(request).await.unwrap().into_body();
+        for _ in 0..EVENTS {
+            let event = body.frame().await.unwrap().unwrap().into_data().unwrap();
+            assert_eq!(event, "data: x\n\n");
+            go_on.send(()).unwrap();
+        }
+        assert!(body.frame().await.is_none());
+    };
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("events over HTTP/2") });
 }
