@@ -26,17 +26,25 @@ const SWITCHED: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\
 
 /// `/ws` may switch, `/plain` may not, `/quick` takes a place, too.
 fn config(upstream: SocketAddr, rest: &str) -> String {
-    let limited = |limit: &str| if rest.contains(&format!("[limit.{limit}]")) { "limits = [\"l\"]\n" } else { "" };
-    let limits = limited("l");
+    let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]\n" } else { "" };
+    // Leases last for the upstream's time and five seconds.
+    let response_timeout = if rest.contains("concurrency") { "2s" } else { "30s" };
     format!(
-        "{rest}[upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"1s\"\n\
+        "{rest}[upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"{response_timeout}\"\n\
          [[route]]\nname = \"ws\"\npath = \"/ws\"\nupstream = \"u\"\nwebsocket = true\n{limits}\
          [[route]]\nname = \"plain\"\npath = \"/plain\"\nupstream = \"u\"\n\
          [[route]]\nname = \"quick\"\npath = \"/quick\"\nrespond = {{ status = 200 }}\n{limits}"
     )
 }
 
-const PLACES: &str = "[limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"1\"\n";
+const PLACES: &str = "[limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2\"\n";
+
+fn both_places_are_free(gateway: &Gateway) {
+    eventually("both places are free", || {
+        let quick = gateway.get("/quick");
+        quick.status == 200 && quick.remaining("l") == 1
+    });
+}
 
 /// A WebSocket server that says back what it is told, and closes when it is told `bye`; it records heads.
 fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
@@ -351,7 +359,7 @@ fn an_upstream_that_dies_ends_it() {
         drop(server);
         assert_gone(&mut client);
         drop(client);
-        eventually("the place is free", || gateway.get("/quick").status == 200);
+        both_places_are_free(&gateway);
     }
 }
 
@@ -369,7 +377,7 @@ fn a_client_that_dies_ends_it() {
         drop(client);
         assert_gone(&mut server);
         drop(server);
-        eventually("the place is free", || gateway.get("/quick").status == 200);
+        both_places_are_free(&gateway);
     }
 }
 
@@ -380,12 +388,12 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
         for store in [String::new(), redis.store()] {
             scope.spawn(move || {
                 let (upstream, _) = echo();
-                // A lease of 6 s: the upstream's second and five more.
+                // Leases of 7 s.
                 let gateway = Gateway::start(&config(upstream, &format!("{store}{PLACES}")));
-                let mut socket = connect(&gateway);
+                let (_other, mut socket) = (connect(&gateway), connect(&gateway));
                 let started = monotonic();
-                while started.elapsed() < Duration::from_secs(13) {
-                    assert_eq!(gateway.get("/quick").status, 429, "it is taken after {:?}", started.elapsed());
+                while started.elapsed() < Duration::from_secs(15) {
+                    assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
                     // What is tested is time.
                     std::thread::sleep(Duration::from_millis(100));
                 }
@@ -393,7 +401,7 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
                 socket.close(None).unwrap();
                 assert_closed_well(&mut socket);
                 drop(socket);
-                eventually("the place is free", || gateway.get("/quick").status == 200);
+                eventually("one place is free", || gateway.get("/quick").status == 200);
             });
         }
     });
