@@ -209,8 +209,20 @@ pub struct Route {
     pub limits: Vec<Text>,
     pub cost: Option<Spanned<i64>>,
     pub max_body: Option<Text>,
+    pub request_headers: Option<Spanned<HeaderRules>>,
+    pub response_headers: Option<Spanned<HeaderRules>>,
+    pub websocket: Option<Spanned<bool>>,
     pub ratelimit_headers: Option<Vec<Text>>,
     pub expose_headers: bool,
+}
+
+/// `request_headers`, `response_headers` of a route
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct HeaderRules {
+    pub set: BTreeMap<String, Text>,
+    pub remove: Vec<Text>,
 }
 
 /// `respond = { … }` of a route

@@ -16,7 +16,6 @@ use tracing::{debug, warn};
 
 use crate::account::Record;
 use crate::http::body::Body;
-use crate::http::bounds::Bounds;
 use crate::http::headers::Origin;
 use crate::http::host;
 use crate::http::path::canonical;
@@ -125,14 +124,15 @@ impl Gateway {
             // On the heap: inside this future it would be moved with it, for every request.
             Target::Upstream(index) => {
                 let upstream = &self.upstreams[*index];
-                let bounds = Bounds { idle: self.runtime.server.body_idle_timeout, max_body: route.max_body };
-                Box::pin(forward::forward(&self.runtime, upstream, request, path, bounds, peer, record)).await
+                Box::pin(forward::forward(&self.runtime, route, upstream, request, path, peer, record)).await
             }
         };
         if let Some(settling) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &answer)) {
             decide::correct(&mut decision, settling.await);
         }
         let mut response = answer.map_err(Rejection::Upstream)?;
+        // What a cost is taken from may be removed, what limits say is added to the rest.
+        route.response_headers.apply(response.headers_mut());
         decide::advertise(response.headers_mut(), route, &decision);
         Ok(match decision.leases {
             Some(leases) => response.map(|body| body.keeping(leases)),

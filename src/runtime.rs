@@ -9,6 +9,7 @@ mod quotas;
 mod reader;
 mod route;
 mod routes;
+mod rules;
 mod settings;
 mod store;
 

@@ -251,11 +251,11 @@ impl Server {
             let (gateway, peer) = (self.gateway.clone(), peer.clone());
             async move {
                 let response = gateway.handle(request, &peer).await;
-                Ok::<_, Infallible>(response.map(|body| body.holding(in_flight)))
+                Ok::<_, Infallible>(in_flight.answer(response))
             }
         });
         let builder = protocols(settings);
-        let mut connection = pin!(builder.serve_connection(TokioIo::new(stream), service));
+        let mut connection = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
         let mut watch = Watch::new(settings.body_idle_timeout);
         let mut stopped = pin!(self.stop.cancelled());
         let mut draining = false;
@@ -265,12 +265,12 @@ impl Server {
         loop {
             tokio::select! {
                 biased;
-                ended = poll_fn(|cx| watch.poll(connection.as_mut(), cx)) => return match ended {
-                    None => Ok(End::Stalled),
-                    Some(Ok(())) => Ok(if watch.flow().is_cut() { End::Cut } else { End::Done }),
+                ended = poll_fn(|cx| watch.poll(connection.as_mut(), cx)) => match ended {
+                    None => return Ok(End::Stalled),
+                    Some(Ok(())) => break,
                     // The answer to a head that is too long, say, comes before its end.
-                    Some(Err(error)) if is_parse(&*error) => Ok(End::Cut),
-                    Some(Err(error)) => Err(error),
+                    Some(Err(error)) if is_parse(&*error) => return Ok(End::Cut),
+                    Some(Err(error)) => return Err(error),
                 },
                 () = stopped.as_mut(), if !draining => {
                     draining = true;
@@ -282,6 +282,11 @@ impl Server {
                 },
             }
         }
+        if let Some(tunnel) = activity.switched() {
+            // On the heap: few connections need the room.
+            Box::pin(tunnel.pass()).await;
+        }
+        Ok(if watch.flow().is_cut() { End::Cut } else { End::Done })
     }
 }
 

@@ -43,7 +43,7 @@ pub enum UpstreamError {
     ConnectTimeout { upstream: Box<str> },
     #[error("upstream `{upstream}` broke off: {source}")]
     Broken { upstream: Box<str>, source: hyper::Error },
-    #[error("upstream `{upstream}` switched protocols without being asked")]
+    #[error("upstream `{upstream}` switched to a protocol that it was not asked for")]
     Switched { upstream: Box<str> },
     #[error("upstream `{upstream}` did not answer in time")]
     ResponseTimeout { upstream: Box<str> },
@@ -76,6 +76,11 @@ impl Upstream {
         Upstream { settings, pool }
     }
 
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.settings.name
+    }
+
     /// Host and port, for requests that name no host.
     pub fn authority(&self) -> &str {
         &self.settings.authority
@@ -103,9 +108,9 @@ impl Upstream {
             let copy = (reused && repeatable).then(|| copy_without_body(&request));
             // Something that cannot be read is an answer, too.
             let mut failure = match self.exchange(&mut connection, request, progress.as_deref()).await? {
-                // No upgrade was asked for, so none can be.
+                // The connection is not ours any more: whoever asked for it takes it over from the extensions.
                 Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                    return Err(UpstreamError::Switched { upstream: self.settings.name.clone() });
+                    return Ok(response.map(|_| Body::full("")));
                 }
                 Ok(response) => {
                     if let Some(progress) = &progress {

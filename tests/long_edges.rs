@@ -1,5 +1,7 @@
 //! Slow clients, floods of HTTP/2, many idle connections and large bodies: rows 30 to 33, with `LONG=1` in full size.
 
+#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+
 mod support;
 
 use std::io::{Read, Write};

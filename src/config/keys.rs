@@ -7,8 +7,8 @@ use serde::forward_to_deserialize_any;
 
 use super::forms::ServerTable;
 use super::{
-    ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, Jwt, Limit, Listener,
-    ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
+    ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit,
+    Listener, ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -23,7 +23,7 @@ const LATER: &[(&str, &[&str])] = &[
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
     ),
     ("servers", &["weight"]),
-    ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "request_headers", "response_headers", "websocket"]),
+    ("route", &["redirect", "strip_prefix", "rewrite", "timeout"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.
@@ -47,6 +47,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["upstream", _] => ("upstream", fields::<Upstream>()),
         ["upstream", _, "servers"] => ("servers", fields::<ServerTable>()),
         ["route"] => ("route", fields::<Route>()),
+        ["route", "request_headers" | "response_headers"] => ("header rules", fields::<HeaderRules>()),
         ["route", "respond"] => ("respond", fields::<Respond>()),
         ["consumer"] => ("consumer", fields::<Consumer>()),
         _ => ("", &[]),

@@ -1,8 +1,10 @@
 //! Sends an admitted request on: headers cleaned and completed, the path in canonical form.
 
 use http::header::{EXPECT, HOST, HeaderValue};
-use http::{Request, Response, Uri, Version, uri};
+use http::{Request, Response, StatusCode, Uri, Version, response, uri};
 use hyper::body::{Body as _, Incoming};
+use hyper::upgrade::OnUpgrade;
+use tokio::time::Duration;
 use uuid::Uuid;
 
 use super::Peer;
@@ -10,21 +12,26 @@ use crate::account::Record;
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
 use crate::http::headers::{self, X_REQUEST_ID};
-use crate::runtime::Runtime;
+use crate::http::tunnel::Tunnel;
+use crate::http::upgrade::{self, Offer};
+use crate::runtime::{Route, Runtime};
 use crate::upstream::{Upstream, UpstreamError};
 
 /// Sends a request to an upstream and hands its answer back.
 pub(super) async fn forward(
     runtime: &Runtime,
+    route: &Route,
     upstream: &Upstream,
     request: Request<Incoming>,
     path: Option<String>,
-    bounds: Bounds,
     peer: &Peer,
     record: Option<&mut Record>,
 ) -> Result<Response<Body>, UpstreamError> {
     let (mut parts, body) = request.into_parts();
     let headers = &mut parts.headers;
+    // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
+    let may_switch = route.websocket && parts.version == Version::HTTP_11 && body.is_end_stream();
+    let offer = if may_switch { Offer::read(headers) } else { None };
     headers::strip_hop_by_hop(headers, &runtime.trusted_headers);
     headers::set_framing(headers, body.size_hint().exact());
     // Our own side answers 100-continue, when the body is first asked for.
@@ -49,15 +56,40 @@ pub(super) async fn forward(
     if let (Some(record), Ok(id)) = (record, id.to_str()) {
         record.request_id = id.into();
     }
+    route.request_headers.apply(headers);
+    let switch = offer.and_then(|offer| {
+        let downstream = parts.extensions.remove::<OnUpgrade>()?;
+        offer.make(headers);
+        Some((offer, downstream))
+    });
     if path.is_some() || parts.uri.authority().is_some() {
         parts.uri = origin_form(&parts.uri, path.as_deref());
     }
     parts.version = Version::HTTP_11;
+    let bounds = Bounds { idle: runtime.server.body_idle_timeout, max_body: route.max_body };
     let response = upstream.send(Request::from_parts(parts, body), bounds).await?;
     let (mut parts, body) = response.into_parts();
-    headers::strip_hop_by_hop(&mut parts.headers, &[]);
     parts.version = Version::HTTP_11;
+    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
+        let switched = self::switch(parts, switch, runtime.server.idle_timeout);
+        return switched.ok_or_else(|| UpstreamError::Switched { upstream: upstream.name().into() });
+    }
+    headers::strip_hop_by_hop(&mut parts.headers, &[]);
     Ok(Response::from_parts(parts, body))
+}
+
+/// The switch that an upstream agrees to; none if it is not what was offered.
+fn switch(
+    mut parts: response::Parts,
+    asked: Option<(Offer, OnUpgrade)>,
+    idle_timeout: Duration,
+) -> Option<Response<Body>> {
+    let (offer, downstream) = asked?;
+    let protocols = offer.accepted(&parts.headers)?;
+    let upstream = parts.extensions.remove::<OnUpgrade>()?;
+    headers::strip_hop_by_hop(&mut parts.headers, &[]);
+    upgrade::announce(&mut parts.headers, protocols);
+    Some(Response::from_parts(parts, Body::tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
 fn request_id() -> HeaderValue {

@@ -1,9 +1,12 @@
 //! What goes on on one downstream connection, for its deadlines.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use http::{Response, StatusCode};
+
+use super::body::Body;
 use crate::limit::clock::monotonic;
 
 /// Requests in flight on a connection, and since when there are none.
@@ -13,6 +16,8 @@ pub struct Activity {
     in_flight: AtomicUsize,
     /// ms after `opened` at which the last response ended; 0 before the first.
     ended_ms: AtomicU64,
+    /// The tunnel that the connection becomes.
+    switched: Mutex<Option<Box<Body>>>,
 }
 
 /// A request in flight: from its head until the response body is gone.
@@ -22,13 +27,19 @@ pub struct InFlight(Arc<Activity>);
 impl Activity {
     /// Of a connection that opens now.
     pub fn new() -> Arc<Self> {
-        Arc::new(Activity { opened: monotonic(), in_flight: AtomicUsize::new(0), ended_ms: AtomicU64::new(0) })
+        let (in_flight, ended_ms) = (AtomicUsize::new(0), AtomicU64::new(0));
+        Arc::new(Activity { opened: monotonic(), in_flight, ended_ms, switched: Mutex::default() })
     }
 
     /// A request starts.
     pub fn enter(self: &Arc<Self>) -> InFlight {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         InFlight(self.clone())
+    }
+
+    /// What the connection goes on as, when HTTP is over.
+    pub fn switched(&self) -> Option<Box<Body>> {
+        self.switched.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// How long the connection may stay as it is, by its two deadlines; none = it is over.
@@ -42,6 +53,19 @@ impl Activity {
             ended => (Duration::from_millis(ended) + idle_timeout).checked_sub(age),
         };
         left.filter(|left| !left.is_zero())
+    }
+}
+
+impl InFlight {
+    /// Lasts until the body of the response is gone. A switch of protocols stays with the connection instead.
+    pub fn answer(self, response: Response<Body>) -> Response<Body> {
+        if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            return response.map(|body| body.holding(self));
+        }
+        response.map(|body| {
+            *self.0.switched.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(body));
+            Body::full("")
+        })
     }
 }
 

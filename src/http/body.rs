@@ -1,6 +1,7 @@
 //! Bodies: what we answer with, and what we watch while it passes through.
 
 use std::any::Any;
+use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
@@ -13,6 +14,7 @@ use hyper::body::Incoming;
 use super::activity::InFlight;
 use super::bounds::{BodyError, Bounds, Silence};
 use super::flow::Flow;
+use super::tunnel::Tunnel;
 
 /// Told when a response body is over.
 pub trait Ending: Send {
@@ -37,10 +39,14 @@ pub struct Body {
     kept: Option<Box<dyn Any + Send>>,
 }
 
+type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
+
 enum Source {
     Own(Option<Bytes>),
     /// With the silence of an upstream that has said how much is to come: others may take their time, as events do.
     Upstream(Incoming, Option<Silence>),
+    /// No body in the sense of HTTP: bytes in both directions.
+    Tunnel(Option<Box<Tunnel>>),
 }
 
 impl Body {
@@ -48,27 +54,34 @@ impl Body {
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
         let complete = bytes.is_empty();
-        Body {
-            source: Source::Own((!complete).then_some(bytes)),
-            sent: 0,
-            complete,
-            lease: None,
-            record: None,
-            in_flight: None,
-            flow: None,
-            kept: None,
-        }
+        Body::of(Source::Own((!complete).then_some(bytes)), complete)
+    }
+
+    fn of(source: Source, complete: bool) -> Self {
+        Body { source, sent: 0, complete, lease: None, record: None, in_flight: None, flow: None, kept: None }
     }
 
     /// An upstream's body; `lease` hears of its end.
     pub fn upstream(body: Incoming, bounds: Bounds, lease: Box<dyn Ending>) -> Self {
         let silence = body.size_hint().exact().map(|_| Silence::new(bounds.idle));
-        let source = Source::Upstream(body, silence);
-        let lease = Some(lease);
-        let mut body =
-            Body { source, sent: 0, complete: false, lease, record: None, in_flight: None, flow: None, kept: None };
+        let mut body = Body::of(Source::Upstream(body, silence), false);
+        body.lease = Some(lease);
         body.notice_end();
         body
+    }
+
+    /// What follows a switch of protocols.
+    pub fn tunnel(tunnel: Tunnel) -> Self {
+        Body::of(Source::Tunnel(Some(Box::new(tunnel))), false)
+    }
+
+    /// Passes bytes both ways to the end of the tunnel, and then is gone.
+    pub async fn pass(mut self: Box<Self>) {
+        if let Source::Tunnel(tunnel) = &mut self.source
+            && let Some(tunnel) = tunnel.take()
+        {
+            self.complete = tunnel.run(&mut self.sent).await;
+        }
     }
 
     /// `record` hears when the body is gone.
@@ -100,6 +113,12 @@ impl Body {
                 lease.ended(self.sent, true);
             }
         }
+    }
+}
+
+impl fmt::Debug for Body {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Body").field("sent", &self.sent).field("complete", &self.complete).finish_non_exhaustive()
     }
 }
 
@@ -135,6 +154,7 @@ impl HttpBody for Body {
         match &self.source {
             Source::Own(bytes) => bytes.is_none(),
             Source::Upstream(body, _) => body.is_end_stream(),
+            Source::Tunnel(_) => true,
         }
     }
 
@@ -142,6 +162,7 @@ impl HttpBody for Body {
         match &self.source {
             Source::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
             Source::Upstream(body, _) => body.size_hint(),
+            Source::Tunnel(_) => SizeHint::with_exact(0),
         }
     }
 }
@@ -159,6 +180,7 @@ impl Source {
                     polled.map_err(BodyError::Broken)
                 }
             },
+            Source::Tunnel(_) => Poll::Ready(None),
         }
     }
 }
@@ -267,7 +289,7 @@ impl Passing {
         !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some()
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Poll<Option<Result<Frame<Bytes>, BodyError>>>) {
+    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
         let polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
         match &polled {
             Poll::Pending if self.is_due() && self.silence.poll(cx).is_ready() => {

@@ -9,7 +9,7 @@ use http::header::{
 use http::{Method, Version};
 
 /// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
-const HOP_BY_HOP: [HeaderName; 7] = [
+pub(super) const HOP_BY_HOP: [HeaderName; 7] = [
     CONNECTION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
@@ -19,9 +19,9 @@ const HOP_BY_HOP: [HeaderName; 7] = [
     UPGRADE,
 ];
 
-const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
-const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
-const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
+pub(super) const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+pub(super) const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
+pub(super) const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
 /// The name of the request id's field.
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 

@@ -176,7 +176,8 @@ impl<'a> Reader<'a> {
     pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {
         let parsed = name.parse().ok();
         if parsed.is_none() {
-            self.issue(Issue::at(span, format!("`{name}` is not a header name")));
+            let issue = Issue::at(span, format!("`{name}` is not a header name"));
+            self.issue(issue.hint("letters, digits and `-`, such as \"x-version\""));
         }
         parsed
     }
@@ -184,7 +185,8 @@ impl<'a> Reader<'a> {
     pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
         let parsed = HeaderValue::from_str(text.get_ref()).ok();
         if parsed.is_none() {
-            self.issue(Issue::at(text.span(), "this cannot stand in a header"));
+            let issue = Issue::at(text.span(), "this cannot stand in a header");
+            self.issue(issue.hint("one line, without control characters"));
         }
         parsed
     }

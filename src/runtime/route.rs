@@ -9,6 +9,7 @@ use http::{HeaderValue, Response, StatusCode};
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
 use crate::http::fields::Dialect;
+use crate::http::rules::Rules;
 use crate::identity::By;
 use crate::limit::plan::Limit;
 use crate::route::PathPattern;
@@ -28,6 +29,12 @@ pub struct Route {
     pub metering: Metering,
     /// Bytes that their bodies may have.
     pub max_body: Option<u64>,
+    /// Whether they may switch protocols.
+    pub websocket: bool,
+    /// What is changed in them for the upstream.
+    pub request_headers: Rules,
+    /// What is changed in the answers.
+    pub response_headers: Rules,
 }
 
 /// A limit of a route.

@@ -9,12 +9,14 @@ use http::{HeaderName, HeaderValue, StatusCode};
 
 use super::limits::too_dear;
 use super::reader::Reader;
+use super::rules::rules;
 use super::{Metered, Metering, Respond, Route, Target, Terms};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::cost::Cost;
 use crate::http::fields::{self, Dialect};
 use crate::http::path::canonical;
+use crate::http::rules::Section;
 use crate::identity::{By, Source};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::decision::Judged;
@@ -56,6 +58,9 @@ pub(super) fn routes(
         let path = pattern.as_ref().map(|pattern| &pattern.path);
         let metering = metering(written, path, limits, config, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
+        let websocket = websocket(written, target.as_ref(), reader);
+        let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
+        let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
         let route = Arc::new(Route {
             name: name.into(),
@@ -64,6 +69,9 @@ pub(super) fn routes(
             target,
             metering,
             max_body,
+            websocket,
+            request_headers,
+            response_headers,
         });
         routes.push(route.clone());
         if let Err(tie) = table.insert(pattern, route) {
@@ -106,6 +114,15 @@ fn target(
             None
         }
     }
+}
+
+fn websocket(route: &config::Route, target: Option<&Target>, reader: &mut Reader<'_>) -> bool {
+    let Some(wanted) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
+    if let Some(Target::Respond(_)) = target {
+        let issue = Issue::at(wanted.span(), "the gateway itself speaks no other protocol");
+        reader.issue(issue.hint("`websocket` is for routes with an upstream"));
+    }
+    true
 }
 
 fn respond(respond: &config::Respond, place: &Range<usize>, reader: &mut Reader<'_>) -> Respond {

@@ -57,7 +57,7 @@ pub(super) async fn connect(host: &str, port: u16) -> io::Result<Connection> {
         .await
         .map_err(io::Error::other)?;
     // Its error reaches whoever waits for the response.
-    tokio::spawn(async move { connection.await.ok() });
+    tokio::spawn(async move { connection.with_upgrades().await.ok() });
     Ok(Connection(sender))
 }
 
