@@ -1,6 +1,6 @@
 //! Connections: accept, protocol, deadlines, drain.
 
-mod proxy;
+pub mod proxy;
 
 use std::convert::Infallible;
 use std::error::Error;
