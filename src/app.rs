@@ -17,6 +17,7 @@ use uuid::Uuid;
 
 use crate::gateway::Gateway;
 use crate::limit::Limiter;
+use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
 use crate::limit::clock::{self, Clock};
 use crate::limit::cluster::Cluster;
@@ -28,8 +29,10 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::redis::{RedisSettings, RedisStore, Servers};
 use crate::observe::access::AccessLog;
 use crate::reload;
+use crate::runtime::files;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
+use crate::server::connections::Connections;
 use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -78,6 +81,11 @@ impl App {
     /// # Errors
     /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
+        files::raise();
+        let (connections, files) = (runtime.server.max_connections, files::allowed());
+        if connections as u64 > files {
+            warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
+        }
         let accepting = match runtime.server.layout {
             Layout::PerCore => runtime.server.workers,
             Layout::Shared => 1,
@@ -117,6 +125,8 @@ impl App {
         let breaker = Arc::<Breaker>::default();
         let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();
+        let advances = Arc::<Advances>::default();
+        let connections = Arc::new(Connections::new(&self.runtime.server));
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -131,7 +141,9 @@ impl App {
                 breaker: breaker.clone(),
                 topology: topology.clone(),
                 lines: lines.clone(),
+                advances: advances.clone(),
                 denials: denials.clone(),
+                connections: connections.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -179,7 +191,9 @@ struct Worker {
     breaker: Arc<Breaker>,
     topology: Arc<Topology>,
     lines: Arc<Lines>,
+    advances: Arc<Advances>,
     denials: Option<Arc<Denials>>,
+    connections: Arc<Connections>,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -190,7 +204,8 @@ impl Worker {
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
             let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
-            let server = Server::new(Gateway::new(self.runtime.clone(), self.limiter(), self.access), self.stop);
+            let gateway = Gateway::new(self.runtime.clone(), self.limiter(), self.access);
+            let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())
         })
@@ -204,7 +219,8 @@ impl Worker {
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        Limiter::new(backend, self.denials.clone(), self.lines.clone(), first_lease)
+        let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
+        Limiter::new(backend, denials, advances, lines, first_lease)
     }
 
     fn store(&self, servers: &Servers, settings: &RedisSettings) -> Shared {

@@ -41,8 +41,11 @@ pub struct Server {
     pub workers: Option<Spanned<i64>>,
     pub runtime: Option<Text>,
     pub drain_timeout: Option<Text>,
+    pub max_connections: Option<Spanned<i64>>,
+    pub max_connections_per_ip: Option<Spanned<i64>>,
     pub header_timeout: Option<Text>,
     pub idle_timeout: Option<Text>,
+    pub body_idle_timeout: Option<Text>,
     pub max_header_size: Option<Text>,
     pub max_headers: Option<Spanned<i64>>,
     pub max_uri: Option<Text>,
@@ -168,6 +171,7 @@ pub struct Limit {
     pub refund_on: Vec<Text>,
     pub max_wait: Option<Text>,
     pub max_waiting: Option<Spanned<i64>>,
+    pub lease: Option<Spanned<i64>>,
 }
 
 /// `{ quota = "…", burst = … }`: another size of a limit.
@@ -204,6 +208,7 @@ pub struct Route {
     pub respond: Option<Spanned<Respond>>,
     pub limits: Vec<Text>,
     pub cost: Option<Spanned<i64>>,
+    pub max_body: Option<Text>,
     pub ratelimit_headers: Option<Vec<Text>>,
     pub expose_headers: bool,
 }

@@ -1,6 +1,7 @@
 //! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
 
 mod consumers;
+pub mod files;
 mod identities;
 mod limits;
 mod listeners;
@@ -108,10 +109,16 @@ pub struct ServerSettings {
     pub layout: Layout,
     /// Time for running requests after SIGTERM.
     pub drain_timeout: Duration,
+    /// Connections of clients at the same time, on all workers.
+    pub max_connections: usize,
+    /// The same for each client network; 0 = as many as there may be.
+    pub max_connections_per_ip: usize,
     /// Time from accept to the first head.
     pub header_timeout: Duration,
     /// Time between two requests of a connection.
     pub idle_timeout: Duration,
+    /// Time for which a body may stand still because of whoever is to send or to take it.
+    pub body_idle_timeout: Duration,
     /// Bytes of a head.
     pub max_header_size: usize,
     /// Lines of a head.

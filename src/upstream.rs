@@ -10,6 +10,7 @@ use hyper::body::Incoming;
 use tokio::time::{Duration, timeout};
 
 use crate::http::body::{Body, Progress, RequestBody};
+use crate::http::bounds::Bounds;
 use crate::http::headers::is_safe;
 use pool::{Connection, Failure, Pool};
 
@@ -48,6 +49,8 @@ pub enum UpstreamError {
     ResponseTimeout { upstream: Box<str> },
     #[error("the client stopped sending the request body")]
     ClientStalled,
+    #[error("the request body is longer than the route allows")]
+    BodyTooLarge,
     #[error("the client broke off the request body: {0}")]
     ClientBroken(hyper::Error),
 }
@@ -55,7 +58,7 @@ pub enum UpstreamError {
 impl UpstreamError {
     /// Whether the upstream has nothing to do with it.
     pub fn is_clients_fault(&self) -> bool {
-        matches!(self, UpstreamError::ClientStalled | UpstreamError::ClientBroken(_))
+        matches!(self, UpstreamError::ClientStalled | UpstreamError::BodyTooLarge | UpstreamError::ClientBroken(_))
     }
 }
 
@@ -85,9 +88,9 @@ impl Upstream {
     ///
     /// # Errors
     /// See [`UpstreamError`].
-    pub async fn send(&self, request: Request<Incoming>) -> Result<Response<Body>, UpstreamError> {
+    pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
         let (parts, body) = request.into_parts();
-        let (body, progress) = RequestBody::new(body);
+        let (body, progress) = RequestBody::new(body, bounds);
         let repeatable = progress.is_none() && is_safe(&parts.method);
         let mut request = Request::from_parts(parts, body);
         let mut pooled = self.pool.take();
@@ -105,8 +108,11 @@ impl Upstream {
                     return Err(UpstreamError::Switched { upstream: self.settings.name.clone() });
                 }
                 Ok(response) => {
+                    if let Some(progress) = &progress {
+                        progress.answered();
+                    }
                     let lease = Box::new(connection.lease(&self.pool));
-                    return Ok(response.map(|body| Body::upstream(body, lease)));
+                    return Ok(response.map(|body| Body::upstream(body, bounds, lease)));
                 }
                 Err(failure) => failure,
             };
@@ -140,17 +146,21 @@ impl Upstream {
                 return Ok(result);
             }
             let now = progress.map(Progress::frames);
-            if now == seen {
-                return Err(match progress {
-                    Some(progress) if progress.waits_for_client() => UpstreamError::ClientStalled,
-                    _ => UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() },
-                });
+            // The body sees to a client that keeps everybody waiting.
+            if now == seen && !progress.is_some_and(Progress::waits_for_client) {
+                return Err(UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() });
             }
             seen = now;
         }
     }
 
     fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
+        if progress.is_some_and(Progress::is_too_large) {
+            return UpstreamError::BodyTooLarge;
+        }
+        if progress.is_some_and(Progress::is_stalled) {
+            return UpstreamError::ClientStalled;
+        }
         // The body stream failed before its end: that was the client.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if error.is_user() && unfinished {

@@ -14,30 +14,16 @@ use super::{
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
     ("", &["admin"]),
-    ("server", &["max_connections", "max_connections_per_ip", "body_idle_timeout"]),
     ("listener", &["http3"]),
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    ("limit", &["lease"]),
     (
         "upstream",
         &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
     ),
     ("servers", &["weight"]),
-    (
-        "route",
-        &[
-            "redirect",
-            "strip_prefix",
-            "rewrite",
-            "timeout",
-            "max_body",
-            "request_headers",
-            "response_headers",
-            "websocket",
-        ],
-    ),
+    ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "request_headers", "response_headers", "websocket"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.

@@ -2,12 +2,13 @@
 
 use http::header::{EXPECT, HOST, HeaderValue};
 use http::{Request, Response, Uri, Version, uri};
-use hyper::body::Incoming;
+use hyper::body::{Body as _, Incoming};
 use uuid::Uuid;
 
 use super::Peer;
 use crate::account::Record;
 use crate::http::body::Body;
+use crate::http::bounds::Bounds;
 use crate::http::headers::{self, X_REQUEST_ID};
 use crate::runtime::Runtime;
 use crate::upstream::{Upstream, UpstreamError};
@@ -18,12 +19,14 @@ pub(super) async fn forward(
     upstream: &Upstream,
     request: Request<Incoming>,
     path: Option<String>,
+    bounds: Bounds,
     peer: &Peer,
     record: Option<&mut Record>,
 ) -> Result<Response<Body>, UpstreamError> {
     let (mut parts, body) = request.into_parts();
     let headers = &mut parts.headers;
-    headers::strip_hop_by_hop(headers);
+    headers::strip_hop_by_hop(headers, &runtime.trusted_headers);
+    headers::set_framing(headers, body.size_hint().exact());
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.trusted_headers, peer.origin.trusted);
@@ -50,9 +53,9 @@ pub(super) async fn forward(
         parts.uri = origin_form(&parts.uri, path.as_deref());
     }
     parts.version = Version::HTTP_11;
-    let response = upstream.send(Request::from_parts(parts, body)).await?;
+    let response = upstream.send(Request::from_parts(parts, body), bounds).await?;
     let (mut parts, body) = response.into_parts();
-    headers::strip_hop_by_hop(&mut parts.headers);
+    headers::strip_hop_by_hop(&mut parts.headers, &[]);
     parts.version = Version::HTTP_11;
     Ok(Response::from_parts(parts, body))
 }

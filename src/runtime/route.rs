@@ -26,6 +26,8 @@ pub struct Route {
     pub target: Target,
     /// What they are limited by.
     pub metering: Metering,
+    /// Bytes that their bodies may have.
+    pub max_body: Option<u64>,
 }
 
 /// A limit of a route.

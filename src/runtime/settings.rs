@@ -8,6 +8,7 @@ use tokio::time::Duration;
 use toml::Spanned;
 use tracing::Level;
 
+use super::files;
 use super::reader::Reader;
 use super::{Access, Layout, LogSettings, ServerSettings};
 use crate::config;
@@ -32,14 +33,25 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
     ServerSettings {
         workers,
         layout: reader.choice(server.runtime.as_ref(), Layout::PerCore, &layouts),
+        max_connections: reader.number(server.max_connections.as_ref(), 1..1_000_001, connections(workers)) as usize,
+        max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, 0) as usize,
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
         idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),
+        body_idle_timeout: reader.duration(server.body_idle_timeout.as_ref(), Duration::from_secs(30)),
         max_header_size,
         max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
         max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),
         http2_max_streams: reader.number(server.http2_max_streams.as_ref(), 1..100_001, 100) as u32,
     }
+}
+
+/// As many connections as there are file descriptors for: each may need one to its upstream, and the workers need some
+/// for themselves (listeners, the store, their runtime).
+fn connections(workers: usize) -> i64 {
+    let own = 64 + 16 * workers as u64;
+    let connections = files::allowed().saturating_sub(own) / 2;
+    connections.clamp(16, 1_000_000) as i64
 }
 
 pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
