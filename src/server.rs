@@ -3,7 +3,7 @@
 pub mod connections;
 mod lent;
 mod linger;
-mod proxy;
+pub mod proxy;
 
 use std::convert::Infallible;
 use std::error::Error;

@@ -19,7 +19,7 @@ const MOST_V2: usize = 4096;
 
 /// Whom a proxy speaks for.
 #[derive(Debug, PartialEq, Eq)]
-pub(super) enum Sender {
+pub enum Sender {
     /// A client at this address.
     Client(IpAddr),
     /// Itself: it looks whether we are alive.
@@ -30,7 +30,8 @@ pub(super) enum Sender {
 
 /// Why a connection has no sender.
 #[derive(Debug, thiserror::Error)]
-pub(super) enum ProxyError {
+#[allow(missing_docs)]
+pub enum ProxyError {
     #[error("the PROXY header cannot be read: {0}")]
     Io(#[from] io::Error),
     #[error("it does not begin with a PROXY header")]
@@ -49,15 +50,18 @@ pub(super) async fn sender(stream: &mut TcpStream) -> Result<Sender, ProxyError>
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
-        version_2(stream, header).await
-    } else if header.starts_with(b"PROXY ") {
-        version_1(stream, header).await
+        take_version_2(stream, &mut header).await?;
     } else {
-        Err(ProxyError::NoHeader)
+        take_version_1(stream, &mut header).await?;
     }
+    parse(&header)
 }
 
-async fn version_1(stream: &mut TcpStream, mut header: Vec<u8>) -> Result<Sender, ProxyError> {
+/// Reads up to the end of the line.
+async fn take_version_1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
+    if !header.starts_with(b"PROXY ") {
+        return Err(ProxyError::NoHeader);
+    }
     let mut ahead = [0; MOST_V1];
     while header.last() != Some(&b'\n') {
         let room = MOST_V1 - header.len();
@@ -74,14 +78,11 @@ async fn version_1(stream: &mut TcpStream, mut header: Vec<u8>) -> Result<Sender
         header.resize(start + end, 0);
         stream.read_exact(&mut header[start..]).await?;
     }
-    Ok(match v1::Header::try_from(&header[..])?.addresses {
-        v1::Addresses::Tcp4(addresses) => Sender::Client(addresses.source_address.into()),
-        v1::Addresses::Tcp6(addresses) => Sender::Client(addresses.source_address.into()),
-        v1::Addresses::Unknown => Sender::Unknown,
-    })
+    Ok(())
 }
 
-async fn version_2(stream: &mut TcpStream, mut header: Vec<u8>) -> Result<Sender, ProxyError> {
+/// Reads as much as the header says that it has.
+async fn take_version_2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
     header.resize(FIXED_V2, 0);
     stream.read_exact(&mut header[start..]).await?;
@@ -91,7 +92,22 @@ async fn version_2(stream: &mut TcpStream, mut header: Vec<u8>) -> Result<Sender
     }
     header.resize(FIXED_V2 + rest, 0);
     stream.read_exact(&mut header[FIXED_V2..]).await?;
-    let header = v2::Header::try_from(&header[..])?;
+    Ok(())
+}
+
+/// What a whole header says.
+///
+/// # Errors
+/// It is malformed.
+pub fn parse(header: &[u8]) -> Result<Sender, ProxyError> {
+    if !header.starts_with(v2::PROTOCOL_PREFIX) {
+        return Ok(match v1::Header::try_from(header)?.addresses {
+            v1::Addresses::Tcp4(of) => Sender::Client(of.source_address.into()),
+            v1::Addresses::Tcp6(of) => Sender::Client(of.source_address.into()),
+            v1::Addresses::Unknown => Sender::Unknown,
+        });
+    }
+    let header = v2::Header::try_from(header)?;
     Ok(match (header.command, header.protocol, header.addresses) {
         (v2::Command::Local, _, _) => Sender::Proxy,
         (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(of)) => Sender::Client(of.source_address.into()),
