@@ -61,7 +61,7 @@ impl ClientIp {
 /// The `for` of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
     // Half of a quoted string: what looks like an element here is part of a value, such as a host that a client made up.
-    if element.contains('\\') || element.matches('"').count() % 2 != 0 {
+    if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
         return None;
     }
     element.split(';').find_map(|pair| {
