@@ -255,5 +255,5 @@ fn a_right_that_is_missing_is_named() {
     without.get("/r").assert_problem(503, "a decision that may not write");
     let expected =
         "Redis does not allow this user what the gateway needs, a command of the scripts; give it the rights";
-    assert!(without.log().contains(expected), "{}", without.log());
+    eventually(expected, || without.log().contains(expected));
 }
