@@ -11,7 +11,7 @@ use serde_json::Value;
 use sluicegate::limit::clock::monotonic;
 use support::gateway::binary;
 use support::redis::{Redis, free_port};
-use support::{signal, upstream};
+use support::{PATIENCE, signal, upstream};
 
 /// A limit of each kind, so that every right is needed.
 const KINDS: [&str; 6] =
@@ -251,24 +251,28 @@ fn every_right_of_the_manual_that_is_missing_is_named() {
     assert!(status == "failed" && found.contains("~PREFIX:*"), "{found}");
 }
 
-#[test]
-fn a_slow_round_trip_is_told_by_the_deadline() {
-    let redis = Redis::start();
-    // Each reply comes 20 ms late.
-    let port = redis.port;
-    let relay = upstream::serve(move |mut client| {
+/// A way to the server on which each piece of replies, counted from 0, is held up.
+fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
+    let address = upstream::serve(move |mut client| {
         let mut server = TcpStream::connect(("127.0.0.1", port)).unwrap();
         let (mut requests, mut replies) = (client.try_clone().unwrap(), server.try_clone().unwrap());
         std::thread::spawn(move || std::io::copy(&mut requests, &mut server));
-        let mut buffer = [0; 1 << 16];
+        let (mut buffer, mut piece) = ([0; 1 << 16], 0);
         while let Ok(count @ 1..) = replies.read(&mut buffer) {
-            std::thread::sleep(Duration::from_millis(20));
+            hold(piece);
+            piece += 1;
             if client.write_all(&buffer[..count]).is_err() {
                 break;
             }
         }
     });
-    let url = format!("redis://{relay}/0");
+    format!("redis://{address}/0")
+}
+
+#[test]
+fn a_slow_round_trip_is_told_by_the_deadline() {
+    let redis = Redis::start();
+    let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(20)));
     for (timeout, expected, advice) in
         [("1ms", "failed", "bring it nearer"), ("10ms", "failed", "bring it nearer"), ("1h", "ok", "")]
     {
@@ -292,6 +296,21 @@ fn a_server_that_hangs_is_given_up() {
     assert_eq!((code, checks.len()), (Some(1), 1), "{checks:?}");
     assert!(checks[0].2.contains("does not answer in time"), "{checks:?}");
     assert!(took < Duration::from_secs(10), "{took:?}");
+}
+
+#[test]
+fn a_server_that_stops_answering_is_asked_no_more() {
+    let redis = Redis::start();
+    let url = relay(redis.port, |piece| {
+        if piece == 5 {
+            std::thread::park_timeout(PATIENCE);
+        }
+    });
+    let (code, checks) = checks(&url);
+    let (last, before) = checks.split_last().unwrap();
+    assert_eq!(code, Some(1), "{checks:?}");
+    assert!(before.len() > 1 && before.iter().all(|check| check.1 == "ok"), "{checks:?}");
+    assert!(last.1 == "failed" && last.2.contains("does not answer in time"), "{checks:?}");
 }
 
 #[test]
