@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients check bench bench-compare bench-memory pictures certs tools peers
+.PHONY: run test test-long test-clients check bench bench-compare bench-memory bench-scale pictures certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -41,6 +41,11 @@ bench: tools peers
 bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2
+
+# Several gateways on one Redis and on clusters, then a million identities: the figures of docs/scale.md.
+bench-scale: tools peers
+	cargo build --locked --release
+	python3 benches/compare/scale.py --chart docs/pictures/scale.svg
 
 # What a million identities take, for each algorithm: the figures of docs/limits.md. Time does not matter here.
 bench-memory: tools

@@ -1,5 +1,7 @@
 //! Limits of size, number and time at the edge, and answers that come before the request is read. Rows 8, 28 and 29.
 
+#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+
 mod support;
 
 use std::io::{ErrorKind, Read, Write};
