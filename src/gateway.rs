@@ -7,14 +7,14 @@ use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::{CONTENT_TYPE, TRANSFER_ENCODING};
-use http::{HeaderMap, Method, Request, Response};
+use http::header::TRANSFER_ENCODING;
+use http::{Method, Request, Response};
 use hyper::body::Incoming;
 use tracing::{debug, warn};
 
 use crate::account::Record;
 use crate::http::body::Body;
-use crate::http::headers::Origin;
+use crate::http::headers::{Origin, is_grpc};
 use crate::http::host;
 use crate::http::path::canonical;
 use crate::limit::Limiter;
@@ -161,10 +161,4 @@ impl<'a> Addressed<'a> {
         let path = canonical(uri.path()).map_err(Rejection::Path)?;
         Ok(Addressed { host, path })
     }
-}
-
-fn is_grpc(headers: &HeaderMap) -> bool {
-    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
-    // Not application/grpc-web, which is another protocol.
-    kind.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }

@@ -181,12 +181,10 @@ fn each_event_arrives_before_the_next_is_sent() {
     }
     let talk = async {
         let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
-        let (mut sender, connection) = hyper::client::conn::http2::handshake::<_, _, Empty<&[u8]>>(
-            TokioExecutor::new(),
-            TokioIo::new(stream),
-        )
-        .await
-        .unwrap();
+        let (mut sender, connection) =
+            hyper::client::conn::http2::handshake::<_, _, Empty<&[u8]>>(TokioExecutor::new(), TokioIo::new(stream))
+                .await
+                .unwrap();
         tokio::spawn(connection);
         let request = http::Request::get("http://a.test/r/events").body(Empty::new()).unwrap();
         let mut body = sender.send_request(request).await.unwrap().into_body();

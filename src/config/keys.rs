@@ -21,10 +21,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
     ("limit", &["lease"]),
-    (
-        "upstream",
-        &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
-    ),
+    ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"]),
     ("servers", &["weight"]),
     ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "max_body"]),
 ];

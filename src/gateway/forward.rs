@@ -1,7 +1,7 @@
 //! Sends an admitted request on: headers cleaned and completed, the path in canonical form.
 
 use http::header::{EXPECT, HOST, HeaderValue};
-use http::{Request, Response, StatusCode, Uri, Version, response, uri};
+use http::{Request, Response, StatusCode, Uri, Version, request, response, uri};
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use tokio::time::Duration;
@@ -14,7 +14,7 @@ use crate::http::headers::{self, X_REQUEST_ID};
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
 use crate::runtime::{Route, Runtime};
-use crate::upstream::{Upstream, UpstreamError};
+use crate::upstream::{Protocol, Upstream, UpstreamError};
 
 /// Sends a request to an upstream and hands its answer back.
 pub(super) async fn forward(
@@ -64,6 +64,9 @@ pub(super) async fn forward(
         parts.uri = origin_form(&parts.uri, path.as_deref());
     }
     parts.version = Version::HTTP_11;
+    if upstream.protocol() == Protocol::Http2 {
+        absolute_form(&mut parts);
+    }
     let response = upstream.send(Request::from_parts(parts, body)).await?;
     let (mut parts, body) = response.into_parts();
     parts.version = Version::HTTP_11;
@@ -94,6 +97,17 @@ fn request_id() -> HeaderValue {
     let id = Uuid::now_v7().hyphenated().encode_lower(&mut text);
     // Hex digits and hyphens are a valid value.
     HeaderValue::from_str(id).unwrap_or(HeaderValue::from_static("-"))
+}
+
+/// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
+fn absolute_form(parts: &mut request::Parts) {
+    let host = parts.headers.remove(HOST);
+    let mut uri = std::mem::take(&mut parts.uri).into_parts();
+    uri.scheme = Some(uri::Scheme::HTTP);
+    // A host that was routed on, or our own of the upstream, is a valid authority.
+    uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
+    parts.uri = Uri::from_parts(uri).unwrap_or_default();
+    parts.version = Version::HTTP_2;
 }
 
 /// Path and query only, the path in canonical form.

@@ -62,6 +62,12 @@ impl Body {
         body
     }
 
+    /// An upstream's body on a connection that serves others as well.
+    pub fn shared(body: Incoming) -> Self {
+        let complete = body.is_end_stream();
+        Body::of(Source::Upstream(body), complete)
+    }
+
     /// What follows a switch of protocols.
     pub fn tunnel(tunnel: Tunnel) -> Self {
         Body::of(Source::Tunnel(Some(Box::new(tunnel))), false)
@@ -164,6 +170,7 @@ impl Drop for Body {
 pub struct RequestBody {
     body: Option<Incoming>,
     progress: Option<Arc<Progress>>,
+    trailers: bool,
 }
 
 /// How far a request body has come, for whoever waits for the response to it.
@@ -201,12 +208,18 @@ impl RequestBody {
     /// A body, with the progress of one that is not empty.
     pub fn new(body: Incoming) -> (Self, Option<Arc<Progress>>) {
         let progress = (!body.is_end_stream()).then(Arc::<Progress>::default);
-        (RequestBody { body: Some(body), progress: progress.clone() }, progress)
+        (RequestBody { body: Some(body), progress: progress.clone(), trailers: false }, progress)
     }
 
     /// No body.
     pub fn empty() -> Self {
-        RequestBody { body: None, progress: None }
+        RequestBody { body: None, progress: None, trailers: false }
+    }
+
+    /// Lets trailers through, where the connection can say them; without this they are dropped.
+    pub fn with_trailers(mut self) -> Self {
+        self.trailers = true;
+        self
     }
 }
 
@@ -215,9 +228,12 @@ impl HttpBody for RequestBody {
     type Error = hyper::Error;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let RequestBody { body, progress } = &mut *self;
+        let RequestBody { body, progress, trailers } = &mut *self;
         let Some(body) = body else { return Poll::Ready(None) };
-        let polled = Pin::new(&mut *body).poll_frame(cx);
+        let mut polled = Pin::new(&mut *body).poll_frame(cx);
+        if !*trailers && matches!(&polled, Poll::Ready(Some(Ok(frame))) if frame.is_trailers()) {
+            polled = Poll::Ready(None);
+        }
         if let Some(progress) = progress {
             let stage = match &polled {
                 Poll::Pending => WAITING,
