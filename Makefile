@@ -9,9 +9,12 @@ run:
 test: tools
 	cargo test --locked
 
-# The property tests of the limiter with a million operations instead of 50,000: about ten minutes.
+# The property tests of the limiter and its bounds with a million operations instead of 50,000, the edge in full size, and the fuzz
+# targets for ten minutes, side by side: about half an hour.
 test-long: tools
-	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54
+	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
+	LONG=1 cargo test --locked --test long_edges -- --nocapture --test-threads 1
+	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
 test-clients:

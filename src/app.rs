@@ -6,19 +6,20 @@ use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread;
+use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
-use tokio_rustls::TlsAcceptor;
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{info, warn};
 use uuid::Uuid;
 
 use crate::gateway::Gateway;
 use crate::limit::Limiter;
+use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
-use crate::limit::clock::Clock;
+use crate::limit::clock::{self, Clock};
 use crate::limit::cluster::Cluster;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::denials::Denials;
@@ -28,8 +29,10 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::redis::{RedisSettings, RedisStore, Servers};
 use crate::observe::access::AccessLog;
 use crate::reload;
+use crate::runtime::files;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
+use crate::server::connections::Connections;
 use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -69,7 +72,7 @@ pub struct App {
     addresses: Vec<SocketAddr>,
     access: Option<AccessLog>,
     /// Keeps the runtime up to date.
-    _watcher: Option<Watcher>,
+    watcher: Option<Arc<Watcher>>,
 }
 
 impl App {
@@ -78,13 +81,18 @@ impl App {
     /// # Errors
     /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
+        files::raise();
+        let (connections, files) = (runtime.server.max_connections, files::allowed());
+        if connections as u64 > files {
+            warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
+        }
         let accepting = match runtime.server.layout {
             Layout::PerCore => runtime.server.workers,
             Layout::Shared => 1,
         };
         let mut addresses = Vec::new();
         let mut sockets: Vec<Vec<StdListener>> = (0..accepting).map(|_| Vec::new()).collect();
-        for Listener { address, .. } in runtime.listeners.clone() {
+        for &Listener { address, .. } in &runtime.listeners {
             let failed = |source| AppError::Listen { address, source };
             // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
             let probe = bind(address, false).map_err(failed)?;
@@ -98,8 +106,13 @@ impl App {
         }
         let access = access_log(&runtime)?;
         let runtime = Arc::new(runtime);
-        let watcher = reload::follow(&runtime)?;
-        Ok(App { runtime, sockets, addresses, access, _watcher: watcher })
+        let watcher = reload::follow(&runtime)?.map(Arc::new);
+        Ok(App { runtime, sockets, addresses, access, watcher })
+    }
+
+    /// What follows the files that may change; none if there are none.
+    pub fn watcher(&self) -> Option<Arc<Watcher>> {
+        self.watcher.clone()
     }
 
     /// Serves until `stop` is cancelled and the running requests are done.
@@ -112,6 +125,8 @@ impl App {
         let breaker = Arc::<Breaker>::default();
         let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();
+        let advances = Arc::<Advances>::default();
+        let connections = Arc::new(Connections::new(&self.runtime.server));
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -126,7 +141,9 @@ impl App {
                 breaker: breaker.clone(),
                 topology: topology.clone(),
                 lines: lines.clone(),
+                advances: advances.clone(),
                 denials: denials.clone(),
+                connections: connections.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -145,6 +162,9 @@ impl App {
 
     fn announce(&self) {
         let runtime = &self.runtime;
+        for warning in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+            warn!("{warning}");
+        }
         let schemes = runtime.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
         let addresses: Vec<_> =
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
@@ -171,7 +191,9 @@ struct Worker {
     breaker: Arc<Breaker>,
     topology: Arc<Topology>,
     lines: Arc<Lines>,
+    advances: Arc<Advances>,
     denials: Option<Arc<Denials>>,
+    connections: Arc<Connections>,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -181,11 +203,9 @@ impl Worker {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
-            let acceptors = self.runtime.listeners.iter().map(|listener| listener.tls.clone().map(TlsAcceptor::from));
-            let listeners = sockets.into_iter().zip(acceptors);
-            let listeners =
-                listeners.map(|(socket, tls)| Ok((TcpListener::from_std(socket)?, tls))).collect::<io::Result<_>>();
-            let server = Server::new(Gateway::new(self.runtime.clone(), self.limiter(), self.access), self.stop);
+            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
+            let gateway = Gateway::new(self.runtime.clone(), self.limiter(), self.access);
+            let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())
         })
@@ -199,7 +219,8 @@ impl Worker {
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        Limiter::new(backend, self.denials.clone(), self.lines.clone(), first_lease)
+        let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
+        Limiter::new(backend, denials, advances, lines, first_lease)
     }
 
     fn store(&self, servers: &Servers, settings: &RedisSettings) -> Shared {

@@ -1,6 +1,7 @@
 //! The command line: one file for each command.
 
 mod check;
+mod doctor;
 mod run;
 
 use std::path::PathBuf;
@@ -35,6 +36,12 @@ enum Command {
     Run,
     /// Check the configuration and say what is wrong with it; exit code 2 if something is
     Check,
+    /// Examine the Redis of the configuration and say what to do; exit code 1 if something failed
+    Doctor {
+        /// As a JSON object, for programs
+        #[arg(long)]
+        json: bool,
+    },
 }
 
 /// Carries out a command.
@@ -50,16 +57,14 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
     };
     match arguments.command {
-        None | Some(Command::Run) => run::run(runtime),
-        Some(Command::Check) => check::check(&arguments.config, &runtime),
+        None | Some(Command::Run) => run::run(runtime)?,
+        Some(Command::Check) => check::check(&arguments.config, &runtime)?,
+        Some(Command::Doctor { json }) => return doctor::doctor(&runtime, json),
     }
-    .map(|()| ExitCode::SUCCESS)
+    Ok(ExitCode::SUCCESS)
 }
 
-#[allow(clippy::print_stderr)]
 fn complain(error: &ConfigError) {
-    use std::io::IsTerminal;
-    let colours = std::io::stderr().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-    let renderer = if colours { Renderer::styled() } else { Renderer::plain() };
-    eprintln!("{}", error.report(&renderer));
+    // Colours on a terminal only, and none where NO_COLOR asks for it.
+    anstream::eprintln!("{}", error.report(&Renderer::styled()));
 }

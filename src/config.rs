@@ -41,8 +41,11 @@ pub struct Server {
     pub workers: Option<Spanned<i64>>,
     pub runtime: Option<Text>,
     pub drain_timeout: Option<Text>,
+    pub max_connections: Option<Spanned<i64>>,
+    pub max_connections_per_ip: Option<Spanned<i64>>,
     pub header_timeout: Option<Text>,
     pub idle_timeout: Option<Text>,
+    pub body_idle_timeout: Option<Text>,
     pub max_header_size: Option<Text>,
     pub max_headers: Option<Spanned<i64>>,
     pub max_uri: Option<Text>,
@@ -55,6 +58,7 @@ pub struct Server {
 #[allow(missing_docs)]
 pub struct Listener {
     pub address: Option<Text>,
+    pub proxy_protocol: Option<Spanned<bool>>,
     pub tls: Option<Spanned<ListenerTls>>,
 }
 
@@ -64,6 +68,8 @@ pub struct Listener {
 #[allow(missing_docs)]
 pub struct ListenerTls {
     pub certificates: Vec<Spanned<Certificate>>,
+    pub client_ca: Option<Text>,
+    pub client_auth: Option<Text>,
 }
 
 /// `{ cert = "…", key = "…" }`
@@ -165,6 +171,7 @@ pub struct Limit {
     pub refund_on: Vec<Text>,
     pub max_wait: Option<Text>,
     pub max_waiting: Option<Spanned<i64>>,
+    pub lease: Option<Spanned<i64>>,
 }
 
 /// `{ quota = "…", burst = … }`: another size of a limit.
@@ -202,6 +209,7 @@ pub struct Route {
     pub respond: Option<Spanned<Respond>>,
     pub limits: Vec<Text>,
     pub cost: Option<Spanned<i64>>,
+    pub max_body: Option<Text>,
     pub request_headers: Option<Spanned<HeaderRules>>,
     pub response_headers: Option<Spanned<HeaderRules>>,
     pub websocket: Option<Spanned<bool>>,

@@ -1,6 +1,7 @@
 //! The path of a request, top to bottom.
 
 mod decide;
+mod early;
 mod forward;
 
 use std::borrow::Cow;
@@ -9,6 +10,7 @@ use std::sync::Arc;
 
 use http::header::TRANSFER_ENCODING;
 use http::{Method, Request, Response};
+use http_body::Body as _;
 use hyper::body::Incoming;
 use tracing::{debug, warn};
 
@@ -18,12 +20,16 @@ use crate::http::headers::{Origin, is_grpc};
 use crate::http::host;
 use crate::http::path::canonical;
 use crate::limit::Limiter;
+use crate::limit::decision::Decision;
 use crate::observe::access::AccessLog;
 use crate::reply::Rejection;
 use crate::route::NoMatch;
-use crate::runtime::{Runtime, Target};
+use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::Upstream;
 use decide::Question;
+
+/// Bytes of the longest target that `http::Uri` can say.
+const LONGEST_URI: usize = 65_534;
 
 /// One worker's gateway.
 #[derive(Debug)]
@@ -41,13 +47,15 @@ pub struct Peer {
     pub address: IpAddr,
     /// What upstreams are told of it.
     pub origin: Origin,
+    /// The subject of its certificate, which was verified.
+    pub subject: Option<Box<str>>,
 }
 
 impl Peer {
     /// The peer of a connection.
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
         let address = address.to_canonical();
-        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)) }
+        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)), subject: None }
     }
 }
 
@@ -74,7 +82,8 @@ impl Gateway {
             .access
             .as_ref()
             .map(|log| Record::open(log.clone(), peer.address, request.method().clone(), request.uri().path()));
-        let (response, outcome) = match self.serve(request, peer, record.as_mut()).await {
+        let early = early::is_possible(&request);
+        let (mut response, outcome) = match self.serve(request, peer, record.as_mut()).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
                 match &rejection {
@@ -85,6 +94,9 @@ impl Gateway {
                 rejection.into_response()
             }
         };
+        if early {
+            early::say_close(&mut response);
+        }
         match record {
             Some(record) => record.attach(response, outcome),
             None => response,
@@ -97,30 +109,22 @@ impl Gateway {
         peer: &Peer,
         mut record: Option<&mut Record>,
     ) -> Result<Response<Body>, Rejection<'_>> {
-        let target = Addressed::read(&request, self.runtime.server.max_uri)?;
-        let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
-            Ok(route) => route,
-            Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
-            Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
+        let Admitted { route, mut decision, path } = match self.admit(&request, peer, record.as_deref_mut()).await {
+            Ok(admitted) => admitted,
+            Err(rejection) => {
+                early::leave(request);
+                return Err(rejection);
+            }
         };
-        let asked = Question { request: &request, host: &target.host, path: &target.path, peer };
-        let mut decision = decide::decide(&self.runtime, &self.limiter, route, &asked, record.as_deref_mut()).await?;
-        if !decision.admitted {
-            return Err(Rejection::OverLimit {
-                decision,
-                dialects: &route.metering.dialects,
-                expose: route.metering.expose.as_ref(),
-                grpc: is_grpc(request.headers()),
-            });
-        }
-        let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
         let answer = match &route.target {
-            Target::Respond(respond) => Ok(respond.response()),
+            Target::Respond(respond) => {
+                early::leave(request);
+                Ok(respond.response())
+            }
             // On the heap: inside this future it would be moved with it, for every request.
             Target::Upstream(index) => {
-                let forwarded =
-                    forward::forward(&self.runtime, route, &self.upstreams[*index], request, path, peer, record);
-                Box::pin(forwarded).await
+                let upstream = &self.upstreams[*index];
+                Box::pin(forward::forward(&self.runtime, route, upstream, request, path, peer, record)).await
             }
         };
         if let Some(settling) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &answer)) {
@@ -135,6 +139,44 @@ impl Gateway {
             None => response,
         })
     }
+
+    /// Whether a request may go on. Nothing of its body is asked for yet, so nobody who waits for 100 sends one in vain.
+    async fn admit<'a>(
+        &'a self,
+        request: &Request<Incoming>,
+        peer: &Peer,
+        record: Option<&mut Record>,
+    ) -> Result<Admitted<'a>, Rejection<'a>> {
+        let target = Addressed::read(request, self.runtime.server.max_uri)?;
+        let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
+            Ok(route) => route,
+            Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
+            Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
+        };
+        if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
+            return Err(Rejection::BodyTooLarge);
+        }
+        let asked = Question { request, host: &target.host, path: &target.path, peer };
+        let decision = decide::decide(&self.runtime, &self.limiter, route, &asked, record).await?;
+        if !decision.admitted {
+            return Err(Rejection::OverLimit {
+                decision,
+                dialects: &route.metering.dialects,
+                expose: route.metering.expose.as_ref(),
+                grpc: is_grpc(request.headers()),
+            });
+        }
+        let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
+        Ok(Admitted { route, decision, path })
+    }
+}
+
+/// A request that its limits let pass.
+struct Admitted<'a> {
+    route: &'a Route,
+    decision: Decision<'a>,
+    /// Its path in canonical form, where it came in another.
+    path: Option<String>,
 }
 
 /// Where a request wants to go, in the form that routes are matched by.
@@ -146,19 +188,25 @@ struct Addressed<'a> {
 impl<'a> Addressed<'a> {
     fn read(request: &'a Request<Incoming>, max_uri: usize) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
-        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
-            return Err(Rejection::Method);
-        }
-        if uri.path_and_query().map_or(0, |target| target.as_str().len()) > max_uri {
-            return Err(Rejection::UriTooLong);
-        }
+        // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
         let chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
         if !chunked || codings.next().is_some() {
             return Err(Rejection::TransferCoding);
         }
+        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
+            return Err(Rejection::Method);
+        }
+        let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
+        if length > max_uri {
+            return Err(Rejection::UriTooLong);
+        }
         let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
         let path = canonical(uri.path()).map_err(Rejection::Path)?;
+        // Encoding makes some longer than they came, and longer than a target can be.
+        if length - uri.path().len().min(length) + path.len() > max_uri.min(LONGEST_URI) {
+            return Err(Rejection::UriTooLong);
+        }
         Ok(Addressed { host, path })
     }
 }

@@ -2,7 +2,9 @@
 
 pub mod activity;
 pub mod body;
+pub mod bounds;
 pub mod fields;
+pub mod flow;
 pub mod headers;
 pub mod host;
 pub mod path;

@@ -1,6 +1,7 @@
 //! Who asks: from the parts of a request to the identity that a limit counts.
 
 pub mod api_key;
+pub mod client_cert;
 pub mod client_ip;
 pub mod jwks;
 pub mod jwt;
@@ -38,6 +39,8 @@ pub enum Source {
     Path(Box<str>),
     /// A claim of the bearer token.
     Jwt(Box<str>),
+    /// The subject of the client's certificate.
+    ClientCert,
     /// The host that was routed on.
     Host,
     /// The method.
@@ -58,6 +61,7 @@ impl fmt::Display for Source {
             Source::Query(name) => write!(f, "query parameter `{name}`"),
             Source::Path(name) => write!(f, "path parameter `{name}`"),
             Source::Jwt(name) => write!(f, "claim `{name}` of a bearer token"),
+            Source::ClientCert => f.write_str("subject of a client certificate"),
             Source::Host => f.write_str("host"),
             Source::Method => f.write_str("method"),
             Source::Global | Source::Route => f.write_str("route"),
@@ -117,6 +121,8 @@ pub struct Asker<'a> {
     pub network: IpAddr,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
+    /// The subject of the client's certificate.
+    pub subject: Option<&'a str>,
     /// Whose API key it carries.
     pub caller: Result<Caller<'a>, IdentityError>,
     /// The name of the route.
@@ -276,6 +282,10 @@ impl Source {
                 Some(Cow::Owned(text)) => Part::Value(b'j', Cow::Owned(text.into_bytes())),
                 None => missing(),
             }),
+            Source::ClientCert => Ok(match asker.subject {
+                Some(subject) => Part::Value(b's', Cow::Borrowed(subject.as_bytes())),
+                None => missing(),
+            }),
             Source::Host => only(b'n', vec![Cow::Borrowed(asker.host.as_bytes())]),
             Source::Method => Ok(Part::Value(b'm', Cow::Borrowed(asker.method.as_str().as_bytes()))),
             Source::Global => Ok(Part::Value(b'g', Cow::Borrowed(b""))),
@@ -306,6 +316,7 @@ mod tests {
             client,
             network: client,
             trusted,
+            subject: None,
             caller: Ok(Caller::Missing),
             route: "r",
             pattern: &"/users/{id}".parse().unwrap(),

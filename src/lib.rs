@@ -12,6 +12,7 @@ pub mod app;
 pub mod cli;
 pub mod config;
 pub mod cost;
+pub mod doctor;
 pub mod gateway;
 pub mod http;
 pub mod identity;

@@ -1,6 +1,7 @@
 //! The limiter: decides whether a request may pass. Knows no HTTP.
 
 pub mod admission;
+pub mod advance;
 pub mod algorithm;
 pub mod backend;
 pub mod calendar;
@@ -18,18 +19,20 @@ pub mod quota;
 pub mod redis;
 pub mod store;
 
+use std::mem;
 use std::pin::pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use admission::{Debts, Later, Leases, Ledger, Owed};
+use advance::Advances;
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
-use clock::{monotonic, unix_us};
-use coalesce::Coalescer;
+use clock::{Seldom, monotonic, unix_us};
+use coalesce::{Coalescer, Set};
 use decision::{Check, Decision};
-use denials::Denials;
+use denials::{Denials, Known};
 use line::Lines;
 use memory::MemoryStore;
 use plan::{OnStoreError, Wait};
@@ -54,12 +57,18 @@ pub struct Limiter {
 }
 
 impl Limiter {
-    /// A limiter over a store. `denials` and `lines` are those of the whole process; leases count from `first_lease` on,
-    /// which no two limiters of one store may have in common.
-    pub fn new(backend: Backend, denials: Option<Arc<Denials>>, lines: Arc<Lines>, first_lease: u64) -> Self {
+    /// A limiter over a store. `denials`, `advances` and `lines` are those of the whole process; leases count from
+    /// `first_lease` on, which no two limiters of one store may have in common.
+    pub fn new(
+        backend: Backend,
+        denials: Option<Arc<Denials>>,
+        advances: Arc<Advances>,
+        lines: Arc<Lines>,
+        first_lease: u64,
+    ) -> Self {
         let coalescer = match &backend {
             Backend::Memory(_) => None,
-            Backend::Redis { store, .. } => Some(Arc::new(Coalescer::new(store.deadline()))),
+            Backend::Redis { store, .. } => Some(Arc::new(Coalescer::new(store.deadline(), advances))),
         };
         let ledger = Arc::new(Ledger { backend, denials, tasks: TaskTracker::new() });
         Limiter { ledger, coalescer, lines, next_lease: AtomicU64::new(first_lease) }
@@ -78,8 +87,11 @@ impl Limiter {
         }
     }
 
-    /// Waits until releases and late charges are made.
+    /// Gives back what was taken ahead, and waits until that, releases and late charges are made.
     pub async fn settle(&self) {
+        if let Some(coalescer) = &self.coalescer {
+            coalescer.end();
+        }
         self.ledger.tasks.close();
         self.ledger.tasks.wait().await;
     }
@@ -119,7 +131,10 @@ impl Limiter {
             let verdict = Verdict::new(1, 0, Vec::new());
             return Ok(Decision::new(verdict, Source::Store, checks.iter()));
         }
-        if let Some(decision) = self.remembered(checks) {
+        let together = self.coalescer.as_ref().and_then(|coalescer| Some((coalescer, set(checks)?)));
+        let drawn = || self.drawn(checks, together?);
+        // Before what is remembered: the store may have denied what this process has taken.
+        if let Some(decision) = drawn().or_else(|| self.remembered(checks)) {
             return Ok(decision);
         }
         let (mut leases, mut first_lease) = (None, 0);
@@ -129,22 +144,29 @@ impl Limiter {
         }
         let charges: Vec<_> = checks.iter().map(|check| check.charge(Source::Store, first_lease)).collect();
         let asked = monotonic();
-        let answer = match (&self.coalescer, set(checks)) {
-            (Some(coalescer), Some(set)) if self.ledger.backend.is_one_call(&charges) => {
+        let answer = match together {
+            Some((coalescer, set)) if self.ledger.backend.is_one_call(&charges) => {
                 let all = || checks.iter().map(|check| check.pending(check.cost)).collect();
                 coalescer.check(&self.ledger, set, &charges, asked, all).await
             }
             _ => self.ledger.backend.call(Source::Store, Operation::Check, &charges).await,
         };
+        let granted = answer.as_ref().is_ok_and(|verdict| verdict.granted > 0);
+        // Meanwhile another worker may have taken ahead what the store no longer has.
+        if !granted && let Some(decision) = drawn() {
+            return Ok(decision);
+        }
+        let mut instants = Vec::new();
         let mut decision = match answer {
-            Ok(verdict) => {
+            Ok(mut verdict) => {
+                instants = mem::take(&mut verdict.instants);
                 self.remember(checks, &verdict, asked);
                 Decision::new(verdict, Source::Store, checks.iter())
             }
             Err(error) => {
                 let Backend::Redis { fallback, .. } = &self.ledger.backend else { return Err(Unavailable(error)) };
-                if let (StoreError::Open, Some(leases)) = (&error, leases.take()) {
-                    // The store was not asked. After any other error it is not known what was granted: it is released.
+                if let Some(leases) = leases.take().filter(|_| error.nothing_ran()) {
+                    // After any other error it is not known what was granted: it is released.
                     leases.refused();
                 }
                 let decision = without_store(fallback, checks, error, first_lease)?;
@@ -159,10 +181,16 @@ impl Limiter {
             (Some(leases), false) => leases.refused(),
             (None, _) => {}
         }
-        if decision.admitted && checks.iter().any(|check| check.later != Later::Nothing) {
-            decision.debts = Some(Box::new(self.debts(checks, &decision)));
-        }
+        self.owe(checks, &mut decision, None, &instants);
         Ok(decision)
+    }
+
+    /// The decision by units that were taken ahead.
+    fn drawn<'a>(&self, checks: &[Check<'a, '_>], (coalescer, set): (&Arc<Coalescer>, Set)) -> Option<Decision<'a>> {
+        let (verdict, charged_at) = coalescer.draw(set)?;
+        let mut decision = Decision::new(verdict, Source::Store, checks.iter());
+        self.owe(checks, &mut decision, Some(charged_at), &[]);
+        Some(decision)
     }
 
     /// The denial of a request that an earlier denial covers.
@@ -181,7 +209,8 @@ impl Limiter {
     fn remember(&self, checks: &[Check<'_, '_>], verdict: &Verdict, asked: Instant) {
         let Some(denials) = self.ledger.denials.as_ref().filter(|_| verdict.granted == 0) else { return };
         for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| check.is_memorable()) {
-            denials.note(check.key().local(), check.plan.id, check.needs(), *outcome, verdict.now_us, asked);
+            let known = Known { now_us: verdict.now_us, outcome: *outcome };
+            denials.note(check.key().local(), check.plan.id, check.needs(), known, asked, longest(check));
         }
     }
 
@@ -191,7 +220,16 @@ impl Limiter {
         Leases::asked(self.ledger.clone(), source, asked)
     }
 
-    fn debts(&self, checks: &[Check<'_, '_>], decision: &Decision<'_>) -> Debts {
+    /// Notes what an admitted request owes; `charged_at` is when its units were charged, if that was before the decision, and
+    /// `instants` where several servers did.
+    fn owe(&self, checks: &[Check<'_, '_>], decision: &mut Decision<'_>, charged_at: Option<u64>, instants: &[u64]) {
+        if decision.admitted && checks.iter().any(|check| check.later != Later::Nothing) {
+            let charged_at = charged_at.unwrap_or(decision.now_us);
+            decision.debts = Some(Box::new(self.debts(checks, decision, charged_at, instants)));
+        }
+    }
+
+    fn debts(&self, checks: &[Check<'_, '_>], decision: &Decision<'_>, charged_at: u64, instants: &[u64]) -> Debts {
         let denied =
             |check: &Check<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
         let local = |check: &Check<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
@@ -200,7 +238,7 @@ impl Limiter {
         };
         let owed = checks.iter().enumerate().filter(|(_, check)| counted(check)).map(|(index, check)| Owed {
             later: check.later,
-            charged_at: decision.instants.get(index).copied().unwrap_or(decision.now_us),
+            charged_at: instants.get(index).copied().unwrap_or(charged_at),
             pending: check.pending(check.cost),
         });
         Debts::new(self.ledger.clone(), decision.source, owed.collect())
@@ -219,12 +257,22 @@ fn turned_away<'a>(checks: &[Check<'a, '_>], first: &Check<'a, '_>, wait: Wait) 
     Decision::new(verdict, Source::Local, checks.iter())
 }
 
-/// Names the states of a request, if further ones for the same may be taken together with it.
-fn set(checks: &[Check<'_, '_>]) -> Option<u128> {
+/// The states of a request, if further ones for the same may be taken together with it; all of its limits, or none, are taken
+/// ahead.
+fn set(checks: &[Check<'_, '_>]) -> Option<Set> {
     let name = |check: &Check<'_, '_>| check.key().local() ^ u128::from(check.plan.id) << 64;
-    let all = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ name(check));
-    checks.iter().all(Check::is_plain).then(all)
+    let id = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ name(check));
+    let advance = || checks.iter().map(|check| check.limit.advance).min().unwrap_or(0);
+    checks.iter().all(Check::is_plain).then(|| Set { id: id(), advance: advance() })
 }
+
+/// How long a denial may be remembered: what others have taken ahead comes back within the time of an advance.
+fn longest(check: &Check<'_, '_>) -> Duration {
+    if check.limit.advance > 0 { advance::LONGEST } else { denials::LONGEST }
+}
+
+/// A state that cannot be used is logged once in this time, however many requests meet it.
+const BROKEN_SAID: Duration = Duration::from_secs(10);
 
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
 fn without_store<'a>(
@@ -233,10 +281,16 @@ fn without_store<'a>(
     error: StoreError,
     first_lease: u64,
 ) -> Result<Decision<'a>, Unavailable> {
-    if let StoreError::Refused(_) | StoreError::Malformed = &error {
-        // The breaker does not speak of these: they concern one key, or a right that is missing.
-        let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
-        warn!(%error, ?limits, "the store refused a check");
+    if let StoreError::Broken(_) = &error {
+        // It concerns one identity, whom no outage excuses; the breaker does not speak of it.
+        static SAID: Seldom = Seldom::new();
+        if SAID.unsaid_for(BROKEN_SAID) {
+            let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
+            warn!(%error, ?limits, "an identity is refused until its state is repaired or gone");
+        }
+        if checks.iter().any(|check| !check.limit.shadow) {
+            return Err(Unavailable(error));
+        }
     }
     if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
         return Err(Unavailable(error));

@@ -2,8 +2,8 @@
 
 use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
-    WWW_AUTHENTICATE,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue,
+    RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use http::{Method, Response, StatusCode};
 use serde::Serialize;
@@ -27,6 +27,8 @@ pub enum Rejection<'a> {
     Host(&'static str),
     /// The target is longer than `server.max_uri`.
     UriTooLong,
+    /// The body is longer than the route allows.
+    BodyTooLarge,
     /// CONNECT and TRACE are not for gateways.
     Method,
     /// The body is coded in a way that would be lost on the way.
@@ -73,12 +75,16 @@ impl Rejection<'_> {
             Rejection::UriTooLong => {
                 (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long")
             }
+            Rejection::BodyTooLarge => too_large(),
             Rejection::Method => {
                 (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
             }
             Rejection::TransferCoding => {
                 let detail = "the only transfer coding that the gateway understands is chunked";
-                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail), "transfer-coding")
+                let mut response = problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail);
+                // RFC 9112 §6.1: nobody can be sure where the next request begins.
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+                (response, "transfer-coding")
             }
             Rejection::NoRoute => (problem(StatusCode::NOT_FOUND, BLANK, "no route matches the request"), "no-route"),
             Rejection::MethodNotAllowed(allowed) => {
@@ -110,11 +116,18 @@ impl Rejection<'_> {
     }
 }
 
+fn too_large() -> (Response<Body>, &'static str) {
+    let detail = "the request body is longer than the route allows";
+    (problem(StatusCode::PAYLOAD_TOO_LARGE, BLANK, detail), "body-too-large")
+}
+
 fn unidentified(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 names a scheme; those of bearer tokens are RFC 6750's §3.
     let challenge = match error {
         IdentityError::MissingKey(_) | IdentityError::UnknownKey => Some("ApiKey"),
         IdentityError::Missing(Source::Jwt(_)) => Some("Bearer"),
+        // No registered scheme is for certificates, and a 401 has to name one.
+        IdentityError::Missing(Source::ClientCert) => Some("ClientCertificate"),
         IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
         IdentityError::Ambiguous(_) | IdentityError::Missing(_) => None,
     };
@@ -140,6 +153,7 @@ fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
         UpstreamError::ClientStalled => {
             (problem(StatusCode::REQUEST_TIMEOUT, BLANK, "the request body did not arrive in time"), "client-stalled")
         }
+        UpstreamError::BodyTooLarge => too_large(),
         UpstreamError::ClientBroken(_) => {
             (problem(StatusCode::BAD_REQUEST, BLANK, "the request body broke off"), "client-broken")
         }

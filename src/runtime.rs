@@ -1,8 +1,10 @@
 //! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
 
 mod consumers;
+pub mod files;
 mod identities;
 mod limits;
+mod listeners;
 mod quotas;
 mod reader;
 mod route;
@@ -18,7 +20,6 @@ use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use http::HeaderName;
-use rustls::ServerConfig;
 use tokio::time::Duration;
 use tracing::Level;
 
@@ -35,6 +36,7 @@ use crate::limit::plan::Limit;
 use crate::limit::redis::{RedisSettings, Servers};
 use crate::observe::log::Format;
 use crate::route::RouteTable;
+use crate::tls::{ClientAuth, Tls};
 use crate::upstream::UpstreamSettings;
 use crate::watch::Snapshot;
 use reader::Reader;
@@ -78,12 +80,25 @@ pub struct Runtime {
 }
 
 /// `[[listener]]`
-#[derive(Debug, Clone)]
+#[derive(Debug)]
 pub struct Listener {
     /// Where.
     pub address: SocketAddr,
+    /// Whether trusted proxies say in a PROXY header whom they speak for.
+    pub proxy_protocol: bool,
     /// With TLS; none = clear text.
-    pub tls: Option<Arc<ServerConfig>>,
+    pub tls: Option<ListenerTls>,
+}
+
+/// `tls` of a listener
+#[derive(Debug)]
+pub struct ListenerTls {
+    /// What makes connections.
+    pub tls: Tls,
+    /// The files of each certificate and its key, as they were read first.
+    pub certificates: Vec<[Snapshot; 2]>,
+    /// The file of the authorities that sign the certificates of clients.
+    pub client_ca: Option<(Snapshot, ClientAuth)>,
 }
 
 /// `[server]`
@@ -95,10 +110,16 @@ pub struct ServerSettings {
     pub layout: Layout,
     /// Time for running requests after SIGTERM.
     pub drain_timeout: Duration,
+    /// Connections of clients at the same time, on all workers.
+    pub max_connections: usize,
+    /// The same for each client network; 0 = as many as there may be.
+    pub max_connections_per_ip: usize,
     /// Time from accept to the first head.
     pub header_timeout: Duration,
     /// Time between two requests of a connection.
     pub idle_timeout: Duration,
+    /// Time for which a body may stand still because of whoever is to send or to take it.
+    pub body_idle_timeout: Duration,
     /// Bytes of a head.
     pub max_header_size: usize,
     /// Lines of a head.
@@ -206,9 +227,9 @@ impl Runtime {
 
 fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let server = settings::server(&config.server, reader);
-    let listeners = settings::listeners(&config.listener, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
+    let listeners = listeners::listeners(&config.listener, &client_ip, reader);
     let api_keys = identities::api_keys(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());

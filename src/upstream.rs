@@ -12,6 +12,7 @@ use hyper::body::Incoming;
 use tokio::time::{Duration, timeout};
 
 use crate::http::body::{Body, Progress, RequestBody};
+use crate::http::bounds::Bounds;
 use crate::http::headers::{is_grpc, is_safe};
 use http2::{Fate, Shared, fate};
 use pool::{Connection, Failure, Pool};
@@ -62,6 +63,8 @@ pub enum UpstreamError {
     ResponseTimeout { upstream: Box<str> },
     #[error("the client stopped sending the request body")]
     ClientStalled,
+    #[error("the request body is longer than the route allows")]
+    BodyTooLarge,
     #[error("the client broke off the request body: {0}")]
     ClientBroken(hyper::Error),
 }
@@ -69,7 +72,7 @@ pub enum UpstreamError {
 impl UpstreamError {
     /// Whether the upstream has nothing to do with it.
     pub fn is_clients_fault(&self) -> bool {
-        matches!(self, UpstreamError::ClientStalled | UpstreamError::ClientBroken(_))
+        matches!(self, UpstreamError::ClientStalled | UpstreamError::BodyTooLarge | UpstreamError::ClientBroken(_))
     }
 }
 
@@ -118,14 +121,14 @@ impl Upstream {
     ///
     /// # Errors
     /// See [`UpstreamError`].
-    pub async fn send(&self, request: Request<Incoming>) -> Result<Response<Body>, UpstreamError> {
+    pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
         let pool = match &self.connections {
             Connections::Http1(pool) => pool,
             // On the heap: inside this future it would take room for every request.
-            Connections::Http2(shared) => return Box::pin(self.send_shared(shared, request)).await,
+            Connections::Http2(shared) => return Box::pin(self.send_shared(shared, request, bounds)).await,
         };
         let (parts, body) = request.into_parts();
-        let (body, progress) = RequestBody::new(body);
+        let (body, progress) = RequestBody::new(body, bounds);
         let repeatable = progress.is_none() && is_safe(&parts.method);
         let mut request = Request::from_parts(parts, body);
         let mut pooled = pool.take();
@@ -143,8 +146,11 @@ impl Upstream {
                     return Ok(response.map(|_| Body::full("")));
                 }
                 Ok(response) => {
+                    if let Some(progress) = &progress {
+                        progress.answered();
+                    }
                     let lease = Box::new(connection.lease(pool));
-                    return Ok(response.map(|body| Body::upstream(body, lease)));
+                    return Ok(response.map(|body| Body::upstream(body, bounds, lease)));
                 }
                 Err(failure) => failure,
             };
@@ -156,9 +162,14 @@ impl Upstream {
     }
 
     /// On the connection of all. What the server says it has not processed is sent again, too, if it has no body.
-    async fn send_shared(&self, shared: &Shared, request: Request<Incoming>) -> Result<Response<Body>, UpstreamError> {
+    async fn send_shared(
+        &self,
+        shared: &Shared,
+        request: Request<Incoming>,
+        bounds: Bounds,
+    ) -> Result<Response<Body>, UpstreamError> {
         let (parts, body) = request.into_parts();
-        let (mut body, progress) = RequestBody::new(body);
+        let (mut body, progress) = RequestBody::new(body, bounds);
         if is_grpc(&parts.headers) {
             body = body.with_trailers();
         }
@@ -170,13 +181,16 @@ impl Upstream {
             let (mut connection, reused) = self.within_time(shared.take(host, *port)).await?;
             let copy = (first && progress.is_none()).then(|| copy_without_body(&request));
             let mut failure = match self.exchange(connection.send(request), progress.as_deref()).await {
-                Ok(Ok(response)) => return Ok(response.map(Body::shared)),
+                Ok(Ok(response)) => {
+                    if let Some(progress) = &progress {
+                        progress.answered();
+                    }
+                    return Ok(response.map(|body| Body::shared(body, bounds)));
+                }
                 Ok(Err(failure)) => failure,
                 Err(error) => {
-                    if !error.is_clients_fault() {
-                        // Slow or dead: whoever comes next shall not find out.
-                        connection.retire();
-                    }
+                    // Slow or dead: whoever comes next shall not find out.
+                    connection.retire();
                     return Err(error);
                 }
             };
@@ -219,17 +233,21 @@ impl Upstream {
                 return Ok(result);
             }
             let now = progress.map(Progress::frames);
-            if now == seen {
-                return Err(match progress {
-                    Some(progress) if progress.waits_for_client() => UpstreamError::ClientStalled,
-                    _ => UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() },
-                });
+            // The body sees to a client that keeps everybody waiting.
+            if now == seen && !progress.is_some_and(Progress::waits_for_client) {
+                return Err(UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() });
             }
             seen = now;
         }
     }
 
     fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
+        if progress.is_some_and(Progress::is_too_large) {
+            return UpstreamError::BodyTooLarge;
+        }
+        if progress.is_some_and(Progress::is_stalled) {
+            return UpstreamError::ClientStalled;
+        }
         // The body stream failed before its end: that was the client.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || fate(&error).0 == Fate::Ours) {

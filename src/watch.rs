@@ -2,9 +2,11 @@
 //! symlinks count; contents are compared, so nothing is told twice.
 
 use std::path::{Path, PathBuf};
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::time::Duration;
-use std::{fs, io, thread};
+use std::{fmt, fs, io, thread};
 
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::warn;
@@ -12,11 +14,11 @@ use tracing::warn;
 /// From the first sign of a change to the look at the files: writing them is done by then, and its many events are one.
 const SETTLE: Duration = Duration::from_millis(100);
 
-/// What is done with the new content of a file.
-pub type OnChange = Box<dyn Fn(&[u8]) + Send>;
+/// What is done with files when one of them has new content.
+pub type OnChange = Box<dyn Fn(&[Snapshot]) + Send>;
 
 /// A file as it was last read.
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Snapshot {
     /// Where it is.
     pub path: PathBuf,
@@ -28,6 +30,16 @@ pub struct Snapshot {
 #[derive(Debug)]
 pub struct Watcher {
     _folders: RecommendedWatcher,
+    sign: SyncSender<()>,
+    /// Whether at the next sign all files are taken for changed.
+    all: Arc<AtomicBool>,
+}
+
+/// Some files may be secret.
+impl fmt::Debug for Snapshot {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Snapshot").field("path", &self.path).finish_non_exhaustive()
+    }
 }
 
 impl Snapshot {
@@ -40,50 +52,66 @@ impl Snapshot {
     }
 }
 
-/// Calls back with the content of a file whenever it differs from what was last read, on a thread of its own. A file
-/// that cannot be read stays as it was.
+impl Watcher {
+    /// Calls back for all files, whether they have changed or not.
+    pub fn look_again(&self) {
+        self.all.store(true, Ordering::SeqCst);
+        let _ = self.sign.try_send(());
+    }
+}
+
+/// Calls back with files that belong together whenever one of them differs from what was last read, on a thread of its
+/// own. While one cannot be read, all stay as they were.
 ///
 /// # Errors
 /// The system refuses to watch a folder.
-pub fn watch(files: Vec<(Snapshot, OnChange)>) -> Result<Watcher, notify::Error> {
+pub fn watch(files: Vec<(Vec<Snapshot>, OnChange)>) -> Result<Watcher, notify::Error> {
     let (sign, signs) = sync_channel(1);
+    let all = Arc::<AtomicBool>::default();
     // A file may have changed after it was read and before it was watched.
     let _ = sign.try_send(());
+    let signed = sign.clone();
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
         // Reading a file is an event, too: acting on that would never end.
         if !event.is_ok_and(|event| event.kind.is_access()) {
             // Where one sign waits already, another says nothing new.
-            let _ = sign.try_send(());
+            let _ = signed.try_send(());
         }
     })?;
-    for (file, _) in &files {
+    for file in files.iter().flat_map(|(files, _)| files) {
         watcher.watch(file.path.parent().unwrap_or(Path::new("")), RecursiveMode::NonRecursive)?;
     }
-    let run = move || compare(files, &signs);
+    let run = {
+        let all = all.clone();
+        move || compare(files, &signs, &all)
+    };
     thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
-    Ok(Watcher { _folders: watcher })
+    Ok(Watcher { _folders: watcher, sign, all })
 }
 
 /// Compares all files at each sign, until the watcher is gone.
-fn compare(files: Vec<(Snapshot, OnChange)>, signs: &Receiver<()>) {
-    let mut files: Vec<_> = files.into_iter().map(|(file, on_change)| (file, on_change, true)).collect();
+fn compare(files: Vec<(Vec<Snapshot>, OnChange)>, signs: &Receiver<()>, all: &AtomicBool) {
+    let mut files: Vec<_> = files.into_iter().map(|(files, on_change)| (files, on_change, true)).collect();
     while signs.recv().is_ok() {
         thread::sleep(SETTLE);
         // What came in the meantime is seen now.
         let _ = signs.try_recv();
-        for (file, on_change, readable) in &mut files {
-            match Snapshot::read(&file.path) {
+        let all = all.swap(false, Ordering::SeqCst);
+        for (files, on_change, readable) in &mut files {
+            let read = |file: &Snapshot| Snapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
+            match files.iter().map(read).collect::<Result<Vec<_>, _>>() {
                 Ok(now) => {
                     *readable = true;
-                    if now.content != file.content {
-                        *file = now;
-                        on_change(&file.content);
+                    let same = now.iter().zip(&*files).all(|(now, file)| now.content == file.content);
+                    *files = now;
+                    if all || !same {
+                        on_change(files);
                     }
                 }
-                Err(error) => {
+                Err((path, error)) => {
                     // Once, however often its folder changes until it is back.
-                    if std::mem::replace(readable, false) {
-                        warn!("{} cannot be read, what it said before stays in force: {error}", file.path.display());
+                    if std::mem::replace(readable, false) || all {
+                        warn!("{} cannot be read, what it said before stays in force: {error}", path.display());
                     }
                 }
             }
@@ -108,11 +136,11 @@ mod tests {
         let (told, contents) = channel();
         // Writing into the watched folder, as a log would, tells nothing.
         let log = folder.path().join("log");
-        let on_change = move |content: &[u8]| {
-            fs::write(&log, content).unwrap();
-            told.send(String::from_utf8(content.to_vec()).unwrap()).unwrap();
+        let on_change = move |files: &[Snapshot]| {
+            fs::write(&log, &files[0].content).unwrap();
+            told.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
         };
-        let watcher = watch(vec![(read, Box::new(on_change))]).unwrap();
+        let watcher = watch(vec![(vec![read], Box::new(on_change))]).unwrap();
         assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "two");
         for content in ["two", "three"] {
             let new = folder.path().join("new");
@@ -120,8 +148,32 @@ mod tests {
             fs::rename(&new, &path).unwrap();
         }
         assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three");
+        watcher.look_again();
+        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three", "asked for, it is told again");
         drop(watcher);
         assert_eq!(contents.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "the thread has ended");
+    }
+
+    #[test]
+    fn files_that_belong_together_change_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = ["one", "other"].map(|name| folder.path().join(name));
+        paths.iter().for_each(|path| fs::write(path, "old").unwrap());
+        let read = || paths.iter().map(|path| Snapshot::read(path).unwrap()).collect::<Vec<_>>();
+        let before = read();
+        let (told, contents) = channel();
+        let on_change =
+            move |files: &[Snapshot]| told.send(files.iter().map(|file| file.content.clone()).collect()).unwrap();
+        let watcher = watch(vec![(before, Box::new(on_change))]).unwrap();
+        // With one gone, the other's change waits.
+        fs::remove_file(&paths[0]).unwrap();
+        fs::write(&paths[1], "new").unwrap();
+        assert!(contents.recv_timeout(5 * SETTLE).is_err());
+        fs::write(folder.path().join("passing"), "new").unwrap();
+        fs::rename(folder.path().join("passing"), &paths[0]).unwrap();
+        let both: Vec<Vec<u8>> = contents.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(both, [b"new", b"new"]);
+        drop(watcher);
     }
 
     #[test]
@@ -137,7 +189,7 @@ mod tests {
         })
         .unwrap();
         witness.watch(folder.path(), RecursiveMode::NonRecursive).unwrap();
-        let watcher = watch(vec![(Snapshot::read(&path).unwrap(), Box::new(|_| {}))]).unwrap();
+        let watcher = watch(vec![(vec![Snapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
         looks.recv_timeout(PATIENCE).unwrap();
         let more = std::iter::from_fn(|| looks.recv_timeout(3 * SETTLE).ok()).take(20).count();
         assert!(more < 20, "it comes to an end");
@@ -155,7 +207,7 @@ mod tests {
         drop(sign);
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
         tracing::subscriber::with_default(lines.finish(), || {
-            compare(vec![(gone, Box::new(|_| panic!("nothing was read")))], &signs);
+            compare(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &AtomicBool::default());
         });
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
-    &["app"],
+    &["app", "doctor"],
     &["server"],
     &["gateway", "reload"],
     &["runtime"],
@@ -20,7 +20,7 @@ const ROWS: &[&[&str]] = &[
 const LIMIT_ROWS: &[&[&str]] = &[
     &["coalesce", "decision", "line"],
     &["admission"],
-    &["backend", "denials"],
+    &["backend", "denials", "advance"],
     &["cluster"],
     &["guard"],
     &["memory", "redis"],

@@ -8,6 +8,7 @@ use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
+use support::certificates::{TlsClient, tls};
 use support::gateway::Gateway;
 use tokio::net::TcpStream;
 use tokio_rustls::TlsConnector;
@@ -85,6 +86,44 @@ async fn http_1_and_http_2_are_agreed_on() {
     let response = sender.send_request(request("https://one.test/hello")).await.unwrap();
     assert_eq!(response.status(), 200);
     assert!(response.headers()["ratelimit"].to_str().unwrap().contains("r=98"), "{response:?}");
+}
+
+/// A ClientHello of old, as far as version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
+fn hello(minor: u8) -> Vec<u8> {
+    // ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256; no compression; groups and point formats.
+    let body = [&[3, minor][..], &[7; 32], &[0], &[0, 4, 0xc0, 0x09, 0xc0, 0x2b], &[1, 0]].concat();
+    let groups = [0, 10, 0, 4, 0, 2, 0, 23, 0, 11, 0, 2, 1, 0, 0, 13, 0, 4, 0, 2, 4, 3];
+    let body = [&body[..], &[0, groups.len() as u8], &groups].concat();
+    let message = [&[1, 0, 0, body.len() as u8][..], &body].concat();
+    [&[22, 3, 1, 0, message.len() as u8][..], &message].concat()
+}
+
+#[test]
+fn tls_1_2_and_1_3_are_spoken_and_nothing_older() {
+    let gateway = gateway("");
+    let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
+    for (version, expected) in [
+        (&rustls::version::TLS12, rustls::ProtocolVersion::TLSv1_2),
+        (&rustls::version::TLS13, rustls::ProtocolVersion::TLSv1_3),
+    ] {
+        let mut client = TlsClient::shake(&tls(&[&der], None, &[version]), gateway.address, "one.test").unwrap();
+        assert_eq!(client.stream.get_ref().conn.protocol_version(), Some(expected));
+        assert_eq!(client.get("/hello").status, 200);
+    }
+    // 3.0 is SSL 3; the answer to 3.3 is a hello.
+    for (minor, answer) in [(0, Err(70)), (1, Err(70)), (2, Err(70)), (3, Ok(()))] {
+        let mut client = gateway.client();
+        client.send(&hello(minor));
+        let mut record = [0; 7];
+        std::io::Read::read_exact(&mut client.stream, &mut record).unwrap();
+        // An alert is a record of type 21, fatal is level 2; a handshake is one of type 22.
+        let found = match record {
+            [21, _, _, 0, 2, 2, alert] => Err(alert),
+            [22, ..] => Ok(()),
+            _ => panic!("3.{minor}: {record:?}"),
+        };
+        assert_eq!(found, answer, "3.{minor}: 70 is protocol_version");
+    }
 }
 
 #[test]

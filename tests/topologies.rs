@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use support::client::{Client, load};
 use support::cluster::Cluster;
 use support::eventually;
-use support::gateway::Gateway;
+use support::gateway::{Gateway, binary};
 use support::redis::Redis;
 use support::sentinel::Sentinels;
 
@@ -274,4 +274,108 @@ fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
     println!("row 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
     assert!((60..=180).contains(&admitted), "at most one fresh burst for each: {admitted}");
     sentinels.master().assert_every_key_expires();
+}
+
+/// Runs a command of the binary on a configuration.
+fn run(command: &str, config: &str) -> (Option<i32>, String) {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    std::fs::write(&path, format!("{config}[[listener]]\naddress = \"127.0.0.1:0\"\n")).unwrap();
+    let output = binary().arg(command).arg("--config").arg(&path).output().unwrap();
+    (output.status.code(), String::from_utf8(output.stdout).unwrap())
+}
+
+#[test]
+fn check_and_doctor_look_at_every_master() {
+    let cluster = Cluster::start(3, 0);
+    let one = ("a", &*format!("{FIXED}quota = \"5/3650d\""));
+    let other = ("b", "by = \"ip\"\nquota = \"5/3650d\"");
+    let (code, said) = run("check", &config(&cluster.url(), "5s", &[one]));
+    assert!(code == Some(0) && !said.contains("warning") && !said.contains("calls at the same time"), "{said}");
+    let (code, said) = run("check", &config(&cluster.url(), "5s", &[one, other]));
+    assert!(code == Some(0) && said.contains("note: route `r` is up to 2 calls at the same time"), "{said}");
+    let (code, said) = run("doctor", &config(&cluster.url(), "5s", &[one, other]));
+    for master in cluster.masters() {
+        assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", master.port)), "{said}");
+    }
+    assert_eq!(said.matches("2 algorithms tried").count(), 3, "{said}");
+    assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
+
+    let sentinels = Sentinels::start();
+    let (code, said) = run("doctor", &config(&sentinels.url(), "5s", &[one]));
+    assert!(said.contains(&format!("redis at 127.0.0.1:{}\n", sentinels.master_port())), "{said}");
+    assert_eq!((code, said.contains("\n0 failed")), (Some(0), true), "{said}");
+
+    // Each kind of server behind the URL of another one.
+    let (node, sentinel) = (cluster.masters()[0].port, sentinels.sentinels[0].port);
+    let single = sentinels.master_port();
+    let unknown = sentinels.url().replace("mymaster", "nomaster");
+    for (url, expected) in [
+        (format!("redis://127.0.0.1:{node}"), format!("is a node of a cluster; use redis+cluster://127.0.0.1:{node}")),
+        (
+            format!("redis+cluster://127.0.0.1:{single}"),
+            format!("is no node of a cluster; use redis://127.0.0.1:{single}"),
+        ),
+        (format!("redis+cluster://127.0.0.1:{sentinel}"), "is a Sentinel; use redis+sentinel://".to_owned()),
+        (format!("redis+sentinel://127.0.0.1:{single}/mymaster"), "is no Sentinel; use redis://".to_owned()),
+        (unknown, "the Sentinels know no master `nomaster`".to_owned()),
+    ] {
+        let text = config(&url, "500ms", &[one]);
+        let (code, said) = run("check", &text);
+        assert!(code == Some(0) && said.contains("warning: store:") && said.contains(&expected), "{url}: {said}");
+        let (code, said) = run("doctor", &text);
+        assert!(code == Some(1) && said.contains(&expected), "{url}: {said}");
+        let gateway = Gateway::start(&text);
+        eventually("it is told", || {
+            gateway.client().get_with("/r", &[("x-id", "i")]).assert_problem(503, &url);
+            gateway.log().contains(&expected)
+        });
+    }
+}
+
+#[test]
+fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
+    let cluster = Cluster::start(3, 0);
+    let manual = include_str!("../docs/redis.md");
+    let line = manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER gateway ")).unwrap();
+    let more = manual.split_once("For a cluster the user also needs `").unwrap().1.split('`').next().unwrap();
+    for master in cluster.masters() {
+        let mut command = redis::cmd("ACL");
+        command.arg("SETUSER").arg("gateway");
+        for word in line.split(' ').chain(more.split(' ')) {
+            command.arg(word.replace(">…", ">secret"));
+        }
+        command.exec(&mut master.connection()).unwrap();
+    }
+    let url = cluster.url().replace("redis+cluster://", "redis+cluster://gateway:secret@");
+    let limits = [("a", &*format!("{FIXED}quota = \"5/3650d\"")), ("b", &*format!("{FIXED}quota = \"9/3650d\""))];
+    let gateway = Gateway::start(&config(&url, "5s", &limits));
+    let (id, slot) = identity_of(&cluster, cluster.masters()[0], &gateway);
+    let [from, to] = [cluster.masters()[0], cluster.masters()[1]];
+    let migration = cluster.begin_migration(slot, from, to);
+    migration.move_keys(1);
+    assert_eq!(load(&[gateway.address], 1, 5, "/r", &[("x-id", &id)]), [200, 200, 200, 200, 429]);
+    migration.finish();
+    assert!(!gateway.log().contains("WARN"), "{}", gateway.log());
+}
+
+#[test]
+fn what_failed_is_given_back_by_every_master_that_charged_it() {
+    let cluster = Cluster::start(3, 0);
+    let by = |header: &str| {
+        format!("by = \"header:{header}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\"")
+    };
+    let limits = [by("x-a"), by("x-b"), by("x-c")];
+    let limits = [("a", &*limits[0]), ("b", &*limits[1]), ("c", &*limits[2])];
+    let fails = config(&cluster.url(), "5s", &limits).replace("status = 200", "status = 500");
+    let gateway = Gateway::start(&fails);
+    let mut client = gateway.client();
+    for _ in 0..10 {
+        // What is given back is known before the head goes out.
+        let reply = client.get_with("/r", &[("x-a", "a"), ("x-b", "b"), ("x-c", "c")]);
+        assert_eq!(reply.status, 500);
+        for limit in ["a", "b", "c"] {
+            assert_eq!(reply.remaining(limit), 3, "{limit}");
+        }
+    }
 }

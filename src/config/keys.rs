@@ -14,16 +14,13 @@ use super::{
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
     ("", &["admin"]),
-    ("server", &["max_connections", "max_connections_per_ip", "body_idle_timeout"]),
-    ("listener", &["proxy_protocol", "http3"]),
-    ("listener tls", &["client_ca", "client_auth"]),
+    ("listener", &["http3"]),
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    ("limit", &["lease"]),
     ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"]),
     ("servers", &["weight"]),
-    ("route", &["redirect", "strip_prefix", "rewrite", "timeout", "max_body"]),
+    ("route", &["redirect", "strip_prefix", "rewrite", "timeout"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.

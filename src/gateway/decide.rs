@@ -43,7 +43,8 @@ pub(super) async fn decide<'a>(
     if metering.limits.is_empty() && record.is_none() {
         return limiter.check(&[]).await.map_err(Rejection::Unavailable);
     }
-    let client = runtime.client_ip.client(peer.address, headers);
+    // A trusted proxy may speak for somebody whose address it does not tell.
+    let client = if peer.origin.trusted { runtime.client_ip.client(peer.address, headers) } else { peer.address };
     if let Some(record) = &mut record {
         record.client = client;
         record.route = Some(route.name.clone());
@@ -62,6 +63,7 @@ pub(super) async fn decide<'a>(
         client,
         network: runtime.client_ip.network(client),
         trusted: peer.origin.trusted,
+        subject: peer.subject.as_deref(),
         caller: caller.clone(),
         bearer: Bearer::new(&runtime.verifier, headers),
         route: &route.name,

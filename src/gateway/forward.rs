@@ -1,6 +1,6 @@
 //! Sends an admitted request on: headers cleaned and completed, the path in canonical form.
 
-use http::header::{EXPECT, HOST, HeaderValue};
+use http::header::{EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
 use http::{Request, Response, StatusCode, Uri, Version, request, response, uri};
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
@@ -10,6 +10,7 @@ use uuid::Uuid;
 use super::Peer;
 use crate::account::Record;
 use crate::http::body::Body;
+use crate::http::bounds::Bounds;
 use crate::http::headers::{self, X_REQUEST_ID};
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
@@ -27,11 +28,13 @@ pub(super) async fn forward(
     record: Option<&mut Record>,
 ) -> Result<Response<Body>, UpstreamError> {
     let (mut parts, body) = request.into_parts();
+    let http_1_0 = parts.version == Version::HTTP_10;
     let headers = &mut parts.headers;
     // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
     let may_switch = route.websocket && parts.version == Version::HTTP_11 && body.is_end_stream();
     let offer = if may_switch { Offer::read(headers) } else { None };
-    headers::strip_hop_by_hop(headers);
+    headers::strip_hop_by_hop(headers, &runtime.trusted_headers);
+    headers::set_framing(headers, body.size_hint().exact());
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.trusted_headers, peer.origin.trusted);
@@ -67,14 +70,19 @@ pub(super) async fn forward(
     if upstream.protocol() == Protocol::Http2 {
         absolute_form(&mut parts);
     }
-    let response = upstream.send(Request::from_parts(parts, body)).await?;
+    let bounds = Bounds { idle: runtime.server.body_idle_timeout, max_body: route.max_body };
+    let response = upstream.send(Request::from_parts(parts, body), bounds).await?;
     let (mut parts, body) = response.into_parts();
     parts.version = Version::HTTP_11;
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
         let switched = self::switch(parts, switch, runtime.server.idle_timeout);
         return switched.ok_or_else(|| UpstreamError::Switched { upstream: upstream.name().into() });
     }
-    headers::strip_hop_by_hop(&mut parts.headers);
+    if http_1_0 && body.size_hint().exact().is_none() {
+        // It ends with the connection, which hyper would call kept alive otherwise.
+        parts.version = Version::HTTP_10;
+    }
+    headers::strip_hop_by_hop(&mut parts.headers, &[]);
     Ok(Response::from_parts(parts, body))
 }
 
@@ -87,7 +95,7 @@ fn switch(
     let (offer, downstream) = asked?;
     let protocols = offer.accepted(&parts.headers)?;
     let upstream = parts.extensions.remove::<OnUpgrade>()?;
-    headers::strip_hop_by_hop(&mut parts.headers);
+    headers::strip_hop_by_hop(&mut parts.headers, &[]);
     upgrade::announce(&mut parts.headers, protocols);
     Some(Response::from_parts(parts, Body::tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
@@ -101,6 +109,8 @@ fn request_id() -> HeaderValue {
 
 /// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
 fn absolute_form(parts: &mut request::Parts) {
+    // Frames say where a body ends (RFC 9113 §8.1).
+    parts.headers.remove(TRANSFER_ENCODING);
     let host = parts.headers.remove(HOST);
     let mut uri = std::mem::take(&mut parts.uri).into_parts();
     uri.scheme = Some(uri::Scheme::HTTP);

@@ -4,7 +4,7 @@ use std::any::Any;
 use std::fmt;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -12,6 +12,8 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::activity::InFlight;
+use super::bounds::{BodyError, Bounds, Silence};
+use super::flow::Flow;
 use super::tunnel::Tunnel;
 
 /// Told when a response body is over.
@@ -31,13 +33,18 @@ pub struct Body {
     record: Option<Box<dyn Ending>>,
     /// Holds the request's place on its connection.
     in_flight: Option<InFlight>,
+    /// Told what the client has to take.
+    flow: Option<Arc<Flow>>,
     /// Freed when the body is gone.
     kept: Option<Box<dyn Any + Send>>,
 }
 
+type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
+
 enum Source {
     Own(Option<Bytes>),
-    Upstream(Incoming),
+    /// With the silence of an upstream that has said how much is to come: others may take their time, as events do.
+    Upstream(Incoming, Option<Silence>),
     /// No body in the sense of HTTP: bytes in both directions.
     Tunnel(Option<Box<Tunnel>>),
 }
@@ -51,21 +58,21 @@ impl Body {
     }
 
     fn of(source: Source, complete: bool) -> Self {
-        Body { source, sent: 0, complete, lease: None, record: None, in_flight: None, kept: None }
+        Body { source, sent: 0, complete, lease: None, record: None, in_flight: None, flow: None, kept: None }
     }
 
     /// An upstream's body; `lease` hears of its end.
-    pub fn upstream(body: Incoming, lease: Box<dyn Ending>) -> Self {
-        let mut body = Body::of(Source::Upstream(body), false);
+    pub fn upstream(body: Incoming, bounds: Bounds, lease: Box<dyn Ending>) -> Self {
+        let mut body = Body::of(Source::upstream(body, bounds), false);
         body.lease = Some(lease);
         body.notice_end();
         body
     }
 
     /// An upstream's body on a connection that serves others as well.
-    pub fn shared(body: Incoming) -> Self {
+    pub fn shared(body: Incoming, bounds: Bounds) -> Self {
         let complete = body.is_end_stream();
-        Body::of(Source::Upstream(body), complete)
+        Body::of(Source::upstream(body, bounds), complete)
     }
 
     /// What follows a switch of protocols.
@@ -91,6 +98,10 @@ impl Body {
     /// Keeps the request in flight until the body is gone.
     pub fn holding(mut self, in_flight: InFlight) -> Self {
         self.in_flight = Some(in_flight);
+        self.flow = Flow::current();
+        if let Some(flow) = &self.flow {
+            flow.offer();
+        }
         self
     }
 
@@ -118,14 +129,17 @@ impl fmt::Debug for Body {
 
 impl HttpBody for Body {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let frame = match &mut self.source {
-            Source::Own(bytes) => bytes.take().map(|bytes| Ok(Frame::data(bytes))),
-            Source::Upstream(body) => ready!(Pin::new(body).poll_frame(cx)),
-            Source::Tunnel(_) => None,
-        };
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let polled = self.source.poll(cx);
+        if let Some(flow) = &self.flow {
+            match &polled {
+                Poll::Ready(Some(_)) => flow.offer(),
+                Poll::Ready(None) | Poll::Pending => flow.rest(),
+            }
+        }
+        let frame = ready!(polled);
         match &frame {
             Some(Ok(frame)) => self.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
             Some(Err(_)) => return Poll::Ready(frame),
@@ -144,7 +158,7 @@ impl HttpBody for Body {
     fn is_end_stream(&self) -> bool {
         match &self.source {
             Source::Own(bytes) => bytes.is_none(),
-            Source::Upstream(body) => body.is_end_stream(),
+            Source::Upstream(body, _) => body.is_end_stream(),
             Source::Tunnel(_) => true,
         }
     }
@@ -152,14 +166,40 @@ impl HttpBody for Body {
     fn size_hint(&self) -> SizeHint {
         match &self.source {
             Source::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
-            Source::Upstream(body) => body.size_hint(),
+            Source::Upstream(body, _) => body.size_hint(),
             Source::Tunnel(_) => SizeHint::with_exact(0),
+        }
+    }
+}
+
+impl Source {
+    fn upstream(body: Incoming, bounds: Bounds) -> Self {
+        let silence = body.size_hint().exact().map(|_| Silence::new(bounds.idle));
+        Source::Upstream(body, silence)
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        match self {
+            Source::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            Source::Upstream(body, silence) => match (Pin::new(body).poll_frame(cx), silence) {
+                (Poll::Pending, Some(silence)) => silence.poll(cx).map(|()| Some(Err(BodyError::UpstreamStalled))),
+                (polled, silence) => {
+                    if let Some(silence) = silence {
+                        silence.end();
+                    }
+                    polled.map_err(BodyError::Broken)
+                }
+            },
+            Source::Tunnel(_) => Poll::Ready(None),
         }
     }
 }
 
 impl Drop for Body {
     fn drop(&mut self) {
+        if let Some(flow) = &self.flow {
+            flow.rest();
+        }
         for ending in [self.lease.take(), self.record.take()].into_iter().flatten() {
             ending.ended(self.sent, self.complete);
         }
@@ -167,9 +207,17 @@ impl Drop for Body {
 }
 
 /// A request body on its way to an upstream.
-pub struct RequestBody {
-    body: Option<Incoming>,
-    progress: Option<Arc<Progress>>,
+pub struct RequestBody(Option<Passing>);
+
+/// A body that is not empty.
+struct Passing {
+    body: Incoming,
+    progress: Arc<Progress>,
+    silence: Silence,
+    /// Bytes that may still come.
+    left: u64,
+    flow: Option<Arc<Flow>>,
+    /// Whether trailers go on.
     trailers: bool,
 }
 
@@ -178,6 +226,7 @@ pub struct RequestBody {
 pub struct Progress {
     frames: AtomicU64,
     stage: AtomicU8,
+    answered: AtomicBool,
 }
 
 /// The connection has what there was, and may or may not have sent it.
@@ -186,6 +235,10 @@ const SENDING: u8 = 0;
 const WAITING: u8 = 1;
 /// All of it is with the connection.
 const DONE: u8 = 2;
+/// It was longer than it may be.
+const TOO_LARGE: u8 = 3;
+/// The client sent nothing for too long.
+const STALLED: u8 = 4;
 
 impl Progress {
     /// Pieces handed to the connection so far.
@@ -195,64 +248,120 @@ impl Progress {
 
     /// Whether it is the client that keeps everybody waiting.
     pub fn waits_for_client(&self) -> bool {
-        self.stage.load(Ordering::Relaxed) == WAITING
+        self.stage() == WAITING
     }
 
     /// Whether the body has come to its end.
     pub fn is_done(&self) -> bool {
-        self.stage.load(Ordering::Relaxed) == DONE
+        self.stage() == DONE
+    }
+
+    /// Whether it was given up because of its length.
+    pub fn is_too_large(&self) -> bool {
+        self.stage() == TOO_LARGE
+    }
+
+    /// Whether it was given up because the client sent nothing.
+    pub fn is_stalled(&self) -> bool {
+        self.stage() == STALLED
+    }
+
+    /// The response has begun: from now on both sides may talk in turn.
+    pub fn answered(&self) {
+        self.answered.store(true, Ordering::Relaxed);
+    }
+
+    fn stage(&self) -> u8 {
+        self.stage.load(Ordering::Relaxed)
     }
 }
 
 impl RequestBody {
     /// A body, with the progress of one that is not empty.
-    pub fn new(body: Incoming) -> (Self, Option<Arc<Progress>>) {
-        let progress = (!body.is_end_stream()).then(Arc::<Progress>::default);
-        (RequestBody { body: Some(body), progress: progress.clone(), trailers: false }, progress)
+    pub fn new(body: Incoming, bounds: Bounds) -> (Self, Option<Arc<Progress>>) {
+        if body.is_end_stream() {
+            return (RequestBody(None), None);
+        }
+        let progress = Arc::<Progress>::default();
+        let silence = Silence::new(bounds.idle);
+        let left = bounds.max_body.unwrap_or(u64::MAX);
+        let passing =
+            Passing { body, progress: progress.clone(), silence, left, flow: Flow::current(), trailers: false };
+        (RequestBody(Some(passing)), Some(progress))
     }
 
     /// No body.
     pub fn empty() -> Self {
-        RequestBody { body: None, progress: None, trailers: false }
+        RequestBody(None)
     }
 
     /// Lets trailers through, where the connection can say them; without this they are dropped.
     pub fn with_trailers(mut self) -> Self {
-        self.trailers = true;
+        self.0.iter_mut().for_each(|passing| passing.trailers = true);
         self
+    }
+}
+
+impl Passing {
+    /// Whether a silent client owes something: once the response has begun, only one that has said how much is to come.
+    fn is_due(&self) -> bool {
+        !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some()
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
+        let mut polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
+        if !self.trailers && matches!(&polled, Poll::Ready(Some(Ok(frame))) if frame.is_trailers()) {
+            polled = Poll::Ready(None);
+        }
+        match &polled {
+            Poll::Pending if self.is_due() && self.silence.poll(cx).is_ready() => {
+                return (STALLED, Poll::Ready(Some(Err(BodyError::ClientStalled))));
+            }
+            Poll::Pending => return (WAITING, polled),
+            // A body of known length is not asked again after its last byte.
+            Poll::Ready(None) => return (DONE, polled),
+            Poll::Ready(Some(Ok(frame))) => {
+                match self.left.checked_sub(frame.data_ref().map_or(0, Bytes::len) as u64) {
+                    Some(left) => self.left = left,
+                    None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
+                }
+            }
+            Poll::Ready(Some(Err(_))) => {}
+        }
+        self.silence.end();
+        (if self.body.is_end_stream() { DONE } else { SENDING }, polled)
     }
 }
 
 impl HttpBody for RequestBody {
     type Data = Bytes;
-    type Error = hyper::Error;
+    type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, hyper::Error>>> {
-        let RequestBody { body, progress, trailers } = &mut *self;
-        let Some(body) = body else { return Poll::Ready(None) };
-        let mut polled = Pin::new(&mut *body).poll_frame(cx);
-        if !*trailers && matches!(&polled, Poll::Ready(Some(Ok(frame))) if frame.is_trailers()) {
-            polled = Poll::Ready(None);
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+        let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
+        let (stage, polled) = passing.poll(cx);
+        passing.progress.stage.store(stage, Ordering::Relaxed);
+        if let (TOO_LARGE | STALLED, Some(flow)) = (stage, &passing.flow) {
+            flow.cut();
         }
-        if let Some(progress) = progress {
-            let stage = match &polled {
-                Poll::Pending => WAITING,
-                // A body of known length is not asked again after its last byte.
-                Poll::Ready(None) => DONE,
-                Poll::Ready(Some(Ok(_))) if body.is_end_stream() => DONE,
-                Poll::Ready(Some(_)) => SENDING,
-            };
-            progress.stage.store(stage, Ordering::Relaxed);
-            progress.frames.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
-        }
+        passing.progress.frames.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
         polled
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.as_ref().is_none_or(Incoming::is_end_stream)
+        self.0.as_ref().is_none_or(|passing| passing.body.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.as_ref().map_or(SizeHint::with_exact(0), Incoming::size_hint)
+        self.0.as_ref().map_or(SizeHint::with_exact(0), |passing| passing.body.size_hint())
+    }
+}
+
+impl Drop for Passing {
+    fn drop(&mut self) {
+        // Chunks have no end that could be seen before it was asked for.
+        if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
+            flow.cut();
+        }
     }
 }

@@ -18,6 +18,9 @@ const GITHUB: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-reset"),
 ];
 
+/// The largest Integer of a structured field (RFC 9651 §3.3.1).
+const LARGEST: u64 = 999_999_999_999_999;
+
 /// What one limit tells the caller.
 #[derive(Debug, Clone, Copy)]
 pub struct Standing<'a> {
@@ -48,7 +51,7 @@ pub enum Counts {
 /// The policy of the given limits, to be set on every response that they had a say in.
 pub fn policy<'a>(limits: impl Iterator<Item = Standing<'a>>) -> Option<HeaderValue> {
     value(limits, |out, limit| {
-        write!(out, "\"{}\";q={}", limit.name, limit.quota)?;
+        write!(out, "\"{}\";q={}", limit.name, limit.quota.min(LARGEST))?;
         match limit.counts {
             Counts::Units { window_s } => write_window(out, window_s),
             Counts::InFlight => out.write_str(";qu=\"concurrent-requests\""),
@@ -92,7 +95,7 @@ pub fn advertise<'a>(
 ) {
     if dialects.contains(&Dialect::Ietf) {
         let standing = value(limits, |out, limit| {
-            write!(out, "\"{}\";r={}", limit.name, limit.remaining)?;
+            write!(out, "\"{}\";r={}", limit.name, limit.remaining.min(LARGEST))?;
             match limit.counts {
                 Counts::Units { .. } => write!(out, ";t={}", seconds(limit.until_us)),
                 Counts::InFlight => Ok(()),

@@ -3,7 +3,7 @@
 use std::net::IpAddr;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, TE, TRAILER,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, FORWARDED, HeaderMap, HeaderName, HeaderValue, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE, VIA,
 };
 use http::{Method, Version};
@@ -48,7 +48,9 @@ impl Origin {
 }
 
 /// Removes the fields of one connection and those that `Connection` names; `TE: trailers` stays (RFC 9110 §10.1.4).
-pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
+/// Nobody gets rid of what a proxy before us set (`protected` and ours) by naming it: proxies pass `Connection` on that
+/// should not, and an upstream would take the request for its own.
+pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
     if headers.contains_key(CONNECTION) {
         let named: Vec<HeaderName> = headers
             .get_all(CONNECTION)
@@ -56,8 +58,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
             .filter_map(|value| value.to_str().ok())
             .flat_map(|value| value.split(','))
             .filter_map(|name| name.trim().parse().ok())
-            // Framing and routing are not the client's to remove.
-            .filter(|name| *name != HOST && *name != CONTENT_LENGTH && *name != TE)
+            .filter(|name: &HeaderName| *name != TE && !is_ours(name.as_str()) && !protected.contains(name))
             .collect();
         for name in named {
             headers.remove(name);
@@ -75,6 +76,17 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap) {
     }
     if wants_trailers {
         headers.insert(TE, HeaderValue::from_static("trailers"));
+    }
+}
+
+/// Says how long the body is, once: its length where that is known, else chunks (RFC 9112 §6.3). HTTP/2 lets equal lengths
+/// stand twice, and hyper sends no body with a GET that does not say how it ends.
+pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
+    let said = headers.remove(CONTENT_LENGTH).is_some();
+    match length {
+        Some(0) if !said => {}
+        Some(length) => drop(headers.insert(CONTENT_LENGTH, HeaderValue::from(length))),
+        None => drop(headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"))),
     }
 }
 
@@ -104,6 +116,8 @@ fn is_origin(name: &str) -> bool {
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
+        // The client's certificate as a proxy passes it on (RFC 9440 §2).
+        b'c' => matches!(name, "client-cert" | "client-cert-chain"),
         _ => false,
     }
 }
@@ -204,15 +218,38 @@ mod tests {
             ("upgrade", "h2c"),
             ("accept", "*/*"),
         ]);
-        strip_hop_by_hop(&mut headers);
+        strip_hop_by_hop(&mut headers, &[]);
         assert_eq!(headers, map(&[("te", "trailers"), ("accept", "*/*")]));
     }
 
     #[test]
-    fn the_client_cannot_nominate_host_or_framing() {
-        let mut headers = map(&[("connection", "host, content-length"), ("host", "a"), ("content-length", "3")]);
-        strip_hop_by_hop(&mut headers);
-        assert_eq!(headers, map(&[("host", "a"), ("content-length", "3")]));
+    fn host_framing_and_what_proxies_say_cannot_be_nominated() {
+        let kept = [("host", "a"), ("content-length", "3"), ("x-user-id", "bob"), ("x-forwarded-for", "192.0.2.1")];
+        let mut headers = map(&kept);
+        headers.insert(CONNECTION, "host, content-length, X-User-Id, x-forwarded-for, x-other".parse().unwrap());
+        headers.insert("x-other", HeaderValue::from_static("1"));
+        strip_hop_by_hop(&mut headers, &[HeaderName::from_static("x-user-id")]);
+        assert_eq!(headers, map(&kept));
+    }
+
+    #[test]
+    fn a_body_has_one_framing() {
+        let chunked = &[("transfer-encoding", "chunked")][..];
+        for (sent, length, expected) in [
+            (&[][..], Some(0), &[][..]),
+            (&["0"], Some(0), &[("content-length", "0")]),
+            (&["5"], Some(5), &[("content-length", "5")]),
+            (&["005", "5"], Some(5), &[("content-length", "5")]),
+            (&[""], Some(0), &[("content-length", "0")]),
+            (&[], Some(5), &[("content-length", "5")]),
+            (&[], None, chunked),
+            (&["5", "6"], None, chunked),
+        ] {
+            let lines: Vec<_> = sent.iter().map(|length| ("content-length", *length)).collect();
+            let mut headers = map(&lines);
+            set_framing(&mut headers, length);
+            assert_eq!(headers, map(expected), "{sent:?} of a body of {length:?}");
+        }
     }
 
     #[test]

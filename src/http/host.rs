@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 
 use http::header::{HOST, HeaderMap};
+use http::uri::Scheme;
 use http::{Uri, Version};
 
 /// The host of a request, in lower case and without port: of the target if it names one (RFC 9112 §3.2.2), else the
@@ -11,6 +12,9 @@ use http::{Uri, Version};
 /// # Errors
 /// Why it cannot be told.
 pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
+    if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
+        return Err("the target is not one of http or https");
+    }
     let mut fields = headers.get_all(HOST).iter();
     let field = fields.next();
     if fields.next().is_some() {

@@ -33,11 +33,12 @@ impl ClientIp {
         }
         let lines = headers.get_all(&self.header);
         for line in lines.iter().rev() {
-            let Ok(line) = line.to_str() else { return client };
-            for element in line.rsplit(',') {
-                let element =
-                    if self.header == http::header::FORWARDED { forwarded_for(element) } else { Some(element) };
-                match element.and_then(address) {
+            // By bytes: what a client wrote into the same line makes the word of the proxy behind it no less readable.
+            for element in line.as_bytes().rsplit(|byte| *byte == b',') {
+                let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
+                let hop =
+                    if self.header == http::header::FORWARDED { element.and_then(forwarded_for) } else { element };
+                match hop.and_then(address) {
                     Some(hop) if self.trusts(hop) => client = hop,
                     Some(hop) => return hop,
                     None => return client,
@@ -59,6 +60,10 @@ impl ClientIp {
 
 /// The `for` of a Forwarded element (RFC 7239 §4).
 fn forwarded_for(element: &str) -> Option<&str> {
+    // Half of a quoted string: what looks like an element here is part of a value, such as a host that a client made up.
+    if element.contains('\\') || !element.matches('"').count().is_multiple_of(2) {
+        return None;
+    }
     element.split(';').find_map(|pair| {
         let (name, value) = pair.split_once('=')?;
         name.trim().eq_ignore_ascii_case("for").then(|| value.trim().trim_matches('"'))
@@ -76,6 +81,7 @@ fn address(text: &str) -> Option<IpAddr> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use http::HeaderValue;
 
     fn rules(header: &'static str) -> ClientIp {
         ClientIp {
@@ -101,10 +107,12 @@ mod tests {
             ("10.0.0.1", vec!["1.2.3.4:5678"], "1.2.3.4"),
             ("10.0.0.1", vec!["[2001:db8::1]:443"], "2001:db8::1"),
             ("10.0.0.1", vec!["2001:db8::1"], "2001:db8::1"),
+            ("10.0.0.1", vec!["\u{e9}, 2.2.2.2, 10.0.0.2"], "2.2.2.2"),
+            ("10.0.0.1", vec!["2.2.2.2, \u{a0}3.3.3.3"], "10.0.0.1"),
         ] {
             let mut headers = HeaderMap::new();
             for line in &lines {
-                headers.append("x-forwarded-for", line.parse().unwrap());
+                headers.append("x-forwarded-for", HeaderValue::from_bytes(line.as_bytes()).unwrap());
             }
             let client = rules("x-forwarded-for").client(peer.parse().unwrap(), &headers);
             assert_eq!(client, expected.parse::<IpAddr>().unwrap(), "{peer} {lines:?}");
@@ -118,6 +126,9 @@ mod tests {
             ("For=\"[2001:db8::1]:80\"", "2001:db8::1"),
             ("for=_hidden", "10.0.0.1"),
             ("proto=https", "10.0.0.1"),
+            ("for=2.2.2.2;host=\"a, for=3.3.3.3;x\"", "10.0.0.1"),
+            ("for=2.2.2.2;host=\"a, for=3.3.3.3;x=\\\"\"", "10.0.0.1"),
+            ("for=\"1.1.1.1, for=2.2.2.2", "2.2.2.2"),
         ] {
             let headers = HeaderMap::from_iter([(http::header::FORWARDED, line.parse().unwrap())]);
             let client = rules("forwarded").client("10.0.0.1".parse().unwrap(), &headers);

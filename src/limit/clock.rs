@@ -3,7 +3,10 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Instant, SystemTime};
+use std::time::{Duration, Instant, SystemTime};
+
+/// Clocks of two machines drift apart by less than this part of a wait.
+const DRIFT: u32 = 2000;
 
 /// Where a store takes the instant of a decision from.
 #[derive(Debug, Clone, Default)]
@@ -53,7 +56,30 @@ pub fn unix_us() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
+/// The part of a wait by another machine's clock that lasts at least as long by ours.
+pub fn certain(wait: Duration) -> Duration {
+    wait - wait / DRIFT
+}
+
 /// A clock that never goes back, for deadlines and durations.
 pub fn monotonic() -> Instant {
     Instant::now()
+}
+
+/// Lets something that may happen often be said now and then.
+#[derive(Debug, Default)]
+pub struct Seldom(AtomicU64);
+
+impl Seldom {
+    /// Something that has not been said yet.
+    pub const fn new() -> Self {
+        Seldom(AtomicU64::new(0))
+    }
+
+    /// Whether it was not said within this time; then it counts as said now.
+    pub fn unsaid_for(&self, time: Duration) -> bool {
+        let (now, said) = (unix_us(), self.0.load(Ordering::Relaxed));
+        u128::from(now.abs_diff(said)) >= time.as_micros()
+            && self.0.compare_exchange(said, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    }
 }

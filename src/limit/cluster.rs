@@ -184,7 +184,7 @@ impl Cluster {
         }
         let client = login.at(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
         let store = RedisStore::new(settings, Server::Node(client), Clock::Store);
-        let guard = Guard::new(store, topology.breaker(address), *deadline);
+        let guard = Guard::of_node(store, topology.breaker(address), *deadline, address.clone());
         known.guards.insert(address.clone(), guard.clone());
         Ok(guard)
     }
@@ -211,7 +211,7 @@ pub fn is_one_call(charges: &[Charge<'_>]) -> bool {
 
 fn redis_error(error: &StoreError) -> Option<&RedisError> {
     match error {
-        StoreError::Refused(error) => Some(error),
+        StoreError::Elsewhere(error) => Some(error),
         _ => None,
     }
 }

@@ -1,5 +1,8 @@
 //! Coalescing: while a check of a set of states is under way, further checks of the very same set wait, and the next call
-//! takes units for all of them. A hot key costs one call for each round trip, whatever its traffic.
+//! takes units for all of them. A hot key costs one call for each round trip, whatever its traffic. Where its limits allow, that
+//! call takes an advance as well, and the checks after it cost none.
+
+mod ahead;
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
@@ -9,12 +12,24 @@ use std::time::Instant;
 
 use tokio::sync::oneshot;
 use tokio::time::{Duration, timeout};
+use tokio_util::sync::CancellationToken;
 
 use super::admission::{Ledger, Pending};
+use super::advance::Advances;
 use super::backend::Source;
 use super::store::{Charge, Operation, StoreError, Verdict};
+use ahead::units;
 
 type Answer = Result<Verdict, StoreError>;
+
+/// The states of a request, if further ones for the same may be taken together with it.
+#[derive(Debug, Clone, Copy)]
+pub struct Set {
+    /// Names them.
+    pub id: u128,
+    /// So many units may be taken ahead when the set is hot.
+    pub advance: u64,
+}
 
 /// The checks of one worker that are under way.
 #[derive(Debug)]
@@ -25,12 +40,17 @@ pub struct Coalescer {
     deadline: Duration,
     /// Whether the last call took so long that waiting for it and for one more may exceed the deadline.
     slow: AtomicBool,
+    /// What is taken ahead, by all workers of the process.
+    advances: Arc<Advances>,
+    /// Nothing more is needed.
+    ending: CancellationToken,
 }
 
 impl Coalescer {
     /// Without checks under way.
-    pub fn new(deadline: Duration) -> Self {
-        Coalescer { flights: Mutex::default(), deadline, slow: AtomicBool::new(false) }
+    pub fn new(deadline: Duration, advances: Arc<Advances>) -> Self {
+        let (flights, slow, ending) = Default::default();
+        Coalescer { flights, deadline, slow, advances, ending }
     }
 
     /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
@@ -41,12 +61,20 @@ impl Coalescer {
     pub async fn check(
         self: &Arc<Self>,
         ledger: &Arc<Ledger>,
-        set: u128,
+        set: Set,
         charges: &[Charge<'_>],
         asked: Instant,
         pending: impl Fn() -> Vec<Pending>,
     ) -> Answer {
-        let turn = match self.lock().entry(set) {
+        let turn = match self.lock().entry(set.id) {
+            Entry::Vacant(vacant) if set.advance > 0 && self.advances.is_spent(set.id, asked) => {
+                // Still hot: the next advance is due, and this check goes with it.
+                let (answer, turn) = oneshot::channel();
+                vacant.insert(vec![answer]);
+                let (coalescer, book, pending) = (self.clone(), ledger.clone(), pending());
+                ledger.spawn(async move { coalescer.serve(&book, set, pending).await });
+                Turn::Behind(turn)
+            }
             Entry::Vacant(vacant) => {
                 vacant.insert(Vec::new());
                 Turn::First
@@ -61,7 +89,15 @@ impl Coalescer {
         match turn {
             Turn::First => {}
             // In the pipe, beside the one under way.
-            Turn::Alone => return ledger.backend.call(Source::Store, Operation::Check, charges).await,
+            Turn::Alone => {
+                if let Some(reservation) = self.reserve(set) {
+                    let (coalescer, book, mut pending) = (self.clone(), ledger.clone(), pending());
+                    ledger.spawn(
+                        async move { drop(coalescer.take_ahead(&book, reservation, &mut pending, 0, set).await) },
+                    );
+                }
+                return ledger.backend.call(Source::Store, Operation::Check, charges).await;
+            }
             Turn::Behind(turn) => {
                 let answer = timeout(self.deadline, turn).await;
                 return answer.map_err(|_| StoreError::Timeout)?.unwrap_or(Err(StoreError::Timeout));
@@ -87,22 +123,26 @@ impl Coalescer {
     }
 
     /// Asks for all who wait, as long as somebody does.
-    async fn serve(&self, ledger: &Ledger, set: u128, mut pending: Vec<Pending>) {
+    async fn serve(&self, ledger: &Arc<Ledger>, set: Set, mut pending: Vec<Pending>) {
         // In the order of their arrival; those whom a call left without an answer come first in the next.
         let mut waiting = Vec::new();
         loop {
             waiting.retain(|answer: &oneshot::Sender<Answer>| !answer.is_closed());
             if waiting.is_empty() {
-                waiting = self.take(set);
+                waiting = self.take(set.id);
                 if waiting.is_empty() {
                     return;
                 }
             }
-            for pending in &mut pending {
-                pending.units = waiting.len() as u64;
-            }
-            let operation = if waiting.len() == 1 { Operation::Check } else { Operation::Take };
-            let answer = ledger.call(Source::Store, operation, &pending).await;
+            let answer = match self.reserve(set) {
+                Some(reservation) => {
+                    self.take_ahead(ledger, reservation, &mut pending, waiting.len() as u64, set).await
+                }
+                None => {
+                    let operation = if waiting.len() == 1 { Operation::Check } else { Operation::Take };
+                    ledger.call(Source::Store, operation, units(&mut pending, waiting.len() as u64)).await
+                }
+            };
             waiting = share_out(&answer, waiting);
         }
     }
@@ -147,13 +187,13 @@ enum Turn {
 struct Landing<'a, P: Fn() -> Vec<Pending>> {
     coalescer: &'a Arc<Coalescer>,
     ledger: &'a Arc<Ledger>,
-    set: u128,
+    set: Set,
     pending: P,
 }
 
 impl<P: Fn() -> Vec<Pending>> Drop for Landing<'_, P> {
     fn drop(&mut self) {
-        let nobody = match self.coalescer.lock().entry(self.set) {
+        let nobody = match self.coalescer.lock().entry(self.set.id) {
             Entry::Occupied(waiting) if waiting.get().is_empty() => {
                 waiting.remove();
                 true

@@ -52,8 +52,6 @@ pub struct Decision<'a> {
     pub remembered: bool,
     /// The instant of the decision, µs since the Unix epoch.
     pub now_us: u64,
-    /// Where several servers decided: the instant of each check by the clock of its own server. Else empty.
-    pub instants: Vec<u64>,
     /// Each limit that had a say, with its answer.
     pub limits: Vec<Judged<'a>>,
     /// The shadow limits that would have denied the request.
@@ -130,7 +128,7 @@ impl<'a> Decision<'a> {
     where
         'a: 'b,
     {
-        let Verdict { granted, now_us, outcomes, instants } = verdict;
+        let Verdict { granted, now_us, outcomes, .. } = verdict;
         let (mut limits, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
         for (check, outcome) in checks.zip(outcomes) {
             match (check.limit.shadow, outcome.status) {
@@ -140,8 +138,7 @@ impl<'a> Decision<'a> {
             }
         }
         let admitted = granted > 0;
-        let (remembered, leases, debts) = (false, None, None);
-        Decision { admitted, source, remembered, now_us, instants, limits, shadow_denied, leases, debts }
+        Decision { admitted, source, remembered: false, now_us, limits, shadow_denied, leases: None, debts: None }
     }
 
     /// Who decided, in a word for logs.

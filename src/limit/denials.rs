@@ -8,13 +8,10 @@ use std::time::{Duration, Instant};
 use quick_cache::sync::Cache;
 
 use super::algorithm::{Outcome, Status};
-use super::clock::monotonic;
+use super::clock::{certain, monotonic};
 
 /// Entries are not older, so that a reset by hand shows.
-const LONGEST: Duration = Duration::from_secs(60);
-
-/// Clocks of two machines drift apart by less than this part of a wait.
-const DRIFT: u32 = 2000;
+pub const LONGEST: Duration = Duration::from_secs(60);
 
 /// What was denied lately, bounded in number; shared by the workers of a process.
 #[derive(Debug)]
@@ -62,14 +59,14 @@ impl Denials {
         Some(Known { now_us: denial.now_us + elapsed_us, outcome })
     }
 
-    /// Remembers a denial that was asked for at `asked` and is known now.
-    pub fn note(&self, key: u128, plan: u64, cost: u64, outcome: Outcome, now_us: u64, asked: Instant) {
+    /// Remembers a denial that was asked for at `asked` and is known now, but not for longer than `longest`.
+    pub fn note(&self, key: u128, plan: u64, cost: u64, known: Known, asked: Instant, longest: Duration) {
+        let Known { now_us, outcome } = known;
         // Busy may end at any time; what never fits is not asked for again and again.
         if outcome.status != Status::Over {
             return;
         }
-        let wait = Duration::from_micros(outcome.retry_us);
-        let until = asked + (wait - wait / DRIFT).min(LONGEST);
+        let until = asked + certain(Duration::from_micros(outcome.retry_us)).min(longest);
         self.0.insert(key, Denial { plan, cost, until, decided: monotonic(), now_us, outcome });
     }
 }
@@ -78,14 +75,15 @@ impl Denials {
 mod tests {
     use super::*;
 
-    fn over(retry_us: u64) -> Outcome {
-        Outcome { status: Status::Over, remaining: 3, reset_us: retry_us + 5, retry_us }
+    fn over(retry_us: u64) -> Known {
+        let outcome = Outcome { status: Status::Over, remaining: 3, reset_us: retry_us + 5, retry_us };
+        Known { now_us: 1000, outcome }
     }
 
     #[test]
     fn what_was_denied_is_denied_for_the_same_size_and_cost() {
         let denials = Denials::new(100);
-        denials.note(7, 1, 5, over(60_000_000), 1000, monotonic());
+        denials.note(7, 1, 5, over(60_000_000), monotonic(), LONGEST);
         let known = denials.find(7, 1, 5).unwrap();
         assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Over, 3));
         assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
@@ -99,9 +97,9 @@ mod tests {
     fn the_wait_is_counted_from_when_it_was_asked_for() {
         let denials = Denials::new(100);
         let long_ago = monotonic().checked_sub(Duration::from_secs(10)).unwrap();
-        denials.note(7, 1, 1, over(9_000_000), 1000, long_ago);
+        denials.note(7, 1, 1, over(9_000_000), long_ago, LONGEST);
         assert_eq!(denials.find(7, 1, 1), None, "it may have passed");
-        denials.note(7, 1, 1, over(11_000_000), 1000, long_ago);
+        denials.note(7, 1, 1, over(11_000_000), long_ago, LONGEST);
         assert!(denials.find(7, 1, 1).is_some());
     }
 
@@ -109,19 +107,23 @@ mod tests {
     fn only_what_ends_by_itself_is_remembered_and_not_for_ever() {
         let denials = Denials::new(100);
         for status in [Status::Busy, Status::Never, Status::Ok] {
-            denials.note(7, 1, 1, Outcome { status, ..over(60_000_000) }, 1000, monotonic());
+            let known = Known { outcome: Outcome { status, ..over(60_000_000).outcome }, ..over(60_000_000) };
+            denials.note(7, 1, 1, known, monotonic(), LONGEST);
             assert_eq!(denials.find(7, 1, 1), None, "{status:?}");
         }
         let a_minute_ago = monotonic().checked_sub(LONGEST).unwrap();
-        denials.note(7, 1, 1, over(3_600_000_000), 1000, a_minute_ago);
+        denials.note(7, 1, 1, over(3_600_000_000), a_minute_ago, LONGEST);
         assert_eq!(denials.find(7, 1, 1), None, "entries live a minute");
+        let a_second_ago = monotonic().checked_sub(Duration::from_secs(1)).unwrap();
+        denials.note(7, 1, 1, over(3_600_000_000), a_second_ago, Duration::from_secs(1));
+        assert_eq!(denials.find(7, 1, 1), None, "where units may come back, only so long");
     }
 
     #[test]
     fn the_cache_is_bounded() {
         let denials = Denials::new(1000);
         for key in 0..100_000 {
-            denials.note(key, 1, 1, over(60_000_000), 1000, monotonic());
+            denials.note(key, 1, 1, over(60_000_000), monotonic(), LONGEST);
         }
         assert!(denials.0.len() <= 1000, "{}", denials.0.len());
     }

@@ -1,30 +1,44 @@
-//! Keeps a failing store from costing requests more than a deadline: timeout and circuit breaker.
+//! Keeps a failing store from costing requests more than a deadline: timeout, circuit breaker, bound of the calls in flight.
+
+mod failures;
+mod writes;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::time::Instant;
 
 use tokio::time::{Duration, sleep, timeout};
+use tracing::field::display;
 use tracing::{info, warn};
 
-use super::clock::unix_us;
-use super::redis::RedisStore;
-use super::redis::connection::UNANSWERED;
+use super::clock::{Seldom, monotonic, unix_us};
+use super::redis::advice::of_call;
 use super::redis::server::Address;
 use super::redis::slots::Slots;
+use super::redis::{RedisStore, Sample};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
-
-/// Failures in a row that open the breaker: as many as end a connection, so that the probe starts on a fresh one.
-const FAILURES: u32 = UNANSWERED;
+use failures::Failures;
+use writes::Writes;
 
 /// The first probe comes after this, each later one after twice as long, up to [`SLOWEST_PROBE`].
 const FIRST_PROBE: Duration = Duration::from_millis(100);
 const SLOWEST_PROBE: Duration = Duration::from_secs(1);
 
+/// Calls of one worker that may be under way: ten times what a pipe with a round trip of 1 ms carries at 100,000 a second.
+const MOST_IN_FLIGHT: usize = 1024;
+
+/// That there are more is logged once in this time.
+const FULL_SAID: Duration = Duration::from_secs(10);
+
 /// Whether the store is asked at all; one for all workers, so that one of them probes.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Breaker {
-    open: AtomicBool,
-    failures: AtomicU32,
+    /// Odd while it is open. Calls of an earlier era say nothing about this one.
+    era: AtomicU32,
+    failures: Failures,
+    writes: Writes,
+    full: Seldom,
+    made: Instant,
 }
 
 /// A store behind a deadline and the breaker.
@@ -33,12 +47,50 @@ pub struct Guard {
     store: Arc<RedisStore>,
     breaker: Arc<Breaker>,
     deadline: Duration,
+    in_flight: Arc<AtomicUsize>,
+    /// Where it is, if it is one of several, to which it may refer.
+    node: Option<Address>,
+}
+
+/// One of the calls in flight.
+struct Place<'a>(&'a AtomicUsize);
+
+impl<'a> Place<'a> {
+    fn take(in_flight: &'a AtomicUsize) -> Option<Self> {
+        let before = in_flight.fetch_add(1, Ordering::Relaxed);
+        let place = Place(in_flight);
+        (before < MOST_IN_FLIGHT).then_some(place)
+    }
+}
+
+impl Drop for Place<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+impl Default for Breaker {
+    fn default() -> Self {
+        let (era, failures, writes, full) = Default::default();
+        Breaker { era, failures, writes, full, made: monotonic() }
+    }
+}
+
+impl Breaker {
+    fn age(&self) -> Duration {
+        self.made.elapsed()
+    }
 }
 
 impl Guard {
     /// Guards one worker's store.
     pub fn new(store: RedisStore, breaker: Arc<Breaker>, deadline: Duration) -> Self {
-        Guard { store: Arc::new(store), breaker, deadline }
+        Guard { store: Arc::new(store), breaker, deadline, in_flight: Arc::default(), node: None }
+    }
+
+    /// The same for a node of a cluster, which does not fail when it refers to another one.
+    pub fn of_node(store: RedisStore, breaker: Arc<Breaker>, deadline: Duration, address: Address) -> Self {
+        Guard { node: Some(address), ..Guard::new(store, breaker, deadline) }
     }
 
     /// Bound of a call.
@@ -49,50 +101,18 @@ impl Guard {
     /// Connects, so that the first request finds a connection; a store that cannot be reached opens the breaker at once.
     pub fn warm_up(&self) {
         let guard = self.clone();
+        let era = guard.breaker.era.load(Ordering::Acquire);
         tokio::spawn(async move {
-            if let Err(error) = ask_for_life(&guard.store, guard.deadline).await {
-                guard.open(&error);
+            let connected = timeout(guard.deadline, guard.store.connect()).await;
+            if let Err(error) = connected.unwrap_or(Err(StoreError::Timeout)) {
+                guard.open(era, &error, None);
             }
         });
     }
 
-    fn open(&self, error: &StoreError) {
-        if self.breaker.open.swap(true, Ordering::AcqRel) {
-            return;
-        }
-        warn!(%error, "the store fails: limits follow on_store_error until it answers again");
-        let Guard { store, breaker, deadline } = self.clone();
-        tokio::spawn(async move {
-            let mut pause = FIRST_PROBE;
-            loop {
-                // Up to a tenth more, so that gateways that lost the store together do not come back together.
-                sleep(pause + pause.mul_f64((unix_us() % 1000) as f64 / 10_000.0)).await;
-                match ask_for_life(&store, deadline).await {
-                    Ok(()) => break,
-                    Err(_) => pause = (pause * 2).min(SLOWEST_PROBE),
-                }
-            }
-            breaker.failures.store(0, Ordering::Relaxed);
-            breaker.open.store(false, Ordering::Release);
-            info!("the store answers again");
-        });
-    }
-}
-
-async fn ask_for_life(store: &RedisStore, deadline: Duration) -> Result<(), StoreError> {
-    timeout(deadline, store.ping()).await.unwrap_or(Err(StoreError::Timeout))
-}
-
-impl Store for Guard {
-    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.ask(self.deadline, false, operation, charges).await
-    }
-}
-
-impl Guard {
     /// Whether calls fail at once.
     pub fn is_open(&self) -> bool {
-        self.breaker.open.load(Ordering::Acquire)
+        self.breaker.era.load(Ordering::Acquire) % 2 == 1
     }
 
     /// Decides `within` this time; see [`RedisStore::ask`].
@@ -107,7 +127,10 @@ impl Guard {
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
         // On the heap: inside the request's future it would be moved with it, for every request.
-        self.guarded(within, Box::pin(self.store.ask(asking, operation, charges))).await
+        let call = Box::pin(self.store.ask(asking, operation, charges));
+        let result = self.guarded(within, charges, call).await;
+        self.breaker.writes.learn(operation, charges, &result, unix_us);
+        result
     }
 
     /// Which node of the cluster keeps which slot, as this one at `address` knows it.
@@ -115,31 +138,86 @@ impl Guard {
     /// # Errors
     /// See [`StoreError`].
     pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
-        self.guarded(self.deadline, self.store.slots(address)).await
+        self.guarded(self.deadline, &[], self.store.slots(address)).await
     }
 
     async fn guarded<T>(
         &self,
         within: Duration,
+        charges: &[Charge<'_>],
         call: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
-        if self.is_open() {
+        let era = self.breaker.era.load(Ordering::Acquire);
+        if era % 2 == 1 {
             return Err(StoreError::Open);
         }
-        let result = timeout(within, call).await.unwrap_or(Err(StoreError::Timeout));
-        match &result {
-            Err(error @ (StoreError::Unreachable(_) | StoreError::Timeout)) => {
-                if self.breaker.failures.fetch_add(1, Ordering::Relaxed) + 1 >= FAILURES {
-                    self.open(error);
-                }
+        let Some(_place) = Place::take(&self.in_flight) else {
+            if self.breaker.full.unsaid_for(FULL_SAID) {
+                warn!(most = MOST_IN_FLIGHT, "too many calls to the store are under way: more follow on_store_error");
             }
-            // It answered: an error for one key says nothing about the others.
-            Ok(_) | Err(_) => {
-                if self.breaker.failures.load(Ordering::Relaxed) != 0 {
-                    self.breaker.failures.store(0, Ordering::Relaxed);
+            return Err(StoreError::Full);
+        };
+        let result = timeout(within, call).await.unwrap_or(Err(StoreError::Timeout));
+        if self.breaker.era.load(Ordering::Relaxed) == era {
+            match &result {
+                Err(error) if self.is_failure(error) => {
+                    if self.breaker.failures.failed(self.breaker.age()) {
+                        self.open(era, error, charges.first().map(Sample::of));
+                    }
                 }
+                Ok(_) | Err(_) => self.breaker.failures.succeeded(|| self.breaker.age()),
             }
         }
         result
+    }
+
+    /// Whether an error says that the store cannot be used, rather than this call not be made.
+    fn is_failure(&self, error: &StoreError) -> bool {
+        match error {
+            StoreError::Unreachable(_) | StoreError::Timeout | StoreError::Refused(_) | StoreError::Malformed => true,
+            StoreError::Elsewhere(_) => self.node.is_none(),
+            StoreError::Open | StoreError::Full | StoreError::Unwritable(_) | StoreError::Broken(_) => false,
+        }
+    }
+
+    async fn probe(&self, like: Option<&Sample>) -> Result<(), StoreError> {
+        let answer = timeout(self.deadline, self.store.probe(like)).await.unwrap_or(Err(StoreError::Timeout));
+        answer.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
+    }
+
+    /// Opens the breaker, if it has been closed since `era`, until a call `like` the one that failed is answered.
+    fn open(&self, era: u32, error: &StoreError, like: Option<Sample>) {
+        let opened = || self.breaker.era.compare_exchange(era, era + 1, Ordering::AcqRel, Ordering::Relaxed);
+        if era % 2 == 1 || opened().is_err() {
+            return;
+        }
+        let node = || self.node.as_ref().map(display);
+        let advice = error.reply().map(of_call);
+        warn!(%error, advice, node = node(), "the store fails: limits follow on_store_error until it answers again");
+        let Guard { store, breaker, deadline, in_flight, node } = self.clone();
+        // A node that left its cluster is dropped, and never answers again.
+        let store = Arc::downgrade(&store);
+        tokio::spawn(async move {
+            let mut pause = FIRST_PROBE;
+            loop {
+                // Up to a tenth more, so that gateways that lost the store together do not come back together.
+                sleep(pause + pause.mul_f64((unix_us() % 1000) as f64 / 10_000.0)).await;
+                let Some(store) = store.upgrade() else { return };
+                let (breaker, in_flight, node) = (breaker.clone(), in_flight.clone(), node.clone());
+                match (Guard { store, breaker, deadline, in_flight, node }).probe(like.as_ref()).await {
+                    Ok(()) => break,
+                    Err(_) => pause = (pause * 2).min(SLOWEST_PROBE),
+                }
+            }
+            breaker.failures.forget();
+            breaker.era.fetch_add(1, Ordering::Release);
+            info!(node = node.as_ref().map(display), "the store answers again");
+        });
+    }
+}
+
+impl Store for Guard {
+    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        self.ask(self.deadline, false, operation, charges).await
     }
 }

@@ -25,6 +25,8 @@ pub struct Limit {
     pub shadow: bool,
     /// Requests that it would deny may wait for their turn.
     pub wait: Option<Wait>,
+    /// Units that a gateway may take ahead for an identity that is hot.
+    pub advance: u64,
     /// How it is divided when the store is down.
     pub division: Division,
 }
@@ -78,9 +80,19 @@ impl Limit {
     /// Another size of the limit; without a burst of its own it is the quota's count.
     ///
     /// # Errors
-    /// The size cannot be counted exactly, or the algorithm cannot have it.
+    /// The size cannot be counted exactly, the algorithm cannot have it, or it is smaller than what is taken ahead.
     pub fn resized(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<Plan, QuotaError> {
-        Plan::new(hasher, &self.name, quota, self.standard.rule.resized(quota, burst)?, self.division)
+        let plan = Plan::new(hasher, &self.name, quota, self.standard.rule.resized(quota, burst)?, self.division)?;
+        self.has_room(&plan).map(|()| plan)
+    }
+
+    /// Sees that a size of the limit has room for what is taken ahead.
+    ///
+    /// # Errors
+    /// It is smaller.
+    pub fn has_room(&self, plan: &Plan) -> Result<(), QuotaError> {
+        let (lease, capacity) = (self.advance, plan.rule.capacity());
+        if lease > capacity { Err(QuotaError::Lease { lease, capacity }) } else { Ok(()) }
     }
 
     /// All of its sizes, with the tiers that they are for.

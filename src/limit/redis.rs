@@ -1,19 +1,26 @@
 //! Redis: one script call decides a whole request.
 
+pub mod advice;
 pub mod connection;
+pub mod fault;
+pub mod hello;
+pub mod pace;
 pub mod script;
 pub mod server;
 pub mod slots;
 
 use redis::{Cmd, Value};
-use tokio::time::Duration;
+use tokio::time::{Duration, sleep, timeout};
+use uuid::Uuid;
 
-use super::algorithm::{Kind, Outcome, Status};
+use super::algorithm::{Kind, Outcome, Rule, Status};
 use super::clock::Clock;
-use super::store::{Charge, Operation, Store, StoreError, Verdict};
+use super::key::{Bucket, Identity, IdentityHasher, Key};
+use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
 use connection::{Connections, checkout};
+use fault::{Fault, Pauses, is_of_the_connection};
 use script::{Parts, script};
-use server::{Address, Login, Server};
+use server::{Address, Login, NoConnection, Server};
 use slots::Slots;
 
 /// How to use a server.
@@ -43,12 +50,65 @@ pub enum Servers {
     },
 }
 
+impl Servers {
+    /// The servers that decide now, each with an identity that it keeps and nobody has: of a cluster all masters, as one of
+    /// its nodes says.
+    ///
+    /// # Errors
+    /// None of those that are known can be asked.
+    pub async fn all(&self, within: Duration) -> Result<Vec<(Server, Identity)>, NoConnection> {
+        let mut strangers = std::iter::repeat_with(|| Identity(Uuid::new_v4().as_u128()));
+        let (seeds, login) = match self {
+            Servers::One(server) => {
+                return Ok(strangers.next().map(|identity| (server.clone(), identity)).into_iter().collect());
+            }
+            Servers::Cluster { seeds, login } => (seeds, login),
+        };
+        let mut failure = NoConnection::new("a cluster needs a node to begin with");
+        for seed in seeds {
+            let slots = match slots_of(seed, login, within).await {
+                Ok(slots) => slots,
+                Err(error) => {
+                    failure = error;
+                    continue;
+                }
+            };
+            let mut found = Vec::new();
+            for master in slots.masters() {
+                let kept = strangers.find(|identity| slots.owner(slots::slot(*identity)) == Some(master));
+                found.extend(kept.map(|identity| Ok((login.node(master)?, identity))));
+            }
+            return found.into_iter().collect();
+        }
+        Err(failure)
+    }
+}
+
+async fn slots_of(seed: &Address, login: &Login, within: Duration) -> Result<Slots, NoConnection> {
+    let connections = connection::pool(login.node(seed)?, Vec::new(), 1, within);
+    let failed = |error: StoreError| NoConnection::new(&error.to_string());
+    let mut connection = checkout(&connections).await.map_err(failed)?;
+    let asked = timeout(within, connection.send(redis::cmd("CLUSTER").arg("SLOTS"))).await;
+    let reply = asked.map_err(|_| failed(StoreError::Timeout))?;
+    let reply = reply.map_err(|error| NoConnection::new(&advice::of_call(&error)))?;
+    Slots::read(&reply, seed).ok_or_else(|| failed(StoreError::Malformed))
+}
+
 /// The counters of one worker's requests, kept by one server.
 #[derive(Debug)]
 pub struct RedisStore {
     connections: Connections,
     prefix: String,
     clock: Clock,
+    /// How long a call that Redis turns away is made again: not until its deadline, so that the reason is told.
+    patience: Duration,
+}
+
+/// Of a call that failed: what another one needs to fail in the same way.
+#[derive(Debug, Clone)]
+pub struct Sample {
+    identity: Identity,
+    rule: Rule,
 }
 
 impl RedisStore {
@@ -56,16 +116,36 @@ impl RedisStore {
     pub fn new(settings: &RedisSettings, server: Server, clock: Clock) -> Self {
         let RedisSettings { prefix, connections, connect_timeout, scripts } = settings.clone();
         let connections = connection::pool(server, scripts, connections, connect_timeout);
-        RedisStore { connections, prefix, clock }
+        RedisStore { connections, prefix, clock, patience: connect_timeout.mul_f64(0.8) }
     }
 
-    /// Asks for a sign of life.
+    /// Makes a connection, if there is none.
     ///
     /// # Errors
-    /// Redis cannot be reached, or refuses.
-    pub async fn ping(&self) -> Result<(), StoreError> {
-        let mut connection = checkout(&self.connections).await?;
-        connection.send(&redis::cmd("PING")).await.map(drop).map_err(refused_or_unreachable)
+    /// Redis cannot be reached, or wants no scripts of us.
+    pub async fn connect(&self) -> Result<(), StoreError> {
+        checkout(&self.connections).await.map(drop)
+    }
+
+    /// Asks for a sign of life, which needs the rights that calls need: with a call `like` one that failed, or with the
+    /// smallest script. Like calls go to the same slot and write with the same commands, to a state that nobody else uses.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn probe(&self, like: Option<&Sample>) -> Result<(), StoreError> {
+        let Some(Sample { identity, rule }) = like else {
+            let mut connection = checkout(&self.connections).await?;
+            return connection
+                .send(redis::cmd("EVAL").arg("return 1").arg(0))
+                .await
+                .map(drop)
+                .map_err(Fault::store_error);
+        };
+        // No limit can have this name.
+        let bucket = Bucket::new(&IdentityHasher::new(""), "~probe", &rule.shape());
+        let key = Key { identity: *identity, bucket: &bucket };
+        let charge = Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 };
+        self.call(Operation::Check, &[charge]).await.map(drop)
     }
 
     /// Asks this node at `address` which node of its cluster keeps which slot.
@@ -74,7 +154,7 @@ impl RedisStore {
     /// It cannot be reached, or is no node of a cluster.
     pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
         let mut connection = checkout(&self.connections).await?;
-        let reply = connection.send(redis::cmd("CLUSTER").arg("SLOTS")).await.map_err(refused_or_unreachable)?;
+        let reply = connection.send(redis::cmd("CLUSTER").arg("SLOTS")).await.map_err(Fault::store_error)?;
         Slots::read(&reply, address).ok_or(StoreError::Malformed)
     }
 
@@ -107,6 +187,13 @@ impl RedisStore {
     }
 }
 
+impl Sample {
+    /// A sample of this charge.
+    pub fn of(charge: &Charge<'_>) -> Self {
+        Sample { identity: charge.key.identity, rule: charge.rule.clone() }
+    }
+}
+
 impl Store for RedisStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         self.ask(false, operation, charges).await
@@ -125,24 +212,43 @@ impl RedisStore {
         let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);
         let mut near_us = if calendar { self.clock.now_us() } else { 0 };
         let (mut verb, mut text) = ("EVALSHA", &script.sha);
-        // Each of the two errors is answered once, and proves that nothing ran.
-        let (mut sent_text, mut asked_time) = (false, false);
-        let reply = loop {
+        // All errors after which a call is made again prove that nothing ran; what has no reply is not sent again.
+        let (mut sent_text, mut asked_time, mut pauses) = (false, false, None);
+        let error = loop {
             let command = self.command(verb, text, operation, charges, near_us);
             let reply = if asking { connection.send_asking(&command).await } else { connection.send(&command).await };
             let error = match reply {
-                Ok(reply) => break Ok(reply),
+                Ok(reply) => {
+                    let verdict = verdict(&reply, charges.len());
+                    if verdict.is_none() {
+                        // It may be the answer to something else.
+                        connection.retire();
+                    }
+                    return verdict.ok_or(StoreError::Malformed);
+                }
                 Err(error) => error,
             };
+            let misled = is_of_the_connection(&error);
+            if misled {
+                connection.retire();
+            }
             if !sent_text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
                 (sent_text, verb, text) = (true, "EVAL", &script.text);
             } else if let Some(redis_us) = stale(&error).filter(|_| !asked_time) {
                 (asked_time, near_us) = (true, redis_us);
+            } else if Fault::of(&error) == Some(Fault::Passing) {
+                match pauses.get_or_insert_with(|| Pauses::within(self.patience)).next() {
+                    Some(pause) => sleep(pause).await,
+                    None => break error,
+                }
+                if misled {
+                    connection = checkout(&self.connections).await?;
+                }
             } else {
-                break Err(error);
+                break error;
             }
         };
-        verdict(&reply.map_err(refused_or_unreachable)?, charges.len()).ok_or(StoreError::Malformed)
+        Err(Fault::store_error(error))
     }
 }
 
@@ -150,14 +256,6 @@ impl RedisStore {
 fn stale(error: &redis::RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()
-}
-
-fn refused_or_unreachable(error: redis::RedisError) -> StoreError {
-    if error.is_unrecoverable_error() || error.is_io_error() {
-        StoreError::Unreachable(error.to_string())
-    } else {
-        StoreError::Refused(error)
-    }
 }
 
 /// Reads `[granted, now_us, (status, remaining, reset_us, retry_us) × limits]`.

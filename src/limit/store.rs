@@ -121,12 +121,60 @@ pub enum StoreError {
     /// The breaker is open: the store was not asked.
     #[error("the store is failing and is not asked")]
     Open,
-    /// The store answered with an error for this call; others may do.
-    #[error("the store refused the call: {0}")]
+    /// As many calls as may be are under way: the store was not asked.
+    #[error("too many calls to the store are under way")]
+    Full,
+    /// An error that is not about this call: others get the same.
+    #[error("the store refuses calls: {}", reply(_0))]
     Refused(#[source] redis::RedisError),
+    /// Another server of a cluster keeps the state, or will. Nothing ran.
+    #[error("the store is a node of a cluster and keeps only a part: {}", reply(_0))]
+    Elsewhere(#[source] redis::RedisError),
+    /// No room, no disk or no replicas: what would write is refused, and nothing ran. What writes nothing is answered.
+    #[error("the store refuses writes: {}", reply(_0))]
+    Unwritable(#[source] redis::RedisError),
+    /// The script failed on what it found; calls about other states do not.
+    #[error("a state in the store cannot be used: {}", reply(_0))]
+    Broken(#[source] redis::RedisError),
     /// The store answered something that is no verdict.
     #[error("the store's reply is not a verdict")]
     Malformed,
+}
+
+impl StoreError {
+    /// Whether it is certain that the call did not run and will not.
+    pub fn nothing_ran(&self) -> bool {
+        match self {
+            StoreError::Open | StoreError::Full | StoreError::Elsewhere(_) | StoreError::Unwritable(_) => true,
+            StoreError::Unreachable(_)
+            | StoreError::Timeout
+            | StoreError::Refused(_)
+            | StoreError::Broken(_)
+            | StoreError::Malformed => false,
+        }
+    }
+}
+
+impl StoreError {
+    /// The error reply, if there is one.
+    pub fn reply(&self) -> Option<&redis::RedisError> {
+        match self {
+            StoreError::Refused(error)
+            | StoreError::Elsewhere(error)
+            | StoreError::Unwritable(error)
+            | StoreError::Broken(error) => Some(error),
+            StoreError::Unreachable(_)
+            | StoreError::Timeout
+            | StoreError::Open
+            | StoreError::Full
+            | StoreError::Malformed => None,
+        }
+    }
+}
+
+/// An error reply as the server wrote it.
+fn reply(error: &redis::RedisError) -> String {
+    [error.code(), error.detail()].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
 /// Where the counters live.

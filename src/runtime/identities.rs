@@ -64,12 +64,12 @@ fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Sou
     match text.split_once(':') {
         None => match text {
             "api-key" => return Some(Source::ApiKey),
+            "client-cert" => return Some(Source::ClientCert),
             "ip" => return Some(Source::Ip),
             "host" => return Some(Source::Host),
             "method" => return Some(Source::Method),
             "global" => return Some(Source::Global),
             "route" => return Some(Source::Route),
-            "client-cert" => reader.not_yet(span, &format!("by = \"{text}\"")),
             _ => reader.unknown_name(span, "identity", text, ALL.split(' ')),
         },
         Some(("user", name)) => return reader.header_name(span, name).map(Source::User),

@@ -41,6 +41,14 @@ pub(super) fn limits(
             let message = "this limit is by a claim of tokens, but no key is known: every token would be refused";
             reader.issue(Issue::at(place.clone(), message).hint("[jwt] with jwks_file = \"certs/jwks.json\""));
         }
+        let listens =
+            |listener: &config::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
+        if by.sources.contains(&Source::ClientCert) && !config.listener.iter().any(|one| listens(one.get_ref())) {
+            let message = "this limit is by the certificates of clients, but no listener asks for them: no request would have one";
+            reader.issue(
+                Issue::at(place.clone(), message).hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
+            );
+        }
         let user = by.sources.iter().any(|source| matches!(source, Source::User(_)));
         if by.on_missing == OnMissing::Reject && trusted_proxies == 0 && user {
             let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";
@@ -51,6 +59,7 @@ pub(super) fn limits(
         let cost = cost(limit, trusted_proxies, reader);
         let refund_on = refund_on(limit, reader);
         let wait = wait(limit, reader);
+        let advance = reader.number(limit.lease.as_ref(), 0..1 << 32, 0) as u64;
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
         let on_store_error = reader.choice(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let Some((quota, rule)) = rule(limit, &place, lease(config, name, upstreams), reader) else { continue };
@@ -70,8 +79,13 @@ pub(super) fn limits(
             on_store_error,
             shadow: limit.shadow,
             wait,
+            advance,
             division,
         };
+        if let (Err(error), Some(written)) = (compiled.has_room(&compiled.standard), &limit.lease) {
+            reader.issue(Issue::at(written.span(), error.to_string()).hint(hint(&error)));
+            compiled.advance = 0;
+        }
         compiled.tiers = tiers(limit, &compiled, &by, hasher, reader);
         if let (Some(Cost::Fixed(cost)), Some(written)) = (&cost, &limit.cost) {
             too_dear(*cost, &compiled, written.span(), reader);
@@ -182,14 +196,19 @@ fn wait(limit: &config::Limit, reader: &mut Reader<'_>) -> Option<Wait> {
 fn at_odds(limit: &config::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Reader<'_>) {
     let concurrency = matches!(rule, Rule::Concurrency(_));
     let post_paid = cost.is_some_and(Cost::is_post_paid);
+    let single = cost.is_none_or(|cost| *cost == Cost::Fixed(1));
     let cost = limit.cost.as_ref().map(|cost| cost.span());
     let wait = limit.max_wait.as_ref().map(|wait| wait.span());
     let refund = limit.refund_on.first().map(|status| status.span());
+    let lease = limit.lease.as_ref().filter(|lease| *lease.get_ref() > 0).map(|lease| lease.span());
     let pairs = [
         (cost.clone(), concurrency, "a request in flight is one: `cost` does not go with concurrency"),
         (refund, concurrency, "a slot is free again when its request ends: `refund_on` does not go with concurrency"),
         (wait.clone(), concurrency, "nobody knows when a slot comes free: `max_wait` does not go with concurrency"),
         (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
+        (lease.clone(), concurrency, "a slot belongs to one request in flight: `lease` does not go with concurrency"),
+        (lease.clone(), limit.shadow, "a shadow limit is asked about each request: `lease` does not go with it"),
+        (lease, !single, "single units are taken ahead: `lease` goes with a `cost` of 1 only"),
         (
             cost.filter(|_| post_paid),
             matches!(rule, Rule::SlidingLog(_)),

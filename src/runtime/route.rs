@@ -27,6 +27,8 @@ pub struct Route {
     pub target: Target,
     /// What they are limited by.
     pub metering: Metering,
+    /// Bytes that their bodies may have.
+    pub max_body: Option<u64>,
     /// Whether they may switch protocols.
     pub websocket: bool,
     /// What is changed in them for the upstream.

@@ -57,6 +57,7 @@ pub(super) fn routes(
         let pattern = pattern(written, &place, reader);
         let path = pattern.as_ref().map(|pattern| &pattern.path);
         let metering = metering(written, path, limits, config, reader);
+        let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, target.as_ref(), upstreams, reader);
         let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
         let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
@@ -67,6 +68,7 @@ pub(super) fn routes(
             pattern: pattern.path.clone(),
             target,
             metering,
+            max_body,
             websocket,
             request_headers,
             response_headers,
@@ -234,7 +236,14 @@ fn metering(
         let own = match own.clone() {
             None if in_flight => Cost::Fixed(1),
             None => {
-                too_dear(cost, limit, route.cost.as_ref().map_or(text.span(), |cost| cost.span()), reader);
+                let span = route.cost.as_ref().map_or(text.span(), |cost| cost.span());
+                too_dear(cost, limit, span.clone(), reader);
+                if limit.advance > 0 && cost != 1 {
+                    let message = format!(
+                        "single units are taken ahead: the `lease` of `{limit_name}` goes with a `cost` of 1 only"
+                    );
+                    reader.issue(Issue::at(span, message).hint("another limit for this route, or no `lease`"));
+                }
                 Cost::Fixed(cost)
             }
             Some(own) => own.or_else(cost),

@@ -1,22 +1,19 @@
-//! The tables that stand for themselves: server, listeners, log, upstreams.
+//! The tables that stand for themselves: server, log, upstreams.
 
 use std::collections::BTreeMap;
 use std::io::IsTerminal;
-use std::net::SocketAddr;
-use std::sync::Arc;
 
 use http::Uri;
-use rustls::ServerConfig;
 use tokio::time::Duration;
 use toml::Spanned;
 use tracing::Level;
 
+use super::files;
 use super::reader::Reader;
-use super::{Access, Layout, Listener, LogSettings, ServerSettings};
+use super::{Access, Layout, LogSettings, ServerSettings};
 use crate::config;
 use crate::config::error::Issue;
 use crate::observe::log::Format;
-use crate::tls::{Certificate, server_config};
 use crate::upstream::{Protocol, UpstreamSettings};
 
 /// hyper needs room for a head of this size at least.
@@ -36,9 +33,12 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
     ServerSettings {
         workers,
         layout: reader.choice(server.runtime.as_ref(), Layout::PerCore, &layouts),
+        max_connections: reader.number(server.max_connections.as_ref(), 1..1_000_001, connections(workers)) as usize,
+        max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, 0) as usize,
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
         idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),
+        body_idle_timeout: reader.duration(server.body_idle_timeout.as_ref(), Duration::from_secs(30)),
         max_header_size,
         max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
         max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),
@@ -46,58 +46,12 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
     }
 }
 
-pub(super) fn listeners(listeners: &[Spanned<config::Listener>], reader: &mut Reader<'_>) -> Vec<Listener> {
-    if listeners.is_empty() {
-        reader.missing("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
-    }
-    let mut compiled: Vec<Listener> = Vec::new();
-    for listener in listeners {
-        let tls = listener.get_ref().tls.as_ref().and_then(|tls| self::tls(tls, reader));
-        let address = listener.get_ref().address.as_ref();
-        let Some(text) = reader.required(address, &listener.span(), "address", "\"127.0.0.1:8080\"") else { continue };
-        match text.get_ref().parse::<SocketAddr>() {
-            Ok(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
-                reader.issue(Issue::at(text.span(), format!("a second listener on {address}")));
-            }
-            Ok(address) => compiled.push(Listener { address, tls }),
-            Err(_) => {
-                let message = format!("`{}` is not an address with a port", text.get_ref());
-                reader.issue(
-                    Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
-                );
-            }
-        }
-    }
-    compiled
-}
-
-fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<Arc<ServerConfig>> {
-    let example = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
-    let mut certificates = Vec::new();
-    for written in &tls.get_ref().certificates {
-        let config::Certificate { cert, key } = written.get_ref();
-        let (Some(cert), Some(key)) = (cert, key) else {
-            reader.issue(Issue::at(written.span(), "a certificate needs `cert` and `key`").hint(example));
-            continue;
-        };
-        match Certificate::read(&reader.path(cert.get_ref()), &reader.path(key.get_ref())) {
-            Ok(certificate) => certificates.push(certificate),
-            Err(error) => {
-                let issue = Issue::at(written.span(), error.to_string());
-                reader.issue(issue.hint("PEM files; `make certs` makes some for development"));
-            }
-        }
-    }
-    if tls.get_ref().certificates.is_empty() {
-        reader.issue(Issue::at(tls.span(), "TLS needs a certificate").hint(example));
-    }
-    match server_config(certificates) {
-        Ok(config) => Some(config),
-        Err(error) => {
-            reader.issue(Issue::at(tls.span(), error.to_string()));
-            None
-        }
-    }
+/// As many connections as there are file descriptors for: each may need one to its upstream, and the workers need some
+/// for themselves (listeners, the store, their runtime).
+fn connections(workers: usize) -> i64 {
+    let own = 64 + 16 * workers as u64;
+    let connections = files::allowed().saturating_sub(own) / 2;
+    connections.clamp(16, 1_000_000) as i64
 }
 
 pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {

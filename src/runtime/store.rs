@@ -33,15 +33,17 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, memory_identities };
     let url = store.url.as_ref().map_or("memory:", |url| url.get_ref());
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
-    if let Some(tls) = store.tls.as_ref().filter(|_| !scheme.starts_with("rediss")) {
-        reader.issue(Issue::at(
-            tls.span(),
-            "`tls` goes with a store at `rediss://`, `rediss+sentinel://` or `rediss+cluster://`",
-        ));
-    }
+    let tls = store.tls.as_ref().filter(|tls| {
+        let used = scheme.starts_with("rediss");
+        if !used {
+            let issue = Issue::at(tls.span(), "`tls` goes with a store at `rediss://` only");
+            reader.issue(issue.hint("that is, also at `rediss+sentinel://` and `rediss+cluster://`"));
+        }
+        used
+    });
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
-    let certificates = store.tls.as_ref().and_then(|tls| certificates(tls.get_ref(), &tls.span(), reader));
-    match place::read(url, certificates) {
+    let certificates = tls.and_then(|tls| certificates(tls.get_ref(), &tls.span(), reader));
+    match place::read(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
             let mut scripts: Vec<_> = routes.iter().flat_map(scripts).collect();

@@ -6,8 +6,8 @@ use std::net::{IpAddr, SocketAddr, TcpStream};
 use super::PATIENCE;
 
 /// A connection.
-pub struct Client {
-    pub stream: BufReader<TcpStream>,
+pub struct Client<S = TcpStream> {
+    pub stream: BufReader<S>,
 }
 
 /// A response.
@@ -37,7 +37,9 @@ impl Client {
         stream.set_nodelay(true).unwrap();
         Client { stream: BufReader::new(stream) }
     }
+}
 
+impl<S: Read + Write> Client<S> {
     pub fn send(&mut self, bytes: &[u8]) {
         self.stream.get_mut().write_all(bytes).unwrap();
     }

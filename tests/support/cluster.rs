@@ -1,5 +1,7 @@
 //! A real Redis Cluster: masters, their replicas, slots that move, masters that die.
 
+use std::collections::BTreeSet;
+
 use super::eventually;
 use super::redis::{Redis, free_port};
 
@@ -86,7 +88,7 @@ impl Cluster {
 
     /// The nodes that say that they are masters, in the order of the start.
     pub fn masters(&self) -> Vec<&Redis> {
-        self.alive().into_iter().filter(|node| info(node, "replication").contains("role:master")).collect()
+        self.alive().into_iter().filter(|node| node.info("replication").contains("role:master")).collect()
     }
 
     /// How often a command was called, by itself or in a script, at all nodes that are alive.
@@ -147,7 +149,7 @@ impl Cluster {
                 let known = known_nodes(node);
                 let count = |flag: &str| known.iter().filter(|line| has_flag(line, flag)).count();
                 let state: String = cluster("INFO").query(&mut node.connection()).unwrap();
-                let replication = info(node, "replication");
+                let replication = node.info("replication");
                 state.contains("cluster_state:ok")
                     && (count("fail"), count("fail?"), count("slave")) == (killed, 0, replicas)
                     && (replication.contains("role:master") || replication.contains("master_link_status:up"))
@@ -186,9 +188,11 @@ impl Migration<'_> {
         for node in [self.to, self.from].into_iter().chain(others) {
             cluster("SETSLOT").arg(self.slot).arg("NODE").arg(&owner).exec(&mut node.connection()).unwrap();
         }
-        // What the old owner told others before may still be on its way.
-        eventually("all agree on the owner", || {
-            self.cluster.masters().iter().all(|node| serves(node, self.slot) == (node.port == self.to.port))
+        // A node that takes a slot over before it knows the epoch of the last owner may take the same one, and lose it again.
+        eventually("all know the owner and its epoch", || {
+            let nodes = self.cluster.masters();
+            let epochs = nodes.iter().map(|node| epoch(node, &owner)).collect::<BTreeSet<_>>();
+            epochs.len() == 1 && nodes.iter().all(|node| serves(node, self.slot) == (node.port == self.to.port))
         });
     }
 }
@@ -213,6 +217,12 @@ fn serves(node: &Redis, slot: u16) -> bool {
     })
 }
 
+/// The epoch in which a node got its slots, as another one knows it.
+fn epoch(node: &Redis, id: &str) -> String {
+    let known = known_nodes(node);
+    known.iter().find(|line| line.starts_with(id)).unwrap().split(' ').nth(6).unwrap().to_owned()
+}
+
 fn known_nodes(node: &Redis) -> Vec<String> {
     let text: String = cluster("NODES").query(&mut node.connection()).unwrap();
     text.lines().map(str::to_owned).collect()
@@ -221,8 +231,4 @@ fn known_nodes(node: &Redis) -> Vec<String> {
 /// Whether a line of CLUSTER NODES has this among its flags.
 fn has_flag(line: &str, flag: &str) -> bool {
     line.split(' ').nth(2).unwrap().split(',').any(|own| own == flag)
-}
-
-fn info(node: &Redis, section: &str) -> String {
-    redis::cmd("INFO").arg(section).query(&mut node.connection()).unwrap()
 }

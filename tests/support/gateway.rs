@@ -33,6 +33,14 @@ impl Gateway {
 
     /// The same, with more files beside the configuration.
     pub fn start_with(config: &str, files: &[(&str, &str)]) -> Gateway {
+        Gateway::launch(config, files, |path| {
+            let mut command = binary();
+            command.arg("--config").arg(path);
+            command
+        })
+    }
+
+    fn launch(config: &str, files: &[(&str, &str)], command: impl Fn(&Path) -> Command) -> Gateway {
         let directory = tempfile::tempdir().unwrap();
         for (name, text) in files {
             std::fs::write(directory.path().join(name), text).unwrap();
@@ -46,7 +54,20 @@ impl Gateway {
         }
         let path = directory.path().join("gateway.toml");
         std::fs::write(&path, full).unwrap();
-        Gateway::spawn(binary().arg("--config").arg(&path), directory)
+        Gateway::spawn(command(&path).stdin(Stdio::null()), directory)
+    }
+
+    /// The same, with a command of one's own that runs it.
+    pub fn start_by(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
+        Gateway::launch(config, &[], command)
+    }
+
+    /// CPU time used so far, ms.
+    pub fn cpu_ms(&self) -> u64 {
+        let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();
+        // After the name, which stands in parentheses; user and system time are the 14th and 15th field, in 1/100 s.
+        let fields: Vec<_> = stat.rsplit_once(") ").unwrap().1.split(' ').collect();
+        (fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()) * 10
     }
 
     /// Starts a file as it is.
@@ -77,6 +98,13 @@ impl Gateway {
             std::thread::yield_now();
         };
         Gateway { address, child, log, directory }
+    }
+
+    /// All its addresses, in the order of its listeners.
+    pub fn addresses(&self) -> Vec<SocketAddr> {
+        let log = self.log();
+        let list = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
+        list.split(", ").map(|url| url.split_once("://").unwrap().1.parse().unwrap()).collect()
     }
 
     /// Where its configuration lies.

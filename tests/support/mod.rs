@@ -2,18 +2,24 @@
 #![allow(dead_code, unreachable_pub)] // each test file uses its part
 #![allow(clippy::disallowed_methods)] // waits have a clock of their own
 
+pub mod certificates;
 pub mod client;
 pub mod cluster;
+pub mod frames;
 pub mod gateway;
+pub mod http2;
 pub mod pictures;
 pub mod random;
 pub mod redis;
+pub mod relay;
+pub mod resp;
 pub mod sentinel;
 pub mod stores;
 pub mod tokens;
 pub mod upstream;
 
 use std::process::{Child, Command};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Long enough for a busy machine; every wait ends as soon as what it waits for is there.
@@ -25,6 +31,15 @@ pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     while !done() {
         assert!(started.elapsed() < PATIENCE, "gave up waiting: {what}");
         std::thread::yield_now();
+    }
+}
+
+/// Raises a flag when it is dropped, by a panic as well: threads that go on until then let the test end.
+pub struct Raise<'a>(pub &'a AtomicBool);
+
+impl Drop for Raise<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
     }
 }
 

@@ -20,9 +20,8 @@ pub fn operations() -> usize {
     std::env::var("OPERATIONS").map_or(50_000, |text| text.parse().expect("OPERATIONS is a number"))
 }
 
-/// Holds a property against random cases, of about `each` operations, until so many operations were made. The test says
-/// how many it made of a case. `SEED=…` repeats a run.
-pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: impl FnMut(S::Value) -> usize) {
+/// What a run begins with, told so that it can be repeated: `SEED=…`.
+pub fn seed() -> [u8; 32] {
     let seed: [u8; 32] = match std::env::var("SEED") {
         Ok(text) => std::array::from_fn(|index| u8::from_str_radix(&text[2 * index..2 * index + 2], 16).unwrap()),
         Err(_) => {
@@ -32,10 +31,16 @@ pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: imp
         }
     };
     println!("SEED={}", seed.map(|byte| format!("{byte:02x}")).concat());
+    seed
+}
+
+/// Holds a property against random cases, of about `each` operations, until so many operations were made. The test says
+/// how many it made of a case. `SEED=…` repeats a run.
+pub fn property<S: Strategy>(operations: usize, each: usize, input: S, test: impl FnMut(S::Value) -> usize) {
     // More than enough: what is left over is not played.
     let cases = 10 + 2 * operations / each;
     let config = Config { cases: cases as u32, failure_persistence: None, max_shrink_iters: 5000, ..Config::default() };
-    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed));
+    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed()));
     let test = RefCell::new(test);
     // After a failure the test is called to find a smaller one, and never returns to `idle`.
     let (idle, done) = (Cell::new(true), Cell::new(0));

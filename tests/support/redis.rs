@@ -12,10 +12,14 @@ pub struct Redis {
 
 impl Redis {
     pub fn start() -> Redis {
+        Redis::start_as(&[])
+    }
+
+    /// Starts a server with these arguments on a free port.
+    pub fn start_as(arguments: &[&str]) -> Redis {
+        let on = |port: u16| Redis::start_with(port, &[arguments, &["--port", &port.to_string()]].concat());
         // Another process may take the port between the look and the start: then another port is as good.
-        (0..10)
-            .find_map(|_| Redis::start_on(free_port()))
-            .expect("redis-server does not start; `make tools` installs it")
+        (0..10).find_map(|_| on(free_port())).expect("redis-server does not start; `make tools` installs it")
     }
 
     /// Starts a server on this port; none if it cannot listen there.
@@ -71,6 +75,21 @@ impl Redis {
         self.figure("commandstats", &format!("cmdstat_{command}:calls="))
     }
 
+    /// How often a command was not even begun, since the user has no right to it.
+    pub fn rejections(&self, command: &str) -> u64 {
+        let info = self.info("commandstats");
+        let line = info.lines().find(|line| line.starts_with(&format!("cmdstat_{command}:")));
+        let figure = line.and_then(|line| line.split("rejected_calls=").nth(1)?.split(',').next());
+        figure.map_or(0, |figure| figure.parse().unwrap())
+    }
+
+    /// How many keys there are, and how many of them expire.
+    pub fn keyspace(&self) -> (u64, u64) {
+        let info = self.info("keyspace");
+        let figure = |name: &str| info.split(name).nth(1).unwrap().split(',').next().unwrap().trim().parse().unwrap();
+        (figure("keys="), figure("expires="))
+    }
+
     /// How many keys have expired.
     pub fn expired(&self) -> u64 {
         self.figure("stats", "expired_keys:")
@@ -81,8 +100,14 @@ impl Redis {
         self.figure("errorstats", &format!("errorstat_{code}:count="))
     }
 
-    fn figure(&self, section: &str, name: &str) -> u64 {
-        let info: String = redis::cmd("INFO").arg(section).query(&mut self.connection()).unwrap();
+    /// A section of INFO.
+    pub fn info(&self, section: &str) -> String {
+        redis::cmd("INFO").arg(section).query(&mut self.connection()).unwrap()
+    }
+
+    /// A figure of INFO, or the first of a list of them.
+    pub fn figure(&self, section: &str, name: &str) -> u64 {
+        let info = self.info(section);
         let figure = info.lines().find_map(|line| line.strip_prefix(name));
         figure.map_or(0, |figure| figure.split(',').next().unwrap().parse().unwrap())
     }

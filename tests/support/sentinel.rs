@@ -1,9 +1,10 @@
 //! A master, two replicas and three Sentinels that watch them.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 
 use super::eventually;
-use super::redis::{Redis, free_port};
+use super::redis::Redis;
 
 /// What the Sentinels call the master.
 pub const NAME: &str = "mymaster";
@@ -21,20 +22,8 @@ impl Sentinels {
     pub fn start() -> Sentinels {
         let directory = tempfile::tempdir().unwrap();
         let master = Redis::start();
-        let replica = || {
-            let path = tempfile::tempdir_in(&directory).unwrap().keep();
-            let master = format!("127.0.0.1 {}", master.port);
-            let arguments = ["--replicaof", &master, "--dir", path.to_str().unwrap()];
-            start(&arguments)
-        };
-        redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
+        let replica = || replica_of(&master, &tempfile::tempdir_in(&directory).unwrap().keep());
         let replicas = [replica(), replica()];
-        eventually("the replicas are in sync", || {
-            replicas.iter().all(|replica| {
-                let info: String = redis::cmd("INFO").arg("replication").query(&mut replica.connection()).unwrap();
-                info.contains("master_link_status:up")
-            })
-        });
         let sentinel = || {
             let file = tempfile::NamedTempFile::new_in(&directory).unwrap().into_temp_path().keep().unwrap();
             let text = format!(
@@ -44,7 +33,7 @@ impl Sentinels {
             );
             std::fs::write(&file, text).unwrap();
             // Sentinels write to their file: each has its own.
-            start(&[file.to_str().unwrap(), "--sentinel"])
+            Redis::start_as(&[file.to_str().unwrap(), "--sentinel"])
         };
         let sentinels = vec![sentinel(), sentinel(), sentinel()];
         let nodes = [master].into_iter().chain(replicas).collect();
@@ -97,7 +86,7 @@ impl Sentinels {
             let ports: Vec<_> = self.sentinels.iter().map(master_port).collect();
             ports[0] != old && ports.iter().all(|port| *port == ports[0])
         });
-        let info: String = redis::cmd("INFO").arg("replication").query(&mut self.master().connection()).unwrap();
+        let info = self.master().info("replication");
         assert!(info.contains("role:master"), "{info}");
         self.master_port()
     }
@@ -120,10 +109,13 @@ impl Sentinels {
     }
 }
 
-/// Starts a server with these arguments on a free port.
-fn start(arguments: &[&str]) -> Redis {
-    let on = |port: u16| Redis::start_with(port, &[arguments, &["--port", &port.to_string()]].concat());
-    (0..10).find_map(|_| on(free_port())).expect("redis-server does not start; `make tools` installs it")
+/// Starts a replica and waits until it is in sync; it keeps its files in this folder.
+pub fn replica_of(master: &Redis, folder: &Path) -> Redis {
+    redis::cmd("CONFIG").arg("SET").arg("repl-diskless-sync-delay").arg(0).exec(&mut master.connection()).unwrap();
+    let master = format!("127.0.0.1 {}", master.port);
+    let replica = Redis::start_as(&["--replicaof", &master, "--dir", folder.to_str().unwrap()]);
+    eventually("the replica is in sync", || replica.info("replication").contains("master_link_status:up"));
+    replica
 }
 
 /// A command about the master.

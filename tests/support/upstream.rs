@@ -26,7 +26,10 @@ impl Seen {
 /// An upstream; its threads end with the test's process.
 pub struct Upstream {
     pub address: SocketAddr,
+    /// Whole requests.
     pub seen: Arc<Mutex<Vec<Seen>>>,
+    /// All heads, whether or not a body came.
+    pub heads: Arc<Mutex<Vec<String>>>,
 }
 
 impl Upstream {
@@ -38,16 +41,19 @@ impl Upstream {
     /// Answers with raw bytes.
     pub fn answering(answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
         let seen = Arc::<Mutex<Vec<Seen>>>::default();
-        let record = seen.clone();
+        let heads = Arc::<Mutex<Vec<String>>>::default();
+        let (record, begun) = (seen.clone(), heads.clone());
         let address = serve(move |mut stream| {
-            while let Some(request) = read_request(&mut stream) {
+            while let Some(head) = read_head(&mut stream) {
+                begun.lock().unwrap().push(head.clone());
+                let Some(request) = read_body(&mut stream, head) else { return };
                 record.lock().unwrap().push(request.clone());
                 if stream.write_all(&answer(&request)).is_err() {
                     return;
                 }
             }
         });
-        Upstream { address, seen }
+        Upstream { address, seen, heads }
     }
 
     pub fn url(&self) -> String {
@@ -93,7 +99,12 @@ pub fn read_head(stream: &mut TcpStream) -> Option<String> {
 
 /// Reads a request; none if the connection is closed before it ends.
 pub fn read_request(stream: &mut TcpStream) -> Option<Seen> {
-    let mut seen = Seen { head: read_head(stream)?, body: Vec::new() };
+    let head = read_head(stream)?;
+    read_body(stream, head)
+}
+
+fn read_body(stream: &mut TcpStream, head: String) -> Option<Seen> {
+    let mut seen = Seen { head, body: Vec::new() };
     if let [length] = seen.headers("content-length")[..] {
         seen.body = vec![0; length.parse().unwrap()];
         stream.read_exact(&mut seen.body).ok()?;

@@ -123,8 +123,8 @@ fn merge(answers: Vec<Answer<'_>>, granted: u64, places: usize) -> Result<Verdic
     let mut merged = Verdict { granted, now_us: 0, outcomes: vec![untouched; places], instants: vec![0; places] };
     for (group, answer) in answers {
         let verdict = answer.map_err(|error| match error {
-            // Others were asked.
-            StoreError::Open => StoreError::Unreachable("a node of the cluster fails and is not asked".to_owned()),
+            // Here it did not run, but the others were asked.
+            error if error.nothing_ran() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);

@@ -1,15 +1,19 @@
 //! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Cmd, Pipeline, RedisError, RedisResult, Value};
-use tokio::time::Duration;
+use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, RedisResult, Value};
+use tokio::sync::Notify;
+use tokio::time::{Duration, timeout};
 
+use super::pace::Pace;
 use super::script::{Parts, script};
-use super::server::Server;
+use super::server::{NoConnection, Server};
+use super::{advice, hello};
+use crate::limit::clock::monotonic;
 use crate::limit::store::StoreError;
 
 /// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
@@ -24,39 +28,58 @@ pub struct Manager {
     server: Server,
     scripts: Vec<Parts>,
     connect_timeout: Duration,
+    pace: Arc<Pace>,
 }
 
 /// A connection that many calls use at once.
 #[derive(Debug, Clone)]
 pub struct Connection {
     pipe: MultiplexedConnection,
-    unanswered: Arc<AtomicU32>,
+    health: Arc<Health>,
+}
+
+/// What is known of a connection.
+#[derive(Debug)]
+struct Health {
+    unanswered: AtomicU32,
+    /// Whether it works, but no longer leads to where it should.
+    retired: AtomicBool,
+    pace: Arc<Pace>,
 }
 
 /// The connections of one worker.
 #[derive(Debug)]
 pub struct Connections {
     pool: Pool<Manager>,
-    /// Why the last attempt to connect failed: the pool itself only says that nothing came in time.
     failure: LastFailure,
+    /// What to say when not even a failure came in time.
+    silence: NoConnection,
 }
 
+/// Why the last attempt to connect failed. The pool itself lets those who wait for it wait on.
 #[derive(Debug, Clone, Default)]
-struct LastFailure(Arc<Mutex<Option<String>>>);
+struct LastFailure(Arc<(Mutex<Option<NoConnection>>, Notify)>);
 
-impl ErrorSink<RedisError> for LastFailure {
-    fn sink(&self, error: RedisError) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+impl LastFailure {
+    fn take(&self) -> Option<NoConnection> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl ErrorSink<NoConnection> for LastFailure {
+    fn sink(&self, error: NoConnection) {
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        self.0.1.notify_waiters();
     }
 
-    fn boxed_clone(&self) -> Box<dyn ErrorSink<RedisError>> {
+    fn boxed_clone(&self) -> Box<dyn ErrorSink<NoConnection>> {
         Box::new(self.clone())
     }
 }
 
 /// A pool that connects when it is first used.
 pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
-    let failure = LastFailure::default();
+    let (failure, silence) = (LastFailure::default(), server.silence());
     let pool = Pool::builder()
         .max_size(size)
         .test_on_check_out(false)
@@ -66,19 +89,25 @@ pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { server, scripts, connect_timeout });
-    Connections { pool, failure }
+        .build_unchecked(Manager { server, scripts, connect_timeout, pace: Arc::default() });
+    Connections { pool, failure, silence }
 }
 
 /// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
 pub async fn checkout(connections: &Connections) -> Result<Connection, StoreError> {
     loop {
-        let pooled = connections.pool.get().await.map_err(|error| match error {
-            RunError::User(error) => StoreError::Unreachable(error.to_string()),
-            RunError::TimedOut => {
-                let failure = connections.failure.0.lock().unwrap_or_else(PoisonError::into_inner).take();
-                StoreError::Unreachable(failure.unwrap_or_else(|| "connecting took too long".to_owned()))
-            }
+        let failed = connections.failure.0.1.notified();
+        let pooled = tokio::select! {
+            biased;
+            pooled = connections.pool.get() => pooled,
+            () = failed => Err(RunError::TimedOut),
+        };
+        let pooled = pooled.map_err(|error| {
+            let failure = match error {
+                RunError::User(error) => Some(error),
+                RunError::TimedOut => connections.failure.take(),
+            };
+            StoreError::Unreachable(failure.unwrap_or_else(|| connections.silence.clone()).to_string())
         })?;
         // A broken one is thrown away by the pool when it comes back.
         if !pooled.is_broken() {
@@ -87,28 +116,53 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
     }
 }
 
-impl ManageConnection for Manager {
-    type Connection = Connection;
-    type Error = RedisError;
+/// Connects once, outside of any pool, and asks for a sign of life.
+///
+/// # Errors
+/// In words, why a pool would have no connections.
+pub async fn attempt(server: Server, scripts: Vec<Parts>, connect_timeout: Duration) -> Result<(), NoConnection> {
+    let manager = Manager { server, scripts, connect_timeout, pace: Arc::default() };
+    manager.is_valid(&mut manager.connect().await?).await
+}
 
-    async fn connect(&self) -> Result<Connection, RedisError> {
+impl Manager {
+    async fn open(&self) -> Result<Connection, NoConnection> {
+        let client = self.server.client(self.connect_timeout).await?;
+        let address = client.get_connection_info().addr();
+        self.open_at(&client).await.map_err(|error| NoConnection::new(&advice::of_connecting(&error, address)))
+    }
+
+    async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
         // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
             .set_pipeline_buffer_size(PIPELINE);
-        let client = self.server.client(self.connect_timeout).await?;
         let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
+        hello::expect(&mut pipe, self.server.mode(), client.get_connection_info().addr()).await?;
         for parts in &self.scripts {
             let mut load = redis::cmd("SCRIPT");
             load.arg("LOAD").arg(&script(*parts).text);
             pipe.send_packed_command(&load).await?.extract_error()?;
         }
-        Ok(Connection { pipe, unanswered: Arc::default() })
+        let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };
+        Ok(Connection { pipe, health: Arc::new(health) })
+    }
+}
+
+impl ManageConnection for Manager {
+    type Connection = Connection;
+    type Error = NoConnection;
+
+    async fn connect(&self) -> Result<Connection, NoConnection> {
+        // A server that hangs half-way must not keep the pool's place for good.
+        let attempt = timeout(self.connect_timeout, self.open());
+        self.pace.connect(async { attempt.await.map_err(|_| self.server.silence())? }).await
     }
 
-    async fn is_valid(&self, connection: &mut Connection) -> Result<(), RedisError> {
-        connection.send(&redis::cmd("PING")).await.map(drop)
+    async fn is_valid(&self, connection: &mut Connection) -> Result<(), NoConnection> {
+        let answer = connection.send(&redis::cmd("PING")).await;
+        answer.map(drop).map_err(|error| NoConnection::new(&advice::of_call(&error)))
     }
 
     fn has_broken(&self, connection: &mut Connection) -> bool {
@@ -127,13 +181,20 @@ impl Drop for Unanswered<'_> {
 
 impl Connection {
     fn is_broken(&self) -> bool {
-        self.unanswered.load(Ordering::Relaxed) >= UNANSWERED
+        self.health.unanswered.load(Ordering::Relaxed) >= UNANSWERED || self.health.retired.load(Ordering::Relaxed)
+    }
+
+    /// Lets the pool make another in its place, if it is not the second one within a moment.
+    pub fn retire(&self) {
+        if self.health.pace.may_retire(monotonic()) {
+            self.health.retired.store(true, Ordering::Relaxed);
+        }
     }
 
     /// Sends one command and waits for its reply; an error reply is an error.
     pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
         let pipe = &mut self.pipe;
-        answered(&self.unanswered, pipe.send_packed_command(command)).await?.extract_error()
+        answered(&self.health.unanswered, pipe.send_packed_command(command)).await?.extract_error()
     }
 
     /// The same with ASKING before it, which lets a node answer for a slot that it is just taking over.
@@ -141,7 +202,7 @@ impl Connection {
         let mut both = Pipeline::with_capacity(2);
         both.cmd("ASKING").add_command(command.clone());
         let pipe = &mut self.pipe;
-        let mut replies = answered(&self.unanswered, pipe.send_packed_commands(&both, 1, 1)).await?;
+        let mut replies = answered(&self.health.unanswered, pipe.send_packed_commands(&both, 1, 1)).await?;
         replies.pop().unwrap_or(Value::Nil).extract_error()
     }
 }

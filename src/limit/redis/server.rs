@@ -4,8 +4,11 @@ use std::fmt;
 use std::sync::Arc;
 
 use futures_util::future::select_ok;
-use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, ErrorKind, RedisError, RedisResult};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisResult};
 use tokio::time::Duration;
+
+use super::advice::{of_connecting, of_silence};
+use super::hello::{self, Mode};
 
 /// A host and a port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -35,6 +38,18 @@ impl fmt::Display for Address {
     }
 }
 
+/// Why there is no connection, in a sentence that says what to do.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+pub struct NoConnection(Arc<str>);
+
+impl NoConnection {
+    /// For this reason.
+    pub fn new(reason: &str) -> Self {
+        NoConnection(reason.into())
+    }
+}
+
 /// How to log on at any address: credentials, database, TLS.
 #[derive(Debug, Clone)]
 pub struct Login(ConnectionInfo);
@@ -59,6 +74,14 @@ impl Login {
         };
         Client::open(self.0.clone().set_addr(address))
     }
+
+    /// A node of a cluster.
+    ///
+    /// # Errors
+    /// The certificates cannot be used.
+    pub fn node(&self, address: &Address) -> Result<Server, NoConnection> {
+        self.at(address).map(Server::Node).map_err(|error| NoConnection::new(&error.to_string()))
+    }
 }
 
 /// Where connections go.
@@ -73,15 +96,33 @@ pub enum Server {
 }
 
 impl Server {
+    /// What it has to be.
+    pub fn mode(&self) -> Mode {
+        match self {
+            Server::Fixed(_) | Server::Master(_) => Mode::Standalone,
+            Server::Node(_) => Mode::Cluster,
+        }
+    }
+
     /// The one to connect to now.
     ///
     /// # Errors
     /// No Sentinel can be asked, or none knows the master.
-    pub async fn client(&self, within: Duration) -> RedisResult<Client> {
+    pub async fn client(&self, within: Duration) -> Result<Client, NoConnection> {
         match self {
             Server::Fixed(client) | Server::Node(client) => Ok(client.clone()),
             Server::Master(sentinels) => sentinels.master(within).await,
         }
+    }
+
+    /// Why there is no connection when nobody said so in time.
+    pub fn silence(&self) -> NoConnection {
+        NoConnection::new(&match self {
+            Server::Fixed(client) | Server::Node(client) => of_silence(client.get_connection_info().addr()),
+            Server::Master(sentinels) => {
+                format!("neither a Sentinel nor the master `{}` answers in time; are they stopped?", sentinels.name)
+            }
+        })
     }
 }
 
@@ -99,25 +140,32 @@ pub struct Sentinels {
 impl Sentinels {
     /// Asks all of them at the same time; the first that knows the master is believed. One that is behind names a server
     /// that is a replica by now, which whoever connects finds out.
-    async fn master(&self, within: Duration) -> RedisResult<Client> {
-        let answers = self.sentinels.iter().map(|sentinel| Box::pin(self.ask(sentinel, within)));
-        let (address, _) = select_ok(answers).await?;
-        self.login.at(&address)
+    async fn master(&self, within: Duration) -> Result<Client, NoConnection> {
+        let answers = self.sentinels.iter().map(|sentinel| {
+            Box::pin(async move {
+                let answer = self.ask(sentinel, within).await;
+                let address = sentinel.get_connection_info().addr();
+                answer.map_err(|error| NoConnection::new(&of_connecting(&error, address)))
+            })
+        });
+        match select_ok(answers).await {
+            Ok((Some(master), _)) => self.login.at(&master).map_err(|error| NoConnection::new(&error.to_string())),
+            Ok((None, _)) => Err(NoConnection::new(&format!(
+                "the Sentinels know no master `{}`; the name after the `/` of store.url is that of `sentinel monitor`",
+                self.name
+            ))),
+            Err(error) => Err(error),
+        }
     }
 
-    async fn ask(&self, sentinel: &Client, within: Duration) -> RedisResult<Address> {
+    async fn ask(&self, sentinel: &Client, within: Duration) -> RedisResult<Option<Address>> {
         let config =
             AsyncConnectionConfig::new().set_connection_timeout(Some(within)).set_response_timeout(Some(within));
         let mut connection = sentinel.get_multiplexed_async_connection_with_config(&config).await?;
+        hello::expect(&mut connection, Mode::Sentinel, sentinel.get_connection_info().addr()).await?;
         let mut question = redis::cmd("SENTINEL");
         question.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.name);
         let master: Option<(String, u16)> = question.query_async(&mut connection).await?;
-        let (host, port) = master.ok_or_else(|| self.unknown())?;
-        Ok(Address { host: host.into(), port })
-    }
-
-    fn unknown(&self) -> RedisError {
-        let detail = format!("`{}`; the name after the `/` of store.url is that of `sentinel monitor`", self.name);
-        (ErrorKind::MasterNameNotFoundBySentinel, "the Sentinels know no master of this name", detail).into()
+        Ok(master.map(|(host, port)| Address { host: host.into(), port }))
     }
 }

@@ -9,8 +9,8 @@ use redis::{
     Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, RedisError, TlsCertificates,
 };
 
-use crate::limit::redis::Servers;
 use crate::limit::redis::server::{Address, Login, Sentinels, Server};
+use crate::limit::redis::{Servers, advice};
 
 const FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
                      \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
@@ -27,7 +27,7 @@ pub(super) struct Wrong {
 }
 
 /// The name for the log, and where connections go.
-pub(super) fn read(url: &str, certificates: Option<TlsCertificates>) -> Result<(String, Servers), Wrong> {
+pub(super) fn read(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), Wrong> {
     let (scheme, rest) = url.split_once(':').unwrap_or(("", url));
     let hint = match scheme {
         "redis" | "rediss" | "redis+unix" => ONE,
@@ -39,7 +39,7 @@ pub(super) fn read(url: &str, certificates: Option<TlsCertificates>) -> Result<(
     let found = match kind {
         "sentinel" => sentinels(tls, rest, certificates),
         "cluster" => cluster(tls, rest, certificates),
-        _ => client(url, certificates).map_err(unusable).map(|client| {
+        _ => client(url, certificates).map_err(|error| unusable(&error)).map(|client| {
             let address = client.get_connection_info().addr();
             (format!("redis at {address}"), Servers::One(Server::Fixed(client)))
         }),
@@ -47,15 +47,15 @@ pub(super) fn read(url: &str, certificates: Option<TlsCertificates>) -> Result<(
     found.map_err(|what| Wrong { what, hint })
 }
 
-fn unusable(error: RedisError) -> String {
-    format!("this Redis cannot be used: {error}")
+fn unusable(error: &RedisError) -> String {
+    format!("this Redis cannot be used: {}", advice::of_url(error))
 }
 
-fn client(from: impl IntoConnectionInfo, certificates: Option<TlsCertificates>) -> Result<Client, RedisError> {
+fn client(from: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
     // Calls must not wait for the replies to those before.
     let info = from.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
     match certificates {
-        Some(certificates) => Client::build_with_tls(info, certificates),
+        Some(certificates) => Client::build_with_tls(info, certificates.clone()),
         None => Client::open(info),
     }
 }
@@ -90,7 +90,7 @@ fn parts(rest: &str) -> Result<Parts<'_>, String> {
 fn info(tls: &str, user: &str, host: &str, port: u16, database: &str) -> Result<ConnectionInfo, String> {
     let with_port = host.rsplit(']').next().unwrap_or(host).contains(':');
     let port = if with_port { String::new() } else { format!(":{port}") };
-    format!("{tls}://{user}{host}{port}/{database}").into_connection_info().map_err(unusable)
+    format!("{tls}://{user}{host}{port}/{database}").into_connection_info().map_err(|error| unusable(&error))
 }
 
 fn address(client: &Client) -> Option<Address> {
@@ -102,7 +102,7 @@ fn address(client: &Client) -> Option<Address> {
     }
 }
 
-fn sentinels(tls: &str, rest: &str, certificates: Option<TlsCertificates>) -> Result<(String, Servers), String> {
+fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
     let Parts { user, hosts, path, query } = parts(rest)?;
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
@@ -118,25 +118,26 @@ fn sentinels(tls: &str, rest: &str, certificates: Option<TlsCertificates>) -> Re
     }
     let sentinels = hosts.iter().map(|host| {
         let info = info(tls, "", host, 26_379, "")?.set_redis_settings(own.clone());
-        client(info, certificates.clone()).map_err(unusable)
+        client(info, certificates).map_err(|error| unusable(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
     // The address is the Sentinels' to say; the rest is as if the first host were the master.
-    let template = client(info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(unusable)?;
+    let template =
+        client(info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(|error| unusable(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();
     let log_name = format!("redis master {name} by Sentinels at {}", hosts.join(", "));
     let sentinels = Sentinels { sentinels, name, login: Login::of(&template) };
     Ok((log_name, Servers::One(Server::Master(Arc::new(sentinels)))))
 }
 
-fn cluster(tls: &str, rest: &str, certificates: Option<TlsCertificates>) -> Result<(String, Servers), String> {
+fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
     let Parts { user, hosts, path, query } = parts(rest)?;
     if !matches!(path, "" | "0") || !query.is_empty() {
         return Err("the URL of a cluster ends behind its hosts".to_owned());
     }
     let clients = hosts.iter().map(|host| {
         let info = info(tls, user, host, 6379, "0")?;
-        client(info, certificates.clone()).map_err(unusable)
+        client(info, certificates).map_err(|error| unusable(&error))
     });
     let clients: Vec<_> = clients.collect::<Result<_, String>>()?;
     let seeds: Vec<_> = clients.iter().filter_map(address).collect();

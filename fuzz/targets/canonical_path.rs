@@ -1,0 +1,45 @@
+//! The canonical form of a path: one for all spellings, without what upstreams read in different ways.
+
+use http::uri::PathAndQuery;
+use http::{HeaderMap, Method};
+use sluicegate::http::path::canonical;
+use sluicegate::route::{PathPattern, Pattern, RouteTable};
+
+const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1/{*rest}", "/a/b/"];
+
+pub(crate) fn run(data: &[u8]) {
+    let Ok(path) = std::str::from_utf8(data) else { return };
+    let Ok(once) = canonical(path) else { return };
+    assert_eq!(canonical(&once).as_deref(), Ok(&*once), "the canonical form of {path:?} is its own");
+    let segments: Vec<_> = once.strip_prefix('/').expect("a path starts with a slash").split('/').collect();
+    let (_, inner) = segments.split_last().expect("there is one at least");
+    assert!(inner.iter().all(|segment| !segment.is_empty()), "{once:?} of {path:?} has `//`");
+    assert!(segments.iter().all(|segment| !matches!(*segment, "." | "..")), "{once:?} of {path:?} has dot segments");
+    assert!(once.bytes().all(|byte| byte.is_ascii_graphic() && !b"\\?#".contains(&byte)), "{once:?} of {path:?}");
+    let upper = once.to_ascii_uppercase();
+    for dangerous in ["%2F", "%5C", "%00", "%0A", "%0D", "%7F", "%2E", "%41"] {
+        assert!(!upper.contains(dangerous), "{once:?} of {path:?} has {dangerous}");
+    }
+    for (at, _) in once.match_indices('%') {
+        let digits = once.as_bytes().get(at + 1..at + 3).expect("two digits");
+        assert!(digits.iter().all(|digit| matches!(digit, b'0'..=b'9' | b'A'..=b'F')), "{once:?} of {path:?}");
+    }
+    // What is forwarded is what was matched.
+    if once.len() <= 65_534 {
+        let target = PathAndQuery::try_from(&*once).expect("a canonical path is a target");
+        assert_eq!(target.path(), once);
+    }
+    // A canonical request and one that was spelled otherwise take the same route, with the same parameters.
+    let mut table = RouteTable::default();
+    for (index, text) in PATTERNS.iter().enumerate() {
+        let path: PathPattern = text.parse().expect("a pattern");
+        table.insert(Pattern { host: None, path, methods: Vec::new(), headers: Vec::new() }, index).expect("no tie");
+    }
+    let route = |path: &str| table.find("a.test", path, &Method::GET, &HeaderMap::new()).ok().copied();
+    let again = canonical(&once).expect("it is canonical");
+    assert_eq!(route(&once), route(&again));
+    if let Some(index) = route(&once) {
+        let pattern: PathPattern = PATTERNS[index].parse().expect("a pattern");
+        assert_eq!(pattern.capture(&once, "id"), pattern.capture(&again, "id"));
+    }
+}

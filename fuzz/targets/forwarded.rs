@@ -1,0 +1,80 @@
+//! Who a request comes from, as proxies tell it: nobody is believed beyond the trusted hops on the right.
+
+use std::net::IpAddr;
+
+use http::Version;
+use http::header::{FORWARDED, HeaderMap, HeaderName, HeaderValue};
+use sluicegate::http::headers::{Origin, set_forwarded, strip_hop_by_hop, strip_untrusted};
+use sluicegate::identity::client_ip::ClientIp;
+
+const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+
+fn address(text: &str) -> IpAddr {
+    text.parse().expect("an address")
+}
+
+/// The first byte chooses the field, lines are its lines.
+pub(crate) fn run(data: &[u8]) {
+    let [choice, rest @ ..] = data else { return };
+    let header = if choice % 2 == 0 { X_FORWARDED_FOR } else { FORWARDED };
+    let element = |hop: &str| match header == FORWARDED {
+        true => format!("for=\"[{hop}]:80\""),
+        false => hop.to_owned(),
+    };
+    let mut headers = HeaderMap::new();
+    for value in rest.split(|byte| *byte == b'\n').take(20).filter_map(|line| HeaderValue::from_bytes(line).ok()) {
+        headers.append(&header, value);
+    }
+    let rules = ClientIp {
+        trusted: vec!["10.0.0.0/8".parse().expect("a network"), "fd00::/8".parse().expect("a network")],
+        header: header.clone(),
+        ipv4_prefix: 32,
+        ipv6_prefix: 64,
+    };
+    let (stranger, proxy, other) = (address("192.0.2.1"), address("10.0.0.1"), address("fd00::2"));
+    assert_eq!(rules.client(stranger, &headers), stranger, "a stranger is believed: {headers:?}");
+    let found = rules.client(proxy, &headers);
+    assert_eq!(found, found.to_canonical(), "an IPv4-mapped address is IPv4");
+    let network = rules.network(found);
+    assert_eq!(rules.network(network), network);
+    // The walk by its own rule: what the last hop says counts for as long as the hops behind it are trusted.
+    let with = |hop: &str, joined: bool| {
+        let mut headers = headers.clone();
+        let lines: Vec<_> = headers.get_all(&header).iter().map(|value| value.as_bytes().to_vec()).collect();
+        let lines = if joined {
+            vec![[&lines.join(&b", "[..])[..], b",", hop.as_bytes()].concat()]
+        } else {
+            [lines, vec![hop.into()]].concat()
+        };
+        headers.remove(&header);
+        for line in lines {
+            headers.append(&header, HeaderValue::from_bytes(&line).expect("made of values"));
+        }
+        headers
+    };
+    for joined in [false, true] {
+        for hop in ["2001:db8::7", "2001:db8:0:1::7"] {
+            assert_eq!(rules.client(proxy, &with(&element(hop), joined)), address(hop), "{headers:?} and {hop}");
+        }
+        for junk in ["junk", "", "for=", "for=_hidden", "\"", "256.1.1.1", "for=\"1.1.1.1"] {
+            assert_eq!(rules.client(proxy, &with(junk, joined)), proxy, "{headers:?} and {junk:?}");
+        }
+        let walked = rules.client(proxy, &with(&element("fd00::2"), joined));
+        assert_eq!(walked, rules.client(other, &headers), "{headers:?} behind a trusted hop");
+    }
+    // A gateway behind this one comes to the same client.
+    let mut told = headers.clone();
+    let origin = Origin::new(proxy, "http", true);
+    strip_hop_by_hop(&mut told, &[]);
+    strip_untrusted(&mut told, &[], true);
+    set_forwarded(&mut told, &origin, None, Version::HTTP_11);
+    if header == X_FORWARDED_FOR || headers.contains_key(FORWARDED) {
+        assert_eq!(rules.client(address("10.0.0.2"), &told), found, "{headers:?} became {told:?}");
+    }
+    // Of a stranger's word nothing is left.
+    let mut told = headers.clone();
+    strip_untrusted(&mut told, &[], false);
+    set_forwarded(&mut told, &Origin::new(stranger, "http", false), None, Version::HTTP_11);
+    assert_eq!(told.get_all(&X_FORWARDED_FOR).iter().collect::<Vec<_>>(), ["192.0.2.1"], "{headers:?}");
+    assert!(!told.contains_key(FORWARDED), "{headers:?}");
+}

@@ -1,0 +1,103 @@
+//! Bytes of a connection through hyper into the gateway: route, identities, limits, answer. Nothing panics, and whatever
+//! comes out is HTTP.
+
+use std::convert::Infallible;
+use std::sync::Arc;
+
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use sluicegate::gateway::{Gateway, Peer};
+use sluicegate::limit::Limiter;
+use sluicegate::limit::backend::Backend;
+use sluicegate::limit::clock::Clock;
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::runtime::Runtime;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+const CONFIG: &str = r#"
+listener = [{ address = "127.0.0.1:8080" }]
+[client_ip]
+trusted_proxies = ["127.0.0.0/8"]
+[api_key]
+on_unknown = "accept"
+on_missing = "anonymous"
+[limit.all]
+by = ["ip", "api-key", "host", "method", "route"]
+quota = "1000000/s"
+[limit.named]
+by = ["user:x-user-id", "header:x-a", "cookie:sid", "query:id", "path:id"]
+quota = "1000000/s"
+[limit.some]
+by = "query:id"
+on_missing = "skip"
+quota = "1000000/s"
+[[route]]
+name = "named"
+path = "/v1/{id}"
+limits = ["all", "named"]
+respond = { status = 200, body = "named" }
+[[route]]
+name = "host"
+host = "*.b.test"
+path = "/{*rest}"
+limits = ["all", "some"]
+respond = { status = 204 }
+[[route]]
+name = "get"
+path = "/get"
+methods = ["GET"]
+headers = { "x-version" = "2" }
+respond = { status = 200, body = "get" }
+"#;
+
+/// Bytes that wait on either side.
+const BUFFER: usize = 1 << 20;
+
+struct Fixture {
+    executor: tokio::runtime::Runtime,
+    gateway: Gateway,
+    peer: Peer,
+}
+
+fn fixture() -> Fixture {
+    let directory = tempfile::tempdir().expect("a folder");
+    let path = directory.path().join("gateway.toml");
+    std::fs::write(&path, CONFIG).expect("a file");
+    let runtime = Arc::new(Runtime::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
+    let backend = Backend::Memory(Arc::new(MemoryStore::new(10_000, Clock::Store)));
+    let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), 0);
+    let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
+    let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
+    Fixture { executor, gateway: Gateway::new(runtime, limiter, None), peer }
+}
+
+thread_local! {
+    static FIXTURE: Fixture = fixture();
+}
+
+pub(crate) fn run(data: &[u8]) {
+    let said = FIXTURE.with(|Fixture { executor, gateway, peer }| executor.block_on(converse(gateway, peer, data)));
+    assert!(said.is_empty() || said.starts_with(b"HTTP/1."), "{}", said.escape_ascii());
+    // One answer for each request: no second head stands where a body of ours must be.
+    for (at, _) in said.windows(9).enumerate().filter(|(_, bytes)| bytes.starts_with(b"HTTP/1.1 ")) {
+        let status = said.get(at + 9..at + 12).expect("a status");
+        assert!(status.iter().all(u8::is_ascii_digit), "{}", said.escape_ascii());
+        assert_ne!(status, b"500", "{}", said.escape_ascii());
+    }
+}
+
+async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
+    let (mut client, server) = tokio::io::duplex(BUFFER);
+    client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
+    client.shutdown().await.expect("it is open");
+    let service = service_fn(|request| async move { Ok::<_, Infallible>(gateway.handle(request, peer).await) });
+    let _ = http1::Builder::new()
+        .half_close(true)
+        .max_buf_size(32 << 10)
+        .serve_connection(TokioIo::new(server), service)
+        .await;
+    let mut said = Vec::new();
+    client.read_to_end(&mut said).await.expect("it is closed");
+    said
+}

@@ -1,0 +1,144 @@
+//! The server itself: whether it answers, which one it is, how fast and at what time.
+
+use redis::{Client, Value};
+use tokio::time::Duration;
+
+use super::line::{Failure, Line, PATIENCE};
+use super::{Check, Status, count};
+use crate::limit::clock::{monotonic, unix_us};
+use crate::limit::redis::advice::of_connecting;
+use crate::limit::redis::hello::{Hello, Role};
+
+/// Nothing older has all that the scripts use.
+const OLDEST: (u32, u32) = (6, 2);
+/// The one that the tests run.
+const TESTED: (u32, u32) = (7, 0);
+const PINGS: usize = 50;
+const CLOCK_READINGS: usize = 5;
+
+/// Connects and asks for a sign of life.
+///
+/// # Errors
+/// In words, why the server cannot be used at all.
+pub(super) async fn reach(client: &Client) -> Result<(Line, Option<Hello>, Check), String> {
+    let started = monotonic();
+    let mut line = Line::open(client).await?;
+    let took = ms(started.elapsed());
+    // Without a password to check, connecting alone proves little: what listens may be anything.
+    let hello: Result<Value, _> = line.ask(&redis::cmd("HELLO")).await;
+    let hello = match hello {
+        Ok(reply) => Hello::read(&reply),
+        Err(Failure::Lost(why)) => return Err(why),
+        Err(Failure::Refused(error)) if error.code() == Some("NOAUTH") => {
+            return Err(of_connecting(&error, &line.address));
+        }
+        Err(Failure::Refused(_)) => None,
+    };
+    Ok((line, hello, Check::ok("reachable", format!("connected in {took}"))))
+}
+
+pub(super) async fn version(line: &mut Line, hello: Option<&Hello>) -> Result<Check, Failure> {
+    let (server, version) = match hello {
+        Some(hello) => (hello.server.clone(), hello.version.clone()),
+        None => ("redis".to_owned(), line.info("server").await?.text("redis_version").unwrap_or("?").to_owned()),
+    };
+    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    let number: (u32, u32) = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
+    let check = Check::ok("version", format!("{server} {version}"));
+    Ok(if number < OLDEST {
+        check.or(Status::Failed).advise("6.2 or newer is needed")
+    } else if server != "redis" || number != TESTED {
+        check.advise("the gateway is tested with Redis 7.0; this one should do")
+    } else {
+        check
+    })
+}
+
+pub(super) async fn role(line: &mut Line, hello: Option<&Hello>) -> Result<Check, Failure> {
+    let reply: Result<Value, _> = line.ask(&redis::cmd("ROLE")).await;
+    let said = match (reply, hello) {
+        (Ok(Value::Array(fields)), _) => fields,
+        (Err(Failure::Lost(why)), _) => return Err(Failure::Lost(why)),
+        // What it said at first is enough; only the replicas are not counted.
+        (_, Some(hello)) => {
+            let role = if hello.role == Some(Role::Master) { "master" } else { "no master" };
+            return Ok(Check::ok("role", role));
+        }
+        (Err(refused), None) => return Err(refused),
+        (Ok(_), None) => Vec::new(),
+    };
+    let role = said.first().and_then(|role| redis::from_redis_value_ref::<String>(role).ok()).unwrap_or_default();
+    Ok(match (role.as_str(), said.get(2)) {
+        ("master", Some(Value::Array(replicas))) => {
+            Check::ok("role", format!("master with {}", count(replicas.len() as u64, "replica")))
+        }
+        (role, _) => Check::ok("role", if role.is_empty() { "unknown" } else { role })
+            .or(Status::Failed)
+            .advise("give the address of a master"),
+    })
+}
+
+pub(super) async fn round_trip(line: &mut Line, bound: Duration) -> Result<Check, Failure> {
+    let started = monotonic();
+    let mut times = Vec::with_capacity(PINGS);
+    while times.len() < PINGS && started.elapsed() < PATIENCE {
+        let asked = monotonic();
+        line.ask::<Value>(&redis::cmd("PING")).await?;
+        times.push(asked.elapsed());
+    }
+    times.sort_unstable();
+    let (median, worst) = (times[times.len() / 2], times[times.len() - 1]);
+    let found =
+        format!("median {}, worst {} of {} calls; store.timeout is {}", ms(median), ms(worst), times.len(), ms(bound));
+    let check = Check::ok("round trip", found);
+    Ok(if median >= bound {
+        check
+            .or(Status::Failed)
+            .advise("most decisions would be made without Redis: bring it nearer, or raise store.timeout")
+    } else if worst * 2 > bound {
+        let advice = "some decisions will be made without Redis: raise store.timeout, or see what keeps Redis or the network busy";
+        check.or(Status::Warning).advise(advice)
+    } else {
+        check
+    })
+}
+
+/// How far its clock is from ours. A note: limits go by Redis' time alone.
+pub(super) async fn clock(line: &mut Line) -> Result<Check, Failure> {
+    let mut best: Option<(Duration, i64)> = None;
+    for _ in 0..CLOCK_READINGS {
+        let (asked, before_us) = (monotonic(), unix_us());
+        let (seconds, micros): (u64, u64) = line.ask(&redis::cmd("TIME")).await?;
+        let round_trip = asked.elapsed();
+        let middle_us = before_us + round_trip.as_micros() as u64 / 2;
+        let offset = (seconds * 1_000_000 + micros) as i64 - middle_us as i64;
+        if best.is_none_or(|(shortest, _)| round_trip < shortest) {
+            best = Some((round_trip, offset));
+        }
+    }
+    let (round_trip, offset) = best.unwrap_or_default();
+    let direction = if offset < 0 { "behind" } else { "ahead of" };
+    let offset = Duration::from_micros(offset.unsigned_abs());
+    let check = Check::ok(
+        "clock",
+        format!(
+            "{} {direction} this machine's, give or take {}; no decision depends on it",
+            ms(offset),
+            ms(round_trip / 2)
+        ),
+    );
+    Ok(if offset > Duration::from_secs(1) {
+        check.advise("calendar windows and the dialect `github` tell the time of Redis: set both clocks by NTP")
+    } else {
+        check
+    })
+}
+
+/// A duration with a unit that suits it.
+pub(super) fn ms(duration: Duration) -> String {
+    match duration.as_micros() {
+        us if us < 10_000 => format!("{:.2} ms", us as f64 / 1000.0),
+        us if us < 10_000_000 => format!("{} ms", us / 1000),
+        us => format!("{} s", us / 1_000_000),
+    }
+}

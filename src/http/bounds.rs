@@ -1,0 +1,66 @@
+//! How large a body may be, and for how long it may stand still.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use tokio::time::{Duration, Instant, Sleep, sleep};
+
+/// The bounds of a route's bodies.
+#[derive(Debug, Clone, Copy)]
+pub struct Bounds {
+    /// Time for which whoever is to send may be silent.
+    pub idle: Duration,
+    /// Bytes of a request body.
+    pub max_body: Option<u64>,
+}
+
+/// Why a body ended early.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum BodyError {
+    #[error(transparent)]
+    Broken(#[from] hyper::Error),
+    #[error("the request body is longer than the route allows")]
+    TooLarge,
+    #[error("the client stopped sending the request body")]
+    ClientStalled,
+    #[error("the upstream stopped sending a response body of known length")]
+    UpstreamStalled,
+}
+
+/// Times a silence. Nothing is set for a body that never keeps anybody waiting.
+#[derive(Debug)]
+pub(super) struct Silence {
+    limit: Duration,
+    timer: Option<Pin<Box<Sleep>>>,
+    /// Something came since the timer was set.
+    broken: bool,
+}
+
+impl Silence {
+    pub(super) fn new(limit: Duration) -> Self {
+        Silence { limit, timer: None, broken: false }
+    }
+
+    /// Something came.
+    pub(super) fn end(&mut self) {
+        self.broken = true;
+    }
+
+    /// Nothing is there: ready when that has been so for too long.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        let limit = self.limit;
+        let broken = std::mem::take(&mut self.broken);
+        let timer = match &mut self.timer {
+            Some(timer) => {
+                if broken {
+                    timer.as_mut().reset(Instant::now() + limit);
+                }
+                timer
+            }
+            none => none.insert(Box::pin(sleep(limit))),
+        };
+        timer.as_mut().poll(cx)
+    }
+}

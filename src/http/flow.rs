@@ -1,0 +1,93 @@
+//! Whether a client takes the response that is there for it: no clock and no timer as long as it does.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use tokio::time::{Duration, Instant, Sleep, sleep};
+
+tokio::task_local! {
+    static CURRENT: Arc<Flow>;
+}
+
+/// What passes on a stream: one of HTTP/2, or an HTTP/1.x connection, which has one request at a time.
+#[derive(Debug, Default)]
+pub struct Flow {
+    /// Twice the number of pieces handed to the protocol; one more while the last one keeps it from taking the next.
+    pieces: AtomicU64,
+    /// A request was not read to its end.
+    cut: AtomicBool,
+}
+
+impl Flow {
+    /// The flow that the running task serves.
+    pub fn current() -> Option<Arc<Flow>> {
+        CURRENT.try_with(Arc::clone).ok()
+    }
+
+    /// The protocol has something for the client.
+    pub(super) fn offer(&self) {
+        let pieces = self.pieces.load(Ordering::Relaxed);
+        self.pieces.store((pieces | 1) + 2, Ordering::Relaxed);
+    }
+
+    /// The protocol asks for more, or needs no more.
+    pub(super) fn rest(&self) {
+        let pieces = self.pieces.load(Ordering::Relaxed);
+        self.pieces.store(pieces & !1, Ordering::Relaxed);
+    }
+
+    /// The rest of a request is not wanted.
+    pub fn cut(&self) {
+        self.cut.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the client may still be sending what nobody reads.
+    pub fn is_cut(&self) -> bool {
+        self.cut.load(Ordering::Relaxed)
+    }
+}
+
+/// Runs what serves a flow, until its client has not taken what is there for so long.
+#[derive(Debug)]
+pub struct Watch {
+    flow: Arc<Flow>,
+    limit: Duration,
+    /// Where the flow stood when the timer was set.
+    seen: u64,
+    /// Set only while the client keeps us waiting.
+    timer: Option<Pin<Box<Sleep>>>,
+}
+
+impl Watch {
+    /// Of a flow that begins.
+    pub fn new(limit: Duration) -> Self {
+        Watch { flow: Arc::default(), limit, seen: 0, timer: None }
+    }
+
+    /// The flow.
+    pub fn flow(&self) -> &Flow {
+        &self.flow
+    }
+
+    /// Polls what serves the flow; none = the client does not take its response.
+    pub fn poll<F: Future>(&mut self, served: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
+        if let Poll::Ready(output) = CURRENT.sync_scope(self.flow.clone(), || served.poll(cx)) {
+            return Poll::Ready(Some(output));
+        }
+        let pieces = self.flow.pieces.load(Ordering::Relaxed);
+        if pieces & 1 == 0 {
+            self.timer = None;
+            return Poll::Pending;
+        }
+        let limit = self.limit;
+        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(limit)));
+        if self.seen != pieces {
+            self.seen = pieces;
+            timer.as_mut().reset(Instant::now() + limit);
+        }
+        timer.as_mut().poll(cx).map(|()| None)
+    }
+}

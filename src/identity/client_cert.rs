@@ -1,0 +1,172 @@
+//! The subject of a client's certificate, as text that tells subjects apart (RFC 4514).
+
+use std::fmt::Write;
+
+use x509_parser::asn1_rs::ToDer;
+use x509_parser::parse_x509_certificate;
+use x509_parser::x509::{AttributeTypeAndValue, X509Name};
+
+/// Why a certificate that was verified counts no more.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum ClientCertError {
+    #[error("the client's certificate is malformed")]
+    Malformed,
+    #[error("the client's certificate has expired since its session began")]
+    Expired,
+}
+
+/// The types that have a name here: those of RFC 4514 §3, and two that OpenSSL names the same way.
+const NAMES: [(&str, &str); 11] = [
+    ("2.5.4.3", "CN"),
+    ("2.5.4.7", "L"),
+    ("2.5.4.8", "ST"),
+    ("2.5.4.10", "O"),
+    ("2.5.4.11", "OU"),
+    ("2.5.4.6", "C"),
+    ("2.5.4.9", "street"),
+    ("0.9.2342.19200300.100.1.25", "DC"),
+    ("0.9.2342.19200300.100.1.1", "UID"),
+    ("1.2.840.113549.1.9.1", "emailAddress"),
+    ("2.5.4.5", "serialNumber"),
+];
+
+/// Of a verified certificate (DER); none if it is empty, as it would be that of many. The time is looked at again,
+/// in seconds since the Unix epoch, because resuming a session does not.
+///
+/// # Errors
+/// The certificate counts no more.
+pub fn subject(certificate: &[u8], now_s: i64) -> Result<Option<Box<str>>, ClientCertError> {
+    let (_, certificate) = parse_x509_certificate(certificate).map_err(|_| ClientCertError::Malformed)?;
+    if now_s > certificate.validity().not_after.timestamp() {
+        return Err(ClientCertError::Expired);
+    }
+    let text = text(certificate.subject())?;
+    Ok((!text.is_empty()).then(|| text.into()))
+}
+
+/// The last part first, separated by `,`; attributes of one part by `+`.
+fn text(name: &X509Name<'_>) -> Result<String, ClientCertError> {
+    let parts: Vec<_> = name.iter_rdn().collect();
+    let mut text = String::new();
+    for part in parts.into_iter().rev() {
+        let mut separator = if text.is_empty() { "" } else { "," };
+        for attribute in part.iter() {
+            text.push_str(separator);
+            write_attribute(&mut text, attribute)?;
+            separator = "+";
+        }
+    }
+    Ok(text)
+}
+
+fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> Result<(), ClientCertError> {
+    let oid = attribute.attr_type().to_id_string();
+    let name = NAMES.iter().find(|(known, _)| *known == oid).map(|(_, name)| *name);
+    match (name, attribute.as_str()) {
+        (Some(name), Ok(value)) => {
+            text.push_str(name);
+            text.push('=');
+            escape(text, value);
+        }
+        // Whatever it is, its encoding is its own (RFC 4514 §2.4).
+        (name, _) => {
+            text.push_str(name.unwrap_or(&oid));
+            text.push_str("=#");
+            for byte in attribute.attr_value().to_der_vec().map_err(|_| ClientCertError::Malformed)? {
+                // Writing to a string does not fail.
+                let _ = write!(text, "{byte:02X}");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// RFC 4514 §2.4: what would end the value, or be taken for something else, is escaped.
+fn escape(text: &mut String, value: &str) {
+    let last = value.chars().count().saturating_sub(1);
+    for (index, c) in value.chars().enumerate() {
+        let special = matches!(c, '"' | '+' | ',' | ';' | '<' | '>' | '\\');
+        if special || (c == ' ' && (index == 0 || index == last)) || (c == '#' && index == 0) {
+            text.push('\\');
+            text.push(c);
+        } else if c.is_ascii_control() {
+            let _ = write!(text, "\\{:02X}", c as u8);
+        } else {
+            text.push(c);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue, KeyPair, date_time_ymd};
+    use std::collections::HashSet;
+
+    fn of(attributes: &[(DnType, DnValue)]) -> Option<String> {
+        let mut params = CertificateParams::default();
+        params.distinguished_name = DistinguishedName::new();
+        for (kind, value) in attributes {
+            params.distinguished_name.push(kind.clone(), value.clone());
+        }
+        let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+        subject(certificate.der(), 1_800_000_000).unwrap().map(String::from)
+    }
+
+    fn utf8(text: &str) -> DnValue {
+        DnValue::Utf8String(text.to_owned())
+    }
+
+    #[test]
+    fn subjects_read_as_rfc_4514_has_them() {
+        let custom = || DnType::CustomDnType(vec![1, 3, 6, 1, 4, 1, 99999]);
+        for (attributes, expected) in [
+            (vec![(DnType::OrganizationName, utf8("Acme")), (DnType::CommonName, utf8("alice"))], "CN=alice,O=Acme"),
+            (vec![(DnType::CommonName, utf8("Lučić"))], "CN=Lučić"),
+            (vec![(DnType::CommonName, utf8("James \"Jim\" Smith, III"))], "CN=James \\\"Jim\\\" Smith\\, III"),
+            (vec![(DnType::CommonName, utf8(" #a# "))], "CN=\\ #a#\\ "),
+            (vec![(DnType::CommonName, utf8("#1"))], "CN=\\#1"),
+            (vec![(DnType::CommonName, utf8("a\r\nb\0"))], "CN=a\\0D\\0Ab\\00"),
+            (vec![(custom(), utf8("x"))], "1.3.6.1.4.1.99999=#0C0178"),
+            (vec![(DnType::CommonName, DnValue::PrintableString("alice".try_into().unwrap()))], "CN=alice"),
+        ] {
+            assert_eq!(of(&attributes).as_deref(), Some(expected));
+        }
+        assert_eq!(of(&[]), None, "an empty subject is nobody's");
+    }
+
+    #[test]
+    fn no_two_subjects_are_the_same_text() {
+        let cn = |text: &str| (DnType::CommonName, utf8(text));
+        let o = |text: &str| (DnType::OrganizationName, utf8(text));
+        let subjects = [
+            vec![cn("a"), o("b")],
+            vec![o("b"), cn("a")],
+            vec![cn("a,O=b")],
+            vec![cn("b,CN=a")],
+            vec![cn("a+O=b")],
+            vec![cn("a\\,O=b")],
+            vec![cn("a")],
+            vec![o("a")],
+            vec![cn("A")],
+            vec![cn("a ")],
+            vec![cn("#0C0161")],
+            vec![(DnType::CommonName, DnValue::BmpString("a".try_into().unwrap()))],
+        ];
+        let texts: HashSet<_> = subjects.iter().map(|subject| of(subject).unwrap()).collect();
+        assert_eq!(texts.len(), subjects.len(), "{texts:?}");
+    }
+
+    #[test]
+    fn a_certificate_that_has_expired_counts_no_more() {
+        let mut params = CertificateParams::default();
+        params.not_after = date_time_ymd(2020, 1, 1);
+        // Something of its own, so that extensions are passed over.
+        params.custom_extensions = vec![CustomExtension::from_oid_content(&[1, 2, 3], vec![5, 0])];
+        let certificate = params.self_signed(&KeyPair::generate().unwrap()).unwrap();
+        assert!(subject(certificate.der(), 1_577_836_800).is_ok(), "to the last second");
+        assert!(matches!(subject(certificate.der(), 1_577_836_801), Err(ClientCertError::Expired)));
+        assert!(matches!(subject(b"garbage", 0), Err(ClientCertError::Malformed)));
+    }
+}

@@ -1,0 +1,183 @@
+//! What went wrong with Redis, in one sentence that says what to do about it.
+
+use std::error::Error;
+use std::io;
+use std::sync::Arc;
+
+use redis::{ConnectionAddr, ErrorKind, RedisError};
+
+/// Of a URL that names no server.
+pub fn of_url(error: &RedisError) -> String {
+    let said = error.to_string();
+    let about = |words| said.starts_with(words);
+    if about("Redis URL did not parse") {
+        "this URL cannot be read; write redis://USER:PASSWORD@HOST:PORT/DB, and @ : / # % inside a password as %40 %3A %2F %23 %25".to_owned()
+    } else if about("Missing hostname") {
+        "this URL names no host; write redis://HOST:PORT/DB".to_owned()
+    } else if about("Missing path") {
+        "this URL names no socket; write redis+unix:///PATH?db=0".to_owned()
+    } else if about("Invalid database number") {
+        "the database is not a number; write it as in redis://HOST:PORT/0 or redis+unix:///PATH?db=0".to_owned()
+    } else if about("Cannot connect to a wildcard") {
+        "that is an address to listen on; name the one that Redis is reached at".to_owned()
+    } else {
+        said
+    }
+}
+
+/// Of an attempt to connect to `address`.
+pub fn of_connecting(error: &RedisError, address: &ConnectionAddr) -> String {
+    match error.kind() {
+        // Not the address but what was found there: see `hello`.
+        ErrorKind::InvalidClientConfig => error.detail().map_or_else(|| error.to_string(), str::to_owned),
+        ErrorKind::Parse => strangers(error, address),
+        _ => match io_error(error) {
+            Some(io) => of_socket(io, address),
+            None => of_call(error),
+        },
+    }
+}
+
+/// Of a call on a connection.
+pub fn of_call(error: &RedisError) -> String {
+    let said = error.detail().unwrap_or_default();
+    if let Some(right) = missing_right(error) {
+        return format!(
+            "Redis does not allow this user what the gateway needs, {right}; give it the rights that docs/redis.md lists"
+        );
+    }
+    match (error.kind(), error.code().unwrap_or_default()) {
+        (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS") => {
+            "Redis refuses this user or password; correct them in store.url".to_owned()
+        }
+        (_, "NOAUTH") => {
+            "Redis wants a password; write it into store.url: redis://USER:PASSWORD@HOST:PORT/DB".to_owned()
+        }
+        (_, "DENIED") => "Redis is in protected mode and serves its own machine only; give it a password".to_owned(),
+        (_, "READONLY") => {
+            "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER".to_owned()
+        }
+        (_, "MOVED" | "ASK" | "CROSSSLOT") => "this Redis is a node of a cluster; use redis+cluster://".to_owned(),
+        (_, "CLUSTERDOWN") => format!("the cluster does not serve ({said}); see what redis-cli --cluster check says"),
+        (_, "MASTERDOWN") => {
+            "this Redis is a replica that has lost its master; give the address of a master".to_owned()
+        }
+        (_, "LOADING") => "Redis is still loading its data; it answers once that is done".to_owned(),
+        (_, "BUSY") => {
+            "Redis is busy with somebody's script; it answers once that has ended, or after SCRIPT KILL".to_owned()
+        }
+        (_, "OOM") => {
+            "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own".to_owned()
+        }
+        (_, "MISCONF") => "Redis takes no writes since it cannot save to its disk; see its log".to_owned(),
+        (_, "ERR") if said.contains("DB index is out of range") => {
+            "this Redis does not have so many databases; correct the number at the end of store.url".to_owned()
+        }
+        (_, "ERR") if said.contains("SELECT is not allowed in cluster mode") => {
+            "this Redis is a node of a cluster; use redis+cluster://, without a database".to_owned()
+        }
+        (_, "ERR") if said.contains("unknown command 'SELECT'") => {
+            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
+                .to_owned()
+        }
+        (ErrorKind::Parse, _) => "what answers is not Redis; correct the address in store.url".to_owned(),
+        (ErrorKind::Io, _) => format!("the connection broke ({error}); is Redis being restarted?"),
+        _ => error.to_string(),
+    }
+}
+
+/// Of a server that takes connections, or nothing at all, and does not answer in time.
+pub fn of_silence(address: &ConnectionAddr) -> String {
+    match address {
+        ConnectionAddr::TcpTls { .. } => format!(
+            "{address} does not answer the TLS handshake in time; a Redis without TLS is silent like that: use redis:// then"
+        ),
+        _ => format!("{address} does not answer in time; is it stopped, overloaded or behind a firewall?"),
+    }
+}
+
+/// The right that a user lacks, as `ACL SETUSER` takes it, if that is what the error is about.
+pub fn missing_right(error: &RedisError) -> Option<String> {
+    let said = error.detail()?;
+    // Redis 7.0 does not say which command of a script it was.
+    let script = said.starts_with("The user executing the script can't") || said.contains("ACL failure in script");
+    if error.code() != Some("NOPERM") && !script {
+        return None;
+    }
+    // "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
+    match said.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
+        Some((command, _)) => Some(format!("+{command}")),
+        None if said.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
+        None if script => Some("a command of the scripts".to_owned()),
+        None => Some(said.to_owned()),
+    }
+}
+
+fn of_socket(error: &io::Error, address: &ConnectionAddr) -> String {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
+    if let Some(error) = inner {
+        return of_tls(error, address);
+    }
+    let said = error.to_string();
+    match (error.kind(), address) {
+        (io::ErrorKind::ConnectionRefused, _) => {
+            format!("nothing listens at {address}; start Redis there, or correct the address in store.url")
+        }
+        (io::ErrorKind::NotFound, ConnectionAddr::Unix(_)) => {
+            format!("there is no socket {address}; start Redis with it, or correct the path in store.url")
+        }
+        (io::ErrorKind::PermissionDenied, ConnectionAddr::Unix(_)) => {
+            format!("the gateway may not open the socket {address}; see unixsocketperm of Redis")
+        }
+        (io::ErrorKind::TimedOut, _) => of_silence(address),
+        (
+            io::ErrorKind::ConnectionReset
+            | io::ErrorKind::ConnectionAborted
+            | io::ErrorKind::BrokenPipe
+            | io::ErrorKind::UnexpectedEof
+            | io::ErrorKind::NotConnected,
+            _,
+        ) => {
+            let (other, scheme) = match address {
+                ConnectionAddr::TcpTls { .. } => ("speaks no TLS", "redis://"),
+                _ => ("speaks TLS", "rediss://"),
+            };
+            format!("{address} closes the connection before it answers; if it {other}, use {scheme}")
+        }
+        _ if said.starts_with("failed to lookup") => {
+            format!("the name of {address} does not resolve; correct the host in store.url, or see to the DNS")
+        }
+        _ => format!("{address} cannot be reached ({said}); correct the address in store.url, or see to the network"),
+    }
+}
+
+fn of_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
+    match error {
+        rustls::Error::InvalidMessage(_) => {
+            format!("{address} speaks no TLS; use redis://, or correct the port in store.url")
+        }
+        rustls::Error::InvalidCertificate(why) => {
+            format!(
+                "the certificate of {address} is not accepted ({why}); name the CA that signed it in store.tls.ca, and the host as it stands in the certificate"
+            )
+        }
+        rustls::Error::AlertReceived(why) => format!(
+            "{address} ends the TLS handshake ({why:?}); it may want a certificate of ours that its CA signed: store.tls.cert and store.tls.key"
+        ),
+        _ => format!("TLS with {address} fails ({error}); see store.tls"),
+    }
+}
+
+/// Somebody else's protocol, of which the parser tells the first bytes.
+fn strangers(error: &RedisError, address: &ConnectionAddr) -> String {
+    let said = error.detail().unwrap_or_default();
+    let begins = |byte: u8| said.contains(&format!("Unexpected `{byte}`"));
+    let what = if begins(b'H') || begins(b'<') { "a web server" } else { "not Redis" };
+    format!("what answers at {address} is {what}; correct the address in store.url")
+}
+
+fn io_error(error: &RedisError) -> Option<&io::Error> {
+    // The library keeps it behind an `Arc`, which is the source by its type.
+    let shared = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
+    shared.downcast_ref()
+}

@@ -1,0 +1,173 @@
+//! `[[listener]]`: where to listen, with which certificates, and whose are believed.
+
+use std::net::SocketAddr;
+
+use tokio::time::Duration;
+use toml::Spanned;
+
+use super::reader::Reader;
+use super::{Listener, ListenerTls, Runtime};
+use crate::config;
+use crate::config::error::Issue;
+use crate::identity::client_ip::ClientIp;
+use crate::identity::{OnMissing, Source};
+use crate::tls::certificate::Certificate;
+use crate::tls::{ClientAuth, Clients, Tls, TlsError};
+use crate::watch::Snapshot;
+
+const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
+
+pub(super) fn listeners(
+    listeners: &[Spanned<config::Listener>],
+    client_ip: &ClientIp,
+    reader: &mut Reader<'_>,
+) -> Vec<Listener> {
+    if listeners.is_empty() {
+        reader.missing("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
+    }
+    let mut compiled: Vec<Listener> = Vec::new();
+    for listener in listeners {
+        let place = listener.span();
+        let listener = listener.get_ref();
+        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
+        let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|wanted| *wanted.get_ref());
+        if let Some(wanted) =
+            listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted.is_empty())
+        {
+            let message = "`proxy_protocol` is for connections from trusted proxies, but none is trusted: every connection would be closed";
+            let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
+            reader.issue(Issue::at(wanted.span(), message).hint(hint));
+        }
+        let address = reader.required(listener.address.as_ref(), &place, "address", "\"127.0.0.1:8080\"");
+        let Some(text) = address else { continue };
+        match text.get_ref().parse::<SocketAddr>() {
+            Ok(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
+                reader.issue(Issue::at(text.span(), format!("a second listener on {address}")));
+            }
+            Ok(address) => compiled.push(Listener { address, proxy_protocol, tls }),
+            Err(_) => {
+                let message = format!("`{}` is not an address with a port", text.get_ref());
+                reader.issue(
+                    Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
+                );
+            }
+        }
+    }
+    compiled
+}
+
+fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<ListenerTls> {
+    let place = tls.span();
+    let tls = tls.get_ref();
+    let (mut certificates, mut files) = (Vec::new(), Vec::new());
+    for written in &tls.certificates {
+        let config::Certificate { cert, key } = written.get_ref();
+        let (Some(cert), Some(key)) = (cert, key) else {
+            reader.issue(Issue::at(written.span(), "a certificate needs `cert` and `key`").hint(EXAMPLE));
+            continue;
+        };
+        let (Some(cert), Some(key)) = (file(cert, reader), file(key, reader)) else { continue };
+        match Certificate::parse(&cert.content, &key.content) {
+            Ok(certificate) => {
+                certificates.push(certificate);
+                files.push([cert, key]);
+            }
+            Err(error) => reader.issue(
+                Issue::at(written.span(), error.to_string()).hint("PEM files; `make certs` makes some for development"),
+            ),
+        }
+    }
+    if tls.certificates.is_empty() {
+        reader.issue(Issue::at(place.clone(), "TLS needs a certificate").hint(EXAMPLE));
+    }
+    let (clients, client_ca) = clients(tls, reader).unzip();
+    match Tls::new(certificates, clients) {
+        Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
+        Err(error) => {
+            reader.issue(Issue::at(place, error.to_string()));
+            None
+        }
+    }
+}
+
+/// Whose certificates are believed.
+fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Clients, (Snapshot, ClientAuth))> {
+    let words = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
+    let auth = reader.choice(tls.client_auth.as_ref(), ClientAuth::Optional, &words);
+    let Some(text) = &tls.client_ca else {
+        if let Some(auth) = &tls.client_auth {
+            let issue = Issue::at(auth.span(), "`client_auth` goes with `client_ca` only");
+            reader.issue(issue.hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"));
+        }
+        return None;
+    };
+    let file = file(text, reader)?;
+    match Clients::parse(&file.content, auth) {
+        Ok(clients) => Some((clients, (file, auth))),
+        Err(error) => {
+            let issue = Issue::at(text.span(), error.to_string());
+            reader.issue(issue.hint("a PEM file with the certificates of the authorities that sign those of clients"));
+            None
+        }
+    }
+}
+
+fn file(text: &config::Text, reader: &mut Reader<'_>) -> Option<Snapshot> {
+    let path = reader.path(text.get_ref());
+    match Snapshot::read(&path) {
+        Ok(file) => Some(file),
+        Err(error) => {
+            let issue = Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
+            reader.issue(issue.hint("PEM files; `make certs` makes some for development"));
+            None
+        }
+    }
+}
+
+impl ListenerTls {
+    /// Shows what is now in the files of a certificate, from the next connection on.
+    ///
+    /// # Errors
+    /// It cannot be shown, or it is too late or too early for it; the one before stays.
+    pub fn reload_certificate(&self, place: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
+        let certificate = Certificate::parse(chain, key)?;
+        certificate.timely(now.as_secs() as i64)?;
+        self.tls.replace(place, certificate);
+        Ok(())
+    }
+
+    /// Believes the clients that the authorities of a file speak for, from the next connection on.
+    ///
+    /// # Errors
+    /// No authority can be read; those before stay.
+    pub fn reload_clients(&self, authorities: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
+        self.tls.believe(Clients::parse(authorities, auth)?)
+    }
+}
+
+impl Runtime {
+    /// What works, but perhaps not as it was meant.
+    pub fn warnings(&self, now: Duration) -> Vec<String> {
+        let mut warnings = Vec::new();
+        for Listener { address, tls, .. } in &self.listeners {
+            for (certificate, [file, _]) in tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)) {
+                if let Err(error) = certificate.timely(now.as_secs() as i64) {
+                    warnings.push(format!("{}: {error}; clients will refuse it", file.path.display()));
+                }
+            }
+            if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
+                continue;
+            }
+            for terms in self.limits.values() {
+                let by_certificate = terms.by.sources.contains(&Source::ClientCert);
+                if by_certificate && terms.by.on_missing == OnMissing::Reject {
+                    warnings.push(format!(
+                        "`{}` is by client-cert, but {address} has no tls.client_ca: there it refuses every request",
+                        terms.limit.name
+                    ));
+                }
+            }
+        }
+        warnings
+    }
+}

@@ -1,0 +1,258 @@
+//! The fuzz targets of `fuzz/` on mutations of good and bad examples: two seconds each, or as long as `FUZZ_SECONDS` says.
+//!
+//! A failure prints its seed, `SEED=… cargo test --test fuzz_smoke` repeats the run, and the smallest case that was found.
+
+mod support;
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+use proptest::sample::Index;
+use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
+use sluicegate::limit::clock::monotonic;
+use support::random::seed;
+
+#[path = "../fuzz/targets/canonical_path.rs"]
+mod canonical_path;
+#[path = "../fuzz/targets/configuration.rs"]
+mod configuration;
+#[path = "../fuzz/targets/field_writer.rs"]
+mod field_writer;
+#[path = "../fuzz/targets/forwarded.rs"]
+mod forwarded;
+#[path = "../fuzz/targets/head.rs"]
+mod head;
+
+/// One change of an example.
+#[derive(Debug, Clone)]
+enum Change {
+    Insert(Index, Index),
+    Replace(Index, Index),
+    Byte(Index, u8),
+    Delete(Index, u8),
+    Repeat(Index, u8, u8),
+    Cut(Index),
+}
+
+fn change() -> impl Strategy<Value = Change> {
+    prop_oneof![
+        4 => any::<(Index, Index)>().prop_map(|(at, token)| Change::Insert(at, token)),
+        2 => any::<(Index, Index)>().prop_map(|(at, token)| Change::Replace(at, token)),
+        3 => any::<(Index, u8)>().prop_map(|(at, byte)| Change::Byte(at, byte)),
+        2 => any::<(Index, u8)>().prop_map(|(at, length)| Change::Delete(at, length)),
+        1 => any::<(Index, u8, u8)>().prop_map(|(at, length, times)| Change::Repeat(at, length, times)),
+        1 => any::<Index>().prop_map(Change::Cut),
+    ]
+}
+
+fn mutated(example: &[u8], tokens: &[&str], changes: &[Change]) -> Vec<u8> {
+    let mut bytes = example.to_vec();
+    for change in changes {
+        let all = bytes.len();
+        let place = |at: &Index| at.index(all + 1);
+        let from = |at: &Index, length: usize| place(at)..(place(at) + length).min(all);
+        match change {
+            Change::Insert(at, token) => drop(bytes.splice(from(at, 0), token.get(tokens).bytes())),
+            Change::Replace(at, token) => {
+                let token = token.get(tokens);
+                drop(bytes.splice(from(at, token.len()), token.bytes()));
+            }
+            Change::Byte(at, byte) => drop(bytes.splice(from(at, 1), [*byte])),
+            Change::Delete(at, length) => drop(bytes.drain(from(at, usize::from(*length % 32)))),
+            Change::Repeat(at, length, times) => {
+                let piece = bytes[from(at, usize::from(*length))].repeat(usize::from(*times % 8));
+                drop(bytes.splice(from(at, 0), piece));
+            }
+            Change::Cut(at) => bytes.truncate(place(at)),
+        }
+    }
+    bytes
+}
+
+/// Holds a target against mutations of examples until its time is over.
+fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
+    let seconds = std::env::var("FUZZ_SECONDS").map_or(2, |text| text.parse().expect("FUZZ_SECONDS is a number"));
+    let config = Config {
+        cases: u32::MAX,
+        max_global_rejects: 0,
+        failure_persistence: None,
+        max_shrink_iters: 2000,
+        ..Config::default()
+    };
+    let mut runner = TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed()));
+    let input = (any::<Index>(), prop::collection::vec(change(), 0..8));
+    let (started, runs) = (monotonic(), std::cell::Cell::new(0_u64));
+    let over = || started.elapsed() >= Duration::from_secs(seconds);
+    let result = runner.run(&input, |(example, changes)| {
+        // A case that is turned away ends the run.
+        if over() {
+            return Err(TestCaseError::reject("the time is over"));
+        }
+        runs.set(runs.get() + 1);
+        target(&mutated(example.get::<&[u8]>(examples), tokens, &changes));
+        Ok(())
+    });
+    match result {
+        Err(TestError::Abort(_)) if over() => {}
+        Err(TestError::Fail(reason, (example, changes))) => {
+            let bytes = mutated(example.get::<&[u8]>(examples), tokens, &changes);
+            panic!("{name}: {reason}\nthe smallest case found: {}", bytes.escape_ascii());
+        }
+        other => panic!("{name}: {other:?}"),
+    }
+    println!("row 39: {name}, {} runs, 0 findings", runs.get());
+    assert!(runs.get() >= 50, "{name}: {} runs only", runs.get());
+}
+
+#[test]
+fn canonical_paths() {
+    let examples: [&[u8]; 8] =
+        [b"/", b"/v1/7", b"/v1/a/b", b"/a/./b/../c", b"/%61dmin", b"//a//", b"/caf\xc3\xa9", b"/a%2fb%00\\"];
+    let tokens = [
+        "/", "//", ".", "..", "/./", "/../", "%2e", "%2E%2e", "%2f", "%5C", "%00", "%25", "%", "\\", "~", "%7E",
+        "\u{e9}", "?", "#", ";", "%C3%A9", "%ff",
+    ];
+    fuzz("canonical path", &examples, &tokens, canonical_path::run);
+}
+
+#[test]
+fn forwarded_fields() {
+    let examples: [&[u8]; 8] = [
+        b"\x00",
+        b"\x01",
+        b"\x00198.51.100.1, 10.0.0.2",
+        b"\x00198.51.100.1\n10.0.0.2, fd00::1",
+        b"\x00[2001:db8::1]:443, ::ffff:10.0.0.2",
+        b"\x01for=198.51.100.1;proto=https, for=10.0.0.2",
+        b"\x01For=\"[2001:db8::1]:80\";by=x\nfor=\"10.0.0.1\"",
+        b"\x01for=198.51.100.1;host=\"a, for=10.0.0.3\"",
+    ];
+    let tokens = [
+        ",",
+        ", ",
+        ";",
+        "for=",
+        "\"",
+        "\\\"",
+        "\n",
+        "10.0.0.9",
+        "198.51.100.9",
+        "::1",
+        "::ffff:10.0.0.1",
+        "[fd00::1]",
+        ":80",
+        "unknown",
+        "_x",
+        "\t",
+        "\u{a0}",
+        "host=\"",
+        "by=",
+    ];
+    fuzz("forwarded fields", &examples, &tokens, forwarded::run);
+}
+
+#[test]
+fn heads_to_identities() {
+    let examples: [&[u8]; 8] = [
+        b"GET /v1/7?id=1 HTTP/1.1\r\nHost: a.test\r\nX-User-Id: bob\r\nX-A: 1\r\nCookie: sid=7\r\n\r\n",
+        b"GET http://x.b.test/a?id=%41+b HTTP/1.1\r\nHost: a.test\r\nX-Api-Key: k\r\n\r\n",
+        b"POST /get HTTP/1.1\r\nHost: a.test\r\nContent-Length: 5\r\n\r\nhelloGET /get HTTP/1.1\r\nHost: a\r\nX-Version: 2\r\n\r\n",
+        b"POST /x HTTP/1.1\r\nHost: x.b.test\r\nTransfer-Encoding: chunked\r\n\r\n5;x=y\r\nhello\r\n0\r\nx: y\r\n\r\n",
+        b"GET / HTTP/1.0\r\n\r\n",
+        b"OPTIONS * HTTP/1.1\r\nHost: [::1]:80\r\nX-Forwarded-For: 192.0.2.1, 127.0.0.1\r\n\r\n",
+        b"CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ];
+    let tokens = [
+        "\r\n",
+        "\n",
+        "\r",
+        "\r\n\r\n",
+        " ",
+        "\t",
+        ":",
+        "\0",
+        "%2f",
+        "..",
+        "/",
+        "?",
+        "&",
+        "=",
+        "#",
+        "\u{e9}",
+        "HTTP/1.1",
+        "HTTP/1.0",
+        "Host: b.test\r\n",
+        "Connection: x-user-id\r\n",
+        "Connection: close\r\n",
+        "Transfer-Encoding: chunked\r\n",
+        "Content-Length: 3\r\n",
+        "X-Forwarded-For: 192.0.2.1\r\n",
+        "X_User_Id: eve\r\n",
+        "Expect: 100-continue\r\n",
+        "Upgrade: h2c\r\n",
+        "Cookie: sid=8; sid\r\n",
+        "TE: trailers\r\n",
+        "gzip, ",
+        "TRACE ",
+        "GET / HTTP/1.1\r\nHost: a\r\n\r\n",
+    ];
+    fuzz("head, route, identity", &examples, &tokens, head::run);
+}
+
+#[test]
+fn configurations() {
+    let limits: &[u8] = b"[[listener]]\naddress = \"${GIVEN}:0\"\n[limit.a]\nby = [\"ip\", \"path:id\"]\nquota = \"10/s\"\nburst = 3\nmax_wait = \"1s\"\n[limit.b]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"5\"\n[[route]]\nname = \"r\"\npath = \"/{id}\"\nlimits = [\"a\", \"b\"]\nrespond = { status = 200 }\n";
+    let examples: [&[u8]; 3] = [include_bytes!("../gateway.toml"), limits, b""];
+    let tokens = [
+        "\"",
+        "'",
+        "\"\"\"",
+        "[",
+        "]",
+        "[[",
+        "{",
+        "}",
+        "=",
+        "\n",
+        "#",
+        "\\",
+        "${",
+        "${X}",
+        "${X:-",
+        "0",
+        "-1",
+        "1e308",
+        "9223372036854775807",
+        "9223372036854775808",
+        "\"1/s\"",
+        "\"0/s\"",
+        "\"1e6/month\"",
+        "18446744073709551615/s",
+        "\"5ms\"",
+        "\"99999999999999d\"",
+        "\"KiB\"",
+        "true",
+        "nan",
+        "1979-05-27",
+        "\u{e9}",
+        "\u{0}",
+        "\u{1f600}",
+        "[limit.x]\n",
+        "[[route]]\n",
+        "algorithm = \"sliding-log\"\n",
+        "tiers.free = { quota = \"1/s\" }\n",
+        "path = \"/{*rest}\"\n",
+        "by = []\n",
+        "*.",
+    ];
+    fuzz("configuration", &examples, &tokens, configuration::run);
+}
+
+#[test]
+fn field_writer() {
+    let one: Vec<u8> = (0..41).collect();
+    let two: Vec<u8> = (0..82).map(|byte: u8| byte.wrapping_mul(37)).collect();
+    let examples: [&[u8]; 4] = [b"", &one, &two, &[0xff; 123]];
+    fuzz("field writer", &examples, &["\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}", "\u{1}"], field_writer::run);
+}

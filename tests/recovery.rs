@@ -1,0 +1,156 @@
+//! A store that comes back: to gateways that all waited for it, without what it knew, or as another server.
+
+mod support;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use support::gateway::Gateway;
+use support::redis::{Redis, free_port};
+use support::relay::Relay;
+use support::sentinel::replica_of;
+use support::{Raise, eventually, signal};
+
+/// Asks for each of so many identities so often, in turns over all gateways, and calls `midway` when half is done; how
+/// many requests of each were admitted.
+fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOnce() + Send) -> Vec<usize> {
+    let half = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..identities)
+            .map(|id| {
+                let half = &half;
+                scope.spawn(move || {
+                    let mut clients: Vec<_> = gateways.iter().map(Gateway::client).collect();
+                    let mut admitted = 0;
+                    for request in 0..each {
+                        let client = &mut clients[request % gateways.len()];
+                        let status = client.get_with("/r", &[("x-id", &id.to_string())]).status;
+                        assert!([200, 429, 503].contains(&status), "{status}");
+                        admitted += usize::from(status == 200);
+                        half.fetch_add(1, Ordering::SeqCst);
+                    }
+                    admitted
+                })
+            })
+            .collect();
+        eventually("half is asked", || half.load(Ordering::SeqCst) >= identities * each / 2);
+        midway();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// Two gateways that ask for each request, and whose errors admit nobody.
+fn strict(url: &str) -> [Gateway; 2] {
+    let config = format!(
+        "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\ndenial_cache = 0\n\
+         [limit.l]\nby = \"header:x-id\"\nquota = \"10/24h\"\nalgorithm = \"sliding-log\"\non_store_error = \"deny\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    );
+    [Gateway::start(&config), Gateway::start(&config)]
+}
+
+#[test]
+fn a_store_that_forgets_everything_gives_each_identity_one_fresh_limit() {
+    let redis = Redis::start();
+    let gateways = strict(&redis.url());
+    let admitted = spend(&gateways, 10, 200, || {
+        redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+    });
+    println!("row 21: of 10, FLUSHALL: {admitted:?}");
+    assert!(admitted.iter().all(|count| (10..=20).contains(count)), "{admitted:?}");
+    assert!(admitted.contains(&20), "somebody had spent all: {admitted:?}");
+    redis.assert_every_key_expires();
+}
+
+#[test]
+fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
+    // One that has heard everything, and one that has heard nothing.
+    for in_sync in [true, false] {
+        let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
+        let replica = if in_sync { replica_of(&master, directory.path()) } else { Redis::start() };
+        let relay = Relay::start(master.port);
+        let gateways = strict(&relay.url());
+        let admitted = spend(&gateways, 10, 200, || {
+            if in_sync {
+                // Nothing is asked any more, and all that was answered has arrived.
+                relay.turn_to(free_port());
+                eventually("the replica has heard all", || {
+                    let heard = |server: &Redis| server.figure("replication", "master_repl_offset:");
+                    heard(&master) == heard(&replica)
+                });
+            }
+            redis::cmd("REPLICAOF").arg("NO").arg("ONE").exec(&mut replica.connection()).unwrap();
+            relay.turn_to(replica.port);
+        });
+        println!(
+            "row 21: of 10, a replica {} promoted: {admitted:?}",
+            if in_sync { "in sync" } else { "that knows nothing" }
+        );
+        let most = if in_sync { 10 } else { 20 };
+        assert!(admitted.iter().all(|count| *count <= most), "{admitted:?}");
+        assert!(admitted.contains(&most), "{admitted:?}");
+    }
+}
+
+#[test]
+fn gateways_that_lost_the_store_together_come_back_without_a_storm() {
+    const GATEWAYS: usize = 4;
+    const WORKERS: usize = 2;
+    const CLIENTS: usize = 8;
+    let port = free_port();
+    let mut redis = Redis::start_on(port).expect("the port is still free");
+    let config = format!(
+        "[server]\nworkers = {WORKERS}\n[store]\nurl = \"{}\"\ntimeout = \"250ms\"\n\
+         [limit.l]\nby = \"header:x-id\"\nquota = \"1000000/hour\"\non_store_error = \"allow\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+        redis.url()
+    );
+    let gateways: Vec<_> = (0..GATEWAYS).map(|_| Gateway::start(&config)).collect();
+    let over = AtomicBool::new(false);
+    // How many answers each client got by the store.
+    let decided: Vec<AtomicUsize> = (0..GATEWAYS * CLIENTS).map(|_| AtomicUsize::new(0)).collect();
+    std::thread::scope(|scope| {
+        let _raise = Raise(&over);
+        for (id, decided) in decided.iter().enumerate() {
+            let (gateway, over) = (&gateways[id % GATEWAYS], &over);
+            scope.spawn(move || {
+                let mut client = gateway.client();
+                while !over.load(Ordering::SeqCst) {
+                    let reply = client.get_with("/r", &[("x-id", &id.to_string())]);
+                    assert_eq!(reply.status, 200);
+                    decided.fetch_add(usize::from(reply.header("ratelimit").is_some()), Ordering::SeqCst);
+                    std::thread::sleep(Duration::from_millis(10));
+                }
+            });
+        }
+        let all_decide = |what: &str| {
+            let before: Vec<_> = decided.iter().map(|count| count.load(Ordering::SeqCst)).collect();
+            let further = |(count, before): (&AtomicUsize, &usize)| count.load(Ordering::SeqCst) > before + 50;
+            eventually(what, || decided.iter().zip(&before).all(further));
+        };
+        // The one that asks is one of them.
+        let connections = |redis: &Redis| redis.figure("stats", "total_connections_received:") - 1;
+        let fresh = (GATEWAYS * WORKERS) as u64;
+        all_decide("the store decides");
+
+        redis.child.kill().unwrap();
+        redis.child.wait().unwrap();
+        // What is tested is time: everybody tries again and again.
+        std::thread::sleep(Duration::from_secs(3));
+        redis = Redis::start_on(port).expect("the port is still free");
+        all_decide("the new store decides");
+        let after_restart = connections(&redis);
+
+        let before = connections(&redis) + 1;
+        signal(&redis.child, "STOP");
+        std::thread::sleep(Duration::from_secs(3));
+        signal(&redis.child, "CONT");
+        all_decide("the store decides again");
+        let after_stop = connections(&redis) - before;
+        println!(
+            "{GATEWAYS} gateways of {WORKERS} workers: {after_restart} connections after a restart, {after_stop} after a stop of 3 s"
+        );
+        assert!(after_restart <= 2 * fresh, "{after_restart} connections for {fresh} workers");
+        assert!(after_stop <= 3 * fresh, "{after_stop} connections for {fresh} workers");
+    });
+}

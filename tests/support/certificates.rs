@@ -1,0 +1,133 @@
+//! Authorities and certificates made for a test, and TLS clients that show and believe them.
+
+use std::io;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
+    KeyPair, date_time_ymd,
+};
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
+
+use super::PATIENCE;
+use super::client::{Client, Reply};
+
+/// Signs certificates.
+pub struct Authority(CertifiedIssuer<'static, KeyPair>);
+
+/// A certificate with its key.
+pub struct Pair {
+    pub cert: String,
+    pub key: String,
+    pub der: CertificateDer<'static>,
+    secret: PrivateKeyDer<'static>,
+}
+
+/// The years in which a certificate is valid.
+pub const NOW: [i32; 2] = [2000, 4000];
+pub const PAST: [i32; 2] = [2000, 2001];
+pub const FUTURE: [i32; 2] = [3999, 4000];
+
+/// A client over TLS.
+pub type TlsClient = Client<StreamOwned<ClientConnection, TcpStream>>;
+
+impl Authority {
+    pub fn new(name: &str) -> Authority {
+        let mut params = parameters(&[(DnType::CommonName, name)], NOW);
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        Authority(CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap())
+    }
+
+    pub fn pem(&self) -> String {
+        self.0.pem()
+    }
+
+    /// A client's certificate, with a key of its own.
+    pub fn client(&self, subject: &[(DnType, &str)], years: [i32; 2]) -> Pair {
+        self.sign(subject, years, ExtendedKeyUsagePurpose::ClientAuth)
+    }
+
+    pub fn sign(&self, subject: &[(DnType, &str)], years: [i32; 2], usage: ExtendedKeyUsagePurpose) -> Pair {
+        let mut params = parameters(subject, years);
+        params.extended_key_usages = vec![usage];
+        let key = KeyPair::generate().unwrap();
+        let certificate = params.signed_by(&key, &self.0).unwrap();
+        Pair::new(&certificate, &key)
+    }
+}
+
+fn parameters(subject: &[(DnType, &str)], years: [i32; 2]) -> CertificateParams {
+    let mut params = CertificateParams::default();
+    params.distinguished_name = DistinguishedName::new();
+    for (kind, value) in subject {
+        params.distinguished_name.push(kind.clone(), *value);
+    }
+    [params.not_before, params.not_after] = years.map(|year| date_time_ymd(year, 1, 1));
+    params
+}
+
+impl Pair {
+    fn new(certificate: &rcgen::Certificate, key: &KeyPair) -> Pair {
+        let secret = PrivateKeyDer::try_from(key.serialize_der()).unwrap();
+        Pair { cert: certificate.pem(), key: key.serialize_pem(), der: certificate.der().clone(), secret }
+    }
+
+    /// A server's certificate that it signed itself.
+    pub fn server(name: &str, years: [i32; 2]) -> Pair {
+        let mut params = parameters(&[(DnType::CommonName, name)], years);
+        params.subject_alt_names = vec![rcgen::SanType::DnsName(name.try_into().unwrap())];
+        let key = KeyPair::generate().unwrap();
+        Pair::new(&params.self_signed(&key).unwrap(), &key)
+    }
+}
+
+/// A client that believes certificates of servers and shows one of its own. It resumes its sessions.
+pub fn tls(
+    believes: &[&CertificateDer<'static>],
+    shows: Option<&Pair>,
+    versions: &[&'static SupportedProtocolVersion],
+) -> Arc<ClientConfig> {
+    let mut roots = RootCertStore::empty();
+    believes.iter().for_each(|certificate| roots.add((*certificate).clone()).unwrap());
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = ClientConfig::builder_with_provider(provider).with_protocol_versions(versions).unwrap();
+    let builder = builder.with_root_certificates(roots);
+    Arc::new(match shows {
+        Some(pair) => builder.with_client_auth_cert(vec![pair.der.clone()], pair.secret.clone_key()).unwrap(),
+        None => builder.with_no_client_auth(),
+    })
+}
+
+impl TlsClient {
+    /// Shakes hands.
+    pub fn shake(config: &Arc<ClientConfig>, address: SocketAddr, name: &str) -> io::Result<TlsClient> {
+        TlsClient::shake_over(TcpStream::connect(address)?, config, name)
+    }
+
+    /// Shakes hands on a connection.
+    pub fn shake_over(stream: TcpStream, config: &Arc<ClientConfig>, name: &str) -> io::Result<TlsClient> {
+        stream.set_read_timeout(Some(PATIENCE))?;
+        stream.set_nodelay(true)?;
+        let name = ServerName::try_from(name.to_owned()).unwrap();
+        let mut tls = StreamOwned::new(ClientConnection::new(config.clone(), name).unwrap(), stream);
+        while tls.conn.is_handshaking() {
+            tls.conn.complete_io(&mut tls.sock)?;
+        }
+        Ok(Client { stream: io::BufReader::new(tls) })
+    }
+
+    /// The certificate that the server showed.
+    pub fn shown(&self) -> &CertificateDer<'static> {
+        &self.stream.get_ref().conn.peer_certificates().unwrap()[0]
+    }
+}
+
+/// One GET; none if the connection is refused. In TLS 1.3 a client learns that only when it reads.
+pub fn ask(config: &Arc<ClientConfig>, address: SocketAddr, name: &str, path: &str) -> Option<Reply> {
+    let mut client = TlsClient::shake(config, address, name).ok()?;
+    let request = format!("GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n");
+    io::Write::write_all(client.stream.get_mut(), request.as_bytes()).ok()?;
+    client.reply()
+}

@@ -1,0 +1,61 @@
+//! A relay between gateway and Redis that a test turns: to another server, or deaf to what Redis says.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::upstream::serve;
+
+/// A running relay; its threads end with the test's process.
+pub struct Relay {
+    pub address: SocketAddr,
+    server: Arc<AtomicU16>,
+    losing: Arc<AtomicBool>,
+    streams: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Relay {
+    /// A relay to the server on this port.
+    pub fn start(port: u16) -> Relay {
+        let server = Arc::new(AtomicU16::new(port));
+        let losing = Arc::<AtomicBool>::default();
+        let streams = Arc::<Mutex<Vec<TcpStream>>>::default();
+        let (target, deaf, open) = (server.clone(), losing.clone(), streams.clone());
+        let address = serve(move |mut gateway| {
+            // Whom nobody serves is hung up on, as by a server that has died.
+            let Ok(mut redis) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else { return };
+            let (mut calls, mut to_redis) = (gateway.try_clone().unwrap(), redis.try_clone().unwrap());
+            open.lock().unwrap().extend([gateway.try_clone().unwrap(), redis.try_clone().unwrap()]);
+            std::thread::spawn(move || {
+                let _ = std::io::copy(&mut calls, &mut to_redis);
+                let _ = to_redis.shutdown(Shutdown::Both);
+            });
+            let mut buffer = [0; 4096];
+            while let Ok(count @ 1..) = redis.read(&mut buffer) {
+                if !deaf.load(Ordering::SeqCst) && gateway.write_all(&buffer[..count]).is_err() {
+                    break;
+                }
+            }
+            let _ = gateway.shutdown(Shutdown::Both);
+        });
+        Relay { address, server, losing, streams }
+    }
+
+    pub fn url(&self) -> String {
+        format!("redis://{}", self.address)
+    }
+
+    /// Leads to another server from now on; what is connected is hung up on.
+    pub fn turn_to(&self, port: u16) {
+        self.server.store(port, Ordering::SeqCst);
+        for stream in self.streams.lock().unwrap().drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Whether what Redis says is swallowed.
+    pub fn lose_replies(&self, lose: bool) {
+        self.losing.store(lose, Ordering::SeqCst);
+    }
+}
