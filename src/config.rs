@@ -189,6 +189,7 @@ pub struct Size {
 #[allow(missing_docs)]
 pub struct Upstream {
     pub servers: Vec<Spanned<UpstreamServer>>,
+    pub protocol: Option<Text>,
     pub connect_timeout: Option<Text>,
     pub response_timeout: Option<Text>,
     pub pool_idle_timeout: Option<Text>,

@@ -8,15 +8,15 @@ use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::{CONTENT_TYPE, TRANSFER_ENCODING};
-use http::{HeaderMap, Method, Request, Response};
+use http::header::TRANSFER_ENCODING;
+use http::{Method, Request, Response};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tracing::{debug, warn};
 
 use crate::account::Record;
 use crate::http::body::Body;
-use crate::http::headers::Origin;
+use crate::http::headers::{Origin, is_grpc};
 use crate::http::host;
 use crate::http::path::canonical;
 use crate::limit::Limiter;
@@ -209,10 +209,4 @@ impl<'a> Addressed<'a> {
         }
         Ok(Addressed { host, path })
     }
-}
-
-fn is_grpc(headers: &HeaderMap) -> bool {
-    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
-    // Not application/grpc-web, which is another protocol.
-    kind.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }

@@ -1,7 +1,9 @@
 //! Upstreams: sends a request on and hands its answer back.
 
+mod http2;
 mod pool;
 
+use std::io;
 use std::pin::pin;
 use std::sync::Arc;
 
@@ -11,7 +13,8 @@ use tokio::time::{Duration, timeout};
 
 use crate::http::body::{Body, Progress, RequestBody};
 use crate::http::bounds::Bounds;
-use crate::http::headers::is_safe;
+use crate::http::headers::{is_grpc, is_safe};
+use http2::{Fate, Shared, fate};
 use pool::{Connection, Failure, Pool};
 
 /// Where an upstream listens and how long to wait for it.
@@ -25,12 +28,23 @@ pub struct UpstreamSettings {
     pub host: Box<str>,
     /// Port.
     pub port: u16,
+    /// What is spoken there.
+    pub protocol: Protocol,
     /// Bound of connecting, name resolution included.
     pub connect_timeout: Duration,
     /// Bound of waiting for the response head once the request is sent.
     pub response_timeout: Duration,
     /// Idle connections older than this are not used again.
     pub pool_idle_timeout: Duration,
+}
+
+/// What is spoken with an upstream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Protocol {
+    /// HTTP/1.1, a connection for each request at a time.
+    Http1,
+    /// HTTP/2 by prior knowledge, one connection for all.
+    Http2,
 }
 
 /// Why an upstream gave no answer.
@@ -66,19 +80,33 @@ impl UpstreamError {
 #[derive(Debug)]
 pub struct Upstream {
     settings: UpstreamSettings,
-    pool: Arc<Pool>,
+    connections: Connections,
+}
+
+#[derive(Debug)]
+enum Connections {
+    Http1(Arc<Pool>),
+    Http2(Shared),
 }
 
 impl Upstream {
     /// Without connections yet.
     pub fn new(settings: UpstreamSettings) -> Self {
-        let pool = Arc::new(Pool::new(settings.pool_idle_timeout));
-        Upstream { settings, pool }
+        let connections = match settings.protocol {
+            Protocol::Http1 => Connections::Http1(Arc::new(Pool::new(settings.pool_idle_timeout))),
+            Protocol::Http2 => Connections::Http2(Shared::new(settings.pool_idle_timeout)),
+        };
+        Upstream { settings, connections }
     }
 
     /// Its name.
     pub fn name(&self) -> &str {
         &self.settings.name
+    }
+
+    /// What it speaks.
+    pub fn protocol(&self) -> Protocol {
+        self.settings.protocol
     }
 
     /// Host and port, for requests that name no host.
@@ -94,11 +122,16 @@ impl Upstream {
     /// # Errors
     /// See [`UpstreamError`].
     pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
+        let pool = match &self.connections {
+            Connections::Http1(pool) => pool,
+            // On the heap: inside this future it would take room for every request.
+            Connections::Http2(shared) => return Box::pin(self.send_shared(shared, request, bounds)).await,
+        };
         let (parts, body) = request.into_parts();
         let (body, progress) = RequestBody::new(body, bounds);
         let repeatable = progress.is_none() && is_safe(&parts.method);
         let mut request = Request::from_parts(parts, body);
-        let mut pooled = self.pool.take();
+        let mut pooled = pool.take();
         loop {
             let reused = pooled.is_some();
             let mut connection = match pooled.take() {
@@ -107,7 +140,7 @@ impl Upstream {
             };
             let copy = (reused && repeatable).then(|| copy_without_body(&request));
             // Something that cannot be read is an answer, too.
-            let mut failure = match self.exchange(&mut connection, request, progress.as_deref()).await? {
+            let mut failure = match self.exchange(connection.send(request), progress.as_deref()).await? {
                 // The connection is not ours any more: whoever asked for it takes it over from the extensions.
                 Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
                     return Ok(response.map(|_| Body::full("")));
@@ -116,7 +149,7 @@ impl Upstream {
                     if let Some(progress) = &progress {
                         progress.answered();
                     }
-                    let lease = Box::new(connection.lease(&self.pool));
+                    let lease = Box::new(connection.lease(pool));
                     return Ok(response.map(|body| Body::upstream(body, bounds, lease)));
                 }
                 Err(failure) => failure,
@@ -128,9 +161,59 @@ impl Upstream {
         }
     }
 
+    /// On the connection of all. What the server says it has not processed is sent again, too, if it has no body.
+    async fn send_shared(
+        &self,
+        shared: &Shared,
+        request: Request<Incoming>,
+        bounds: Bounds,
+    ) -> Result<Response<Body>, UpstreamError> {
+        let (parts, body) = request.into_parts();
+        let (mut body, progress) = RequestBody::new(body, bounds);
+        if is_grpc(&parts.headers) {
+            body = body.with_trailers();
+        }
+        let safe = is_safe(&parts.method);
+        let mut request = Request::from_parts(parts, body);
+        let mut first = true;
+        loop {
+            let UpstreamSettings { host, port, .. } = &self.settings;
+            let (mut connection, reused) = self.within_time(shared.take(host, *port)).await?;
+            let copy = (first && progress.is_none()).then(|| copy_without_body(&request));
+            let mut failure = match self.exchange(connection.send(request), progress.as_deref()).await {
+                Ok(Ok(response)) => {
+                    if let Some(progress) = &progress {
+                        progress.answered();
+                    }
+                    return Ok(response.map(|body| Body::shared(body, bounds)));
+                }
+                Ok(Err(failure)) => failure,
+                Err(error) => {
+                    // Slow or dead: whoever comes next shall not find out.
+                    connection.retire();
+                    return Err(error);
+                }
+            };
+            let (fate, lives) = fate(failure.error());
+            if !lives {
+                connection.retire();
+            }
+            let again = fate == Fate::Unprocessed || (fate == Fate::Unknown && reused && safe);
+            request = match failure.take_message().filter(|_| first).or(copy.filter(|_| again)) {
+                Some(request) => request,
+                None => return Err(self.broken(failure.into_error(), progress.as_deref())),
+            };
+            first = false;
+        }
+    }
+
     async fn connect(&self) -> Result<Connection, UpstreamError> {
-        let UpstreamSettings { name, host, port, connect_timeout, .. } = &self.settings;
-        match timeout(*connect_timeout, pool::connect(host, *port)).await {
+        self.within_time(pool::connect(&self.settings.host, self.settings.port)).await
+    }
+
+    async fn within_time<T>(&self, connecting: impl Future<Output = io::Result<T>>) -> Result<T, UpstreamError> {
+        let UpstreamSettings { name, connect_timeout, .. } = &self.settings;
+        match timeout(*connect_timeout, connecting).await {
             Ok(Ok(connection)) => Ok(connection),
             Ok(Err(source)) => Err(UpstreamError::Connect { upstream: name.clone(), source }),
             Err(_) => Err(UpstreamError::ConnectTimeout { upstream: name.clone() }),
@@ -140,11 +223,10 @@ impl Upstream {
     /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
     async fn exchange(
         &self,
-        connection: &mut Connection,
-        request: Request<RequestBody>,
+        response: impl Future<Output = Result<Response<Incoming>, Failure>>,
         progress: Option<&Progress>,
     ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
-        let mut response = pin!(connection.send(request));
+        let mut response = pin!(response);
         let mut seen = progress.map(Progress::frames);
         loop {
             if let Ok(result) = timeout(self.settings.response_timeout, &mut response).await {
@@ -168,7 +250,7 @@ impl Upstream {
         }
         // The body stream failed before its end: that was the client.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
-        if error.is_user() && unfinished {
+        if unfinished && (error.is_user() || fate(&error).0 == Fate::Ours) {
             return UpstreamError::ClientBroken(error);
         }
         UpstreamError::Broken { upstream: self.settings.name.clone(), source: error }
@@ -179,6 +261,7 @@ fn copy_without_body(request: &Request<RequestBody>) -> Request<RequestBody> {
     let mut copy = Request::new(RequestBody::empty());
     *copy.method_mut() = request.method().clone();
     *copy.uri_mut() = request.uri().clone();
+    *copy.version_mut() = request.version();
     *copy.headers_mut() = request.headers().clone();
     copy
 }

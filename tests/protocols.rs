@@ -193,7 +193,7 @@ fn each_event_arrives_before_the_next_is_sent() {
             assert_eq!(event, "data: x\n\n");
             go_on.send(()).unwrap();
         }
-        assert!(body.frame().await.is_none());
+        assert_eq!(body.collect().await.unwrap().to_bytes(), "");
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("events over HTTP/2") });

@@ -18,10 +18,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    (
-        "upstream",
-        &["balance", "protocol", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"],
-    ),
+    ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"]),
     ("servers", &["weight"]),
     ("route", &["redirect", "strip_prefix", "rewrite", "timeout"]),
 ];

@@ -1,7 +1,7 @@
 //! Sends an admitted request on: headers cleaned and completed, the path in canonical form.
 
-use http::header::{EXPECT, HOST, HeaderValue};
-use http::{Request, Response, StatusCode, Uri, Version, response, uri};
+use http::header::{EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::{Request, Response, StatusCode, Uri, Version, request, response, uri};
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use tokio::time::Duration;
@@ -15,7 +15,7 @@ use crate::http::headers::{self, X_REQUEST_ID};
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
 use crate::runtime::{Route, Runtime};
-use crate::upstream::{Upstream, UpstreamError};
+use crate::upstream::{Protocol, Upstream, UpstreamError};
 
 /// Sends a request to an upstream and hands its answer back.
 pub(super) async fn forward(
@@ -28,6 +28,7 @@ pub(super) async fn forward(
     record: Option<&mut Record>,
 ) -> Result<Response<Body>, UpstreamError> {
     let (mut parts, body) = request.into_parts();
+    let http_1_0 = parts.version == Version::HTTP_10;
     let headers = &mut parts.headers;
     // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
     let may_switch = route.websocket && parts.version == Version::HTTP_11 && body.is_end_stream();
@@ -66,6 +67,9 @@ pub(super) async fn forward(
         parts.uri = origin_form(&parts.uri, path.as_deref());
     }
     parts.version = Version::HTTP_11;
+    if upstream.protocol() == Protocol::Http2 {
+        absolute_form(&mut parts);
+    }
     let bounds = Bounds { idle: runtime.server.body_idle_timeout, max_body: route.max_body };
     let response = upstream.send(Request::from_parts(parts, body), bounds).await?;
     let (mut parts, body) = response.into_parts();
@@ -73,6 +77,10 @@ pub(super) async fn forward(
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
         let switched = self::switch(parts, switch, runtime.server.idle_timeout);
         return switched.ok_or_else(|| UpstreamError::Switched { upstream: upstream.name().into() });
+    }
+    if http_1_0 && body.size_hint().exact().is_none() {
+        // It ends with the connection, which hyper would call kept alive otherwise.
+        parts.version = Version::HTTP_10;
     }
     headers::strip_hop_by_hop(&mut parts.headers, &[]);
     Ok(Response::from_parts(parts, body))
@@ -97,6 +105,19 @@ fn request_id() -> HeaderValue {
     let id = Uuid::now_v7().hyphenated().encode_lower(&mut text);
     // Hex digits and hyphens are a valid value.
     HeaderValue::from_str(id).unwrap_or(HeaderValue::from_static("-"))
+}
+
+/// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
+fn absolute_form(parts: &mut request::Parts) {
+    // Frames say where a body ends (RFC 9113 §8.1).
+    parts.headers.remove(TRANSFER_ENCODING);
+    let host = parts.headers.remove(HOST);
+    let mut uri = std::mem::take(&mut parts.uri).into_parts();
+    uri.scheme = Some(uri::Scheme::HTTP);
+    // A host that was routed on, or our own of the upstream, is a valid authority.
+    uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
+    parts.uri = Uri::from_parts(uri).unwrap_or_default();
+    parts.version = Version::HTTP_2;
 }
 
 /// Path and query only, the path in canonical form.

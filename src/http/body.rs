@@ -63,11 +63,16 @@ impl Body {
 
     /// An upstream's body; `lease` hears of its end.
     pub fn upstream(body: Incoming, bounds: Bounds, lease: Box<dyn Ending>) -> Self {
-        let silence = body.size_hint().exact().map(|_| Silence::new(bounds.idle));
-        let mut body = Body::of(Source::Upstream(body, silence), false);
+        let mut body = Body::of(Source::upstream(body, bounds), false);
         body.lease = Some(lease);
         body.notice_end();
         body
+    }
+
+    /// An upstream's body on a connection that serves others as well.
+    pub fn shared(body: Incoming, bounds: Bounds) -> Self {
+        let complete = body.is_end_stream();
+        Body::of(Source::upstream(body, bounds), complete)
     }
 
     /// What follows a switch of protocols.
@@ -168,6 +173,11 @@ impl HttpBody for Body {
 }
 
 impl Source {
+    fn upstream(body: Incoming, bounds: Bounds) -> Self {
+        let silence = body.size_hint().exact().map(|_| Silence::new(bounds.idle));
+        Source::Upstream(body, silence)
+    }
+
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
         match self {
             Source::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
@@ -207,6 +217,8 @@ struct Passing {
     /// Bytes that may still come.
     left: u64,
     flow: Option<Arc<Flow>>,
+    /// Whether trailers go on.
+    trailers: bool,
 }
 
 /// How far a request body has come, for whoever waits for the response to it.
@@ -273,13 +285,20 @@ impl RequestBody {
         let progress = Arc::<Progress>::default();
         let silence = Silence::new(bounds.idle);
         let left = bounds.max_body.unwrap_or(u64::MAX);
-        let passing = Passing { body, progress: progress.clone(), silence, left, flow: Flow::current() };
+        let passing =
+            Passing { body, progress: progress.clone(), silence, left, flow: Flow::current(), trailers: false };
         (RequestBody(Some(passing)), Some(progress))
     }
 
     /// No body.
     pub fn empty() -> Self {
         RequestBody(None)
+    }
+
+    /// Lets trailers through, where the connection can say them; without this they are dropped.
+    pub fn with_trailers(mut self) -> Self {
+        self.0.iter_mut().for_each(|passing| passing.trailers = true);
+        self
     }
 }
 
@@ -290,7 +309,10 @@ impl Passing {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
-        let polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
+        let mut polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
+        if !self.trailers && matches!(&polled, Poll::Ready(Some(Ok(frame))) if frame.is_trailers()) {
+            polled = Poll::Ready(None);
+        }
         match &polled {
             Poll::Pending if self.is_due() && self.silence.poll(cx).is_ready() => {
                 return (STALLED, Poll::Ready(Some(Err(BodyError::ClientStalled))));

@@ -3,8 +3,8 @@
 use std::net::IpAddr;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, FORWARDED, HeaderMap, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING, UPGRADE,
-    VIA,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, FORWARDED, HeaderMap, HeaderName, HeaderValue, TE, TRAILER,
+    TRANSFER_ENCODING, UPGRADE, VIA,
 };
 use http::{Method, Version};
 
@@ -182,6 +182,13 @@ pub fn join_cookies(headers: &mut HeaderMap) {
             headers.insert(name, value);
         }
     }
+}
+
+/// Whether a message is of gRPC.
+pub fn is_grpc(headers: &HeaderMap) -> bool {
+    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
+    // Not application/grpc-web, which is another protocol.
+    kind.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
 /// Whether a request with this method and no body may be sent a second time (RFC 9110 §9.2.1).

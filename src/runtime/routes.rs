@@ -23,7 +23,7 @@ use crate::limit::decision::Judged;
 use crate::limit::plan::Limit;
 use crate::reply::standing;
 use crate::route::{PathPattern, Pattern, RouteTable};
-use crate::upstream::UpstreamSettings;
+use crate::upstream::{Protocol, UpstreamSettings};
 
 /// Limits of one route: the script's arguments and the fields of a response stay small.
 const MAX_LIMITS: usize = 16;
@@ -58,7 +58,7 @@ pub(super) fn routes(
         let path = pattern.as_ref().map(|pattern| &pattern.path);
         let metering = metering(written, path, limits, config, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
-        let websocket = websocket(written, target.as_ref(), reader);
+        let websocket = websocket(written, target.as_ref(), upstreams, reader);
         let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
         let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
@@ -116,11 +116,23 @@ fn target(
     }
 }
 
-fn websocket(route: &config::Route, target: Option<&Target>, reader: &mut Reader<'_>) -> bool {
+fn websocket(
+    route: &config::Route,
+    target: Option<&Target>,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Reader<'_>,
+) -> bool {
     let Some(wanted) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
-    if let Some(Target::Respond(_)) = target {
-        let issue = Issue::at(wanted.span(), "the gateway itself speaks no other protocol");
-        reader.issue(issue.hint("`websocket` is for routes with an upstream"));
+    let fault = match target {
+        Some(Target::Respond(_)) => Some("the gateway itself speaks no other protocol"),
+        Some(Target::Upstream(index)) if upstreams[*index].protocol == Protocol::Http2 => {
+            Some("over HTTP/2 nothing can be switched")
+        }
+        _ => None,
+    };
+    if let Some(fault) = fault {
+        let issue = Issue::at(wanted.span(), fault);
+        reader.issue(issue.hint("`websocket` is for routes to an upstream with protocol \"http1\""));
     }
     true
 }

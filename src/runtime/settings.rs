@@ -14,7 +14,7 @@ use super::{Access, Layout, LogSettings, ServerSettings};
 use crate::config;
 use crate::config::error::Issue;
 use crate::observe::log::Format;
-use crate::upstream::UpstreamSettings;
+use crate::upstream::{Protocol, UpstreamSettings};
 
 /// hyper needs room for a head of this size at least.
 const SMALLEST_HEAD: usize = 8 << 10;
@@ -78,6 +78,7 @@ pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::Upstream>>,
     reader: &mut Reader<'_>,
 ) -> Vec<UpstreamSettings> {
+    let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
     let mut compiled = Vec::new();
     for (name, upstream) in upstreams {
         reader.name(upstream.span(), name);
@@ -100,6 +101,7 @@ pub(super) fn upstreams(
             authority,
             host,
             port,
+            protocol: reader.choice(upstream.protocol.as_ref(), Protocol::Http1, &protocols),
             connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
             response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
             pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),

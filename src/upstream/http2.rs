@@ -1,0 +1,127 @@
+//! One connection to a server that speaks HTTP/2 (RFC 9113, prior knowledge), shared by all requests of a worker.
+
+use std::error::Error;
+use std::future::Future;
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::client::conn::http2::{Builder, SendRequest};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::net::TcpStream;
+use tokio::sync::Mutex;
+
+use super::pool::Failure;
+use crate::http::body::RequestBody;
+use crate::limit::clock::monotonic;
+
+/// Bytes of an answer, and of an upload, that are held for one stream while its reader is slow.
+const STREAM_BUFFER: u32 = 128 << 10;
+
+/// Streams whose readers are slow fill the window of the connection; so many there never are, so that nobody else waits.
+const CONNECTION_WINDOW: u32 = 1 << 30;
+
+/// Bytes of a response head, as for HTTP/1.1.
+const MAX_HEAD: u32 = 64 << 10;
+
+/// The connection that new requests take.
+#[derive(Debug)]
+pub(super) struct Shared {
+    // Held while connecting: those who come meanwhile take what comes of it.
+    current: Mutex<Option<Connection>>,
+    idle_timeout: Duration,
+}
+
+/// A connection that carries many requests at a time.
+#[derive(Debug, Clone)]
+pub(super) struct Connection {
+    sender: SendRequest<RequestBody>,
+    /// Set when no new request should take it.
+    retired: Arc<AtomicBool>,
+    used: Instant,
+}
+
+impl Shared {
+    pub(super) fn new(idle_timeout: Duration) -> Self {
+        Shared { current: Mutex::default(), idle_timeout }
+    }
+
+    /// The connection that is there, if it is fit for use, else a new one; whether it was there before.
+    pub(super) async fn take(&self, host: &str, port: u16) -> io::Result<(Connection, bool)> {
+        let mut current = self.current.lock().await;
+        let now = monotonic();
+        if let Some(connection) = current.as_mut().filter(|connection| connection.is_fit(now, self.idle_timeout)) {
+            connection.used = now;
+            return Ok((connection.clone(), true));
+        }
+        // What runs on the old one goes on to its end.
+        *current = None;
+        let connection = connect(host, port).await?;
+        *current = Some(connection.clone());
+        Ok((connection, false))
+    }
+}
+
+async fn connect(host: &str, port: u16) -> io::Result<Connection> {
+    let stream = TcpStream::connect((host, port)).await?;
+    stream.set_nodelay(true)?;
+    let (sender, connection) = Builder::new(TokioExecutor::new())
+        .initial_stream_window_size(STREAM_BUFFER)
+        .initial_connection_window_size(CONNECTION_WINDOW)
+        .max_send_buf_size(STREAM_BUFFER as usize)
+        .max_header_list_size(MAX_HEAD)
+        .handshake(TokioIo::new(stream))
+        .await
+        .map_err(io::Error::other)?;
+    // Its error reaches whoever waits for a response.
+    tokio::spawn(async move { connection.await.ok() });
+    Ok(Connection { sender, retired: Arc::default(), used: monotonic() })
+}
+
+impl Connection {
+    fn is_fit(&self, now: Instant, idle_timeout: Duration) -> bool {
+        !self.sender.is_closed() && !self.retired.load(Ordering::Relaxed) && now - self.used < idle_timeout
+    }
+
+    pub(super) fn send(
+        &mut self,
+        request: Request<RequestBody>,
+    ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
+        self.sender.try_send_request(request)
+    }
+
+    /// No new request takes it.
+    pub(super) fn retire(&self) {
+        self.retired.store(true, Ordering::Relaxed);
+    }
+}
+
+/// What the end of a stream says of its request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Fate {
+    /// The server has not looked at it (RFC 9113 §8.7): refused by itself, or by the end of the connection.
+    Unprocessed,
+    /// The server has ended it, or what it says cannot be read.
+    Answered,
+    /// We have ended it, because the client did.
+    Ours,
+    /// Not known: the connection is gone.
+    Unknown,
+}
+
+/// What an error says, and whether the connection is good for others.
+pub(super) fn fate(error: &hyper::Error) -> (Fate, bool) {
+    let Some(cause) = error.source().and_then(|source| source.downcast_ref::<h2::Error>()) else {
+        return (Fate::Unknown, false);
+    };
+    let refused = cause.is_go_away() || cause.reason() == Some(h2::Reason::REFUSED_STREAM);
+    let fate = match (cause.is_remote(), cause.is_library()) {
+        (true, _) if refused => Fate::Unprocessed,
+        (true, _) | (_, true) => Fate::Answered,
+        _ => Fate::Ours,
+    };
+    (fate, cause.is_reset())
+}
