@@ -20,6 +20,9 @@ pub trait Ending: Send {
     fn ended(self: Box<Self>, sent: u64, complete: bool);
 }
 
+/// What a body has when it is asked for more.
+type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
+
 /// A response body.
 pub struct Body {
     source: Source,
@@ -107,7 +110,7 @@ impl HttpBody for Body {
     type Data = Bytes;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
         let polled = self.source.poll(cx);
         if let Some(flow) = &self.flow {
             match &polled {
@@ -147,7 +150,7 @@ impl HttpBody for Body {
 }
 
 impl Source {
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Polled {
         match self {
             Source::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Source::Upstream(body, silence) => match (Pin::new(body).poll_frame(cx), silence) {
@@ -267,7 +270,7 @@ impl Passing {
         !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some()
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Poll<Option<Result<Frame<Bytes>, BodyError>>>) {
+    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
         let polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
         match &polled {
             Poll::Pending if self.is_due() && self.silence.poll(cx).is_ready() => {
@@ -293,7 +296,7 @@ impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
         let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
         let (stage, polled) = passing.poll(cx);
         passing.progress.stage.store(stage, Ordering::Relaxed);
