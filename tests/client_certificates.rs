@@ -108,7 +108,7 @@ fn a_subject_is_one_identity_whatever_the_certificate() {
         vec![(o.clone(), "Acme"), (cn.clone(), "Alice")],
         vec![(o.clone(), "Acme Ltd"), (cn.clone(), "alice")],
         vec![(cn.clone(), "alice"), (o.clone(), "Acme")],
-        vec![(o.clone(), "Acme"), (ou.clone(), "IT"), (cn.clone(), "alice")],
+        vec![(o.clone(), "Acme"), (ou, "IT"), (cn.clone(), "alice")],
         vec![(cn.clone(), "alice")],
         vec![(cn.clone(), "alice,O=Acme")],
         vec![(cn.clone(), "alice\\,O=Acme")],

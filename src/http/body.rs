@@ -22,6 +22,9 @@ pub trait Ending: Send {
     fn ended(self: Box<Self>, sent: u64, complete: bool);
 }
 
+/// What a body has when it is asked for more.
+type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
+
 /// A response body.
 pub struct Body {
     source: Source,
@@ -38,8 +41,6 @@ pub struct Body {
     /// Freed when the body is gone.
     kept: Option<Box<dyn Any + Send>>,
 }
-
-type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
 
 enum Source {
     Own(Option<Bytes>),
@@ -131,7 +132,7 @@ impl HttpBody for Body {
     type Data = Bytes;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
         let polled = self.source.poll(cx);
         if let Some(flow) = &self.flow {
             match &polled {
@@ -178,7 +179,7 @@ impl Source {
         Source::Upstream(body, silence)
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll(&mut self, cx: &mut Context<'_>) -> Polled {
         match self {
             Source::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             Source::Upstream(body, silence) => match (Pin::new(body).poll_frame(cx), silence) {
@@ -337,7 +338,7 @@ impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BodyError>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
         let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
         let (stage, polled) = passing.poll(cx);
         passing.progress.stage.store(stage, Ordering::Relaxed);
