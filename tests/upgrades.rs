@@ -1,5 +1,7 @@
 //! WebSocket and other switches of protocols: where they pass, where they do not, how long they last.
 
+#![allow(clippy::result_large_err)] // tungstenite's callback
+
 mod support;
 
 use std::io::{ErrorKind, Read, Write};
