@@ -176,7 +176,8 @@ impl Cluster {
         let mut known = self.0.known.lock().unwrap_or_else(PoisonError::into_inner);
         if known.of.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_there = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
-            known.guards.retain(|address, _| is_there(address));
+            // A node that left and came back has a new breaker; nobody probes for the old one any more.
+            known.guards.retain(|address, guard| is_there(address) && guard.is_behind(&topology.breaker(address)));
             known.of = slots;
         }
         if let Some(guard) = known.guards.get(address) {

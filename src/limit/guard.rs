@@ -110,6 +110,11 @@ impl Guard {
         });
     }
 
+    /// Whether this is its breaker.
+    pub fn is_behind(&self, breaker: &Arc<Breaker>) -> bool {
+        Arc::ptr_eq(&self.breaker, breaker)
+    }
+
     /// Whether calls fail at once.
     pub fn is_open(&self) -> bool {
         self.breaker.era.load(Ordering::Acquire) % 2 == 1
