@@ -11,3 +11,4 @@ pub mod path;
 pub mod rules;
 pub mod tunnel;
 pub mod upgrade;
+pub mod upload;

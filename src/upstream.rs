@@ -11,9 +11,10 @@ use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 use tokio::time::{Duration, timeout};
 
-use crate::http::body::{Body, Progress, RequestBody};
+use crate::http::body::Body;
 use crate::http::bounds::Bounds;
 use crate::http::headers::{is_grpc, is_safe};
+use crate::http::upload::{Progress, RequestBody};
 use http2::{Fate, Shared, fate};
 use pool::{Connection, Failure, Pool};
 

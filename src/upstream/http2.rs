@@ -15,7 +15,7 @@ use tokio::net::TcpStream;
 use tokio::sync::Mutex;
 
 use super::pool::Failure;
-use crate::http::body::RequestBody;
+use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
 /// Bytes of an answer, and of an upload, that are held for one stream while its reader is slow.

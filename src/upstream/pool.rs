@@ -13,7 +13,8 @@ use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 use tokio::net::TcpStream;
 
-use crate::http::body::{Ending, RequestBody};
+use crate::http::body::Ending;
+use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
 /// Bytes that a connection buffers of a response: a head must fit, and a body is read in pieces of this size.

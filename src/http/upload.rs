@@ -1,0 +1,174 @@
+//! Request bodies on their way to an upstream: how far they have come, how long they may be, who keeps whom waiting.
+
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use http_body::{Body as HttpBody, SizeHint};
+use hyper::body::Incoming;
+
+use super::body::Polled;
+use super::bounds::{BodyError, Bounds, Silence};
+use super::flow::Flow;
+
+/// A request body on its way to an upstream.
+pub struct RequestBody(Option<Passing>);
+
+/// A body that is not empty.
+struct Passing {
+    body: Incoming,
+    progress: Arc<Progress>,
+    silence: Silence,
+    /// Bytes that may still come.
+    left: u64,
+    flow: Option<Arc<Flow>>,
+    /// Whether trailers go on.
+    trailers: bool,
+}
+
+/// How far a request body has come, for whoever waits for the response to it.
+#[derive(Debug, Default)]
+pub struct Progress {
+    frames: AtomicU64,
+    stage: AtomicU8,
+    answered: AtomicBool,
+}
+
+/// The connection has what there was, and may or may not have sent it.
+const SENDING: u8 = 0;
+/// The connection asked for more, and the client has sent nothing yet.
+const WAITING: u8 = 1;
+/// All of it is with the connection.
+const DONE: u8 = 2;
+/// It was longer than it may be.
+const TOO_LARGE: u8 = 3;
+/// The client sent nothing for too long.
+const STALLED: u8 = 4;
+
+impl Progress {
+    /// Pieces handed to the connection so far.
+    pub fn frames(&self) -> u64 {
+        self.frames.load(Ordering::Relaxed)
+    }
+
+    /// Whether it is the client that keeps everybody waiting.
+    pub fn waits_for_client(&self) -> bool {
+        self.stage() == WAITING
+    }
+
+    /// Whether the body has come to its end.
+    pub fn is_done(&self) -> bool {
+        self.stage() == DONE
+    }
+
+    /// Whether it was given up because of its length.
+    pub fn is_too_large(&self) -> bool {
+        self.stage() == TOO_LARGE
+    }
+
+    /// Whether it was given up because the client sent nothing.
+    pub fn is_stalled(&self) -> bool {
+        self.stage() == STALLED
+    }
+
+    /// The response has begun: from now on both sides may talk in turn.
+    pub fn answered(&self) {
+        self.answered.store(true, Ordering::Relaxed);
+    }
+
+    fn stage(&self) -> u8 {
+        self.stage.load(Ordering::Relaxed)
+    }
+}
+
+impl RequestBody {
+    /// A body, with the progress of one that is not empty.
+    pub fn new(body: Incoming, bounds: Bounds) -> (Self, Option<Arc<Progress>>) {
+        if body.is_end_stream() {
+            return (RequestBody(None), None);
+        }
+        let progress = Arc::<Progress>::default();
+        let silence = Silence::new(bounds.idle);
+        let left = bounds.max_body.unwrap_or(u64::MAX);
+        let passing =
+            Passing { body, progress: progress.clone(), silence, left, flow: Flow::current(), trailers: false };
+        (RequestBody(Some(passing)), Some(progress))
+    }
+
+    /// No body.
+    pub fn empty() -> Self {
+        RequestBody(None)
+    }
+
+    /// Lets trailers through, where the connection can say them; without this they are dropped.
+    pub fn with_trailers(mut self) -> Self {
+        self.0.iter_mut().for_each(|passing| passing.trailers = true);
+        self
+    }
+}
+
+impl Passing {
+    /// Whether a silent client owes something: once the response has begun, only one that has said how much is to come.
+    fn is_due(&self) -> bool {
+        !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some()
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
+        let mut polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
+        if !self.trailers && matches!(&polled, Poll::Ready(Some(Ok(frame))) if frame.is_trailers()) {
+            polled = Poll::Ready(None);
+        }
+        match &polled {
+            Poll::Pending if self.is_due() && self.silence.poll(cx).is_ready() => {
+                return (STALLED, Poll::Ready(Some(Err(BodyError::ClientStalled))));
+            }
+            Poll::Pending => return (WAITING, polled),
+            // A body of known length is not asked again after its last byte.
+            Poll::Ready(None) => return (DONE, polled),
+            Poll::Ready(Some(Ok(frame))) => {
+                match self.left.checked_sub(frame.data_ref().map_or(0, Bytes::len) as u64) {
+                    Some(left) => self.left = left,
+                    None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
+                }
+            }
+            Poll::Ready(Some(Err(_))) => {}
+        }
+        self.silence.end();
+        (if self.body.is_end_stream() { DONE } else { SENDING }, polled)
+    }
+}
+
+impl HttpBody for RequestBody {
+    type Data = Bytes;
+    type Error = BodyError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
+        let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
+        let (stage, polled) = passing.poll(cx);
+        passing.progress.stage.store(stage, Ordering::Relaxed);
+        if let (TOO_LARGE | STALLED, Some(flow)) = (stage, &passing.flow) {
+            flow.cut();
+        }
+        passing.progress.frames.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
+        polled
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.0.as_ref().is_none_or(|passing| passing.body.is_end_stream())
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.0.as_ref().map_or(SizeHint::with_exact(0), |passing| passing.body.size_hint())
+    }
+}
+
+impl Drop for Passing {
+    fn drop(&mut self) {
+        // Chunks have no end that could be seen before it was asked for.
+        if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
+            flow.cut();
+        }
+    }
+}
