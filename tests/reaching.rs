@@ -82,6 +82,21 @@ fn redis_is_reached_by_tls_and_only_the_right_one() {
 }
 
 #[test]
+fn each_reason_of_an_outage_is_told_once() {
+    let port = free_port();
+    let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
+    eventually("nobody listens", || gateway.log().contains("the store fails"));
+    let text = port.to_string();
+    let redis =
+        Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
+    eventually("a password is wanted", || gateway.log().contains("the store still fails, for another reason"));
+    drop(redis);
+    let _redis = Redis::start_on(port).expect("a server that wants nothing");
+    eventually("it answers", || gateway.log().contains("the store answers again"));
+    assert_eq!(gateway.log().matches("for another reason").count(), 1, "{}", gateway.log());
+}
+
+#[test]
 fn redis_is_reached_by_a_unix_socket() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("redis.sock").display().to_string();

@@ -1,6 +1,7 @@
 //! Keeps a failing store from costing requests more than a deadline: timeout, circuit breaker, bound of the calls in flight.
 
 mod failures;
+mod reasons;
 mod writes;
 
 use std::sync::Arc;
@@ -8,16 +9,15 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Instant;
 
 use tokio::time::{Duration, sleep, timeout};
-use tracing::field::display;
-use tracing::{info, warn};
+use tracing::warn;
 
 use super::clock::{Seldom, monotonic, unix_us};
-use super::redis::advice::of_call;
 use super::redis::server::Address;
 use super::redis::slots::Slots;
 use super::redis::{RedisStore, Sample};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 use failures::Failures;
+use reasons::Reasons;
 use writes::Writes;
 
 /// The first probe comes after this, each later one after twice as long, up to [`SLOWEST_PROBE`].
@@ -196,9 +196,8 @@ impl Guard {
         if era % 2 == 1 || opened().is_err() {
             return;
         }
-        let node = || self.node.as_ref().map(display);
-        let advice = error.reply().map(of_call);
-        warn!(%error, advice, node = node(), "the store fails: limits follow on_store_error until it answers again");
+        let mut reasons = Reasons::new(self.node.clone());
+        reasons.say(error);
         let Guard { store, breaker, deadline, in_flight, node } = self.clone();
         // A node that left its cluster is dropped, and never answers again.
         let store = Arc::downgrade(&store);
@@ -211,12 +210,13 @@ impl Guard {
                 let (breaker, in_flight, node) = (breaker.clone(), in_flight.clone(), node.clone());
                 match (Guard { store, breaker, deadline, in_flight, node }).probe(like.as_ref()).await {
                     Ok(()) => break,
-                    Err(_) => pause = (pause * 2).min(SLOWEST_PROBE),
+                    Err(error) => reasons.say(&error),
                 }
+                pause = (pause * 2).min(SLOWEST_PROBE);
             }
             breaker.failures.forget();
             breaker.era.fetch_add(1, Ordering::Release);
-            info!(node = node.as_ref().map(display), "the store answers again");
+            reasons.over();
         });
     }
 }
