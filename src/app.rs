@@ -33,6 +33,7 @@ use crate::runtime::files;
 use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
 use crate::server::connections::Connections;
+use crate::upstream::fleet::Fleet;
 use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -127,6 +128,7 @@ impl App {
         let lines = Arc::<Lines>::default();
         let advances = Arc::<Advances>::default();
         let connections = Arc::new(Connections::new(&self.runtime.server));
+        let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -144,6 +146,7 @@ impl App {
                 advances: advances.clone(),
                 denials: denials.clone(),
                 connections: connections.clone(),
+                fleets: fleets.clone(),
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -194,6 +197,7 @@ struct Worker {
     advances: Arc<Advances>,
     denials: Option<Arc<Denials>>,
     connections: Arc<Connections>,
+    fleets: Arc<[Arc<Fleet>]>,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -204,7 +208,7 @@ impl Worker {
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
             let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
-            let gateway = Gateway::new(self.runtime.clone(), self.limiter(), self.access);
+            let gateway = Gateway::new(self.runtime.clone(), self.limiter(), &self.fleets, self.access);
             let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())

@@ -26,6 +26,7 @@ use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::Upstream;
+use crate::upstream::fleet::Fleet;
 use decide::Question;
 
 /// Bytes of the longest target that `http::Uri` can say.
@@ -60,9 +61,9 @@ impl Peer {
 }
 
 impl Gateway {
-    /// A gateway with connections of its own.
-    pub fn new(runtime: Arc<Runtime>, limiter: Limiter, access: Option<AccessLog>) -> Self {
-        let upstreams = runtime.upstreams.iter().cloned().map(Upstream::new).collect();
+    /// A gateway with connections of its own to these upstreams, which are those of the runtime.
+    pub fn new(runtime: Arc<Runtime>, limiter: Limiter, fleets: &[Arc<Fleet>], access: Option<AccessLog>) -> Self {
+        let upstreams = fleets.iter().cloned().map(Upstream::new).collect();
         Gateway { runtime, limiter, upstreams, access }
     }
 

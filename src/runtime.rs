@@ -12,6 +12,7 @@ mod routes;
 mod rules;
 mod settings;
 mod store;
+mod upstreams;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
@@ -37,7 +38,7 @@ use crate::limit::redis::{RedisSettings, Servers};
 use crate::observe::log::Format;
 use crate::route::RouteTable;
 use crate::tls::{ClientAuth, Tls};
-use crate::upstream::UpstreamSettings;
+use crate::upstream::fleet::UpstreamSettings;
 use crate::watch::Snapshot;
 use reader::Reader;
 pub use route::{Metered, Metering, Respond, Route, Target};
@@ -70,7 +71,7 @@ pub struct Runtime {
     /// Headers that only trusted proxies may set, besides those of the X-Forwarded family.
     pub trusted_headers: Vec<HeaderName>,
     /// Upstreams, by the index that routes use.
-    pub upstreams: Vec<UpstreamSettings>,
+    pub upstreams: Vec<Arc<UpstreamSettings>>,
     /// Every limit, used or not, by name.
     pub limits: BTreeMap<String, Terms>,
     /// Every route, in the order of the file.
@@ -235,7 +236,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = store::instances(&config.store, reader);
-    let upstreams = settings::upstreams(&config.upstream, reader);
+    let upstreams = upstreams::upstreams(&config.upstream, reader);
     let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &upstreams, reader);
     let file = config.api_key.consumers.as_ref();
     let (consumers, consumers_file) =
@@ -258,7 +259,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
         jwks_file,
         hasher,
         trusted_headers,
-        upstreams,
+        upstreams: upstreams.into_iter().map(Arc::new).collect(),
         limits,
         routes,
         table,

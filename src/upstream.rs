@@ -1,43 +1,19 @@
 //! Upstreams: sends a request on and hands its answer back.
 
+pub mod fleet;
 mod http2;
+mod link;
 mod pool;
 
-use std::io;
-use std::pin::pin;
 use std::sync::Arc;
 
-use http::{Request, Response, StatusCode};
+use http::{Request, Response};
 use hyper::body::Incoming;
-use tokio::time::{Duration, timeout};
 
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
-use crate::http::headers::{is_grpc, is_safe};
-use crate::http::upload::{Progress, RequestBody};
-use http2::{Fate, Shared, fate};
-use pool::{Connection, Failure, Pool};
-
-/// Where an upstream listens and how long to wait for it.
-#[derive(Debug, Clone)]
-pub struct UpstreamSettings {
-    /// The name that the configuration gives it.
-    pub name: Box<str>,
-    /// Host and port as the configuration writes them.
-    pub authority: Box<str>,
-    /// Host name or address.
-    pub host: Box<str>,
-    /// Port.
-    pub port: u16,
-    /// What is spoken there.
-    pub protocol: Protocol,
-    /// Bound of connecting, name resolution included.
-    pub connect_timeout: Duration,
-    /// Bound of waiting for the response head once the request is sent.
-    pub response_timeout: Duration,
-    /// Idle connections older than this are not used again.
-    pub pool_idle_timeout: Duration,
-}
+use fleet::Fleet;
+use link::Link;
 
 /// What is spoken with an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -77,192 +53,41 @@ impl UpstreamError {
     }
 }
 
-/// One worker's connections to an upstream.
+/// One worker's way to an upstream.
 #[derive(Debug)]
 pub struct Upstream {
-    settings: UpstreamSettings,
-    connections: Connections,
-}
-
-#[derive(Debug)]
-enum Connections {
-    Http1(Arc<Pool>),
-    Http2(Shared),
+    fleet: Arc<Fleet>,
+    /// To each member.
+    links: Vec<Link>,
 }
 
 impl Upstream {
     /// Without connections yet.
-    pub fn new(settings: UpstreamSettings) -> Self {
-        let connections = match settings.protocol {
-            Protocol::Http1 => Connections::Http1(Arc::new(Pool::new(settings.pool_idle_timeout))),
-            Protocol::Http2 => Connections::Http2(Shared::new(settings.pool_idle_timeout)),
-        };
-        Upstream { settings, connections }
+    pub fn new(fleet: Arc<Fleet>) -> Self {
+        let links = fleet.members().iter().map(|member| Link::new(fleet.settings.clone(), member.clone())).collect();
+        Upstream { fleet, links }
     }
 
     /// Its name.
     pub fn name(&self) -> &str {
-        &self.settings.name
+        &self.fleet.settings.name
     }
 
     /// What it speaks.
     pub fn protocol(&self) -> Protocol {
-        self.settings.protocol
+        self.fleet.settings.protocol
     }
 
     /// Host and port, for requests that name no host.
     pub fn authority(&self) -> &str {
-        &self.settings.authority
+        &self.fleet.settings.servers[0].authority
     }
 
     /// Sends a request and waits for the head of the response. Dropping the future cancels the request.
     ///
-    /// A request of which nothing was written moves to a fresh connection. After that only GET, HEAD and OPTIONS
-    /// without a body do, once, when a reused connection dies before it answered (RFC 9110 §9.2.2).
-    ///
     /// # Errors
     /// See [`UpstreamError`].
     pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
-        let pool = match &self.connections {
-            Connections::Http1(pool) => pool,
-            // On the heap: inside this future it would take room for every request.
-            Connections::Http2(shared) => return Box::pin(self.send_shared(shared, request, bounds)).await,
-        };
-        let (parts, body) = request.into_parts();
-        let (body, progress) = RequestBody::new(body, bounds);
-        let repeatable = progress.is_none() && is_safe(&parts.method);
-        let mut request = Request::from_parts(parts, body);
-        let mut pooled = pool.take();
-        loop {
-            let reused = pooled.is_some();
-            let mut connection = match pooled.take() {
-                Some(connection) => connection,
-                None => self.connect().await?,
-            };
-            let copy = (reused && repeatable).then(|| copy_without_body(&request));
-            // Something that cannot be read is an answer, too.
-            let mut failure = match self.exchange(connection.send(request), progress.as_deref()).await? {
-                // The connection is not ours any more: whoever asked for it takes it over from the extensions.
-                Ok(response) if response.status() == StatusCode::SWITCHING_PROTOCOLS => {
-                    return Ok(response.map(|_| Body::full("")));
-                }
-                Ok(response) => {
-                    if let Some(progress) = &progress {
-                        progress.answered();
-                    }
-                    let lease = Box::new(connection.lease(pool));
-                    return Ok(response.map(|body| Body::upstream(body, bounds, lease)));
-                }
-                Err(failure) => failure,
-            };
-            request = match failure.take_message().filter(|_| reused).or(copy.filter(|_| !failure.error().is_parse())) {
-                Some(request) => request,
-                None => return Err(self.broken(failure.into_error(), progress.as_deref())),
-            };
-        }
+        self.links[0].send(request, bounds).await
     }
-
-    /// On the connection of all. What the server says it has not processed is sent again, too, if it has no body.
-    async fn send_shared(
-        &self,
-        shared: &Shared,
-        request: Request<Incoming>,
-        bounds: Bounds,
-    ) -> Result<Response<Body>, UpstreamError> {
-        let (parts, body) = request.into_parts();
-        let (mut body, progress) = RequestBody::new(body, bounds);
-        if is_grpc(&parts.headers) {
-            body = body.with_trailers();
-        }
-        let safe = is_safe(&parts.method);
-        let mut request = Request::from_parts(parts, body);
-        let mut first = true;
-        loop {
-            let UpstreamSettings { host, port, .. } = &self.settings;
-            let (mut connection, reused) = self.within_time(shared.take(host, *port)).await?;
-            let copy = (first && progress.is_none()).then(|| copy_without_body(&request));
-            let mut failure = match self.exchange(connection.send(request), progress.as_deref()).await {
-                Ok(Ok(response)) => {
-                    if let Some(progress) = &progress {
-                        progress.answered();
-                    }
-                    return Ok(response.map(|body| Body::shared(body, bounds)));
-                }
-                Ok(Err(failure)) => failure,
-                Err(error) => {
-                    // Slow or dead: whoever comes next shall not find out.
-                    connection.retire();
-                    return Err(error);
-                }
-            };
-            let (fate, lives) = fate(failure.error());
-            if !lives {
-                connection.retire();
-            }
-            let again = fate == Fate::Unprocessed || (fate == Fate::Unknown && reused && safe);
-            request = match failure.take_message().filter(|_| first).or(copy.filter(|_| again)) {
-                Some(request) => request,
-                None => return Err(self.broken(failure.into_error(), progress.as_deref())),
-            };
-            first = false;
-        }
-    }
-
-    async fn connect(&self) -> Result<Connection, UpstreamError> {
-        self.within_time(pool::connect(&self.settings.host, self.settings.port)).await
-    }
-
-    async fn within_time<T>(&self, connecting: impl Future<Output = io::Result<T>>) -> Result<T, UpstreamError> {
-        let UpstreamSettings { name, connect_timeout, .. } = &self.settings;
-        match timeout(*connect_timeout, connecting).await {
-            Ok(Ok(connection)) => Ok(connection),
-            Ok(Err(source)) => Err(UpstreamError::Connect { upstream: name.clone(), source }),
-            Err(_) => Err(UpstreamError::ConnectTimeout { upstream: name.clone() }),
-        }
-    }
-
-    /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
-    async fn exchange(
-        &self,
-        response: impl Future<Output = Result<Response<Incoming>, Failure>>,
-        progress: Option<&Progress>,
-    ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
-        let mut response = pin!(response);
-        let mut seen = progress.map(Progress::frames);
-        loop {
-            if let Ok(result) = timeout(self.settings.response_timeout, &mut response).await {
-                return Ok(result);
-            }
-            let now = progress.map(Progress::frames);
-            // The body sees to a client that keeps everybody waiting.
-            if now == seen && !progress.is_some_and(Progress::waits_for_client) {
-                return Err(UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() });
-            }
-            seen = now;
-        }
-    }
-
-    fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
-        if progress.is_some_and(Progress::is_too_large) {
-            return UpstreamError::BodyTooLarge;
-        }
-        if progress.is_some_and(Progress::is_stalled) {
-            return UpstreamError::ClientStalled;
-        }
-        // The body stream failed before its end: that was the client.
-        let unfinished = progress.is_some_and(|progress| !progress.is_done());
-        if unfinished && (error.is_user() || fate(&error).0 == Fate::Ours) {
-            return UpstreamError::ClientBroken(error);
-        }
-        UpstreamError::Broken { upstream: self.settings.name.clone(), source: error }
-    }
-}
-
-fn copy_without_body(request: &Request<RequestBody>) -> Request<RequestBody> {
-    let mut copy = Request::new(RequestBody::empty());
-    *copy.method_mut() = request.method().clone();
-    *copy.uri_mut() = request.uri().clone();
-    *copy.version_mut() = request.version();
-    *copy.headers_mut() = request.headers().clone();
-    copy
 }

@@ -69,7 +69,7 @@ fn fixture() -> Fixture {
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    Fixture { executor, gateway: Gateway::new(runtime, limiter, None), peer }
+    Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], None), peer }
 }
 
 thread_local! {

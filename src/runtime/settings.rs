@@ -1,11 +1,8 @@
-//! The tables that stand for themselves: server, log, upstreams.
+//! The tables that stand for themselves: server, log.
 
-use std::collections::BTreeMap;
 use std::io::IsTerminal;
 
-use http::Uri;
 use tokio::time::Duration;
-use toml::Spanned;
 use tracing::Level;
 
 use super::files;
@@ -14,7 +11,6 @@ use super::{Access, Layout, LogSettings, ServerSettings};
 use crate::config;
 use crate::config::error::Issue;
 use crate::observe::log::Format;
-use crate::upstream::{Protocol, UpstreamSettings};
 
 /// hyper needs room for a head of this size at least.
 const SMALLEST_HEAD: usize = 8 << 10;
@@ -72,60 +68,4 @@ pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
             Some(path) => Access::File(reader.path(path)),
         },
     }
-}
-
-pub(super) fn upstreams(
-    upstreams: &BTreeMap<String, Spanned<config::Upstream>>,
-    reader: &mut Reader<'_>,
-) -> Vec<UpstreamSettings> {
-    let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
-    let mut compiled = Vec::new();
-    for (name, upstream) in upstreams {
-        reader.name(upstream.span(), name);
-        let place = upstream.span();
-        let upstream = upstream.get_ref();
-        let (authority, host, port) = match &upstream.servers[..] {
-            [] => {
-                let issue = Issue::at(place, format!("upstream `{name}` has no servers"));
-                reader.issue(issue.hint("servers = [\"http://127.0.0.1:9000\"]"));
-                Default::default()
-            }
-            [server] => address(server, reader).unwrap_or_default(),
-            [_, second, ..] => {
-                reader.not_yet(second.span(), "more than one server");
-                Default::default()
-            }
-        };
-        compiled.push(UpstreamSettings {
-            name: name.as_str().into(),
-            authority,
-            host,
-            port,
-            protocol: reader.choice(upstream.protocol.as_ref(), Protocol::Http1, &protocols),
-            connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
-            response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
-            pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
-        });
-    }
-    compiled
-}
-
-fn address(server: &Spanned<config::UpstreamServer>, reader: &mut Reader<'_>) -> Option<(Box<str>, Box<str>, u16)> {
-    let url = &server.get_ref().url;
-    let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
-    let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
-        let issue = Issue::at(server.span(), format!("`{url}` is not the URL of a server"));
-        reader.issue(issue.hint("such as \"http://127.0.0.1:9000\""));
-        return None;
-    };
-    if uri.scheme_str() == Some("https") {
-        reader.not_yet(server.span(), "a server at `https:`");
-    }
-    if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
-        let issue = Issue::at(server.span(), "a server is a host and a port: its URL has no path");
-        reader.issue(issue.hint("the path of the request is sent as it is"));
-    }
-    let authority = uri.authority().map_or("", |authority| authority.as_str());
-    let host = host.trim_start_matches('[').trim_end_matches(']');
-    Some((authority.into(), host.into(), uri.port_u16().unwrap_or(80)))
 }

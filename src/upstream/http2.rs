@@ -11,9 +11,9 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use tokio::net::TcpStream;
 use tokio::sync::Mutex;
 
+use super::fleet::Member;
 use super::pool::Failure;
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
@@ -50,7 +50,7 @@ impl Shared {
     }
 
     /// The connection that is there, if it is fit for use, else a new one; whether it was there before.
-    pub(super) async fn take(&self, host: &str, port: u16) -> io::Result<(Connection, bool)> {
+    pub(super) async fn take(&self, member: &Member) -> io::Result<(Connection, bool)> {
         let mut current = self.current.lock().await;
         let now = monotonic();
         if let Some(connection) = current.as_mut().filter(|connection| connection.is_fit(now, self.idle_timeout)) {
@@ -59,15 +59,14 @@ impl Shared {
         }
         // What runs on the old one goes on to its end.
         *current = None;
-        let connection = connect(host, port).await?;
+        let connection = connect(member).await?;
         *current = Some(connection.clone());
         Ok((connection, false))
     }
 }
 
-async fn connect(host: &str, port: u16) -> io::Result<Connection> {
-    let stream = TcpStream::connect((host, port)).await?;
-    stream.set_nodelay(true)?;
+async fn connect(member: &Member) -> io::Result<Connection> {
+    let stream = member.connect().await?;
     let (sender, connection) = Builder::new(TokioExecutor::new())
         .initial_stream_window_size(STREAM_BUFFER)
         .initial_connection_window_size(CONNECTION_WINDOW)

@@ -11,8 +11,8 @@ use hyper::body::Incoming;
 use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
-use tokio::net::TcpStream;
 
+use super::fleet::Member;
 use crate::http::body::Ending;
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
@@ -48,9 +48,8 @@ struct Lease {
 }
 
 /// Connects and leaves the connection's work to a task of the running worker.
-pub(super) async fn connect(host: &str, port: u16) -> io::Result<Connection> {
-    let stream = TcpStream::connect((host, port)).await?;
-    stream.set_nodelay(true)?;
+pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
+    let stream = member.connect().await?;
     let (sender, connection) = Builder::new()
         .writev(false)
         .max_buf_size(BUFFER)

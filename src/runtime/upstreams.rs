@@ -1,0 +1,62 @@
+//! `[upstream.NAME]`: the servers, and how to speak with them.
+
+use std::collections::BTreeMap;
+
+use http::Uri;
+use tokio::time::Duration;
+use toml::Spanned;
+
+use super::reader::Reader;
+use crate::config;
+use crate::config::error::Issue;
+use crate::upstream::Protocol;
+use crate::upstream::fleet::{ServerSettings, UpstreamSettings};
+
+pub(super) fn upstreams(
+    upstreams: &BTreeMap<String, Spanned<config::Upstream>>,
+    reader: &mut Reader<'_>,
+) -> Vec<UpstreamSettings> {
+    let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
+    let mut compiled = Vec::new();
+    for (name, upstream) in upstreams {
+        reader.name(upstream.span(), name);
+        let place = upstream.span();
+        let upstream = upstream.get_ref();
+        if upstream.servers.is_empty() {
+            let issue = Issue::at(place, format!("upstream `{name}` has no servers"));
+            reader.issue(issue.hint("servers = [\"http://127.0.0.1:9000\"]"));
+        }
+        if let [_, second, ..] = &upstream.servers[..] {
+            reader.not_yet(second.span(), "more than one server");
+        }
+        compiled.push(UpstreamSettings {
+            name: name.as_str().into(),
+            servers: upstream.servers.iter().filter_map(|written| server(written, reader)).collect(),
+            protocol: reader.choice(upstream.protocol.as_ref(), Protocol::Http1, &protocols),
+            connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
+            response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
+            pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
+        });
+    }
+    compiled
+}
+
+fn server(server: &Spanned<config::UpstreamServer>, reader: &mut Reader<'_>) -> Option<ServerSettings> {
+    let url = &server.get_ref().url;
+    let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
+    let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
+        let issue = Issue::at(server.span(), format!("`{url}` is not the URL of a server"));
+        reader.issue(issue.hint("such as \"http://127.0.0.1:9000\""));
+        return None;
+    };
+    if uri.scheme_str() == Some("https") {
+        reader.not_yet(server.span(), "a server at `https:`");
+    }
+    if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+        let issue = Issue::at(server.span(), "a server is a host and a port: its URL has no path");
+        reader.issue(issue.hint("the path of the request is sent as it is"));
+    }
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    Some(ServerSettings { authority: authority.into(), host: host.into(), port: uri.port_u16().unwrap_or(80) })
+}
