@@ -7,7 +7,7 @@ use std::time::Instant;
 use http::{Method, Response};
 
 use crate::http::body::{Body, Ending};
-use crate::limit::clock::{monotonic, unix_us};
+use crate::limit::clock::unix_us;
 use crate::observe::access::{AccessLog, Line};
 
 /// What is known of a request so far.
@@ -32,11 +32,11 @@ pub struct Record {
 }
 
 impl Record {
-    /// Opens a record.
-    pub fn open(log: AccessLog, client: IpAddr, method: Method, path: &str) -> Self {
+    /// Opens the record of a request that came at `started`.
+    pub fn open(log: AccessLog, started: Instant, client: IpAddr, method: Method, path: &str) -> Self {
         Record {
             log,
-            started: monotonic(),
+            started,
             client,
             method,
             path: path.into(),

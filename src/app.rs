@@ -15,8 +15,9 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 use uuid::Uuid;
 
+use crate::admin::{self, vitals::Vitals};
 use crate::gateway::Gateway;
-use crate::limit::Limiter;
+use crate::gateway::meters::Tallies;
 use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
 use crate::limit::clock::{self, Clock};
@@ -27,12 +28,14 @@ use crate::limit::guard::{Breaker, Guard};
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
 use crate::limit::redis::{RedisSettings, RedisStore, Servers};
+use crate::limit::{self, Limiter};
 use crate::observe::access::AccessLog;
 use crate::reload;
 use crate::runtime::files;
-use crate::runtime::{Access, Layout, Listener, Runtime, Target};
+use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
 use crate::server::Server;
 use crate::server::connections::Connections;
+use crate::tally::Family;
 use crate::upstream::fleet::Fleet;
 use crate::watch::Watcher;
 
@@ -71,6 +74,7 @@ pub struct App {
     /// For each worker its socket of each listener.
     sockets: Vec<Vec<StdListener>>,
     addresses: Vec<SocketAddr>,
+    admin: Option<StdListener>,
     access: Option<AccessLog>,
     /// Keeps the runtime up to date.
     watcher: Option<Arc<Watcher>>,
@@ -105,10 +109,17 @@ impl App {
             }
             addresses.push(address);
         }
+        let admin = match &runtime.admin {
+            Some(AdminSettings { address, .. }) => {
+                let socket = bind(*address, false);
+                Some(socket.map_err(|source| AppError::Listen { address: *address, source })?)
+            }
+            None => None,
+        };
         let access = access_log(&runtime)?;
         let runtime = Arc::new(runtime);
         let watcher = reload::follow(&runtime)?.map(Arc::new);
-        Ok(App { runtime, sockets, addresses, access, watcher })
+        Ok(App { runtime, sockets, addresses, admin, access, watcher })
     }
 
     /// What follows the files that may change; none if there are none.
@@ -128,6 +139,8 @@ impl App {
         let lines = Arc::<Lines>::default();
         let advances = Arc::<Advances>::default();
         let connections = Arc::new(Connections::new(&self.runtime.server));
+        let tallies = Arc::<Tallies>::default();
+        let limits = Arc::<Family<limit::tallies::Tallies>>::default();
         let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
@@ -135,6 +148,22 @@ impl App {
             Layout::PerCore => 1,
             Layout::Shared => self.runtime.server.workers,
         };
+        let vitals = Arc::new(Vitals {
+            tallies: tallies.clone(),
+            limits: limits.clone(),
+            connections: connections.clone(),
+            store: self.runtime.store.name.clone(),
+            breaker: breaker.clone(),
+            topology: topology.clone(),
+            started: clock::unix_us() / 1_000_000,
+            stop: stop.clone(),
+        });
+        // Until the last request is done.
+        let end = CancellationToken::new();
+        let _end = end.clone().drop_guard();
+        if let (Some(socket), Some(settings)) = (self.admin, &self.runtime.admin) {
+            admin::start(socket, settings.token.clone(), vitals, end).map_err(AppError::Worker)?;
+        }
         let mut workers = Vec::new();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
@@ -147,6 +176,9 @@ impl App {
                 denials: denials.clone(),
                 connections: connections.clone(),
                 fleets: fleets.clone(),
+                tallies: tallies.clone(),
+                limits: limits.clone(),
+                index,
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
@@ -175,8 +207,10 @@ impl App {
         let example = example.or(runtime.routes.first()).map_or("/", |route| &route.path);
         // A pattern up to its first parameter is a path to try.
         let example = example.split('{').next().unwrap_or("/");
+        let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
+        let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
         info!(
-            "sluicegate {} listens on {}; store: {}; {} routes, {} limits; try: curl -i {}{example}",
+            "sluicegate {} listens on {}; {admin}store: {}; {} routes, {} limits; try: curl -i {}{example}",
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
             runtime.store.name,
@@ -198,6 +232,9 @@ struct Worker {
     denials: Option<Arc<Denials>>,
     connections: Arc<Connections>,
     fleets: Arc<[Arc<Fleet>]>,
+    tallies: Arc<Tallies>,
+    limits: Arc<Family<limit::tallies::Tallies>>,
+    index: usize,
     access: Option<AccessLog>,
     stop: CancellationToken,
 }
@@ -208,7 +245,8 @@ impl Worker {
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
             let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
-            let gateway = Gateway::new(self.runtime.clone(), self.limiter(), &self.fleets, self.access);
+            let (limiter, counts) = (self.limiter(), (&*self.tallies, self.index));
+            let gateway = Gateway::new(self.runtime.clone(), limiter, &self.fleets, self.access, counts);
             let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())
@@ -219,7 +257,8 @@ impl Worker {
         let backend = match &self.runtime.store.redis {
             None => Backend::Memory(self.memory.clone()),
             Some((servers, settings)) => {
-                Backend::Redis { store: self.store(servers, settings), fallback: self.memory.clone() }
+                let (store, fallback) = (self.store(servers, settings), self.memory.clone());
+                Backend::Redis { store, fallback, tallies: self.limits.of("", self.index) }
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();

@@ -23,6 +23,7 @@ pub type Text = Spanned<String>;
 pub struct Config {
     pub server: Server,
     pub listener: Vec<Spanned<Listener>>,
+    pub admin: Option<Spanned<Admin>>,
     pub log: Log,
     pub store: Store,
     pub client_ip: ClientIp,
@@ -79,6 +80,15 @@ pub struct ListenerTls {
 pub struct Certificate {
     pub cert: Option<Text>,
     pub key: Option<Text>,
+}
+
+/// `[admin]`
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Admin {
+    pub address: Option<Text>,
+    pub token: Option<Text>,
 }
 
 /// `[log]`

@@ -3,6 +3,7 @@
 mod decide;
 mod early;
 mod forward;
+pub mod meters;
 
 use std::borrow::Cow;
 use std::net::IpAddr;
@@ -20,6 +21,7 @@ use crate::http::headers::{Origin, is_grpc};
 use crate::http::host;
 use crate::http::path::canonical;
 use crate::limit::Limiter;
+use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::observe::access::AccessLog;
 use crate::reply::Rejection;
@@ -28,6 +30,7 @@ use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::Upstream;
 use crate::upstream::fleet::Fleet;
 use decide::Question;
+use meters::{Meters, Tallies};
 
 /// Bytes of the longest target that `http::Uri` can say.
 const LONGEST_URI: usize = 65_534;
@@ -38,6 +41,7 @@ pub struct Gateway {
     runtime: Arc<Runtime>,
     limiter: Limiter,
     upstreams: Vec<Upstream>,
+    meters: Meters,
     access: Option<AccessLog>,
 }
 
@@ -61,10 +65,17 @@ impl Peer {
 }
 
 impl Gateway {
-    /// A gateway with connections of its own to these upstreams, which are those of the runtime.
-    pub fn new(runtime: Arc<Runtime>, limiter: Limiter, fleets: &[Arc<Fleet>], access: Option<AccessLog>) -> Self {
+    /// A gateway with connections of its own to these upstreams, which are those of the runtime. It counts as this `worker`.
+    pub fn new(
+        runtime: Arc<Runtime>,
+        limiter: Limiter,
+        fleets: &[Arc<Fleet>],
+        access: Option<AccessLog>,
+        (tallies, worker): (&Tallies, usize),
+    ) -> Self {
+        let meters = Meters::new(tallies, &runtime, worker);
         let upstreams = fleets.iter().cloned().map(Upstream::new).collect();
-        Gateway { runtime, limiter, upstreams, access }
+        Gateway { runtime, limiter, upstreams, meters, access }
     }
 
     /// The configuration that it serves.
@@ -79,12 +90,13 @@ impl Gateway {
 
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
-        let mut record = self
-            .access
-            .as_ref()
-            .map(|log| Record::open(log.clone(), peer.address, request.method().clone(), request.uri().path()));
+        let (arrived, mut route) = (monotonic(), None);
+        let open = |log: &AccessLog| {
+            Record::open(log.clone(), arrived, peer.address, request.method().clone(), request.uri().path())
+        };
+        let mut record = self.access.as_ref().map(open);
         let early = early::is_possible(&request);
-        let (mut response, outcome) = match self.serve(request, peer, record.as_mut()).await {
+        let (mut response, outcome) = match self.serve(request, peer, record.as_mut(), &mut route).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
                 match &rejection {
@@ -95,6 +107,7 @@ impl Gateway {
                 rejection.into_response()
             }
         };
+        self.meters.answered(route, response.status(), arrived.elapsed());
         if early {
             early::say_close(&mut response);
         }
@@ -109,8 +122,10 @@ impl Gateway {
         request: Request<Incoming>,
         peer: &Peer,
         mut record: Option<&mut Record>,
+        taken: &mut Option<usize>,
     ) -> Result<Response<Body>, Rejection<'_>> {
-        let Admitted { route, mut decision, path } = match self.admit(&request, peer, record.as_deref_mut()).await {
+        let admitted = self.admit(&request, peer, record.as_deref_mut(), taken).await;
+        let Admitted { route, mut decision, path } = match admitted {
             Ok(admitted) => admitted,
             Err(rejection) => {
                 early::leave(request);
@@ -124,8 +139,11 @@ impl Gateway {
             }
             // On the heap: inside this future it would be moved with it, for every request.
             Target::Upstream(index) => {
-                let upstream = &self.upstreams[*index];
-                Box::pin(forward::forward(&self.runtime, route, upstream, request, path, peer, record)).await
+                let (upstream, asked) = (&self.upstreams[*index], monotonic());
+                let answer =
+                    Box::pin(forward::forward(&self.runtime, route, upstream, request, path, peer, record)).await;
+                self.meters.upstreams[*index].note(answer.as_ref().ok().map(Response::status), asked.elapsed());
+                answer
             }
         };
         if let Some(settling) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &answer)) {
@@ -147,6 +165,7 @@ impl Gateway {
         request: &Request<Incoming>,
         peer: &Peer,
         record: Option<&mut Record>,
+        taken: &mut Option<usize>,
     ) -> Result<Admitted<'a>, Rejection<'a>> {
         let target = Addressed::read(request, self.runtime.server.max_uri)?;
         let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
@@ -154,11 +173,12 @@ impl Gateway {
             Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
         };
+        *taken = Some(route.index);
         if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
             return Err(Rejection::BodyTooLarge);
         }
         let asked = Question { request, host: &target.host, path: &target.path, peer };
-        let decision = decide::decide(&self.runtime, &self.limiter, route, &asked, record).await?;
+        let decision = decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, record).await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,

@@ -8,6 +8,7 @@
 #![warn(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)]
 
 pub mod account;
+pub mod admin;
 pub mod app;
 pub mod cli;
 pub mod config;
@@ -23,6 +24,7 @@ pub mod reply;
 pub mod route;
 pub mod runtime;
 pub mod server;
+pub mod tally;
 pub mod tls;
 pub mod upstream;
 pub mod watch;

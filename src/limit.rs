@@ -18,6 +18,7 @@ pub mod plan;
 pub mod quota;
 pub mod redis;
 pub mod store;
+pub mod tallies;
 
 use std::mem;
 use std::pin::pin;
@@ -37,6 +38,7 @@ use line::Lines;
 use memory::MemoryStore;
 use plan::{OnStoreError, Wait};
 use store::{Operation, StoreError, Verdict};
+use tallies::Answered;
 use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
 use tracing::warn;
@@ -149,7 +151,10 @@ impl Limiter {
                 let all = || checks.iter().map(|check| check.pending(check.cost)).collect();
                 coalescer.check(&self.ledger, set, &charges, asked, all).await
             }
-            _ => self.ledger.backend.call(Source::Store, Operation::Check, &charges).await,
+            _ => {
+                self.ledger.backend.count(Answered::Alone);
+                self.ledger.backend.call(Source::Store, Operation::Check, &charges).await
+            }
         };
         let granted = answer.as_ref().is_ok_and(|verdict| verdict.granted > 0);
         // Meanwhile another worker may have taken ahead what the store no longer has.
@@ -188,6 +193,7 @@ impl Limiter {
     /// The decision by units that were taken ahead.
     fn drawn<'a>(&self, checks: &[Check<'a, '_>], (coalescer, set): (&Arc<Coalescer>, Set)) -> Option<Decision<'a>> {
         let (verdict, charged_at) = coalescer.draw(set)?;
+        self.ledger.backend.count(Answered::Ahead);
         let mut decision = Decision::new(verdict, Source::Store, checks.iter());
         self.owe(checks, &mut decision, Some(charged_at), &[]);
         Some(decision)
@@ -203,6 +209,7 @@ impl Limiter {
         let now_us = checks.iter().find_map(known)?.now_us;
         let outcomes = checks.iter().map(|check| known(check).map_or(UNTOUCHED, |known| known.outcome)).collect();
         let verdict = Verdict::new(0, now_us, outcomes);
+        self.ledger.backend.count(Answered::Remembered);
         Some(Decision { remembered: true, ..Decision::new(verdict, Source::Store, checks.iter()) })
     }
 

@@ -1,5 +1,6 @@
 //! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
 
+mod admin;
 mod consumers;
 pub mod files;
 mod identities;
@@ -40,6 +41,7 @@ use crate::route::RouteTable;
 use crate::tls::{ClientAuth, Tls};
 use crate::upstream::fleet::UpstreamSettings;
 use crate::watch::Snapshot;
+pub use admin::{AdminSettings, Token};
 use reader::Reader;
 pub use route::{Metered, Metering, Respond, Route, Target};
 
@@ -50,6 +52,8 @@ pub struct Runtime {
     pub server: ServerSettings,
     /// Where to listen.
     pub listeners: Vec<Listener>,
+    /// Where the operator asks; none = nowhere.
+    pub admin: Option<AdminSettings>,
     /// Where the counters live.
     pub store: StoreSettings,
     /// The process' own log and the access log.
@@ -231,6 +235,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
     let listeners = listeners::listeners(&config.listener, &client_ip, reader);
+    let admin = config.admin.as_ref().and_then(|admin| admin::admin(admin, reader));
     let api_keys = identities::api_keys(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
@@ -249,6 +254,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     Runtime {
         server,
         listeners,
+        admin,
         store,
         log,
         client_ip,

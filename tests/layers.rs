@@ -8,12 +8,14 @@ const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
     &["app", "doctor"],
+    &["admin"],
     &["server"],
     &["gateway", "reload"],
     &["runtime"],
     &["reply"],
     &["identity", "upstream", "account"],
     &["http", "cost", "limit", "config", "route", "observe", "tls", "watch"],
+    &["tally"],
 ];
 
 /// Inside the limiter, from the top down.
@@ -27,7 +29,7 @@ const LIMIT_ROWS: &[&[&str]] = &[
     &["store", "plan"],
     &["algorithm"],
     &["calendar"],
-    &["key", "quota", "clock"],
+    &["key", "quota", "clock", "tallies"],
 ];
 
 /// The clock belongs to the limiter, and to whoever needs the time.

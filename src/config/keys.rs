@@ -7,13 +7,12 @@ use serde::forward_to_deserialize_any;
 
 use super::forms::ServerTable;
 use super::{
-    ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit,
+    Admin, ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit,
     Listener, ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
-    ("", &["admin"]),
     ("listener", &["http3"]),
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
@@ -32,6 +31,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["listener"] => ("listener", fields::<Listener>()),
         ["listener", "tls"] => ("listener tls", fields::<ListenerTls>()),
         ["listener", "tls", "certificates"] => ("certificate", fields::<Certificate>()),
+        ["admin"] => ("admin", fields::<Admin>()),
         ["log"] => ("log", fields::<Log>()),
         ["store"] => ("store", fields::<Store>()),
         ["store", "tls"] => ("store tls", fields::<ClientTls>()),

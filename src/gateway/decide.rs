@@ -6,6 +6,7 @@ use hyper::body::Incoming;
 use tracing::warn;
 
 use super::Peer;
+use super::meters::Meters;
 use crate::account::Record;
 use crate::cost::CostError;
 use crate::http::body::Body;
@@ -16,6 +17,7 @@ use crate::identity::jwt::Bearer;
 use crate::limit::Limiter;
 use crate::limit::admission::{Debts, Due, Later, Settling};
 use crate::limit::algorithm::Outcome;
+use crate::limit::clock::monotonic;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::key::{Encoder, Identity};
 use crate::limit::store::StoreError;
@@ -35,6 +37,7 @@ pub(super) struct Question<'a> {
 pub(super) async fn decide<'a>(
     runtime: &'a Runtime,
     limiter: &Limiter,
+    meters: &Meters,
     route: &'a Route,
     asked: &Question<'_>,
     mut record: Option<&mut Record>,
@@ -80,8 +83,14 @@ pub(super) async fn decide<'a>(
             checks.push(check(place, metered, identity, caller, &asker).map_err(Rejection::Cost)?);
         }
     }
-    let decision = limiter.check(&checks).await.map_err(Rejection::Unavailable)?;
-    if let Some(record) = record.filter(|_| !checks.is_empty()) {
+    if checks.is_empty() {
+        return limiter.check(&[]).await.map_err(Rejection::Unavailable);
+    }
+    let began = monotonic();
+    let decision = limiter.check(&checks).await;
+    meters.decided(route.index, &checks, &decision, began.elapsed());
+    let decision = decision.map_err(Rejection::Unavailable)?;
+    if let Some(record) = record {
         record.decided_by = Some(decision.decided_by());
         record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
     }

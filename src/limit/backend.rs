@@ -4,10 +4,12 @@ use std::sync::Arc;
 
 use tokio::time::Duration;
 
+use super::clock::monotonic;
 use super::cluster::{self, Cluster};
 use super::guard::Guard;
 use super::memory::MemoryStore;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
+use super::tallies::{Answered, Tallies};
 
 /// Where the counters of this worker live.
 #[derive(Debug)]
@@ -20,6 +22,8 @@ pub enum Backend {
         store: Shared,
         /// The local shares.
         fallback: Arc<MemoryStore>,
+        /// What was asked, and what came of it.
+        tallies: Arc<Tallies>,
     },
 }
 
@@ -72,14 +76,29 @@ impl Backend {
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
-        match (self, source) {
+        let (store, tallies) = match (self, source) {
             (Backend::Memory(memory) | Backend::Redis { fallback: memory, .. }, Source::Local)
-            | (Backend::Memory(memory), Source::Store) => Ok(memory.decide(operation, charges)),
-            (Backend::Redis { store: Shared::One(store), .. }, Source::Store) => store.call(operation, charges).await,
-            (Backend::Redis { store: Shared::Cluster(store), .. }, Source::Store) => {
-                // On the heap: the others should not have to carry its size.
-                Box::pin(store.call(operation, charges)).await
-            }
+            | (Backend::Memory(memory), Source::Store) => return Ok(memory.decide(operation, charges)),
+            (Backend::Redis { store, tallies, .. }, Source::Store) => (store, tallies),
+        };
+        let asked = monotonic();
+        let answer = match store {
+            Shared::One(store) => store.call(operation, charges).await,
+            // On the heap: the others should not have to carry its size.
+            Shared::Cluster(store) => Box::pin(store.call(operation, charges)).await,
+        };
+        match &answer {
+            Ok(_) => tallies.round_trips.note(asked.elapsed()),
+            Err(StoreError::Open | StoreError::Full) => tallies.failures.count(1),
+            Err(_) => tallies.failures.count(0),
+        }
+        answer
+    }
+
+    /// Notes who answered a check.
+    pub fn count(&self, answered: Answered) {
+        if let Backend::Redis { tallies, .. } = self {
+            tallies.checks.count(answered as usize);
         }
     }
 

@@ -18,6 +18,7 @@ use super::admission::{Ledger, Pending};
 use super::advance::Advances;
 use super::backend::Source;
 use super::store::{Charge, Operation, StoreError, Verdict};
+use super::tallies::Answered;
 use ahead::units;
 
 type Answer = Result<Verdict, StoreError>;
@@ -86,6 +87,10 @@ impl Coalescer {
                 Turn::Behind(turn)
             }
         };
+        ledger.backend.count(match turn {
+            Turn::First | Turn::Alone => Answered::Alone,
+            Turn::Behind(_) => Answered::Together,
+        });
         match turn {
             Turn::First => {}
             // In the pipe, beside the one under way.

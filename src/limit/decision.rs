@@ -118,6 +118,13 @@ impl<'a> Check<'a, '_> {
     }
 }
 
+impl Judged<'_> {
+    /// Whether it is a reason for a denial.
+    pub fn denies(&self) -> bool {
+        self.outcome.status != Status::Ok
+    }
+}
+
 impl<'a> Decision<'a> {
     /// What a verdict means for the checks that it is about.
     pub fn new<'b, 'p: 'b>(
@@ -148,7 +155,7 @@ impl<'a> Decision<'a> {
 
     /// The limits that deny the request.
     pub fn violated(&self) -> impl Iterator<Item = &Judged<'a>> {
-        self.limits.iter().filter(|judged| judged.outcome.status != Status::Ok)
+        self.limits.iter().filter(|judged| judged.denies())
     }
 
     /// µs until the same request would pass; none if it never will. What is busy may come free at any time.

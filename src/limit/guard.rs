@@ -77,6 +77,11 @@ impl Default for Breaker {
 }
 
 impl Breaker {
+    /// Whether calls fail at once.
+    pub fn is_open(&self) -> bool {
+        self.era.load(Ordering::Acquire) % 2 == 1
+    }
+
     fn age(&self) -> Duration {
         self.made.elapsed()
     }

@@ -1,7 +1,5 @@
 //! `[[listener]]`: where to listen, with which certificates, and whose are believed.
 
-use std::net::SocketAddr;
-
 use tokio::time::Duration;
 use toml::Spanned;
 
@@ -40,17 +38,12 @@ pub(super) fn listeners(
         }
         let address = reader.required(listener.address.as_ref(), &place, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
-        match text.get_ref().parse::<SocketAddr>() {
-            Ok(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
+        match reader.address(text) {
+            Some(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
                 reader.issue(Issue::at(text.span(), format!("a second listener on {address}")));
             }
-            Ok(address) => compiled.push(Listener { address, proxy_protocol, tls }),
-            Err(_) => {
-                let message = format!("`{}` is not an address with a port", text.get_ref());
-                reader.issue(
-                    Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
-                );
-            }
+            Some(address) => compiled.push(Listener { address, proxy_protocol, tls }),
+            None => {}
         }
     }
     compiled

@@ -1,5 +1,6 @@
 //! Turns values as written into values ready to use, and collects what is wrong with them.
 
+use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
@@ -117,6 +118,18 @@ impl<'a> Reader<'a> {
     }
 
     /// One of a closed set of words.
+    /// An address to listen on.
+    pub(super) fn address(&mut self, text: &Text) -> Option<SocketAddr> {
+        let address = text.get_ref().parse().ok();
+        if address.is_none() {
+            let message = format!("`{}` is not an address with a port", text.get_ref());
+            self.issue(
+                Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
+            );
+        }
+        address
+    }
+
     pub(super) fn choice<T: Copy>(&mut self, text: Option<&Text>, default: T, words: &[(&str, T)]) -> T {
         let Some(text) = text else { return default };
         match words.iter().find(|(word, _)| word == text.get_ref()) {

@@ -17,6 +17,8 @@ use crate::route::PathPattern;
 /// A route, ready to use.
 #[derive(Debug)]
 pub struct Route {
+    /// Its place among all of them.
+    pub index: usize,
     /// Its name.
     pub name: Arc<str>,
     /// The path as written.

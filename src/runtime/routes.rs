@@ -64,6 +64,7 @@ pub(super) fn routes(
         let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
         let route = Arc::new(Route {
+            index: routes.len(),
             name: name.into(),
             path: written.path.as_ref().map_or("/", |path| path.get_ref()).into(),
             pattern: pattern.path.clone(),

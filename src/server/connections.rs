@@ -15,6 +15,7 @@ const LINGERING: usize = 1024;
 #[derive(Debug)]
 pub struct Connections {
     open: Arc<Semaphore>,
+    most: usize,
     lingering: Arc<Semaphore>,
     /// Only those that have one: bounded by the connections. std's hasher, as clients choose the keys.
     networks: Mutex<HashMap<IpAddr, usize>>,
@@ -33,6 +34,7 @@ impl Connections {
     pub fn new(settings: &ServerSettings) -> Self {
         Connections {
             open: Arc::new(Semaphore::new(settings.max_connections)),
+            most: settings.max_connections,
             lingering: Arc::new(Semaphore::new(LINGERING)),
             networks: Mutex::default(),
             per_network: settings.max_connections_per_ip,
@@ -43,6 +45,11 @@ impl Connections {
     pub(super) async fn open(&self) -> Option<OwnedSemaphorePermit> {
         // It is never closed.
         self.open.clone().acquire_owned().await.ok()
+    }
+
+    /// How many are open, and may be.
+    pub fn standing(&self) -> (usize, usize) {
+        (self.most - self.open.available_permits(), self.most)
     }
 
     /// Whether the next one has to wait.

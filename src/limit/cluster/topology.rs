@@ -53,6 +53,12 @@ impl Topology {
         Ok(slots)
     }
 
+    /// The nodes that are given up.
+    pub fn failing(&self) -> Vec<String> {
+        let open = |(address, breaker): (&Address, &Arc<Breaker>)| breaker.is_open().then(|| address.to_string());
+        self.breakers().iter().filter_map(open).collect()
+    }
+
     /// Takes over newer knowledge. Nodes that left the cluster are forgotten.
     pub fn replace(&self, slots: Slots) {
         self.breakers().retain(|address, _| slots.nodes().contains(address));

@@ -1,0 +1,160 @@
+//! The operator's side: health and metrics, on a listener and a thread of its own.
+
+mod health;
+mod metrics;
+pub mod vitals;
+
+use std::convert::Infallible;
+use std::io;
+use std::net::TcpListener as StdListener;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use aws_lc_rs::constant_time::verify_slices_are_equal;
+use bytes::Bytes;
+use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, WWW_AUTHENTICATE};
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http_body_util::Full;
+use hyper::body::Incoming;
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::Semaphore;
+use tokio::time::{Duration, sleep};
+use tokio_util::sync::CancellationToken;
+use tracing::warn;
+
+use crate::observe::metrics::{Form, page};
+use crate::runtime::Token;
+use vitals::Vitals;
+
+/// Connections at the same time; more wait.
+const CONNECTIONS: usize = 64;
+
+/// From one request to the next.
+const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// After a failed accept nothing is gained by trying again at once.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+type Answer = Response<Full<Bytes>>;
+
+/// What the operator can ask.
+#[derive(Debug)]
+struct Admin {
+    vitals: Arc<Vitals>,
+    /// What a caller must know, if the listener can be reached from elsewhere.
+    token: Option<Token>,
+}
+
+/// Serves the operator until `end` is cancelled.
+///
+/// # Errors
+/// The thread cannot be started.
+pub fn start(
+    socket: StdListener,
+    token: Option<Token>,
+    vitals: Arc<Vitals>,
+    end: CancellationToken,
+) -> io::Result<JoinHandle<()>> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let admin = Arc::new(Admin { vitals, token });
+    let listener = {
+        let _context = runtime.enter();
+        TcpListener::from_std(socket)?
+    };
+    let serve = move || {
+        runtime.block_on(end.run_until_cancelled(admin.accept(listener)));
+    };
+    std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
+}
+
+impl Admin {
+    async fn accept(self: Arc<Self>, listener: TcpListener) {
+        let places = Arc::new(Semaphore::new(CONNECTIONS));
+        // It is never closed.
+        while let Ok(place) = places.clone().acquire_owned().await {
+            let admin = self.clone();
+            match listener.accept().await {
+                Ok((stream, _)) => drop(tokio::spawn(async move {
+                    let _place = place;
+                    admin.converse(stream).await;
+                })),
+                Err(error) => {
+                    warn!(%error, "a connection to the admin listener could not be accepted");
+                    sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn converse(&self, stream: TcpStream) {
+        let service = service_fn(|request: Request<Incoming>| async move {
+            let mut answer = self.answer(request.method(), request.uri().path(), request.headers());
+            answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            Ok::<_, Infallible>(answer)
+        });
+        let mut builder = http1::Builder::new();
+        builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
+        // Its errors are the operator's connection's.
+        let _ = builder.serve_connection(TokioIo::new(stream), service).await;
+    }
+
+    fn answer(&self, method: &Method, path: &str, headers: &HeaderMap) -> Answer {
+        if !self.knows(headers) {
+            let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
+            answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            return answer;
+        }
+        let answer = match path {
+            "/healthz" => text(StatusCode::OK, "ok\n"),
+            "/readyz" => self.ready(),
+            "/metrics" => self.metrics(headers),
+            _ => return text(StatusCode::NOT_FOUND, "there are /healthz, /readyz and /metrics\n"),
+        };
+        if method != Method::GET && method != Method::HEAD {
+            let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, "GET it\n");
+            answer.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
+            return answer;
+        }
+        answer
+    }
+
+    /// Whether the caller may ask at all.
+    fn knows(&self, headers: &HeaderMap) -> bool {
+        let Some(token) = &self.token else { return true };
+        let said = headers.get(AUTHORIZATION).and_then(|said| said.as_bytes().split_at_checked(7));
+        said.is_some_and(|(scheme, said)| {
+            scheme.eq_ignore_ascii_case(b"bearer ") && verify_slices_are_equal(said, token.bytes()).is_ok()
+        })
+    }
+
+    fn ready(&self) -> Answer {
+        let health = self.vitals.health();
+        let status = if health.is_stopping() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+        // Strings always serialise.
+        let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
+        of_type(status, "application/json", body)
+    }
+
+    fn metrics(&self, headers: &HeaderMap) -> Answer {
+        let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
+        let form = Form::accepted(accept);
+        match page(&self.vitals, form) {
+            Ok(page) => of_type(StatusCode::OK, form.content_type(), page),
+            Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
+        }
+    }
+}
+
+fn text(status: StatusCode, body: &str) -> Answer {
+    of_type(status, "text/plain; charset=utf-8", body.to_owned())
+}
+
+fn of_type(status: StatusCode, content_type: &'static str, body: String) -> Answer {
+    let mut answer = Response::new(Full::from(body));
+    *answer.status_mut() = status;
+    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    answer
+}

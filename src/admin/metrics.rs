@@ -1,0 +1,123 @@
+//! `/metrics`: everything that is counted, with names and units by the conventions of Prometheus. No label is an identity.
+
+use std::fmt;
+
+use super::vitals::Vitals;
+use crate::gateway::meters::{Answers, CLASSES, Judgement};
+use crate::limit::tallies::Answered;
+use crate::observe::metrics::{Labels, Lines, Page, Source};
+use crate::tally::{BOUNDS_US, Durations, Family};
+
+/// The label of an answer that never came.
+const NONE: &str = "none";
+
+impl Source for Vitals {
+    fn write(&self, page: &mut Page<'_>) -> fmt::Result {
+        let version = [("version", env!("CARGO_PKG_VERSION"))];
+        page.gauge("build_info", "The version that runs")?.state(&version, 1)?;
+        page.gauge("start_time_seconds", "When the process started, since the Unix epoch")?.state(&[], self.started)?;
+        let (open, most) = self.connections.standing();
+        page.gauge("connections", "Open connections of clients")?.state(&[], open as u64)?;
+        page.gauge("connections_max", "Connections that there may be")?.state(&[], most as u64)?;
+        self.requests(page)?;
+        self.decisions(page)?;
+        self.store(page)?;
+        self.upstreams(page)
+    }
+}
+
+impl Vitals {
+    fn requests(&self, page: &mut Page<'_>) -> fmt::Result {
+        let lines =
+            page.counter("http_requests", "Requests by route and class of status; without a route none matched")?;
+        classes(lines, "route", &self.tallies.routes)?;
+        let lines = page.durations("http_request_duration", "From a request to the head of its response")?;
+        answers(lines, "route", &self.tallies.routes)
+    }
+
+    fn decisions(&self, page: &mut Page<'_>) -> fmt::Result {
+        let mut lines = page.counter(
+            "limit_decisions",
+            "Decisions by limit: allowed, denied, shadow_denied, by the local share, or not asked for a store error",
+        )?;
+        for (limit, tallies) in self.tallies.limits.all() {
+            let counts = sum(tallies.iter().map(|tally| tally.read()));
+            for (judgement, count) in Judgement::ALL.iter().zip(counts) {
+                lines.count(&[("limit", &limit), ("decision", judgement.word())], count)?;
+            }
+        }
+        let decisions = self.tallies.decisions.all();
+        let mut lines =
+            page.durations("decision_duration", "What deciding added to a request, all its limits together")?;
+        times(&mut lines, &[], decisions.iter().flat_map(|(_, tallies)| tallies).map(AsRef::as_ref))
+    }
+
+    fn store(&self, page: &mut Page<'_>) -> fmt::Result {
+        let all: Vec<_> = self.limits.all().into_iter().flat_map(|(_, tallies)| tallies).collect();
+        let mut lines = page.counter(
+            "checks",
+            "Checks of a shared store by who answered: a call of their own, a call for several, units taken ahead, the denial cache",
+        )?;
+        let counts = sum(all.iter().map(|tallies| tallies.checks.read()));
+        for (answered, count) in Answered::ALL.iter().zip(counts) {
+            lines.count(&[("answered_by", answered.word())], count)?;
+        }
+        let mut lines = page.durations("store_round_trip_duration", "Calls that the store answered")?;
+        times(&mut lines, &[], all.iter().map(|tallies| &tallies.round_trips))?;
+        let mut lines = page.counter(
+            "store_failures",
+            "Calls that the store did not answer, and those that were not made since it fails",
+        )?;
+        let counts = sum(all.iter().map(|tallies| tallies.failures.read()));
+        for (kind, count) in ["failed", "not_asked"].iter().zip(counts) {
+            lines.count(&[("kind", kind)], count)?;
+        }
+        let failing = self.failing();
+        page.gauge("store_up", "1 while the store answers; 0 while it, or a node of it, is given up")?
+            .state(&[], u64::from(failing.is_empty()))
+    }
+
+    fn upstreams(&self, page: &mut Page<'_>) -> fmt::Result {
+        let lines =
+            page.counter("upstream_requests", "Requests by upstream and class of status; none = no answer came")?;
+        classes(lines, "upstream", &self.tallies.upstreams)?;
+        let lines =
+            page.durations("upstream_response_duration", "From a request to an upstream to the head of its response")?;
+        answers(lines, "upstream", &self.tallies.upstreams)
+    }
+}
+
+fn classes(mut lines: Lines<'_>, label: &'static str, family: &Family<Answers>) -> fmt::Result {
+    for (name, tallies) in family.all() {
+        let counts = sum(tallies.iter().map(|tally| tally.classes.read()));
+        // What cannot happen is no line: a route always answers.
+        let classes =
+            CLASSES.iter().chain([&NONE]).zip(counts).filter(|(class, _)| **class != NONE || label != "route");
+        for (class, count) in classes {
+            lines.count(&[(label, &name), ("status", class)], count)?;
+        }
+    }
+    Ok(())
+}
+
+fn answers(mut lines: Lines<'_>, label: &'static str, family: &Family<Answers>) -> fmt::Result {
+    for (name, tallies) in family.all() {
+        times(&mut lines, &[(label, &name)], tallies.iter().map(|tally| &tally.durations))?;
+    }
+    Ok(())
+}
+
+fn times<'a>(lines: &mut Lines<'_>, labels: Labels<'_>, all: impl Iterator<Item = &'a Durations>) -> fmt::Result {
+    let mut total_us = 0;
+    let buckets = sum(all.map(|durations| {
+        let (buckets, sum_us) = durations.read();
+        total_us += sum_us;
+        buckets
+    }));
+    lines.times(labels, &BOUNDS_US, &buckets, total_us)
+}
+
+/// Of all workers.
+fn sum<const N: usize>(counts: impl Iterator<Item = [u64; N]>) -> [u64; N] {
+    counts.fold([0; N], |sum, counts| std::array::from_fn(|kind| sum[kind] + counts[kind]))
+}

@@ -1,0 +1,44 @@
+//! What the operator's side reads: the counts and the states of a process.
+
+use std::sync::Arc;
+
+use tokio_util::sync::CancellationToken;
+
+use crate::gateway::meters::Tallies;
+use crate::limit::cluster::topology::Topology;
+use crate::limit::guard::Breaker;
+use crate::limit::tallies;
+use crate::server::connections::Connections;
+use crate::tally::Family;
+
+/// The parts of a process that can be looked at.
+#[derive(Debug)]
+pub struct Vitals {
+    /// What the gateways count.
+    pub tallies: Arc<Tallies>,
+    /// What the limiters count.
+    pub limits: Arc<Family<tallies::Tallies>>,
+    /// The connections of clients.
+    pub connections: Arc<Connections>,
+    /// How the store is called; no credentials.
+    pub store: String,
+    /// Whether the one store fails.
+    pub breaker: Arc<Breaker>,
+    /// Whether nodes of a cluster do.
+    pub topology: Arc<Topology>,
+    /// When the process started, s since the Unix epoch.
+    pub started: u64,
+    /// Cancelled when no new requests are wanted.
+    pub stop: CancellationToken,
+}
+
+impl Vitals {
+    /// The parts of the store that fail.
+    pub fn failing(&self) -> Vec<String> {
+        let mut failing = self.topology.failing();
+        if self.breaker.is_open() {
+            failing.push(self.store.clone());
+        }
+        failing
+    }
+}

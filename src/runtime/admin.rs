@@ -1,0 +1,50 @@
+//! `[admin]`: where the operator asks, and what he must know.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use toml::Spanned;
+
+use super::reader::Reader;
+use crate::config;
+use crate::config::error::Issue;
+
+/// `[admin]`
+#[derive(Debug, Clone)]
+pub struct AdminSettings {
+    /// Where.
+    pub address: SocketAddr,
+    /// What the operator must know; none if he need not.
+    pub token: Option<Token>,
+}
+
+/// A secret.
+#[derive(Clone)]
+pub struct Token(Arc<str>);
+
+impl Token {
+    /// As it is written.
+    pub fn bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+}
+
+impl fmt::Debug for Token {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Token")
+    }
+}
+
+pub(super) fn admin(admin: &Spanned<config::Admin>, reader: &mut Reader<'_>) -> Option<AdminSettings> {
+    let place = admin.span();
+    let admin = admin.get_ref();
+    let text = reader.required(admin.address.as_ref(), &place, "address", "\"127.0.0.1:9180\"")?;
+    let address = reader.address(text)?;
+    let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
+    if token.is_none() && !address.ip().is_loopback() {
+        let issue = Issue::at(text.span(), format!("{address} can be reached from elsewhere: it needs a token"));
+        reader.issue(issue.hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"));
+    }
+    Some(AdminSettings { address, token: token.map(|token| Token(token.into())) })
+}

@@ -1,0 +1,168 @@
+//! The operator's listener: health, readiness, metrics, and who may ask.
+
+mod support;
+
+use std::net::SocketAddr;
+
+use support::client::{Client, Reply};
+use support::eventually;
+use support::gateway::Gateway;
+use support::redis::Redis;
+use support::upstream::Upstream;
+
+const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
+
+fn admin(gateway: &Gateway) -> SocketAddr {
+    let log = gateway.log();
+    log.split_once("admin on http://").unwrap().1.split(';').next().unwrap().parse().unwrap()
+}
+
+fn ask(gateway: &Gateway, path: &str) -> Reply {
+    Client::connect(admin(gateway)).get(path)
+}
+
+/// The value of one line of the metrics.
+fn metric(gateway: &Gateway, line: &str) -> f64 {
+    let page = ask(gateway, "/metrics");
+    let found = page.text().lines().find_map(|each| each.strip_prefix(line)?.strip_prefix(' '));
+    found.unwrap_or_else(|| panic!("no {line} in\n{}", page.text())).parse().unwrap()
+}
+
+fn with_admin(rest: &str) -> String {
+    format!("[admin]\naddress = \"127.0.0.1:0\"\n{rest}")
+}
+
+#[test]
+fn metrics_count_what_happened() {
+    let upstream = Upstream::answering(|seen| {
+        let status = if seen.target() == "/up/bad" { "500 Oops" } else { "204 No Content" };
+        format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "{HELLO}limits = [\"three\", \"shadow\"]\n\
+         [limit.three]\nby = \"header:x-id\"\nquota = \"3/day\"\nalgorithm = \"fixed-window\"\n\
+         [limit.shadow]\nby = \"global\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\nshadow = true\n\
+         [upstream.api]\nservers = [\"{}\"]\n[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+         [[route]]\nname = \"up\"\npath = \"/up/{{*rest}}\"\nupstream = \"api\"\n\
+         [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n",
+        upstream.url()
+    )));
+    let mut client = gateway.client();
+    let statuses: Vec<_> = (0..5).map(|_| client.get_with("/hello", &[("x-id", "somebody")]).status).collect();
+    assert_eq!(statuses, [200, 200, 200, 429, 429]);
+    assert_eq!(client.get("/nowhere").status, 404);
+    assert_eq!([client.get("/up/good").status, client.get("/up/bad").status], [204, 500]);
+    assert_eq!(gateway.get("/gone").status, 502);
+    for (line, expected) in [
+        ("http_requests_total{route=\"hello\",status=\"2xx\"}", 3.0),
+        ("http_requests_total{route=\"hello\",status=\"4xx\"}", 2.0),
+        ("http_requests_total{route=\"\",status=\"4xx\"}", 1.0),
+        ("http_requests_total{route=\"up\",status=\"2xx\"}", 1.0),
+        ("http_requests_total{route=\"up\",status=\"5xx\"}", 1.0),
+        ("http_request_duration_seconds_count{route=\"hello\"}", 5.0),
+        ("limit_decisions_total{limit=\"three\",decision=\"allowed\"}", 3.0),
+        ("limit_decisions_total{limit=\"three\",decision=\"denied\"}", 2.0),
+        ("limit_decisions_total{limit=\"shadow\",decision=\"allowed\"}", 1.0),
+        ("limit_decisions_total{limit=\"shadow\",decision=\"shadow_denied\"}", 4.0),
+        ("decision_duration_seconds_count", 5.0),
+        ("upstream_requests_total{upstream=\"api\",status=\"2xx\"}", 1.0),
+        ("upstream_requests_total{upstream=\"api\",status=\"5xx\"}", 1.0),
+        ("upstream_requests_total{upstream=\"gone\",status=\"none\"}", 1.0),
+        ("upstream_response_duration_seconds_bucket{le=\"+Inf\",upstream=\"api\"}", 2.0),
+        ("connections", 1.0),
+        ("store_up", 1.0),
+    ] {
+        assert_eq!(metric(&gateway, &format!("sluicegate_{line}")), expected, "{line}");
+    }
+    let page = ask(&gateway, "/metrics");
+    assert!(!page.text().contains("somebody") && !page.text().contains("127.0.0.1"), "no identity: {}", page.text());
+}
+
+#[test]
+fn both_text_formats_are_spoken() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let ask = |accept| Client::connect(admin(&gateway)).get_with("/metrics", &[("accept", accept)]);
+    let (classic, open) = (ask("*/*"), ask("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
+    assert_eq!(classic.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    assert!(classic.text().contains("# TYPE sluicegate_http_requests_total counter\n"), "{}", classic.text());
+    assert_eq!(open.header("content-type"), Some("application/openmetrics-text; version=1.0.0; charset=utf-8"));
+    assert!(open.text().contains("# TYPE sluicegate_http_requests counter\n"), "{}", open.text());
+    assert!(open.text().ends_with("# EOF\n"));
+}
+
+#[test]
+fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
+    let redis = Redis::start();
+    let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
+                  [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n";
+    let gateway =
+        Gateway::start(&with_admin(&format!("{}{limits}{HELLO}limits = [\"share\", \"open\"]\n", redis.store())));
+    assert_eq!(gateway.get("/hello").status, 200);
+    assert_eq!(ask(&gateway, "/readyz").json()["status"], "ready");
+    assert_eq!(metric(&gateway, "sluicegate_checks_total{answered_by=\"store\"}"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_round_trip_duration_seconds_count"), 1.0);
+    drop(redis);
+    eventually("the store is given up", || {
+        gateway.get("/hello");
+        metric(&gateway, "sluicegate_store_up") == 0.0
+    });
+    let ready = ask(&gateway, "/readyz");
+    assert_eq!((ready.status, ready.json()["status"].as_str()), (200, Some("degraded")), "{}", ready.text());
+    assert!(ready.json()["store"]["failing"][0].as_str().unwrap().starts_with("redis at"), "{}", ready.text());
+    assert!(metric(&gateway, "sluicegate_store_failures_total{kind=\"failed\"}") > 0.0);
+    let before = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
+    assert_eq!(gateway.get("/hello").status, 429, "the share is spent by now");
+    let after = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
+    assert_eq!(after - before, 1.0);
+    assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_denied\"}") > 0.0);
+    assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_allowed\"}") > 0.0);
+}
+
+#[test]
+fn a_token_is_asked_for_where_there_is_one() {
+    let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
+    let ask = |token: &str| Client::connect(admin(&gateway)).get_with("/metrics", &[("authorization", token)]);
+    for wrong in ["", "sesame", "Bearer sesam", "Bearer sesame ", "Bearer sesame2", "Basic sesame"] {
+        let reply = ask(wrong);
+        let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // the field's end is not part of its value
+        assert_eq!(reply.status, expected, "{wrong:?}");
+        assert!(!reply.text().contains("sesame"), "{}", reply.text());
+    }
+    assert_eq!(ask("bearer sesame").status, 200);
+    assert!(!gateway.log().contains("sesame"), "{}", gateway.log());
+}
+
+#[test]
+fn what_is_not_there_is_said() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");
+    assert_eq!(ask(&gateway, "/metric").status, 404);
+    let reply = Client::connect(admin(&gateway)).request("POST", "/metrics", &[], b"");
+    assert_eq!((reply.status, reply.header("allow")), (405, Some("GET, HEAD")));
+    // It is a listener of its own.
+    assert_eq!(gateway.get("/metrics").status, 404);
+}
+
+#[test]
+fn while_it_stops_it_is_not_ready() {
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let held = std::sync::Mutex::new(held);
+    let upstream = Upstream::answering(move |_| {
+        held.lock().unwrap().recv().ok();
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()
+    });
+    let mut gateway = Gateway::start(&with_admin(&format!(
+        "[upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n",
+        upstream.url()
+    )));
+    let mut client = gateway.client();
+    client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
+    eventually("it is under way", || upstream.count() == 1);
+    gateway.terminate();
+    eventually("it is told", || ask(&gateway, "/readyz").status == 503);
+    assert_eq!(ask(&gateway, "/readyz").json()["status"], "stopping");
+    assert_eq!(ask(&gateway, "/healthz").status, 200);
+    release.send(()).unwrap();
+    assert_eq!(client.reply().unwrap().status, 200);
+    assert!(gateway.wait().success());
+}
