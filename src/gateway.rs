@@ -3,15 +3,18 @@
 mod decide;
 mod early;
 mod forward;
+mod request_id;
 
 use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::header::TRANSFER_ENCODING;
+use http::uri::{PathAndQuery, Uri};
 use http::{Method, Request, Response};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use crate::account::Record;
@@ -25,9 +28,11 @@ use crate::observe::access::AccessLog;
 use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
-use crate::upstream::Upstream;
 use crate::upstream::fleet::Fleet;
+use crate::upstream::{Upstream, UpstreamError};
 use decide::Question;
+use forward::Onward;
+use request_id::RequestId;
 
 /// Bytes of the longest target that `http::Uri` can say.
 const LONGEST_URI: usize = 65_534;
@@ -84,15 +89,17 @@ impl Gateway {
             .as_ref()
             .map(|log| Record::open(log.clone(), peer.address, request.method().clone(), request.uri().path()));
         let early = early::is_possible(&request);
-        let (mut response, outcome) = match self.serve(request, peer, record.as_mut()).await {
+        let mut id = None;
+        let (mut response, outcome) = match self.serve(request, peer, record.as_mut(), &mut id).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
+                let id = id.as_ref().map(RequestId::value);
                 match &rejection {
                     Rejection::Upstream(error) if error.is_clients_fault() => debug!(%error, "no whole request"),
-                    Rejection::Upstream(error) => warn!(%error, "no answer from upstream"),
+                    Rejection::Upstream(error) => warn!(%error, request_id = ?id, "no answer from upstream"),
                     _ => {}
                 }
-                rejection.into_response()
+                rejection.into_response(id)
             }
         };
         if early {
@@ -109,23 +116,45 @@ impl Gateway {
         request: Request<Incoming>,
         peer: &Peer,
         mut record: Option<&mut Record>,
+        id: &mut Option<RequestId>,
     ) -> Result<Response<Body>, Rejection<'_>> {
-        let Admitted { route, mut decision, path } = match self.admit(&request, peer, record.as_deref_mut()).await {
-            Ok(admitted) => admitted,
-            Err(rejection) => {
-                early::leave(request);
-                return Err(rejection);
-            }
-        };
+        let trusted = peer.origin.trusted;
+        let Admitted { route, mut decision, path, rewritten, deadline } =
+            match self.admit(&request, peer, record.as_deref_mut()).await {
+                Ok(admitted) => admitted,
+                Err(rejection) => {
+                    if let Rejection::Unavailable(_) = rejection {
+                        note(id.insert(RequestId::of(request.headers(), trusted)), record);
+                    }
+                    early::leave(request);
+                    return Err(rejection);
+                }
+            };
         let answer = match &route.target {
             Target::Respond(respond) => {
                 early::leave(request);
                 Ok(respond.response())
             }
-            // On the heap: inside this future it would be moved with it, for every request.
-            Target::Upstream(index) => {
-                let upstream = &self.upstreams[*index];
-                Box::pin(forward::forward(&self.runtime, route, upstream, request, path, peer, record)).await
+            Target::Redirect(redirect) => {
+                let path = path.as_deref().unwrap_or(request.uri().path());
+                let response = redirect.response(&route.pattern, path, request.uri().query());
+                early::leave(request);
+                Ok(response)
+            }
+            Target::Upstream(split) => {
+                let upstream = &self.upstreams[split.draw()];
+                let id = id.insert(RequestId::of(request.headers(), trusted));
+                note(id, record);
+                let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
+                let onward = Onward { peer, id, target, deadline };
+                if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                    // Limits that let it wait took all of its time.
+                    early::leave(request);
+                    Err(UpstreamError::Overdue { upstream: upstream.name().into() })
+                } else {
+                    // On the heap: inside this future it would be moved with it, for every request.
+                    Box::pin(forward::forward(&self.runtime, route, upstream, request, onward)).await
+                }
             }
         };
         if let Some(settling) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &answer)) {
@@ -157,6 +186,15 @@ impl Gateway {
         if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
             return Err(Rejection::BodyTooLarge);
         }
+        let deadline = route.timeout.map(|timeout| Instant::now() + timeout);
+        let rewritten = match &route.rewrite {
+            Some(rewrite) => {
+                let target = rewrite.target(&route.pattern, &target.path, request.uri().query());
+                // Canonical again, and so a target unless it is longer than one can be.
+                Some(PathAndQuery::try_from(target).map_err(|_| Rejection::UriTooLong)?)
+            }
+            None => None,
+        };
         let asked = Question { request, host: &target.host, path: &target.path, peer };
         let decision = decide::decide(&self.runtime, &self.limiter, route, &asked, record).await?;
         if !decision.admitted {
@@ -168,7 +206,7 @@ impl Gateway {
             });
         }
         let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
-        Ok(Admitted { route, decision, path })
+        Ok(Admitted { route, decision, path, rewritten, deadline })
     }
 }
 
@@ -178,6 +216,33 @@ struct Admitted<'a> {
     decision: Decision<'a>,
     /// Its path in canonical form, where it came in another.
     path: Option<String>,
+    /// What its route makes of path and query.
+    rewritten: Option<PathAndQuery>,
+    /// When its route's timeout is over.
+    deadline: Option<Instant>,
+}
+
+/// The id goes into the access log.
+fn note(id: &RequestId, record: Option<&mut Record>) {
+    if let Some(record) = record
+        && let Ok(text) = id.value().to_str()
+    {
+        record.request_id = text.into();
+    }
+}
+
+/// Path and query only, the path in canonical form; none where they came like that.
+fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
+    if path.is_none() && uri.authority().is_none() {
+        return None;
+    }
+    let path = path.unwrap_or(uri.path());
+    let target = match uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.to_owned(),
+    };
+    // A canonical path and a query that was parsed before are valid.
+    Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
 }
 
 /// Where a request wants to go, in the form that routes are matched by.

@@ -11,7 +11,9 @@ mod route;
 mod routes;
 mod rules;
 mod settings;
+mod split;
 mod store;
+mod targets;
 mod upstreams;
 
 use std::collections::BTreeMap;
@@ -41,7 +43,8 @@ use crate::tls::{ClientAuth, Tls};
 use crate::upstream::fleet::UpstreamSettings;
 use crate::watch::Snapshot;
 use reader::Reader;
-pub use route::{Metered, Metering, Respond, Route, Target};
+pub use route::{Metered, Metering, Redirect, Respond, Rewrite, Route, Target};
+pub use split::Split;
 
 /// Everything that a request needs, compiled once.
 #[derive(Debug)]
