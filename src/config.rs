@@ -9,7 +9,7 @@ mod keys;
 
 use std::collections::BTreeMap;
 
-pub use forms::{CostTable, LimitCost, OneOrMany, UpstreamServer};
+pub use forms::{CostTable, LimitCost, OneOrMany, Shares, UpstreamServer};
 use serde::Deserialize;
 use toml::Spanned;
 
@@ -215,10 +215,14 @@ pub struct Route {
     pub path: Option<Text>,
     pub methods: Option<Vec<Text>>,
     pub headers: BTreeMap<String, Text>,
-    pub upstream: Option<Spanned<String>>,
+    pub upstream: Option<Spanned<Shares>>,
     pub respond: Option<Spanned<Respond>>,
+    pub redirect: Option<Spanned<Redirect>>,
     pub limits: Vec<Text>,
     pub cost: Option<Spanned<i64>>,
+    pub strip_prefix: Option<Text>,
+    pub rewrite: Option<Text>,
+    pub timeout: Option<Text>,
     pub max_body: Option<Text>,
     pub request_headers: Option<Spanned<HeaderRules>>,
     pub response_headers: Option<Spanned<HeaderRules>>,
@@ -244,6 +248,15 @@ pub struct Respond {
     pub status: Option<Spanned<i64>>,
     pub body: Option<Text>,
     pub content_type: Option<Text>,
+}
+
+/// `redirect = { … }` of a route
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct Redirect {
+    pub to: Option<Text>,
+    pub status: Option<Spanned<i64>>,
 }
 
 /// `consumers.toml`

@@ -4,15 +4,18 @@ mod decide;
 mod early;
 mod forward;
 pub mod meters;
+mod request_id;
 
 use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use http::header::TRANSFER_ENCODING;
+use http::uri::{PathAndQuery, Uri};
 use http::{Method, Request, Response};
 use http_body::Body as _;
 use hyper::body::Incoming;
+use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use crate::account::Record;
@@ -27,10 +30,12 @@ use crate::observe::access::AccessLog;
 use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
-use crate::upstream::Upstream;
 use crate::upstream::fleet::Fleet;
+use crate::upstream::{Upstream, UpstreamError};
 use decide::Question;
+use forward::Onward;
 use meters::{Meters, Tallies};
+use request_id::RequestId;
 
 /// Bytes of the longest target that `http::Uri` can say.
 const LONGEST_URI: usize = 65_534;
@@ -90,24 +95,25 @@ impl Gateway {
 
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
-        let (arrived, mut route) = (monotonic(), None);
+        let (arrived, mut met) = (monotonic(), Met::default());
         let open = |log: &AccessLog| {
             Record::open(log.clone(), arrived, peer.address, request.method().clone(), request.uri().path())
         };
         let mut record = self.access.as_ref().map(open);
         let early = early::is_possible(&request);
-        let (mut response, outcome) = match self.serve(request, peer, record.as_mut(), &mut route).await {
+        let (mut response, outcome) = match self.serve(request, peer, record.as_mut(), &mut met).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
+                let id = met.id.as_ref().map(RequestId::value);
                 match &rejection {
                     Rejection::Upstream(error) if error.is_clients_fault() => debug!(%error, "no whole request"),
-                    Rejection::Upstream(error) => warn!(%error, "no answer from upstream"),
+                    Rejection::Upstream(error) => warn!(%error, request_id = ?id, "no answer from upstream"),
                     _ => {}
                 }
-                rejection.into_response()
+                rejection.into_response(id)
             }
         };
-        self.meters.answered(route, response.status(), arrived.elapsed());
+        self.meters.answered(met.route, response.status(), arrived.elapsed());
         if early {
             early::say_close(&mut response);
         }
@@ -122,27 +128,49 @@ impl Gateway {
         request: Request<Incoming>,
         peer: &Peer,
         mut record: Option<&mut Record>,
-        taken: &mut Option<usize>,
+        met: &mut Met,
     ) -> Result<Response<Body>, Rejection<'_>> {
-        let admitted = self.admit(&request, peer, record.as_deref_mut(), taken).await;
-        let Admitted { route, mut decision, path } = match admitted {
-            Ok(admitted) => admitted,
-            Err(rejection) => {
-                early::leave(request);
-                return Err(rejection);
-            }
-        };
+        let trusted = peer.origin.trusted;
+        let Admitted { route, mut decision, path, rewritten, deadline } =
+            match self.admit(&request, peer, record.as_deref_mut(), met).await {
+                Ok(admitted) => admitted,
+                Err(rejection) => {
+                    if let Rejection::Unavailable(_) = rejection {
+                        note(met.id.insert(RequestId::of(request.headers(), trusted)), record);
+                    }
+                    early::leave(request);
+                    return Err(rejection);
+                }
+            };
         let answer = match &route.target {
             Target::Respond(respond) => {
                 early::leave(request);
                 Ok(respond.response())
             }
-            // On the heap: inside this future it would be moved with it, for every request.
-            Target::Upstream(index) => {
-                let (upstream, asked) = (&self.upstreams[*index], monotonic());
-                let answer =
-                    Box::pin(forward::forward(&self.runtime, route, upstream, request, path, peer, record)).await;
-                self.meters.upstreams[*index].note(answer.as_ref().ok().map(Response::status), asked.elapsed());
+            Target::Redirect(redirect) => {
+                let path = path.as_deref().unwrap_or(request.uri().path());
+                let response = redirect.response(&route.pattern, path, request.uri().query());
+                early::leave(request);
+                Ok(response)
+            }
+            Target::Upstream(split) => {
+                let index = split.draw();
+                let (upstream, asked) = (&self.upstreams[index], monotonic());
+                let id = met.id.insert(RequestId::of(request.headers(), trusted));
+                note(id, record);
+                let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
+                let onward = Onward { peer, id, target, deadline };
+                let answer = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                    // Limits that let it wait took all of its time.
+                    early::leave(request);
+                    Err(UpstreamError::Overdue { upstream: upstream.name().into() })
+                } else {
+                    // On the heap: inside this future it would be moved with it, for every request.
+                    Box::pin(forward::forward(&self.runtime, route, upstream, request, onward)).await
+                };
+                if !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) {
+                    self.meters.upstreams[index].note(answer.as_ref().ok().map(Response::status), asked.elapsed());
+                }
                 answer
             }
         };
@@ -165,7 +193,7 @@ impl Gateway {
         request: &Request<Incoming>,
         peer: &Peer,
         record: Option<&mut Record>,
-        taken: &mut Option<usize>,
+        met: &mut Met,
     ) -> Result<Admitted<'a>, Rejection<'a>> {
         let target = Addressed::read(request, self.runtime.server.max_uri)?;
         let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
@@ -173,10 +201,19 @@ impl Gateway {
             Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
         };
-        *taken = Some(route.index);
+        met.route = Some(route.index);
         if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
             return Err(Rejection::BodyTooLarge);
         }
+        let deadline = route.timeout.map(|timeout| Instant::now() + timeout);
+        let rewritten = match &route.rewrite {
+            Some(rewrite) => {
+                let target = rewrite.target(&route.pattern, &target.path, request.uri().query());
+                // Canonical again, and so a target unless it is longer than one can be.
+                Some(PathAndQuery::try_from(target).map_err(|_| Rejection::UriTooLong)?)
+            }
+            None => None,
+        };
         let asked = Question { request, host: &target.host, path: &target.path, peer };
         let decision = decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, record).await?;
         if !decision.admitted {
@@ -188,8 +225,17 @@ impl Gateway {
             });
         }
         let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
-        Ok(Admitted { route, decision, path })
+        Ok(Admitted { route, decision, path, rewritten, deadline })
     }
+}
+
+/// What is found out of a request on its way, and needed whatever becomes of it.
+#[derive(Default)]
+struct Met {
+    /// The place of its route.
+    route: Option<usize>,
+    /// What it is called in logs and problems.
+    id: Option<RequestId>,
 }
 
 /// A request that its limits let pass.
@@ -198,6 +244,33 @@ struct Admitted<'a> {
     decision: Decision<'a>,
     /// Its path in canonical form, where it came in another.
     path: Option<String>,
+    /// What its route makes of path and query.
+    rewritten: Option<PathAndQuery>,
+    /// When its route's timeout is over.
+    deadline: Option<Instant>,
+}
+
+/// The id goes into the access log.
+fn note(id: &RequestId, record: Option<&mut Record>) {
+    if let Some(record) = record
+        && let Ok(text) = id.value().to_str()
+    {
+        record.request_id = text.into();
+    }
+}
+
+/// Path and query only, the path in canonical form; none where they came like that.
+fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
+    if path.is_none() && uri.authority().is_none() {
+        return None;
+    }
+    let path = path.unwrap_or(uri.path());
+    let target = match uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.to_owned(),
+    };
+    // A canonical path and a query that was parsed before are valid.
+    Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
 }
 
 /// Where a request wants to go, in the form that routes are matched by.

@@ -11,6 +11,7 @@ use serde::Serialize;
 use crate::cost::CostError;
 use crate::http::body::Body;
 use crate::http::fields::{self, Counts, Dialect, Standing};
+use crate::http::headers::X_REQUEST_ID;
 use crate::http::path::PathError;
 use crate::identity::{IdentityError, Source};
 use crate::limit::Unavailable;
@@ -63,19 +64,26 @@ const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#qu
 const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
 const BLANK: &str = "about:blank";
 
+const TOO_LARGE: (StatusCode, &str, &str) =
+    (StatusCode::PAYLOAD_TOO_LARGE, "the request body is longer than the route allows", "body-too-large");
+
 /// How long to stay away while limits cannot be checked: the store is asked again within this time.
 const STORE_RETRY_S: u64 = 1;
 
 impl Rejection<'_> {
-    /// The response, and one word for the access log.
-    pub fn into_response(self) -> (Response<Body>, &'static str) {
+    /// The response, and one word for the access log. With `request_id` those that are not the client's doing say which request
+    /// it was, for whoever reads our log or the upstream's.
+    pub fn into_response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
         match self {
             Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
             Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),
             Rejection::UriTooLong => {
                 (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long")
             }
-            Rejection::BodyTooLarge => too_large(),
+            Rejection::BodyTooLarge => {
+                let (status, detail, outcome) = TOO_LARGE;
+                (problem(status, BLANK, detail), outcome)
+            }
             Rejection::Method => {
                 (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
             }
@@ -103,22 +111,17 @@ impl Rejection<'_> {
                 (response, "denied")
             }
             Rejection::Unavailable(_) => {
-                let mut response = problem(
-                    StatusCode::SERVICE_UNAVAILABLE,
-                    REDUCED_CAPACITY,
-                    "limits cannot be checked at the moment",
-                );
+                let detail = "limits cannot be checked at the moment";
+                let mut response = traceable(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
                 response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_S));
                 (response, "store-error")
             }
-            Rejection::Upstream(error) => upstream(&error),
+            Rejection::Upstream(error) => {
+                let (status, detail, outcome) = upstream(&error);
+                (traceable(status, BLANK, detail, request_id), outcome)
+            }
         }
     }
-}
-
-fn too_large() -> (Response<Body>, &'static str) {
-    let detail = "the request body is longer than the route allows";
-    (problem(StatusCode::PAYLOAD_TOO_LARGE, BLANK, detail), "body-too-large")
 }
 
 fn unidentified(error: &IdentityError) -> Response<Body> {
@@ -137,32 +140,45 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
     response
 }
 
-fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
+/// Status, detail and one word for the access log.
+fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
-        UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => {
-            (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream cannot be reached"), "upstream-connect")
+        UpstreamError::Connect { .. } => {
+            (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect")
         }
-        UpstreamError::Broken { .. } | UpstreamError::Switched { .. } => (
-            problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream broke off or sent no valid response"),
+        UpstreamError::ConnectTimeout { .. } => {
+            (StatusCode::BAD_GATEWAY, "connecting to the upstream took longer than it may", "upstream-connect")
+        }
+        UpstreamError::Broken { .. } => (
+            StatusCode::BAD_GATEWAY,
+            "the upstream broke off before it answered, or sent no valid response",
             "upstream-broken",
         ),
-        UpstreamError::ResponseTimeout { .. } => {
-            (problem(StatusCode::GATEWAY_TIMEOUT, BLANK, "the upstream did not answer in time"), "upstream-timeout")
+        UpstreamError::Switched { .. } => (
+            StatusCode::BAD_GATEWAY,
+            "the upstream switched to a protocol that it was not asked for",
+            "upstream-broken",
+        ),
+        UpstreamError::ResponseTimeout { .. } => (
+            StatusCode::GATEWAY_TIMEOUT,
+            "the upstream took longer than it may before its response began",
+            "upstream-timeout",
+        ),
+        UpstreamError::Overdue { .. } => {
+            (StatusCode::GATEWAY_TIMEOUT, "the request took longer in all than its route allows", "route-timeout")
         }
         UpstreamError::ClientStalled => {
-            (problem(StatusCode::REQUEST_TIMEOUT, BLANK, "the request body did not arrive in time"), "client-stalled")
+            (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-stalled")
         }
-        UpstreamError::BodyTooLarge => too_large(),
-        UpstreamError::ClientBroken(_) => {
-            (problem(StatusCode::BAD_REQUEST, BLANK, "the request body broke off"), "client-broken")
-        }
+        UpstreamError::BodyTooLarge => TOO_LARGE,
+        UpstreamError::ClientBroken(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-broken"),
     }
 }
 
 /// The status of the answer for an upstream that gave none.
 pub fn upstream_status(error: &UpstreamError) -> StatusCode {
-    upstream(error).0.status()
+    upstream(error).0
 }
 
 /// What a limit tells on success.
@@ -205,6 +221,7 @@ fn over_limit(decision: &Decision<'_>, dialects: &[Dialect], grpc: bool) -> Resp
         status: StatusCode::TOO_MANY_REQUESTS,
         detail: &detail,
         violated_policies: decision.violated().map(|judged| &*judged.limit.name).collect(),
+        request_id: None,
     };
     let mut response = if grpc { resource_exhausted(&detail) } else { problem.into_response() };
     let headers = response.headers_mut();
@@ -239,6 +256,8 @@ struct Problem<'a> {
     detail: &'a str,
     #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
     violated_policies: Vec<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    request_id: Option<&'a str>,
 }
 
 fn number<S: serde::Serializer>(status: &StatusCode, serializer: S) -> Result<S::Ok, S::Error> {
@@ -246,8 +265,17 @@ fn number<S: serde::Serializer>(status: &StatusCode, serializer: S) -> Result<S:
 }
 
 fn problem(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
+    traceable(status, kind, detail, None)
+}
+
+/// A problem that says which request it was about.
+fn traceable(status: StatusCode, kind: &str, detail: &str, request_id: Option<HeaderValue>) -> Response<Body> {
     let title = status.canonical_reason().unwrap_or("Error");
-    Problem { kind, title, status, detail, violated_policies: Vec::new() }.into_response()
+    let id = request_id.as_ref().and_then(|id| id.to_str().ok());
+    let problem = Problem { kind, title, status, detail, violated_policies: Vec::new(), request_id: id };
+    let mut response = problem.into_response();
+    response.headers_mut().extend(request_id.map(|id| (X_REQUEST_ID, id)));
+    response
 }
 
 impl Problem<'_> {

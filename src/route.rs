@@ -2,6 +2,8 @@
 //!
 //! A tree of path segments for each host; a lookup costs the depth of the path, not the number of routes.
 
+pub mod template;
+
 use std::collections::HashMap;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
@@ -139,10 +141,30 @@ impl PathPattern {
 
     /// Whether it has a parameter of this name.
     pub fn has(&self, name: &str) -> bool {
-        self.0.iter().any(|segment| match segment {
-            Segment::Literal(_) => false,
-            Segment::Parameter(parameter) | Segment::Rest(parameter) => **parameter == *name,
+        self.names().any(|parameter| parameter == name)
+    }
+
+    /// The names of its parameters.
+    pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.0.iter().filter_map(|segment| match segment {
+            Segment::Literal(_) => None,
+            Segment::Parameter(name) | Segment::Rest(name) => Some(&**name),
         })
+    }
+
+    /// The name of the parameter that takes the rest of the path.
+    pub fn rest(&self) -> Option<&str> {
+        match self.0.last() {
+            Some(Segment::Rest(name)) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// Whether all paths that it matches begin with the segments of this one.
+    pub fn begins_with(&self, prefix: &str) -> bool {
+        let mut segments = self.0.iter();
+        let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
+        prefix.split('/').skip(1).all(is_next)
     }
 }
 
@@ -373,6 +395,21 @@ mod tests {
             let pattern: PathPattern = pattern.parse().unwrap();
             assert_eq!(pattern.capture(path, name), expected, "{pattern:?} of {path}");
             assert_eq!(pattern.has(name), expected.is_some(), "{pattern:?} has {name}");
+        }
+    }
+
+    #[test]
+    fn prefixes_are_whole_segments() {
+        for (pattern, prefix, expected) in [
+            ("/v1/{*rest}", "/v1", true),
+            ("/v1", "/v1", true),
+            ("/v1/users/{id}", "/v1/users", true),
+            ("/v1/users/{id}", "/v1/use", false),
+            ("/v1", "/v1/users", false),
+            ("/{version}/users", "/v1", false),
+            ("/{*rest}", "/v1", false),
+        ] {
+            assert_eq!(pattern.parse::<PathPattern>().unwrap().begins_with(prefix), expected, "{prefix} of {pattern}");
         }
     }
 

@@ -12,7 +12,9 @@ mod route;
 mod routes;
 mod rules;
 mod settings;
+mod split;
 mod store;
+mod targets;
 mod upstreams;
 
 use std::collections::BTreeMap;
@@ -43,7 +45,8 @@ use crate::upstream::fleet::UpstreamSettings;
 use crate::watch::Snapshot;
 pub use admin::{AdminSettings, Token};
 use reader::Reader;
-pub use route::{Metered, Metering, Respond, Route, Target};
+pub use route::{Metered, Metering, Redirect, Respond, Rewrite, Route, Target};
+pub use split::Split;
 
 /// Everything that a request needs, compiled once.
 #[derive(Debug)]

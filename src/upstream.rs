@@ -38,6 +38,8 @@ pub enum UpstreamError {
     Switched { upstream: Box<str> },
     #[error("upstream `{upstream}` did not answer in time")]
     ResponseTimeout { upstream: Box<str> },
+    #[error("upstream `{upstream}` did not answer before the timeout of the route was over")]
+    Overdue { upstream: Box<str> },
     #[error("the client stopped sending the request body")]
     ClientStalled,
     #[error("the request body is longer than the route allows")]

@@ -22,6 +22,8 @@ mod field_writer;
 mod forwarded;
 #[path = "../fuzz/targets/head.rs"]
 mod head;
+#[path = "../fuzz/targets/rewrite.rs"]
+mod rewrite;
 
 /// One change of an example.
 #[derive(Debug, Clone)]
@@ -113,6 +115,49 @@ fn canonical_paths() {
         "\u{e9}", "?", "#", ";", "%C3%A9", "%ff",
     ];
     fuzz("canonical path", &examples, &tokens, canonical_path::run);
+}
+
+#[test]
+fn rewrites() {
+    let examples: [&[u8]; 10] = [
+        b"\x007/a/b",
+        b"\x017/a/b?c=d",
+        b"\x027/a/",
+        b"\x037/",
+        b"\x04a&b=c/d;e?f",
+        b"\x05%3f/%23?",
+        b"\x03x//evil.test/..%252f",
+        b"\x01x/%2e%2e/y/@evil.test",
+        b"\x04.a/..b?\\\\evil.test",
+        b"\x02caf\xc3\xa9/{id}?caf\xc3\xa9",
+    ];
+    let tokens = [
+        "/",
+        "//",
+        ".",
+        "..",
+        "/../",
+        "%2e",
+        "%2f",
+        "%5C",
+        "%00",
+        "%0d%0a",
+        "%25",
+        "%",
+        "\\",
+        "\u{e9}",
+        "?",
+        "#",
+        ";",
+        "&",
+        "=",
+        "+",
+        "{rest}",
+        "@",
+        ":80",
+        "evil.test",
+    ];
+    fuzz("rewrite", &examples, &tokens, rewrite::run);
 }
 
 #[test]

@@ -368,6 +368,22 @@ fn a_request_that_takes_too_long_is_cancelled_and_others_take_another_connection
 }
 
 #[test]
+fn the_timeout_of_a_route_cancels_a_request_and_others_take_another_connection() {
+    let (server, ended) = silent();
+    let gateway = Gateway::start(&format!(
+        "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
+         [[route]]\nname = \"all\"\npath = \"/v2/{{*rest}}\"\nstrip_prefix = \"/v2\"\n\
+         upstream = \"u\"\ntimeout = \"500ms\"\n",
+        server.address
+    ));
+    let mut client = gateway.client();
+    client.get("/v2/slow").assert_problem(504, "no answer");
+    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(client.get("/v2/ok").status, 200);
+    assert_eq!(server.connections(), [0, 1], "a dead connection would never be found out otherwise");
+}
+
+#[test]
 fn a_client_that_leaves_cancels_its_request_only() {
     let (server, ended) = silent();
     let gateway = gateway(server.address, "");

@@ -1,5 +1,7 @@
 //! Values that may be written in two ways, a short one and a long one.
 
+use std::collections::BTreeMap;
+
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
 use toml::Spanned;
@@ -29,6 +31,15 @@ pub struct CostTable {
 #[derive(Debug, Default)]
 pub struct OneOrMany(pub Vec<String>);
 
+/// `"api"` or `{ api = 9, canary = 1 }`.
+#[derive(Debug)]
+pub enum Shares {
+    /// All goes to one upstream.
+    One(String),
+    /// Each has its part.
+    Weighted(BTreeMap<String, Spanned<i64>>),
+}
+
 /// `"http://…"` or `{ url = "http://…" }`.
 #[derive(Debug, Default)]
 pub struct UpstreamServer {
@@ -49,6 +60,25 @@ impl<'de> Deserialize<'de> for OneOrMany {
             }
             fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<OneOrMany, A::Error> {
                 Vec::deserialize(value::SeqAccessDeserializer::new(seq)).map(OneOrMany)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for Shares {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = Shares;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("the name of an upstream or a table of names and weights")
+            }
+            fn visit_str<E>(self, name: &str) -> Result<Shares, E> {
+                Ok(Shares::One(name.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Shares, A::Error> {
+                BTreeMap::deserialize(value::MapAccessDeserializer::new(map)).map(Shares::Weighted)
             }
         }
         deserializer.deserialize_any(Either)

@@ -8,7 +8,7 @@ use serde::forward_to_deserialize_any;
 use super::forms::ServerTable;
 use super::{
     Admin, ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit,
-    Listener, ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
+    Listener, ListenerTls, Log, Redirect, Respond, Route, Server, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -19,7 +19,6 @@ const LATER: &[(&str, &[&str])] = &[
     ("jwt", &["jwks_url"]),
     ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"]),
     ("servers", &["weight"]),
-    ("route", &["redirect", "strip_prefix", "rewrite", "timeout"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.
@@ -46,6 +45,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["route"] => ("route", fields::<Route>()),
         ["route", "request_headers" | "response_headers"] => ("header rules", fields::<HeaderRules>()),
         ["route", "respond"] => ("respond", fields::<Respond>()),
+        ["route", "redirect"] => ("redirect", fields::<Redirect>()),
         ["consumer"] => ("consumer", fields::<Consumer>()),
         _ => ("", &[]),
     }

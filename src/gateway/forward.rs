@@ -1,14 +1,14 @@
 //! Sends an admitted request on: headers cleaned and completed, the path in canonical form.
 
 use http::header::{EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
-use http::{Request, Response, StatusCode, Uri, Version, request, response, uri};
+use http::uri::{self, PathAndQuery, Uri};
+use http::{Request, Response, StatusCode, Version, request, response};
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
-use tokio::time::Duration;
-use uuid::Uuid;
+use tokio::time::{Duration, Instant, timeout_at};
 
 use super::Peer;
-use crate::account::Record;
+use super::request_id::RequestId;
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
 use crate::http::headers::{self, X_REQUEST_ID};
@@ -17,16 +17,26 @@ use crate::http::upgrade::{self, Offer};
 use crate::runtime::{Route, Runtime};
 use crate::upstream::{Protocol, Upstream, UpstreamError};
 
+/// What a request takes along.
+pub(super) struct Onward<'a> {
+    pub(super) peer: &'a Peer,
+    /// What tells it from all others.
+    pub(super) id: &'a RequestId,
+    /// What is asked for, where that is not what came.
+    pub(super) target: Option<PathAndQuery>,
+    /// When all of it is to be over.
+    pub(super) deadline: Option<Instant>,
+}
+
 /// Sends a request to an upstream and hands its answer back.
 pub(super) async fn forward(
     runtime: &Runtime,
     route: &Route,
     upstream: &Upstream,
     request: Request<Incoming>,
-    path: Option<String>,
-    peer: &Peer,
-    record: Option<&mut Record>,
+    onward: Onward<'_>,
 ) -> Result<Response<Body>, UpstreamError> {
+    let Onward { peer, id, target, deadline } = onward;
     let (mut parts, body) = request.into_parts();
     let http_1_0 = parts.version == Version::HTTP_10;
     let headers = &mut parts.headers;
@@ -53,25 +63,30 @@ pub(super) async fn forward(
         headers.insert(HOST, host);
     }
     headers::set_forwarded(headers, &peer.origin, host.as_ref(), parts.version);
-    let id = headers.entry(X_REQUEST_ID).or_insert_with(request_id);
-    if let (Some(record), Ok(id)) = (record, id.to_str()) {
-        record.request_id = id.into();
-    }
+    headers.insert(X_REQUEST_ID, id.value());
     route.request_headers.apply(headers);
     let switch = offer.and_then(|offer| {
         let downstream = parts.extensions.remove::<OnUpgrade>()?;
         offer.make(headers);
         Some((offer, downstream))
     });
-    if path.is_some() || parts.uri.authority().is_some() {
-        parts.uri = origin_form(&parts.uri, path.as_deref());
+    if let Some(target) = target {
+        parts.uri = Uri::from(target);
     }
     parts.version = Version::HTTP_11;
     if upstream.protocol() == Protocol::Http2 {
         absolute_form(&mut parts);
     }
-    let bounds = Bounds { idle: runtime.server.body_idle_timeout, max_body: route.max_body };
-    let response = upstream.send(Request::from_parts(parts, body), bounds).await?;
+    let bounds = Bounds { deadline, idle: runtime.server.body_idle_timeout, max_body: route.max_body };
+    let request = Request::from_parts(parts, body);
+    let response = match deadline {
+        None => upstream.send(request, bounds).await?,
+        // On the heap: this future has the room once.
+        Some(deadline) => match Box::pin(timeout_at(deadline, upstream.send(request, bounds))).await {
+            Ok(answer) => answer?,
+            Err(_) => return Err(UpstreamError::Overdue { upstream: upstream.name().into() }),
+        },
+    };
     let (mut parts, body) = response.into_parts();
     parts.version = Version::HTTP_11;
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
@@ -100,13 +115,6 @@ fn switch(
     Some(Response::from_parts(parts, Body::tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
-fn request_id() -> HeaderValue {
-    let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
-    let id = Uuid::now_v7().hyphenated().encode_lower(&mut text);
-    // Hex digits and hyphens are a valid value.
-    HeaderValue::from_str(id).unwrap_or(HeaderValue::from_static("-"))
-}
-
 /// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
 fn absolute_form(parts: &mut request::Parts) {
     // Frames say where a body ends (RFC 9113 §8.1).
@@ -118,15 +126,4 @@ fn absolute_form(parts: &mut request::Parts) {
     uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
     parts.uri = Uri::from_parts(uri).unwrap_or_default();
     parts.version = Version::HTTP_2;
-}
-
-/// Path and query only, the path in canonical form.
-fn origin_form(uri: &Uri, path: Option<&str>) -> Uri {
-    let path = path.unwrap_or(uri.path());
-    let target = match uri.query() {
-        Some(query) => format!("{path}?{query}"),
-        None => path.to_owned(),
-    };
-    // A canonical path and a query that was parsed before are valid.
-    uri::PathAndQuery::try_from(target).map_or_else(|_| Uri::from_static("/"), Uri::from)
 }

@@ -11,7 +11,7 @@ use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 
 use super::activity::InFlight;
-use super::bounds::{BodyError, Bounds, Silence};
+use super::bounds::{BodyError, Bounds, Deadline, Silence};
 use super::flow::Flow;
 use super::tunnel::Tunnel;
 
@@ -29,6 +29,8 @@ pub struct Body {
     source: Source,
     sent: u64,
     complete: bool,
+    /// When it is broken off.
+    deadline: Option<Deadline>,
     /// Told at the end of the data, while the connection behind it is still good.
     lease: Option<Box<dyn Ending>>,
     /// Told once the body is gone.
@@ -58,12 +60,23 @@ impl Body {
     }
 
     fn of(source: Source, complete: bool) -> Self {
-        Body { source, sent: 0, complete, lease: None, record: None, in_flight: None, flow: None, kept: None }
+        Body {
+            source,
+            sent: 0,
+            complete,
+            deadline: None,
+            lease: None,
+            record: None,
+            in_flight: None,
+            flow: None,
+            kept: None,
+        }
     }
 
     /// An upstream's body; `lease` hears of its end.
     pub fn upstream(body: Incoming, bounds: Bounds, lease: Box<dyn Ending>) -> Self {
-        let mut body = Body::of(Source::upstream(body, bounds), false);
+        let mut body = Body::shared(body, bounds);
+        body.complete = false;
         body.lease = Some(lease);
         body.notice_end();
         body
@@ -72,7 +85,9 @@ impl Body {
     /// An upstream's body on a connection that serves others as well.
     pub fn shared(body: Incoming, bounds: Bounds) -> Self {
         let complete = body.is_end_stream();
-        Body::of(Source::upstream(body, bounds), complete)
+        let mut body = Body::of(Source::upstream(body, bounds), complete);
+        body.deadline = bounds.deadline.filter(|_| !complete).map(Deadline::new);
+        body
     }
 
     /// What follows a switch of protocols.
@@ -101,6 +116,7 @@ impl Body {
         self.flow = Flow::current();
         if let Some(flow) = &self.flow {
             flow.offer();
+            flow.end_at(self.deadline.as_ref().map(|deadline| deadline.at));
         }
         self
     }
@@ -132,6 +148,10 @@ impl HttpBody for Body {
     type Error = BodyError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
+        // Also while there always is something: those who read little by little take their time, too.
+        if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
+            return Poll::Ready(Some(Err(BodyError::Overdue)));
+        }
         let polled = self.source.poll(cx);
         if let Some(flow) = &self.flow {
             match &polled {
@@ -199,6 +219,7 @@ impl Drop for Body {
     fn drop(&mut self) {
         if let Some(flow) = &self.flow {
             flow.rest();
+            flow.end_at(None);
         }
         for ending in [self.lease.take(), self.record.take()].into_iter().flatten() {
             ending.ended(self.sent, self.complete);

@@ -1,14 +1,16 @@
-//! How large a body may be, and for how long it may stand still.
+//! How large a body may be, how long it may take, and for how long it may stand still.
 
 use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
-use tokio::time::{Duration, Instant, Sleep, sleep};
+use tokio::time::{Duration, Instant, Sleep, sleep, sleep_until};
 
-/// The bounds of a route's bodies.
+/// The bounds of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds {
+    /// When all of it is to be over.
+    pub deadline: Option<Instant>,
     /// Time for which whoever is to send may be silent.
     pub idle: Duration,
     /// Bytes of a request body.
@@ -27,6 +29,26 @@ pub enum BodyError {
     ClientStalled,
     #[error("the upstream stopped sending a response body of known length")]
     UpstreamStalled,
+    #[error("the timeout of the route is over")]
+    Overdue,
+}
+
+/// When a body is to be over.
+#[derive(Debug)]
+pub(super) struct Deadline {
+    pub(super) at: Instant,
+    timer: Pin<Box<Sleep>>,
+}
+
+impl Deadline {
+    pub(super) fn new(at: Instant) -> Self {
+        Deadline { at, timer: Box::pin(sleep_until(at)) }
+    }
+
+    /// Ready when the time is over.
+    pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
+        self.timer.as_mut().poll(cx)
+    }
 }
 
 /// Times a silence. Nothing is set for a body that never keeps anybody waiting.

@@ -1,9 +1,9 @@
-//! Whether a client takes the response that is there for it: no clock and no timer as long as it does.
+//! Whether a client takes the response that is there for it, and in time: no clock and no timer as long as nothing asks for it.
 
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 
 use tokio::time::{Duration, Instant, Sleep, sleep};
@@ -12,6 +12,9 @@ tokio::task_local! {
     static CURRENT: Arc<Flow>;
 }
 
+/// What points in time are counted from.
+static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
+
 /// What passes on a stream: one of HTTP/2, or an HTTP/1.x connection, which has one request at a time.
 #[derive(Debug, Default)]
 pub struct Flow {
@@ -19,6 +22,8 @@ pub struct Flow {
     pieces: AtomicU64,
     /// A request was not read to its end.
     cut: AtomicBool,
+    /// When the response is to be over, in µs after the epoch; 0 = when it is.
+    end_us: AtomicU64,
 }
 
 impl Flow {
@@ -39,6 +44,17 @@ impl Flow {
         self.pieces.store(pieces & !1, Ordering::Relaxed);
     }
 
+    /// The response ends then at the latest. Whoever sets this has the task woken in time.
+    pub(super) fn end_at(&self, at: Option<Instant>) {
+        let end = at.map_or(0, |at| (at.saturating_duration_since(*EPOCH).as_micros() as u64).max(1));
+        self.end_us.store(end, Ordering::Relaxed);
+    }
+
+    fn is_overdue(&self) -> bool {
+        let end = self.end_us.load(Ordering::Relaxed);
+        end > 0 && EPOCH.elapsed().as_micros() as u64 >= end
+    }
+
     /// The rest of a request is not wanted.
     pub fn cut(&self) {
         self.cut.store(true, Ordering::Relaxed);
@@ -50,7 +66,7 @@ impl Flow {
     }
 }
 
-/// Runs what serves a flow, until its client has not taken what is there for so long.
+/// Runs what serves a flow, until its client has not taken what is there for so long, or its time is over.
 #[derive(Debug)]
 pub struct Watch {
     flow: Arc<Flow>,
@@ -72,10 +88,14 @@ impl Watch {
         &self.flow
     }
 
-    /// Polls what serves the flow; none = the client does not take its response.
+    /// Polls what serves the flow; none = the client does not take its response, or not in time.
     pub fn poll<F: Future>(&mut self, served: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
         if let Poll::Ready(output) = CURRENT.sync_scope(self.flow.clone(), || served.poll(cx)) {
             return Poll::Ready(Some(output));
+        }
+        // The response breaks off by itself where the client takes what there is.
+        if self.flow.is_overdue() {
+            return Poll::Ready(None);
         }
         let pieces = self.flow.pieces.load(Ordering::Relaxed);
         if pieces & 1 == 0 {

@@ -9,6 +9,7 @@ use tokio::time::Duration;
 
 use super::quotas::{hint, rule, size};
 use super::reader::Reader;
+use super::targets::named;
 use super::{Terms, identities};
 use crate::config::error::Issue;
 use crate::config::{self, Config, LimitCost};
@@ -270,10 +271,8 @@ fn dearest(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
 
 /// For how long a request in flight holds its slot: what the slowest upstream of its routes may take, and some more.
 fn lease(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
-    let timeout = |route: &config::Route| {
-        let name = route.upstream.as_ref()?.get_ref();
-        upstreams.iter().find(|upstream| *upstream.name == **name).map(|upstream| upstream.response_timeout)
-    };
-    let slowest = routes_with(config, name).filter_map(timeout).max().unwrap_or_default();
+    let used = routes_with(config, name).filter_map(|route| route.upstream.as_ref());
+    let used = used.flat_map(|shares| named(shares.get_ref(), upstreams));
+    let slowest = used.map(|index| upstreams[index].response_timeout).max().unwrap_or_default();
     (slowest + LEASE_SLACK).as_micros() as u64
 }

@@ -1,11 +1,14 @@
 //! A route, ready to use: where its requests go, and which limits they meet.
 
+use std::fmt::Write;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use http::header::CONTENT_TYPE;
+use http::header::{CONTENT_TYPE, LOCATION};
 use http::{HeaderValue, Response, StatusCode};
+use tokio::time::Duration;
 
+use super::split::Split;
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
 use crate::http::fields::Dialect;
@@ -13,6 +16,7 @@ use crate::http::rules::Rules;
 use crate::identity::By;
 use crate::limit::plan::Limit;
 use crate::route::PathPattern;
+use crate::route::template::Template;
 
 /// A route, ready to use.
 #[derive(Debug)]
@@ -27,6 +31,10 @@ pub struct Route {
     pub pattern: PathPattern,
     /// Where its requests go.
     pub target: Target,
+    /// What becomes of their path on the way to an upstream; none = it stays as it is.
+    pub rewrite: Option<Rewrite>,
+    /// Time for all of it, from the head of a request to the end of its answer.
+    pub timeout: Option<Duration>,
     /// What they are limited by.
     pub metering: Metering,
     /// Bytes that their bodies may have.
@@ -74,10 +82,32 @@ pub struct Metering {
 /// Where requests go.
 #[derive(Debug)]
 pub enum Target {
-    /// To the upstream with this index.
-    Upstream(usize),
+    /// To upstreams, by index.
+    Upstream(Split),
     /// The gateway answers itself.
     Respond(Respond),
+    /// The client is sent elsewhere.
+    Redirect(Redirect),
+}
+
+/// What becomes of a path on the way to an upstream.
+#[derive(Debug)]
+pub enum Rewrite {
+    /// It loses segments that it begins with.
+    Strip(Box<str>),
+    /// It becomes another.
+    To(Template),
+}
+
+/// An answer that says where else to ask.
+#[derive(Debug)]
+pub struct Redirect {
+    /// Scheme and host; empty = where the request came.
+    pub origin: Box<str>,
+    /// Path and query there.
+    pub to: Template,
+    /// Its status.
+    pub status: StatusCode,
 }
 
 /// An answer of the gateway's own.
@@ -98,6 +128,42 @@ impl Respond {
         *response.status_mut() = self.status;
         response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
         response
+    }
+}
+
+impl Redirect {
+    /// The answer to a request for this canonical path and this query. A canonical path has no two slashes and no backslash, so
+    /// none makes a browser read the name of a host.
+    pub fn response(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Response<Body> {
+        let mut location = self.origin.to_string();
+        for byte in self.to.target(pattern, path, query).bytes() {
+            // Queries may have what URIs do not (RFC 3986 §2).
+            if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
+                location.push(char::from(byte));
+            } else {
+                // Writing to memory does not fail.
+                let _ = write!(location, "%{byte:02X}");
+            }
+        }
+        let mut response = Response::new(Body::full(""));
+        *response.status_mut() = self.status;
+        // Graphic ASCII is a valid value.
+        response.headers_mut().extend(HeaderValue::try_from(location).ok().map(|location| (LOCATION, location)));
+        response
+    }
+}
+
+impl Rewrite {
+    /// The target for a request for this canonical path, which the pattern matches, and this query.
+    pub fn target(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
+        match self {
+            Rewrite::To(template) => template.target(pattern, path, query),
+            Rewrite::Strip(prefix) => {
+                let rest = path.strip_prefix(&**prefix).unwrap_or(path);
+                let rest = if rest.is_empty() { "/" } else { rest };
+                query.map_or_else(|| rest.to_owned(), |query| format!("{rest}?{query}"))
+            }
+        }
     }
 }
 

@@ -4,13 +4,14 @@ use std::collections::{BTreeMap, HashSet};
 use std::ops::Range;
 use std::sync::Arc;
 
-use bytes::Bytes;
-use http::{HeaderName, HeaderValue, StatusCode};
+use http::{HeaderName, HeaderValue};
+use tokio::time::Duration;
 
 use super::limits::too_dear;
 use super::reader::Reader;
 use super::rules::rules;
-use super::{Metered, Metering, Respond, Route, Target, Terms};
+use super::targets::{rewrite, target, websocket};
+use super::{Metered, Metering, Route, Terms};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::cost::Cost;
@@ -23,7 +24,6 @@ use crate::limit::decision::Judged;
 use crate::limit::plan::Limit;
 use crate::reply::standing;
 use crate::route::{PathPattern, Pattern, RouteTable};
-use crate::upstream::Protocol;
 use crate::upstream::fleet::UpstreamSettings;
 
 /// Limits of one route: the script's arguments and the fields of a response stay small.
@@ -54,12 +54,14 @@ pub(super) fn routes(
             }
             None => "",
         };
-        let target = target(written, &place, upstreams, reader);
         let pattern = pattern(written, &place, reader);
         let path = pattern.as_ref().map(|pattern| &pattern.path);
+        let target = target(written, &place, path, upstreams, reader);
+        let rewrite = rewrite(written, path, reader);
+        let timeout = timeout(written, reader);
         let metering = metering(written, path, limits, config, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
-        let websocket = websocket(written, target.as_ref(), upstreams, reader);
+        let websocket = websocket(written, upstreams, reader);
         let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
         let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
@@ -69,6 +71,8 @@ pub(super) fn routes(
             path: written.path.as_ref().map_or("/", |path| path.get_ref()).into(),
             pattern: pattern.path.clone(),
             target,
+            rewrite,
+            timeout,
             metering,
             max_body,
             websocket,
@@ -85,71 +89,12 @@ pub(super) fn routes(
     (routes, table)
 }
 
-fn target(
-    route: &config::Route,
-    place: &Range<usize>,
-    upstreams: &[UpstreamSettings],
-    reader: &mut Reader<'_>,
-) -> Option<Target> {
-    match (&route.upstream, &route.respond) {
-        (Some(name), None) => {
-            let found = upstreams.iter().position(|upstream| *upstream.name == **name.get_ref());
-            if found.is_none() {
-                reader.unknown_name(
-                    name.span(),
-                    "upstream",
-                    name.get_ref(),
-                    upstreams.iter().map(|upstream| &*upstream.name),
-                );
-            }
-            found.map(Target::Upstream)
-        }
-        (None, Some(respond)) => Some(Target::Respond(self::respond(respond.get_ref(), &respond.span(), reader))),
-        (None, None) => {
-            let issue = Issue::at(place.clone(), "this route goes nowhere");
-            reader.issue(issue.hint("upstream = \"NAME\" or respond = { status = 200, body = \"…\" }"));
-            None
-        }
-        (Some(_), Some(respond)) => {
-            let issue = Issue::at(respond.span(), "this route has two targets");
-            reader.issue(issue.hint("keep `upstream` or `respond`"));
-            None
-        }
+fn timeout(route: &config::Route, reader: &mut Reader<'_>) -> Option<Duration> {
+    let written = route.timeout.as_ref()?;
+    if route.upstream.is_none() {
+        reader.issue(Issue::at(written.span(), "the gateway itself answers at once: `timeout` is for upstreams"));
     }
-}
-
-fn websocket(
-    route: &config::Route,
-    target: Option<&Target>,
-    upstreams: &[UpstreamSettings],
-    reader: &mut Reader<'_>,
-) -> bool {
-    let Some(wanted) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
-    let fault = match target {
-        Some(Target::Respond(_)) => Some("the gateway itself speaks no other protocol"),
-        Some(Target::Upstream(index)) if upstreams[*index].protocol == Protocol::Http2 => {
-            Some("over HTTP/2 nothing can be switched")
-        }
-        _ => None,
-    };
-    if let Some(fault) = fault {
-        let issue = Issue::at(wanted.span(), fault);
-        reader.issue(issue.hint("`websocket` is for routes to an upstream with protocol \"http1\""));
-    }
-    true
-}
-
-fn respond(respond: &config::Respond, place: &Range<usize>, reader: &mut Reader<'_>) -> Respond {
-    let status = match reader.required(respond.status.as_ref(), place, "status", "200") {
-        Some(status) => reader.number(Some(status), 200..600, 200),
-        None => 200,
-    };
-    let text = HeaderValue::from_static("text/plain; charset=utf-8");
-    Respond {
-        status: StatusCode::from_u16(status as u16).unwrap_or(StatusCode::OK),
-        body: respond.body.as_ref().map_or_else(Bytes::new, |body| Bytes::from(body.get_ref().clone())),
-        content_type: respond.content_type.as_ref().and_then(|kind| reader.header_value(kind)).unwrap_or(text),
-    }
+    Some(reader.duration(Some(written), Duration::ZERO))
 }
 
 fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<Pattern> {

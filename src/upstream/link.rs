@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
-use tokio::time::timeout;
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::fleet::{Member, UpstreamSettings};
 use super::http2::{Fate, Shared, fate};
@@ -110,7 +110,8 @@ impl Link {
         loop {
             let (mut connection, reused) = self.within_time(shared.take(&self.member)).await?;
             let copy = (first && progress.is_none()).then(|| copy_without_body(&request));
-            let mut failure = match self.exchange(connection.send(request), progress.as_deref()).await {
+            let answer = self.exchange(connection.send(request), progress.as_deref());
+            let mut failure = match self.in_time(bounds.deadline, answer).await {
                 Ok(Ok(response)) => {
                     if let Some(progress) = &progress {
                         progress.answered();
@@ -169,6 +170,16 @@ impl Link {
             }
             seen = now;
         }
+    }
+
+    async fn in_time<T>(
+        &self,
+        deadline: Option<Instant>,
+        work: impl Future<Output = Result<T, UpstreamError>>,
+    ) -> Result<T, UpstreamError> {
+        let Some(deadline) = deadline else { return work.await };
+        let overdue = |_| Err(UpstreamError::Overdue { upstream: self.settings.name.clone() });
+        timeout_at(deadline, work).await.unwrap_or_else(overdue)
     }
 
     fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {

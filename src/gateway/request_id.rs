@@ -1,0 +1,38 @@
+//! What tells a request from all others: given by a trusted proxy or made here, the same upstream, in the logs and in our own errors.
+
+use http::{HeaderMap, HeaderValue};
+use uuid::Uuid;
+
+use crate::http::headers::X_REQUEST_ID;
+
+/// The id of a request.
+#[derive(Debug, Clone)]
+pub(super) enum RequestId {
+    /// Of our own; in the form of text when somebody asks for it.
+    Made(Uuid),
+    /// Of a trusted proxy.
+    Given(HeaderValue),
+}
+
+impl RequestId {
+    /// That of a request with this header section.
+    pub(super) fn of(headers: &HeaderMap, trusted: bool) -> Self {
+        match headers.get(X_REQUEST_ID).filter(|_| trusted) {
+            Some(given) => RequestId::Given(given.clone()),
+            None => RequestId::Made(Uuid::now_v7()),
+        }
+    }
+
+    /// As the value of a field.
+    pub(super) fn value(&self) -> HeaderValue {
+        match self {
+            RequestId::Given(value) => value.clone(),
+            RequestId::Made(id) => {
+                let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
+                let text = id.hyphenated().encode_lower(&mut text);
+                // Hex digits and hyphens are a valid value.
+                HeaderValue::from_str(text).unwrap_or(HeaderValue::from_static("-"))
+            }
+        }
+    }
+}
