@@ -53,8 +53,8 @@ fn main() {
 }
 
 fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]) -> f64 {
-    let parts = if let [rule] = rules { Parts::of_one(rule) } else { Parts::of(rules.iter().copied()) };
-    let script = script(parts);
+    let parts = Parts::of(rules.iter().copied());
+    let script = script(if rules.len() == 1 { parts.for_one() } else { parts });
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.text).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
     for batch in 0..BATCHES {
@@ -64,7 +64,7 @@ fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]) -> f64
             for index in 0..rules.len() {
                 call.arg(format!("rl:{{{:032}}}:{name}:{index}", (batch * PIPE + slot) % 1000));
             }
-            call.arg("C").arg(0).arg(0);
+            call.arg(0).arg(1).arg("C").arg(0).arg(rules.len());
             for rule in rules {
                 let [a, b, c, d] = rule.arguments(0);
                 call.arg(rule.kind().letter()).arg("-").arg(1).arg(a).arg(b).arg(c).arg(d);

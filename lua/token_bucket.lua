@@ -8,7 +8,7 @@ elseif kind == 'B' then
     local last, owed, parts = match(state, '^(%d+):(%d+):(%d+)$')
     debt = tonumber(owed)
     -- The rate was changed: the same debt, in parts of the new size.
-    if parts ~= ARGV[o + 6] then debt = math.min(ceil(debt / tonumber(parts) * c), most) end
+    if parts ~= c_text then debt = math.min(ceil(debt / tonumber(parts) * c), most) end
     local passed = now - last
     if passed < 0 then behind = true
     elseif passed >= debt / b then debt = 0

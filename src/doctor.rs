@@ -71,8 +71,8 @@ pub struct Needs {
     pub prefix: String,
     /// Bound of a decision.
     pub timeout: Duration,
-    /// The scripts that routes call.
-    pub scripts: Vec<Parts>,
+    /// What the scripts of routes must know.
+    pub algorithms: Parts,
     /// The algorithms of the limits.
     pub rules: Vec<Rule>,
 }
@@ -202,6 +202,6 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
     report.note("round trip", server::round_trip(line, needs.timeout).await)?;
     report.note("clock", server::clock(line).await)?;
     report.note("rights", rights::rights(line, server, needs).await)?;
-    report.note("scripts", trial::scripts(line, &needs.scripts).await)?;
+    report.note("scripts", trial::scripts(line, needs.algorithms).await)?;
     report.note("decisions", trial::decisions(server, needs).await)
 }

@@ -155,7 +155,8 @@ fn concurrent_calls_share_connections() {
     let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut redis.connection()).unwrap();
     // This connection asks, too.
     assert!(clients.lines().count() <= workers + 1, "{clients}");
-    assert_eq!(redis.calls("evalsha"), 6400, "one call for each request");
+    let calls = redis.calls("evalsha");
+    assert!((1..=6400).contains(&calls), "at most one call for each request: {calls}");
 }
 
 #[test]
@@ -163,7 +164,7 @@ fn scripts_are_loaded_when_a_connection_is_made() {
     let redis = Redis::start();
     let gateway = Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
     let bucket = TokenBucket::new("5/min".parse().unwrap(), 5).unwrap();
-    let sha = &script(Parts::of_one(&Rule::TokenBucket(bucket))).sha;
+    let sha = &script(Parts::of([&Rule::TokenBucket(bucket)]).for_one()).sha;
     let mut connection = redis.connection();
     eventually("the script is there before any request", || {
         let exists: Vec<bool> = redis::cmd("SCRIPT").arg("EXISTS").arg(sha).query(&mut connection).unwrap();

@@ -119,7 +119,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
         ("rights", "20 commands"),
-        ("scripts", "7 scripts"),
+        ("scripts", "2 scripts"),
         ("decisions", "6 algorithms tried"),
     ] {
         let found = &checks.iter().find(|check| check.0 == name).unwrap().2;

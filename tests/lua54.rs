@@ -14,7 +14,7 @@ use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::EXACT;
 use sluicegate::limit::redis::script::{Parts, script};
-use sluicegate::limit::store::{Charge, Operation, Verdict};
+use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
 use support::random::{Case, Play, STEPS, Time, case, operations, property};
 use support::stores::{Limit, SECOND, START, extremes, longest_reset};
 
@@ -181,7 +181,8 @@ impl Lua54 {
         let (letter, charged_at) = operation.arguments();
         // 0: the script asks for the time.
         self.database.borrow_mut().now = now;
-        let mut arguments = vec![letter.to_owned(), "0".to_owned(), charged_at.to_string()];
+        let mut arguments = ["0", "1", letter].map(str::to_owned).to_vec();
+        arguments.extend([charged_at.to_string(), charges.len().to_string()]);
         let mut keys = Vec::new();
         for charge in charges {
             let mut key = Vec::new();
@@ -195,7 +196,9 @@ impl Lua54 {
         }
         self.lua.globals().set("KEYS", keys).unwrap();
         self.lua.globals().set("ARGV", arguments).unwrap();
-        let text = &script(Parts::of_call(operation, charges)).text;
+        let parts = Parts::of(charges.iter().map(|charge| charge.rule));
+        let one = operation == Operation::Check && charges.len() == 1 && charges[0].mode == Mode::Binding;
+        let text = &script(if one { parts.for_one() } else { parts }).text;
         let mut scripts = self.scripts.borrow_mut();
         let script = scripts.entry(text).or_insert_with(|| self.lua.load(text).into_function().unwrap());
         let reply: Table = script.call(()).unwrap_or_else(|error| panic!("{error}: {operation:?} of {charges:#?}"));
@@ -211,7 +214,7 @@ impl Lua54 {
 
 /// The reply of the script contract.
 fn reply(verdict: &Verdict) -> Vec<i64> {
-    let mut fields = vec![verdict.granted as i64, verdict.now_us as i64];
+    let mut fields = vec![verdict.now_us as i64, verdict.granted as i64];
     for outcome in &verdict.outcomes {
         let (status, retry) = match outcome.status {
             Status::Ok => (0, 0),

@@ -3,6 +3,7 @@
 mod support;
 
 use std::sync::Arc;
+use std::task::{Context, Waker};
 
 use sluicegate::limit::algorithm::fixed_window::Start;
 use sluicegate::limit::algorithm::{Rule, Status};
@@ -11,11 +12,11 @@ use sluicegate::limit::key::IdentityHasher;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::Calendar;
 use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::store::{Charge, Mode, Operation, Store};
+use sluicegate::limit::store::{Charge, Mode, Operation, Store, StoreError};
 use support::redis::Redis;
 use support::stores::{
-    ALIGNED, Limit, SECOND, START, Stores, bucket, buckets, calendar, concurrency, every_algorithm, log, redis_store,
-    sliding, window,
+    ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, concurrency, every_algorithm, log,
+    redis_store, sliding, window,
 };
 
 #[tokio::test]
@@ -134,17 +135,116 @@ async fn bad_arguments_write_nothing() {
     let text = &sluicegate::limit::redis::script::script(Parts::of([&bucket(1, SECOND, 1)])).text;
     let mut connection = server.connection();
     for arguments in [
-        &["C", "0", "0", "B", "-", "1", "1", "1", "1"][..],
-        &["Z", "0", "0", "B", "-", "1", "1", "1", "1", "0"],
-        &["C", "0", "0", "Q", "-", "1", "1", "1", "1", "0"],
-        &["C", "0", "0", "B", "-", "x", "1", "1", "1", "0"],
-        &["C", "soon", "0", "B", "-", "1", "1", "1", "1", "0"],
+        &["0", "1", "C", "0", "1", "B", "-", "1", "1", "1", "1"][..],
+        &["0", "1", "C", "0", "1", "B", "-", "1", "1", "1", "1", "0", "1"],
+        &["0", "2", "C", "0", "1", "B", "-", "1", "1", "1", "1", "0"],
+        &["0", "1", "C", "0", "2", "B", "-", "1", "1", "1", "1", "0"],
+        &["0", "1", "Z", "0", "1", "B", "-", "1", "1", "1", "1", "0"],
+        &["0", "1", "C", "0", "1", "B", "-", "x", "1", "1", "1", "0"],
+        &["soon", "1", "C", "0", "1", "B", "-", "1", "1", "1", "1", "0"],
+        &["0"],
     ] {
         let reply: Result<redis::Value, _> =
             redis::cmd("EVAL").arg(text).arg(1).arg("k").arg(arguments).query(&mut connection);
         assert_eq!(reply.unwrap_err().code(), Some("RLARG"), "{arguments:?}");
     }
     assert!(server.keys().is_empty());
+}
+
+/// What is asked in one round of a worker, of every algorithm and with several limits, and what the model says to it.
+async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], pair: &[Limit; 2], rounds: u64) {
+    let store = redis_store(server, "round", stores.clock.clone());
+    let model = MemoryStore::new(1_000_000, stores.clock.clone());
+    for round in 0..rounds {
+        stores.clock.set(START + round * SECOND);
+        // Identities of one limit are no other's, so that the order of the groups does not matter.
+        let of = |place: usize| (0..6).map(move |number| (number, (place as u128) << 64 | u128::from(number % 3)));
+        let mut asked: Vec<Vec<Charge<'_>>> = Vec::new();
+        for (place, limit) in alone.iter().enumerate() {
+            asked.extend(of(place).map(|(number, id)| {
+                vec![Charge { lease: (place as u64) << 32 | round << 8 | number, ..limit.charge(id, 1) }]
+            }));
+        }
+        asked.extend(of(alone.len()).map(|(_, id)| pair.iter().map(|limit| limit.charge(id, 1)).collect()));
+        let expected: Vec<_> = asked.iter().map(|charges| model.decide(Operation::Check, charges)).collect();
+        let before = server.calls("evalsha") + server.calls("eval");
+        let verdicts = all(asked.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        let calls = server.calls("evalsha") + server.calls("eval") - before;
+        let verdicts: Vec<_> = verdicts.into_iter().map(Result::unwrap).collect();
+        assert_eq!(verdicts, expected, "round {round}");
+        // The first one meets a server that does not know the script.
+        assert_eq!(calls, if round == 0 { 2 } else { 1 }, "{} requests in round {round}", asked.len());
+    }
+}
+
+#[tokio::test]
+async fn what_is_asked_in_one_round_is_one_call_and_decided_as_if_alone() {
+    let server = Redis::start();
+    let stores = Stores::new(&server, "unused");
+    let rules = every_algorithm(7, 60 * SECOND).into_iter().chain([("leases", concurrency(7, 60 * SECOND))]);
+    let alone: Vec<_> = rules.map(|(name, rule)| Limit::new(name, rule)).collect();
+    let pair =
+        [Limit::new("broad", bucket(20, 60 * SECOND, 20)), Limit::new("narrow", window(7, 60 * SECOND, ALIGNED))];
+    in_one_round(&server, &stores, &alone, &pair, 10).await;
+}
+
+#[tokio::test]
+async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
+    let server = Redis::start();
+    let store = redis_store(&server, "broken", Clock::Store);
+    let limits = [Limit::new("a", bucket(3, SECOND, 3)), Limit::new("b", window(3, 3600 * SECOND, ALIGNED))];
+    redis::cmd("RPUSH").arg(limits[0].key("broken", 2)).arg("x").exec(&mut server.connection()).unwrap();
+    redis::cmd("SET").arg(limits[1].key("broken", 3)).arg("what?").exec(&mut server.connection()).unwrap();
+    for round in 0..2 {
+        let asked: Vec<_> = (0..5).map(|id| limits.each_ref().map(|limit| limit.charge(id, 1))).collect();
+        let verdicts = all(asked.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        for (id, verdict) in verdicts.into_iter().enumerate() {
+            match (id, verdict) {
+                (2 | 3, verdict) => assert!(matches!(verdict, Err(StoreError::Broken(_))), "{id}: {verdict:?}"),
+                (_, verdict) => {
+                    let remaining: Vec<_> = verdict.unwrap().outcomes.iter().map(|outcome| outcome.remaining).collect();
+                    assert_eq!(remaining[1], 2 - round, "{id}");
+                }
+            }
+        }
+    }
+    // All or none: what the other limit of a broken one would have been charged was not.
+    let verdict = store.call(Operation::Peek, &[limits[1].charge(2, 1)]).await.unwrap();
+    assert_eq!(verdict.outcomes[0].remaining, 3);
+}
+
+#[tokio::test]
+async fn whoever_leaves_before_the_call_does_is_not_charged() {
+    let server = Redis::start();
+    let store = redis_store(&server, "left", Clock::Store);
+    let limit = Limit::new("limit", window(100, 3600 * SECOND, ALIGNED));
+    let charges = [[limit.charge(1, 1)], [limit.charge(2, 1)], [limit.charge(3, 1)]];
+    let mut calls = charges.each_ref().map(|charges| Box::pin(store.call(Operation::Check, charges)));
+    for call in &mut calls {
+        assert!(call.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    }
+    let [first, second, third] = calls;
+    drop(second);
+    assert_eq!((first.await.unwrap().granted, third.await.unwrap().granted), (1, 1));
+    for (identity, left) in [(1, 99), (2, 100), (3, 99)] {
+        let verdict = store.call(Operation::Peek, &[limit.charge(identity, 1)]).await.unwrap();
+        assert_eq!(verdict.outcomes[0].remaining, left, "{identity}");
+    }
+}
+
+#[tokio::test]
+async fn a_long_round_is_several_calls() {
+    let server = Redis::start();
+    let store = redis_store(&server, "long", Clock::Store);
+    let limit = Limit::new("limit", window(1000, 3600 * SECOND, ALIGNED));
+    let charge = [limit.charge(1, 1)];
+    store.call(Operation::Check, &charge).await.unwrap();
+    let before = server.calls("evalsha");
+    let verdicts = all((0..300).map(|_| store.call(Operation::Check, &charge))).await;
+    let mut remaining: Vec<_> = verdicts.into_iter().map(|verdict| verdict.unwrap().outcomes[0].remaining).collect();
+    remaining.sort_unstable();
+    assert_eq!(remaining, (699..999).collect::<Vec<_>>(), "each unit was given once");
+    assert_eq!(server.calls("evalsha") - before, 3, "of at most 128 keys");
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

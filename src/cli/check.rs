@@ -94,7 +94,7 @@ fn reach(servers: &Servers, redis: &RedisSettings) -> std::io::Result<Result<(),
     let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let answer = reactor.block_on(async {
         for (server, _) in servers.all(PATIENCE).await? {
-            attempt(server, redis.scripts.clone(), PATIENCE).await?;
+            attempt(server, redis.algorithms, PATIENCE).await?;
         }
         Ok(())
     });

@@ -21,7 +21,7 @@ pub(super) fn doctor(runtime: &Runtime, json: bool) -> anyhow::Result<ExitCode> 
         let needs = Needs {
             prefix: settings.prefix.clone(),
             timeout: runtime.store.timeout,
-            scripts: settings.scripts.clone(),
+            algorithms: settings.algorithms,
             rules: runtime.limits.values().map(|terms| terms.limit.standard.rule.clone()).collect(),
         };
         let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;

@@ -18,9 +18,10 @@ use crate::limit::store::{Charge, Mode, Operation, Store, StoreError};
 const NO_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
 /// Whether the scripts of the configuration are taken and run, and a forgotten one is told.
-pub(super) async fn scripts(line: &mut Line, scripts: &[Parts]) -> Result<Check, Failure> {
-    for parts in scripts {
-        let script = script(*parts);
+pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check, Failure> {
+    let parts = [algorithms, algorithms.for_one()];
+    for parts in parts {
+        let script = script(parts);
         let mut load = redis::cmd("SCRIPT");
         let sha: String = line.ask(load.arg("LOAD").arg(&script.text)).await?;
         if sha != script.sha {
@@ -42,14 +43,18 @@ pub(super) async fn scripts(line: &mut Line, scripts: &[Parts]) -> Result<Check,
     }
     Ok(Check::ok(
         "scripts",
-        format!("loaded and answering: {}; one that was forgotten is told", count(scripts.len() as u64, "script")),
+        format!("loaded and answering: {}; one that was forgotten is told", count(parts.len() as u64, "script")),
     ))
 }
 
 /// One decision of each algorithm of the configuration, charged and given back. The keys expire, whatever happens.
 pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, Failure> {
-    let settings =
-        RedisSettings { prefix: needs.prefix.clone(), connections: 1, connect_timeout: PATIENCE, scripts: Vec::new() };
+    let settings = RedisSettings {
+        prefix: needs.prefix.clone(),
+        connections: 1,
+        connect_timeout: PATIENCE,
+        algorithms: Parts::default(),
+    };
     // It was seen to be of the right kind before.
     let store = RedisStore::new(&settings, server.target.clone(), Clock::Store);
     let hasher = IdentityHasher::new("doctor");

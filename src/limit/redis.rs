@@ -1,6 +1,8 @@
 //! Redis: one script call decides a whole request.
 
 pub mod advice;
+mod batch;
+mod caller;
 pub mod connection;
 pub mod fault;
 pub mod hello;
@@ -9,17 +11,20 @@ pub mod script;
 pub mod server;
 pub mod slots;
 
-use redis::{Cmd, Value};
+use std::sync::{Arc, Mutex};
+
 use tokio::time::{Duration, sleep, timeout};
 use uuid::Uuid;
 
-use super::algorithm::{Kind, Outcome, Rule, Status};
+use super::algorithm::{Kind, Rule};
 use super::clock::Clock;
 use super::key::{Bucket, Identity, IdentityHasher, Key};
 use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
-use connection::{Connections, checkout};
-use fault::{Fault, Pauses, is_of_the_connection};
-use script::{Parts, script};
+use batch::Refusal;
+use caller::{Caller, Question};
+use connection::checkout;
+use fault::{Fault, Pauses};
+use script::Parts;
 use server::{Address, Login, NoConnection, Server};
 use slots::Slots;
 
@@ -32,8 +37,8 @@ pub struct RedisSettings {
     pub connections: u32,
     /// Bound of connecting.
     pub connect_timeout: Duration,
-    /// The scripts to load on every new connection.
-    pub scripts: Vec<Parts>,
+    /// What the scripts to load on every new connection must know.
+    pub algorithms: Parts,
 }
 
 /// One Redis, or many.
@@ -85,7 +90,7 @@ impl Servers {
 }
 
 async fn slots_of(seed: &Address, login: &Login, within: Duration) -> Result<Slots, NoConnection> {
-    let connections = connection::pool(login.node(seed)?, Vec::new(), 1, within);
+    let connections = connection::pool(login.node(seed)?, Parts::default(), 1, within);
     let failed = |error: StoreError| NoConnection::new(&error.to_string());
     let mut connection = checkout(&connections).await.map_err(failed)?;
     let asked = timeout(within, connection.send(redis::cmd("CLUSTER").arg("SLOTS"))).await;
@@ -97,9 +102,9 @@ async fn slots_of(seed: &Address, login: &Login, within: Duration) -> Result<Slo
 /// The counters of one worker's requests, kept by one server.
 #[derive(Debug)]
 pub struct RedisStore {
-    connections: Connections,
-    prefix: String,
-    clock: Clock,
+    caller: Arc<Caller>,
+    /// Whether all keys may go into one call.
+    together: bool,
     /// How long a call that Redis turns away is made again: not until its deadline, so that the reason is told.
     patience: Duration,
 }
@@ -114,9 +119,12 @@ pub struct Sample {
 impl RedisStore {
     /// A store that connects when it is first used. Make one for each runtime: connections live on the one that made them.
     pub fn new(settings: &RedisSettings, server: Server, clock: Clock) -> Self {
-        let RedisSettings { prefix, connections, connect_timeout, scripts } = settings.clone();
-        let connections = connection::pool(server, scripts, connections, connect_timeout);
-        RedisStore { connections, prefix, clock, patience: connect_timeout.mul_f64(0.8) }
+        let RedisSettings { prefix, connections, connect_timeout: deadline, algorithms } = settings.clone();
+        // In a cluster each identity has a slot of its own.
+        let together = !matches!(server, Server::Node(_));
+        let connections = connection::pool(server, algorithms, connections, deadline);
+        let caller = Caller { connections, prefix, clock, algorithms, deadline, next: Mutex::default() };
+        RedisStore { caller: Arc::new(caller), together, patience: deadline.mul_f64(0.8) }
     }
 
     /// Makes a connection, if there is none.
@@ -124,7 +132,7 @@ impl RedisStore {
     /// # Errors
     /// Redis cannot be reached, or wants no scripts of us.
     pub async fn connect(&self) -> Result<(), StoreError> {
-        checkout(&self.connections).await.map(drop)
+        checkout(&self.caller.connections).await.map(drop)
     }
 
     /// Asks for a sign of life, which needs the rights that calls need: with a call `like` one that failed, or with the
@@ -134,7 +142,7 @@ impl RedisStore {
     /// See [`StoreError`].
     pub async fn probe(&self, like: Option<&Sample>) -> Result<(), StoreError> {
         let Some(Sample { identity, rule }) = like else {
-            let mut connection = checkout(&self.connections).await?;
+            let mut connection = checkout(&self.caller.connections).await?;
             return connection
                 .send(redis::cmd("EVAL").arg("return 1").arg(0))
                 .await
@@ -153,37 +161,9 @@ impl RedisStore {
     /// # Errors
     /// It cannot be reached, or is no node of a cluster.
     pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
-        let mut connection = checkout(&self.connections).await?;
+        let mut connection = checkout(&self.caller.connections).await?;
         let reply = connection.send(redis::cmd("CLUSTER").arg("SLOTS")).await.map_err(Fault::store_error)?;
         Slots::read(&reply, address).ok_or(StoreError::Malformed)
-    }
-
-    /// A call for decisions at about `near_us`, which is when calendar windows are reckoned for.
-    fn command(&self, verb: &str, script: &str, operation: Operation, charges: &[Charge<'_>], near_us: u64) -> Cmd {
-        let (letter, charged_at) = operation.arguments();
-        // About 60 bytes of frame and 100 for each limit, in one allocation.
-        let mut command = Cmd::with_capacity(6 + 8 * charges.len(), 120 + 160 * charges.len());
-        command.arg(verb).arg(script).arg(charges.len());
-        let mut key = Vec::with_capacity(96);
-        for charge in charges {
-            key.clear();
-            charge.key.write(&self.prefix, &mut key);
-            command.arg(&key[..]);
-        }
-        command.arg(letter).arg(self.clock.argument_us()).arg(charged_at);
-        for charge in charges {
-            let kind = charge.rule.kind();
-            let [a, b, c, d] = charge.rule.arguments(near_us);
-            command
-                .arg(kind.letter())
-                .arg(charge.mode.flag())
-                .arg(charge.cost)
-                .arg(a)
-                .arg(b)
-                .arg(c)
-                .arg(if kind == Kind::Concurrency { charge.lease } else { d });
-        }
-        command
     }
 }
 
@@ -206,43 +186,30 @@ impl RedisStore {
     /// # Errors
     /// See [`StoreError`].
     pub async fn ask(&self, asking: bool, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        let script = script(Parts::of_call(operation, charges));
-        let mut connection = checkout(&self.connections).await?;
         // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
         let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);
-        let mut near_us = if calendar { self.clock.now_us() } else { 0 };
-        let (mut verb, mut text) = ("EVALSHA", &script.sha);
+        let mut near_us = if calendar { self.caller.clock.now_us() } else { 0 };
         // All errors after which a call is made again prove that nothing ran; what has no reply is not sent again.
-        let (mut sent_text, mut asked_time, mut pauses) = (false, false, None);
+        let (mut text, mut asked_time, mut pauses) = (false, false, None);
         let error = loop {
-            let command = self.command(verb, text, operation, charges, near_us);
-            let reply = if asking { connection.send_asking(&command).await } else { connection.send(&command).await };
-            let error = match reply {
-                Ok(reply) => {
-                    let verdict = verdict(&reply, charges.len());
-                    if verdict.is_none() {
-                        // It may be the answer to something else.
-                        connection.retire();
-                    }
-                    return verdict.ok_or(StoreError::Malformed);
-                }
-                Err(error) => error,
+            let question = Question { operation, charges, near_us, text };
+            let answer = match self.together && !asking {
+                true => self.caller.ask_together(question).await,
+                false => self.caller.ask_alone(asking, question).await,
             };
-            let misled = is_of_the_connection(&error);
-            if misled {
-                connection.retire();
-            }
-            if !sent_text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
-                (sent_text, verb, text) = (true, "EVAL", &script.text);
+            let error = match answer {
+                Ok(verdict) => return Ok(verdict),
+                Err(Refusal::Store(error)) => return Err(error),
+                Err(Refusal::Reply(error)) => error,
+            };
+            if !text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
+                text = true;
             } else if let Some(redis_us) = stale(&error).filter(|_| !asked_time) {
                 (asked_time, near_us) = (true, redis_us);
             } else if Fault::of(&error) == Some(Fault::Passing) {
                 match pauses.get_or_insert_with(|| Pauses::within(self.patience)).next() {
                     Some(pause) => sleep(pause).await,
                     None => break error,
-                }
-                if misled {
-                    connection = checkout(&self.connections).await?;
                 }
             } else {
                 break error;
@@ -256,31 +223,4 @@ impl RedisStore {
 fn stale(error: &redis::RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()
-}
-
-/// Reads `[granted, now_us, (status, remaining, reset_us, retry_us) × limits]`.
-fn verdict(reply: &Value, limits: usize) -> Option<Verdict> {
-    let Value::Array(fields) = reply else { return None };
-    let number = |index: usize| match fields.get(index) {
-        Some(Value::Int(number)) => Some(*number),
-        _ => None,
-    };
-    let natural = |index| number(index).and_then(|number| u64::try_from(number).ok());
-    if fields.len() != 2 + 4 * limits {
-        return None;
-    }
-    let mut outcomes = Vec::with_capacity(limits);
-    for first in (2..fields.len()).step_by(4) {
-        let status = match number(first)? {
-            0 => Status::Ok,
-            1 => Status::Over,
-            2 => Status::Never,
-            3 => Status::Busy,
-            _ => return None,
-        };
-        // -1 stands for "never".
-        let retry_us = number(first + 3)?.max(0) as u64;
-        outcomes.push(Outcome { status, remaining: natural(first + 1)?, reset_us: natural(first + 2)?, retry_us });
-    }
-    Some(Verdict::new(natural(0)?, natural(1)?, outcomes))
 }

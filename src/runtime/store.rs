@@ -46,10 +46,9 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     match place::read(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
-            let mut scripts: Vec<_> = routes.iter().flat_map(scripts).collect();
-            scripts.sort_unstable();
-            scripts.dedup();
-            let redis = RedisSettings { prefix, connections, connect_timeout: timeout, scripts };
+            let limits = routes.iter().flat_map(|route| &route.metering.limits);
+            let algorithms = Parts::of(limits.map(|metered| &metered.limit.standard.rule));
+            let redis = RedisSettings { prefix, connections, connect_timeout: timeout, algorithms };
             settings.redis = Some((servers, redis));
         }
         Err(place::Wrong { what, hint }) => reader.issue(Issue::at(text.span(), what).hint(hint)),
@@ -77,14 +76,4 @@ fn certificates(tls: &config::ClientTls, place: &Range<usize>, reader: &mut Read
         }
     };
     Some(TlsCertificates { client_tls, root_cert })
-}
-
-/// The scripts that a route calls.
-fn scripts(route: &Arc<Route>) -> Vec<Parts> {
-    let rules = || route.metering.limits.iter().map(|metered| &metered.limit.standard.rule);
-    let mut scripts: Vec<_> = rules().map(Parts::of_one).collect();
-    if scripts.len() > 1 {
-        scripts.push(Parts::of(rules()));
-    }
-    scripts
 }

@@ -45,10 +45,34 @@ impl Command {
         self.verdict(0, 1)
     }
 
+    /// How many limits each request of a script call has.
+    pub fn requests(&self) -> Vec<usize> {
+        let arguments = &self.words[3 + self.keys().len()..];
+        let (mut at, mut requests) = (1, Vec::new());
+        while at < arguments.len() {
+            let number = |index: usize| arguments[index].parse::<usize>().unwrap();
+            let (size, limits) = (number(at), number(at + 3));
+            requests.extend(std::iter::repeat_n(limits, size));
+            at += 4 + 7 * limits;
+        }
+        requests
+    }
+
     fn verdict(&self, granted: u8, status: u8) -> Answer {
-        let limits = self.keys().len();
-        let outcome = format!(":{status}\r\n:5\r\n:1000000\r\n:{status}\r\n").repeat(limits);
-        Answer::Text(format!("*{}\r\n:{granted}\r\n:1800000000000000\r\n{outcome}", 2 + 4 * limits))
+        let outcome = format!(":{status}\r\n:5\r\n:1000000\r\n:{status}\r\n");
+        self.each(|limits| format!(":{granted}\r\n{}", outcome.repeat(limits)))
+    }
+
+    /// An error reply to each request of a script call.
+    pub fn refused(&self, text: &str) -> Answer {
+        self.each(|limits| format!("-{text}\r\n{}", ":0\r\n".repeat(4 * limits)))
+    }
+
+    fn each(&self, reply: impl Fn(usize) -> String) -> Answer {
+        let requests = self.requests();
+        let fields = 1 + requests.iter().map(|limits| 1 + 4 * limits).sum::<usize>();
+        let replies: String = requests.into_iter().map(reply).collect();
+        Answer::Text(format!("*{fields}\r\n:1800000000000000\r\n{replies}"))
     }
 }
 
@@ -116,6 +140,11 @@ impl FakeRedis {
     pub fn calls(&self) -> Vec<Command> {
         let seen = self.seen.lock().unwrap();
         seen.iter().filter(|command| command.is_script() && !command.is_probe()).cloned().collect()
+    }
+
+    /// How many requests they were for.
+    pub fn requests(&self) -> usize {
+        self.calls().iter().map(|call| call.requests().len()).sum()
     }
 
     /// How often it was asked for a sign of life.

@@ -78,7 +78,7 @@ impl Stores {
 }
 
 /// Waits for all of some futures.
-async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
+pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Output> {
     let mut waiting: Vec<_> = futures.into_iter().map(|future| (Some(Box::pin(future)), None)).collect();
     poll_fn(|context| {
         for (future, output) in &mut waiting {
@@ -98,7 +98,7 @@ pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
         prefix: prefix.to_owned(),
         connections: 1,
         connect_timeout: PATIENCE,
-        scripts: vec![Parts::of([])],
+        algorithms: Parts::default(),
     };
     RedisStore::new(&settings, Server::Fixed(server.client()), clock)
 }

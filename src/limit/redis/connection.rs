@@ -26,7 +26,7 @@ const PIPELINE: usize = 1024;
 #[derive(Debug)]
 pub struct Manager {
     server: Server,
-    scripts: Vec<Parts>,
+    algorithms: Parts,
     connect_timeout: Duration,
     pace: Arc<Pace>,
 }
@@ -78,7 +78,7 @@ impl ErrorSink<NoConnection> for LastFailure {
 }
 
 /// A pool that connects when it is first used.
-pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Duration) -> Connections {
+pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Duration) -> Connections {
     let (failure, silence) = (LastFailure::default(), server.silence());
     let pool = Pool::builder()
         .max_size(size)
@@ -89,7 +89,7 @@ pub fn pool(server: Server, scripts: Vec<Parts>, size: u32, connect_timeout: Dur
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { server, scripts, connect_timeout, pace: Arc::default() });
+        .build_unchecked(Manager { server, algorithms, connect_timeout, pace: Arc::default() });
     Connections { pool, failure, silence }
 }
 
@@ -120,8 +120,8 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
 ///
 /// # Errors
 /// In words, why a pool would have no connections.
-pub async fn attempt(server: Server, scripts: Vec<Parts>, connect_timeout: Duration) -> Result<(), NoConnection> {
-    let manager = Manager { server, scripts, connect_timeout, pace: Arc::default() };
+pub async fn attempt(server: Server, algorithms: Parts, connect_timeout: Duration) -> Result<(), NoConnection> {
+    let manager = Manager { server, algorithms, connect_timeout, pace: Arc::default() };
     manager.is_valid(&mut manager.connect().await?).await
 }
 
@@ -140,9 +140,10 @@ impl Manager {
             .set_pipeline_buffer_size(PIPELINE);
         let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
         hello::expect(&mut pipe, self.server.mode(), client.get_connection_info().addr()).await?;
-        for parts in &self.scripts {
+        let parts = Some(self.algorithms).filter(|algorithms| !algorithms.is_empty());
+        for parts in parts.into_iter().flat_map(|parts| [parts, parts.for_one()]) {
             let mut load = redis::cmd("SCRIPT");
-            load.arg("LOAD").arg(&script(*parts).text);
+            load.arg("LOAD").arg(&script(parts).text);
             pipe.send_packed_command(&load).await?.extract_error()?;
         }
         let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };
@@ -191,10 +192,10 @@ impl Connection {
         }
     }
 
-    /// Sends one command and waits for its reply; an error reply is an error.
+    /// Sends one command and waits for its reply; an error reply is an error, but not one inside of an array.
     pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
         let pipe = &mut self.pipe;
-        answered(&self.health.unanswered, pipe.send_packed_command(command)).await?.extract_error()
+        whole(answered(&self.health.unanswered, pipe.send_packed_command(command)).await?)
     }
 
     /// The same with ASKING before it, which lets a node answer for a slot that it is just taking over.
@@ -203,8 +204,12 @@ impl Connection {
         both.cmd("ASKING").add_command(command.clone());
         let pipe = &mut self.pipe;
         let mut replies = answered(&self.health.unanswered, pipe.send_packed_commands(&both, 1, 1)).await?;
-        replies.pop().unwrap_or(Value::Nil).extract_error()
+        whole(replies.pop().unwrap_or(Value::Nil))
     }
+}
+
+fn whole(reply: Value) -> RedisResult<Value> {
+    if let Value::ServerError(error) = reply { Err(error.into()) } else { Ok(reply) }
 }
 
 /// Counts calls without a reply, and takes a connection that broke for one that hangs.

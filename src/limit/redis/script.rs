@@ -5,9 +5,8 @@ use std::sync::OnceLock;
 use aws_lc_rs::digest;
 
 use crate::limit::algorithm::{Kind, Rule};
-use crate::limit::store::{Charge, Mode, Operation};
 
-/// For every call, and for the commonest one: a check of one limit.
+/// For every call, and for the commonest one: a check of one request with one limit.
 const FRAMES: [&str; 2] = [include_str!("../../../lua/check.lua"), include_str!("../../../lua/check_one.lua")];
 const MARK: &str = "--@kinds\n";
 
@@ -25,7 +24,7 @@ const FILES: [&str; 6] = [
 const ONE: usize = 1 << FILES.len();
 
 /// The frame and the set of algorithm files that a script needs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Parts(usize);
 
 impl Parts {
@@ -44,17 +43,19 @@ impl Parts {
         }))
     }
 
-    /// What a call needs.
-    pub fn of_call(operation: Operation, charges: &[Charge<'_>]) -> Self {
-        match (operation, charges) {
-            (Operation::Check, [Charge { rule, mode: Mode::Binding, .. }]) => Parts::of_one(rule),
-            _ => Parts::of(charges.iter().map(|charge| charge.rule)),
-        }
+    /// The same, and what these need.
+    pub fn and(self, others: Parts) -> Self {
+        Parts(self.0 | others.0)
     }
 
-    /// What a check of this rule alone needs.
-    pub fn of_one(rule: &Rule) -> Self {
-        Parts(Parts::of([rule]).0 | ONE)
+    /// The same in the frame for a check of one request with one limit.
+    pub fn for_one(self) -> Self {
+        Parts(self.0 | ONE)
+    }
+
+    /// Whether nothing is needed.
+    pub fn is_empty(self) -> bool {
+        self.0 == 0
     }
 }
 

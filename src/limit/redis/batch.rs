@@ -1,0 +1,255 @@
+//! Requests that leave in one call: what the script is asked for all of them, and what its reply says to each.
+
+use redis::{Cmd, RedisError, Value};
+use tokio::sync::oneshot::{self, Receiver, Sender};
+
+use super::fault::is_of_the_connection;
+use super::script::{Parts, Script, script};
+use crate::limit::algorithm::{Kind, Outcome, Status};
+use crate::limit::store::{Charge, Mode, Operation, StoreError, Verdict};
+
+/// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
+pub(super) const MOST_KEYS: usize = 128;
+
+/// Why a request got no verdict.
+#[derive(Debug, Clone)]
+pub(super) enum Refusal {
+    /// An error reply, to the whole call or to this request; or the connection broke.
+    Reply(RedisError),
+    /// There was no call, or no reply to it.
+    Store(StoreError),
+}
+
+pub(super) type Answer = Result<Verdict, Refusal>;
+
+/// The requests of one call.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// In the order of their first request.
+    groups: Vec<Group>,
+    keys: usize,
+    algorithms: Parts,
+    /// Whether Redis may not know the script by its name.
+    text: bool,
+}
+
+/// Requests that differ in their keys only.
+#[derive(Debug)]
+struct Group {
+    operation: Operation,
+    terms: Vec<Terms>,
+    /// The keys of all, and where each ends.
+    keys: Vec<u8>,
+    ends: Vec<usize>,
+    waiting: Vec<Sender<Answer>>,
+}
+
+/// What is asked of one limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Terms {
+    kind: Kind,
+    mode: Mode,
+    cost: u64,
+    numbers: [u64; 4],
+}
+
+impl Terms {
+    /// Calendar windows are reckoned for about `near_us`.
+    fn of(charge: &Charge<'_>, near_us: u64) -> Self {
+        let (kind, mut numbers) = (charge.rule.kind(), charge.rule.arguments(near_us));
+        if kind == Kind::Concurrency {
+            numbers[3] = charge.lease;
+        }
+        Terms { kind, mode: charge.mode, cost: charge.cost, numbers }
+    }
+}
+
+impl Batch {
+    /// Whether nobody is in it.
+    pub(super) fn is_empty(&self) -> bool {
+        self.keys == 0
+    }
+
+    /// Whether so many more keys would be too many.
+    pub(super) fn is_full_for(&self, keys: usize) -> bool {
+        !self.is_empty() && self.keys + keys > MOST_KEYS
+    }
+
+    /// Lets the call carry its script, not only the script's name.
+    pub(super) fn carry_text(&mut self) {
+        self.text = true;
+    }
+
+    /// Takes one more request in, and says where its answer comes.
+    pub(super) fn add(
+        &mut self,
+        prefix: &str,
+        operation: Operation,
+        charges: &[Charge<'_>],
+        near_us: u64,
+    ) -> Receiver<Answer> {
+        let (answer, waiting) = oneshot::channel();
+        self.algorithms = self.algorithms.and(Parts::of(charges.iter().map(|charge| charge.rule)));
+        self.keys += charges.len();
+        let terms = || charges.iter().map(|charge| Terms::of(charge, near_us));
+        let alike = |group: &Group| group.operation == operation && terms().eq(group.terms.iter().copied());
+        let place = self.groups.iter().position(alike).unwrap_or_else(|| {
+            let (terms, keys, ends, waiting) = (terms().collect(), Vec::new(), Vec::new(), Vec::new());
+            self.groups.push(Group { operation, terms, keys, ends, waiting });
+            self.groups.len() - 1
+        });
+        let group = &mut self.groups[place];
+        for charge in charges {
+            charge.key.write(prefix, &mut group.keys);
+            group.ends.push(group.keys.len());
+        }
+        group.waiting.push(answer);
+        waiting
+    }
+
+    /// Forgets those who wait no longer; whether anybody is left.
+    pub(super) fn retain_waiting(&mut self) -> bool {
+        for group in &mut self.groups {
+            if group.waiting.iter().any(Sender::is_closed) {
+                group.retain_waiting();
+            }
+        }
+        self.groups.retain(|group| !group.waiting.is_empty());
+        self.keys = self.groups.iter().map(|group| group.ends.len()).sum();
+        !self.is_empty()
+    }
+
+    /// The script for a call that at least needs these.
+    fn script(&self, algorithms: Parts) -> &'static Script {
+        let parts = self.algorithms.and(algorithms);
+        match &self.groups[..] {
+            [Group { operation: Operation::Check, terms, waiting, .. }]
+                if waiting.len() == 1 && terms.len() == 1 && terms[0].mode == Mode::Binding =>
+            {
+                script(parts.for_one())
+            }
+            _ => script(parts),
+        }
+    }
+
+    /// The call; see `lua/check.lua`.
+    pub(super) fn command(&self, algorithms: Parts, now_us: u64) -> Cmd {
+        let script = self.script(algorithms);
+        let limits: usize = self.groups.iter().map(|group| group.terms.len()).sum();
+        let arguments = 4 + self.keys + 4 * self.groups.len() + 7 * limits;
+        let mut command = Cmd::with_capacity(arguments, 96 + 80 * self.keys + 24 * self.groups.len() + 64 * limits);
+        if self.text {
+            command.arg("EVAL").arg(&script.text);
+        } else {
+            command.arg("EVALSHA").arg(&script.sha);
+        }
+        command.arg(self.keys);
+        for group in &self.groups {
+            let mut begin = 0;
+            for end in &group.ends {
+                command.arg(&group.keys[begin..*end]);
+                begin = *end;
+            }
+        }
+        command.arg(now_us);
+        for group in &self.groups {
+            let (letter, charged_at) = group.operation.arguments();
+            command.arg(group.waiting.len()).arg(letter).arg(charged_at).arg(group.terms.len());
+            for Terms { kind, mode, cost, numbers: [a, b, c, d] } in &group.terms {
+                command.arg(kind.letter()).arg(mode.flag()).arg(cost).arg(a).arg(b).arg(c).arg(d);
+            }
+        }
+        command
+    }
+
+    /// Tells everybody why there is no reply.
+    pub(super) fn refuse(self, refusal: &Refusal) {
+        for waiting in self.groups.into_iter().flat_map(|group| group.waiting) {
+            let _ = waiting.send(Err(refusal.clone()));
+        }
+    }
+
+    /// Tells everybody what the reply says to him; whether it fits the call, and comes from where it should.
+    pub(super) fn answer(self, reply: Value) -> bool {
+        let Value::Array(fields) = reply else { return self.malformed() };
+        let limits = self.groups.iter().map(|group| group.ends.len()).sum::<usize>();
+        let requests = self.groups.iter().map(|group| group.waiting.len()).sum::<usize>();
+        let mut fields = fields.into_iter();
+        let now_us = match fields.next() {
+            Some(Value::Int(now_us)) if fields.len() == requests + 4 * limits => now_us as u64,
+            _ => return self.malformed(),
+        };
+        let mut good = true;
+        for group in self.groups {
+            let limits = group.terms.len();
+            for waiting in group.waiting {
+                let granted = fields.next();
+                let outcomes = fields.by_ref().take(4 * limits);
+                let answer = verdict(granted, now_us, limits, outcomes);
+                good &= match &answer {
+                    Ok(_) => true,
+                    Err(Refusal::Reply(error)) => !is_of_the_connection(error),
+                    Err(Refusal::Store(_)) => false,
+                };
+                let _ = waiting.send(answer);
+            }
+        }
+        good
+    }
+
+    fn malformed(self) -> bool {
+        self.refuse(&Refusal::Store(StoreError::Malformed));
+        false
+    }
+}
+
+impl Group {
+    fn retain_waiting(&mut self) {
+        let limits = self.terms.len();
+        let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.ends));
+        let waiting = std::mem::take(&mut self.waiting);
+        for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
+            let first = request * limits;
+            for end in first..first + limits {
+                let begin = if end == 0 { 0 } else { ends[end - 1] };
+                self.keys.extend_from_slice(&keys[begin..ends[end]]);
+                self.ends.push(self.keys.len());
+            }
+            self.waiting.push(answer);
+        }
+    }
+}
+
+/// Reads `granted, (status, remaining, reset_us, retry_us) × limits`.
+fn verdict(granted: Option<Value>, now_us: u64, limits: usize, fields: impl Iterator<Item = Value>) -> Answer {
+    // All of them, whatever they say: the next request's come behind.
+    let fields: Vec<_> = fields.collect();
+    let malformed = || Refusal::Store(StoreError::Malformed);
+    let granted = match granted {
+        Some(Value::Int(granted)) => u64::try_from(granted).map_err(|_| malformed())?,
+        Some(Value::ServerError(error)) => return Err(Refusal::Reply(error.into())),
+        _ => return Err(malformed()),
+    };
+    let mut outcomes = Vec::with_capacity(limits);
+    for outcome in fields.chunks_exact(4) {
+        outcomes.push(self::outcome(outcome).ok_or_else(malformed)?);
+    }
+    Ok(Verdict::new(granted, now_us, outcomes))
+}
+
+fn outcome(fields: &[Value]) -> Option<Outcome> {
+    let &[Value::Int(status), Value::Int(remaining), Value::Int(reset), Value::Int(retry)] = fields else {
+        return None;
+    };
+    let status = match status {
+        0 => Status::Ok,
+        1 => Status::Over,
+        2 => Status::Never,
+        3 => Status::Busy,
+        _ => return None,
+    };
+    let natural = |number| u64::try_from(number).ok();
+    // -1 stands for "never".
+    let retry_us = retry.max(0) as u64;
+    Some(Outcome { status, remaining: natural(remaining)?, reset_us: natural(reset)?, retry_us })
+}
