@@ -33,7 +33,7 @@ type Act = fn(TcpStream);
 enum Due {
     AtOnce,
     /// After the timeout that the fault meets.
-    InTime,
+    After(Duration),
 }
 
 fn read_all(stream: &mut TcpStream) {
@@ -54,7 +54,7 @@ fn reset(stream: &TcpStream) {
 type Fault = (&'static str, Act, u16, &'static str, Due);
 
 const FAULTS: &[Fault] = &[
-    ("says nothing", |mut stream| read_all(&mut stream), 504, "before its response began", Due::InTime),
+    ("says nothing", |mut stream| read_all(&mut stream), 504, "before its response began", Due::After(TIMEOUT)),
     (
         "says half a head",
         |mut stream| {
@@ -63,16 +63,23 @@ const FAULTS: &[Fault] = &[
         },
         504,
         "before its response began",
-        Due::InTime,
+        Due::After(TIMEOUT),
     ),
     (
         "says interim answers without end",
         |mut stream| while stream.write_all(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n").is_ok() {},
         504,
         "before its response began",
-        Due::InTime,
+        Due::After(TIMEOUT),
     ),
-    ("never reads", |_stream| std::thread::park_timeout(PATIENCE), 504, "before its response began", Due::InTime),
+    // The time runs from where it takes no more: long enough to tell it from twice the time.
+    (
+        "never reads",
+        |_stream| std::thread::park_timeout(PATIENCE),
+        504,
+        "before its response began",
+        Due::After(TIMEOUT.saturating_mul(4)),
+    ),
     ("closes", drop, 502, "broke off", Due::AtOnce),
     ("resets", |stream| reset(&stream), 502, "broke off", Due::AtOnce),
     (
@@ -105,8 +112,8 @@ const FAULTS: &[Fault] = &[
 ];
 
 /// A gateway whose `/bad` goes to this upstream and whose `/good` goes to one that works.
-fn gateway(bad: SocketAddr, good: SocketAddr) -> Gateway {
-    let ms = TIMEOUT.as_millis();
+fn gateway(bad: SocketAddr, good: SocketAddr, timeout: Duration) -> Gateway {
+    let ms = timeout.as_millis();
     Gateway::start(&format!(
         "[server]\nworkers = 1\nbody_idle_timeout = \"{ms}ms\"\n[upstream.good]\nservers = [\"http://{good}\"]\n\
          [upstream.bad]\nservers = [\"http://{bad}\"]\nconnect_timeout = \"{ms}ms\"\nresponse_timeout = \"{ms}ms\"\n\
@@ -119,7 +126,7 @@ fn assert_due(what: &str, due: Due, begun: Instant) {
     let time = begun.elapsed();
     let (least, most) = match due {
         Due::AtOnce => (Duration::ZERO, LATE),
-        Due::InTime => (TIMEOUT.mul_f64(0.9), TIMEOUT.mul_f64(1.1) + LATE),
+        Due::After(timeout) => (timeout.mul_f64(0.9), timeout.mul_f64(1.1) + LATE),
     };
     println!("row 23: {what}: after {time:?}");
     assert!(time >= least && time <= most, "{what}: {time:?}");
@@ -128,7 +135,8 @@ fn assert_due(what: &str, due: Due, begun: Instant) {
 /// A refusal in time, in the right words, of use to whoever looks for it in the logs, and of no concern to others.
 fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due) {
     let good = Upstream::start();
-    let gateway = gateway(bad, good.address);
+    let timeout = if let Due::After(timeout) = due { timeout } else { TIMEOUT };
+    let gateway = gateway(bad, good.address, timeout);
     let (mut client, mut other) = (gateway.client(), gateway.client());
     assert_eq!(other.get("/good").status, 200);
     let before = gateway.memory();
@@ -191,7 +199,7 @@ fn row_23_upstreams_that_cannot_be_reached_are_told_apart() {
         queue.push(stream);
         assert!(queue.len() < 100, "the queue has an end");
     }
-    assert_refused("does not accept", address, 502, "connecting to the upstream took longer", Due::InTime);
+    assert_refused("does not accept", address, 502, "connecting to the upstream took longer", Due::After(TIMEOUT));
 }
 
 #[test]
@@ -211,12 +219,12 @@ fn row_23_answers_that_end_too_early_are_seen_to() {
             },
             Due::AtOnce,
         ),
-        ("says no more", |mut stream| read_all(&mut stream), Due::InTime),
+        ("says no more", |mut stream| read_all(&mut stream), Due::After(TIMEOUT)),
     ];
     for (framing, start, seen) in STARTS {
         for (what, end, due) in ENDS {
             let what = format!("{what} in a body with {framing}");
-            if due == Due::InTime && framing == "chunks" {
+            if due != Due::AtOnce && framing == "chunks" {
                 continue; // such a stream may be silent for as long as it likes
             }
             let (go_on, wait) = channel();
@@ -228,7 +236,7 @@ fn row_23_answers_that_end_too_early_are_seen_to() {
                     end(stream);
                 }
             });
-            let gateway = gateway(bad, bad);
+            let gateway = gateway(bad, bad, TIMEOUT);
             let mut client = gateway.client();
             client.send(b"GET /bad HTTP/1.1\r\nHost: a.test\r\n\r\n");
             assert_eq!(client.head().unwrap().status, 200, "{what}");
@@ -263,7 +271,7 @@ fn row_23_an_answer_without_framing_is_reset_where_it_breaks_off() {
                 end(stream);
             }
         });
-        let gateway = gateway(bad, bad);
+        let gateway = gateway(bad, bad, TIMEOUT);
         let mut client = gateway.client();
         // HTTP/1.0 knows no chunks: the end of the connection is the end of the answer.
         client.send(b"GET /bad HTTP/1.0\r\nHost: a.test\r\n\r\n");
