@@ -1,18 +1,17 @@
 //! The path of a request, top to bottom.
 
+mod addressed;
 mod decide;
 mod early;
 mod forward;
 pub mod meters;
 mod request_id;
 
-use std::borrow::Cow;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use http::header::TRANSFER_ENCODING;
-use http::uri::{PathAndQuery, Uri};
-use http::{Method, Request, Response};
+use http::uri::PathAndQuery;
+use http::{Request, Response};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::time::Instant;
@@ -21,8 +20,6 @@ use tracing::{debug, warn};
 use crate::account::Record;
 use crate::http::body::Body;
 use crate::http::headers::{Origin, is_grpc};
-use crate::http::host;
-use crate::http::path::canonical;
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
@@ -32,13 +29,11 @@ use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::fleet::Fleet;
 use crate::upstream::{Upstream, UpstreamError};
+use addressed::{Addressed, origin_form};
 use decide::Question;
 use forward::Onward;
 use meters::{Meters, Tallies};
 use request_id::RequestId;
-
-/// Bytes of the longest target that `http::Uri` can say.
-const LONGEST_URI: usize = 65_534;
 
 /// One worker's gateway.
 #[derive(Debug)]
@@ -95,19 +90,22 @@ impl Gateway {
 
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
-        let (arrived, mut met) = (monotonic(), Met::default());
+        let arrived = monotonic();
         let open = |log: &AccessLog| {
             Record::open(log.clone(), arrived, peer.address, request.method().clone(), request.uri().path())
         };
-        let mut record = self.access.as_ref().map(open);
+        let mut met = Met { record: self.access.as_ref().map(open), route: None, id: None };
         let early = early::is_possible(&request);
-        let (mut response, outcome) = match self.serve(request, peer, record.as_mut(), &mut met).await {
+        let (mut response, outcome) = match self.serve(request, peer, &mut met).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
                 let id = met.id.as_ref().map(RequestId::value);
+                let request_id = id.as_ref().and_then(|id| id.to_str().ok());
                 match &rejection {
-                    Rejection::Upstream(error) if error.is_clients_fault() => debug!(%error, "no whole request"),
-                    Rejection::Upstream(error) => warn!(%error, request_id = ?id, "no answer from upstream"),
+                    Rejection::Upstream(error) if error.is_clients_fault() => {
+                        debug!(%error, request_id, "no whole request");
+                    }
+                    Rejection::Upstream(error) => warn!(%error, request_id, "no answer from upstream"),
                     _ => {}
                 }
                 rejection.into_response(id)
@@ -117,7 +115,7 @@ impl Gateway {
         if early {
             early::say_close(&mut response);
         }
-        match record {
+        match met.record {
             Some(record) => record.attach(response, outcome),
             None => response,
         }
@@ -127,21 +125,19 @@ impl Gateway {
         &self,
         request: Request<Incoming>,
         peer: &Peer,
-        mut record: Option<&mut Record>,
         met: &mut Met,
     ) -> Result<Response<Body>, Rejection<'_>> {
-        let trusted = peer.origin.trusted;
-        let Admitted { route, mut decision, path, rewritten, deadline } =
-            match self.admit(&request, peer, record.as_deref_mut(), met).await {
-                Ok(admitted) => admitted,
-                Err(rejection) => {
-                    if let Rejection::Unavailable(_) = rejection {
-                        note(met.id.insert(RequestId::of(request.headers(), trusted)), record);
-                    }
-                    early::leave(request);
-                    return Err(rejection);
+        let admitted = self.admit(&request, peer, met).await;
+        let Admitted { route, mut decision, path, rewritten, deadline } = match admitted {
+            Ok(admitted) => admitted,
+            Err(rejection) => {
+                if let Rejection::Unavailable(_) = rejection {
+                    met.identify(&request, peer);
                 }
-            };
+                early::leave(request);
+                return Err(rejection);
+            }
+        };
         let answer = match &route.target {
             Target::Respond(respond) => {
                 early::leave(request);
@@ -154,10 +150,9 @@ impl Gateway {
                 Ok(response)
             }
             Target::Upstream(split) => {
-                let index = split.draw();
-                let (upstream, asked) = (&self.upstreams[index], monotonic());
-                let id = met.id.insert(RequestId::of(request.headers(), trusted));
-                note(id, record);
+                let (index, asked) = (split.draw(), monotonic());
+                let upstream = &self.upstreams[index];
+                let id = met.identify(&request, peer);
                 let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
                 let onward = Onward { peer, id, target, deadline };
                 let answer = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
@@ -192,7 +187,6 @@ impl Gateway {
         &'a self,
         request: &Request<Incoming>,
         peer: &Peer,
-        record: Option<&mut Record>,
         met: &mut Met,
     ) -> Result<Admitted<'a>, Rejection<'a>> {
         let target = Addressed::read(request, self.runtime.server.max_uri)?;
@@ -215,7 +209,8 @@ impl Gateway {
             None => None,
         };
         let asked = Question { request, host: &target.host, path: &target.path, peer };
-        let decision = decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, record).await?;
+        let decision =
+            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, met.record.as_mut()).await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,
@@ -230,12 +225,25 @@ impl Gateway {
 }
 
 /// What is found out of a request on its way, and needed whatever becomes of it.
-#[derive(Default)]
 struct Met {
+    record: Option<Record>,
     /// The place of its route.
     route: Option<usize>,
     /// What it is called in logs and problems.
     id: Option<RequestId>,
+}
+
+impl Met {
+    /// Gives a request its name.
+    fn identify(&mut self, request: &Request<Incoming>, peer: &Peer) -> &RequestId {
+        let id = self.id.insert(RequestId::of(request.headers(), peer.origin.trusted));
+        if let Some(record) = &mut self.record
+            && let Ok(text) = id.value().to_str()
+        {
+            record.request_id = text.into();
+        }
+        id
+    }
 }
 
 /// A request that its limits let pass.
@@ -248,59 +256,4 @@ struct Admitted<'a> {
     rewritten: Option<PathAndQuery>,
     /// When its route's timeout is over.
     deadline: Option<Instant>,
-}
-
-/// The id goes into the access log.
-fn note(id: &RequestId, record: Option<&mut Record>) {
-    if let Some(record) = record
-        && let Ok(text) = id.value().to_str()
-    {
-        record.request_id = text.into();
-    }
-}
-
-/// Path and query only, the path in canonical form; none where they came like that.
-fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
-    if path.is_none() && uri.authority().is_none() {
-        return None;
-    }
-    let path = path.unwrap_or(uri.path());
-    let target = match uri.query() {
-        Some(query) => format!("{path}?{query}"),
-        None => path.to_owned(),
-    };
-    // A canonical path and a query that was parsed before are valid.
-    Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
-}
-
-/// Where a request wants to go, in the form that routes are matched by.
-struct Addressed<'a> {
-    host: Cow<'a, str>,
-    path: Cow<'a, str>,
-}
-
-impl<'a> Addressed<'a> {
-    fn read(request: &'a Request<Incoming>, max_uri: usize) -> Result<Self, Rejection<'static>> {
-        let uri = request.uri();
-        // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
-        let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
-        let chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
-        if !chunked || codings.next().is_some() {
-            return Err(Rejection::TransferCoding);
-        }
-        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
-            return Err(Rejection::Method);
-        }
-        let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
-        if length > max_uri {
-            return Err(Rejection::UriTooLong);
-        }
-        let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
-        let path = canonical(uri.path()).map_err(Rejection::Path)?;
-        // Encoding makes some longer than they came, and longer than a target can be.
-        if length - uri.path().len().min(length) + path.len() > max_uri.min(LONGEST_URI) {
-            return Err(Rejection::UriTooLong);
-        }
-        Ok(Addressed { host, path })
-    }
 }

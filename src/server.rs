@@ -69,6 +69,8 @@ enum End {
     Overdue,
     /// The client does not take the response.
     Stalled,
+    /// A response broke off, and what there is of it looks whole.
+    Torn,
 }
 
 /// Runs the streams of an HTTP/2 connection, each for as long as its client takes what there is.
@@ -201,7 +203,7 @@ impl Server {
         if let Ok(stream) = back.try_recv() {
             match end {
                 End::Done | End::Overdue => {}
-                End::Stalled => reset(&stream),
+                End::Stalled | End::Torn => reset(&stream),
                 End::Cut => {
                     if let Some(_leave) = connections.linger() {
                         // On the heap: few connections end like this.
@@ -270,6 +272,7 @@ impl Server {
                     Some(Ok(())) => break,
                     // The answer to a head that is too long, say, comes before its end.
                     Some(Err(error)) if is_parse(&*error) => return Ok(End::Cut),
+                    Some(Err(_)) if watch.flow().is_unframed() => return Ok(End::Torn),
                     Some(Err(error)) => return Err(error),
                 },
                 () = stopped.as_mut(), if !draining => {

@@ -32,9 +32,15 @@ fn a_store_that_is_not_there_at_the_start_delays_nobody() {
             let limit = format!("by = \"ip\"\nquota = \"10/hour\"\non_store_error = \"{on_error}\"");
             let gateway = gateway(&store, &[&limit]);
             let asked = monotonic();
-            let status = gateway.get("/r").status;
+            let reply = gateway.get("/r");
             slowest = slowest.max(asked.elapsed());
-            assert_eq!(status, if on_error == "deny" { 503 } else { 200 }, "{on_error}");
+            if on_error == "deny" {
+                reply.assert_problem(503, on_error);
+                let id = reply.header("x-request-id").expect("an id");
+                assert_eq!(reply.json()["request_id"], id, "it can be found in the access log");
+            } else {
+                assert_eq!(reply.status, 200, "{on_error}");
+            }
         }
     }
     assert!(slowest <= Duration::from_secs(1), "the first answer after {slowest:?}");

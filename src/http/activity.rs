@@ -4,9 +4,10 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use http::{Response, StatusCode};
+use http::{Response, StatusCode, Version};
 
 use super::body::Body;
+use super::flow::Flow;
 use crate::limit::clock::monotonic;
 
 /// Requests in flight on a connection, and since when there are none.
@@ -59,6 +60,11 @@ impl Activity {
 impl InFlight {
     /// Lasts until the body of the response is gone. A switch of protocols stays with the connection instead.
     pub fn answer(self, response: Response<Body>) -> Response<Body> {
+        if response.version() == Version::HTTP_10
+            && let Some(flow) = Flow::current()
+        {
+            flow.ends_with_connection();
+        }
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
             return response.map(|body| body.holding(self));
         }

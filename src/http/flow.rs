@@ -22,6 +22,8 @@ pub struct Flow {
     pieces: AtomicU64,
     /// A request was not read to its end.
     cut: AtomicBool,
+    /// The response has no end but that of the connection.
+    unframed: AtomicBool,
     /// When the response is to be over, in µs after the epoch; 0 = when it is.
     end_us: AtomicU64,
 }
@@ -42,6 +44,16 @@ impl Flow {
     pub(super) fn rest(&self) {
         let pieces = self.pieces.load(Ordering::Relaxed);
         self.pieces.store(pieces & !1, Ordering::Relaxed);
+    }
+
+    /// Nothing but the end of the connection says where the response ends.
+    pub(super) fn ends_with_connection(&self) {
+        self.unframed.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether a response that breaks off would look whole.
+    pub fn is_unframed(&self) -> bool {
+        self.unframed.load(Ordering::Relaxed)
     }
 
     /// The response ends then at the latest. Whoever sets this has the task woken in time.

@@ -159,17 +159,20 @@ impl Link {
     ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
         let mut response = pin!(response);
         let mut seen = progress.map(Progress::frames);
-        loop {
-            if let Ok(result) = timeout(self.settings.response_timeout, &mut response).await {
+        // An upload is looked at more often, for the time to be right from where it ends.
+        let looks = if progress.is_some() { 10 } else { 1 };
+        let mut silent = 0;
+        while silent < looks {
+            if let Ok(result) = timeout(self.settings.response_timeout / looks, &mut response).await {
                 return Ok(result);
             }
             let now = progress.map(Progress::frames);
             // The body sees to a client that keeps everybody waiting.
-            if now == seen && !progress.is_some_and(Progress::waits_for_client) {
-                return Err(UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() });
-            }
+            let is_silent = now == seen && !progress.is_some_and(Progress::waits_for_client);
+            silent = if is_silent { silent + 1 } else { 0 };
             seen = now;
         }
+        Err(UpstreamError::ResponseTimeout { upstream: self.settings.name.clone() })
     }
 
     async fn in_time<T>(

@@ -1,0 +1,61 @@
+//! Where a request wants to go: the host and the path that are routed on, and what does not come so far.
+
+use std::borrow::Cow;
+
+use http::header::TRANSFER_ENCODING;
+use http::uri::{PathAndQuery, Uri};
+use http::{Method, Request};
+use hyper::body::Incoming;
+
+use crate::http::host;
+use crate::http::path::canonical;
+use crate::reply::Rejection;
+
+/// Bytes of the longest target that `http::Uri` can say.
+const LONGEST_URI: usize = 65_534;
+
+/// Where a request wants to go, in the form that routes are matched by.
+pub(super) struct Addressed<'a> {
+    pub(super) host: Cow<'a, str>,
+    pub(super) path: Cow<'a, str>,
+}
+
+impl<'a> Addressed<'a> {
+    pub(super) fn read(request: &'a Request<Incoming>, max_uri: usize) -> Result<Self, Rejection<'static>> {
+        let uri = request.uri();
+        // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
+        let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
+        let chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
+        if !chunked || codings.next().is_some() {
+            return Err(Rejection::TransferCoding);
+        }
+        if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
+            return Err(Rejection::Method);
+        }
+        let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
+        if length > max_uri {
+            return Err(Rejection::UriTooLong);
+        }
+        let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
+        let path = canonical(uri.path()).map_err(Rejection::Path)?;
+        // Encoding makes some longer than they came, and longer than a target can be.
+        if length - uri.path().len().min(length) + path.len() > max_uri.min(LONGEST_URI) {
+            return Err(Rejection::UriTooLong);
+        }
+        Ok(Addressed { host, path })
+    }
+}
+
+/// Path and query only, the path in canonical form; none where they came like that.
+pub(super) fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
+    if path.is_none() && uri.authority().is_none() {
+        return None;
+    }
+    let path = path.unwrap_or(uri.path());
+    let target = match uri.query() {
+        Some(query) => format!("{path}?{query}"),
+        None => path.to_owned(),
+    };
+    // A canonical path and a query that was parsed before are valid.
+    Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
+}
