@@ -66,6 +66,9 @@ const BLANK: &str = "about:blank";
 /// How long to stay away while limits cannot be checked: the store is asked again within this time.
 const STORE_RETRY_S: u64 = 1;
 
+/// How long to stay away from an upstream without servers.
+const SERVER_RETRY_S: u64 = 1;
+
 impl Rejection<'_> {
     /// The response, and one word for the access log.
     pub fn into_response(self) -> (Response<Body>, &'static str) {
@@ -140,6 +143,12 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
 fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
+        UpstreamError::NoServer { .. } => {
+            let detail = "the upstream has no server at the moment";
+            let mut response = problem(StatusCode::SERVICE_UNAVAILABLE, BLANK, detail);
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(SERVER_RETRY_S));
+            (response, "upstream-none")
+        }
         UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => {
             (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream cannot be reached"), "upstream-connect")
         }

@@ -7,12 +7,13 @@ mod pool;
 
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use http::{Request, Response};
 use hyper::body::Incoming;
 
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
-use fleet::Fleet;
+use fleet::{Fleet, Member};
 use link::Link;
 
 /// What is spoken with an upstream.
@@ -28,6 +29,8 @@ pub enum Protocol {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum UpstreamError {
+    #[error("upstream `{upstream}` has no server that could be asked")]
+    NoServer { upstream: Box<str> },
     #[error("connecting to upstream `{upstream}` failed: {source}")]
     Connect { upstream: Box<str>, source: std::io::Error },
     #[error("connecting to upstream `{upstream}` took too long")]
@@ -57,15 +60,37 @@ impl UpstreamError {
 #[derive(Debug)]
 pub struct Upstream {
     fleet: Arc<Fleet>,
-    /// To each member.
-    links: Vec<Link>,
+    links: ArcSwap<Links>,
+}
+
+/// The ways to the members of a fleet.
+#[derive(Debug)]
+struct Links {
+    of: Arc<Vec<Arc<Member>>>,
+    /// To each of them, in their order.
+    all: Vec<Arc<Link>>,
 }
 
 impl Upstream {
     /// Without connections yet.
     pub fn new(fleet: Arc<Fleet>) -> Self {
-        let links = fleet.members().iter().map(|member| Link::new(fleet.settings.clone(), member.clone())).collect();
+        let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: Vec::new() });
         Upstream { fleet, links }
+    }
+
+    /// To the members that there are now; connections to those that were there before stay.
+    fn links(&self) -> Arc<Links> {
+        let (members, links) = (self.fleet.members(), self.links.load_full());
+        if Arc::ptr_eq(&members, &links.of) {
+            return links;
+        }
+        let link = |member: &Arc<Member>| {
+            let known = links.all.iter().find(|link| link.leads_to(member)).cloned();
+            known.unwrap_or_else(|| Arc::new(Link::new(self.fleet.settings.clone(), member.clone())))
+        };
+        let links = Arc::new(Links { all: members.iter().map(link).collect(), of: members });
+        self.links.store(links.clone());
+        links
     }
 
     /// Its name.
@@ -88,6 +113,8 @@ impl Upstream {
     /// # Errors
     /// See [`UpstreamError`].
     pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
-        self.links[0].send(request, bounds).await
+        let link = self.links().all.first().cloned();
+        let link = link.ok_or_else(|| UpstreamError::NoServer { upstream: self.name().into() })?;
+        link.send(request, bounds).await
     }
 }
