@@ -1,10 +1,15 @@
 //! Upstreams: sends a request on and hands its answer back.
 
+mod advice;
+mod connect;
 pub mod fleet;
 mod http2;
 mod link;
 mod pool;
+pub mod tls;
 
+use std::error::Error;
+use std::fmt::{self, Display};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
@@ -21,7 +26,7 @@ use link::Link;
 pub enum Protocol {
     /// HTTP/1.1, a connection for each request at a time.
     Http1,
-    /// HTTP/2 by prior knowledge, one connection for all.
+    /// HTTP/2 by prior knowledge, with TLS by ALPN; one connection for all.
     Http2,
 }
 
@@ -35,7 +40,7 @@ pub enum UpstreamError {
     Connect { upstream: Box<str>, source: std::io::Error },
     #[error("connecting to upstream `{upstream}` took too long")]
     ConnectTimeout { upstream: Box<str> },
-    #[error("upstream `{upstream}` broke off: {source}")]
+    #[error("upstream `{upstream}` broke off: {}", Reason(source))]
     Broken { upstream: Box<str>, source: hyper::Error },
     #[error("upstream `{upstream}` switched to a protocol that it was not asked for")]
     Switched { upstream: Box<str> },
@@ -53,6 +58,28 @@ impl UpstreamError {
     /// Whether the upstream has nothing to do with it.
     pub fn is_clients_fault(&self) -> bool {
         matches!(self, UpstreamError::ClientStalled | UpstreamError::BodyTooLarge | UpstreamError::ClientBroken(_))
+    }
+}
+
+/// What hyper says of a failure, and what was behind it.
+struct Reason<'a>(&'a hyper::Error);
+
+impl Display for Reason<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Reason(error) = self;
+        write!(f, "{error}")?;
+        let mut root = error.source();
+        while let Some(deeper) = root.and_then(Error::source) {
+            root = Some(deeper);
+        }
+        if let Some(root) = root {
+            write!(f, ": {root}")?;
+        }
+        if error.is_parse() {
+            // What answers to plain text, then, is an alert.
+            write!(f, "; a server that speaks TLS is written https://")?;
+        }
+        Ok(())
     }
 }
 

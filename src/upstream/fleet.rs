@@ -9,6 +9,8 @@ use tokio::net::TcpStream;
 use tokio::time::Duration;
 
 use super::Protocol;
+use super::connect::Stream;
+use super::tls::ServerTls;
 
 /// `[upstream.NAME]`
 #[derive(Debug)]
@@ -19,7 +21,7 @@ pub struct UpstreamSettings {
     pub servers: Vec<ServerSettings>,
     /// What is spoken there.
     pub protocol: Protocol,
-    /// Bound of connecting, name resolution included.
+    /// Bound of connecting, TLS included.
     pub connect_timeout: Duration,
     /// Bound of waiting for the response head once the request is sent.
     pub response_timeout: Duration,
@@ -36,6 +38,8 @@ pub struct ServerSettings {
     pub host: Box<str>,
     /// Port.
     pub port: u16,
+    /// With TLS; none = clear text.
+    pub tls: Option<ServerTls>,
 }
 
 /// The servers of an upstream.
@@ -99,14 +103,13 @@ impl Member {
     /// Connects.
     ///
     /// # Errors
-    /// Nobody listens, or the name has no address.
-    pub async fn connect(&self) -> io::Result<TcpStream> {
+    /// Nobody listens, the name has no address, or TLS fails.
+    pub(super) async fn connect(&self) -> io::Result<Stream> {
         let stream = match self.address {
             Some(address) => TcpStream::connect(address).await?,
             None => TcpStream::connect((&*self.server.host, self.server.port)).await?,
         };
-        stream.set_nodelay(true)?;
-        Ok(stream)
+        Stream::over(stream, self.server.tls.as_ref()).await
     }
 }
 
@@ -115,7 +118,8 @@ mod tests {
     use super::*;
 
     fn fleet(servers: &[&str]) -> Fleet {
-        let server = |host: &&str| ServerSettings { authority: (*host).into(), host: (*host).into(), port: 80 };
+        let server =
+            |host: &&str| ServerSettings { authority: (*host).into(), host: (*host).into(), port: 80, tls: None };
         let second = Duration::from_secs(1);
         Fleet::new(Arc::new(UpstreamSettings {
             name: "api".into(),

@@ -13,6 +13,7 @@ pub mod random;
 pub mod redis;
 pub mod relay;
 pub mod resp;
+pub mod secured;
 pub mod sentinel;
 pub mod stores;
 pub mod tokens;
