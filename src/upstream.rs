@@ -6,6 +6,7 @@ pub mod fleet;
 mod http2;
 mod link;
 mod pool;
+pub mod resolve;
 pub mod tls;
 
 use std::error::Error;

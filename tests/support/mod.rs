@@ -5,6 +5,7 @@
 pub mod certificates;
 pub mod client;
 pub mod cluster;
+pub mod dns;
 pub mod frames;
 pub mod gateway;
 pub mod http2;
