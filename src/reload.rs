@@ -39,7 +39,9 @@ pub fn follow(runtime: &Arc<Runtime>) -> Result<Option<Watcher>, notify::Error> 
         let runtime = runtime.clone();
         let reload = move |files: &[Snapshot]| {
             let now = Duration::from_micros(clock::unix_us());
-            tell(&files[0], "what was believed before stays in force", runtime.upstream_tls[index].reload(files, now));
+            let read = runtime.upstream_tls[index].reload(files, now);
+            let file = read.as_ref().map_or_else(|(file, _)| *file, |()| &files[0]);
+            tell(file, "what was there before stays in force", read.map_err(|(_, error)| error));
         };
         files.push((tls.files(), Box::new(reload)));
     }

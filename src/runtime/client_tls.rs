@@ -137,19 +137,22 @@ impl UpstreamTls {
     /// Takes over what is now in its files, from the next connection on.
     ///
     /// # Errors
-    /// It cannot be used, or it is too late or too early for our certificate; what was there before stays.
-    pub fn reload(&self, files: &[Snapshot], now: Duration) -> Result<(), TlsError> {
+    /// The file that cannot be used, or for which it is too late or too early; what was there before stays.
+    pub fn reload<'f>(&self, files: &'f [Snapshot], now: Duration) -> Result<(), (&'f Snapshot, TlsError)> {
         let (ca, own) = files.split_at(usize::from(self.files.ca.is_some()));
         let authorities = match ca {
-            [file, ..] => Authorities::parse(&file.content)?,
-            [] => Authorities::system()?,
+            [file, ..] => Authorities::parse(&file.content).map_err(|error| (file, error))?,
+            [] => Authorities::system().map_err(|error| (&files[0], error))?,
         };
         let own = match own {
-            [cert, key] => Some(Certificate::parse(&cert.content, &key.content)?),
+            [cert, key] => {
+                let own = Certificate::parse(&cert.content, &key.content).map_err(|error| (cert, error))?;
+                own.timely(now.as_secs() as i64).map_err(|error| (cert, error))?;
+                Some(own)
+            }
             _ => None,
         };
-        own.iter().try_for_each(|own| own.timely(now.as_secs() as i64))?;
-        self.tls.replace(authorities, own.as_ref())
+        self.tls.replace(authorities, own.as_ref()).map_err(|error| (&files[0], error))
     }
 
     /// What servers will not like of our certificate.

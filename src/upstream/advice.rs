@@ -2,7 +2,9 @@
 
 use std::io;
 
+use rustls::pki_types::ServerName;
 use rustls::{AlertDescription, CertificateError, Error};
+use tracing::warn;
 use x509_parser::time::ASN1Time;
 
 /// Why TLS with a server fails.
@@ -22,7 +24,18 @@ impl NoTls {
         }
     }
 
-    /// For an error of a stream. With TLS 1.3 a server looks at our certificate when the handshake is over for us.
+    /// For what is read on a connection to a server of this name. It is told here: with TLS 1.3 a server looks at our
+    /// certificate when the handshake is over for us, and whoever waits for an answer may learn no more than that
+    /// there is none.
+    pub(super) fn of_reading(error: io::Error, name: &ServerName<'_>) -> io::Error {
+        let error = NoTls::of(error);
+        if error.get_ref().is_some_and(|inner| inner.is::<NoTls>()) {
+            warn!("TLS with `{}` broke off: {error}", name.to_str());
+        }
+        error
+    }
+
+    /// For an error of a stream.
     pub(super) fn of(error: io::Error) -> io::Error {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(source) => io::Error::new(error.kind(), NoTls(advice(source))),
@@ -58,7 +71,7 @@ fn of_certificate(error: &CertificateError) -> String {
             // They come as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
             let bare = |name: &String| name.split(['(', ')', '"']).rfind(|part| !part.is_empty()).map(str::to_owned);
             let presented = presented.iter().filter_map(bare).collect::<Vec<_>>().join(", ");
-            let presented = if presented.is_empty() { "no name at all" } else { &presented };
+            let presented = if presented.is_empty() { "no name at all (a common name is none)" } else { &presented };
             format!(
                 "the server's certificate is not for `{}`, but for {presented}; tls.server_name says which name is meant",
                 expected.to_str()
@@ -78,6 +91,12 @@ fn of_certificate(error: &CertificateError) -> String {
         }
         CertificateError::InvalidPurposeContext { .. } => {
             "the server's certificate is not meant for servers (extended key usage); it needs another one".to_owned()
+        }
+        // A name of the library below, which says no more.
+        CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
+            "the server shows the certificate of an authority (CA:TRUE, as `openssl req -x509` makes them); it needs one \
+             of its own, signed by that authority"
+                .to_owned()
         }
         _ => format!("the server's certificate is refused: {error}"),
     }

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use rustls::pki_types::ServerName;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio_rustls::client::TlsStream;
@@ -15,7 +16,8 @@ use super::tls::ServerTls;
 #[derive(Debug)]
 pub(super) enum Stream {
     Tcp(TcpStream),
-    Tls(Box<TlsStream<TcpStream>>),
+    /// With the name that the server goes by.
+    Tls(Box<(TlsStream<TcpStream>, ServerName<'static>)>),
 }
 
 impl Stream {
@@ -29,7 +31,7 @@ impl Stream {
         match tls {
             None => Ok(Stream::Tcp(stream)),
             // On the heap: inside this future it would take room for every request.
-            Some(tls) => Ok(Stream::Tls(Box::new(Box::pin(tls.connect(stream)).await?))),
+            Some(tls) => Ok(Stream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.name.clone())))),
         }
     }
 
@@ -42,7 +44,10 @@ impl AsyncRead for Stream {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Stream::Tcp(stream) => Pin::new(stream).poll_read(cx, buf),
-            Stream::Tls(stream) => Pin::new(stream).poll_read(cx, buf).map_err(NoTls::of),
+            Stream::Tls(tls) => {
+                let (stream, name) = &mut **tls;
+                Pin::new(stream).poll_read(cx, buf).map_err(|error| NoTls::of_reading(error, name))
+            }
         }
     }
 }
@@ -51,7 +56,7 @@ impl AsyncWrite for Stream {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Stream::Tcp(stream) => Pin::new(stream).poll_write(cx, buf),
-            Stream::Tls(stream) => Pin::new(stream).poll_write(cx, buf).map_err(NoTls::of),
+            Stream::Tls(tls) => Pin::new(&mut tls.0).poll_write(cx, buf).map_err(NoTls::of),
         }
     }
 
@@ -62,28 +67,28 @@ impl AsyncWrite for Stream {
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             Stream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
-            Stream::Tls(stream) => Pin::new(stream).poll_write_vectored(cx, bufs).map_err(NoTls::of),
+            Stream::Tls(tls) => Pin::new(&mut tls.0).poll_write_vectored(cx, bufs).map_err(NoTls::of),
         }
     }
 
     fn is_write_vectored(&self) -> bool {
         match self {
             Stream::Tcp(stream) => stream.is_write_vectored(),
-            Stream::Tls(stream) => stream.is_write_vectored(),
+            Stream::Tls(tls) => tls.0.is_write_vectored(),
         }
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Stream::Tcp(stream) => Pin::new(stream).poll_flush(cx),
-            Stream::Tls(stream) => Pin::new(stream).poll_flush(cx).map_err(NoTls::of),
+            Stream::Tls(tls) => Pin::new(&mut tls.0).poll_flush(cx).map_err(NoTls::of),
         }
     }
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         match self.get_mut() {
             Stream::Tcp(stream) => Pin::new(stream).poll_shutdown(cx),
-            Stream::Tls(stream) => Pin::new(stream).poll_shutdown(cx),
+            Stream::Tls(tls) => Pin::new(&mut tls.0).poll_shutdown(cx),
         }
     }
 }

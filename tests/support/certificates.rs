@@ -44,6 +44,11 @@ impl Authority {
         self.0.pem()
     }
 
+    /// Its own certificate.
+    pub fn itself(&self) -> Pair {
+        Pair::new(self.0.as_ref(), self.0.key())
+    }
+
     /// A client's certificate, with a key of its own.
     pub fn client(&self, subject: &[(DnType, &str)], years: [i32; 2]) -> Pair {
         self.sign(subject, years, ExtendedKeyUsagePurpose::ClientAuth)

@@ -1,6 +1,7 @@
 //! Upstreams with TLS, which record who came and how.
 
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::io;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::thread;
 
@@ -46,6 +47,9 @@ impl Secured {
                     let mut stream = Stream::new(ServerConnection::new(config).unwrap(), stream);
                     while stream.conn.is_handshaking() {
                         if stream.conn.complete_io(&mut stream.sock).is_err() {
+                            // Closing before all is read would be a reset, which may overtake the alert.
+                            let _ = stream.sock.shutdown(Shutdown::Write);
+                            let _ = io::copy(&mut stream.sock, &mut io::sink());
                             return;
                         }
                     }
