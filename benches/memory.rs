@@ -20,6 +20,7 @@ use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::{Bucket, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::{Calendar, Quota};
+use sluicegate::limit::redis::script::Parts;
 use sluicegate::limit::redis::server::Server;
 use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store};
@@ -115,7 +116,7 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             prefix: "rl".to_owned(),
             connections: 1,
             connect_timeout: Duration::from_secs(5),
-            scripts: Vec::new(),
+            algorithms: Parts::default(),
         };
         let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), clock.clone()));
         // Connected, and the script known.

@@ -125,9 +125,12 @@ for g = 1, #groups do
   op, charged_at, count, terms = group[2], group[3], group[4], group[5]
   for _ = 1, group[1] do
     -- What fails for one request is no reason to fail for the others.
-    local ran, failure = pcall(decide, first, place)
+    local _, failure = pcall(decide, first, place)
     if failure then
-      if not ran and type(failure) ~= 'table' then failure = redis.error_reply('ERR Error running script: ' .. failure) end
+      -- As text: Lua's own errors, some of Redis', and before version 7 all.
+      if type(failure) ~= 'table' then
+        failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
+      end
       reply[place] = failure
       for i = 1, 4 * count do reply[place + i] = 0 end
     end

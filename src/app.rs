@@ -1,11 +1,12 @@
 //! Puts the parts together: sockets, workers, stores; owns what they share.
 
+use std::convert::Infallible;
 use std::fs::OpenOptions;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::thread;
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
@@ -37,10 +38,15 @@ use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::tally::Family;
 use crate::upstream::fleet::Fleet;
+use crate::upstream::resolve::Names;
+use crate::upstream::resolve::directory::Directory;
 use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
 const BACKLOG: i32 = 4096;
+
+/// For so long the start waits for the addresses of upstreams. Those that have none by then are 503 until they have.
+const FIRST_ADDRESSES: Duration = Duration::from_secs(1);
 
 /// Why the gateway cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -132,6 +138,8 @@ impl App {
     /// # Errors
     /// A worker cannot be started, or panics.
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
+        let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
+        let names = look_up(&fleets, stop.clone())?;
         self.announce();
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
@@ -141,7 +149,6 @@ impl App {
         let connections = Arc::new(Connections::new(&self.runtime.server));
         let tallies = Arc::<Tallies>::default();
         let limits = Arc::<Family<limit::tallies::Tallies>>::default();
-        let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let threads = match self.runtime.server.layout {
@@ -164,7 +171,7 @@ impl App {
         if let (Some(socket), Some(settings)) = (self.admin, &self.runtime.admin) {
             admin::start(socket, settings.token.clone(), vitals, end).map_err(AppError::Worker)?;
         }
-        let mut workers = Vec::new();
+        let mut workers: Vec<_> = names.into_iter().collect();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 runtime: self.runtime.clone(),
@@ -282,6 +289,27 @@ impl Worker {
             }
         }
     }
+}
+
+/// Looks up the names of upstreams, on a thread of its own for all workers.
+fn look_up(
+    fleets: &[Arc<Fleet>],
+    stop: CancellationToken,
+) -> Result<Option<JoinHandle<Result<(), AppError>>>, AppError> {
+    let names = Names::of(fleets);
+    if names.is_empty() {
+        return Ok(None);
+    }
+    let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
+    let (first, looked_up) = mpsc::channel::<Infallible>();
+    let run = move || {
+        runtime.block_on(stop.run_until_cancelled(names.follow(Directory::System, first)));
+        Ok(())
+    };
+    let thread = thread::Builder::new().name("names".to_owned()).spawn(run).map_err(AppError::Worker)?;
+    // Nothing is ever sent: it is over when all who could are gone, or when it takes too long.
+    let _ = looked_up.recv_timeout(FIRST_ADDRESSES);
+    Ok(Some(thread))
 }
 
 fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {

@@ -107,7 +107,7 @@ pub struct Log {
 #[allow(missing_docs)]
 pub struct Store {
     pub url: Option<Text>,
-    pub tls: Option<Spanned<ClientTls>>,
+    pub tls: Option<Spanned<StoreTls>>,
     pub timeout: Option<Text>,
     pub connections: Option<Spanned<i64>>,
     pub prefix: Option<Text>,
@@ -117,11 +117,11 @@ pub struct Store {
     pub memory_identities: Option<Spanned<i64>>,
 }
 
-/// `tls` of a server that we connect to
+/// `tls` of the store
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 #[allow(missing_docs)]
-pub struct ClientTls {
+pub struct StoreTls {
     pub ca: Option<Text>,
     pub cert: Option<Text>,
     pub key: Option<Text>,
@@ -203,6 +203,18 @@ pub struct Upstream {
     pub connect_timeout: Option<Text>,
     pub response_timeout: Option<Text>,
     pub pool_idle_timeout: Option<Text>,
+    pub tls: Option<Spanned<UpstreamTls>>,
+}
+
+/// `tls` of an upstream
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+#[allow(missing_docs)]
+pub struct UpstreamTls {
+    pub ca: Option<Text>,
+    pub server_name: Option<Text>,
+    pub cert: Option<Text>,
+    pub key: Option<Text>,
 }
 
 /// `[[route]]`

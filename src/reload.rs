@@ -35,6 +35,16 @@ pub fn follow(runtime: &Arc<Runtime>) -> Result<Option<Watcher>, notify::Error> 
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
+    for (index, tls) in runtime.upstream_tls.iter().enumerate().filter(|(_, tls)| !tls.files().is_empty()) {
+        let runtime = runtime.clone();
+        let reload = move |files: &[Snapshot]| {
+            let now = Duration::from_micros(clock::unix_us());
+            let read = runtime.upstream_tls[index].reload(files, now);
+            let file = read.as_ref().map_or_else(|(file, _)| *file, |()| &files[0]);
+            tell(file, "what was there before stays in force", read.map_err(|(_, error)| error));
+        };
+        files.push((tls.files(), Box::new(reload)));
+    }
     for index in 0..runtime.listeners.len() {
         follow_tls(runtime, index, &mut files);
     }

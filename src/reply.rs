@@ -70,6 +70,9 @@ const TOO_LARGE: (StatusCode, &str, &str) =
 /// How long to stay away while limits cannot be checked: the store is asked again within this time.
 const STORE_RETRY_S: u64 = 1;
 
+/// How long to stay away from an upstream without servers.
+const SERVER_RETRY_S: u64 = 1;
+
 impl Rejection<'_> {
     /// The response, and one word for the access log. With `request_id` those that are not the client's doing say which request
     /// it was, for whoever reads our log or the upstream's.
@@ -118,7 +121,11 @@ impl Rejection<'_> {
             }
             Rejection::Upstream(error) => {
                 let (status, detail, outcome) = upstream(&error);
-                (traceable(status, BLANK, detail, request_id), outcome)
+                let mut response = traceable(status, BLANK, detail, request_id);
+                if let UpstreamError::NoServer { .. } = error {
+                    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(SERVER_RETRY_S));
+                }
+                (response, outcome)
             }
         }
     }
@@ -144,6 +151,9 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
 fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
+        UpstreamError::NoServer { .. } => {
+            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no server at the moment", "upstream-none")
+        }
         UpstreamError::Connect { .. } => {
             (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect")
         }

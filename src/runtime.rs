@@ -1,6 +1,7 @@
 //! The configuration ready to use: names resolved, values checked, all errors found. Nothing fails later.
 
 mod admin;
+mod client_tls;
 mod consumers;
 pub mod files;
 mod identities;
@@ -44,6 +45,7 @@ use crate::tls::{ClientAuth, Tls};
 use crate::upstream::fleet::UpstreamSettings;
 use crate::watch::Snapshot;
 pub use admin::{AdminSettings, Token};
+pub use client_tls::UpstreamTls;
 use reader::Reader;
 pub use route::{Metered, Metering, Redirect, Respond, Rewrite, Route, Target};
 pub use split::Split;
@@ -79,6 +81,8 @@ pub struct Runtime {
     pub trusted_headers: Vec<HeaderName>,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
+    /// TLS of those that have servers with it.
+    pub upstream_tls: Vec<UpstreamTls>,
     /// Every limit, used or not, by name.
     pub limits: BTreeMap<String, Terms>,
     /// Every route, in the order of the file.
@@ -244,7 +248,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());
     let hasher = IdentityHasher::new(secret);
     let instances = store::instances(&config.store, reader);
-    let upstreams = upstreams::upstreams(&config.upstream, reader);
+    let (upstreams, upstream_tls) = upstreams::upstreams(&config.upstream, reader);
     let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &upstreams, reader);
     let file = config.api_key.consumers.as_ref();
     let (consumers, consumers_file) =
@@ -269,6 +273,7 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
         hasher,
         trusted_headers,
         upstreams: upstreams.into_iter().map(Arc::new).collect(),
+        upstream_tls,
         limits,
         routes,
         table,

@@ -1,15 +1,15 @@
 //! TLS towards clients: certificates chosen by the name that the client asks for (SNI, RFC 6066 §3), clients known by
 //! theirs; both can be replaced while connections go on.
 
+pub mod authorities;
 pub mod certificate;
 
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use rustls::RootCertStore;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
-use rustls::pki_types::pem::{self, PemObject};
-use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::pki_types::ServerName;
+use rustls::pki_types::pem;
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{
     ClientHello, NoClientAuth, ResolvesServerCert, ServerConfig, VerifierBuilderError, WebPkiClientVerifier,
@@ -18,6 +18,7 @@ use rustls::sign::CertifiedKey;
 use tokio_rustls::TlsAcceptor;
 use x509_parser::time::ASN1Time;
 
+use authorities::Authorities;
 use certificate::Certificate;
 
 /// Why a certificate cannot be used.
@@ -40,6 +41,8 @@ pub enum TlsError {
     Early(ASN1Time),
     #[error("the certificate is none of an authority: {0}")]
     NoAuthority(#[source] rustls::Error),
+    #[error("this system has no certificates of authorities")]
+    NoSystem,
     #[error("the authorities cannot be used: {0}")]
     Authorities(#[from] VerifierBuilderError),
     #[error("TLS cannot be set up: {0}")]
@@ -85,14 +88,8 @@ impl Clients {
     /// # Errors
     /// No authority can be read.
     pub fn parse(authorities: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
-        let mut roots = RootCertStore::empty();
-        for authority in CertificateDer::pem_slice_iter(authorities) {
-            roots.add(authority.map_err(TlsError::Certificate)?).map_err(TlsError::NoAuthority)?;
-        }
-        if roots.is_empty() {
-            return Err(TlsError::Empty);
-        }
-        let verifier = WebPkiClientVerifier::builder_with_provider(Arc::new(roots), Arc::new(default_provider()));
+        let Authorities(roots) = Authorities::parse(authorities)?;
+        let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
         let verifier = match auth {
             ClientAuth::Optional => verifier.allow_unauthenticated(),
             ClientAuth::Required => verifier,

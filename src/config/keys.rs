@@ -7,8 +7,8 @@ use serde::forward_to_deserialize_any;
 
 use super::forms::ServerTable;
 use super::{
-    Admin, ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit,
-    Listener, ListenerTls, Log, Redirect, Respond, Route, Server, Size, Store, Upstream,
+    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit, Listener,
+    ListenerTls, Log, Redirect, Respond, Route, Server, Size, Store, StoreTls, Upstream, UpstreamTls,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -17,7 +17,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"]),
+    ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries"]),
     ("servers", &["weight"]),
 ];
 
@@ -33,7 +33,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["admin"] => ("admin", fields::<Admin>()),
         ["log"] => ("log", fields::<Log>()),
         ["store"] => ("store", fields::<Store>()),
-        ["store", "tls"] => ("store tls", fields::<ClientTls>()),
+        ["store", "tls"] => ("store tls", fields::<StoreTls>()),
         ["client_ip"] => ("client_ip", fields::<ClientIp>()),
         ["api_key"] => ("api_key", fields::<ApiKey>()),
         ["jwt"] => ("jwt", fields::<Jwt>()),
@@ -41,6 +41,7 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["limit", _, "cost"] => ("cost", fields::<CostTable>()),
         ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", fields::<Size>()),
         ["upstream", _] => ("upstream", fields::<Upstream>()),
+        ["upstream", _, "tls"] => ("upstream tls", fields::<UpstreamTls>()),
         ["upstream", _, "servers"] => ("servers", fields::<ServerTable>()),
         ["route"] => ("route", fields::<Route>()),
         ["route", "request_headers" | "response_headers"] => ("header rules", fields::<HeaderRules>()),

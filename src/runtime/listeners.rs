@@ -59,7 +59,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<Li
             reader.issue(Issue::at(written.span(), "a certificate needs `cert` and `key`").hint(EXAMPLE));
             continue;
         };
-        let (Some(cert), Some(key)) = (file(cert, reader), file(key, reader)) else { continue };
+        let (Some(cert), Some(key)) = (reader.pem(cert), reader.pem(key)) else { continue };
         match Certificate::parse(&cert.content, &key.content) {
             Ok(certificate) => {
                 certificates.push(certificate);
@@ -94,24 +94,12 @@ fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Client
         }
         return None;
     };
-    let file = file(text, reader)?;
+    let file = reader.pem(text)?;
     match Clients::parse(&file.content, auth) {
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
             let issue = Issue::at(text.span(), error.to_string());
             reader.issue(issue.hint("a PEM file with the certificates of the authorities that sign those of clients"));
-            None
-        }
-    }
-}
-
-fn file(text: &config::Text, reader: &mut Reader<'_>) -> Option<Snapshot> {
-    let path = reader.path(text.get_ref());
-    match Snapshot::read(&path) {
-        Ok(file) => Some(file),
-        Err(error) => {
-            let issue = Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
-            reader.issue(issue.hint("PEM files; `make certs` makes some for development"));
             None
         }
     }
@@ -141,7 +129,7 @@ impl ListenerTls {
 impl Runtime {
     /// What works, but perhaps not as it was meant.
     pub fn warnings(&self, now: Duration) -> Vec<String> {
-        let mut warnings = Vec::new();
+        let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(|tls| tls.warning(now)).collect();
         for Listener { address, tls, .. } in &self.listeners {
             for (certificate, [file, _]) in tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)) {
                 if let Err(error) = certificate.timely(now.as_secs() as i64) {

@@ -12,6 +12,7 @@ use crate::config::Text;
 use crate::config::error::{ConfigError, FaultyFile, Issue};
 use crate::config::file::{Environment, nearest};
 use crate::limit::quota::duration_us;
+use crate::watch::Snapshot;
 
 /// Collects the issues of one file. Every method gives a usable value back, so that all errors are found at once.
 pub(super) struct Reader<'a> {
@@ -54,6 +55,19 @@ impl<'a> Reader<'a> {
     /// A path, relative to the folder of the file.
     pub(super) fn path(&self, text: &str) -> PathBuf {
         self.path.parent().unwrap_or(Path::new("")).join(text)
+    }
+
+    /// A file of certificates or a key.
+    pub(super) fn pem(&mut self, text: &Text) -> Option<Snapshot> {
+        let path = self.path(text.get_ref());
+        match Snapshot::read(&path) {
+            Ok(file) => Some(file),
+            Err(error) => {
+                let issue = Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
+                self.issue(issue.hint("PEM files; `make certs` makes some for development"));
+                None
+            }
+        }
     }
 
     /// A value that must be there.

@@ -2,12 +2,13 @@
 
 mod place;
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use redis::{ClientTlsConfig, TlsCertificates};
 use tokio::time::Duration;
+use toml::Spanned;
 
+use super::client_tls::TlsFiles;
 use super::reader::Reader;
 use super::{Route, StoreSettings};
 use crate::config;
@@ -42,7 +43,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
         used
     });
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
-    let certificates = tls.and_then(|tls| certificates(tls.get_ref(), &tls.span(), reader));
+    let certificates = tls.map(|tls| certificates(tls, reader));
     match place::read(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
@@ -57,23 +58,9 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
 }
 
 /// Whom to believe at the other end, and who we are.
-fn certificates(tls: &config::ClientTls, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<TlsCertificates> {
-    let mut read = |text: &config::Text| {
-        let path = reader.path(text.get_ref());
-        let failed = |error| Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
-        std::fs::read(&path).map_err(|error| reader.issue(failed(error))).ok()
-    };
-    let root_cert = tls.ca.as_ref().and_then(&mut read);
-    let pair = (tls.cert.as_ref().map(&mut read), tls.key.as_ref().map(&mut read));
-    let client_tls = match pair {
-        (Some(cert), Some(key)) => {
-            cert.zip(key).map(|(client_cert, client_key)| ClientTlsConfig { client_cert, client_key })
-        }
-        (None, None) => None,
-        (Some(_), None) | (None, Some(_)) => {
-            reader.issue(Issue::at(place.clone(), "a client certificate needs `cert` and `key`"));
-            None
-        }
-    };
-    Some(TlsCertificates { client_tls, root_cert })
+fn certificates(tls: &Spanned<config::StoreTls>, reader: &mut Reader<'_>) -> TlsCertificates {
+    let config::StoreTls { ca, cert, key } = tls.get_ref();
+    let TlsFiles { ca, own } = TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
+    let client_tls = own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content, client_key: key.content });
+    TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }

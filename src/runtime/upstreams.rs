@@ -3,9 +3,11 @@
 use std::collections::BTreeMap;
 
 use http::Uri;
+use http::uri::Scheme;
 use tokio::time::Duration;
 use toml::Spanned;
 
+use super::client_tls::{self, UpstreamTls};
 use super::reader::Reader;
 use crate::config;
 use crate::config::error::Issue;
@@ -15,9 +17,9 @@ use crate::upstream::fleet::{ServerSettings, UpstreamSettings};
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::Upstream>>,
     reader: &mut Reader<'_>,
-) -> Vec<UpstreamSettings> {
+) -> (Vec<UpstreamSettings>, Vec<UpstreamTls>) {
     let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
-    let mut compiled = Vec::new();
+    let (mut compiled, mut secured) = (Vec::new(), Vec::new());
     for (name, upstream) in upstreams {
         reader.name(upstream.span(), name);
         let place = upstream.span();
@@ -29,19 +31,27 @@ pub(super) fn upstreams(
         if let [_, second, ..] = &upstream.servers[..] {
             reader.not_yet(second.span(), "more than one server");
         }
+        let protocol = reader.choice(upstream.protocol.as_ref(), Protocol::Http1, &protocols);
+        let tls = client_tls::upstream(name, upstream, protocol, reader);
+        let servers = upstream.servers.iter().filter_map(|written| server(written, tls.as_ref(), reader));
         compiled.push(UpstreamSettings {
             name: name.as_str().into(),
-            servers: upstream.servers.iter().filter_map(|written| server(written, reader)).collect(),
-            protocol: reader.choice(upstream.protocol.as_ref(), Protocol::Http1, &protocols),
+            servers: servers.collect(),
+            protocol,
             connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
             response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
             pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
         });
+        secured.extend(tls);
     }
-    compiled
+    (compiled, secured)
 }
 
-fn server(server: &Spanned<config::UpstreamServer>, reader: &mut Reader<'_>) -> Option<ServerSettings> {
+fn server(
+    server: &Spanned<config::UpstreamServer>,
+    tls: Option<&UpstreamTls>,
+    reader: &mut Reader<'_>,
+) -> Option<ServerSettings> {
     let url = &server.get_ref().url;
     let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
     let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
@@ -49,14 +59,14 @@ fn server(server: &Spanned<config::UpstreamServer>, reader: &mut Reader<'_>) -> 
         reader.issue(issue.hint("such as \"http://127.0.0.1:9000\""));
         return None;
     };
-    if uri.scheme_str() == Some("https") {
-        reader.not_yet(server.span(), "a server at `https:`");
-    }
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
         let issue = Issue::at(server.span(), "a server is a host and a port: its URL has no path");
         reader.issue(issue.hint("the path of the request is sent as it is"));
     }
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     let host = host.trim_start_matches('[').trim_end_matches(']');
-    Some(ServerSettings { authority: authority.into(), host: host.into(), port: uri.port_u16().unwrap_or(80) })
+    let secure = uri.scheme() == Some(&Scheme::HTTPS);
+    let port = uri.port_u16().unwrap_or(if secure { 443 } else { 80 });
+    let tls = tls.filter(|_| secure).and_then(|tls| tls.to(host, server.span(), reader));
+    Some(ServerSettings { authority: authority.into(), host: host.into(), port, tls })
 }

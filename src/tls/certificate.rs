@@ -16,7 +16,8 @@ use super::TlsError;
 /// A certificate chain with its key.
 #[derive(Debug)]
 pub struct Certificate {
-    pub(super) chain: Arc<CertifiedKey>,
+    /// The same for the library.
+    pub chain: Arc<CertifiedKey>,
     validity: Validity,
 }
 

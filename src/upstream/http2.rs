@@ -1,4 +1,4 @@
-//! One connection to a server that speaks HTTP/2 (RFC 9113, prior knowledge), shared by all requests of a worker.
+//! One connection to a server that speaks HTTP/2 (RFC 9113; prior knowledge, or ALPN), shared by all requests of a worker.
 
 use std::error::Error;
 use std::future::Future;
@@ -7,7 +7,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use http::{Request, Response};
+use http::uri::Scheme;
+use http::{Request, Response, Uri};
 use hyper::body::Incoming;
 use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -42,6 +43,8 @@ pub(super) struct Connection {
     /// Set when no new request should take it.
     retired: Arc<AtomicBool>,
     used: Instant,
+    /// What requests say of their own scheme (RFC 9113 §8.3.1).
+    scheme: Scheme,
 }
 
 impl Shared {
@@ -67,6 +70,7 @@ impl Shared {
 
 async fn connect(member: &Member) -> io::Result<Connection> {
     let stream = member.connect().await?;
+    let scheme = if stream.is_tls() { Scheme::HTTPS } else { Scheme::HTTP };
     let (sender, connection) = Builder::new(TokioExecutor::new())
         .initial_stream_window_size(STREAM_BUFFER)
         .initial_connection_window_size(CONNECTION_WINDOW)
@@ -77,7 +81,7 @@ async fn connect(member: &Member) -> io::Result<Connection> {
         .map_err(io::Error::other)?;
     // Its error reaches whoever waits for a response.
     tokio::spawn(async move { connection.await.ok() });
-    Ok(Connection { sender, retired: Arc::default(), used: monotonic() })
+    Ok(Connection { sender, retired: Arc::default(), used: monotonic(), scheme })
 }
 
 impl Connection {
@@ -87,8 +91,14 @@ impl Connection {
 
     pub(super) fn send(
         &mut self,
-        request: Request<RequestBody>,
+        mut request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
+        if request.uri().scheme() != Some(&self.scheme) {
+            let mut uri = std::mem::take(request.uri_mut()).into_parts();
+            uri.scheme = Some(self.scheme.clone());
+            // With an authority and a path, any scheme is a valid one.
+            *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+        }
         self.sender.try_send_request(request)
     }
 

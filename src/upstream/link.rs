@@ -41,6 +41,11 @@ impl Link {
         Link { settings, member, connections }
     }
 
+    /// Whether this is its server.
+    pub(super) fn leads_to(&self, member: &Arc<Member>) -> bool {
+        Arc::ptr_eq(&self.member, member)
+    }
+
     /// Sends a request and waits for the head of the response. Dropping the future cancels the request.
     ///
     /// A request of which nothing was written moves to a fresh connection. After that only GET, HEAD and OPTIONS

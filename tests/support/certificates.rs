@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
-    KeyPair, date_time_ymd,
+    KeyPair, SanType, date_time_ymd,
 };
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
@@ -22,7 +22,7 @@ pub struct Pair {
     pub cert: String,
     pub key: String,
     pub der: CertificateDer<'static>,
-    secret: PrivateKeyDer<'static>,
+    pub secret: PrivateKeyDer<'static>,
 }
 
 /// The years in which a certificate is valid.
@@ -44,17 +44,45 @@ impl Authority {
         self.0.pem()
     }
 
+    /// Its own certificate.
+    pub fn itself(&self) -> Pair {
+        Pair::new(self.0.as_ref(), self.0.key())
+    }
+
     /// A client's certificate, with a key of its own.
     pub fn client(&self, subject: &[(DnType, &str)], years: [i32; 2]) -> Pair {
         self.sign(subject, years, ExtendedKeyUsagePurpose::ClientAuth)
     }
 
+    /// A server's certificate for names and addresses, with a key of its own.
+    pub fn server(&self, names: &[&str], years: [i32; 2]) -> Pair {
+        self.sign_for(&[], names, years, ExtendedKeyUsagePurpose::ServerAuth)
+    }
+
     pub fn sign(&self, subject: &[(DnType, &str)], years: [i32; 2], usage: ExtendedKeyUsagePurpose) -> Pair {
+        self.sign_for(subject, &[], years, usage)
+    }
+
+    pub fn sign_for(
+        &self,
+        subject: &[(DnType, &str)],
+        names: &[&str],
+        years: [i32; 2],
+        usage: ExtendedKeyUsagePurpose,
+    ) -> Pair {
         let mut params = parameters(subject, years);
+        params.subject_alt_names = names.iter().map(|name| alternative(name)).collect();
         params.extended_key_usages = vec![usage];
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.0).unwrap();
         Pair::new(&certificate, &key)
+    }
+}
+
+fn alternative(name: &str) -> SanType {
+    match name.parse() {
+        Ok(address) => SanType::IpAddress(address),
+        Err(_) => SanType::DnsName(name.try_into().unwrap()),
     }
 }
 
@@ -77,7 +105,7 @@ impl Pair {
     /// A server's certificate that it signed itself.
     pub fn server(name: &str, years: [i32; 2]) -> Pair {
         let mut params = parameters(&[(DnType::CommonName, name)], years);
-        params.subject_alt_names = vec![rcgen::SanType::DnsName(name.try_into().unwrap())];
+        params.subject_alt_names = vec![alternative(name)];
         let key = KeyPair::generate().unwrap();
         Pair::new(&params.self_signed(&key).unwrap(), &key)
     }

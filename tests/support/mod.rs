@@ -5,6 +5,7 @@
 pub mod certificates;
 pub mod client;
 pub mod cluster;
+pub mod dns;
 pub mod frames;
 pub mod gateway;
 pub mod http2;
@@ -13,6 +14,7 @@ pub mod random;
 pub mod redis;
 pub mod relay;
 pub mod resp;
+pub mod secured;
 pub mod sentinel;
 pub mod stores;
 pub mod tokens;

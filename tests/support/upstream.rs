@@ -85,7 +85,7 @@ pub fn serve(connection: impl Fn(TcpStream) + Send + Sync + 'static) -> SocketAd
 }
 
 /// Reads a head up to the empty line.
-pub fn read_head(stream: &mut TcpStream) -> Option<String> {
+pub fn read_head(stream: &mut impl Read) -> Option<String> {
     let mut head = Vec::new();
     let mut byte = [0];
     while !head.ends_with(b"\r\n\r\n") {
@@ -98,12 +98,12 @@ pub fn read_head(stream: &mut TcpStream) -> Option<String> {
 }
 
 /// Reads a request; none if the connection is closed before it ends.
-pub fn read_request(stream: &mut TcpStream) -> Option<Seen> {
+pub fn read_request(stream: &mut impl Read) -> Option<Seen> {
     let head = read_head(stream)?;
     read_body(stream, head)
 }
 
-fn read_body(stream: &mut TcpStream, head: String) -> Option<Seen> {
+fn read_body(stream: &mut impl Read, head: String) -> Option<Seen> {
     let mut seen = Seen { head, body: Vec::new() };
     if let [length] = seen.headers("content-length")[..] {
         seen.body = vec![0; length.parse().unwrap()];

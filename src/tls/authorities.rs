@@ -1,0 +1,43 @@
+//! The authorities whose word counts about certificates.
+
+use std::sync::Arc;
+
+use rustls::RootCertStore;
+use rustls::pki_types::CertificateDer;
+use rustls::pki_types::pem::PemObject;
+
+use super::TlsError;
+
+/// Certificates that they have signed are believed.
+#[derive(Debug, Clone)]
+pub struct Authorities(pub Arc<RootCertStore>);
+
+impl Authorities {
+    /// Reads them from PEM.
+    ///
+    /// # Errors
+    /// There is none, or one of them cannot be read.
+    pub fn parse(pem: &[u8]) -> Result<Self, TlsError> {
+        let mut roots = RootCertStore::empty();
+        for authority in CertificateDer::pem_slice_iter(pem) {
+            roots.add(authority.map_err(TlsError::Certificate)?).map_err(TlsError::NoAuthority)?;
+        }
+        if roots.is_empty() {
+            return Err(TlsError::Empty);
+        }
+        Ok(Authorities(Arc::new(roots)))
+    }
+
+    /// Those of the system. One among many that cannot be read is passed over, as everybody does.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn system() -> Result<Self, TlsError> {
+        let mut roots = RootCertStore::empty();
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        if roots.is_empty() {
+            return Err(TlsError::NoSystem);
+        }
+        Ok(Authorities(Arc::new(roots)))
+    }
+}
