@@ -46,6 +46,9 @@ fn showing(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
     Gateway::start_with(&config(url, &rest), &files)
 }
 
+/// Those that came over HTTP/2, each with the handshake of its connection.
+type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
+
 const CA: &str = "tls = { ca = \"ca.pem\" }\n";
 
 /// Answers each request with `answer` of it, on connections that stay open.
@@ -64,7 +67,7 @@ fn ok(config: Arc<ServerConfig>) -> Secured {
 }
 
 /// An HTTP/2 server with TLS that records requests, and says them back with trailers.
-fn http2(config: Arc<ServerConfig>) -> (SocketAddr, Arc<Mutex<Vec<(Shake, http::request::Parts)>>>) {
+fn http2(config: Arc<ServerConfig>) -> (SocketAddr, Requests) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     listener.set_nonblocking(true).unwrap();
