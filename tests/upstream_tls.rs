@@ -46,6 +46,9 @@ fn showing(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
     Gateway::start_with(&config(url, &rest), &files)
 }
 
+/// Those that came over HTTP/2, each with the handshake of its connection.
+type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
+
 const CA: &str = "tls = { ca = \"ca.pem\" }\n";
 
 /// Answers each request with `answer` of it, on connections that stay open.
