@@ -13,7 +13,7 @@ test: tools
 # targets for ten minutes, side by side: about half an hour.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
-	LONG=1 cargo test --locked --test long_edges -- --nocapture --test-threads 1
+	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 
 # Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
