@@ -56,7 +56,7 @@ def with_httpx(url, http2, name):
         # Cookies come in several fields with HTTP/2 (RFC 9113 §8.2.3).
         got = client.get(f"{url}/echo", cookies={"a": "1", "b": "2"}).json()
         expect(got["headers"]["cookie"] == "a=1; b=2", got)
-        # With HTTP/2 httpcore does not read an answer while the window for its body is closed (curl and undici do).
+        # With HTTP/2 httpcore does not read an answer while the window for its body is closed.
         reply = client.post(f"{url}/closed", content=LARGE[:50_000] if http2 else LARGE)
         expect(reply.status_code == 429 and reply.json()["status"] == 429, reply.text)
         expect(client.get(f"{url}/echo").status_code == 200, "what follows")
