@@ -13,19 +13,19 @@ test: tools
 # targets for ten minutes, side by side: about half an hour.
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
-	LONG=1 cargo test --locked --test long_edges -- --nocapture --test-threads 1
+	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 
-# Parsers and a client that others wrote, against the real binary. They come from PyPI and npm, pinned, into target/.
+# Clients and parsers that others wrote, against the real binary. They come from Debian, and from PyPI and npm, pinned, into target/.
 test-clients:
-	@$(call ensure,python3 node npm,python3-venv nodejs npm)
+	@$(call ensure,python3 node npm curl h2load slowhttptest sslscan,python3-venv nodejs npm curl nghttp2-client slowhttptest sslscan)
 	cargo build --locked
 	mkdir -p target/clients
 	python3 -m venv target/clients
 	target/clients/bin/pip install --quiet --disable-pip-version-check -r tests/clients/requirements.txt
-	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/fields.mjs target/clients/
+	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
-	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate target/clients/fields.mjs
+	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
 
 check:
 	cargo fmt --check

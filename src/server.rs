@@ -1,23 +1,16 @@
 //! Connections: accept, protocol, deadlines, drain.
 
 pub mod connections;
+mod conversation;
 mod lent;
 mod linger;
+mod protocol;
 pub mod proxy;
 
-use std::convert::Infallible;
-use std::error::Error;
-use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
-use std::pin::pin;
 use std::sync::{Arc, Once};
 use std::time::Duration;
 
-use hyper::rt::Executor;
-use hyper::service::service_fn;
-use hyper_util::rt::TokioIo;
-use hyper_util::server::conn::auto::Builder;
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::time::{Instant, sleep, timeout, timeout_at};
 use tokio_util::sync::CancellationToken;
@@ -26,13 +19,14 @@ use tracing::{debug, warn};
 
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::Activity;
-use crate::http::flow::Watch;
 use crate::identity::client_cert;
 use crate::limit::clock;
-use crate::runtime::{Listener, ServerSettings};
+use crate::runtime::Listener;
 use connections::Connections;
+use conversation::{BoxError, Conversation, End};
 use lent::Lent;
 use linger::{linger, reset};
+use protocol::Protocol;
 use proxy::Sender;
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
@@ -41,43 +35,11 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// At the end, for leases to be released and late costs to be charged.
 const SETTLE: Duration = Duration::from_secs(2);
 
-/// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
-const HYPER_MAX_HEADERS: usize = 100;
-
 /// Whoever is not a proxy and comes where proxies are expected could fill the log.
 static STRANGER: Once = Once::new();
 
 /// While connections wait, it is told at most so often.
 const FULL_AGAIN: Duration = Duration::from_secs(60);
-
-/// Bytes of a request that a stream holds for an upstream that does not take them.
-const HTTP2_WINDOW: u32 = 256 << 10;
-
-/// Bytes of a response that a stream holds for a client that does not take them, besides the piece that goes over it.
-const HTTP2_SEND_BUFFER: usize = 128 << 10;
-
-/// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
-type BoxError = Box<dyn Error + Send + Sync>;
-
-/// How a connection ends otherwise.
-enum End {
-    /// All is said.
-    Done,
-    /// The client may still be sending what nobody reads.
-    Cut,
-    /// A deadline is over.
-    Overdue,
-    /// The client does not take the response.
-    Stalled,
-    /// A response broke off, and what there is of it looks whole.
-    Torn,
-}
-
-/// Runs the streams of an HTTP/2 connection, each for as long as its client takes what there is.
-#[derive(Debug, Clone)]
-struct Streams {
-    body_idle_timeout: Duration,
-}
 
 /// One worker's side of all listeners.
 #[derive(Debug, Clone)]
@@ -165,8 +127,13 @@ impl Server {
         self.tasks.spawn(async move {
             let _place = place;
             let end = server.end.clone();
-            if let Some(Err(error)) = end.run_until_cancelled(server.serve(stream, address, listener)).await {
-                debug!(%error, "a connection ended with an error");
+            // `run_until_cancelled` would keep room for the future twice.
+            tokio::select! {
+                biased;
+                () = end.cancelled() => {}
+                served = server.serve(stream, address, listener) => if let Err(error) = served {
+                    debug!(%error, "a connection ended with an error");
+                }
             }
         });
     }
@@ -189,17 +156,31 @@ impl Server {
         } else {
             None
         };
-        let (stream, mut back) = Lent::new(stream);
+        let (mut stream, mut back) = Lent::new(stream);
+        let talk =
+            |peer| Conversation { gateway: gateway.clone(), peer: Arc::new(peer), activity, stop: self.stop.clone() };
+        // On the heap, each with its own size: a task keeps room for the largest of what it may ever do.
         let end = match &listener.tls {
-            None => self.converse(stream, peer, activity).await,
+            None => {
+                let protocol = tokio::select! {
+                    biased;
+                    protocol = timeout_at(deadline, Protocol::said(&mut stream)) => protocol??,
+                    // Nobody waits for an answer.
+                    () = self.stop.cancelled() => return Ok(()),
+                };
+                Box::pin(talk(peer).run(stream, protocol)).await?
+            }
             Some(tls) => {
-                let stream = timeout_at(deadline, tls.tls.acceptor().accept(stream)).await??;
-                if let Some([certificate, ..]) = stream.get_ref().1.peer_certificates() {
+                let handshake = Box::pin(tls.tls.acceptor().accept(stream));
+                let stream = Box::new(timeout_at(deadline, handshake).await??);
+                let session = stream.get_ref().1;
+                if let Some([certificate, ..]) = session.peer_certificates() {
                     peer.subject = client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
                 }
-                self.converse(stream, peer, activity).await
+                let protocol = Protocol::agreed(session.alpn_protocol());
+                Box::pin(talk(peer).run(stream, protocol)).await?
             }
-        }?;
+        };
         if let Ok(stream) = back.try_recv() {
             match end {
                 End::Done | End::Overdue => {}
@@ -239,86 +220,4 @@ impl Server {
         }
         Ok(peer)
     }
-
-    /// Serves one connection to its end.
-    async fn converse<S>(self, stream: S, peer: Peer, activity: Arc<Activity>) -> Result<End, BoxError>
-    where
-        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    {
-        let settings = &self.gateway.runtime().server;
-        let peer = Arc::new(peer);
-        let service = service_fn(|request| {
-            let in_flight = activity.enter();
-            // HTTP/2 runs requests as tasks of their own.
-            let (gateway, peer) = (self.gateway.clone(), peer.clone());
-            async move {
-                let response = gateway.handle(request, &peer).await;
-                Ok::<_, Infallible>(in_flight.answer(response))
-            }
-        });
-        let builder = protocols(settings);
-        let mut connection = pin!(builder.serve_connection_with_upgrades(TokioIo::new(stream), service));
-        let mut watch = Watch::new(settings.body_idle_timeout);
-        let mut stopped = pin!(self.stop.cancelled());
-        let mut draining = false;
-        // One timer for a connection, looked at when it fires; none is set for each request.
-        let grace = || activity.grace(settings.header_timeout, settings.idle_timeout);
-        let mut deadline = pin!(sleep(grace().unwrap_or_default()));
-        loop {
-            tokio::select! {
-                biased;
-                ended = poll_fn(|cx| watch.poll(connection.as_mut(), cx)) => match ended {
-                    None => return Ok(End::Stalled),
-                    Some(Ok(())) => break,
-                    // The answer to a head that is too long, say, comes before its end.
-                    Some(Err(error)) if is_parse(&*error) => return Ok(End::Cut),
-                    Some(Err(_)) if watch.flow().is_unframed() => return Ok(End::Torn),
-                    Some(Err(error)) => return Err(error),
-                },
-                () = stopped.as_mut(), if !draining => {
-                    draining = true;
-                    connection.as_mut().graceful_shutdown();
-                }
-                () = deadline.as_mut() => match grace() {
-                    Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
-                    None => return Ok(End::Overdue),
-                },
-            }
-        }
-        if let Some(tunnel) = activity.switched() {
-            // On the heap: few connections need the room.
-            Box::pin(tunnel.pass()).await;
-        }
-        Ok(if watch.flow().is_cut() { End::Cut } else { End::Done })
-    }
-}
-
-fn is_parse(error: &(dyn Error + Send + Sync + 'static)) -> bool {
-    error.downcast_ref::<hyper::Error>().is_some_and(hyper::Error::is_parse)
-}
-
-impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
-    fn execute(&self, stream: F) {
-        let mut watch = Watch::new(self.body_idle_timeout);
-        let mut stream = Box::pin(stream);
-        // Dropping the stream resets it.
-        tokio::spawn(poll_fn(move |cx| watch.poll(stream.as_mut(), cx).map(drop)));
-    }
-}
-
-/// HTTP/1.x, and HTTP/2 by prior knowledge, with bounds on what a client can make us hold.
-fn protocols(settings: &ServerSettings) -> Builder<Streams> {
-    let mut builder = Builder::new(Streams { body_idle_timeout: settings.body_idle_timeout });
-    // A head and a small body are one copy into one write: cheaper than a vectored one.
-    builder.http1().writev(false).max_buf_size(settings.max_header_size);
-    if settings.max_headers != HYPER_MAX_HEADERS {
-        builder.http1().max_headers(settings.max_headers);
-    }
-    builder
-        .http2()
-        .max_concurrent_streams(settings.http2_max_streams)
-        .initial_stream_window_size(HTTP2_WINDOW)
-        .max_send_buf_size(HTTP2_SEND_BUFFER)
-        .max_header_list_size(settings.max_header_size as u32);
-    builder
 }

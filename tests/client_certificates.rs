@@ -6,6 +6,7 @@ use std::path::Path;
 
 use rcgen::{DnType, ExtendedKeyUsagePurpose};
 use rustls::version::{TLS12, TLS13};
+use sluicegate::limit::clock;
 use support::certificates::{Authority, FUTURE, NOW, PAST, Pair, TlsClient, ask, tls};
 use support::eventually;
 use support::gateway::Gateway;
@@ -152,6 +153,36 @@ fn a_resumed_session_keeps_its_identity_and_is_worth_nothing_elsewhere() {
             assert_eq!(shaken(&connection), kind, "{version:?}");
         }
         assert!(ask(&nobody, required, NAME, "/open").is_none(), "{version:?}");
+    }
+}
+
+#[test]
+fn a_session_does_not_outlive_its_certificate() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let listeners: String =
+        [Some("required"), Some("optional")].map(|auth| listener(folder.path(), &server, &ours.pem(), auth)).concat();
+    let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
+    let now_s = || clock::unix_us() / 1_000_000;
+    // For this second and five more: time for four handshakes.
+    let until = now_s() + 5;
+    let alice = ours.client_until(&[(DnType::CommonName, "alice")], until);
+    let sessions = [&TLS12, &TLS13].map(|version| tls(&[&server.der], Some(&alice), &[version]));
+    for (client, address) in sessions.iter().zip(gateway.addresses()) {
+        for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
+            let mut connection = TlsClient::shake(client, address, NAME).unwrap();
+            assert_eq!((connection.get("/who").status, shaken(&connection)), (200, kind));
+        }
+    }
+    eventually("the certificate has expired", || now_s() > until);
+    for (client, address) in sessions.iter().zip(gateway.addresses()) {
+        let mut connection = TlsClient::shake(client, address, NAME).unwrap();
+        // For whoever resumes, rustls does not look at the certificate again.
+        assert_eq!(shaken(&connection), rustls::HandshakeKind::Resumed);
+        let _ =
+            std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
+        assert!(connection.reply().is_none(), "an expired certificate is as good as none");
     }
 }
 

@@ -244,7 +244,7 @@ fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
                     for stream in &mut streams {
                         stream.write_all(b"1\r\nb\r\n").unwrap();
                     }
-                    // What is tested is time.
+                    // What is tested is time: that of two leases, in which nothing may happen.
                     std::thread::sleep(Duration::from_millis(100));
                 }
                 streams[0].write_all(b"0\r\n\r\n").unwrap();

@@ -22,6 +22,8 @@ mod field_writer;
 mod forwarded;
 #[path = "../fuzz/targets/head.rs"]
 mod head;
+#[path = "../fuzz/targets/proxy.rs"]
+mod proxy;
 #[path = "../fuzz/targets/rewrite.rs"]
 mod rewrite;
 
@@ -300,4 +302,54 @@ fn field_writer() {
     let two: Vec<u8> = (0..82).map(|byte: u8| byte.wrapping_mul(37)).collect();
     let examples: [&[u8]; 4] = [b"", &one, &two, &[0xff; 123]];
     fuzz("field writer", &examples, &["\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}\u{0}", "\u{1}"], field_writer::run);
+}
+
+#[test]
+fn proxy_headers() {
+    const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
+    let v2 = |command: u8, family: u8, rest: &[u8]| [SIGNATURE, &[command, family, 0, rest.len() as u8], rest].concat();
+    let ipv4 = [&[198, 51, 100, 1, 192, 0, 2, 1][..], &[0, 80, 1, 187]].concat();
+    let ipv6: Vec<u8> = (0..36).collect();
+    let with_more = v2(0x21, 0x11, &[&ipv4[..], b"\x02\x00\x04gate\x04\x00\x00"].concat());
+    let examples: [&[u8]; 13] = [
+        b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n",
+        b"PROXY TCP4 198.51.100.1 192.0.2.1 0 65535\r\nGET / HTTP/1.1\r\n\r\n",
+        // A sign is no digit.
+        b"PROXY TCP4 198.51.100.1 192.0.2.1 +1 2\r\n",
+        b"PROXY TCP6 2001:db8::1 2001:db8::ffff 1 2\r\n",
+        b"PROXY TCP6 ::ffff:198.51.100.2 ::1 65535 1\r\n",
+        b"PROXY UNKNOWN\r\n",
+        b"PROXY UNKNOWN ffff::1 ffff::2 1 2\r\n",
+        b"PROXY UNKNOWN ffff::1 \n 2\r\n",
+        &v2(0x21, 0x11, &ipv4),
+        &v2(0x21, 0x21, &ipv6),
+        &v2(0x20, 0x00, b""),
+        &v2(0x21, 0x31, &[7; 216]),
+        &with_more,
+    ];
+    let tokens = [
+        "\r\n",
+        "\r",
+        "\n",
+        " ",
+        "  ",
+        "+",
+        "-",
+        "0",
+        "00",
+        "65536",
+        "PROXY ",
+        "TCP4",
+        "TCP6",
+        "UNKNOWN",
+        "::",
+        "%1",
+        "192.0.2.1",
+        "2001:db8::1",
+        "\u{0}",
+        "!",
+        "\u{11}",
+        "\r\n\r\n\u{0}\r\nQUIT\n",
+    ];
+    fuzz("PROXY header", &examples, &tokens, proxy::run);
 }

@@ -402,7 +402,7 @@ fn an_idle_connection_is_left_and_one_that_closed_is_not_used() {
     let gateway = gateway(server.address, "pool_idle_timeout = \"300ms\"\n");
     let mut client: Client = gateway.client();
     assert_eq!(client.get("/").status, 200);
-    // What is tested is time.
+    // What is tested is time: nothing happens before the next request.
     std::thread::sleep(Duration::from_millis(400));
     assert_eq!(client.get("/").status, 200);
     assert_eq!(server.connections(), [0, 1]);

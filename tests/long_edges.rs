@@ -240,8 +240,8 @@ fn row_32_idle_connections_are_small() {
     let server = "max_connections = 11000\nidle_timeout = \"1h\"";
     let client = tls_client();
     let mut wrong = Vec::new();
-    // KiB, of a build without optimisation.
-    let bounds: [(&str, u64); 3] = [("HTTP/1.1", 48), ("TLS", 56), ("HTTP/2", 56)];
+    // KiB: what was measured, and an eighth more for what else the process takes meanwhile.
+    let bounds: [(&str, u64); 3] = [("HTTP/1.1", 16), ("TLS", 24), ("HTTP/2", 30)];
     for (what, most) in bounds {
         for count in if size(1, 0) == 1 { vec![1000, 10_000] } else { vec![500] } {
             let tls = if what == "TLS" { over_tls() } else { String::new() };

@@ -11,6 +11,7 @@ use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use support::PATIENCE;
 use support::client::Reply;
+use support::frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, Http2};
 use support::gateway::Gateway;
 use support::upstream::{Upstream, read_head, serve};
 
@@ -197,4 +198,41 @@ fn each_event_arrives_before_the_next_is_sent() {
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("events over HTTP/2") });
+}
+
+#[test]
+fn the_protocol_is_seen_by_the_first_bytes_however_they_come() {
+    let upstream = Upstream::start();
+    let gateway = gateway(upstream.address, "");
+    // Methods that begin like the preface of HTTP/2, prefaces that are none, and one that ends.
+    for (request, status) in [
+        ("P / HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(404)),
+        ("PRI /own HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(200)),
+        ("PRIVATE /own HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(200)),
+        ("PRI * HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(400)),
+        ("PRI * HTTP/2.0\r\n\r\nSM\r\n\n\n", Some(400)),
+        ("PRI * HTTP/1.1\r\n", None),
+    ] {
+        for at_once in [true, false] {
+            let mut client = gateway.client();
+            client.stream.get_ref().set_nodelay(true).unwrap();
+            if at_once {
+                client.send(request.as_bytes());
+            } else {
+                request.bytes().for_each(|byte| client.send(&[byte]));
+            }
+            if !request.contains("\r\n\r\n") {
+                client.stream.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
+            }
+            assert_eq!(client.reply().map(|reply| reply.status), status, "{request:?}, at once: {at_once}");
+        }
+    }
+    let request = frames::frame(HEADERS, END_STREAM | END_HEADERS, 1, &frames::block("GET", "/own", &[]));
+    let settings = frames::frame(frames::SETTINGS, 0, 0, &[]);
+    let bytes = [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", &settings[..], &request].concat();
+    for pieces in [bytes.len(), 1, 23, 25] {
+        let mut client = Http2 { stream: gateway.client().stream.into_inner() };
+        bytes.chunks(pieces).for_each(|piece| client.send(piece).unwrap());
+        assert_eq!(client.until(DATA, 1).expect("an answer").payload, b"own", "in pieces of {pieces}");
+    }
 }

@@ -311,6 +311,8 @@ fn targets_have_a_bound() {
 fn heads_have_bounds() {
     let settings = "[server]\nmax_header_size = \"8KiB\"\nmax_headers = 20\n";
     let gateway = Gateway::start(&format!("{settings}{}", config(ROUTES.iter())));
+    // What stands around the long value.
+    const HEAD: usize = "GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: \r\n\r\n".len();
     // The Host is a line as well.
     let lines = |count: usize| (1..count).map(|index| format!("x-{index}: 1\r\n")).collect::<String>();
     let long = |length: usize| format!("x-long: {}\r\n", "a".repeat(length));
@@ -318,7 +320,8 @@ fn heads_have_bounds() {
         ("as many lines as are allowed", lines(20), 200),
         ("one line more", lines(21), 431),
         ("many lines", lines(1000), 431),
-        ("a long line", long(7 << 10), 200),
+        ("a head of exactly the bound", long((8 << 10) - HEAD), 200),
+        ("a head of one byte more", long((8 << 10) - HEAD + 1), 431),
         ("a line longer than the bound", long(9 << 10), 431),
         ("a line far longer than the bound", long(40 << 10), 431),
     ] {

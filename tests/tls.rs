@@ -88,6 +88,17 @@ async fn http_1_and_http_2_are_agreed_on() {
     assert!(response.headers()["ratelimit"].to_str().unwrap().contains("r=98"), "{response:?}");
 }
 
+#[test]
+fn what_was_agreed_on_is_what_is_spoken() {
+    let gateway = gateway("");
+    let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
+    // RFC 9113 §3.2: over TLS there is HTTP/2 by ALPN only.
+    let mut client =
+        TlsClient::shake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
+    client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+    assert!(client.reply().is_none(), "it is closed");
+}
+
 /// A ClientHello of old, as far as version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
 fn hello(minor: u8) -> Vec<u8> {
     // ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256; no compression; groups and point formats.

@@ -396,7 +396,7 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
                 let started = monotonic();
                 while started.elapsed() < Duration::from_secs(15) {
                     assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
-                    // What is tested is time.
+                    // What is tested is time: that of two leases, in which nothing may happen.
                     std::thread::sleep(Duration::from_millis(100));
                 }
                 say(&mut socket, "still here");
@@ -409,6 +409,46 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
     });
 }
 
+/// Nothing comes for so long, and not the end either.
+fn assert_silent(stream: &mut TcpStream, time: Duration) {
+    stream.set_read_timeout(Some(time)).unwrap();
+    let read = stream.read(&mut [0]);
+    let kind = read.as_ref().map_err(std::io::Error::kind);
+    assert!(matches!(kind, Err(ErrorKind::WouldBlock | ErrorKind::TimedOut)), "{read:?}");
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+}
+
+#[test]
+fn a_tunnel_is_no_body_it_may_be_silent_for_longer_than_bodies() {
+    let upstream = Switching::start();
+    let times = "[server]\nbody_idle_timeout = \"300ms\"\nidle_timeout = \"60s\"\n";
+    let gateway = Gateway::start(&config(upstream.address, times));
+    let (mut client, mut server) = upstream.tunnel(&gateway);
+    // From the start, and after a word from each side.
+    for _ in 0..2 {
+        assert_silent(&mut client, Duration::from_millis(900));
+        pass(&mut server, &mut client, b"still here");
+        pass(&mut client, &mut server, b"me too");
+    }
+}
+
+#[test]
+fn silence_ends_a_tunnel_whatever_bodies_may_do() {
+    let upstream = Switching::start();
+    let times = "[server]\nbody_idle_timeout = \"60s\"\nidle_timeout = \"1s\"\n";
+    let gateway = Gateway::start(&config(upstream.address, times));
+    for speaks in [false, true] {
+        let (mut client, mut server) = upstream.tunnel(&gateway);
+        if speaks {
+            pass(&mut client, &mut server, b"hello");
+        }
+        let silent = monotonic();
+        assert_gone(&mut client);
+        assert!(silent.elapsed() > Duration::from_millis(800), "ended after {:?}", silent.elapsed());
+        assert_gone(&mut server);
+    }
+}
+
 #[test]
 fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
     let upstream = Switching::start();
@@ -418,7 +458,7 @@ fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
     while started.elapsed() < Duration::from_secs(5) {
         // One side alone is enough.
         pass(&mut server, &mut client, b"tick");
-        std::thread::sleep(Duration::from_millis(100));
+        assert_silent(&mut client, Duration::from_millis(100));
     }
     let silent = monotonic();
     assert_gone(&mut client);

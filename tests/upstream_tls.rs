@@ -66,9 +66,6 @@ fn ok(config: Arc<ServerConfig>) -> Secured {
     answering(config, |_| OK.to_vec())
 }
 
-/// The requests that a server saw, each with the handshake of its connection.
-type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
-
 /// An HTTP/2 server with TLS that records requests, and says them back with trailers.
 fn http2(config: Arc<ServerConfig>) -> (SocketAddr, Requests) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();

@@ -4,6 +4,7 @@ use std::io::{self, IoSlice};
 use std::pin::Pin;
 use std::task::{Context, Poll};
 
+use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot::{self, Receiver, Sender};
@@ -18,6 +19,8 @@ pub(super) struct Lent {
     /// There until it is dropped.
     stream: Option<TcpStream>,
     owner: Option<Sender<TcpStream>>,
+    /// Bytes that have been looked at, and come again.
+    ahead: Bytes,
     /// Bytes read since others had their turn.
     read: usize,
 }
@@ -25,7 +28,12 @@ pub(super) struct Lent {
 impl Lent {
     pub(super) fn new(stream: TcpStream) -> (Self, Receiver<TcpStream>) {
         let (owner, back) = oneshot::channel();
-        (Lent { stream: Some(stream), owner: Some(owner), read: 0 }, back)
+        (Lent { stream: Some(stream), owner: Some(owner), ahead: Bytes::new(), read: 0 }, back)
+    }
+
+    /// Puts bytes back that were read.
+    pub(super) fn unread(&mut self, bytes: Bytes) {
+        self.ahead = bytes;
     }
 
     fn stream(&mut self) -> io::Result<Pin<&mut TcpStream>> {
@@ -50,6 +58,15 @@ impl AsyncRead for Lent {
             return Poll::Pending;
         }
         let before = buffer.filled().len();
+        if !self.ahead.is_empty() {
+            let count = self.ahead.len().min(buffer.remaining());
+            buffer.put_slice(&self.ahead.split_to(count));
+            // Together with what follows: hyper takes another, larger buffer for a head that comes in pieces. An error
+            // or the end come to light with the next read.
+            let _ = self.stream()?.poll_read(cx, buffer);
+            self.read += buffer.filled().len() - before;
+            return Poll::Ready(Ok(()));
+        }
         let polled = self.stream()?.poll_read(cx, buffer);
         match polled {
             Poll::Pending => self.read = 0,

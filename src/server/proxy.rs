@@ -40,6 +40,8 @@ pub enum ProxyError {
     TooLong,
     #[error("the PROXY header is malformed: {0}")]
     Version1(#[from] v1::BinaryParseError),
+    #[error("the PROXY header is malformed")]
+    Malformed,
     #[error("the PROXY header is malformed: {0}")]
     Version2(#[from] v2::ParseError),
 }
@@ -101,11 +103,17 @@ async fn take_version_2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<
 /// It is malformed.
 pub fn parse(header: &[u8]) -> Result<Sender, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
-        return Ok(match v1::Header::try_from(header)?.addresses {
-            v1::Addresses::Tcp4(of) => Sender::Client(of.source_address.into()),
-            v1::Addresses::Tcp6(of) => Sender::Client(of.source_address.into()),
-            v1::Addresses::Unknown => Sender::Unknown,
-        });
+        let header = v1::Header::try_from(header)?;
+        // To `ppp` a lone LF among words that say nothing is an end, too; §2.1 wants CRLF.
+        let line =
+            header.header.strip_suffix("\r\n").filter(|line| !line.contains('\n')).ok_or(ProxyError::Malformed)?;
+        let client = match header.addresses {
+            v1::Addresses::Tcp4(of) => of.source_address.into(),
+            v1::Addresses::Tcp6(of) => of.source_address.into(),
+            v1::Addresses::Unknown => return Ok(Sender::Unknown),
+        };
+        // `+1` is a number to it as well. §2.1 wants digits, and nothing else has room for a sign.
+        return if line.contains('+') { Err(ProxyError::Malformed) } else { Ok(Sender::Client(client)) };
     }
     let header = v2::Header::try_from(header)?;
     Ok(match (header.command, header.protocol, header.addresses) {

@@ -1,155 +1,117 @@
 #!/usr/bin/env python3
-"""Reads what the gateway tells its callers with parsers that others wrote: `make test-clients`.
+"""Clients that others wrote, against the real binary: `make test-clients`.
 
-    clients.py BINARY FIELDS_MJS
+    clients.py BINARY [FAMILY …]
 
-Starts the binary on a free port and exits with 1 if any parser or client is not content.
+Exits with 1 if any of them is not content.
 """
 
-import json
-import re
+import importlib
 import subprocess
 import sys
-import tempfile
-import threading
-from pathlib import Path
 
-import http_sfv
 import urllib3
 
-# Each route has limits of its own, so that the checks do not meet.
-DIALECTS = ["ietf", "draft-07", "draft-03", "github"]
-PATIENT = {
-    "token-bucket": 'quota = "2/2s"\nburst = 2',
-    "fixed-window": 'quota = "2/2s"\nalgorithm = "fixed-window"',
-    "first-request": 'quota = "2/2s"\nalgorithm = "fixed-window"\nstart = "first-request"',
-    "sliding-window": 'quota = "2/2s"\nalgorithm = "sliding-window"',
-    "sliding-buckets": 'quota = "2/2s"\nalgorithm = "sliding-buckets"',
-    "sliding-log": 'quota = "2/2s"\nalgorithm = "sliding-log"',
-}
-# Of each limit in PATIENT: enough for several waits.
-REQUESTS = 10
+import fields
+import rpc
+import upstreams
+from gateway import CERTIFICATE, KEY, Gateway
+
+# Each has `check(clear, tls)`, which takes two URLs and returns what it has shown.
+FAMILIES = ["fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls"]
 
 
-def configuration():
-    parts = ['[[listener]]\naddress = "127.0.0.1:0"\n[log]\naccess = "off"\n']
+def configuration(http, websocket, grpc):
+    """Everything that the families ask for; each has limits of its own, so that they do not meet."""
+    upstream = {"http": http, "websocket": websocket, "grpc": grpc}
+    return f"""
+[server]
+header_timeout = "2s"
+body_idle_timeout = "2s"
+[log]
+access = "off"
+[[listener]]
+address = "127.0.0.1:0"
+[[listener]]
+address = "127.0.0.1:0"
+tls.certificates = [{{ cert = "{CERTIFICATE}", key = "{KEY}" }}]
+{"".join(f'[upstream.{name}]{chr(10)}servers = ["http://{address}"]{chr(10)}' for name, address in upstream.items())}
+protocol = "http2"
 
-    def route(name, limits, extra=""):
-        parts.append(
-            f'[[route]]\nname = "{name}"\npath = "/{name}"\nrespond = {{ status = 200 }}\nlimits = {json.dumps(limits)}\n{extra}\n'
-        )
+[[route]]
+name = "echo"
+path = "/{{*rest}}"
+upstream = "http"
+[[route]]
+name = "socket"
+path = "/socket"
+upstream = "websocket"
+websocket = true
+[[route]]
+name = "own"
+path = "/own"
+respond = {{ status = 200, body = "own" }}
 
-    # Three a quarter of an hour is what binds and what is violated; the others are listed beside it.
-    parts.append('[limit.narrow]\nby = ["ip", "route"]\nquota = "3/15m"\nalgorithm = "sliding-log"\n')
-    parts.append('[limit.broad]\nby = ["ip", "route"]\nquota = "1000/hour"\n')
-    parts.append('[limit.month]\nby = ["ip", "route"]\nquota = "100000/month"\nalgorithm = "fixed-window"\n')
-    for dialect in DIALECTS:
-        for reader in ("python", "node"):
-            route(f"{reader}-{dialect}", ["narrow", "broad", "month"], f'ratelimit_headers = ["{dialect}"]')
-    for name, limit in PATIENT.items():
-        parts.append(f'[limit.{name}]\nby = "ip"\n{limit}\n')
-        route(name, [name])
-    return "\n".join(parts)
+# Nothing passes here, as somebody has asked for it once before the families come.
+[limit.closed]
+by = "route"
+quota = "1/24h"
+algorithm = "sliding-log"
+[[route]]
+name = "closed"
+path = "/closed"
+limits = ["closed"]
+respond = {{ status = 200 }}
 
+[limit.hundred]
+by = "path:name"
+quota = "100/24h"
+algorithm = "sliding-log"
+[[route]]
+name = "hundred"
+path = "/hundred/{{name}}"
+limits = ["hundred"]
+respond = {{ status = 200, body = "admitted" }}
 
-def start(binary, folder):
-    path = Path(folder) / "gateway.toml"
-    path.write_text(configuration())
-    process = subprocess.Popen([binary, "--config", str(path)], stderr=subprocess.PIPE, text=True)
-    said = ""
-    for line in process.stderr:
-        said += line
-        listening = re.search(r"listens on (http://[^;,\s]+)", line)
-        if listening:
-            # Keep reading, so that the pipe never fills.
-            threading.Thread(target=lambda: [None for _ in process.stderr], daemon=True).start()
-            return process, listening[1]
-    raise SystemExit(f"the gateway did not start:\n{said}")
+[limit.patient]
+by = "path:name"
+quota = "1/2s"
+burst = 1
+[[route]]
+name = "patient"
+path = "/patient/{{name}}"
+limits = ["patient"]
+respond = {{ status = 200 }}
 
-
-def expect(condition, what):
-    if not condition:
-        raise AssertionError(what)
-
-
-def items(value):
-    """Names and parameters of a structured-field list."""
-    parsed = http_sfv.List()
-    parsed.parse(value.encode())
-    for item in parsed:
-        # A token is a str too, but not a string of RFC 9651.
-        expect(type(item.value) is str, f"names are strings: {value}")
-        expect(all(type(number) is int for number in item.params.values()), f"parameters are integers: {value}")
-    return {item.value: dict(item.params) for item in parsed}
-
-
-def structured_fields(pool, address):
-    """http_sfv reads RateLimit and RateLimit-Policy; they agree with the status, Retry-After and the body."""
-    policy = {"narrow": {"q": 3, "w": 900}, "broad": {"q": 1000, "w": 3600}, "month": {"q": 100000}}
-    for number in range(5):
-        reply = pool.request("GET", f"{address}/python-ietf", retries=False)
-        fields = reply.headers
-        expect(items(fields["ratelimit-policy"]) == policy, f"the policy: {fields['ratelimit-policy']}")
-        standing = items(fields["ratelimit"])
-        expect(all(set(parameters) == {"r", "t"} for parameters in standing.values()), f"r and t: {standing}")
-        expect(reply.status == (200 if number < 3 else 429), f"status {reply.status} of request {number}")
-        if reply.status == 200:
-            expect(set(standing) == set(policy), f"all limits are listed: {standing}")
-            expect(standing["narrow"]["r"] == 2 - number, f"what is left: {standing}")
-            expect(standing["month"]["r"] == 99999 - number, f"what is left of the month: {standing}")
-        else:
-            problem = json.loads(reply.data)
-            expect(list(standing) == problem["violated-policies"] == ["narrow"], f"the violated: {standing}, {problem}")
-            longest = max(parameters["t"] for parameters in standing.values())
-            expect(fields["retry-after"] == str(longest), f"Retry-After {fields['retry-after']} and t={longest}")
-            expect(890 <= longest <= 900, f"the wait: {longest}")
-
-
-def patience(pool, address, name, waits, failures):
-    """urllib3 waits as told: no request sees a second 429."""
-    retries = urllib3.Retry(
-        total=5, status_forcelist=[429], respect_retry_after_header=True, backoff_factor=0, raise_on_status=False
-    )
-    try:
-        for number in range(REQUESTS):
-            reply = pool.request("GET", f"{address}/{name}", retries=retries)
-            statuses = [attempt.status for attempt in reply.retries.history] + [reply.status]
-            expect(statuses in ([200], [429, 200]), f"statuses of request {number}: {statuses}")
-            waits[name] = waits.get(name, 0) + statuses.count(429)
-        expect(waits[name] >= 3, f"denied {waits[name]} times only")
-    except Exception as error:  # a thread has nobody else to tell
-        failures.append(f"{name}: {error}")
+[limit.calls]
+by = "route"
+quota = "3/24h"
+algorithm = "sliding-log"
+[[route]]
+name = "limited-calls"
+path = "/test.Limited/{{*rest}}"
+limits = ["calls"]
+upstream = "grpc"
+[[route]]
+name = "calls"
+path = "/test.Echo/{{*rest}}"
+upstream = "grpc"
+{fields.configuration()}
+"""
 
 
 def main():
-    binary, fields = sys.argv[1:]
-    with tempfile.TemporaryDirectory() as folder:
-        process, address = start(binary, folder)
-        try:
-            pool = urllib3.PoolManager(maxsize=len(PATIENT))
-            structured_fields(pool, address)
-            print(f"http_sfv {http_sfv.__version__}: RateLimit and RateLimit-Policy of 200 and 429, Retry-After, body")
-
-            subprocess.run(["node", fields, address, *DIALECTS], check=True)
-
-            waits, failures = {}, []
-            threads = [
-                threading.Thread(target=patience, args=(pool, address, name, waits, failures)) for name in PATIENT
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            expect(not failures, "urllib3: " + "; ".join(failures))
-            counts = ", ".join(f"{name} {count}" for name, count in sorted(waits.items()))
-            print(f"urllib3 {urllib3.__version__}: after every 429 the next try was a 200; waits: {counts}")
-        finally:
-            process.kill()
-            process.wait()
+    binary, *names = sys.argv[1:]
+    behind = [upstreams.http(), upstreams.websocket(), rpc.serve()]
+    for name in names or FAMILIES:
+        # Each has a gateway of its own.
+        with Gateway(binary, configuration(*behind)) as gateway:
+            urllib3.request("GET", f"{gateway.urls[0]}/closed")
+            print(importlib.import_module(name).check(*gateway.urls), flush=True)
 
 
 if __name__ == "__main__":
     try:
         main()
-    except (AssertionError, ValueError, KeyError, subprocess.CalledProcessError) as error:
+    except (AssertionError, subprocess.SubprocessError) as error:
         sys.exit(f"not content: {type(error).__name__}: {error}")

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::time::Duration;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertifiedIssuer, DistinguishedName, DnType, ExtendedKeyUsagePurpose, IsCa,
@@ -59,6 +60,13 @@ impl Authority {
         self.sign_for(&[], names, years, ExtendedKeyUsagePurpose::ServerAuth)
     }
 
+    /// A client's certificate that is valid for so many seconds since 1970.
+    pub fn client_until(&self, subject: &[(DnType, &str)], unix_s: u64) -> Pair {
+        let mut params = parameters(subject, NOW);
+        params.not_after = date_time_ymd(1970, 1, 1) + Duration::from_secs(unix_s);
+        self.finish(params, ExtendedKeyUsagePurpose::ClientAuth)
+    }
+
     pub fn sign(&self, subject: &[(DnType, &str)], years: [i32; 2], usage: ExtendedKeyUsagePurpose) -> Pair {
         self.sign_for(subject, &[], years, usage)
     }
@@ -72,6 +80,10 @@ impl Authority {
     ) -> Pair {
         let mut params = parameters(subject, years);
         params.subject_alt_names = names.iter().map(|name| alternative(name)).collect();
+        self.finish(params, usage)
+    }
+
+    fn finish(&self, mut params: CertificateParams, usage: ExtendedKeyUsagePurpose) -> Pair {
         params.extended_key_usages = vec![usage];
         let key = KeyPair::generate().unwrap();
         let certificate = params.signed_by(&key, &self.0).unwrap();

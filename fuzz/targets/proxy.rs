@@ -1,0 +1,76 @@
+//! The PROXY header: whom a connection is believed to be from is what the header says by the rules of the protocol, whole
+//! and to the letter.
+
+use std::net::IpAddr;
+
+use sluicegate::server::proxy::{Sender, parse};
+
+const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
+
+pub(crate) fn run(data: &[u8]) {
+    let Ok(sender) = parse(data) else { return };
+    let length = match data.strip_prefix(SIGNATURE) {
+        Some([command, family, high, low, rest @ ..]) => {
+            let length = usize::from(u16::from_be_bytes([*high, *low]));
+            let rest = rest.get(..length).expect("no more is taken than what is there");
+            version_2(*command, *family, rest, &sender);
+            SIGNATURE.len() + 4 + length
+        }
+        Some(_) => panic!("half a header is taken: {}", data.escape_ascii()),
+        None => {
+            let end = data.windows(2).position(|pair| pair == b"\r\n").expect("a line that ends") + 2;
+            let line = std::str::from_utf8(&data[..end]).expect("version 1 is text");
+            version_1(line, &sender);
+            end
+        }
+    };
+    // The header says it all: not what follows it, and nothing as long as some of it is missing.
+    assert_eq!(parse(&data[..length]).ok().as_ref(), Some(&sender), "{}", data.escape_ascii());
+    assert_eq!(parse(&[&data[..length], b"PROXY "].concat()).ok().as_ref(), Some(&sender), "{}", data.escape_ascii());
+    for cut in 0..length {
+        assert!(parse(&data[..cut]).is_err(), "{} of {}", cut, data.escape_ascii());
+    }
+}
+
+/// §2.1, read once more: one space, two addresses of the family, two ports in plain digits.
+fn version_1(line: &str, sender: &Sender) {
+    assert!(line.len() <= 107, "{line:?}");
+    let fields: Vec<_> = line.strip_suffix("\r\n").expect("its end").split(' ').collect();
+    match (sender, &fields[..]) {
+        (Sender::Client(client), ["PROXY", family, source, destination, ports @ ..]) => {
+            let [source, destination] = [source, destination].map(|text| text.parse::<IpAddr>().expect("an address"));
+            assert_eq!((client, source.is_ipv4()), (&source, *family == "TCP4"), "{line:?}");
+            assert!(source.is_ipv4() == destination.is_ipv4() && matches!(*family, "TCP4" | "TCP6"), "{line:?}");
+            let [of_source, of_destination] = ports else { panic!("two ports: {line:?}") };
+            for port in [of_source, of_destination] {
+                let number: u16 = port.parse().expect("a port");
+                assert_eq!(number.to_string(), **port, "{line:?}");
+            }
+            let again = format!("PROXY {family} {source} {destination} {of_source} {of_destination}\r\n");
+            assert_eq!(parse(again.as_bytes()).ok().as_ref(), Some(sender), "{line:?} is {again:?}");
+        }
+        (Sender::Unknown, ["PROXY", "UNKNOWN", ..]) => {}
+        _ => panic!("{sender:?} of {line:?}"),
+    }
+}
+
+/// §2.2, read once more. Behind the addresses a proxy may add what it likes.
+fn version_2(command: u8, family: u8, rest: &[u8], sender: &Sender) {
+    let header = |rest: &[u8]| {
+        let length = u16::try_from(rest.len()).expect("addresses are short").to_be_bytes();
+        [SIGNATURE, &[command, family], &length, rest].concat()
+    };
+    match (sender, command, family) {
+        (Sender::Proxy, 0x20, _) => {}
+        (Sender::Client(IpAddr::V4(client)), 0x21, 0x11) => {
+            assert_eq!(client.octets(), rest[..4]);
+            assert_eq!(parse(&header(&rest[..12])).ok().as_ref(), Some(sender));
+        }
+        (Sender::Client(IpAddr::V6(client)), 0x21, 0x21) => {
+            assert_eq!(client.octets(), rest[..16]);
+            assert_eq!(parse(&header(&rest[..36])).ok().as_ref(), Some(sender));
+        }
+        (Sender::Unknown, 0x21, family) => assert!(!matches!(family, 0x11 | 0x21)),
+        _ => panic!("{sender:?} of {command:#x}, {family:#x}"),
+    }
+}

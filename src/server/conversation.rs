@@ -1,0 +1,170 @@
+//! HTTP on one connection, until it ends: requests, deadlines, the end of the gateway.
+
+use std::convert::Infallible;
+use std::error::Error;
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::time::Duration;
+
+use hyper::rt::Executor;
+use hyper::server::conn::{http1, http2};
+use hyper::service::service_fn;
+use hyper_util::rt::TokioIo;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::time::{Instant, sleep};
+use tokio_util::sync::CancellationToken;
+
+use super::protocol::Protocol;
+use crate::gateway::{Gateway, Peer};
+use crate::http::activity::Activity;
+use crate::http::flow::Watch;
+use crate::runtime::ServerSettings;
+
+/// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
+const HYPER_MAX_HEADERS: usize = 100;
+
+/// Bytes of a request that a stream holds for an upstream that does not take them.
+const HTTP2_WINDOW: u32 = 256 << 10;
+
+/// Bytes of a response that a stream holds for a client that does not take them, besides the piece that goes over it.
+const HTTP2_SEND_BUFFER: usize = 128 << 10;
+
+/// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
+pub(super) type BoxError = Box<dyn Error + Send + Sync>;
+
+/// How a connection ends otherwise.
+pub(super) enum End {
+    /// All is said.
+    Done,
+    /// The client may still be sending what nobody reads.
+    Cut,
+    /// A deadline is over.
+    Overdue,
+    /// The client does not take the response.
+    Stalled,
+    /// A response broke off, and what there is of it looks whole.
+    Torn,
+}
+
+/// One connection's HTTP.
+pub(super) struct Conversation {
+    pub(super) gateway: Arc<Gateway>,
+    pub(super) peer: Arc<Peer>,
+    pub(super) activity: Arc<Activity>,
+    /// Cancelled when no new requests are wanted.
+    pub(super) stop: CancellationToken,
+}
+
+/// Runs the streams of an HTTP/2 connection, each for as long as its client takes what there is.
+#[derive(Debug, Clone)]
+struct Streams {
+    body_idle_timeout: Duration,
+}
+
+impl Conversation {
+    /// Serves a connection to its end.
+    pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<End, BoxError>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
+        let settings = &self.gateway.runtime().server;
+        let service = service_fn(|request| {
+            let in_flight = self.activity.enter();
+            // HTTP/2 runs requests as tasks of their own.
+            let (gateway, peer) = (self.gateway.clone(), self.peer.clone());
+            // On the heap: an HTTP/1.x connection keeps room for it from one request to the next.
+            Box::pin(async move {
+                let response = gateway.handle(request, &peer).await;
+                Ok::<_, Infallible>(in_flight.answer(response))
+            })
+        });
+        let io = TokioIo::new(stream);
+        match protocol {
+            Protocol::Http1 => {
+                let connection = http1(settings).serve_connection(io, service).with_upgrades();
+                self.attend(connection, |connection| connection.graceful_shutdown()).await
+            }
+            Protocol::Http2 => {
+                let connection = http2(settings).serve_connection(io, service);
+                // On the heap: it is twice as large as the other.
+                Box::pin(self.attend(connection, |connection| connection.graceful_shutdown())).await
+            }
+        }
+    }
+
+    /// Sees to a connection's deadlines.
+    async fn attend<C>(&self, connection: C, wind_down: impl FnOnce(Pin<&mut C>)) -> Result<End, BoxError>
+    where
+        C: Future<Output = hyper::Result<()>>,
+    {
+        let settings = &self.gateway.runtime().server;
+        let mut connection = pin!(connection);
+        let mut watch = Watch::new(settings.body_idle_timeout);
+        let mut stopped = pin!(self.stop.cancelled());
+        let mut wind_down = Some(wind_down);
+        // One timer for a connection, looked at when it fires; none is set for each request.
+        let grace = || self.activity.grace(settings.header_timeout, settings.idle_timeout);
+        let mut deadline = pin!(sleep(grace().unwrap_or_default()));
+        loop {
+            tokio::select! {
+                biased;
+                ended = poll_fn(|cx| watch.poll(connection.as_mut(), cx)) => match ended {
+                    None => return Ok(End::Stalled),
+                    Some(Ok(())) => break,
+                    // The answer to a head that is too long, say, comes before its end.
+                    Some(Err(error)) if error.is_parse() => return Ok(End::Cut),
+                    Some(Err(_)) if watch.flow().is_unframed() => return Ok(End::Torn),
+                    Some(Err(error)) => return Err(error.into()),
+                },
+                () = stopped.as_mut(), if wind_down.is_some() => {
+                    if let Some(wind_down) = wind_down.take() {
+                        wind_down(connection.as_mut());
+                    }
+                }
+                () = deadline.as_mut() => match grace() {
+                    Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
+                    None => return Ok(End::Overdue),
+                },
+            }
+        }
+        if let Some(tunnel) = self.activity.switched() {
+            // On the heap: few connections need the room.
+            Box::pin(tunnel.pass()).await;
+        }
+        Ok(if watch.flow().is_cut() { End::Cut } else { End::Done })
+    }
+}
+
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
+    fn execute(&self, stream: F) {
+        let mut watch = Watch::new(self.body_idle_timeout);
+        let mut stream = Box::pin(stream);
+        // Dropping the stream resets it.
+        tokio::spawn(poll_fn(move |cx| watch.poll(stream.as_mut(), cx).map(drop)));
+    }
+}
+
+/// HTTP/1.x, with bounds on what a client can make us hold.
+fn http1(settings: &ServerSettings) -> http1::Builder {
+    let mut builder = http1::Builder::new();
+    // A head and a small body are one copy into one write: cheaper than a vectored one.
+    builder.writev(false);
+    // Buffers are filled to their capacity, so the one bound does not make the other.
+    builder.max_buf_size(settings.max_header_size).max_header_size(settings.max_header_size);
+    if settings.max_headers != HYPER_MAX_HEADERS {
+        builder.max_headers(settings.max_headers);
+    }
+    builder
+}
+
+/// HTTP/2, likewise.
+fn http2(settings: &ServerSettings) -> http2::Builder<Streams> {
+    let mut builder = http2::Builder::new(Streams { body_idle_timeout: settings.body_idle_timeout });
+    builder
+        .max_concurrent_streams(settings.http2_max_streams)
+        .initial_stream_window_size(HTTP2_WINDOW)
+        .max_send_buf_size(HTTP2_SEND_BUFFER)
+        .max_header_list_size(settings.max_header_size as u32);
+    builder
+}

@@ -1,0 +1,47 @@
+"""The gateway under test: the real binary on free ports, and what the checks share."""
+
+import re
+import subprocess
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# The published development certificate: for localhost and 127.0.0.1, and its own authority.
+CERTIFICATE = ROOT / "certs/dev.pem"
+KEY = ROOT / "certs/dev.key"
+# Where npm has put its packages, and the Makefile our scripts.
+NODE = ROOT / "target/clients"
+
+
+def expect(condition, what):
+    if not condition:
+        raise AssertionError(what)
+
+
+class Gateway:
+    """A running gateway; `urls` has its listeners in their order."""
+
+    def __init__(self, binary, configuration):
+        self.folder = tempfile.TemporaryDirectory()
+        path = Path(self.folder.name) / "gateway.toml"
+        path.write_text(configuration)
+        self.process = subprocess.Popen([binary, "--config", str(path)], stderr=subprocess.PIPE, text=True)
+        said = ""
+        for line in self.process.stderr:
+            said += line
+            listening = re.search(r"listens on (.*?);", line)
+            if listening:
+                self.urls = listening[1].split(", ")
+                # Keep reading, so that the pipe never fills.
+                threading.Thread(target=lambda: [None for _ in self.process.stderr], daemon=True).start()
+                return
+        raise SystemExit(f"the gateway did not start:\n{said}")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait()
+        self.folder.cleanup()

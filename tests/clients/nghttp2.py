@@ -1,0 +1,47 @@
+"""nghttp2's tools. h2load: many streams on many connections, none of them lost; a limit is exact under them. nghttp: the frames of
+an answer that comes before its request is read."""
+
+import re
+import subprocess
+import tempfile
+
+from gateway import expect
+from upstreams import LARGE
+
+
+def h2load(*arguments):
+    """Requests that succeeded and failed, and how many there were of each class of statuses."""
+    ran = subprocess.run(["h2load", *arguments], capture_output=True, text=True, check=True, timeout=120)
+    done = re.search(r"(\d+) succeeded, (\d+) failed, (\d+) errored, (\d+) timeout", ran.stdout)
+    statuses = re.search(r"status codes: (\d+) 2xx, (\d+) 3xx, (\d+) 4xx, (\d+) 5xx", ran.stdout)
+    return [int(number) for number in done.groups()], [int(number) for number in statuses.groups()]
+
+
+def early(url):
+    """RFC 9113 §8.1: the whole answer, and then that nothing more is wanted."""
+    with tempfile.NamedTemporaryFile() as upload:
+        upload.write(LARGE * 3)
+        upload.flush()
+        run = ["nghttp", "--verbose", "--null-out", f"--data={upload.name}", f"{url}/closed"]
+        said = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60).stdout
+    said = re.sub(r"\x1b\[[0-9;]*m", "", said)
+    frames = re.findall(r"recv (HEADERS|DATA|RST_STREAM) frame <length=\d+, flags=(0x\d\d), stream_id=\d+>", said)
+    expect(":status: 429" in said, said[-2000:])
+    expect(frames == [("HEADERS", "0x04"), ("DATA", "0x01"), ("RST_STREAM", "0x00")], frames)
+    expect("error_code=NO_ERROR" in said, said[-2000:])
+
+
+def check(clear, tls):
+    early(clear)
+    early(tls)
+    for arguments, url in [(["--h1"], clear), ([], clear), ([], tls), (["--npn-list=http/1.1"], tls)]:
+        streams = "1" if arguments else "20"
+        load = ["--requests=20000", "--clients=50", f"--max-concurrent-streams={streams}", *arguments]
+        done, statuses = h2load(*load, f"{url}/own")
+        expect(statuses == [20_000, 0, 0, 0] and done == [20_000, 0, 0, 0], f"{arguments} {url}: {done}, {statuses}")
+    done, statuses = h2load("--requests=5000", "--clients=50", "--max-concurrent-streams=20", f"{clear}/hundred/load")
+    # h2load counts what is not 2xx as failed.
+    expect(statuses == [100, 0, 4900, 0] and done[2:] == [0, 0], f"a limit of 100: {done}, {statuses}")
+    version = subprocess.run(["h2load", "--version"], capture_output=True, text=True, check=True).stdout.split()[1]
+    shown = "80,000 requests by HTTP/1.1 and HTTP/2, 50 connections, 20 streams: none lost; exactly 100 of 5,000"
+    return f"h2load {version}: {shown}; nghttp: 429 while uploading"

@@ -1,0 +1,55 @@
+"""slowhttptest: slow heads, slow bodies and slow readers are closed at their deadlines, and others are served meanwhile."""
+
+import re
+import subprocess
+import time
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from gateway import expect
+
+CONNECTIONS = 500
+SECONDS = 10
+
+
+def attack(mode, url, *arguments):
+    """Begins; it ends when no connection is left, or when the time is over."""
+    shape = ["-c", str(CONNECTIONS), "-r", str(CONNECTIONS), "-l", str(SECONDS), "-p", "3"]
+    run = ["slowhttptest", mode, *shape, "-u", url, *arguments]
+    return subprocess.Popen(run, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+
+
+def result(attack, what):
+    """What it has said in the end; others must have been served all the time."""
+    said = re.sub(r"\x1b\[[0-9;]*m", "", attack.communicate(timeout=6 * SECONDS)[0])
+    available = re.findall(r"service available:\s+(\w+)", said)
+    expect(available and set(available) == {"YES"}, f"{what}: others were not served:\n{said[-2000:]}")
+    return said
+
+
+def established(url):
+    """Connections that the gateway holds (proc_net_tcp(5): state 1)."""
+    port = f":{urlsplit(url).port:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(1 for row in rows if row[1].endswith(port) and row[3] == "01")
+
+
+def check(clear, _tls):
+    for what, mode, url, arguments in [
+        ("slow heads", "-H", f"{clear}/own", ["-i", "1"]),
+        ("slow bodies", "-B", f"{clear}/echo", ["-i", "5", "-s", "100000"]),
+    ]:
+        said = result(attack(mode, url, *arguments), what)
+        expect("Exit status: No open connections left" in said, f"{what}: connections stay open:\n{said[-2000:]}")
+
+    # Who reads 32 bytes in 5 s learns late that it is over: what counts is what the gateway holds.
+    readers = attack("-X", f"{clear}/large", "-w", "512", "-y", "1024", "-n", "5", "-z", "32")
+    counts = []
+    while readers.poll() is None:
+        counts.append(established(clear))
+        time.sleep(0.1)
+    # Some ends before the last begins.
+    expect(max(counts) > CONNECTIONS * 0.8, f"slow readers: {max(counts)} connections at most")
+    expect(counts[-1] <= 5, f"slow readers: {counts[-1]} connections stay open")
+    result(readers, "slow readers")
+    return f"slowhttptest: {CONNECTIONS} connections with slow heads, bodies and readers are all closed, others are served"
