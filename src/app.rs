@@ -34,6 +34,7 @@ use crate::runtime::{Access, Layout, Listener, Runtime, Target};
 use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::upstream::fleet::Fleet;
+use crate::upstream::health;
 use crate::watch::Watcher;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -135,7 +136,7 @@ impl App {
             Layout::PerCore => 1,
             Layout::Shared => self.runtime.server.workers,
         };
-        let mut workers = Vec::new();
+        let mut workers: Vec<_> = check_health(&fleets, stop.clone())?.into_iter().collect();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 runtime: self.runtime.clone(),
@@ -243,6 +244,26 @@ impl Worker {
             }
         }
     }
+}
+
+/// On a thread of its own: a worker that is busy says nothing about servers.
+fn check_health(
+    fleets: &[Arc<Fleet>],
+    stop: CancellationToken,
+) -> Result<Option<thread::JoinHandle<Result<(), AppError>>>, AppError> {
+    let checked: Vec<_> = fleets.iter().filter(|fleet| fleet.settings.health.is_some()).cloned().collect();
+    if checked.is_empty() {
+        return Ok(None);
+    }
+    let run = move || {
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
+        runtime.block_on(async {
+            checked.into_iter().for_each(|fleet| drop(tokio::spawn(health::watch(fleet))));
+            stop.cancelled().await;
+        });
+        Ok(())
+    };
+    thread::Builder::new().name("health".to_owned()).spawn(run).map(Some).map_err(AppError::Worker)
 }
 
 fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {

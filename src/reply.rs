@@ -66,8 +66,8 @@ const BLANK: &str = "about:blank";
 /// How long to stay away while limits cannot be checked: the store is asked again within this time.
 const STORE_RETRY_S: u64 = 1;
 
-/// How long to stay away from an upstream without servers.
-const SERVER_RETRY_S: u64 = 1;
+/// How long to stay away from an upstream that has too much to do.
+const BUSY_RETRY_S: u64 = 1;
 
 impl Rejection<'_> {
     /// The response, and one word for the access log.
@@ -143,11 +143,17 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
 fn upstream(error: &UpstreamError) -> (Response<Body>, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
-        UpstreamError::NoServer { .. } => {
-            let detail = "the upstream has no server at the moment";
-            let mut response = problem(StatusCode::SERVICE_UNAVAILABLE, BLANK, detail);
-            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(SERVER_RETRY_S));
+        UpstreamError::NoServer { after, .. } => {
+            let mut response =
+                problem(StatusCode::SERVICE_UNAVAILABLE, BLANK, "the upstream has no healthy server at the moment");
+            fields::retry_after(response.headers_mut(), after.as_micros() as u64);
             (response, "upstream-none")
+        }
+        UpstreamError::Busy { .. } => {
+            let mut response =
+                problem(StatusCode::SERVICE_UNAVAILABLE, BLANK, "the upstream has no room at the moment");
+            response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(BUSY_RETRY_S));
+            (response, "upstream-busy")
         }
         UpstreamError::Connect { .. } | UpstreamError::ConnectTimeout { .. } => {
             (problem(StatusCode::BAD_GATEWAY, BLANK, "the upstream cannot be reached"), "upstream-connect")

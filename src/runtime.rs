@@ -2,6 +2,7 @@
 
 mod consumers;
 pub mod files;
+mod fleets;
 mod identities;
 mod limits;
 mod listeners;

@@ -7,8 +7,8 @@ use serde::forward_to_deserialize_any;
 
 use super::forms::ServerTable;
 use super::{
-    ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit,
-    Listener, ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
+    ApiKey, Certificate, ClientIp, ClientTls, Config, Consumer, Consumers, CostTable, Eject, HeaderRules, Health, Jwt,
+    Limit, Listener, ListenerTls, Log, Respond, Route, Server, Size, Store, Upstream,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -18,8 +18,7 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries", "tls"]),
-    ("servers", &["weight"]),
+    ("upstream", &["tls"]),
     ("route", &["redirect", "strip_prefix", "rewrite", "timeout"]),
 ];
 
@@ -42,6 +41,8 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["limit", _, "cost"] => ("cost", fields::<CostTable>()),
         ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", fields::<Size>()),
         ["upstream", _] => ("upstream", fields::<Upstream>()),
+        ["upstream", _, "health"] => ("health", fields::<Health>()),
+        ["upstream", _, "eject"] => ("eject", fields::<Eject>()),
         ["upstream", _, "servers"] => ("servers", fields::<ServerTable>()),
         ["route"] => ("route", fields::<Route>()),
         ["route", "request_headers" | "response_headers"] => ("header rules", fields::<HeaderRules>()),

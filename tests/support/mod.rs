@@ -14,6 +14,7 @@ pub mod redis;
 pub mod relay;
 pub mod resp;
 pub mod sentinel;
+pub mod server;
 pub mod stores;
 pub mod tokens;
 pub mod upstream;
