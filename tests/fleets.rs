@@ -1,4 +1,5 @@
 //! Fleets of servers: who is asked, what happens when one does not answer, how many requests there may be.
+#![allow(clippy::disallowed_methods)] // waits have a clock of their own
 
 mod support;
 
