@@ -38,6 +38,7 @@ use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::tally::Family;
 use crate::upstream::fleet::Fleet;
+use crate::upstream::health;
 use crate::upstream::resolve::Names;
 use crate::upstream::resolve::directory::Directory;
 use crate::watch::Watcher;
@@ -140,6 +141,7 @@ impl App {
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
         let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
         let names = look_up(&fleets, stop.clone())?;
+        let health = check_health(&fleets, stop.clone())?;
         self.announce();
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
@@ -171,7 +173,7 @@ impl App {
         if let (Some(socket), Some(settings)) = (self.admin, &self.runtime.admin) {
             admin::start(socket, settings.token.clone(), vitals, end).map_err(AppError::Worker)?;
         }
-        let mut workers: Vec<_> = names.into_iter().collect();
+        let mut workers: Vec<_> = names.into_iter().chain(health).collect();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 runtime: self.runtime.clone(),
@@ -310,6 +312,26 @@ fn look_up(
     // Nothing is ever sent: it is over when all who could are gone, or when it takes too long.
     let _ = looked_up.recv_timeout(FIRST_ADDRESSES);
     Ok(Some(thread))
+}
+
+/// On a thread of its own: a worker that is busy says nothing about servers.
+fn check_health(
+    fleets: &[Arc<Fleet>],
+    stop: CancellationToken,
+) -> Result<Option<JoinHandle<Result<(), AppError>>>, AppError> {
+    let checked: Vec<_> = fleets.iter().filter(|fleet| fleet.settings.health.is_some()).cloned().collect();
+    if checked.is_empty() {
+        return Ok(None);
+    }
+    let run = move || {
+        let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
+        runtime.block_on(async {
+            checked.into_iter().for_each(|fleet| drop(tokio::spawn(health::watch(fleet))));
+            stop.cancelled().await;
+        });
+        Ok(())
+    };
+    thread::Builder::new().name("health".to_owned()).spawn(run).map(Some).map_err(AppError::Worker)
 }
 
 fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {

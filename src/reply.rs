@@ -70,8 +70,8 @@ const TOO_LARGE: (StatusCode, &str, &str) =
 /// How long to stay away while limits cannot be checked: the store is asked again within this time.
 const STORE_RETRY_S: u64 = 1;
 
-/// How long to stay away from an upstream without servers.
-const SERVER_RETRY_S: u64 = 1;
+/// How long to stay away from an upstream that has too much to do.
+const BUSY_RETRY_S: u64 = 1;
 
 impl Rejection<'_> {
     /// The response, and one word for the access log. With `request_id` those that are not the client's doing say which request
@@ -122,8 +122,14 @@ impl Rejection<'_> {
             Rejection::Upstream(error) => {
                 let (status, detail, outcome) = upstream(&error);
                 let mut response = traceable(status, BLANK, detail, request_id);
-                if let UpstreamError::NoServer { .. } = error {
-                    response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(SERVER_RETRY_S));
+                match error {
+                    UpstreamError::NoServer { after, .. } => {
+                        fields::retry_after(response.headers_mut(), after.as_micros() as u64);
+                    }
+                    UpstreamError::Busy { .. } => {
+                        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(BUSY_RETRY_S));
+                    }
+                    _ => {}
                 }
                 (response, outcome)
             }
@@ -152,7 +158,10 @@ fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
         UpstreamError::NoServer { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no server at the moment", "upstream-none")
+            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "upstream-none")
+        }
+        UpstreamError::Busy { .. } => {
+            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no room at the moment", "upstream-busy")
         }
         UpstreamError::Connect { .. } => {
             (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect")

@@ -4,6 +4,7 @@ mod admin;
 mod client_tls;
 mod consumers;
 pub mod files;
+mod fleets;
 mod identities;
 mod limits;
 mod listeners;

@@ -1,26 +1,38 @@
 //! Upstreams: sends a request on and hands its answer back.
 
 mod advice;
+pub mod balance;
+mod budget;
+pub mod condition;
 mod connect;
+mod connecting;
+mod exchange;
 pub mod fleet;
+pub mod health;
 mod http2;
 mod link;
+pub mod member;
 mod pool;
+mod queue;
 pub mod resolve;
+mod table;
 pub mod tls;
 
 use std::error::Error;
 use std::fmt::{self, Display};
 use std::sync::Arc;
 
-use arc_swap::ArcSwap;
-use http::{Request, Response};
-use hyper::body::Incoming;
+use arc_swap::{ArcSwap, Guard};
+use tokio::time::{Duration, timeout};
 
-use crate::http::body::Body;
-use crate::http::bounds::Bounds;
-use fleet::{Fleet, Member};
+use balance::Dice;
+use fleet::Fleet;
 use link::Link;
+use member::Member;
+use queue::Place;
+
+/// When to ask again for an upstream whose servers have no addresses.
+const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
 
 /// What is spoken with an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -35,8 +47,10 @@ pub enum Protocol {
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum UpstreamError {
-    #[error("upstream `{upstream}` has no server that could be asked")]
-    NoServer { upstream: Box<str> },
+    #[error("upstream `{upstream}` has no healthy server")]
+    NoServer { upstream: Box<str>, after: Duration },
+    #[error("all servers of upstream `{upstream}` have as many requests as they may")]
+    Busy { upstream: Box<str> },
     #[error("connecting to upstream `{upstream}` failed: {source}")]
     Connect { upstream: Box<str>, source: std::io::Error },
     #[error("connecting to upstream `{upstream}` took too long")]
@@ -91,6 +105,7 @@ impl Display for Reason<'_> {
 pub struct Upstream {
     fleet: Arc<Fleet>,
     links: ArcSwap<Links>,
+    dice: Dice,
 }
 
 /// The ways to the members of a fleet.
@@ -101,26 +116,19 @@ struct Links {
     all: Vec<Arc<Link>>,
 }
 
+/// What the members for a request are chosen by.
+struct Choice {
+    /// The hash of the header that decides, if one does.
+    key: Option<u64>,
+    /// Those that will not do.
+    tried: Vec<Arc<Member>>,
+}
+
 impl Upstream {
     /// Without connections yet.
     pub fn new(fleet: Arc<Fleet>) -> Self {
         let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: Vec::new() });
-        Upstream { fleet, links }
-    }
-
-    /// To the members that there are now; connections to those that were there before stay.
-    fn links(&self) -> Arc<Links> {
-        let (members, links) = (self.fleet.members(), self.links.load_full());
-        if Arc::ptr_eq(&members, &links.of) {
-            return links;
-        }
-        let link = |member: &Arc<Member>| {
-            let known = links.all.iter().find(|link| link.leads_to(member)).cloned();
-            known.unwrap_or_else(|| Arc::new(Link::new(self.fleet.settings.clone(), member.clone())))
-        };
-        let links = Arc::new(Links { all: members.iter().map(link).collect(), of: members });
-        self.links.store(links.clone());
-        links
+        Upstream { fleet, links, dice: Dice::random() }
     }
 
     /// Its name.
@@ -138,13 +146,44 @@ impl Upstream {
         &self.fleet.settings.servers[0].authority
     }
 
-    /// Sends a request and waits for the head of the response. Dropping the future cancels the request.
-    ///
-    /// # Errors
-    /// See [`UpstreamError`].
-    pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
-        let link = self.links().all.first().cloned();
-        let link = link.ok_or_else(|| UpstreamError::NoServer { upstream: self.name().into() })?;
-        link.send(request, bounds).await
+    /// To these members; connections to those that were there before stay.
+    fn links(&self, members: &Arc<Vec<Arc<Member>>>) -> Guard<Arc<Links>> {
+        let links = self.links.load();
+        if Arc::ptr_eq(members, &links.of) {
+            return links;
+        }
+        let link = |member: &Arc<Member>| {
+            let known = links.all.iter().find(|link| link.leads_to(member)).cloned();
+            known.unwrap_or_else(|| Arc::new(Link::new(&self.fleet.settings, member.clone())))
+        };
+        self.links.store(Arc::new(Links { all: members.iter().map(link).collect(), of: members.clone() }));
+        self.links.load()
+    }
+
+    /// A place at the member whose turn it is, and the way there; none if there is no room.
+    fn place(&self, key: Option<u64>, tried: &[Arc<Member>]) -> Option<(Arc<Link>, Place)> {
+        let table = self.fleet.table();
+        let (index, place) = self.fleet.place(&table, key, &self.dice, tried)?;
+        Some((self.links(&table.members).all[index].clone(), place))
+    }
+
+    /// A place as soon as there is one.
+    async fn wait(&self, key: Option<u64>) -> Result<(Arc<Link>, Place), UpstreamError> {
+        let settings = &self.fleet.settings;
+        let busy = || UpstreamError::Busy { upstream: settings.name.clone() };
+        if self.fleet.table().usable.is_empty() {
+            let after = settings.health.as_ref().map_or(UNRESOLVED_RETRY, |health| health.interval);
+            return Err(UpstreamError::NoServer { upstream: settings.name.clone(), after });
+        }
+        let mut waiting = self.fleet.queue.join().ok_or_else(busy)?;
+        if waiting.first {
+            // A place may have become free before anybody could know that somebody waits for it.
+            self.place(key, &[]);
+        }
+        let place = timeout(settings.connect_timeout, waiting.turn()).await.ok().flatten().ok_or_else(busy)?;
+        let table = self.fleet.table();
+        let links = self.links(&table.members);
+        let link = links.all.iter().find(|link| link.leads_to(place.member())).cloned();
+        Ok((link.unwrap_or_else(|| Arc::new(Link::new(settings, place.member().clone()))), place))
     }
 }

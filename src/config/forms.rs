@@ -40,11 +40,13 @@ pub enum Shares {
     Weighted(BTreeMap<String, Spanned<i64>>),
 }
 
-/// `"http://…"` or `{ url = "http://…" }`.
+/// `"http://…"` or `{ url = "http://…", weight = … }`.
 #[derive(Debug, Default)]
 pub struct UpstreamServer {
     /// Where it listens.
     pub url: String,
+    /// Its share beside that of others.
+    pub weight: Option<Spanned<i64>>,
 }
 
 impl<'de> Deserialize<'de> for OneOrMany {
@@ -94,11 +96,11 @@ impl<'de> Deserialize<'de> for UpstreamServer {
                 f.write_str("a URL or a table with `url`")
             }
             fn visit_str<E>(self, url: &str) -> Result<UpstreamServer, E> {
-                Ok(UpstreamServer { url: url.to_owned() })
+                Ok(UpstreamServer { url: url.to_owned(), weight: None })
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamServer, A::Error> {
-                let table = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
-                Ok(UpstreamServer { url: table.url })
+                let ServerTable { url, weight } = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
+                Ok(UpstreamServer { url, weight })
             }
         }
         deserializer.deserialize_any(Either)
@@ -128,4 +130,5 @@ impl<'de> Deserialize<'de> for LimitCost {
 #[derive(Debug, Deserialize)]
 pub(super) struct ServerTable {
     url: String,
+    weight: Option<Spanned<i64>>,
 }

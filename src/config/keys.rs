@@ -7,8 +7,8 @@ use serde::forward_to_deserialize_any;
 
 use super::forms::ServerTable;
 use super::{
-    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, HeaderRules, Jwt, Limit, Listener,
-    ListenerTls, Log, Redirect, Respond, Route, Server, Size, Store, StoreTls, Upstream, UpstreamTls,
+    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, Eject, HeaderRules, Health, Jwt,
+    Limit, Listener, ListenerTls, Log, Redirect, Respond, Route, Server, Size, Store, StoreTls, Upstream, UpstreamTls,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
@@ -17,8 +17,6 @@ const LATER: &[(&str, &[&str])] = &[
     ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
-    ("upstream", &["balance", "max_requests", "max_queue", "health", "eject", "slow_start", "retries"]),
-    ("servers", &["weight"]),
 ];
 
 /// The table that a key stands in, and the keys that work there.
@@ -42,6 +40,8 @@ fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {
         ["limit", _, "tiers", _] | ["consumer", "limit", _] => ("size", fields::<Size>()),
         ["upstream", _] => ("upstream", fields::<Upstream>()),
         ["upstream", _, "tls"] => ("upstream tls", fields::<UpstreamTls>()),
+        ["upstream", _, "health"] => ("health", fields::<Health>()),
+        ["upstream", _, "eject"] => ("eject", fields::<Eject>()),
         ["upstream", _, "servers"] => ("servers", fields::<ServerTable>()),
         ["route"] => ("route", fields::<Route>()),
         ["route", "request_headers" | "response_headers"] => ("header rules", fields::<HeaderRules>()),

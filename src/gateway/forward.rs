@@ -90,7 +90,7 @@ pub(super) async fn forward(
     let (mut parts, body) = response.into_parts();
     parts.version = Version::HTTP_11;
     if parts.status == StatusCode::SWITCHING_PROTOCOLS {
-        let switched = self::switch(parts, switch, runtime.server.idle_timeout);
+        let switched = self::switch(parts, body, switch, runtime.server.idle_timeout);
         return switched.ok_or_else(|| UpstreamError::Switched { upstream: upstream.name().into() });
     }
     if http_1_0 && body.size_hint().exact().is_none() {
@@ -104,6 +104,7 @@ pub(super) async fn forward(
 /// The switch that an upstream agrees to; none if it is not what was offered.
 fn switch(
     mut parts: response::Parts,
+    body: Body,
     asked: Option<(Offer, OnUpgrade)>,
     idle_timeout: Duration,
 ) -> Option<Response<Body>> {
@@ -112,7 +113,7 @@ fn switch(
     let upstream = parts.extensions.remove::<OnUpgrade>()?;
     headers::strip_hop_by_hop(&mut parts.headers, &[]);
     upgrade::announce(&mut parts.headers, protocols);
-    Some(Response::from_parts(parts, Body::tunnel(Tunnel { downstream, upstream, idle_timeout })))
+    Some(Response::from_parts(parts, body.tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
 /// HTTP/2 says the host in the target (RFC 9113 §8.3.1).

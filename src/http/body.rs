@@ -75,24 +75,22 @@ impl Body {
 
     /// An upstream's body; `lease` hears of its end.
     pub fn upstream(body: Incoming, bounds: Bounds, lease: Box<dyn Ending>) -> Self {
-        let mut body = Body::shared(body, bounds);
-        body.complete = false;
-        body.lease = Some(lease);
+        let mut body = Body::of(Source::upstream(body, bounds), false).leased(lease);
         body.notice_end();
+        body.deadline = bounds.deadline.filter(|_| !body.complete).map(Deadline::new);
         body
     }
 
-    /// An upstream's body on a connection that serves others as well.
-    pub fn shared(body: Incoming, bounds: Bounds) -> Self {
-        let complete = body.is_end_stream();
-        let mut body = Body::of(Source::upstream(body, bounds), complete);
-        body.deadline = bounds.deadline.filter(|_| !complete).map(Deadline::new);
-        body
+    /// `lease` hears of its end.
+    pub fn leased(mut self, lease: Box<dyn Ending>) -> Self {
+        self.lease = Some(lease);
+        self
     }
 
-    /// What follows a switch of protocols.
-    pub fn tunnel(tunnel: Tunnel) -> Self {
-        Body::of(Source::Tunnel(Some(Box::new(tunnel))), false)
+    /// What follows a switch of protocols, instead of this body; whoever hears of its end hears of that of the tunnel.
+    pub fn tunnel(mut self, tunnel: Tunnel) -> Self {
+        (self.source, self.complete) = (Source::Tunnel(Some(Box::new(tunnel))), false);
+        self
     }
 
     /// Passes bytes both ways to the end of the tunnel, and then is gone.

@@ -175,11 +175,6 @@ impl<'a> Reader<'a> {
         self.issue(issue.hint(hint));
     }
 
-    /// Says that a value of the contract does nothing yet.
-    pub(super) fn not_yet(&mut self, span: Range<usize>, what: &str) {
-        self.issue(Issue::at(span, format!("{what} is not supported yet")));
-    }
-
     /// Methods; none listed = all.
     pub(super) fn methods(&mut self, list: Option<&[Text]>, place: &Range<usize>) -> Vec<Method> {
         if list.is_some_and(<[_]>::is_empty) {

@@ -8,6 +8,7 @@ use tokio::time::Duration;
 use toml::Spanned;
 
 use super::client_tls::{self, UpstreamTls};
+use super::fleets;
 use super::reader::Reader;
 use crate::config;
 use crate::config::error::Issue;
@@ -28,23 +29,50 @@ pub(super) fn upstreams(
             let issue = Issue::at(place, format!("upstream `{name}` has no servers"));
             reader.issue(issue.hint("servers = [\"http://127.0.0.1:9000\"]"));
         }
-        if let [_, second, ..] = &upstream.servers[..] {
-            reader.not_yet(second.span(), "more than one server");
-        }
         let protocol = reader.choice(upstream.protocol.as_ref(), Protocol::Http1, &protocols);
         let tls = client_tls::upstream(name, upstream, protocol, reader);
-        let servers = upstream.servers.iter().filter_map(|written| server(written, tls.as_ref(), reader));
+        let servers = servers(&upstream.servers, tls.as_ref(), reader);
         compiled.push(UpstreamSettings {
             name: name.as_str().into(),
-            servers: servers.collect(),
+            servers,
             protocol,
             connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
             response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
             pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
+            balance: fleets::balance(upstream.balance.as_ref(), reader),
+            max_requests: reader.number(upstream.max_requests.as_ref(), 0..1_000_001, 0) as usize,
+            max_queue: fleets::max_queue(upstream, reader),
+            health: upstream.health.as_ref().map(|health| fleets::health(health, reader)),
+            eject: upstream.eject.as_ref().map(|eject| fleets::eject(eject, reader)),
+            slow_start: fleets::slow_start(upstream.slow_start.as_ref(), reader),
+            retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
         });
         secured.extend(tls);
     }
     (compiled, secured)
+}
+
+fn servers(
+    written: &[Spanned<config::UpstreamServer>],
+    tls: Option<&UpstreamTls>,
+    reader: &mut Reader<'_>,
+) -> Vec<ServerSettings> {
+    let mut servers = Vec::<ServerSettings>::new();
+    for one in written {
+        let Some(server) = server(one, tls, reader) else { continue };
+        if servers.iter().any(|other| (&other.host, other.port) == (&server.host, server.port)) {
+            let issue = Issue::at(one.span(), format!("`{}` is listed twice", one.get_ref().url));
+            reader.issue(issue.hint("`weight` gives a server more requests than others"));
+        }
+        servers.push(server);
+    }
+    if let (Some(first), true) =
+        (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
+    {
+        let issue = Issue::at(first.span(), "no server takes requests: each has weight 0");
+        reader.issue(issue.hint("leave `weight` out, or give one more than 0"));
+    }
+    servers
 }
 
 fn server(
@@ -68,5 +96,6 @@ fn server(
     let secure = uri.scheme() == Some(&Scheme::HTTPS);
     let port = uri.port_u16().unwrap_or(if secure { 443 } else { 80 });
     let tls = tls.filter(|_| secure).and_then(|tls| tls.to(host, server.span(), reader));
-    Some(ServerSettings { authority: authority.into(), host: host.into(), port, tls })
+    let weight = reader.number(server.get_ref().weight.as_ref(), 0..1001, 1) as u32;
+    Some(ServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
 }

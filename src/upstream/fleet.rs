@@ -1,16 +1,27 @@
 //! The servers of an upstream, and what all workers know of them.
 
-use std::io;
+use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use arc_swap::ArcSwap;
-use tokio::net::TcpStream;
+use arc_swap::{ArcSwap, Guard};
+use http::{HeaderMap, StatusCode};
+use tokio::sync::Notify;
 use tokio::time::Duration;
+use tracing::{info, warn};
 
 use super::Protocol;
-use super::connect::Stream;
+use super::balance::{Balance, Dice, Owners, hash};
+use super::budget::Budget;
+use super::condition::{Condition, EjectSettings};
+use super::health::HealthSettings;
+use super::member::Member;
+use super::queue::{Place, Queue};
+use super::table::{Draw, Table, shared_weights};
 use super::tls::ServerTls;
+use crate::limit::clock::monotonic;
 
 /// `[upstream.NAME]`
 #[derive(Debug)]
@@ -27,6 +38,20 @@ pub struct UpstreamSettings {
     pub response_timeout: Duration,
     /// Idle connections older than this are not used again.
     pub pool_idle_timeout: Duration,
+    /// Who is asked.
+    pub balance: Balance,
+    /// Requests in flight at each member; 0 = as many as come.
+    pub max_requests: usize,
+    /// Requests that wait for a place at a member.
+    pub max_queue: usize,
+    /// How members are checked; none = they are not.
+    pub health: Option<HealthSettings>,
+    /// When errors put a member out; none = never.
+    pub eject: Option<EjectSettings>,
+    /// Time in which a member that is back gets its whole weight.
+    pub slow_start: Duration,
+    /// Further attempts of a request that broke off and may be repeated.
+    pub retries: u32,
 }
 
 /// One of its `servers`
@@ -40,6 +65,8 @@ pub struct ServerSettings {
     pub port: u16,
     /// With TLS; none = clear text.
     pub tls: Option<ServerTls>,
+    /// Its share of the requests, beside those of the others; 0 = none.
+    pub weight: u32,
 }
 
 /// The servers of an upstream.
@@ -47,44 +74,61 @@ pub struct ServerSettings {
 pub struct Fleet {
     /// As configured.
     pub settings: Arc<UpstreamSettings>,
-    members: ArcSwap<Vec<Arc<Member>>>,
-    /// Held by whoever replaces members.
-    replacing: Mutex<()>,
+    table: ArcSwap<Table>,
+    /// Held by whoever makes another table.
+    changing: Mutex<()>,
+    opened: Instant,
+    /// ms after `opened` at which the table is out of date.
+    outdated_ms: AtomicU64,
+    /// Turns taken in the order of the table.
+    turns: AtomicU64,
+    /// What may be tried again; none = nothing.
+    pub(super) budget: Option<Budget>,
+    pub(super) queue: Arc<Queue>,
+    /// Told when members come and go.
+    pub(super) renewed: Notify,
 }
 
-/// One that requests can be sent to: an address of a server.
-#[derive(Debug)]
-pub struct Member {
-    /// Its place among the servers of the fleet.
-    pub index: usize,
-    /// As configured.
-    pub server: ServerSettings,
-    /// Where; none = the system finds it out for each connection.
-    pub address: Option<SocketAddr>,
-}
+/// A server that takes no connections is mentioned this often.
+const REMINDER: Duration = Duration::from_secs(60);
+
+/// What is never out of date.
+const NEVER: u64 = u64::MAX;
 
 impl Fleet {
     /// A member for each server as the configuration has it.
     pub fn new(settings: Arc<UpstreamSettings>) -> Self {
+        let queue = Arc::new(Queue::new(settings.max_queue));
         let members = settings.servers.iter().enumerate().map(|(index, server)| {
             let address = server.host.parse::<IpAddr>().ok().map(|host| SocketAddr::new(host, server.port));
-            Arc::new(Member { index, server: server.clone(), address })
+            Arc::new(Member::new(&settings, index, address, Condition::default(), queue.clone()))
         });
-        let members = ArcSwap::from_pointee(members.collect::<Vec<_>>());
-        Fleet { settings, members, replacing: Mutex::default() }
+        let (members, opened) = (Arc::new(members.collect::<Vec<_>>()), monotonic());
+        let owners = owners(&settings, &members);
+        let (table, _) = Table::new(&settings, members, owners, opened);
+        Fleet {
+            table: ArcSwap::from_pointee(table),
+            changing: Mutex::default(),
+            opened,
+            outdated_ms: AtomicU64::new(NEVER),
+            turns: AtomicU64::new(0),
+            budget: (settings.retries > 0).then(|| Budget::new(opened)),
+            queue,
+            renewed: Notify::new(),
+            settings,
+        }
     }
 
-    /// Who can be asked. It is another list after each change.
+    /// Who there is. It is another list after each change.
     pub fn members(&self) -> Arc<Vec<Arc<Member>>> {
-        self.members.load_full()
+        self.table.load().members.clone()
     }
 
     /// These are the addresses of one of its servers from now on. Members that stay are the same as before.
     pub fn resolved(&self, index: usize, addresses: &[SocketAddr]) {
-        let _replacing = self.replacing.lock().unwrap_or_else(PoisonError::into_inner);
-        let before = self.members.load();
+        let changing = self.changing();
+        let before = self.members();
         let (own, others): (Vec<_>, Vec<_>) = before.iter().cloned().partition(|member| member.index == index);
-        let server = &self.settings.servers[index];
         let mut now: Vec<_> = addresses.to_vec();
         now.sort_unstable();
         now.dedup();
@@ -93,24 +137,148 @@ impl Fleet {
         }
         let member = |address| {
             let known = own.iter().find(|member| member.address == Some(address)).cloned();
-            known.unwrap_or_else(|| Arc::new(Member { index, server: server.clone(), address: Some(address) }))
+            known.unwrap_or_else(|| {
+                // The first ones have nobody to start more slowly than.
+                let condition = if own.is_empty() { Condition::default() } else { Condition::joining(monotonic()) };
+                Arc::new(Member::new(&self.settings, index, Some(address), condition, self.queue.clone()))
+            })
         };
-        self.members.store(Arc::new(others.into_iter().chain(now.into_iter().map(member)).collect()));
+        let members: Arc<Vec<_>> = Arc::new(others.into_iter().chain(now.into_iter().map(member)).collect());
+        let owners = owners(&self.settings, &members);
+        self.arrange(&changing, members, owners);
+        self.renewed.notify_one();
+    }
+
+    /// Who can be asked now.
+    pub(super) fn table(&self) -> Guard<Arc<Table>> {
+        let outdated_ms = self.outdated_ms.load(Ordering::Relaxed);
+        if outdated_ms != NEVER && self.opened.elapsed().as_millis() as u64 >= outdated_ms {
+            self.review();
+        }
+        self.table.load()
+    }
+
+    /// A place at the member whose turn it is.
+    pub(super) fn place(
+        &self,
+        table: &Table,
+        key: Option<u64>,
+        dice: &Dice,
+        tried: &[Arc<Member>],
+    ) -> Option<(usize, Place)> {
+        table.place(&Draw { balance: &self.settings.balance, key, dice, turns: &self.turns, tried })
+    }
+
+    /// What decides about a request, where its header does.
+    pub(super) fn key(&self, headers: &HeaderMap) -> Option<u64> {
+        let Balance::Hash(name) = &self.settings.balance else { return None };
+        headers.get(name).map(|value| hash(value.as_bytes()))
+    }
+
+    /// Whether a request may be tried again; then that counts.
+    pub(super) fn may_retry(&self) -> bool {
+        self.budget.as_ref().is_some_and(|budget| budget.spend(monotonic()))
+    }
+
+    /// A member has answered.
+    pub(super) fn answered(&self, member: &Member, status: StatusCode) {
+        match status {
+            // What a server says of itself, or of what is behind it.
+            StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
+                self.failed(member, &status);
+            }
+            _ if member.errors.load(Ordering::Relaxed) != 0 => member.errors.store(0, Ordering::Relaxed),
+            _ => {}
+        }
+    }
+
+    /// A member took no connection, or not in time.
+    pub(super) fn unreachable(&self, member: &Member, error: &dyn Display) {
+        let news = member.condition().pass_over(monotonic());
+        if news {
+            self.review();
+        }
+        if news && member.unreachable.unsaid_for(REMINDER) {
+            let (upstream, server) = (&self.settings.name, member.name());
+            warn!(%upstream, %server, %error, "a server takes no connection and is passed over");
+        }
+        self.failed(member, error);
+    }
+
+    /// A member has failed a request.
+    pub(super) fn failed(&self, member: &Member, error: &dyn Display) {
+        let Some(EjectSettings { errors, time }) = self.settings.eject else { return };
+        if member.errors.fetch_add(1, Ordering::Relaxed) + 1 < errors {
+            return;
+        }
+        member.errors.store(0, Ordering::Relaxed);
+        let Some(time) = member.condition().eject(monotonic(), time) else { return };
+        let (upstream, server) = (&self.settings.name, member.name());
+        self.review();
+        warn!(%upstream, %server, ?time, %error, "a server is ejected after {errors} errors in a row");
+    }
+
+    /// A member has passed a health check, or why it has not.
+    pub(super) fn checked(&self, member: &Member, health: &HealthSettings, result: Result<(), String>) {
+        let passed = result.is_ok();
+        let changed = member.condition().checked(passed, monotonic(), health.unhealthy_after, health.healthy_after);
+        if changed.is_none() {
+            return;
+        }
+        self.review();
+        let (upstream, server) = (&self.settings.name, member.name());
+        match result {
+            Ok(()) => info!(%upstream, %server, "a server is healthy again"),
+            Err(reason) => warn!(%upstream, %server, %reason, "a server is not healthy"),
+        }
+    }
+
+    /// Makes a table of what is known now.
+    fn review(&self) {
+        let changing = self.changing();
+        let (members, owners) = {
+            let table = self.table.load();
+            (table.members.clone(), table.owners.clone())
+        };
+        let now = monotonic();
+        for member in members.iter().filter(|member| member.condition().return_if_due(now)) {
+            info!(upstream = %self.settings.name, server = %member.name(), "a server that was ejected is used again");
+        }
+        self.arrange(&changing, members, owners);
+    }
+
+    fn arrange(&self, _changing: &MutexGuard<'_, ()>, members: Arc<Vec<Arc<Member>>>, owners: Option<Arc<Owners>>) {
+        let (table, next) = Table::new(&self.settings, members, owners, monotonic());
+        let panicked = self.table.load().panics;
+        if table.panics != panicked {
+            let upstream = &self.settings.name;
+            match table.panics {
+                true => warn!(%upstream, "more than half of the servers are out: ejected ones are used all the same"),
+                false => info!(%upstream, "half of the servers are in again"),
+            }
+        }
+        let table = Arc::new(table);
+        // Those that are gone as well.
+        let before = self.table.swap(table.clone());
+        before.members.iter().for_each(|member| member.usable.store(false, Ordering::Relaxed));
+        table.usable.iter().for_each(|index| table.members[*index].usable.store(true, Ordering::Relaxed));
+        let next = next.map_or(NEVER, |next| next.saturating_duration_since(self.opened).as_millis() as u64 + 1);
+        self.outdated_ms.store(next, Ordering::Relaxed);
+        table.usable.iter().for_each(|index| self.queue.offer(&table.members[*index]));
+    }
+
+    fn changing(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Member {
-    /// Connects.
-    ///
-    /// # Errors
-    /// Nobody listens, the name has no address, or TLS fails.
-    pub(super) async fn connect(&self) -> io::Result<Stream> {
-        let stream = match self.address {
-            Some(address) => TcpStream::connect(address).await?,
-            None => TcpStream::connect((&*self.server.host, self.server.port)).await?,
-        };
-        Stream::over(stream, self.server.tls.as_ref()).await
+fn owners(settings: &UpstreamSettings, members: &[Arc<Member>]) -> Option<Arc<Owners>> {
+    let weights = shared_weights(members);
+    if !matches!(settings.balance, Balance::Hash(_)) || weights.iter().all(|weight| *weight == 0) {
+        return None;
     }
+    let names = members.iter().map(|member| hash(member.name().as_bytes()));
+    Some(Arc::new(Owners::new(&names.zip(weights.iter().map(|weight| *weight as f64)).collect::<Vec<_>>())))
 }
 
 #[cfg(test)]
@@ -118,8 +286,13 @@ mod tests {
     use super::*;
 
     fn fleet(servers: &[&str]) -> Fleet {
-        let server =
-            |host: &&str| ServerSettings { authority: (*host).into(), host: (*host).into(), port: 80, tls: None };
+        let server = |host: &&str| ServerSettings {
+            authority: (*host).into(),
+            host: (*host).into(),
+            port: 80,
+            tls: None,
+            weight: 1,
+        };
         let second = Duration::from_secs(1);
         Fleet::new(Arc::new(UpstreamSettings {
             name: "api".into(),
@@ -128,6 +301,13 @@ mod tests {
             connect_timeout: second,
             response_timeout: second,
             pool_idle_timeout: second,
+            balance: Balance::RoundRobin,
+            max_requests: 0,
+            max_queue: 0,
+            health: None,
+            eject: None,
+            slow_start: Duration::ZERO,
+            retries: 0,
         }))
     }
 

@@ -14,7 +14,7 @@ use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::sync::Mutex;
 
-use super::fleet::Member;
+use super::member::Member;
 use super::pool::Failure;
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
@@ -52,13 +52,23 @@ impl Shared {
         Shared { current: Mutex::default(), idle_timeout }
     }
 
+    /// The connection that is there, if it is fit for use and nobody is just making another.
+    pub(super) fn idle(&self) -> Option<Connection> {
+        self.fit(&mut *self.current.try_lock().ok()?)
+    }
+
+    fn fit(&self, current: &mut Option<Connection>) -> Option<Connection> {
+        let now = monotonic();
+        let connection = current.as_mut().filter(|connection| connection.is_fit(now, self.idle_timeout))?;
+        connection.used = now;
+        Some(connection.clone())
+    }
+
     /// The connection that is there, if it is fit for use, else a new one; whether it was there before.
     pub(super) async fn take(&self, member: &Member) -> io::Result<(Connection, bool)> {
         let mut current = self.current.lock().await;
-        let now = monotonic();
-        if let Some(connection) = current.as_mut().filter(|connection| connection.is_fit(now, self.idle_timeout)) {
-            connection.used = now;
-            return Ok((connection.clone(), true));
+        if let Some(connection) = self.fit(&mut current) {
+            return Ok((connection, true));
         }
         // What runs on the old one goes on to its end.
         *current = None;

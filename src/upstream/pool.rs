@@ -12,7 +12,8 @@ use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 
-use super::fleet::Member;
+use super::member::Member;
+use super::queue::Place;
 use crate::http::body::Ending;
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
@@ -41,10 +42,11 @@ struct Idle {
     since: Instant,
 }
 
-/// Brings a connection back into its pool when the response body has reached its end.
+/// Brings a connection back into its pool when the response body has reached its end, and leaves its place at the server.
 struct Lease {
     connection: Connection,
     pool: Arc<Pool>,
+    _place: Place,
 }
 
 /// Connects and leaves the connection's work to a task of the running worker.
@@ -101,8 +103,8 @@ impl Connection {
         self.0.try_send_request(request)
     }
 
-    pub(super) fn lease(self, pool: &Arc<Pool>) -> impl Ending + use<> {
-        Lease { connection: self, pool: pool.clone() }
+    pub(super) fn lease(self, pool: Arc<Pool>, place: Place) -> impl Ending + use<> {
+        Lease { connection: self, pool, _place: place }
     }
 }
 

@@ -16,6 +16,7 @@ pub mod relay;
 pub mod resp;
 pub mod secured;
 pub mod sentinel;
+pub mod server;
 pub mod stores;
 pub mod tokens;
 pub mod upstream;

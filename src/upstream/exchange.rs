@@ -1,0 +1,208 @@
+//! The course of a request: a place at a member, a connection, the exchange, and again where that can do no harm.
+
+use std::pin::pin;
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use tokio::time::{Instant, timeout, timeout_at};
+
+use super::connecting::Connected;
+use super::fleet::UpstreamSettings;
+use super::http2::{Fate, fate};
+use super::pool::Failure;
+use super::{Choice, Protocol, Upstream, UpstreamError};
+use crate::http::body::Body;
+use crate::http::bounds::Bounds;
+use crate::http::headers::{is_grpc, is_safe};
+use crate::http::upload::{Progress, RequestBody};
+
+/// How a request may still be sent again.
+struct Course {
+    /// Once, where it was: on a fresh connection after one that was there before.
+    fresh: bool,
+    /// On other members.
+    retries: u32,
+    safe: bool,
+    has_body: bool,
+    http2: bool,
+}
+
+/// Where it goes after a failure.
+enum Again {
+    /// To the same member, on a fresh connection.
+    There(Request<RequestBody>),
+    /// To another member: nothing of it was written.
+    Elsewhere(Request<RequestBody>),
+    /// To another member, if the budget has something left.
+    Retry(Request<RequestBody>),
+}
+
+impl Upstream {
+    /// Sends a request and waits for the head of the response. Dropping the future cancels the request.
+    ///
+    /// A request of which nothing was written goes to other connections and members. After that only GET, HEAD and
+    /// OPTIONS without a body are repeated: once when a reused connection dies before it answered (RFC 9110 §9.2.2),
+    /// and on other members as often as `retries` and its budget allow.
+    ///
+    /// # Errors
+    /// See [`UpstreamError`].
+    pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
+        let UpstreamSettings { protocol, retries, .. } = *self.fleet.settings;
+        let http2 = protocol == Protocol::Http2;
+        let (parts, body) = request.into_parts();
+        let (mut body, progress) = RequestBody::new(body, bounds);
+        if http2 && is_grpc(&parts.headers) {
+            body = body.with_trailers();
+        }
+        let (safe, has_body) = (is_safe(&parts.method), progress.is_some());
+        let mut course = Course { fresh: true, retries, safe, has_body, http2 };
+        let mut choice = Choice { key: self.fleet.key(&parts.headers), tried: Vec::new() };
+        if let Some(budget) = &self.fleet.budget {
+            budget.earn();
+        }
+        let mut request = Request::from_parts(parts, body);
+        // Whoever waits comes first.
+        let found = if self.fleet.queue.is_empty() { self.place(choice.key, &[]) } else { None };
+        let mut way = match found {
+            Some(way) => way,
+            None => Box::pin(self.wait(choice.key)).await?,
+        };
+        let mut idle = way.0.idle();
+        loop {
+            let Connected { link, place, mut connection, reused } = match idle.take() {
+                Some(connection) => Connected { link: way.0, place: way.1, connection, reused: true },
+                None => Box::pin(self.connect(way, &mut choice, course.fresh)).await?,
+            };
+            let copy = course.needs_copy(reused).then(|| copy_without_body(&request));
+            let answer = self.exchange(connection.send(request), progress.as_deref());
+            let mut failure = match self.in_time(bounds.deadline, answer).await {
+                Ok(Ok(response)) => {
+                    if let Some(progress) = &progress {
+                        progress.answered();
+                    }
+                    self.fleet.answered(place.member(), response.status());
+                    return Ok(connection.answer(response, bounds, place));
+                }
+                Ok(Err(failure)) => failure,
+                Err(error) => {
+                    connection.retire();
+                    if let UpstreamError::ResponseTimeout { .. } = error {
+                        self.fleet.failed(place.member(), &error);
+                    }
+                    return Err(error);
+                }
+            };
+            let fate = connection.fate(failure.error());
+            let unsent = failure.take_message();
+            // A connection that was closed while nobody used it says nothing about its server.
+            let blamed = !reused && (unsent.is_some() || fate == Fate::Unknown) || fate == Fate::Answered;
+            let again = course.again(unsent, copy, fate, reused);
+            let error = self.broken(failure.into_error(), progress.as_deref());
+            if blamed && !error.is_clients_fault() {
+                self.fleet.failed(place.member(), &error);
+            }
+            choice.tried.push(place.member().clone());
+            (request, way) = match again {
+                Some(Again::There(request)) => (request, (link, place)),
+                Some(Again::Elsewhere(request)) => (request, self.another(&choice).ok_or(error)?),
+                Some(Again::Retry(request)) => {
+                    let way = self.another(&choice).filter(|_| self.fleet.may_retry());
+                    course.retries -= 1;
+                    (request, way.ok_or(error)?)
+                }
+                None => return Err(error),
+            };
+            course.fresh = false;
+        }
+    }
+
+    /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
+    async fn exchange(
+        &self,
+        response: impl Future<Output = Result<Response<Incoming>, Failure>>,
+        progress: Option<&Progress>,
+    ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
+        let mut response = pin!(response);
+        let mut seen = progress.map(Progress::frames);
+        // An upload is looked at more often, for the time to be right from where it ends.
+        let looks = if progress.is_some() { 10 } else { 1 };
+        let mut silent = 0;
+        while silent < looks {
+            if let Ok(result) = timeout(self.fleet.settings.response_timeout / looks, &mut response).await {
+                return Ok(result);
+            }
+            let now = progress.map(Progress::frames);
+            // The body sees to a client that keeps everybody waiting.
+            let is_silent = now == seen && !progress.is_some_and(Progress::waits_for_client);
+            silent = if is_silent { silent + 1 } else { 0 };
+            seen = now;
+        }
+        Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
+    }
+
+    async fn in_time<T>(
+        &self,
+        deadline: Option<Instant>,
+        work: impl Future<Output = Result<T, UpstreamError>>,
+    ) -> Result<T, UpstreamError> {
+        let Some(deadline) = deadline else { return work.await };
+        let overdue = |_| Err(UpstreamError::Overdue { upstream: self.name().into() });
+        timeout_at(deadline, work).await.unwrap_or_else(overdue)
+    }
+
+    fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
+        if progress.is_some_and(Progress::is_too_large) {
+            return UpstreamError::BodyTooLarge;
+        }
+        if progress.is_some_and(Progress::is_stalled) {
+            return UpstreamError::ClientStalled;
+        }
+        // The body stream failed before its end: that was the client.
+        let unfinished = progress.is_some_and(|progress| !progress.is_done());
+        if unfinished && (error.is_user() || fate(&error).0 == Fate::Ours) {
+            return UpstreamError::ClientBroken(error);
+        }
+        UpstreamError::Broken { upstream: self.name().into(), source: error }
+    }
+}
+
+impl Course {
+    /// Whether a copy of the request may be of use.
+    fn needs_copy(&self, reused: bool) -> bool {
+        let may_repeat = !self.has_body && (self.safe || self.http2);
+        may_repeat && (self.retries > 0 || self.fresh && (reused || self.http2))
+    }
+
+    /// What becomes of a request that was not answered.
+    fn again(
+        &self,
+        unsent: Option<Request<RequestBody>>,
+        copy: Option<Request<RequestBody>>,
+        fate: Fate,
+        reused: bool,
+    ) -> Option<Again> {
+        let unwritten = unsent.is_some();
+        let harmless = match fate {
+            Fate::Unprocessed => true,
+            Fate::Unknown => self.safe,
+            Fate::Answered | Fate::Ours => false,
+        };
+        let request = unsent.or(copy.filter(|_| harmless))?;
+        if self.fresh && (reused || self.http2 && (unwritten || fate == Fate::Unprocessed)) {
+            Some(Again::There(request))
+        } else if unwritten {
+            Some(Again::Elsewhere(request))
+        } else {
+            (self.retries > 0).then_some(Again::Retry(request))
+        }
+    }
+}
+
+fn copy_without_body(request: &Request<RequestBody>) -> Request<RequestBody> {
+    let mut copy = Request::new(RequestBody::empty());
+    *copy.method_mut() = request.method().clone();
+    *copy.uri_mut() = request.uri().clone();
+    *copy.version_mut() = request.version();
+    *copy.headers_mut() = request.headers().clone();
+    copy
+}

@@ -1,0 +1,178 @@
+//! A server of a fleet that does as it is told: answers, hangs, resets, goes away and comes back.
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::Duration;
+
+use super::upstream::{Seen, read_request};
+
+/// What it does with a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mood {
+    /// Answers with this status.
+    Answers(u16),
+    /// Answers after so many ms.
+    Takes(u64),
+    /// Answers when it is in another mood.
+    Holds,
+    /// Closes the connection once it has read the request.
+    Resets,
+}
+
+/// The server; its threads end with the test's process.
+pub struct Server {
+    pub address: SocketAddr,
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    mood: Mutex<Mood>,
+    changed: Condvar,
+    /// All requests but health checks.
+    seen: Mutex<Vec<Seen>>,
+    checks: AtomicUsize,
+    /// What it has to do at the moment, and had at most.
+    running: AtomicUsize,
+    most: AtomicUsize,
+    /// While it is there.
+    open: Mutex<Option<Open>>,
+}
+
+struct Open {
+    closed: Arc<AtomicBool>,
+    connections: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Server {
+    pub fn start() -> Server {
+        let inner = Arc::new(Inner {
+            mood: Mutex::new(Mood::Answers(200)),
+            changed: Condvar::new(),
+            seen: Mutex::default(),
+            checks: AtomicUsize::new(0),
+            running: AtomicUsize::new(0),
+            most: AtomicUsize::new(0),
+            open: Mutex::default(),
+        });
+        let address = open(&inner, "127.0.0.1:0".parse().unwrap());
+        Server { address, inner }
+    }
+
+    pub fn fleet<const N: usize>() -> [Server; N] {
+        std::array::from_fn(|_| Server::start())
+    }
+
+    pub fn url(&self) -> String {
+        format!("http://{}", self.address)
+    }
+
+    pub fn set(&self, mood: Mood) {
+        *self.inner.mood.lock().unwrap() = mood;
+        self.inner.changed.notify_all();
+    }
+
+    /// Goes away: connections are cut, new ones refused.
+    pub fn down(&self) {
+        let Some(open) = self.inner.open.lock().unwrap().take() else { return };
+        open.closed.store(true, Ordering::SeqCst);
+        // Wakes whoever accepts, and waits until nobody does any more.
+        while TcpStream::connect(self.address).is_ok() {
+            std::thread::yield_now();
+        }
+        for connection in open.connections.lock().unwrap().drain(..) {
+            let _ = connection.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Comes back.
+    pub fn up(&self) {
+        open(&self.inner, self.address);
+    }
+
+    /// Requests so far.
+    pub fn count(&self) -> usize {
+        self.inner.seen.lock().unwrap().len()
+    }
+
+    /// Health checks so far.
+    pub fn checks(&self) -> usize {
+        self.inner.checks.load(Ordering::SeqCst)
+    }
+
+    /// Requests that it had to do with at the same time, at most.
+    pub fn most(&self) -> usize {
+        self.inner.most.load(Ordering::SeqCst)
+    }
+
+    /// Requests that it has to do with.
+    pub fn running(&self) -> usize {
+        self.inner.running.load(Ordering::SeqCst)
+    }
+
+    /// How often it has seen each value of a header.
+    pub fn ids(&self, header: &str, counts: &mut HashMap<String, usize>) {
+        for seen in self.inner.seen.lock().unwrap().iter() {
+            seen.headers(header).into_iter().for_each(|id| *counts.entry(id.to_owned()).or_default() += 1);
+        }
+    }
+}
+
+fn open(inner: &Arc<Inner>, address: SocketAddr) -> SocketAddr {
+    let listener = TcpListener::bind(address).unwrap();
+    let address = listener.local_addr().unwrap();
+    let (closed, connections) = (Arc::<AtomicBool>::default(), Arc::<Mutex<Vec<TcpStream>>>::default());
+    *inner.open.lock().unwrap() = Some(Open { closed: closed.clone(), connections: connections.clone() });
+    let inner = inner.clone();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().map_while(Result::ok) {
+            if closed.load(Ordering::SeqCst) {
+                return;
+            }
+            connections.lock().unwrap().push(stream.try_clone().unwrap());
+            let inner = inner.clone();
+            std::thread::spawn(move || serve(&inner, stream));
+        }
+    });
+    address
+}
+
+fn serve(inner: &Inner, mut stream: TcpStream) {
+    stream.set_nodelay(true).unwrap();
+    while let Some(request) = read_request(&mut stream) {
+        if request.headers("user-agent") == ["sluicegate-health"] {
+            inner.checks.fetch_add(1, Ordering::SeqCst);
+        } else {
+            inner.seen.lock().unwrap().push(request);
+        }
+        let running = inner.running.fetch_add(1, Ordering::SeqCst) + 1;
+        inner.most.fetch_max(running, Ordering::SeqCst);
+        let status = answer(inner);
+        inner.running.fetch_sub(1, Ordering::SeqCst);
+        let Some(status) = status else { break };
+        let head = format!("HTTP/1.1 {status} Status\r\nContent-Length: 2\r\n\r\nok");
+        if stream.write_all(head.as_bytes()).is_err() {
+            break;
+        }
+    }
+    let _ = stream.shutdown(Shutdown::Both);
+}
+
+fn answer(inner: &Inner) -> Option<u16> {
+    let mood = *inner.mood.lock().unwrap();
+    match mood {
+        Mood::Answers(status) => Some(status),
+        Mood::Takes(ms) => {
+            std::thread::sleep(Duration::from_millis(ms));
+            Some(200)
+        }
+        Mood::Holds => {
+            let mood = inner.mood.lock().unwrap();
+            drop(inner.changed.wait_while(mood, |mood| *mood == Mood::Holds).unwrap());
+            Some(200)
+        }
+        Mood::Resets => None,
+    }
+}
