@@ -68,6 +68,8 @@ class Echo(BaseHTTPRequestHandler):
 
 class Quiet(ThreadingHTTPServer):
     daemon_threads = True
+    # Whom the queue has no room for comes seconds later.
+    request_queue_size = 1024
 
     def handle_error(self, *_):
         # A client that breaks off ends a connection in the middle; that is what some checks do.
