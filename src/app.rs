@@ -161,6 +161,7 @@ impl App {
             tallies: tallies.clone(),
             limits: limits.clone(),
             connections: connections.clone(),
+            fleets: fleets.clone(),
             store: self.runtime.store.name.clone(),
             breaker: breaker.clone(),
             topology: topology.clone(),

@@ -1,14 +1,18 @@
 //! Whether the process is fit to be sent requests.
 
+use std::collections::BTreeMap;
+
 use serde::Serialize;
 
 use super::vitals::Vitals;
+use crate::upstream::fleet::MemberStanding;
 
 /// `/readyz`
 #[derive(Debug, Serialize)]
 pub(super) struct Health<'a> {
     status: Status,
     store: Store<'a>,
+    upstreams: BTreeMap<&'a str, Vec<Server>>,
 }
 
 /// In a word.
@@ -30,6 +34,14 @@ struct Store<'a> {
     failing: Vec<String>,
 }
 
+/// One server of an upstream.
+#[derive(Debug, Serialize)]
+struct Server {
+    server: String,
+    state: &'static str,
+    in_flight: usize,
+}
+
 impl Health<'_> {
     pub(super) fn is_stopping(&self) -> bool {
         self.status == Status::Stopping
@@ -45,6 +57,11 @@ impl Vitals {
             (false, true) => Status::Ready,
             (false, false) => Status::Degraded,
         };
-        Health { status, store: Store { name: &self.store, failing } }
+        let server = |MemberStanding { server, state, in_flight }| Server { server, state, in_flight };
+        let upstreams = self.fleets.iter().map(|fleet| {
+            let servers = fleet.standing().into_iter().map(server).collect();
+            (&*fleet.settings.name, servers)
+        });
+        Health { status, store: Store { name: &self.store, failing }, upstreams: upstreams.collect() }
     }
 }

@@ -83,7 +83,19 @@ impl Vitals {
         classes(lines, "upstream", &self.tallies.upstreams)?;
         let lines =
             page.durations("upstream_response_duration", "From a request to an upstream to the head of its response")?;
-        answers(lines, "upstream", &self.tallies.upstreams)
+        answers(lines, "upstream", &self.tallies.upstreams)?;
+        let standing: Vec<_> = self.fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
+        let servers = || standing.iter().flat_map(|(name, all)| all.iter().map(move |one| (*name, one)));
+        let mut lines =
+            page.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;
+        for (upstream, one) in servers() {
+            lines.state(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "up"))?;
+        }
+        let mut lines = page.gauge("upstream_server_requests", "Requests that a server has, from all workers")?;
+        for (upstream, one) in servers() {
+            lines.state(&[("upstream", upstream), ("server", &one.server)], one.in_flight as u64)?;
+        }
+        Ok(())
     }
 }
 

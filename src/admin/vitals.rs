@@ -10,6 +10,7 @@ use crate::limit::guard::Breaker;
 use crate::limit::tallies;
 use crate::server::connections::Connections;
 use crate::tally::Family;
+use crate::upstream::fleet::Fleet;
 
 /// The parts of a process that can be looked at.
 #[derive(Debug)]
@@ -22,6 +23,8 @@ pub struct Vitals {
     pub connections: Arc<Connections>,
     /// How the store is called; no credentials.
     pub store: String,
+    /// The upstreams.
+    pub fleets: Arc<[Arc<Fleet>]>,
     /// Whether the one store fails.
     pub breaker: Arc<Breaker>,
     /// Whether nodes of a cluster do.

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 use super::Protocol;
 use super::balance::{Balance, Dice, Owners, hash};
 use super::budget::Budget;
-use super::condition::{Condition, EjectSettings};
+use super::condition::{Condition, EjectSettings, Standing};
 use super::health::HealthSettings;
 use super::member::Member;
 use super::queue::{Place, Queue};
@@ -92,6 +92,17 @@ pub struct Fleet {
 /// A server that takes no connections is mentioned this often.
 const REMINDER: Duration = Duration::from_secs(60);
 
+/// How a member does, for whoever looks after it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MemberStanding {
+    /// What it is called.
+    pub server: String,
+    /// `up`; `down`: it fails its health checks; `ejected`: requests failed; `unreachable`: it took no connection just now.
+    pub state: &'static str,
+    /// Requests that it has.
+    pub in_flight: usize,
+}
+
 /// What is never out of date.
 const NEVER: u64 = u64::MAX;
 
@@ -122,6 +133,22 @@ impl Fleet {
     /// Who there is. It is another list after each change.
     pub fn members(&self) -> Arc<Vec<Arc<Member>>> {
         self.table.load().members.clone()
+    }
+
+    /// How each of them does.
+    pub fn standing(&self) -> Vec<MemberStanding> {
+        let now = monotonic();
+        let of = |member: &Arc<Member>| {
+            let condition = member.condition();
+            let state = match condition.standing(now) {
+                Standing::Down => "down",
+                Standing::Ejected => "ejected",
+                Standing::In if condition.is_passed_over(now) => "unreachable",
+                Standing::In => "up",
+            };
+            MemberStanding { server: member.name(), state, in_flight: member.in_flight() }
+        };
+        self.members().iter().map(of).collect()
     }
 
     /// These are the addresses of one of its servers from now on. Members that stay are the same as before.
