@@ -62,16 +62,16 @@ certs:
 	  -addext "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1" -addext "basicConstraints=critical,CA:FALSE" \
 	  -keyout certs/dev.key -out certs/dev.pem
 
-# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, and hey for load.
+# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx as an upstream, and hey for load.
 tools:
-	@$(call ensure,redis-server hey,redis-server hey)
+	@$(call ensure,redis-server hey nginx python3,redis-server hey nginx python3)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)
 
 # $(1) programs that must be there, $(2) the packages that bring them.
 define ensure
-missing=; for program in $(1); do command -v $$program >/dev/null || missing="$$missing $$program"; done; \
+missing=; for program in $(1); do PATH="$$PATH:/usr/sbin" command -v $$program >/dev/null || missing="$$missing $$program"; done; \
 if [ -n "$$missing" ]; then \
   if command -v apt-get >/dev/null; then \
     $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(2); \

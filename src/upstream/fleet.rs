@@ -180,7 +180,7 @@ impl Fleet {
     pub(super) fn table(&self) -> Guard<Arc<Table>> {
         let outdated_ms = self.outdated_ms.load(Ordering::Relaxed);
         if outdated_ms != NEVER && self.opened.elapsed().as_millis() as u64 >= outdated_ms {
-            self.review();
+            self.review(&self.changing());
         }
         self.table.load()
     }
@@ -221,10 +221,15 @@ impl Fleet {
 
     /// A member took no connection, or not in time.
     pub(super) fn unreachable(&self, member: &Member, error: &dyn Display) {
-        let news = member.condition().pass_over(monotonic());
-        if news {
-            self.review();
-        }
+        let news = {
+            // Whoever finds it out at the same time waits for the table that says so.
+            let changing = self.changing();
+            let news = member.condition().pass_over(monotonic());
+            if news {
+                self.review(&changing);
+            }
+            news
+        };
         if news && member.unreachable.unsaid_for(REMINDER) {
             let (upstream, server) = (&self.settings.name, member.name());
             warn!(%upstream, %server, %error, "a server takes no connection and is passed over");
@@ -241,7 +246,7 @@ impl Fleet {
         member.errors.store(0, Ordering::Relaxed);
         let Some(time) = member.condition().eject(monotonic(), time) else { return };
         let (upstream, server) = (&self.settings.name, member.name());
-        self.review();
+        self.review(&self.changing());
         warn!(%upstream, %server, ?time, %error, "a server is ejected after {errors} errors in a row");
     }
 
@@ -252,7 +257,7 @@ impl Fleet {
         if changed.is_none() {
             return;
         }
-        self.review();
+        self.review(&self.changing());
         let (upstream, server) = (&self.settings.name, member.name());
         match result {
             Ok(()) => info!(%upstream, %server, "a server is healthy again"),
@@ -261,8 +266,7 @@ impl Fleet {
     }
 
     /// Makes a table of what is known now.
-    fn review(&self) {
-        let changing = self.changing();
+    fn review(&self, changing: &MutexGuard<'_, ()>) {
         let (members, owners) = {
             let table = self.table.load();
             (table.members.clone(), table.owners.clone())
@@ -271,7 +275,7 @@ impl Fleet {
         for member in members.iter().filter(|member| member.condition().return_if_due(now)) {
             info!(upstream = %self.settings.name, server = %member.name(), "a server that was ejected is used again");
         }
-        self.arrange(&changing, members, owners);
+        self.arrange(changing, members, owners);
     }
 
     fn arrange(&self, _changing: &MutexGuard<'_, ()>, members: Arc<Vec<Arc<Member>>>, owners: Option<Arc<Owners>>) {

@@ -22,6 +22,8 @@ pub(super) struct Table {
     pub(super) members: Arc<Vec<Arc<Member>>>,
     /// Those that can be asked.
     pub(super) usable: Box<[usize]>,
+    /// Those that took no connection just now: for requests that have tried all others.
+    spare: Box<[usize]>,
     order: Order,
     pub(super) owners: Option<Arc<Owners>>,
     /// Whether so many are out that ejections do not count.
@@ -70,13 +72,18 @@ impl Table {
             .iter()
             .zip(&weights)
             .any(|((standing, passed), weight)| *weight > 0 && is_in(*standing) && !passed);
-        for ((standing, passed), weight) in standings.iter().zip(&mut weights) {
-            if !is_in(*standing) || (*passed && any_takes) {
+        let mut spare = Vec::new();
+        for (index, ((standing, passed), weight)) in standings.iter().zip(&mut weights).enumerate() {
+            let passed = *passed && any_takes;
+            if passed && is_in(*standing) && *weight > 0 {
+                spare.push(index);
+            }
+            if passed || !is_in(*standing) {
                 *weight = 0;
             }
         }
         let usable = (0..members.len()).filter(|index| weights[*index] > 0).collect();
-        (Table { members, usable, order: Order::new(&weights), owners, panics }, next)
+        (Table { members, usable, spare: spare.into(), order: Order::new(&weights), owners, panics }, next)
     }
 
     /// A place at one of them; none if there is no member or no room.
@@ -87,8 +94,9 @@ impl Table {
             let place = if tried { None } else { Member::enter(member) };
             place.map(|place| (index, place))
         };
+        let again = || self.spare.iter().filter(|_| !draw.tried.is_empty()).find_map(|index| enter(*index));
         if let [only] = self.usable[..] {
-            return enter(only);
+            return enter(only).or_else(again);
         }
         for attempt in 0..DRAWS {
             if let Some(found) = enter(self.choose(draw, attempt)?) {
@@ -97,7 +105,7 @@ impl Table {
         }
         let first = draw.key.unwrap_or_else(|| draw.dice.throw()) as usize % self.usable.len();
         let (before, after) = self.usable.split_at(first);
-        after.iter().chain(before).find_map(|index| enter(*index))
+        after.iter().chain(before).find_map(|index| enter(*index)).or_else(again)
     }
 
     fn choose(&self, draw: &Draw<'_>, attempt: u32) -> Option<usize> {
