@@ -1,53 +1,43 @@
 //! Puts the parts together: sockets, workers, stores; owns what they share.
 
-use std::convert::Infallible;
+mod background;
+mod worker;
+
 use std::fs::OpenOptions;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
-use std::sync::{Arc, mpsc};
-use std::thread::{self, JoinHandle};
+use std::sync::Arc;
+use std::thread;
 use std::time::Duration;
 
 use socket2::{Domain, Protocol, Socket, Type};
-use tokio::net::TcpListener;
-use tokio::runtime::Builder;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
-use uuid::Uuid;
 
 use crate::admin::{self, vitals::Vitals};
-use crate::gateway::Gateway;
 use crate::gateway::meters::Tallies;
+use crate::limit;
 use crate::limit::advance::Advances;
-use crate::limit::backend::{Backend, Shared};
 use crate::limit::clock::{self, Clock};
-use crate::limit::cluster::Cluster;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::denials::Denials;
-use crate::limit::guard::{Breaker, Guard};
+use crate::limit::guard::Breaker;
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
-use crate::limit::redis::{RedisSettings, RedisStore, Servers};
-use crate::limit::{self, Limiter};
 use crate::observe::access::AccessLog;
 use crate::reload;
 use crate::runtime::files;
 use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
-use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::tally::Family;
 use crate::upstream::fleet::Fleet;
-use crate::upstream::health;
-use crate::upstream::resolve::Names;
-use crate::upstream::resolve::directory::Directory;
 use crate::watch::Watcher;
+use background::{check_health, look_up};
+use worker::Worker;
 
 /// Connections that may wait to be accepted, for each socket.
 const BACKLOG: i32 = 4096;
-
-/// For so long the start waits for the addresses of upstreams. Those that have none by then are 503 until they have.
-const FIRST_ADDRESSES: Duration = Duration::from_secs(1);
 
 /// Why the gateway cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -229,110 +219,6 @@ impl App {
             addresses.first().map_or("", String::as_str),
         );
     }
-}
-
-/// What a worker takes along to its thread.
-struct Worker {
-    runtime: Arc<Runtime>,
-    memory: Arc<MemoryStore>,
-    breaker: Arc<Breaker>,
-    topology: Arc<Topology>,
-    lines: Arc<Lines>,
-    advances: Arc<Advances>,
-    denials: Option<Arc<Denials>>,
-    connections: Arc<Connections>,
-    fleets: Arc<[Arc<Fleet>]>,
-    tallies: Arc<Tallies>,
-    limits: Arc<Family<limit::tallies::Tallies>>,
-    index: usize,
-    access: Option<AccessLog>,
-    stop: CancellationToken,
-}
-
-impl Worker {
-    fn run(self, threads: usize, sockets: Vec<StdListener>) -> Result<(), AppError> {
-        let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
-        let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
-        runtime.block_on(async {
-            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
-            let (limiter, counts) = (self.limiter(), (&*self.tallies, self.index));
-            let gateway = Gateway::new(self.runtime.clone(), limiter, &self.fleets, self.access, counts);
-            let server = Server::new(gateway, self.connections, self.stop);
-            server.run(listeners.map_err(AppError::Worker)?).await;
-            Ok(())
-        })
-    }
-
-    fn limiter(&self) -> Limiter {
-        let backend = match &self.runtime.store.redis {
-            None => Backend::Memory(self.memory.clone()),
-            Some((servers, settings)) => {
-                let (store, fallback) = (self.store(servers, settings), self.memory.clone());
-                Backend::Redis { store, fallback, tallies: self.limits.of("", self.index) }
-            }
-        };
-        let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
-        Limiter::new(backend, denials, advances, lines, first_lease)
-    }
-
-    fn store(&self, servers: &Servers, settings: &RedisSettings) -> Shared {
-        let deadline = self.runtime.store.timeout;
-        match servers.clone() {
-            Servers::One(server) => {
-                let store = RedisStore::new(settings, server, Clock::Store);
-                let store = Guard::new(store, self.breaker.clone(), deadline);
-                store.warm_up();
-                Shared::One(store)
-            }
-            Servers::Cluster { seeds, login } => {
-                let store = Cluster::new(settings.clone(), seeds, login, self.topology.clone(), deadline);
-                store.warm_up();
-                Shared::Cluster(store)
-            }
-        }
-    }
-}
-
-/// Looks up the names of upstreams, on a thread of its own for all workers.
-fn look_up(
-    fleets: &[Arc<Fleet>],
-    stop: CancellationToken,
-) -> Result<Option<JoinHandle<Result<(), AppError>>>, AppError> {
-    let names = Names::of(fleets);
-    if names.is_empty() {
-        return Ok(None);
-    }
-    let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
-    let (first, looked_up) = mpsc::channel::<Infallible>();
-    let run = move || {
-        runtime.block_on(stop.run_until_cancelled(names.follow(Directory::System, first)));
-        Ok(())
-    };
-    let thread = thread::Builder::new().name("names".to_owned()).spawn(run).map_err(AppError::Worker)?;
-    // Nothing is ever sent: it is over when all who could are gone, or when it takes too long.
-    let _ = looked_up.recv_timeout(FIRST_ADDRESSES);
-    Ok(Some(thread))
-}
-
-/// On a thread of its own: a worker that is busy says nothing about servers.
-fn check_health(
-    fleets: &[Arc<Fleet>],
-    stop: CancellationToken,
-) -> Result<Option<JoinHandle<Result<(), AppError>>>, AppError> {
-    let checked: Vec<_> = fleets.iter().filter(|fleet| fleet.settings.health.is_some()).cloned().collect();
-    if checked.is_empty() {
-        return Ok(None);
-    }
-    let run = move || {
-        let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
-        runtime.block_on(async {
-            checked.into_iter().for_each(|fleet| drop(tokio::spawn(health::watch(fleet))));
-            stop.cancelled().await;
-        });
-        Ok(())
-    };
-    thread::Builder::new().name("health".to_owned()).spawn(run).map(Some).map_err(AppError::Worker)
 }
 
 fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {

@@ -14,6 +14,7 @@ pub mod guard;
 pub mod key;
 pub mod line;
 pub mod memory;
+pub mod outage;
 pub mod plan;
 pub mod quota;
 pub mod redis;
@@ -30,23 +31,17 @@ use admission::{Debts, Later, Leases, Ledger, Owed};
 use advance::Advances;
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
-use clock::{Seldom, monotonic, unix_us};
+use clock::{monotonic, unix_us};
 use coalesce::{Coalescer, Set};
 use decision::{Check, Decision};
 use denials::{Denials, Known};
 use line::Lines;
-use memory::MemoryStore;
+use outage::{Unavailable, without_store};
 use plan::{OnStoreError, Wait};
-use store::{Operation, StoreError, Verdict};
+use store::{Operation, Verdict};
 use tallies::Answered;
 use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
-use tracing::warn;
-
-/// The store could not answer and a limit of the request says `deny`.
-#[derive(Debug, thiserror::Error)]
-#[error("the limits cannot be checked: {0}")]
-pub struct Unavailable(#[source] pub StoreError);
 
 /// Decides requests; one for each worker.
 #[derive(Debug)]
@@ -276,34 +271,4 @@ fn set(checks: &[Check<'_, '_>]) -> Option<Set> {
 /// How long a denial may be remembered: what others have taken ahead comes back within the time of an advance.
 fn longest(check: &Check<'_, '_>) -> Duration {
     if check.limit.advance > 0 { advance::LONGEST } else { denials::LONGEST }
-}
-
-/// A state that cannot be used is logged once in this time, however many requests meet it.
-const BROKEN_SAID: Duration = Duration::from_secs(10);
-
-/// One limit that says deny decides for all; otherwise those that say local decide by their shares.
-fn without_store<'a>(
-    fallback: &MemoryStore,
-    checks: &[Check<'a, '_>],
-    error: StoreError,
-    first_lease: u64,
-) -> Result<Decision<'a>, Unavailable> {
-    if let StoreError::Broken(_) = &error {
-        // It concerns one identity, whom no outage excuses; the breaker does not speak of it.
-        static SAID: Seldom = Seldom::new();
-        if SAID.unsaid_for(BROKEN_SAID) {
-            let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
-            warn!(%error, ?limits, "an identity is refused until its state is repaired or gone");
-        }
-        if checks.iter().any(|check| !check.limit.shadow) {
-            return Err(Unavailable(error));
-        }
-    }
-    if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
-        return Err(Unavailable(error));
-    }
-    let local = |check: &&Check<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
-    let charges: Vec<_> = checks.iter().filter(local).map(|check| check.charge(Source::Local, first_lease)).collect();
-    let verdict = fallback.decide(Operation::Check, &charges);
-    Ok(Decision::new(verdict, Source::Local, checks.iter().filter(local)))
 }

@@ -1,12 +1,13 @@
 //! From a rejection to a response: the only chooser of statuses that are ours.
 
+mod problem;
+
 use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue,
-    RETRY_AFTER, WWW_AUTHENTICATE,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
+    WWW_AUTHENTICATE,
 };
 use http::{Method, Response, StatusCode};
-use serde::Serialize;
 
 use crate::cost::CostError;
 use crate::http::body::Body;
@@ -14,10 +15,11 @@ use crate::http::fields::{self, Counts, Dialect, Standing};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::path::PathError;
 use crate::identity::{IdentityError, Source};
-use crate::limit::Unavailable;
 use crate::limit::algorithm::{Rule, Status};
 use crate::limit::decision::{Decision, Judged};
+use crate::limit::outage::Unavailable;
 use crate::upstream::UpstreamError;
+use problem::Problem;
 
 /// The ways in which a request ends without an upstream's answer.
 #[derive(Debug)]
@@ -264,25 +266,6 @@ fn resource_exhausted(message: &str) -> Response<Body> {
     response
 }
 
-/// A problem document (RFC 9457).
-#[derive(Serialize)]
-struct Problem<'a> {
-    #[serde(rename = "type")]
-    kind: &'a str,
-    title: &'a str,
-    #[serde(serialize_with = "number")]
-    status: StatusCode,
-    detail: &'a str,
-    #[serde(rename = "violated-policies", skip_serializing_if = "Vec::is_empty")]
-    violated_policies: Vec<&'a str>,
-    #[serde(skip_serializing_if = "Option::is_none")]
-    request_id: Option<&'a str>,
-}
-
-fn number<S: serde::Serializer>(status: &StatusCode, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.serialize_u16(status.as_u16())
-}
-
 fn problem(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
     traceable(status, kind, detail, None)
 }
@@ -295,17 +278,4 @@ fn traceable(status: StatusCode, kind: &str, detail: &str, request_id: Option<He
     let mut response = problem.into_response();
     response.headers_mut().extend(request_id.map(|id| (X_REQUEST_ID, id)));
     response
-}
-
-impl Problem<'_> {
-    fn into_response(self) -> Response<Body> {
-        // Strings and numbers always serialise.
-        let mut body = serde_json::to_vec(&self).unwrap_or_default();
-        body.push(b'\n');
-        let mut response = Response::new(Body::full(body));
-        *response.status_mut() = self.status;
-        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-        response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        response
-    }
 }

@@ -43,7 +43,7 @@ use crate::limit::redis::{RedisSettings, Servers};
 use crate::observe::log::Format;
 use crate::route::RouteTable;
 use crate::tls::{ClientAuth, Tls};
-use crate::upstream::fleet::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 use crate::watch::Snapshot;
 pub use admin::{AdminSettings, Token};
 pub use client_tls::UpstreamTls;

@@ -15,6 +15,7 @@ pub mod member;
 mod pool;
 mod queue;
 pub mod resolve;
+pub mod settings;
 mod table;
 pub mod tls;
 

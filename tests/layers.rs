@@ -20,6 +20,7 @@ const ROWS: &[&[&str]] = &[
 
 /// Inside the limiter, from the top down.
 const LIMIT_ROWS: &[&[&str]] = &[
+    &["outage"],
     &["coalesce", "decision", "line"],
     &["admission"],
     &["backend", "denials", "advance"],

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use http::StatusCode;
 
-use crate::limit::Unavailable;
 use crate::limit::backend::Source;
 use crate::limit::decision::{Check, Decision};
+use crate::limit::outage::Unavailable;
 use crate::limit::plan::OnStoreError;
 use crate::runtime::Runtime;
 use crate::tally::{Durations, Family, Tally};

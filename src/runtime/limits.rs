@@ -19,7 +19,7 @@ use crate::limit::algorithm::Rule;
 use crate::limit::key::IdentityHasher;
 use crate::limit::plan::{Division, Limit, OnStoreError, Plan, Wait};
 use crate::limit::quota::EXACT;
-use crate::upstream::fleet::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 
 /// A request in flight holds its slot for the time that its upstream may take and so much more, unless it is renewed.
 const LEASE_SLACK: Duration = Duration::from_secs(5);

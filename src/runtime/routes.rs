@@ -24,7 +24,7 @@ use crate::limit::decision::Judged;
 use crate::limit::plan::Limit;
 use crate::reply::standing;
 use crate::route::{PathPattern, Pattern, RouteTable};
-use crate::upstream::fleet::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 
 /// Limits of one route: the script's arguments and the fields of a response stay small.
 const MAX_LIMITS: usize = 16;

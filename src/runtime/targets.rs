@@ -15,7 +15,7 @@ use crate::http::path::canonical;
 use crate::route::PathPattern;
 use crate::route::template::Template;
 use crate::upstream::Protocol;
-use crate::upstream::fleet::UpstreamSettings;
+use crate::upstream::settings::UpstreamSettings;
 
 /// The largest weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;

@@ -13,7 +13,7 @@ use super::reader::Reader;
 use crate::config;
 use crate::config::error::Issue;
 use crate::upstream::Protocol;
-use crate::upstream::fleet::{ServerSettings, UpstreamSettings};
+use crate::upstream::settings::{ServerSettings, UpstreamSettings};
 
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::Upstream>>,

@@ -7,9 +7,9 @@ use hyper::body::Incoming;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::connecting::Connected;
-use super::fleet::UpstreamSettings;
 use super::http2::{Fate, fate};
 use super::pool::Failure;
+use super::settings::UpstreamSettings;
 use super::{Choice, Protocol, Upstream, UpstreamError};
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;

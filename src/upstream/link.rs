@@ -8,11 +8,11 @@ use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 
 use super::Protocol;
-use super::fleet::UpstreamSettings;
 use super::http2::{self, Fate, Shared};
 use super::member::Member;
 use super::pool::{self, Failure, Pool};
 use super::queue::Place;
+use super::settings::UpstreamSettings;
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
 use crate::http::upload::RequestBody;

@@ -9,8 +9,8 @@ use tokio::net::TcpStream;
 
 use super::condition::Condition;
 use super::connect::Stream;
-use super::fleet::{ServerSettings, UpstreamSettings};
 use super::queue::{Place, Queue};
+use super::settings::{ServerSettings, UpstreamSettings};
 use crate::limit::clock::Seldom;
 
 /// One that requests can be sent to: an address of a server.

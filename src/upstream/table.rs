@@ -6,9 +6,9 @@ use std::time::Instant;
 
 use super::balance::{Balance, Dice, Order, Owners};
 use super::condition::Standing;
-use super::fleet::UpstreamSettings;
 use super::member::Member;
 use super::queue::Place;
+use super::settings::UpstreamSettings;
 
 /// So many members are drawn before all are looked at in turn.
 const DRAWS: u32 = 8;

@@ -1,0 +1,46 @@
+//! Decides without the store: by what each limit says of that.
+
+use tokio::time::Duration;
+use tracing::warn;
+
+use super::backend::Source;
+use super::clock::Seldom;
+use super::decision::{Check, Decision};
+use super::memory::MemoryStore;
+use super::plan::OnStoreError;
+use super::store::{Operation, StoreError};
+
+/// The store could not answer and a limit of the request says `deny`.
+#[derive(Debug, thiserror::Error)]
+#[error("the limits cannot be checked: {0}")]
+pub struct Unavailable(#[source] pub StoreError);
+
+/// A state that cannot be used is logged once in this time, however many requests meet it.
+const BROKEN_SAID: Duration = Duration::from_secs(10);
+
+/// One limit that says deny decides for all; otherwise those that say local decide by their shares.
+pub(super) fn without_store<'a>(
+    fallback: &MemoryStore,
+    checks: &[Check<'a, '_>],
+    error: StoreError,
+    first_lease: u64,
+) -> Result<Decision<'a>, Unavailable> {
+    if let StoreError::Broken(_) = &error {
+        // It concerns one identity, whom no outage excuses; the breaker does not speak of it.
+        static SAID: Seldom = Seldom::new();
+        if SAID.unsaid_for(BROKEN_SAID) {
+            let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
+            warn!(%error, ?limits, "an identity is refused until its state is repaired or gone");
+        }
+        if checks.iter().any(|check| !check.limit.shadow) {
+            return Err(Unavailable(error));
+        }
+    }
+    if checks.iter().any(|check| check.limit.on_store_error == OnStoreError::Deny && !check.limit.shadow) {
+        return Err(Unavailable(error));
+    }
+    let local = |check: &&Check<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
+    let charges: Vec<_> = checks.iter().filter(local).map(|check| check.charge(Source::Local, first_lease)).collect();
+    let verdict = fallback.decide(Operation::Check, &charges);
+    Ok(Decision::new(verdict, Source::Local, checks.iter().filter(local)))
+}

@@ -1,0 +1,55 @@
+//! `[upstream.NAME]` ready to use.
+
+use tokio::time::Duration;
+
+use super::Protocol;
+use super::balance::Balance;
+use super::condition::EjectSettings;
+use super::health::HealthSettings;
+use super::tls::ServerTls;
+
+/// `[upstream.NAME]`
+#[derive(Debug)]
+pub struct UpstreamSettings {
+    /// The name that the configuration gives it.
+    pub name: Box<str>,
+    /// Where it listens; not empty.
+    pub servers: Vec<ServerSettings>,
+    /// What is spoken there.
+    pub protocol: Protocol,
+    /// Bound of connecting, TLS included.
+    pub connect_timeout: Duration,
+    /// Bound of waiting for the response head once the request is sent.
+    pub response_timeout: Duration,
+    /// Idle connections older than this are not used again.
+    pub pool_idle_timeout: Duration,
+    /// Who is asked.
+    pub balance: Balance,
+    /// Requests in flight at each member; 0 = as many as come.
+    pub max_requests: usize,
+    /// Requests that wait for a place at a member.
+    pub max_queue: usize,
+    /// How members are checked; none = they are not.
+    pub health: Option<HealthSettings>,
+    /// When errors put a member out; none = never.
+    pub eject: Option<EjectSettings>,
+    /// Time in which a member that is back gets its whole weight.
+    pub slow_start: Duration,
+    /// Further attempts of a request that broke off and may be repeated.
+    pub retries: u32,
+}
+
+/// One of its `servers`
+#[derive(Debug, Clone)]
+pub struct ServerSettings {
+    /// Host and port as the configuration writes them.
+    pub authority: Box<str>,
+    /// Host name or address.
+    pub host: Box<str>,
+    /// Port.
+    pub port: u16,
+    /// With TLS; none = clear text.
+    pub tls: Option<ServerTls>,
+    /// Its share of the requests, beside those of the others; 0 = none.
+    pub weight: u32,
+}
