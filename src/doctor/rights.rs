@@ -19,7 +19,7 @@ return refused";
 
 /// The commands that the gateway calls itself, as one would write them; what scripts call comes on top.
 const ALWAYS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
-const STRINGS: &[&str] = &["get KEY", "set KEY x px 1", "del KEY"];
+const STRINGS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
 const LOG: &[&str] = &[
     "llen KEY",
     "lindex KEY 0",
