@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures certs tools peers
+.PHONY: run test test-long test-clients check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -65,6 +65,10 @@ bench-memory: tools
 # Draws docs/pictures again, from the model.
 pictures:
 	cargo bench --locked --profile dev --bench pictures
+
+# Writes the tables of docs/configuration.md and the schemas again, from the types in src/config.
+reference:
+	cargo bench --locked --profile dev --bench reference
 
 # Development certificates, valid for ten years. Everybody has their key: for trying things out only.
 certs:
