@@ -2,6 +2,7 @@
 
 mod check;
 mod doctor;
+mod replay;
 mod run;
 
 use std::path::PathBuf;
@@ -42,6 +43,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Hold access logs against the limits, or against proposed ones: who would have been denied, and which quota would do
+    Replay(replay::Arguments),
 }
 
 /// Carries out a command.
@@ -49,6 +52,9 @@ enum Command {
 /// # Errors
 /// The gateway could not start or had to stop.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if let Some(Command::Replay(logs)) = &arguments.command {
+        return replay::replay(logs, &arguments.config);
+    }
     let runtime = match Runtime::load(&arguments.config, &|name| std::env::var(name).ok()) {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -57,7 +63,7 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
     };
     match arguments.command {
-        None | Some(Command::Run) => run::run(runtime)?,
+        None | Some(Command::Run | Command::Replay(_)) => run::run(runtime)?,
         Some(Command::Check) => check::check(&arguments.config, &runtime)?,
         Some(Command::Doctor { json }) => return doctor::doctor(&runtime, json),
     }

@@ -20,6 +20,7 @@ pub mod identity;
 pub mod limit;
 pub mod observe;
 pub mod reload;
+pub mod replay;
 pub mod reply;
 pub mod route;
 pub mod runtime;

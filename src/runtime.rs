@@ -31,7 +31,7 @@ use tracing::Level;
 
 use crate::config::Config;
 use crate::config::error::{ConfigError, FaultyFile};
-use crate::config::file::{self, Environment};
+use crate::config::file::{self, Environment, File};
 use crate::cost::{Cost, RefundOn};
 use crate::identity::By;
 use crate::identity::api_key::{ApiKeys, Consumers};
@@ -208,7 +208,23 @@ impl Runtime {
     /// # Errors
     /// Everything that is wrong with it.
     pub fn load(path: &Path, environment: Environment<'_>) -> Result<Runtime, ConfigError> {
-        let file = file::gateway(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        Self::compiled(path, file::gateway(path, environment), environment)
+    }
+
+    /// The same for the text of a file that is not there, or not yet.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn of(path: &Path, text: String, environment: Environment<'_>) -> Result<Runtime, ConfigError> {
+        Self::compiled(path, file::gateway_of(path, text, environment), environment)
+    }
+
+    fn compiled(
+        path: &Path,
+        file: Result<File<Config>, FaultyFile>,
+        environment: Environment<'_>,
+    ) -> Result<Runtime, ConfigError> {
+        let file = file.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         let mut reader = Reader::new(path, file.text, file.issues, environment);
         let runtime = compile(&file.value, &mut reader);
         reader.finish()?;

@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use http::Request;
 
-use crate::cost::CostError;
+use crate::cost::{CostError, RefundOn};
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::jwt::Bearer;
 use crate::identity::{Asker, By};
@@ -95,12 +95,17 @@ where
     'a: 'p,
 {
     let limit = &*metered.limit;
-    let later = match (metered.cost.is_post_paid(), metered.refund_on.is_empty()) {
-        (true, _) => Later::Pay,
-        (false, false) => Later::Refund,
-        (false, true) => Later::Nothing,
-    };
+    let later = later(metered.cost.is_post_paid(), &metered.refund_on);
     let caller = asker.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
     let cost = metered.cost.of_request(asker.headers, asker.trusted)?;
     Ok(Check { place, limit, plan: caller.plan(limit), identity, cost, later })
+}
+
+/// What remains to be done for a limit when the response is known.
+pub fn later(post_paid: bool, refund_on: &RefundOn) -> Later {
+    match (post_paid, refund_on.is_empty()) {
+        (true, _) => Later::Pay,
+        (false, false) => Later::Refund,
+        (false, true) => Later::Nothing,
+    }
 }

@@ -54,6 +54,7 @@ pub(super) async fn decide<'a>(
     let decision = decision.map_err(Rejection::Unavailable)?;
     if let Some(record) = record {
         record.decided_by = Some(decision.decided_by());
+        record.decided_at = Some(decision.now_us);
         record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
     }
     Ok(decision)
