@@ -2,10 +2,12 @@
 //! identities, the store and the algorithms of the gateway.
 
 pub mod format;
+mod known;
 pub mod merge;
 pub mod report;
 pub mod resolve;
 pub mod simulate;
+pub mod size;
 pub mod source;
 pub mod suggest;
 pub mod tally;
@@ -15,10 +17,11 @@ use format::{Format, Mapped, Provides, TemplateError};
 use merge::{Found, Merge};
 use resolve::{Asked, Event, Resolver};
 use simulate::{Moment, Said, Simulation};
+use size::Proposal;
 use source::Source;
 use suggest::{Kept, Suggestion};
 use tally::Tally;
-use view::{Proposal, Stand, View, ViewError, stands};
+use view::{Stand, View, ViewError, stands};
 
 use crate::runtime::Runtime;
 

@@ -4,8 +4,9 @@ use std::sync::Arc;
 
 use super::resolve::{Asked, Resolver};
 use super::simulate::{Moment, Said, Simulation};
+use super::size::sized;
 use super::tally::Tally;
-use super::view::{View, sized};
+use super::view::{Subject, View};
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::Plan;
 
@@ -70,7 +71,7 @@ impl Kept {
     ) -> Suggestion {
         let most = ((target * tally.requests as f64).ceil() as u64).saturating_sub(1);
         let does = |number| {
-            let plan = self.plan(view, subject, count(number))?;
+            let plan = Self::plan(view, subject, count(number))?;
             let denied = self.denied(view, resolver, subject, plan.clone(), most)?;
             Some((plan, denied))
         };
@@ -103,8 +104,8 @@ impl Kept {
     }
 
     /// The subject in another size, its burst in proportion; none if it cannot have it.
-    fn plan(&self, view: &View, subject: usize, count: u64) -> Option<Arc<Plan>> {
-        let now = &view.subjects[subject].plan;
+    fn plan(view: &View, subject: usize, count: u64) -> Option<Arc<Plan>> {
+        let Subject { limit, plan: now, .. } = &view.subjects[subject];
         let burst = match &now.rule {
             Rule::TokenBucket(bucket) => {
                 let burst = u128::from(bucket.burst) * u128::from(count);
@@ -112,7 +113,7 @@ impl Kept {
             }
             _ => None,
         };
-        sized(view, subject, count, burst)
+        sized(&view.runtime, limit, now.quota, count, burst)
     }
 
     /// What a subject denies in this size; none if that is more than `most`.

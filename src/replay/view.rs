@@ -7,30 +7,16 @@ use http::{HeaderName, StatusCode};
 
 use super::format::own::hash_of;
 use super::format::{Mapped, Provides};
+use super::known::{consumers, lacking, notes};
+use super::size::{Proposal, SizeError, proposed, unhurried};
 use crate::cost::{Cost, RefundOn};
 use crate::gateway::ask::later;
-use crate::identity::api_key::Caller;
 use crate::identity::{By, OnMissing, Source};
 use crate::limit::admission::Later;
 use crate::limit::algorithm::Rule;
-use crate::limit::algorithm::concurrency::Concurrency;
 use crate::limit::plan::{Limit, Plan};
-use crate::limit::quota::{Quota, QuotaError};
+use crate::limit::quota::Quota;
 use crate::runtime::{Metered, Runtime, Terms};
-
-/// Leases of requests in flight are renewed until they end: in a log, they last as long as that. Ten years.
-const LONG_LEASE: u64 = 3650 * 86_400 * 1_000_000;
-
-/// Another size for a limit.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Proposal {
-    /// The limit.
-    pub limit: String,
-    /// Its quota, as it would stand in the configuration.
-    pub quota: String,
-    /// Its burst, if it is another one.
-    pub burst: Option<u64>,
-}
 
 /// What a field of the log is to be: the identity of a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -47,10 +33,8 @@ pub struct Stand {
 pub enum ViewError {
     #[error("there is no limit `{name}`; there are {}", all.join(", "))]
     NoLimit { name: String, all: Vec<String> },
-    #[error("`{name}={quota}`: {error}")]
-    Quota { name: String, quota: String, error: QuotaError },
-    #[error("`{0}` has no burst: it goes with token-bucket only")]
-    NoBurst(String),
+    #[error(transparent)]
+    Size(#[from] SizeError),
 }
 
 /// A limit as it is replayed.
@@ -152,7 +136,8 @@ impl View {
         let (mut subjects, mut bys) = (Vec::new(), Vec::new());
         for (index, (name, terms)) in runtime.limits.iter().enumerate() {
             let proposal = proposals.iter().rfind(|proposal| proposal.limit == *name);
-            let plan = proposal.map_or(Ok(terms.limit.standard.clone()), |proposal| resized(&runtime, terms, proposal));
+            let plan =
+                proposal.map_or(Ok(terms.limit.standard.clone()), |proposal| proposed(&runtime, terms, proposal));
             let plan = unhurried(&runtime, &terms.limit, plan?);
             let stands = mapped.iter().any(|mapped| mapped.header == header(index));
             let by = match stands {
@@ -199,93 +184,4 @@ impl View {
         let routes = routes.collect();
         Ok(View { runtime, subjects, routes })
     }
-}
-
-/// The size that is proposed.
-fn resized(runtime: &Runtime, terms: &Terms, proposal: &Proposal) -> Result<Arc<Plan>, ViewError> {
-    let Proposal { limit: name, quota: text, burst } = proposal;
-    let standard = &terms.limit.standard;
-    let burst = match (&standard.rule, burst) {
-        // What was written stays; what followed the quota still does.
-        (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
-        (Rule::TokenBucket(_), Some(burst)) => Some(*burst),
-        (_, Some(_)) => return Err(ViewError::NoBurst(name.clone())),
-        (_, None) => None,
-    };
-    let quota = standard.rule.read_quota(text);
-    let plan = quota.and_then(|quota| terms.limit.resized(&runtime.hasher, quota, burst));
-    plan.map(Arc::new).map_err(|error| ViewError::Quota { name: name.clone(), quota: text.clone(), error })
-}
-
-/// A subject with another count and burst; none if it cannot have them.
-pub(super) fn sized(view: &View, subject: usize, count: u64, burst: Option<u64>) -> Option<Arc<Plan>> {
-    let Subject { limit, plan, .. } = &view.subjects[subject];
-    let resized = limit.resized(&view.runtime.hasher, Quota { count, ..plan.quota }, burst).ok()?;
-    Some(unhurried(&view.runtime, limit, Arc::new(resized)))
-}
-
-/// The same with leases that do not end before their requests.
-fn unhurried(runtime: &Runtime, limit: &Limit, plan: Arc<Plan>) -> Arc<Plan> {
-    let Rule::Concurrency(rule) = &plan.rule else { return plan };
-    let rule = Rule::Concurrency(Concurrency { lease: LONG_LEASE, ..*rule });
-    let long = Plan::new(&runtime.hasher, &limit.name, plan.quota, rule, limit.division);
-    long.map_or(plan, Arc::new)
-}
-
-/// Consumers with sizes of their own.
-fn consumers(runtime: &Runtime, terms: &Terms) -> HashMap<Box<[u8]>, Arc<Plan>> {
-    let mut sizes = HashMap::new();
-    for consumer in runtime.consumers.load().iter() {
-        let plan = Caller::Consumer(consumer).plan(&terms.limit);
-        if Arc::ptr_eq(plan, &terms.limit.standard) || !terms.by.sources.contains(&Source::ApiKey) {
-            continue;
-        }
-        sizes.insert(consumer.name.as_bytes().into(), plan.clone());
-        if terms.by.sources == [Source::ApiKey] {
-            sizes.insert(consumer.identity(&runtime.hasher).hex().as_slice().into(), plan.clone());
-        }
-    }
-    sizes
-}
-
-/// What the log would have to say to tell the identities of a limit, and does not.
-fn lacking(terms: &Terms, runtime: &Runtime, provides: &Provides) -> Option<String> {
-    let header = |name: &HeaderName| (!provides.headers.has(name)).then(|| format!("the header `{name}`"));
-    let lacks = |source: &Source| match source {
-        Source::ApiKey => header(&runtime.api_keys.header),
-        Source::User(name) | Source::Header(name) => header(name),
-        Source::Cookie(name) => header(&http::header::COOKIE).map(|_| format!("the cookie `{name}`")),
-        Source::Ip => (!provides.client).then(|| "the client's address".to_owned()),
-        Source::Query(name) => (!provides.query).then(|| format!("the query parameter `{name}`")),
-        Source::Host => (!provides.host).then(|| "the host".to_owned()),
-        Source::ClientCert => (!provides.subject).then(|| "the subject of the client's certificate".to_owned()),
-        // A token that was good then is expired now, and logs that have them should not.
-        Source::Jwt(name) => Some(format!("the claim `{name}` of the token")),
-        Source::Path(_) | Source::Method | Source::Global | Source::Route => None,
-    };
-    terms.by.sources.iter().find_map(lacks)
-}
-
-fn notes(terms: &Terms, stands: bool, provides: &Provides) -> Vec<String> {
-    let mut notes = Vec::new();
-    let said = |name: &HeaderName| provides.headers.has(name) || provides.hashed;
-    match &terms.cost {
-        Some(Cost::Response { otherwise, .. }) if !provides.hashed => {
-            notes.push(format!("what responses cost is not in this log: each counts as {otherwise}"));
-        }
-        Some(Cost::Request { field, otherwise, .. }) if !said(field) => {
-            notes.push(format!("`{field}` is not in this log: each request counts as {otherwise}"));
-        }
-        _ => {}
-    }
-    if stands && !terms.limit.tiers.is_empty() {
-        notes.push("who is not known as a consumer has the standard size, whatever the tier".to_owned());
-    }
-    if terms.limit.wait.is_some() {
-        notes.push("whoever would wait for a turn (`max_wait`) counts as denied".to_owned());
-    }
-    if !terms.refund_on.is_empty() && !provides.status {
-        notes.push("statuses are not in this log: nothing is refunded".to_owned());
-    }
-    notes
 }

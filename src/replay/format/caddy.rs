@@ -1,7 +1,7 @@
 //! Caddy's access log in JSON (<https://caddyserver.com/docs/caddyfile/directives/log>).
 
 use std::borrow::Cow;
-use std::collections::HashMap;
+use std::collections::BTreeMap;
 
 use http::HeaderName;
 use serde::Deserialize;
@@ -49,7 +49,7 @@ struct Request<'l> {
     #[serde(borrow)]
     uri: Cow<'l, str>,
     #[serde(borrow, default)]
-    headers: HashMap<Cow<'l, str>, Vec<Cow<'l, str>>>,
+    headers: BTreeMap<Cow<'l, str>, Vec<Cow<'l, str>>>,
     #[serde(borrow)]
     tls: Option<Tls<'l>>,
 }

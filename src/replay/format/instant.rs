@@ -93,7 +93,7 @@ pub(super) fn epoch(text: &[u8]) -> Option<u64> {
 
 /// A number of JSON that says seconds, µs.
 pub(super) fn seconds(number: f64) -> Option<u64> {
-    (number >= 0.0 && number < 253_402_300_800.0).then(|| (number * 1e6).round() as u64)
+    (0.0..253_402_300_800.0).contains(&number).then(|| (number * 1e6).round() as u64)
 }
 
 fn digits(text: &[u8]) -> Option<u64> {
