@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -10,6 +11,7 @@ use std::process::{Output, Stdio};
 use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;
+use sluicegate::replay::format::Format;
 use sluicegate::replay::resolve::Event;
 use sluicegate::replay::simulate::Said;
 use sluicegate::replay::source::{Progress, Source};
@@ -73,6 +75,10 @@ fn lines(count: u64, clients: u64) -> Vec<String> {
     (0..count).map(line).collect()
 }
 
+/// The format of `nginx.log`.
+const NGINX: &str =
+    r#"$msec $remote_addr $host "$request" $status $request_time "$http_x_api_key" "$http_x_forwarded_for""#;
+
 const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 
 /// What is printed for each sample. `BLESS=1` writes what is printed now.
@@ -83,7 +89,7 @@ fn the_report_of_each_format_is_as_written() {
     for (name, arguments) in [
         ("common", vec![]),
         ("combined", vec![]),
-        ("nginx", vec!["--format", nginx]),
+        ("nginx", vec!["--format", NGINX]),
         ("caddy", vec![]),
         ("alb", vec![]),
         ("cloudfront", vec![]),
@@ -100,6 +106,97 @@ fn the_report_of_each_format_is_as_written() {
         for line in said.out.lines() {
             assert!(line.chars().count() <= 80, "{name}: wider than 80 columns: {line}");
         }
+    }
+}
+
+/// An instant, how long it took, the client, method and target, host and status of some lines.
+#[test]
+fn lines_say_what_stands_in_them() {
+    let cases = [
+        ("combined", 1, "2000-10-10T20:55:36Z", None, "192.0.2.10", "GET /v1/search?q=gate", None, 200),
+        ("common", 3, "2000-10-10T20:55:38Z", None, "2001:db8::17", "GET /v1/users/7", None, 304),
+        (
+            NGINX,
+            0,
+            "2023-11-14T22:13:20.1Z",
+            Some(23_000),
+            "192.0.2.10",
+            "GET /v1/search?q=1",
+            Some("api.example.com"),
+            200,
+        ),
+        (
+            "caddy",
+            1,
+            "2022-03-09T21:30:01.5Z",
+            Some(100_000),
+            "192.0.2.10",
+            "GET /v1/search?q=\"a\"",
+            Some("api.example.com:8443"),
+            200,
+        ),
+        (
+            "caddy",
+            2,
+            "2022-03-09T21:30:01.5Z",
+            Some(200_000),
+            "2001:db8::17",
+            "POST /v1/search",
+            Some("api.example.com"),
+            201,
+        ),
+        (
+            "alb",
+            1,
+            "2018-07-02T22:22:48.364Z",
+            Some(11_822_641),
+            "192.168.131.39",
+            "GET https://www.example.com:443/v1/search?q=1",
+            None,
+            200,
+        ),
+        (
+            "alb",
+            3,
+            "2018-11-30T22:22:48.364Z",
+            Some(11_822_641),
+            "2001:db8::17",
+            "GET http://www.example.com:80/",
+            None,
+            502,
+        ),
+        (
+            "cloudfront",
+            1,
+            "2019-12-04T21:02:30.75Z",
+            Some(250_000),
+            "192.0.2.100",
+            "GET /v1/search?q=1&r=2",
+            Some("api.example.com"),
+            200,
+        ),
+        ("sluicegate", 0, "2025-11-21T14:41:32.000123Z", Some(1500), "192.0.2.10", "GET /v1/search", None, 200),
+    ];
+    for (name, index, at, took_us, client, request, host, status) in cases {
+        let file = if name == NGINX { "nginx" } else { name };
+        let text = std::fs::read_to_string(logs().join(format!("{file}.log"))).unwrap();
+        let mut format = Format::named(name).unwrap();
+        let mut entries = text.lines().filter_map(|line| {
+            format.parse(line.as_bytes()).unwrap().map(|entry| {
+                let request = [entry.method, b" ", &*entry.target].concat();
+                (entry.at_us, entry.took_us, entry.client, request, entry.host.map(Cow::into_owned), entry.status)
+            })
+        });
+        let at: jiff::Timestamp = at.parse().unwrap();
+        let expected = (
+            at.as_microsecond() as u64,
+            took_us,
+            Some(client.parse().unwrap()),
+            request.as_bytes().to_vec(),
+            host.map(|host| host.as_bytes().to_vec()),
+            Some(status),
+        );
+        assert_eq!(entries.nth(index).unwrap(), expected, "{name}, {index}");
     }
 }
 
@@ -160,9 +257,8 @@ fn what_a_log_says_of_strangers_is_no_markup() {
 
 #[test]
 fn identities_are_those_of_the_log_or_none() {
-    let nginx = "$msec $remote_addr $host \"$request\" $status $request_time \"$http_x_api_key\"";
     let config = ["--config", "gateway.toml"];
-    let keys = report(&[&["nginx.log", "--format", nginx], &config[..]].concat());
+    let keys = report(&[&["nginx.log", "--format", NGINX], &config[..]].concat());
     assert_eq!(keys["limits"]["per-key"]["identities"], 2, "two keys: {keys}");
     assert_eq!(keys["lines"]["no_identity"], 1, "one without: {keys}");
     // Without the variable nobody knows, and the other limit is replayed all the same.

@@ -209,7 +209,6 @@ impl<'l> Entry<'l> {
     /// Takes `GET /path HTTP/1.1` apart; what is no such line leaves method and target empty.
     fn request_line(&mut self, line: Cow<'l, [u8]>) {
         let Some((method, target)) = parts(&line) else { return };
-        let whole = line.len();
         match line {
             Cow::Borrowed(line) => {
                 self.method = &line[..method];
@@ -219,7 +218,7 @@ impl<'l> Entry<'l> {
                 // Escapes are in the target; a method that has one is no method.
                 let Some(method) = known_method(&line[..method]) else { return };
                 self.method = method;
-                line.truncate(target.end.min(whole));
+                line.truncate(target.end);
                 line.drain(..target.start);
                 self.target = Cow::Owned(line);
             }

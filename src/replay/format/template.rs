@@ -15,7 +15,7 @@ pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_loc
 
 /// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>, as far as it is of use:
 /// fields have been added at the end before.
-pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time"#;
+pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
 
 /// Why a text describes no format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -122,6 +122,7 @@ impl Template {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
         Provides {
             client: self.has(Role::Client),
+            // Load balancers write whole URLs.
             host: self.has(Role::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
             query: self.has(Role::Request) || self.has(Role::Target) || self.has(Role::Query),
             subject: self.has(Role::Subject),
@@ -137,8 +138,7 @@ impl Template {
         let mut rest = line.strip_prefix(&*self.start).ok_or(LineError::Shape)?;
         let mut entry = Entry::default();
         let (mut at, mut came, mut query) = (None, None, None);
-        let quoted_start = self.start.last() == Some(&b'"');
-        let mut quoted = quoted_start;
+        let mut quoted = self.start.last() == Some(&b'"');
         for variable in &self.variables {
             let (value, behind) = variable.cut(rest, quoted).ok_or(LineError::Shape)?;
             rest = behind;
@@ -222,13 +222,10 @@ impl Variable {
         }
         let at = match &*self.end {
             [b'"', ..] if quoted => closing_quote(rest)?,
-            [byte] => memchr::memchr(*byte, rest).or_else(|| (*byte == b' ').then_some(rest.len()))?,
+            [byte] => memchr::memchr(*byte, rest)?,
             end => memchr::memmem::find(rest, end)?,
         };
         let (value, behind) = rest.split_at(at);
-        match behind.strip_prefix(&*self.end) {
-            Some(behind) => Some((value, behind)),
-            None => None,
-        }
+        Some((value, behind.strip_prefix(&*self.end)?))
     }
 }
