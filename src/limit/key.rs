@@ -14,6 +14,11 @@ impl Identity {
     pub fn hex(self) -> [u8; 32] {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
+
+    /// The beginning of it, for people.
+    pub fn short(self) -> String {
+        format!("#{:08x}", self.0 >> 96)
+    }
 }
 
 /// Turns identities into hashes. The same secret gives the same hashes on every gateway.
