@@ -2,6 +2,8 @@
 
 mod check;
 mod doctor;
+mod init;
+mod key;
 mod manual;
 mod replay;
 mod run;
@@ -46,6 +48,20 @@ enum Command {
         /// As a JSON object, for programs
         #[arg(long)]
         json: bool,
+    },
+    /// Write a first configuration, with comments
+    Init {
+        /// What the gateway is for
+        #[arg(long = "for", value_name = "SITUATION", default_value = "single-api")]
+        situation: init::Situation,
+        /// Overwrite files that are there
+        #[arg(long)]
+        force: bool,
+    },
+    /// Make and revoke API keys
+    Key {
+        #[command(subcommand)]
+        action: key::Action,
     },
     /// Print the JSON Schema of the configuration, for editors
     Schema {
@@ -93,6 +109,8 @@ fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Some(Command::Check(options)) => return check::check(&arguments.config, options),
         Some(Command::Doctor { json }) => return doctor::doctor(&load()?, *json),
         Some(Command::Replay(logs)) => return replay::replay(logs, &arguments.config),
+        Some(Command::Init { situation, force }) => init::init(&arguments.config, *situation, *force)?,
+        Some(Command::Key { action }) => key::key(&arguments.config, action)?,
         Some(Command::Schema { file }) => schema::schema(*file)?,
         Some(Command::Completions { shell }) => manual::completions(*shell)?,
         Some(Command::Man { folder }) => manual::man(folder.as_deref())?,
