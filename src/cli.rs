@@ -53,7 +53,10 @@ enum Command {
 /// The gateway could not start or had to stop.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(Command::Replay(logs)) = &arguments.command {
-        return replay::replay(logs, &arguments.config);
+        return replay::replay(logs, &arguments.config).or_else(|error| {
+            complain(&error.downcast::<ConfigError>()?);
+            Ok(ExitCode::from(BAD_CONFIG))
+        });
     }
     let runtime = match Runtime::load(&arguments.config, &|name| std::env::var(name).ok()) {
         Ok(runtime) => runtime,

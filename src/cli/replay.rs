@@ -2,7 +2,7 @@
 
 mod arguments;
 
-use std::io::{IsTerminal, Write, stderr, stdout};
+use std::io::{Error, ErrorKind, IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 pub(super) use arguments::Arguments;
 
-use super::{BAD_CONFIG, complain};
+use super::BAD_CONFIG;
 use crate::config::error::ConfigError;
 use crate::replay::report::{Report, html, json, table};
 use crate::replay::size::Proposal;
@@ -28,18 +28,17 @@ const SPIN: Duration = Duration::from_millis(100);
 
 pub(super) fn replay(arguments: &Arguments, config: &Path) -> anyhow::Result<ExitCode> {
     let proposals: Vec<_> = arguments.limits.iter().map(|given| given.0.clone()).collect();
-    let runtime = match runtime(arguments, config, &proposals) {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            complain(&error);
-            if !config.exists() && arguments.by.is_empty() {
-                anstream::eprintln!("without a configuration: replay LOG --by ip --limit per-ip=600/min");
-            }
-            return Ok(ExitCode::from(BAD_CONFIG));
+    let runtime = runtime(arguments, config, &proposals).inspect_err(|_| {
+        if arguments.by.is_empty() && !config.exists() {
+            anstream::eprintln!("without a configuration: replay LOG --by ip --limit per-ip=600/min");
         }
-    };
+    })?;
     match replay_with(arguments, runtime, proposals) {
         Ok(code) => Ok(code),
+        // Whoever reads the report has seen enough of it.
+        Err(error) if error.downcast_ref::<Error>().is_some_and(|error| error.kind() == ErrorKind::BrokenPipe) => {
+            Ok(ExitCode::SUCCESS)
+        }
         Err(error) => {
             anstream::eprintln!("sluicegate replay: {error:#}");
             Ok(ExitCode::from(UNREADABLE))
