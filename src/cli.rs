@@ -91,7 +91,8 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match carry_out(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
             Some(error) => {
-                complain(error);
+                // Colours on a terminal only, and none where NO_COLOR asks for it.
+                anstream::eprintln!("{}", error.report(&Renderer::styled()));
                 Ok(ExitCode::from(BAD_CONFIG))
             }
             // Whoever reads the output has seen enough of it.
@@ -125,9 +126,4 @@ fn environment(name: &str) -> Option<String> {
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
     kind == Some(std::io::ErrorKind::BrokenPipe)
-}
-
-fn complain(error: &ConfigError) {
-    // Colours on a terminal only, and none where NO_COLOR asks for it.
-    anstream::eprintln!("{}", error.report(&Renderer::styled()));
 }

@@ -12,7 +12,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 pub(super) use arguments::Arguments;
 
-use super::{BAD_CONFIG, complain};
+use super::{BAD_CONFIG, is_broken_pipe};
 use crate::config::error::ConfigError;
 use crate::replay::report::{Report, html, json, table};
 use crate::replay::size::Proposal;
@@ -28,18 +28,14 @@ const SPIN: Duration = Duration::from_millis(100);
 
 pub(super) fn replay(arguments: &Arguments, config: &Path) -> anyhow::Result<ExitCode> {
     let proposals: Vec<_> = arguments.limits.iter().map(|given| given.0.clone()).collect();
-    let runtime = match runtime(arguments, config, &proposals) {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            complain(&error);
-            if !config.exists() && arguments.by.is_empty() {
-                anstream::eprintln!("without a configuration: replay LOG --by ip --limit per-ip=600/min");
-            }
-            return Ok(ExitCode::from(BAD_CONFIG));
+    let runtime = runtime(arguments, config, &proposals).inspect_err(|_| {
+        if arguments.by.is_empty() && !config.exists() {
+            anstream::eprintln!("without a configuration: replay LOG --by ip --limit per-ip=600/min");
         }
-    };
+    })?;
     match replay_with(arguments, runtime, proposals) {
         Ok(code) => Ok(code),
+        Err(error) if is_broken_pipe(&error) => Err(error),
         Err(error) => {
             anstream::eprintln!("sluicegate replay: {error:#}");
             Ok(ExitCode::from(UNREADABLE))
