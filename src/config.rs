@@ -101,6 +101,7 @@ pub struct Log {
     pub format: Option<Text>,
     pub level: Option<Text>,
     pub access: Option<Text>,
+    pub trace_endpoint: Option<Text>,
 }
 
 /// `[store]`

@@ -14,7 +14,6 @@ use super::{
 /// Keys of the contract that do nothing yet, by the table they stand in.
 const LATER: &[(&str, &[&str])] = &[
     ("listener", &["http3"]),
-    ("log", &["trace_endpoint"]),
     ("api_key", &["query", "bearer"]),
     ("jwt", &["jwks_url"]),
 ];

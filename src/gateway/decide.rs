@@ -5,8 +5,8 @@ use http::{HeaderMap, Request, Response};
 use hyper::body::Incoming;
 use tracing::warn;
 
-use super::Peer;
 use super::meters::Meters;
+use super::{Peer, noted};
 use crate::account::Record;
 use crate::cost::CostError;
 use crate::http::body::Body;
@@ -51,6 +51,7 @@ pub(super) async fn decide<'a>(
     if let Some(record) = &mut record {
         record.client = client;
         record.route = Some(route.name.clone());
+        record.template = record.trace.map(|_| route.path.clone());
     }
     let consumers = metering.by_key.then(|| runtime.consumers.load());
     let caller = match &consumers {
@@ -88,13 +89,12 @@ pub(super) async fn decide<'a>(
     }
     let began = monotonic();
     let decision = limiter.check(&checks).await;
-    meters.decided(route.index, &checks, &decision, began.elapsed());
-    let decision = decision.map_err(Rejection::Unavailable)?;
+    let took = began.elapsed();
+    meters.decided(route.index, &checks, &decision, took);
     if let Some(record) = record {
-        record.decided_by = Some(decision.decided_by());
-        record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
+        noted::decided(record, &checks, &decision, (began, took));
     }
-    Ok(decision)
+    decision.map_err(Rejection::Unavailable)
 }
 
 fn check<'a, 'p>(
