@@ -6,6 +6,7 @@ pub mod error;
 pub mod file;
 mod forms;
 mod keys;
+mod masked;
 mod upstream;
 
 use std::collections::BTreeMap;

@@ -223,7 +223,8 @@ impl Gateway {
         };
         let asked = Question { request, host: &target.host, path: &target.path, peer };
         let decision =
-            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, met.record.as_deref_mut()).await?;
+            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, met.record.as_deref_mut())
+                .await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,

@@ -41,7 +41,8 @@ fn now() -> f64 {
 
 #[test]
 fn a_line_says_what_became_of_a_request_and_why() {
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
+    let upstream =
+        Upstream::answering(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
     let server = upstream.url().trim_start_matches("http://").to_owned();
     let gateway = Gateway::start(&format!(
         "{JSON}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
@@ -183,9 +184,12 @@ fn the_text_form_says_the_same() {
     let lines: Vec<_> = text.lines().collect();
     assert!(lines[0].starts_with("20") && lines[0].split(' ').next().unwrap().ends_with('Z'), "{text}");
     for (line, words) in [
-        (lines[0], " 127.0.0.1 GET /up 200 2 | route=up ok | decision=allowed | limit=hour remaining=0 identity=| by=store|\
+        (
+            lines[0],
+            " 127.0.0.1 GET /up 200 2 | route=up ok | decision=allowed | limit=hour remaining=0 identity=| by=store|\
                      decision_ms=| upstream=api | upstream_ms=| server=127.0.0.1:| upstream_status=200 | id=| \
-                     trace=4bf92f3577b34da6a3ce929d0e0e4736"),
+                     trace=4bf92f3577b34da6a3ce929d0e0e4736",
+        ),
         (lines[1], " 127.0.0.1 GET /up 429 | route=up denied | decision=denied | limit=hour remaining=0 | id="),
     ] {
         assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
@@ -277,7 +281,10 @@ fn the_file_may_be_renamed_at_any_time() {
     });
     let paths: Vec<_> = paths.collect();
     let distinct: HashSet<_> = paths.iter().collect();
-    assert_eq!((paths.len() as u64, distinct.len() as u64), (asked.load(Ordering::SeqCst), asked.load(Ordering::SeqCst)));
+    assert_eq!(
+        (paths.len() as u64, distinct.len() as u64),
+        (asked.load(Ordering::SeqCst), asked.load(Ordering::SeqCst))
+    );
 }
 
 fn name(path: &Path) -> String {

@@ -123,7 +123,8 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
     // The first one.
     let sent = of_kind(&spans, SpanKind::Client);
     let request = spans.iter().find(|span| span.span_id == sent.parent_span_id).unwrap();
-    let decision = spans.iter().find(|span| span.kind() == SpanKind::Internal && span.parent_span_id == request.span_id);
+    let decision =
+        spans.iter().find(|span| span.kind() == SpanKind::Internal && span.parent_span_id == request.span_id);
     let decision = decision.unwrap();
     assert_eq!((request.kind(), &*hex(&request.parent_span_id)), (SpanKind::Server, PARENT));
     assert_eq!((&*request.name, &*decision.name, &*sent.name), ("GET /limited", "decide", "GET"));
@@ -140,9 +141,15 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
             ("sluicegate.route", "limited"),
         ],
     );
-    assert_says(decision, &[("sluicegate.decision", "allowed"), ("sluicegate.limit", "hour"), ("sluicegate.remaining", "0")]);
+    assert_says(
+        decision,
+        &[("sluicegate.decision", "allowed"), ("sluicegate.limit", "hour"), ("sluicegate.remaining", "0")],
+    );
     let upstream_says = [("server.address", host), ("server.port", port), ("http.response.status_code", "200")];
-    assert_says(sent, &[&upstream_says[..], &[("http.request.method", "GET"), ("sluicegate.upstream", "api")]].concat());
+    assert_says(
+        sent,
+        &[&upstream_says[..], &[("http.request.method", "GET"), ("sluicegate.upstream", "api")]].concat(),
+    );
     for inner in [decision, sent] {
         let (from, to) = (inner.start_time_unix_nano, inner.end_time_unix_nano);
         assert!(request.start_time_unix_nano <= from && from < to && to <= request.end_time_unix_nano, "{spans:#?}");

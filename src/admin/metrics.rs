@@ -95,8 +95,8 @@ impl Vitals {
         let lines =
             page.durations("upstream_response_duration", "From a request to an upstream to the head of its response")?;
         answers(lines, "upstream", &self.tallies.upstreams)?;
-        let mut lines =
-            page.counter("upstream_retries", "Requests sent again: on a fresh connection, unwritten, or by the budget")?;
+        let mut lines = page
+            .counter("upstream_retries", "Requests sent again: on a fresh connection, unwritten, or by the budget")?;
         for (upstream, tallies) in self.tallies.again.all() {
             let counts = sum(tallies.iter().map(|tally| tally.read()));
             for (why, count) in Again::ALL.iter().zip(counts) {

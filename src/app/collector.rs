@@ -45,7 +45,8 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<Spans> {
     let reason = Arc::<Mutex<Option<String>>>::default();
     let client = Collector { tls: tls(endpoint)?, reason: reason.clone() };
     let exporter = SpanExporter::builder().with_http().with_http_client(client);
-    let exporter = exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(TIMEOUT);
+    let exporter =
+        exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(TIMEOUT);
     let mut exporter = exporter.build()?;
     exporter.set_resource(&resource());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
@@ -57,7 +58,11 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<Spans> {
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
         let reason = reason.lock().unwrap_or_else(PoisonError::into_inner).take();
         if said.unsaid_for(SAID) {
-            warn!(spans, "spans are lost, the collector at {name} did not take them: {}", reason.unwrap_or(error.to_string()));
+            warn!(
+                spans,
+                "spans are lost, the collector at {name} did not take them: {}",
+                reason.unwrap_or(error.to_string())
+            );
         }
         spans
     })?)

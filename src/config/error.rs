@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 
+use super::masked::masked;
+
 /// One fault in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issue {
@@ -70,10 +72,11 @@ impl ConfigError {
         let mut parts = Vec::new();
         for file in &self.files {
             let path = file.path.display().to_string();
+            let text = masked(&file.text);
             // In the order of the file, whatever the order in which it was checked.
             let mut issues: Vec<_> = file.issues.iter().collect();
             issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
-            parts.extend(issues.into_iter().map(|issue| render(renderer, &path, &file.text, issue)));
+            parts.extend(issues.into_iter().map(|issue| render(renderer, &path, &text, issue)));
         }
         parts.join("\n\n")
     }

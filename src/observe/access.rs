@@ -179,7 +179,11 @@ impl Line<'_> {
         // Times of the next 290,000 years are valid.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
-        write!(out, "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}", ms(self.duration_ms))?;
+        write!(
+            out,
+            "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}",
+            ms(self.duration_ms)
+        )?;
         if let Some(Decided { decision, decided_by, binding, took, shadow_denied, .. }) = self.decided {
             write!(out, " decision={decision}")?;
             if let Some(Binding { limit, remaining, identity }) = binding {

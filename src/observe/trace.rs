@@ -129,7 +129,10 @@ mod tests {
             assert_eq!(Parent::read(text.as_bytes()), parent, "{text}");
         }
         let twice: HeaderMap = (0..2).fold(HeaderMap::new(), |mut headers, _| {
-            headers.append(TRACEPARENT, HeaderValue::from_static("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"));
+            headers.append(
+                TRACEPARENT,
+                HeaderValue::from_static("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
+            );
             headers
         });
         assert_eq!(Parent::of(&twice), None, "nobody knows which of them counts");

@@ -9,8 +9,8 @@ use tracing::Level;
 use super::files;
 use super::reader::Reader;
 use super::{Access, Layout, LogSettings, ServerSettings};
-use crate::config::{self, Text};
 use crate::config::error::Issue;
+use crate::config::{self, Text};
 use crate::observe::log::Format;
 
 /// hyper needs room for a head of this size at least.
