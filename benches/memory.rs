@@ -118,7 +118,7 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             connect_timeout: Duration::from_secs(5),
             algorithms: Parts::default(),
         };
-        let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), clock.clone()));
+        let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), clock.clone(), Arc::default()));
         // Connected, and the script known.
         store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();
         let before = used_memory(&mut server.connection());

@@ -1,9 +1,9 @@
 //! Puts the parts together: sockets, workers, stores; owns what they share.
 
 mod background;
+mod collector;
 mod worker;
 
-use std::fs::OpenOptions;
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
@@ -15,6 +15,7 @@ use socket2::{Domain, Protocol, Socket, Type};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
+use crate::account::Sinks;
 use crate::admin::{self, vitals::Vitals};
 use crate::gateway::meters::Tallies;
 use crate::limit;
@@ -26,6 +27,7 @@ use crate::limit::guard::Breaker;
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
 use crate::observe::access::AccessLog;
+use crate::observe::log_file::LogFile;
 use crate::reload;
 use crate::runtime::files;
 use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
@@ -47,6 +49,8 @@ pub enum AppError {
     Listen { address: SocketAddr, source: io::Error },
     #[error("cannot write the access log to {}: {source}", path.display())]
     AccessLog { path: PathBuf, source: io::Error },
+    #[error("spans cannot be exported: {0}")]
+    Traces(anyhow::Error),
     #[error("cannot watch the files that may change: {0}")]
     Watch(#[from] notify::Error),
     #[error("cannot start a worker: {0}")]
@@ -72,7 +76,7 @@ pub struct App {
     sockets: Vec<Vec<StdListener>>,
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
-    access: Option<AccessLog>,
+    sinks: Sinks,
     /// Keeps the runtime up to date.
     watcher: Option<Arc<Watcher>>,
 }
@@ -113,10 +117,11 @@ impl App {
             }
             None => None,
         };
-        let access = access_log(&runtime)?;
+        let spans = runtime.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
+        let sinks = Sinks { access: access_log(&runtime)?, spans };
         let runtime = Arc::new(runtime);
         let watcher = reload::follow(&runtime)?.map(Arc::new);
-        Ok(App { runtime, sockets, addresses, admin, access, watcher })
+        Ok(App { runtime, sockets, addresses, admin, sinks, watcher })
     }
 
     /// What follows the files that may change; none if there are none.
@@ -155,6 +160,7 @@ impl App {
             store: self.runtime.store.name.clone(),
             breaker: breaker.clone(),
             topology: topology.clone(),
+            sinks: self.sinks.clone(),
             started: clock::unix_us() / 1_000_000,
             stop: stop.clone(),
         });
@@ -179,7 +185,7 @@ impl App {
                 tallies: tallies.clone(),
                 limits: limits.clone(),
                 index,
-                access: self.access.clone(),
+                sinks: self.sinks.clone(),
                 stop: stop.clone(),
             };
             let run = move || worker.run(threads, sockets);
@@ -189,9 +195,7 @@ impl App {
         for worker in workers {
             result = result.and(worker.join().unwrap_or(Err(AppError::Panic)));
         }
-        if let Some(access) = self.access {
-            access.flush();
-        }
+        self.sinks.flush();
         result
     }
 
@@ -237,7 +241,7 @@ fn access_log(runtime: &Runtime) -> Result<Option<AccessLog>, AppError> {
         Access::Off => return Ok(None),
         Access::Stdout => (PathBuf::from("standard output"), Box::new(io::stdout())),
         Access::File(path) => {
-            let file = OpenOptions::new().create(true).append(true).open(path);
+            let file = LogFile::open(path.clone());
             (path.clone(), Box::new(file.map_err(|source| AppError::AccessLog { path: path.clone(), source })?))
         }
     };

@@ -7,6 +7,7 @@ pub mod error;
 pub mod file;
 mod forms;
 mod keys;
+mod masked;
 pub mod schema;
 mod spanned;
 mod upstream;
@@ -156,9 +157,12 @@ pub struct Log {
     /// The process' own log goes to standard error.
     #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
-    /// `"off"`, or a file that is appended to.
+    /// `"off"`, or a file that is appended to, and may be renamed at any time ([what it says](operating.md#the-access-log)).
     #[schemars(extend("default" = "stdout"))]
     pub access: Option<Text>,
+    /// Where an OpenTelemetry collector takes spans, OTLP over HTTP: `"http://127.0.0.1:4318"`; by default nobody does
+    /// ([traces](operating.md#traces)).
+    pub trace_endpoint: Option<Text>,
 }
 
 /// `[store]`

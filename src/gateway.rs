@@ -6,6 +6,7 @@ mod decide;
 mod early;
 mod forward;
 pub mod meters;
+mod noted;
 mod request_id;
 
 use std::net::IpAddr;
@@ -18,18 +19,17 @@ use hyper::body::Incoming;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::account::Record;
+use crate::account::{Arrival, Record, Sinks};
 use crate::http::body::Body;
 use crate::http::headers::{Origin, is_grpc};
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
-use crate::observe::access::AccessLog;
 use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::fleet::Fleet;
-use crate::upstream::{Upstream, UpstreamError};
+use crate::upstream::{Trail, Upstream, UpstreamError};
 use addressed::{Addressed, origin_form};
 use ask::Question;
 use forward::Onward;
@@ -43,7 +43,8 @@ pub struct Gateway {
     limiter: Limiter,
     upstreams: Vec<Upstream>,
     meters: Meters,
-    access: Option<AccessLog>,
+    /// Of this worker alone: each request counts whoever refers to them.
+    sinks: Arc<Sinks>,
 }
 
 /// The other end of a downstream connection.
@@ -71,12 +72,12 @@ impl Gateway {
         runtime: Arc<Runtime>,
         limiter: Limiter,
         fleets: &[Arc<Fleet>],
-        access: Option<AccessLog>,
+        sinks: Sinks,
         (tallies, worker): (&Tallies, usize),
     ) -> Self {
         let meters = Meters::new(tallies, &runtime, worker);
         let upstreams = fleets.iter().cloned().map(Upstream::new).collect();
-        Gateway { runtime, limiter, upstreams, meters, access }
+        Gateway { runtime, limiter, upstreams, meters, sinks: Arc::new(sinks) }
     }
 
     /// The configuration that it serves.
@@ -92,10 +93,18 @@ impl Gateway {
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
         let arrived = monotonic();
-        let open = |log: &AccessLog| {
-            Record::open(log.clone(), arrived, peer.address, request.method().clone(), request.uri().path())
+        let arrival = Arrival {
+            at: arrived,
+            peer: peer.address,
+            scheme: if peer.origin.scheme == "https" { "https" } else { "http" },
+            method: request.method(),
+            path: request.uri().path(),
+            headers: request.headers(),
         };
-        let mut met = Met { record: self.access.as_ref().map(open), route: None, id: None };
+        let mut met = Met { record: Record::open(&self.sinks, &arrival), route: None, id: None };
+        if met.record.is_some() {
+            met.identify(&request, peer);
+        }
         let early = early::is_possible(&request);
         let (mut response, outcome) = match self.serve(request, peer, &mut met).await {
             Ok(response) => (response, "ok"),
@@ -153,9 +162,11 @@ impl Gateway {
             Target::Upstream(split) => {
                 let (index, asked) = (split.draw(), monotonic());
                 let upstream = &self.upstreams[index];
-                let id = met.identify(&request, peer);
+                let mut trail = Trail::new(met.record.is_some());
+                let trace = met.record.as_ref().and_then(|record| record.trace);
                 let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
-                let onward = Onward { peer, id, target, deadline };
+                let id = met.identify(&request, peer);
+                let onward = Onward { peer, id, target, deadline, trace, trail: &mut trail };
                 let answer = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                     // Limits that let it wait took all of its time.
                     early::leave(request);
@@ -164,8 +175,10 @@ impl Gateway {
                     // On the heap: inside this future it would be moved with it, for every request.
                     Box::pin(forward::forward(&self.runtime, route, upstream, request, onward)).await
                 };
-                if !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) {
-                    self.meters.upstreams[index].note(answer.as_ref().ok().map(Response::status), asked.elapsed());
+                self.meters.sent(index, &answer, asked.elapsed(), &trail);
+                if let Some(record) = &mut met.record {
+                    noted::sent(record, upstream, &trail, &answer, asked);
+                    noted::paid(record, route, &answer);
                 }
                 answer
             }
@@ -212,7 +225,7 @@ impl Gateway {
         let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
         let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
         let decision =
-            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, peer, met.record.as_mut())
+            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, peer, met.record.as_deref_mut())
                 .await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
@@ -229,7 +242,7 @@ impl Gateway {
 
 /// What is found out of a request on its way, and needed whatever becomes of it.
 struct Met {
-    record: Option<Record>,
+    record: Option<Box<Record>>,
     /// The place of its route.
     route: Option<usize>,
     /// What it is called in logs and problems.
@@ -239,13 +252,16 @@ struct Met {
 impl Met {
     /// Gives a request its name.
     fn identify(&mut self, request: &Request<Incoming>, peer: &Peer) -> &RequestId {
-        let id = self.id.insert(RequestId::of(request.headers(), peer.origin.trusted));
-        if let Some(record) = &mut self.record
-            && let Ok(text) = id.value().to_str()
-        {
-            record.request_id = text.into();
-        }
-        id
+        let Met { record, id, .. } = self;
+        id.get_or_insert_with(|| {
+            let id = RequestId::of(request.headers(), peer.origin.trusted);
+            if let Some(record) = record
+                && let Ok(text) = id.value().to_str()
+            {
+                record.request_id = text.into();
+            }
+            id
+        })
     }
 }
 

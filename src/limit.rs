@@ -256,7 +256,8 @@ fn turned_away<'a>(checks: &[Check<'a, '_>], first: &Check<'a, '_>, wait: Wait) 
     let full = Outcome { status: Status::Over, remaining: 0, reset_us: us, retry_us: us };
     let outcome = |check: &Check<'_, '_>| if check.place == first.place { full } else { UNTOUCHED };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    Decision::new(verdict, Source::Local, checks.iter())
+    // Not by a local share: the store is well.
+    Decision::new(verdict, Source::Store, checks.iter())
 }
 
 /// The states of a request, if further ones for the same may be taken together with it; all of its limits, or none, are taken

@@ -25,7 +25,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use http::HeaderName;
+use http::{HeaderName, Uri};
 use tokio::time::Duration;
 use tracing::Level;
 
@@ -177,6 +177,8 @@ pub struct LogSettings {
     pub level: Level,
     /// The access log.
     pub access: Access,
+    /// Where spans are sent by OTLP; none = nowhere.
+    pub trace_endpoint: Option<Uri>,
 }
 
 /// Where the access log goes.

@@ -18,7 +18,12 @@ impl<const N: usize> Default for Tally<N> {
 impl<const N: usize> Tally<N> {
     /// One more of this kind.
     pub fn count(&self, kind: usize) {
-        self.0[kind].fetch_add(1, Ordering::Relaxed);
+        self.add(kind, 1);
+    }
+
+    /// More of this kind.
+    pub fn add(&self, kind: usize, times: u64) {
+        self.0[kind].fetch_add(times, Ordering::Relaxed);
     }
 
     /// So many there were.

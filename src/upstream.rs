@@ -18,6 +18,7 @@ pub mod resolve;
 pub mod settings;
 mod table;
 pub mod tls;
+mod trail;
 
 use std::error::Error;
 use std::fmt::{self, Display};
@@ -31,6 +32,7 @@ use fleet::Fleet;
 use link::Link;
 use member::Member;
 use queue::Place;
+pub use trail::{Again, Trail};
 
 /// When to ask again for an upstream whose servers have no addresses.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);

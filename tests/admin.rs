@@ -2,35 +2,14 @@
 
 mod support;
 
-use std::net::SocketAddr;
-
-use support::client::{Client, Reply};
+use support::client::Client;
 use support::eventually;
 use support::gateway::Gateway;
+use support::operator::{admin, ask, metric, with_admin};
 use support::redis::Redis;
 use support::upstream::Upstream;
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
-
-fn admin(gateway: &Gateway) -> SocketAddr {
-    let log = gateway.log();
-    log.split_once("admin on http://").unwrap().1.split(';').next().unwrap().parse().unwrap()
-}
-
-fn ask(gateway: &Gateway, path: &str) -> Reply {
-    Client::connect(admin(gateway)).get(path)
-}
-
-/// The value of one line of the metrics.
-fn metric(gateway: &Gateway, line: &str) -> f64 {
-    let page = ask(gateway, "/metrics");
-    let found = page.text().lines().find_map(|each| each.strip_prefix(line)?.strip_prefix(' '));
-    found.unwrap_or_else(|| panic!("no {line} in\n{}", page.text())).parse().unwrap()
-}
-
-fn with_admin(rest: &str) -> String {
-    format!("[admin]\naddress = \"127.0.0.1:0\"\n{rest}")
-}
 
 #[test]
 fn metrics_count_what_happened() {
@@ -70,6 +49,10 @@ fn metrics_count_what_happened() {
         ("upstream_requests_total{upstream=\"gone\",status=\"none\"}", 1.0),
         ("upstream_response_duration_seconds_bucket{le=\"+Inf\",upstream=\"api\"}", 2.0),
         ("connections", 1.0),
+        ("connections_accepted_total", 2.0),
+        ("connections_refused_total", 0.0),
+        ("access_log_dropped_total", 0.0),
+        ("trace_spans_dropped_total", 0.0),
         ("store_up", 1.0),
     ] {
         assert_eq!(metric(&gateway, &format!("sluicegate_{line}")), expected, "{line}");
@@ -101,11 +84,15 @@ fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
     assert_eq!(ask(&gateway, "/readyz").json()["status"], "ready");
     assert_eq!(metric(&gateway, "sluicegate_checks_total{answered_by=\"store\"}"), 1.0);
     assert_eq!(metric(&gateway, "sluicegate_store_round_trip_duration_seconds_count"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_calls_total"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_breaker_openings_total"), 0.0);
     drop(redis);
     eventually("the store is given up", || {
         gateway.get("/hello");
         metric(&gateway, "sluicegate_store_up") == 0.0
     });
+    assert_eq!(metric(&gateway, "sluicegate_store_breakers_open"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_breaker_openings_total"), 1.0);
     let ready = ask(&gateway, "/readyz");
     assert_eq!((ready.status, ready.json()["status"].as_str()), (200, Some("degraded")), "{}", ready.text());
     assert!(ready.json()["store"]["failing"][0].as_str().unwrap().starts_with("redis at"), "{}", ready.text());

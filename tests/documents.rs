@@ -2,10 +2,11 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-use support::gateway::binary;
-use support::pictures;
+use support::gateway::{Gateway, binary};
+use support::{operator, pictures};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -99,6 +100,24 @@ fn the_pictures_are_what_the_model_draws() {
         let committed = std::fs::read_to_string(root().join("docs/pictures").join(&name)).unwrap_or_default();
         assert!(committed == svg, "docs/pictures/{name} differs from the model; `make pictures` draws it again");
     }
+}
+
+/// What the rows of a table begin with, each in backquotes.
+fn table(document: &str, heading: &str) -> BTreeSet<String> {
+    let text = std::fs::read_to_string(root().join(document)).unwrap();
+    let section = text.split(&format!("\n## {heading}\n")).nth(1).unwrap().split("\n## ").next().unwrap();
+    let cells = section.lines().filter_map(|line| line.strip_prefix("| `")?.split(" | ").next());
+    cells.flat_map(|cell| cell.split(',')).map(|name| name.trim_matches([' ', '`']).to_owned()).collect()
+}
+
+#[test]
+fn the_manual_lists_every_metric_and_no_other() {
+    let route = "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
+    let page = operator::ask(&Gateway::start(&operator::with_admin(route)), "/metrics");
+    let types = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split(' ').next());
+    let there: BTreeSet<_> = types.map(str::to_owned).collect();
+    assert!(there.len() > 20, "{there:?}");
+    assert_eq!(there, table("docs/operating.md", "Metrics"));
 }
 
 #[test]

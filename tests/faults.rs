@@ -499,5 +499,5 @@ fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
         connect_timeout: timeout,
         algorithms: Parts::default(),
     };
-    RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Clock::Store)
+    RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Clock::Store, Arc::default())
 }

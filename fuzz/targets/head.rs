@@ -7,6 +7,7 @@ use std::sync::Arc;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use sluicegate::account::Sinks;
 use sluicegate::gateway::meters::Tallies;
 use sluicegate::gateway::{Gateway, Peer};
 use sluicegate::limit::Limiter;
@@ -70,7 +71,7 @@ fn fixture() -> Fixture {
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], None, (&Tallies::default(), 0)), peer }
+    Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], Sinks::default(), (&Tallies::default(), 0)), peer }
 }
 
 thread_local! {

@@ -7,6 +7,7 @@ use crate::gateway::meters::{Answers, CLASSES, Judgement};
 use crate::limit::tallies::Answered;
 use crate::observe::metrics::{Labels, Lines, Page, Source};
 use crate::tally::{BOUNDS_US, Durations, Family};
+use crate::upstream::Again;
 
 /// The label of an answer that never came.
 const NONE: &str = "none";
@@ -19,10 +20,15 @@ impl Source for Vitals {
         let (open, most) = self.connections.standing();
         page.gauge("connections", "Open connections of clients")?.state(&[], open as u64)?;
         page.gauge("connections_max", "Connections that there may be")?.state(&[], most as u64)?;
+        let [accepted, refused] = self.connections.counts();
+        page.counter("connections_accepted", "Connections that came")?.count(&[], accepted)?;
+        page.counter("connections_refused", "Those of them whose network had max_connections_per_ip")?
+            .count(&[], refused)?;
         self.requests(page)?;
         self.decisions(page)?;
         self.store(page)?;
-        self.upstreams(page)
+        self.upstreams(page)?;
+        self.written(page)
     }
 }
 
@@ -64,6 +70,8 @@ impl Vitals {
         }
         let mut lines = page.durations("store_round_trip_duration", "Calls that the store answered")?;
         times(&mut lines, &[], all.iter().map(|tallies| &tallies.round_trips))?;
+        let mut lines = page.counter("store_calls", "Script calls, each for the checks of one round of a worker")?;
+        lines.count(&[], all.iter().map(|tallies| tallies.calls.read()[0]).sum())?;
         let mut lines = page.counter(
             "store_failures",
             "Calls that the store did not answer, and those that were not made since it fails",
@@ -74,7 +82,10 @@ impl Vitals {
         }
         let failing = self.failing();
         page.gauge("store_up", "1 while the store answers; 0 while it, or a node of it, is given up")?
-            .state(&[], u64::from(failing.is_empty()))
+            .state(&[], u64::from(failing.is_empty()))?;
+        page.gauge("store_breakers_open", "Breakers that are open: of the store, or of nodes of a cluster")?
+            .state(&[], failing.len() as u64)?;
+        page.counter("store_breaker_openings", "How often a breaker opened")?.count(&[], self.openings())
     }
 
     fn upstreams(&self, page: &mut Page<'_>) -> fmt::Result {
@@ -84,6 +95,14 @@ impl Vitals {
         let lines =
             page.durations("upstream_response_duration", "From a request to an upstream to the head of its response")?;
         answers(lines, "upstream", &self.tallies.upstreams)?;
+        let mut lines = page
+            .counter("upstream_retries", "Requests sent again: on a fresh connection, unwritten, or by the budget")?;
+        for (upstream, tallies) in self.tallies.again.all() {
+            let counts = sum(tallies.iter().map(|tally| tally.read()));
+            for (why, count) in Again::ALL.iter().zip(counts) {
+                lines.count(&[("upstream", &upstream), ("kind", why.word())], count)?;
+            }
+        }
         let standing: Vec<_> = self.fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
         let servers = || standing.iter().flat_map(|(name, all)| all.iter().map(move |one| (*name, one)));
         let mut lines =
@@ -96,6 +115,13 @@ impl Vitals {
             lines.state(&[("upstream", upstream), ("server", &one.server)], one.in_flight as u64)?;
         }
         Ok(())
+    }
+
+    fn written(&self, page: &mut Page<'_>) -> fmt::Result {
+        let lost = self.sinks.access.as_ref().map_or(0, |access| access.lost());
+        page.counter("access_log_dropped", "Lines of the access log that were not written")?.count(&[], lost)?;
+        let lost = self.sinks.spans.as_ref().map_or(0, |spans| spans.lost());
+        page.counter("trace_spans_dropped", "Spans that the collector did not take")?.count(&[], lost)
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 
+use crate::account::Sinks;
 use crate::gateway::meters::Tallies;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::guard::Breaker;
@@ -29,6 +30,8 @@ pub struct Vitals {
     pub breaker: Arc<Breaker>,
     /// Whether nodes of a cluster do.
     pub topology: Arc<Topology>,
+    /// What is written of requests.
+    pub sinks: Sinks,
     /// When the process started, s since the Unix epoch.
     pub started: u64,
     /// Cancelled when no new requests are wanted.
@@ -36,6 +39,11 @@ pub struct Vitals {
 }
 
 impl Vitals {
+    /// How often a part of the store was given up.
+    pub fn openings(&self) -> u64 {
+        self.breaker.openings() + self.topology.openings()
+    }
+
     /// The parts of the store that fail.
     pub fn failing(&self) -> Vec<String> {
         let mut failing = self.topology.failing();

@@ -10,8 +10,10 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::AppError;
+use crate::account::Sinks;
 use crate::gateway::Gateway;
-use crate::gateway::meters::Tallies;
+use crate::gateway::meters;
+use crate::limit::Limiter;
 use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
 use crate::limit::clock::Clock;
@@ -22,8 +24,7 @@ use crate::limit::guard::{Breaker, Guard};
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
 use crate::limit::redis::{RedisSettings, RedisStore, Servers};
-use crate::limit::{self, Limiter};
-use crate::observe::access::AccessLog;
+use crate::limit::tallies::Tallies;
 use crate::runtime::Runtime;
 use crate::server::Server;
 use crate::server::connections::Connections;
@@ -41,10 +42,10 @@ pub(super) struct Worker {
     pub(super) denials: Option<Arc<Denials>>,
     pub(super) connections: Arc<Connections>,
     pub(super) fleets: Arc<[Arc<Fleet>]>,
-    pub(super) tallies: Arc<Tallies>,
-    pub(super) limits: Arc<Family<limit::tallies::Tallies>>,
+    pub(super) tallies: Arc<meters::Tallies>,
+    pub(super) limits: Arc<Family<Tallies>>,
     pub(super) index: usize,
-    pub(super) access: Option<AccessLog>,
+    pub(super) sinks: Sinks,
     pub(super) stop: CancellationToken,
 }
 
@@ -56,7 +57,7 @@ impl Worker {
         runtime.block_on(async {
             let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
             let (limiter, counts) = (self.limiter(), (&*self.tallies, self.index));
-            let gateway = Gateway::new(self.runtime.clone(), limiter, &self.fleets, self.access, counts);
+            let gateway = Gateway::new(self.runtime.clone(), limiter, &self.fleets, self.sinks, counts);
             let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())
@@ -67,8 +68,9 @@ impl Worker {
         let backend = match &self.runtime.store.redis {
             None => Backend::Memory(self.memory.clone()),
             Some((servers, settings)) => {
-                let (store, fallback) = (self.store(servers, settings), self.memory.clone());
-                Backend::Redis { store, fallback, tallies: self.limits.of("", self.index) }
+                let tallies = self.limits.of("", self.index);
+                let (store, fallback) = (self.store(servers, settings, tallies.clone()), self.memory.clone());
+                Backend::Redis { store, fallback, tallies }
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
@@ -76,17 +78,18 @@ impl Worker {
         Limiter::new(backend, denials, advances, lines, first_lease)
     }
 
-    fn store(&self, servers: &Servers, settings: &RedisSettings) -> Shared {
+    fn store(&self, servers: &Servers, settings: &RedisSettings, tallies: Arc<Tallies>) -> Shared {
         let deadline = self.runtime.store.timeout;
         match servers.clone() {
             Servers::One(server) => {
-                let store = RedisStore::new(settings, server, Clock::Store);
+                let store = RedisStore::new(settings, server, Clock::Store, tallies);
                 let store = Guard::new(store, self.breaker.clone(), deadline);
                 store.warm_up();
                 Shared::One(store)
             }
             Servers::Cluster { seeds, login } => {
-                let store = Cluster::new(settings.clone(), seeds, login, self.topology.clone(), deadline);
+                let topology = self.topology.clone();
+                let store = Cluster::new(settings.clone(), seeds, login, topology, deadline, tallies);
                 store.warm_up();
                 Shared::Cluster(store)
             }

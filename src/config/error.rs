@@ -6,6 +6,8 @@ use std::path::{Path, PathBuf};
 
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 
+use super::masked::masked;
+
 /// One fault in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Issue {
@@ -65,7 +67,8 @@ impl FaultyFile {
     /// The report on this file, with colours if the renderer has them.
     pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
         let path = self.path.display().to_string();
-        let parts = self.in_order().into_iter().map(|issue| render(renderer, level, &path, &self.text, issue));
+        let text = masked(&self.text);
+        let parts = self.in_order().into_iter().map(|issue| render(renderer, level, &path, &text, issue));
         parts.collect::<Vec<_>>().join("\n\n")
     }
 }

@@ -12,12 +12,8 @@ use super::{
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.
-const LATER: &[(&str, &[&str])] = &[
-    ("listener", &["http3"]),
-    ("log", &["trace_endpoint"]),
-    ("api_key", &["query", "bearer"]),
-    ("jwt", &["jwks_url"]),
-];
+const LATER: &[(&str, &[&str])] =
+    &[("listener", &["http3"]), ("api_key", &["query", "bearer"]), ("jwt", &["jwks_url"])];
 
 /// The table that a key stands in, and the keys that work there.
 fn table(path: &[String]) -> (&'static str, &'static [&'static str]) {

@@ -1,5 +1,7 @@
 //! Scripts and decisions: what the gateway does for a request, tried out on keys that go away.
 
+use std::sync::Arc;
+
 use redis::Value;
 use tokio::time::timeout;
 
@@ -56,7 +58,7 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
         algorithms: Parts::default(),
     };
     // It was seen to be of the right kind before.
-    let store = RedisStore::new(&settings, server.target.clone(), Clock::Store);
+    let store = RedisStore::new(&settings, server.target.clone(), Clock::Store, Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.identity;
     let (mut kinds, mut slowest) = (Vec::new(), tokio::time::Duration::ZERO);

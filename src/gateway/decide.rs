@@ -5,9 +5,9 @@ use http::{HeaderMap, Response};
 use hyper::body::Incoming;
 use tracing::warn;
 
-use super::Peer;
 use super::ask::{Question, checks};
 use super::meters::Meters;
+use super::{Peer, noted};
 use crate::account::Record;
 use crate::http::body::Body;
 use crate::http::fields;
@@ -41,6 +41,7 @@ pub(super) async fn decide<'a>(
     if let Some(record) = &mut record {
         record.client = client;
         record.route = Some(route.name.clone());
+        record.template = record.trace.map(|_| route.path.clone());
     }
     let consumers = metering.by_key.then(|| runtime.consumers.load());
     let asker = asked.asker(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
@@ -50,14 +51,12 @@ pub(super) async fn decide<'a>(
     }
     let began = monotonic();
     let decision = limiter.check(&checks).await;
-    meters.decided(route.index, &checks, &decision, began.elapsed());
-    let decision = decision.map_err(Rejection::Unavailable)?;
+    let took = began.elapsed();
+    meters.decided(route.index, &checks, &decision, took);
     if let Some(record) = record {
-        record.decided_by = Some(decision.decided_by());
-        record.decided_at = Some(decision.now_us);
-        record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
+        noted::decided(record, &checks, &decision, (began, took));
     }
-    Ok(decision)
+    decision.map_err(Rejection::Unavailable)
 }
 
 /// Charges and gives back what the answer says; none if it says nothing.

@@ -14,8 +14,9 @@ use crate::http::bounds::Bounds;
 use crate::http::headers::{self, X_REQUEST_ID};
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
+use crate::observe::trace::Trace;
 use crate::runtime::{Route, Runtime};
-use crate::upstream::{Protocol, Upstream, UpstreamError};
+use crate::upstream::{Protocol, Trail, Upstream, UpstreamError};
 
 /// What a request takes along.
 pub(super) struct Onward<'a> {
@@ -26,6 +27,10 @@ pub(super) struct Onward<'a> {
     pub(super) target: Option<PathAndQuery>,
     /// When all of it is to be over.
     pub(super) deadline: Option<Instant>,
+    /// What the upstream's own spans belong to, if that is recorded.
+    pub(super) trace: Option<Trace>,
+    /// Notes where it has been.
+    pub(super) trail: &'a mut Trail,
 }
 
 /// Sends a request to an upstream and hands its answer back.
@@ -36,7 +41,7 @@ pub(super) async fn forward(
     request: Request<Incoming>,
     onward: Onward<'_>,
 ) -> Result<Response<Body>, UpstreamError> {
-    let Onward { peer, id, target, deadline } = onward;
+    let Onward { peer, id, target, deadline, trace, trail } = onward;
     let (mut parts, body) = request.into_parts();
     let http_1_0 = parts.version == Version::HTTP_10;
     let headers = &mut parts.headers;
@@ -64,6 +69,9 @@ pub(super) async fn forward(
     }
     headers::set_forwarded(headers, &peer.origin, host.as_ref(), parts.version);
     headers.insert(X_REQUEST_ID, id.value());
+    if let Some(trace) = trace {
+        trace.pass_on(headers);
+    }
     route.request_headers.apply(headers);
     let switch = offer.and_then(|offer| {
         let downstream = parts.extensions.remove::<OnUpgrade>()?;
@@ -80,9 +88,9 @@ pub(super) async fn forward(
     let bounds = Bounds { deadline, idle: runtime.server.body_idle_timeout, max_body: route.max_body };
     let request = Request::from_parts(parts, body);
     let response = match deadline {
-        None => upstream.send(request, bounds).await?,
+        None => upstream.send(request, bounds, trail).await?,
         // On the heap: this future has the room once.
-        Some(deadline) => match Box::pin(timeout_at(deadline, upstream.send(request, bounds))).await {
+        Some(deadline) => match Box::pin(timeout_at(deadline, upstream.send(request, bounds, trail))).await {
             Ok(answer) => answer?,
             Err(_) => return Err(UpstreamError::Overdue { upstream: upstream.name().into() }),
         },

@@ -3,14 +3,16 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use http::StatusCode;
+use http::{Response, StatusCode};
 
+use crate::http::body::Body;
 use crate::limit::backend::Source;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::outage::Unavailable;
 use crate::limit::plan::OnStoreError;
 use crate::runtime::Runtime;
 use crate::tally::{Durations, Family, Tally};
+use crate::upstream::{Trail, UpstreamError};
 
 /// The classes of statuses, as labels.
 pub const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
@@ -56,7 +58,7 @@ impl Judgement {
     }
 
     /// What the limit of a check had to do with the decision; none if others denied.
-    fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
+    pub(super) fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let local = decision.source == Source::Local;
         let of_place = |place| decision.limits.iter().find(move |judged| judged.place == place);
         if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {
@@ -84,6 +86,8 @@ pub struct Tallies {
     pub limits: Family<Tally<6>>,
     /// Answers by upstream.
     pub upstreams: Family<Answers>,
+    /// Requests that were sent again by upstream, by [`Again`].
+    pub again: Family<Tally<3>>,
     /// What deciding took, all limits of a request together.
     pub decisions: Family<Durations>,
 }
@@ -112,8 +116,14 @@ pub(super) struct Meters {
     routes: Vec<OfRoute>,
     /// Requests that match no route.
     stray: Arc<Answers>,
-    pub(super) upstreams: Vec<Arc<Answers>>,
-    pub(super) decisions: Arc<Durations>,
+    upstreams: Vec<OfUpstream>,
+    decisions: Arc<Durations>,
+}
+
+#[derive(Debug)]
+struct OfUpstream {
+    answers: Arc<Answers>,
+    again: Arc<Tally<3>>,
 }
 
 #[derive(Debug)]
@@ -128,13 +138,17 @@ impl Meters {
         let limits = |route: &crate::runtime::Route| {
             route.metering.limits.iter().map(|metered| tallies.limits.of(&metered.limit.name, worker)).collect()
         };
+        let of_upstream = |name: &str| OfUpstream {
+            answers: tallies.upstreams.of(name, worker),
+            again: tallies.again.of(name, worker),
+        };
         let routes = runtime.routes.iter();
         Meters {
             routes: routes
                 .map(|route| OfRoute { answers: tallies.routes.of(&route.name, worker), limits: limits(route) })
                 .collect(),
             stray: tallies.routes.of("", worker),
-            upstreams: runtime.upstreams.iter().map(|upstream| tallies.upstreams.of(&upstream.name, worker)).collect(),
+            upstreams: runtime.upstreams.iter().map(|upstream| of_upstream(&upstream.name)).collect(),
             decisions: tallies.decisions.of("", worker),
         }
     }
@@ -142,6 +156,23 @@ impl Meters {
     /// A request was answered.
     pub(super) fn answered(&self, route: Option<usize>, status: StatusCode, took: Duration) {
         route.map_or(&self.stray, |route| &self.routes[route].answers).note(Some(status), took);
+    }
+
+    /// A request was sent on, and what came of it.
+    pub(super) fn sent(
+        &self,
+        upstream: usize,
+        answer: &Result<Response<Body>, UpstreamError>,
+        took: Duration,
+        trail: &Trail,
+    ) {
+        let OfUpstream { answers, again } = &self.upstreams[upstream];
+        if !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) {
+            answers.note(answer.as_ref().ok().map(Response::status), took);
+        }
+        for (why, times) in trail.again().into_iter().enumerate().filter(|(_, times)| *times > 0) {
+            again.add(why, times);
+        }
     }
 
     /// The limits of a route decided.

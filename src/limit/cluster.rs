@@ -15,6 +15,7 @@ use super::redis::server::{Address, Login, Server};
 use super::redis::slots::{Slots, slot};
 use super::redis::{RedisSettings, RedisStore};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
+use super::tallies::Tallies;
 use topology::Topology;
 
 /// A call follows so many redirections at once. More come while the nodes do not yet agree about a slot: those it follows
@@ -34,6 +35,7 @@ struct Inner {
     login: Login,
     deadline: Duration,
     topology: Arc<Topology>,
+    tallies: Arc<Tallies>,
     known: Mutex<Known>,
 }
 
@@ -61,8 +63,9 @@ impl Cluster {
         login: Login,
         topology: Arc<Topology>,
         deadline: Duration,
+        tallies: Arc<Tallies>,
     ) -> Self {
-        Cluster(Arc::new(Inner { settings, seeds, login, deadline, topology, known: Mutex::default() }))
+        Cluster(Arc::new(Inner { settings, seeds, login, deadline, topology, tallies, known: Mutex::default() }))
     }
 
     /// Bound of a call.
@@ -184,7 +187,7 @@ impl Cluster {
             return Ok(guard.clone());
         }
         let client = login.at(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
-        let store = RedisStore::new(settings, Server::Node(client), Clock::Store);
+        let store = RedisStore::new(settings, Server::Node(client), Clock::Store, self.0.tallies.clone());
         let guard = Guard::of_node(store, topology.breaker(address), *deadline, address.clone());
         known.guards.insert(address.clone(), guard.clone());
         Ok(guard)

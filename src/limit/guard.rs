@@ -82,6 +82,11 @@ impl Breaker {
         self.era.load(Ordering::Acquire) % 2 == 1
     }
 
+    /// How often it has opened.
+    pub fn openings(&self) -> u64 {
+        u64::from(self.era.load(Ordering::Relaxed).div_ceil(2))
+    }
+
     fn age(&self) -> Duration {
         self.made.elapsed()
     }

@@ -20,6 +20,7 @@ use super::algorithm::{Kind, Rule};
 use super::clock::Clock;
 use super::key::{Bucket, Identity, IdentityHasher, Key};
 use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
+use super::tallies::Tallies;
 use batch::Refusal;
 use caller::{Caller, Question};
 use connection::checkout;
@@ -118,12 +119,12 @@ pub struct Sample {
 
 impl RedisStore {
     /// A store that connects when it is first used. Make one for each runtime: connections live on the one that made them.
-    pub fn new(settings: &RedisSettings, server: Server, clock: Clock) -> Self {
+    pub fn new(settings: &RedisSettings, server: Server, clock: Clock, tallies: Arc<Tallies>) -> Self {
         let RedisSettings { prefix, connections, connect_timeout: deadline, algorithms } = settings.clone();
         // In a cluster each identity has a slot of its own.
         let together = !matches!(server, Server::Node(_));
         let connections = connection::pool(server, algorithms, connections, deadline);
-        let caller = Caller { connections, prefix, clock, algorithms, deadline, next: Mutex::default() };
+        let caller = Caller { connections, prefix, clock, algorithms, deadline, tallies, next: Mutex::default() };
         RedisStore { caller: Arc::new(caller), together, patience: deadline.mul_f64(0.8) }
     }
 

@@ -22,6 +22,8 @@ pub struct Tallies {
     pub checks: Tally<4>,
     /// Calls that the store answered.
     pub round_trips: Durations,
+    /// Script calls, each for the checks of one round of a worker.
+    pub calls: Tally<1>,
     /// Calls that it did not answer, and those that were not made since it fails.
     pub failures: Tally<2>,
 }

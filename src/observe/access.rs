@@ -1,29 +1,31 @@
 //! The access log: a line for each request, written in batches by a thread of its own.
 
+use std::cell::RefCell;
 use std::io::{self, Write};
-use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::net::IpAddr;
 use std::time::Duration;
-use std::{mem, thread};
 
-use serde::Serialize;
+use jiff::Timestamp;
+use serde::{Serialize, Serializer};
 use tracing::warn;
 
 use super::log::Format;
+use super::outbox::{Outbox, Terms};
 
-/// Lines wait this long for company: waking the writer for each costs more than the line.
-const BATCH: Duration = Duration::from_millis(5);
+/// A batch in so long, and bytes that may wait.
+const TERMS: Terms = Terms { name: "access log", pause: Duration::from_millis(5), most: 8 << 20 };
 
-/// Bytes that may wait; beyond that the disk is too slow and lines are dropped and counted.
-const BACKLOG: usize = 8 << 20;
+/// At the end, for the last lines.
+const LAST: Duration = Duration::from_secs(1);
 
-/// One request. Never holds a key, a token or a query.
+/// One request. Never holds a key, a token or a query. docs/operating.md says what each field is: it is read by programs.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
 pub struct Line<'a> {
-    /// Seconds since the Unix epoch, to the ms.
-    pub time: f64,
-    pub client: std::net::IpAddr,
+    /// When it came, µs since the Unix epoch.
+    #[serde(serialize_with = "seconds")]
+    pub time: u64,
+    pub client: IpAddr,
     pub method: &'a str,
     pub path: &'a str,
     pub status: u16,
@@ -31,46 +33,104 @@ pub struct Line<'a> {
     pub bytes: u64,
     /// Whether the whole body went out.
     pub complete: bool,
-    pub duration_ms: f64,
+    /// From the request to the end of its response.
+    #[serde(serialize_with = "milliseconds")]
+    pub duration_ms: Duration,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<&'a str>,
     /// How it ended: `ok`, `denied`, …
     pub outcome: &'a str,
-    /// Who decided its limits.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub decided_by: Option<&'a str>,
-    /// When they were asked, by the clock of whoever decided: seconds since the Unix epoch, to the µs. `replay` decides at
-    /// the same instants.
-    #[serde(skip_serializing_if = "Option::is_none")]
-    pub decided_at: Option<f64>,
-    /// Limits on trial that would have denied it.
-    #[serde(skip_serializing_if = "<[_]>::is_empty")]
-    pub shadow_denied: &'a [Box<str>],
+    #[serde(flatten)]
+    pub decided: Option<&'a Decided>,
+    #[serde(flatten)]
+    pub sent: Option<&'a Sent>,
     pub request_id: &'a str,
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
+    pub trace_id: Option<u128>,
+}
+
+/// What the limits of a request said.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Decided {
+    /// Of the limit that had most to do with it.
+    pub decision: &'static str,
+    /// Who decided.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decided_by: Option<&'static str>,
+    /// The binding limit: one that denies the request, or the one that is nearest to it.
+    #[serde(flatten)]
+    pub binding: Option<Binding>,
+    #[serde(rename = "decision_ms", serialize_with = "milliseconds")]
+    pub took: Duration,
+    /// When the limits were asked, by the clock of whoever decided, µs since the Unix epoch. `replay` decides at the same instants.
+    #[serde(skip_serializing_if = "Option::is_none", serialize_with = "seconds_if_any")]
+    pub decided_at: Option<u64>,
+    /// Limits on trial that would have denied it.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub shadow_denied: Vec<Box<str>>,
+    pub limits: Vec<Judged>,
+    /// From the request on.
+    #[serde(skip)]
+    pub began: Duration,
+}
+
+/// The standing of the binding limit.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Binding {
+    pub limit: Box<str>,
+    pub remaining: u64,
+    #[serde(serialize_with = "hex")]
+    pub identity: u128,
+}
+
+/// One limit and one request.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Judged {
+    pub limit: Box<str>,
+    /// The keyed hash of who asked.
+    #[serde(serialize_with = "hex")]
+    pub identity: u128,
+    pub cost: u64,
+    /// None if another limit denied the request.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decision: Option<&'static str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub remaining: Option<u64>,
+    /// Which of the route's limits.
+    #[serde(skip)]
+    pub place: usize,
+}
+
+/// What came of sending a request on.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct Sent {
+    pub upstream: Box<str>,
+    /// The last one that it was tried at.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub server: Option<Box<str>>,
+    /// Of its response; none if none came.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub upstream_status: Option<u16>,
+    /// To the head of the response.
+    #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
+    pub took: Duration,
+    /// How often it was sent again.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub retries: u64,
+    /// From the request on.
+    #[serde(skip)]
+    pub began: Duration,
 }
 
 /// Where lines go. Clones share it.
 #[derive(Debug, Clone)]
 pub struct AccessLog {
-    shared: Arc<Shared>,
-    wake: Sender<Wake>,
+    lines: Outbox<u8>,
     format: Format,
-}
-
-#[derive(Debug, Default)]
-struct Shared {
-    pending: Mutex<Pending>,
-}
-
-#[derive(Debug, Default)]
-struct Pending {
-    lines: Vec<u8>,
-    dropped: u64,
-}
-
-enum Wake {
-    Lines,
-    Flush(Sender<()>),
 }
 
 impl AccessLog {
@@ -79,81 +139,193 @@ impl AccessLog {
     /// # Errors
     /// The thread cannot be started.
     pub fn start(format: Format, mut out: Box<dyn Write + Send>) -> io::Result<Self> {
-        let shared = Arc::<Shared>::default();
-        let (wake, woken) = channel();
-        let pending = shared.clone();
-        thread::Builder::new().name("access-log".to_owned()).spawn(move || {
-            for cause in woken {
-                if let Wake::Lines = cause {
-                    thread::sleep(BATCH);
-                }
-                let Pending { lines, dropped } = mem::take(&mut *lock(&pending));
-                if dropped > 0 {
-                    warn!(dropped, "the access log is too slow: lines were dropped");
-                }
-                if let Err(error) = out.write_all(&lines).and_then(|()| out.flush()) {
-                    warn!(%error, "the access log cannot be written");
-                }
-                if let Wake::Flush(done) = cause {
-                    // Nobody waiting any more is no loss.
-                    let _ = done.send(());
-                }
-            }
+        let lines = Outbox::start(TERMS, move |batch: &mut Vec<u8>| {
+            let Err(error) = out.write_all(batch).and_then(|()| out.flush()) else { return 0 };
+            warn!(%error, "the access log cannot be written");
+            batch.iter().filter(|byte| **byte == b'\n').count() as u64
         })?;
-        Ok(AccessLog { shared, wake, format })
+        Ok(AccessLog { lines, format })
     }
 
     /// Adds a line.
     pub fn write(&self, line: &Line<'_>) {
-        let mut pending = lock(&self.shared);
-        if pending.lines.len() > BACKLOG {
-            pending.dropped += 1;
-            return;
+        thread_local! {
+            // Made before the lock that workers share is taken.
+            static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
-        let first = pending.lines.is_empty();
-        // Writing to memory does not fail.
-        let _ = match self.format {
-            Format::Json => serde_json::to_writer(&mut pending.lines, line).map_err(io::Error::from),
-            Format::Text => line.write_text(&mut pending.lines),
-        };
-        pending.lines.push(b'\n');
-        drop(pending);
-        if first {
-            // The writer lives as long as a sender does.
-            let _ = self.wake.send(Wake::Lines);
-        }
+        TEXT.with_borrow_mut(|text| {
+            text.clear();
+            // Writing to memory does not fail.
+            let _ = match self.format {
+                Format::Json => serde_json::to_writer(&mut *text, line).map_err(io::Error::from),
+                Format::Text => line.write_text(text),
+            };
+            text.push(b'\n');
+            self.lines.put(|lines| lines.extend_from_slice(text));
+        });
+    }
+
+    /// Lines that were not written.
+    pub fn lost(&self) -> u64 {
+        self.lines.lost()
     }
 
     /// Waits until all lines so far are written.
     pub fn flush(&self) {
-        let (done, written) = channel();
-        if self.wake.send(Wake::Flush(done)).is_ok() {
-            let _ = written.recv_timeout(Duration::from_secs(1));
-        }
+        self.lines.flush(LAST);
     }
-}
-
-fn lock(shared: &Shared) -> std::sync::MutexGuard<'_, Pending> {
-    shared.pending.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Line<'_> {
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
-        let Line { time, client, method, path, status, bytes, duration_ms, outcome, request_id, .. } = self;
+        let Line { client, method, path, status, bytes, outcome, request_id, .. } = self;
+        // Times of the next 290,000 years are valid.
+        let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
             out,
-            "{time:.3} {client} {method} {path} {status} {bytes} {duration_ms:.3}ms route={route} {outcome} id={request_id}"
+            "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}",
+            ms(self.duration_ms)
         )?;
-        if let Some(source) = self.decided_by {
-            write!(out, " by={source}")?;
+        if let Some(Decided { decision, decided_by, binding, took, shadow_denied, .. }) = self.decided {
+            write!(out, " decision={decision}")?;
+            if let Some(Binding { limit, remaining, identity }) = binding {
+                write!(out, " limit={limit} remaining={remaining} identity={identity:032x}")?;
+            }
+            if let Some(source) = decided_by {
+                write!(out, " by={source}")?;
+            }
+            if !shadow_denied.is_empty() {
+                write!(out, " shadow_denied={}", shadow_denied.join(","))?;
+            }
+            write!(out, " decision_ms={}", ms(*took))?;
         }
-        if !self.shadow_denied.is_empty() {
-            write!(out, " shadow_denied={}", self.shadow_denied.join(","))?;
+        if let Some(Sent { upstream, server, upstream_status, took, retries, .. }) = self.sent {
+            write!(out, " upstream={upstream} upstream_ms={}", ms(*took))?;
+            if let Some(server) = server {
+                write!(out, " server={}", server.replace(' ', ""))?;
+            }
+            if let Some(status) = upstream_status {
+                write!(out, " upstream_status={status}")?;
+            }
+            if *retries > 0 {
+                write!(out, " retries={retries}")?;
+            }
+        }
+        write!(out, " id={request_id}")?;
+        if let Some(trace) = self.trace_id {
+            write!(out, " trace={trace:032x}")?;
         }
         if !self.complete {
             write!(out, " incomplete")?;
         }
         Ok(())
+    }
+}
+
+/// To the µs.
+fn ms(time: Duration) -> f64 {
+    time.as_micros() as f64 / 1000.0
+}
+
+fn milliseconds<S: Serializer>(time: &Duration, out: S) -> Result<S::Ok, S::Error> {
+    out.serialize_f64(ms(*time))
+}
+
+/// A double holds µs until the year 2255.
+fn seconds<S: Serializer>(us: &u64, out: S) -> Result<S::Ok, S::Error> {
+    out.serialize_f64(*us as f64 / 1e6)
+}
+
+fn seconds_if_any<S: Serializer>(us: &Option<u64>, out: S) -> Result<S::Ok, S::Error> {
+    us.map(|us| us as f64 / 1e6).serialize(out)
+}
+
+fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
+    out.collect_str(&format_args!("{id:032x}"))
+}
+
+fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
+    // The field is left out where there is none.
+    hex(&id.unwrap_or_default(), out)
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What programs read must not change by accident.
+    #[test]
+    fn the_forms_of_a_line() {
+        let judged = |limit: &str, decision, remaining| Judged {
+            limit: limit.into(),
+            identity: 0xabc,
+            cost: 2,
+            decision,
+            remaining,
+            place: 0,
+        };
+        let decided = Decided {
+            decision: "denied",
+            decided_by: Some("store"),
+            binding: Some(Binding { limit: "hour".into(), remaining: 0, identity: 0xabc }),
+            took: Duration::from_micros(1_250),
+            decided_at: Some(1_764_000_000_123_500),
+            shadow_denied: vec!["trial".into()],
+            limits: vec![judged("hour", Some("denied"), Some(0)), judged("day", None, None)],
+            began: Duration::ZERO,
+        };
+        let sent = Sent {
+            upstream: "api".into(),
+            server: Some("api.test:80 (127.0.0.1:80)".into()),
+            upstream_status: Some(200),
+            took: Duration::from_millis(7),
+            retries: 1,
+            began: Duration::ZERO,
+        };
+        let line = Line {
+            time: 1_764_000_000_123_456,
+            client: [127, 0, 0, 1].into(),
+            method: "GET",
+            path: "/a",
+            status: 429,
+            bytes: 3,
+            complete: false,
+            duration_ms: Duration::from_micros(12_345),
+            route: Some("a"),
+            outcome: "denied",
+            decided: Some(&decided),
+            sent: Some(&sent),
+            request_id: "id",
+            trace_id: Some(1),
+        };
+        let hash = "00000000000000000000000000000abc";
+        assert_eq!(
+            serde_json::to_string(&line).unwrap(),
+            format!(
+                "{{\"time\":1764000000.123456,\"client\":\"127.0.0.1\",\"method\":\"GET\",\"path\":\"/a\",\"status\":429,\"bytes\":3,\
+                 \"complete\":false,\"duration_ms\":12.345,\"route\":\"a\",\"outcome\":\"denied\",\"decision\":\"denied\",\
+                 \"decided_by\":\"store\",\"limit\":\"hour\",\"remaining\":0,\"identity\":\"{hash}\",\"decision_ms\":1.25,\
+                 \"decided_at\":1764000000.1235,\"shadow_denied\":[\"trial\"],\"limits\":[{{\"limit\":\"hour\",\"identity\":\"{hash}\",\"cost\":2,\
+                 \"decision\":\"denied\",\"remaining\":0}},{{\"limit\":\"day\",\"identity\":\"{hash}\",\"cost\":2}}],\
+                 \"upstream\":\"api\",\"server\":\"api.test:80 (127.0.0.1:80)\",\"upstream_status\":200,\"upstream_ms\":7.0,\
+                 \"retries\":1,\"request_id\":\"id\",\"trace_id\":\"00000000000000000000000000000001\"}}"
+            )
+        );
+        let mut text = Vec::new();
+        line.write_text(&mut text).unwrap();
+        assert_eq!(
+            String::from_utf8(text).unwrap(),
+            format!(
+                "2025-11-24T16:00:00.123456Z 127.0.0.1 GET /a 429 3 12.345ms route=a denied decision=denied limit=hour remaining=0 \
+                 identity={hash} by=store shadow_denied=trial decision_ms=1.25 upstream=api upstream_ms=7 \
+                 server=api.test:80(127.0.0.1:80) upstream_status=200 retries=1 id=id \
+                 trace=00000000000000000000000000000001 incomplete"
+            )
+        );
     }
 }

@@ -2,14 +2,15 @@
 
 use std::io::IsTerminal;
 
+use http::uri::{PathAndQuery, Uri};
 use tokio::time::Duration;
 use tracing::Level;
 
 use super::files;
 use super::reader::Reader;
 use super::{Access, Layout, LogSettings, ServerSettings};
-use crate::config;
 use crate::config::error::Issue;
+use crate::config::{self, Text};
 use crate::observe::log::Format;
 
 /// hyper needs room for a head of this size at least.
@@ -67,5 +68,29 @@ pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
             Some("off") => Access::Off,
             Some(path) => Access::File(reader.path(path)),
         },
+        trace_endpoint: log.trace_endpoint.as_ref().and_then(|url| trace_endpoint(url, reader)),
     }
+}
+
+/// Where a collector takes spans; empty = nowhere. Without a path it is the one that collectors have
+/// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
+fn trace_endpoint(text: &Text, reader: &mut Reader<'_>) -> Option<Uri> {
+    let url = text.get_ref();
+    if url.is_empty() {
+        return None;
+    }
+    let parsed = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
+    let parsed = parsed.filter(|uri| uri.authority().is_some_and(|authority| !authority.as_str().contains('@')));
+    let Some(uri) = parsed else {
+        let issue = Issue::at(text.span(), "`trace_endpoint` is not where a collector can be");
+        reader.issue(issue.hint("such as \"http://127.0.0.1:4318\"; who we are goes into OTEL_EXPORTER_OTLP_HEADERS"));
+        return None;
+    };
+    if uri.path() != "/" {
+        return Some(uri);
+    }
+    let mut parts = uri.into_parts();
+    parts.path_and_query = Some(PathAndQuery::from_static("/v1/traces"));
+    // All parts are there.
+    Uri::from_parts(parts).ok()
 }

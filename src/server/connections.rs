@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::runtime::ServerSettings;
+use crate::tally::Tally;
 
 /// Connections that linger at the same time; beyond them a connection is closed at once.
 const LINGERING: usize = 1024;
@@ -20,6 +21,8 @@ pub struct Connections {
     /// Only those that have one: bounded by the connections. std's hasher, as clients choose the keys.
     networks: Mutex<HashMap<IpAddr, usize>>,
     per_network: usize,
+    /// Connections that there were, and those of networks that had all they may.
+    tally: Tally<2>,
 }
 
 /// A connection's place among those of its network, until it is dropped.
@@ -38,18 +41,26 @@ impl Connections {
             lingering: Arc::new(Semaphore::new(LINGERING)),
             networks: Mutex::default(),
             per_network: settings.max_connections_per_ip,
+            tally: Tally::default(),
         }
     }
 
     /// Waits until there may be one more.
     pub(super) async fn open(&self) -> Option<OwnedSemaphorePermit> {
         // It is never closed.
-        self.open.clone().acquire_owned().await.ok()
+        let place = self.open.clone().acquire_owned().await.ok();
+        self.tally.count(0);
+        place
     }
 
     /// How many are open, and may be.
     pub fn standing(&self) -> (usize, usize) {
         (self.most - self.open.available_permits(), self.most)
+    }
+
+    /// How many there were, and how many of them were refused since their network had all it may.
+    pub fn counts(&self) -> [u64; 2] {
+        self.tally.read()
     }
 
     /// Whether the next one has to wait.
@@ -72,6 +83,7 @@ impl Connections {
         let mut networks = self.networks.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = networks.get(&network).copied().unwrap_or(0);
         if taken >= self.per_network {
+            self.tally.count(1);
             return None;
         }
         networks.insert(network, taken + 1);

@@ -10,7 +10,7 @@ use super::connecting::Connected;
 use super::http2::{Fate, fate};
 use super::pool::Failure;
 use super::settings::UpstreamSettings;
-use super::{Choice, Protocol, Upstream, UpstreamError};
+use super::{Again as Why, Choice, Protocol, Trail, Upstream, UpstreamError};
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
 use crate::http::headers::{is_grpc, is_safe};
@@ -46,7 +46,12 @@ impl Upstream {
     ///
     /// # Errors
     /// See [`UpstreamError`].
-    pub async fn send(&self, request: Request<Incoming>, bounds: Bounds) -> Result<Response<Body>, UpstreamError> {
+    pub async fn send(
+        &self,
+        request: Request<Incoming>,
+        bounds: Bounds,
+        trail: &mut Trail,
+    ) -> Result<Response<Body>, UpstreamError> {
         let UpstreamSettings { protocol, retries, .. } = *self.fleet.settings;
         let http2 = protocol == Protocol::Http2;
         let (parts, body) = request.into_parts();
@@ -71,8 +76,15 @@ impl Upstream {
         loop {
             let Connected { link, place, mut connection, reused } = match idle.take() {
                 Some(connection) => Connected { link: way.0, place: way.1, connection, reused: true },
-                None => Box::pin(self.connect(way, &mut choice, course.fresh)).await?,
+                None => {
+                    let tried = choice.tried.len() + 1;
+                    let connected = Box::pin(self.connect(way, &mut choice, course.fresh)).await;
+                    choice.tried.last().into_iter().for_each(|member| trail.at(member));
+                    trail.count(Why::Unwritten, choice.tried.len().saturating_sub(tried) as u64);
+                    connected?
+                }
             };
+            trail.at(place.member());
             let copy = course.needs_copy(reused).then(|| copy_without_body(&request));
             let answer = self.exchange(connection.send(request), progress.as_deref());
             let mut failure = match self.in_time(bounds.deadline, answer).await {
@@ -103,12 +115,21 @@ impl Upstream {
             }
             choice.tried.push(place.member().clone());
             (request, way) = match again {
-                Some(Again::There(request)) => (request, (link, place)),
-                Some(Again::Elsewhere(request)) => (request, self.another(&choice).ok_or(error)?),
+                Some(Again::There(request)) => {
+                    trail.count(Why::Reconnected, 1);
+                    (request, (link, place))
+                }
+                Some(Again::Elsewhere(request)) => {
+                    let way = self.another(&choice).ok_or(error)?;
+                    trail.count(Why::Unwritten, 1);
+                    (request, way)
+                }
                 Some(Again::Retry(request)) => {
                     let way = self.another(&choice).filter(|_| self.fleet.may_retry());
                     course.retries -= 1;
-                    (request, way.ok_or(error)?)
+                    let way = way.ok_or(error)?;
+                    trail.count(Why::Retried, 1);
+                    (request, way)
                 }
                 None => return Err(error),
             };

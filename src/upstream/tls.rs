@@ -59,7 +59,7 @@ impl ServerTls {
     ///
     /// # Errors
     /// [`NoTls`], which says what to do.
-    pub(super) async fn connect(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
+    pub async fn connect(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let connector = TlsConnector::from(self.tls.config.load_full());
         let stream = connector.connect(self.name.clone(), stream).await.map_err(NoTls::of_handshake)?;
         // Who speaks HTTP/1.1 need not know of ALPN; HTTP/2 is spoken only by agreement (RFC 9113 §3.2).

@@ -13,18 +13,21 @@ import sys
 import urllib3
 
 import fields
+import metrics
 import rpc
 import upstreams
 from gateway import CERTIFICATE, KEY, Gateway
 
 # Each has `check(clear, tls)`, which takes two URLs and returns what it has shown.
-FAMILIES = ["fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls"]
+FAMILIES = ["metrics", "fields", "curl", "requesting", "node", "rpc", "nghttp2", "slow", "tls"]
 
 
 def configuration(http, websocket, grpc):
     """Everything that the families ask for; each has limits of its own, so that they do not meet."""
     upstream = {"http": http, "websocket": websocket, "grpc": grpc}
     return f"""
+[admin]
+address = "127.0.0.1:0"
 [server]
 header_timeout = "2s"
 body_idle_timeout = "2s"
@@ -107,7 +110,10 @@ def main():
         # Each has a gateway of its own.
         with Gateway(binary, configuration(*behind)) as gateway:
             urllib3.request("GET", f"{gateway.urls[0]}/closed")
-            print(importlib.import_module(name).check(*gateway.urls), flush=True)
+            family = importlib.import_module(name)
+            # One asks the operator's listener, too.
+            also = [gateway.admin] if family is metrics else []
+            print(family.check(*gateway.urls, *also), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def expect(condition, what):
 
 
 class Gateway:
-    """A running gateway; `urls` has its listeners in their order."""
+    """A running gateway; `urls` has its listeners in their order, `admin` is the operator's."""
 
     def __init__(self, binary, configuration):
         self.folder = tempfile.TemporaryDirectory()
@@ -33,6 +33,7 @@ class Gateway:
             listening = re.search(r"listens on (.*?);", line)
             if listening:
                 self.urls = listening[1].split(", ")
+                self.admin = re.search(r"admin on (.*?);", line)[1]
                 # Keep reading, so that the pipe never fills.
                 threading.Thread(target=lambda: [None for _ in self.process.stderr], daemon=True).start()
                 return

@@ -62,6 +62,11 @@ impl Gateway {
         Gateway::launch(config, &[], command)
     }
 
+    /// The same, with more files beside the configuration.
+    pub fn start_by_with(config: &str, files: &[(&str, &str)], command: impl Fn(&Path) -> Command) -> Gateway {
+        Gateway::launch(config, files, command)
+    }
+
     /// CPU time used so far, ms.
     pub fn cpu_ms(&self) -> u64 {
         let stat = std::fs::read_to_string(format!("/proc/{}/stat", self.child.id())).unwrap();

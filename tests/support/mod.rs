@@ -9,6 +9,7 @@ pub mod dns;
 pub mod frames;
 pub mod gateway;
 pub mod http2;
+pub mod operator;
 pub mod pictures;
 pub mod random;
 pub mod redis;

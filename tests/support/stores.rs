@@ -100,7 +100,7 @@ pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
         connect_timeout: PATIENCE,
         algorithms: Parts::default(),
     };
-    RedisStore::new(&settings, Server::Fixed(server.client()), clock)
+    RedisStore::new(&settings, Server::Fixed(server.client()), clock, Arc::default())
 }
 
 pub fn quota(count: u64, window: u64) -> Quota {

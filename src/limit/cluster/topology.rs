@@ -1,7 +1,7 @@
 //! What is known of a cluster, shared by all workers of a process.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwapOption;
@@ -24,6 +24,8 @@ pub struct Topology {
     /// Whether somebody is asking for them again, or did so just now.
     looking: AtomicBool,
     breakers: Mutex<HashMap<Address, Arc<Breaker>>>,
+    /// How often those of nodes that have left have opened.
+    gone: AtomicU64,
 }
 
 /// The right to ask for the slots.
@@ -59,9 +61,20 @@ impl Topology {
         self.breakers().iter().filter_map(open).collect()
     }
 
+    /// How often a node was given up.
+    pub fn openings(&self) -> u64 {
+        self.gone.load(Ordering::Relaxed) + self.breakers().values().map(|breaker| breaker.openings()).sum::<u64>()
+    }
+
     /// Takes over newer knowledge. Nodes that left the cluster are forgotten.
     pub fn replace(&self, slots: Slots) {
-        self.breakers().retain(|address, _| slots.nodes().contains(address));
+        self.breakers().retain(|address, breaker| {
+            let stays = slots.nodes().contains(address);
+            if !stays {
+                self.gone.fetch_add(breaker.openings(), Ordering::Relaxed);
+            }
+            stays
+        });
         self.slots.store(Some(Arc::new(slots)));
     }
 

@@ -11,6 +11,7 @@ use super::fault::is_of_the_connection;
 use super::script::Parts;
 use crate::limit::clock::Clock;
 use crate::limit::store::{Charge, Operation, StoreError};
+use crate::limit::tallies::Tallies;
 
 /// What one worker calls a server with.
 #[derive(Debug)]
@@ -25,6 +26,8 @@ pub(super) struct Caller {
     pub(super) algorithms: Parts,
     /// Bound of a call; connecting included.
     pub(super) deadline: Duration,
+    /// Where calls are counted.
+    pub(super) tallies: Arc<Tallies>,
     /// Those that leave with the next call.
     pub(super) next: Mutex<Batch>,
 }
@@ -92,6 +95,7 @@ impl Caller {
             Ok(connection) => connection,
             Err(error) => return batch.refuse(&Refusal::Store(error)),
         };
+        self.tallies.calls.count(0);
         let command = batch.command(self.algorithms, self.clock.argument_us());
         let reply = if asking { connection.send_asking(&command).await } else { connection.send(&command).await };
         match reply {

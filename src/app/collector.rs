@@ -1,0 +1,148 @@
+//! Sends spans to a collector: OTLP over HTTP (<https://opentelemetry.io/docs/specs/otlp/>), protobuf, by a thread of its own.
+
+use std::io;
+use std::net::IpAddr;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use async_trait::async_trait;
+use bytes::Bytes;
+use http::header::HOST;
+use http::{HeaderValue, Request, Response, Uri};
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::client::conn::http1;
+use hyper::rt::{Read, Write};
+use hyper_util::rt::TokioIo;
+use opentelemetry_http::{HttpClient, HttpError};
+use opentelemetry_otlp::{Protocol, SpanExporter, WithExportConfig, WithHttpConfig};
+use opentelemetry_sdk::Resource;
+use opentelemetry_sdk::trace::{SpanData, SpanExporter as _};
+use rustls::pki_types::ServerName;
+use tokio::net::TcpStream;
+use tokio::time::{Duration, timeout};
+use tracing::warn;
+use uuid::Uuid;
+
+use crate::limit::clock::Seldom;
+use crate::observe::spans::Spans;
+use crate::tls::authorities::Authorities;
+use crate::upstream;
+use crate::upstream::tls::{ServerTls, Tls};
+
+/// For a batch of spans, connecting included.
+const TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Bytes of an answer that are read; it says how many spans were not taken.
+const MOST_ANSWER: usize = 64 << 10;
+
+/// That spans are lost is said once in this time.
+const SAID: Duration = Duration::from_secs(60);
+
+/// Starts the exporting thread. What else OTLP has to know (header fields, who we are) it takes from the environment, as all exporters do.
+///
+/// # Errors
+/// What is in the environment is not valid; there are no authorities to believe; no thread can be started.
+pub(super) fn start(endpoint: &Uri) -> anyhow::Result<Spans> {
+    let reason = Arc::<Mutex<Option<String>>>::default();
+    let client = Collector { tls: tls(endpoint)?, reason: reason.clone() };
+    let exporter = SpanExporter::builder().with_http().with_http_client(client);
+    let exporter =
+        exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(TIMEOUT);
+    let mut exporter = exporter.build()?;
+    exporter.set_resource(&resource());
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    // Not all of it: whoever has secrets may have put them into the query.
+    let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
+    let said = Seldom::new();
+    Ok(Spans::start(move |batch: Vec<SpanData>| {
+        let spans = batch.len() as u64;
+        let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
+        let reason = reason.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if said.unsaid_for(SAID) {
+            warn!(
+                spans,
+                "spans are lost, the collector at {name} did not take them: {}",
+                reason.unwrap_or(error.to_string())
+            );
+        }
+        spans
+    })?)
+}
+
+fn tls(endpoint: &Uri) -> anyhow::Result<Option<ServerTls>> {
+    if endpoint.scheme_str() != Some("https") {
+        return Ok(None);
+    }
+    let tls = Tls::new(Authorities::system()?, None, upstream::Protocol::Http1)?;
+    Ok(Some(ServerTls { tls: Arc::new(tls), name: ServerName::try_from(host(endpoint).to_owned())? }))
+}
+
+fn host(uri: &Uri) -> &str {
+    uri.host().unwrap_or_default().trim_matches(['[', ']'])
+}
+
+/// Who we are, unless OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say it.
+fn resource() -> Resource {
+    let said = Resource::builder().build();
+    let has = |key: &'static str| said.get(&key.into()).filter(|value| !value.as_str().starts_with("unknown_service"));
+    let own = [
+        ("service.name", "sluicegate".to_owned()),
+        ("service.version", env!("CARGO_PKG_VERSION").to_owned()),
+        ("service.instance.id", Uuid::new_v4().to_string()),
+    ];
+    let missing = own.into_iter().filter(|(key, _)| has(key).is_none());
+    let missing = missing.map(|(key, value)| opentelemetry::KeyValue::new(key, value));
+    Resource::builder().with_attributes(missing).build()
+}
+
+/// Speaks HTTP/1.1 with a collector, a connection for each batch.
+#[derive(Debug)]
+struct Collector {
+    tls: Option<ServerTls>,
+    /// Why it failed; the exporter does not tell.
+    reason: Arc<Mutex<Option<String>>>,
+}
+
+#[async_trait]
+impl HttpClient for Collector {
+    async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let overdue = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        let answer = timeout(TIMEOUT, self.exchange(request)).await.unwrap_or_else(overdue);
+        if let Err(error) = &answer {
+            *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+        }
+        answer
+    }
+}
+
+impl Collector {
+    async fn exchange(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+        let uri = request.uri();
+        let port = uri.port_u16().unwrap_or(if self.tls.is_some() { 443 } else { 80 });
+        let stream = match host(uri).parse::<IpAddr>() {
+            Ok(address) => TcpStream::connect((address, port)).await?,
+            Err(_) => TcpStream::connect((host(uri), port)).await?,
+        };
+        match &self.tls {
+            None => exchange_over(TokioIo::new(stream), request).await,
+            Some(tls) => exchange_over(TokioIo::new(tls.connect(stream).await?), request).await,
+        }
+    }
+}
+
+async fn exchange_over(
+    stream: impl Read + Write + Unpin + Send + 'static,
+    mut request: Request<Bytes>,
+) -> Result<Response<Bytes>, HttpError> {
+    let (mut sender, connection) = http1::handshake(stream).await?;
+    // Its errors are the request's.
+    let connection = tokio::spawn(connection);
+    let authority = request.uri().authority().map_or("", |authority| authority.as_str());
+    let host = HeaderValue::from_str(authority)?;
+    request.headers_mut().insert(HOST, host);
+    let path = request.uri().path_and_query().cloned();
+    *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
+    let (parts, body) = sender.send_request(request.map(Full::new)).await?.into_parts();
+    let body = Limited::new(body, MOST_ANSWER).collect().await?.to_bytes();
+    connection.abort();
+    Ok(Response::from_parts(parts, body))
+}

@@ -1,0 +1,78 @@
+//! A file that lines are appended to, and that may be renamed or removed at any time, as by logrotate: the next batch goes to a new one.
+
+use std::fs::{File, Metadata, OpenOptions};
+use std::io::{self, Write};
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use tracing::{info, warn};
+
+use crate::limit::clock::Seldom;
+
+/// A file that cannot be opened again is mentioned this often.
+const SAID: Duration = Duration::from_secs(60);
+
+/// An open file, and where it was found.
+#[derive(Debug)]
+pub struct LogFile {
+    path: PathBuf,
+    file: File,
+    /// Device and inode of the open file.
+    known: (u64, u64),
+    said: Seldom,
+}
+
+impl LogFile {
+    /// Opens it, or makes it.
+    ///
+    /// # Errors
+    /// It cannot be written.
+    pub fn open(path: PathBuf) -> io::Result<Self> {
+        let file = append(&path)?;
+        let known = name(&file.metadata()?);
+        Ok(LogFile { path, file, known, said: Seldom::new() })
+    }
+
+    /// Opens what is at its path now, if that is another file or none. As long as there can be none the old one goes on.
+    fn follow(&mut self) {
+        if self.path.metadata().is_ok_and(|found| name(&found) == self.known) {
+            return;
+        }
+        let opened = append(&self.path).and_then(|file| Ok((name(&file.metadata()?), file)));
+        match opened {
+            Ok((known, file)) => {
+                (self.known, self.file) = (known, file);
+                info!("{} is another file now: it is written from here on", self.path.display());
+            }
+            Err(error) if self.said.unsaid_for(SAID) => {
+                warn!(%error, "{} is gone and cannot be made again: the file before goes on", self.path.display());
+            }
+            Err(_) => {}
+        }
+    }
+}
+
+impl Write for LogFile {
+    fn write(&mut self, lines: &[u8]) -> io::Result<usize> {
+        self.file.write(lines)
+    }
+
+    /// Whole lines only, so that none is torn between two files.
+    fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
+        self.follow();
+        self.file.write_all(lines)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.file.flush()
+    }
+}
+
+fn append(path: &PathBuf) -> io::Result<File> {
+    OpenOptions::new().create(true).append(true).open(path)
+}
+
+fn name(found: &Metadata) -> (u64, u64) {
+    (found.dev(), found.ino())
+}
