@@ -2,6 +2,7 @@
 
 mod check;
 mod doctor;
+mod operate;
 mod run;
 
 use std::path::PathBuf;
@@ -42,6 +43,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    #[command(flatten)]
+    Operate(operate::Operate),
 }
 
 /// Carries out a command.
@@ -49,17 +52,27 @@ enum Command {
 /// # Errors
 /// The gateway could not start or had to stop.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let runtime = match Runtime::load(&arguments.config, &|name| std::env::var(name).ok()) {
+    let load = || Runtime::load(&arguments.config, &|name| std::env::var(name).ok());
+    if let Some(Command::Operate(operate)) = &arguments.command
+        && let Some(url) = operate.admin()
+    {
+        operate::operate(operate, &operate::Listener::at(url)?)?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let runtime = match load() {
         Ok(runtime) => runtime,
         Err(error) => {
             complain(&error);
             return Ok(ExitCode::from(BAD_CONFIG));
         }
     };
-    match arguments.command {
+    match &arguments.command {
         None | Some(Command::Run) => run::run(runtime)?,
         Some(Command::Check) => check::check(&arguments.config, &runtime)?,
-        Some(Command::Doctor { json }) => return doctor::doctor(&runtime, json),
+        Some(Command::Doctor { json }) => return doctor::doctor(&runtime, *json),
+        Some(Command::Operate(operate)) => {
+            operate::operate(operate, &operate::Listener::of(&arguments.config, &runtime)?)?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -2,6 +2,7 @@
 
 mod addressed;
 mod decide;
+pub mod denied;
 mod early;
 mod forward;
 pub mod meters;

@@ -77,10 +77,15 @@ pub(super) async fn decide<'a>(
         metering.identities.iter().map(|by| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder));
     let identities: Vec<_> = identities.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let caller = caller.unwrap_or(Caller::Missing);
+    let overrides = limiter.overrides.current();
     let mut checks = Vec::with_capacity(metering.limits.len());
     for (place, metered) in metering.limits.iter().enumerate() {
         if let Some(identity) = identities[metered.identity] {
-            checks.push(check(place, metered, identity, caller, &asker).map_err(Rejection::Cost)?);
+            let mut check = check(place, metered, identity, caller, &asker).map_err(Rejection::Cost)?;
+            if let Some(other) = overrides.as_ref().and_then(|table| table.find(&metered.limit, identity)) {
+                check.plan = &other.plan;
+            }
+            checks.push(check);
         }
     }
     if checks.is_empty() {
@@ -88,7 +93,10 @@ pub(super) async fn decide<'a>(
     }
     let began = monotonic();
     let decision = limiter.check(&checks).await;
-    meters.decided(route.index, &checks, &decision, began.elapsed());
+    meters.decided(route.index, &checks, &decision, began.elapsed(), |check| {
+        let by = &metering.identities[metering.limits[check.place].identity];
+        by.name(&asker, &runtime.api_keys, &runtime.client_ip)
+    });
     let decision = decision.map_err(Rejection::Unavailable)?;
     if let Some(record) = record {
         record.decided_by = Some(decision.decided_by());

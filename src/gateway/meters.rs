@@ -5,7 +5,10 @@ use std::time::Duration;
 
 use http::StatusCode;
 
+use super::denied::Denied;
+use crate::identity::name::Name;
 use crate::limit::backend::Source;
+use crate::limit::clock::monotonic;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::outage::Unavailable;
 use crate::limit::plan::OnStoreError;
@@ -55,6 +58,14 @@ impl Judgement {
         }
     }
 
+    /// Whether it is about an identity that is over the limit.
+    fn denies(self) -> bool {
+        match self {
+            Judgement::Denied | Judgement::ShadowDenied | Judgement::LocalDenied => true,
+            Judgement::Allowed | Judgement::LocalAllowed | Judgement::StoreError => false,
+        }
+    }
+
     /// What the limit of a check had to do with the decision; none if others denied.
     fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let local = decision.source == Source::Local;
@@ -82,6 +93,8 @@ pub struct Tallies {
     pub routes: Family<Answers>,
     /// Decisions by limit, by [`Judgement`].
     pub limits: Family<Tally<6>>,
+    /// Who was denied by each limit.
+    pub denied: Family<Denied>,
     /// Answers by upstream.
     pub upstreams: Family<Answers>,
     /// What deciding took, all limits of a request together.
@@ -119,14 +132,15 @@ pub(super) struct Meters {
 #[derive(Debug)]
 struct OfRoute {
     answers: Arc<Answers>,
-    limits: Vec<Arc<Tally<6>>>,
+    limits: Vec<(Arc<Tally<6>>, Arc<Denied>)>,
 }
 
 impl Meters {
     /// The counts that a worker adds to.
     pub(super) fn new(tallies: &Tallies, runtime: &Runtime, worker: usize) -> Self {
         let limits = |route: &crate::runtime::Route| {
-            route.metering.limits.iter().map(|metered| tallies.limits.of(&metered.limit.name, worker)).collect()
+            let names = route.metering.limits.iter().map(|metered| &*metered.limit.name);
+            names.map(|name| (tallies.limits.of(name, worker), tallies.denied.of(name, worker))).collect()
         };
         let routes = runtime.routes.iter();
         Meters {
@@ -144,13 +158,14 @@ impl Meters {
         route.map_or(&self.stray, |route| &self.routes[route].answers).note(Some(status), took);
     }
 
-    /// The limits of a route decided.
+    /// The limits of a route decided. Names of identities are asked for where somebody is denied.
     pub(super) fn decided(
         &self,
         route: usize,
         checks: &[Check<'_, '_>],
         decision: &Result<Decision<'_>, Unavailable>,
         took: Duration,
+        name: impl Fn(&Check<'_, '_>) -> Name,
     ) {
         self.decisions.note(took);
         for check in checks {
@@ -158,8 +173,12 @@ impl Meters {
                 Ok(decision) => Judgement::of(check, decision),
                 Err(_) => Some(Judgement::StoreError),
             };
+            let (tally, denied) = &self.routes[route].limits[check.place];
             if let Some(judgement) = judgement {
-                self.routes[route].limits[check.place].count(judgement as usize);
+                tally.count(judgement as usize);
+                if judgement.denies() {
+                    denied.note(check.identity, monotonic(), || name(check));
+                }
             }
         }
     }

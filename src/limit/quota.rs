@@ -1,5 +1,6 @@
 //! How much: `COUNT/UNIT`.
 
+use std::fmt;
 use std::str::FromStr;
 
 /// `count` units per window. `600/min` is 600 in 60,000,000 µs.
@@ -63,6 +64,30 @@ impl Quota {
     /// The text is not a count.
     pub fn at_once(text: &str) -> Result<Self, QuotaError> {
         Ok(Quota { count: whole(text.trim())?, window_us: None, calendar: None })
+    }
+}
+
+/// In the form in which it is read.
+impl fmt::Display for Quota {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Quota { count, window_us, calendar } = self;
+        let unit = match (calendar, window_us) {
+            (Some(Calendar::Day), _) => "day",
+            (Some(Calendar::Week), _) => "week",
+            (Some(Calendar::Month), _) => "month",
+            (Some(Calendar::Year), _) => "year",
+            (None, None) => return write!(out, "{count}"),
+            (None, Some(SECOND)) => "s",
+            (None, Some(60_000_000)) => "min",
+            (None, Some(3_600_000_000)) => "hour",
+            (None, Some(us)) => {
+                let units = [("d", 86_400 * SECOND), ("h", 3600 * SECOND), ("m", 60 * SECOND), ("s", SECOND)];
+                let whole = units.into_iter().find(|(_, unit)| us.is_multiple_of(*unit));
+                let (unit, length) = whole.unwrap_or(("ms", 1000));
+                return write!(out, "{count}/{}{unit}", us / length);
+            }
+        };
+        write!(out, "{count}/{unit}")
     }
 }
 
@@ -140,6 +165,7 @@ mod tests {
         ] {
             let quota: Quota = text.parse().unwrap();
             assert_eq!((quota.count, quota.window_us), (count, window), "{text}");
+            assert_eq!(quota.to_string().parse(), Ok(quota), "{text} is written as {quota}");
         }
     }
 
