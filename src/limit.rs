@@ -270,12 +270,7 @@ fn turned_away<'a>(checks: &[Check<'a, '_>], first: &Check<'a, '_>, wait: Wait) 
 fn set(checks: &[Check<'_, '_>]) -> Option<Set> {
     let name = |check: &Check<'_, '_>| check.key().local() ^ u128::from(check.plan.id) << 64;
     let id = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ name(check));
-    // What has no room for an advance has none: a size that an operator chose.
-    let advance = |check: &Check<'_, '_>| match check.limit.advance {
-        advance if advance <= check.plan.rule.capacity() => advance,
-        _ => 0,
-    };
-    let advance = || checks.iter().map(advance).min().unwrap_or(0);
+    let advance = || checks.iter().map(|check| check.limit.advance).min().unwrap_or(0);
     checks.iter().all(Check::is_plain).then(|| Set { id: id(), advance: advance() })
 }
 

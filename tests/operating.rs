@@ -400,6 +400,17 @@ fn an_override_can_be_smaller_and_can_be_ended() {
 }
 
 #[test]
+fn an_override_of_one_process_ends_by_itself() {
+    let gateway = Gateway::start(&one_limit("", &format!("2/{LONG}"), ""));
+    let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("4/{LONG}"), "for": "5s"});
+    post(&gateway, "/api/overrides", &body);
+    assert_eq!(statuses(&gateway, "alice", 3), [200; 3]);
+    eventually("it is over", || standing(&gateway, "limit=one&header:x-id=alice")["override"].is_null());
+    assert_eq!(statuses(&gateway, "alice", 1), [429], "what is used is more than there is now");
+    assert_eq!(get(&gateway, "/api/overrides")["overrides"], json!([]));
+}
+
+#[test]
 fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
     let redis = Redis::start();
     let bucket = "[limit.two]\nby = \"header:x-id\"\nquota = \"5/3650d\"\nlease = 3\n";

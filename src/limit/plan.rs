@@ -86,7 +86,7 @@ impl Limit {
         self.has_room(&plan).map(|()| plan)
     }
 
-    /// The same for a time, by an operator's word: in a size that has no room for what is taken ahead, nothing is.
+    /// The same for a time, by an operator's word: it may be smaller than what is taken ahead, of which then less is had.
     ///
     /// # Errors
     /// The size cannot be counted exactly, or the algorithm cannot have it.

@@ -81,7 +81,9 @@ impl Listener {
                 self.authority
             ),
             (status, Some(said)) if status.is_success() => Ok(said),
-            (_, Some(said)) if said["detail"].is_string() => bail!("{}", said["detail"].as_str().unwrap_or_default()),
+            (_, Some(said)) if said["detail"].is_string() => {
+                bail!("{} (http://{})", said["detail"].as_str().unwrap_or_default(), self.authority)
+            }
             (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(&body).trim()),
             _ => bail!("what answers at {} is not the admin listener of a Sluicegate ({status})", self.authority),
         }
