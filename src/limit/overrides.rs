@@ -10,7 +10,7 @@ use arc_swap::ArcSwap;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 use tokio::time::{Duration, sleep};
-use tracing::warn;
+use tracing::{debug, warn};
 
 use super::backend::Shared;
 use super::clock::{Seldom, monotonic};
@@ -172,13 +172,13 @@ impl Overrides {
     pub async fn follow(&self, store: &Shared, key: &str) {
         static FAILED: Seldom = Seldom::new();
         loop {
-            match self.refresh(store, key).await {
-                // That the store fails is said by those who need it.
-                Ok(()) | Err(StoreError::Open | StoreError::Timeout | StoreError::Unreachable(_)) => {}
-                Err(error) if FAILED.unsaid_for(SAID) => {
+            if let Err(error) = self.refresh(store, key).await {
+                // Anything else is said by those who need the store.
+                if is_of_the_hash(&error) && FAILED.unsaid_for(SAID) {
                     warn!(%error, "overrides are not followed; docs/redis.md has the rights that the gateway needs");
+                } else {
+                    debug!(%error, "overrides are not followed just now");
                 }
-                Err(_) => {}
             }
             sleep(POLL).await;
         }
@@ -241,6 +241,11 @@ impl Overrides {
             denials.forget();
         }
     }
+}
+
+/// Whether the hash cannot be read, while decisions can be made.
+fn is_of_the_hash(error: &StoreError) -> bool {
+    error.reply().and_then(|reply| reply.code()).is_some_and(|code| ["NOPERM", "WRONGTYPE"].contains(&code))
 }
 
 const SIZE: &str = "size";
