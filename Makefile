@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients check bench bench-compare bench-memory bench-scale pictures certs tools peers
+.PHONY: run test test-long test-clients check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -47,6 +47,17 @@ bench-scale: tools peers
 	cargo build --locked --release
 	python3 benches/compare/scale.py --chart docs/pictures/scale.svg
 
+# HTTP/2, TLS, large bodies, a fixed rate and twice the capacity, beside nginx and HAProxy; then how cost grows with routes, limits,
+# connections and identities: figures and pictures of docs/performance.md.
+bench-edge: tools peers
+	@$(call ensure,h2load openssl,nghttp2-client openssl)
+	cargo build --locked --release
+	python3 benches/compare/edge.py
+
+bench-growth: tools peers
+	cargo build --locked --release
+	python3 benches/compare/growth.py --charts docs/pictures
+
 # What a million identities take, for each algorithm: the figures of docs/limits.md. Time does not matter here.
 bench-memory: tools
 	cargo bench --locked --profile dev --bench memory
@@ -54,6 +65,10 @@ bench-memory: tools
 # Draws docs/pictures again, from the model.
 pictures:
 	cargo bench --locked --profile dev --bench pictures
+
+# Writes the tables of docs/configuration.md and the schemas again, from the types in src/config.
+reference:
+	cargo bench --locked --profile dev --bench reference
 
 # Development certificates, valid for ten years. Everybody has their key: for trying things out only.
 certs:

@@ -17,16 +17,22 @@
 --          request alone: RLARG ...; RLSTALE ...: see fixed_window.lua; what Redis says of its commands
 --
 -- The kinds are branches of one `if`, put in place of the mark below; functions would cost more than what they do.
--- A branch writes nothing. It reads key, asked (C, P, A, R or N), cost, a, b, c, c_text, d and now, and sets
+-- A branch writes nothing. It reads key, asked (C, P, A, R or N), cost, a, b, c, d and now, and sets
 --   status, remaining, reset, retry   with the charge made (without it when the status is not 0)
 --   free, free_reset                  what remains, and when all is back, without the charge
---   value, ttl                        what to SET with which TTL in microseconds; value false = the state is empty;
---                                     nil = leave it; without a ttl, a function = call it to commit
--- With a status other than 0, `value` mends a state that lies in the future because the clock was set back.
+--   lasts                             for how many microseconds the new state means something; false = it is empty; nil = leave it
+--   value                             what the new state is; or a function, without `lasts`: call it to commit
+-- The state of most kinds is three numbers, x, y and z: the frame reads them (`ends` is nil if there is none), and writes them
+-- where `lasts` is set and `value` is not. They are 32 bytes: when the key ends by `now`, then x, y and z; integers of 8 bytes,
+-- lowest first. As text they would cost a fifth of a check.
+-- The TTL is garbage collection only: a second of slack, so that no decision depends on it. Where half of that is left the key
+-- is written into, which costs half of setting it.
+-- With a status other than 0, the new state mends one that lies in the future because the clock was set back.
 -- All arithmetic is on integers below 2^53: the loader of the configuration sees to that, and charges that ask for no room
 -- (A) stop adding where a state reaches 2^52 (most). Numbers become text by %d:
 -- `..` and tostring switch to 1e+15 notation, %.0f is three times as slow and writes -0.
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
+local pack, unpack = struct.pack, struct.unpack
 local most = 4503599627370496
 local now, groups, keys, at = tonumber(ARGV[1]), {}, 0, 1
 while now and at < #ARGV do
@@ -41,7 +47,7 @@ while now and at < #ARGV do
   for i = 1, count do
     local o, w = 8 * i - 8, at + 7 * i - 3
     terms[o + 1], terms[o + 2], terms[o + 3], terms[o + 4] = ARGV[w + 1], ARGV[w + 2], tonumber(ARGV[w + 3]), tonumber(ARGV[w + 4])
-    terms[o + 5], terms[o + 6], terms[o + 7], terms[o + 8] = tonumber(ARGV[w + 5]), tonumber(ARGV[w + 6]), ARGV[w + 7], ARGV[w + 6]
+    terms[o + 5], terms[o + 6], terms[o + 7], terms[o + 8] = tonumber(ARGV[w + 5]), tonumber(ARGV[w + 6]), ARGV[w + 7], ARGV[w + 1] ~= 'S' and ARGV[w + 1] ~= 'L' and ARGV[w + 1] ~= 'C'
     if not terms[o + 3] or not terms[o + 4] or not terms[o + 5] or not terms[o + 6] then
       return redis.error_reply('RLARG not a number')
     end
@@ -70,8 +76,13 @@ local function decide(first, place)
     for i = 1, count do
       local o, r, k = 8 * i - 8, place + 4 * i - 3, 4 * i - 3
       local key, kind, flags, cost = KEYS[first + i], terms[o + 1], terms[o + 2], units or terms[o + 3]
-      local a, b, c, d, c_text = terms[o + 4], terms[o + 5], terms[o + 6], terms[o + 7], terms[o + 8]
-      local status, remaining, reset, retry, free, free_reset, value, ttl = 0, 0, 0, 0, 0, 0, nil, nil
+      local a, b, c, d = terms[o + 4], terms[o + 5], terms[o + 6], terms[o + 7]
+      local status, remaining, reset, retry, free, free_reset, value, lasts, ttl, ends, x, y, z = 0, 0, 0, 0, 0, 0
+      local state = terms[o + 8] and call('GET', key)
+      if state then
+        if #state ~= 32 then return redis.error_reply('WRONGTYPE this is no state of a limit') end
+        ends, x, y, z = unpack('<i8i8i8i8', state)
+      end
       -- Post-paid: admitted while one unit is left, charged afterwards by A.
       local postpaid = flags ~= '-' and flags ~= 's' and op == 'C'
       if postpaid then cost = 1 end
@@ -86,8 +97,17 @@ local function decide(first, place)
       if status ~= 0 then
         if flags ~= 's' and flags ~= 'sp' then admitted = false end
       elseif postpaid then
-        remaining, reset, value = free, free_reset, nil
+        remaining, reset, lasts, value = free, free_reset, nil, nil
       end
+      if lasts then
+        local slack = ends and ends - now - lasts or 0
+        if slack >= 500000 and slack < 1001000 then
+          value, ttl = pack('<i8i8i8i8', ends, x, y, z), 0
+        else
+          ttl = ceil(lasts / 1000) + 1000
+          value = value or pack('<i8i8i8i8', now + ttl * 1000, x, y, z)
+        end
+      elseif lasts == false then value = false end
       reply[r], reply[r + 1], reply[r + 2], reply[r + 3] = status, remaining, reset, retry
       kept[k], kept[k + 1], kept[k + 2], kept[k + 3] = value, ttl, free, free_reset
     end
@@ -108,9 +128,8 @@ local function decide(first, place)
     local r, k = place + 4 * i - 3, 4 * i - 3
     local value, ttl = kept[k], kept[k + 1]
     if value ~= nil and asked ~= 'P' and (admitted or reply[r] ~= 0) then
-      if ttl then
-        -- The TTL is garbage collection only: a second of slack, so that no decision depends on it.
-        call('SET', KEYS[first + i], value, 'PX', format('%d', ceil(ttl / 1000) + 1000))
+      if ttl == 0 then call('SETRANGE', KEYS[first + i], '0', value)
+      elseif ttl then call('SET', KEYS[first + i], value, 'PX', format('%d', ttl))
       elseif value then value()
       elseif op == 'R' then call('DEL', KEYS[first + i]) end
     end

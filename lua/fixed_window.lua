@@ -2,7 +2,7 @@
 -- F: windows aligned to the epoch, shifted by c (phase). X: the window opens with the first request.
 -- K: calendar windows; b, c and d are the starts of three that follow each other, the gateway reckons them. When the time
 -- is in none of the two between them the reply is RLSTALE with the time, and nothing is written.
--- State `start:count` of the window that opened at `start`; an older one counts as empty.
+-- State: x, y: the window that opened at x counts y; an older one counts as empty.
 elseif kind == 'F' or kind == 'X' or kind == 'K' then
   local start, finish, used, behind = now, nil, 0, false
   if kind == 'F' then start = now - (now - c) % b
@@ -13,13 +13,11 @@ elseif kind == 'F' or kind == 'X' or kind == 'K' then
     end
     if now < c then start, finish = b, c else start, finish = c, d end
   end
-  local state = call('GET', key)
-  if state then
-    local opened, counted = match(state, '^(%d+):(%d+)$')
-    opened, used = tonumber(opened), tonumber(counted)
-    if opened > start then behind = true
-    elseif kind == 'X' and now < opened + b then start = opened
-    elseif opened < start then used = 0 end
+  if ends then
+    used = y
+    if x > start then behind = true
+    elseif kind == 'X' and now < x + b then start = x
+    elseif x < start then used = 0 end
   end
   finish = finish or start + b
   local idle = kind == 'X' and 0 or finish - now
@@ -34,12 +32,12 @@ elseif kind == 'F' or kind == 'X' or kind == 'K' then
     remaining, reset = free, free_reset
     if cost > a then status, retry = 2, -1
     else status, retry = 1, finish - now end
-    if behind and used > 0 then value, ttl = format('%d:%d', start, used), finish - now end
+    if behind and used > 0 then lasts, x, y, z = finish - now, start, used, 0 end
   else
     if counted > most then counted = most end
-    remaining, reset, value = a - counted, idle, false
+    remaining, reset, lasts = a - counted, idle, false
     if counted > 0 then
       reset = finish - now
-      value, ttl = format('%d:%d', start, counted), reset
+      lasts, x, y, z = reset, start, counted, 0
     end
   end

@@ -38,7 +38,7 @@ elseif kind == 'S' then
       while excess > counts[j] do excess, j = excess - counts[j], j - 1 end
       status, retry = 1, (index - j + c + 1) * width - now
     end
-    if behind and total > 0 then value, ttl = encode(), reset end
+    if behind and total > 0 then value, lasts = encode(), reset end
   else
     local j, change = 0, cost
     if asked == 'R' then
@@ -47,6 +47,6 @@ elseif kind == 'S' then
     end
     if total + change > most then change = most - total end
     if change ~= 0 then counts[j], total = counts[j] + change, total + change end
-    remaining, reset, value = a - total, until_empty(), false
-    if total > 0 then value, ttl = encode(), reset end
+    remaining, reset, lasts = a - total, until_empty(), false
+    if total > 0 then value, lasts = encode(), reset end
   end

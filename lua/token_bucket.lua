@@ -1,15 +1,13 @@
 -- Kind B, token bucket (GCRA and the leaky bucket as a meter are the same thing).
 -- a burst in tokens, b/c the refill rate in tokens per microsecond, reduced.
--- State `last:debt:c`: at `last` the bucket lacked `debt` parts of 1/c token.
+-- State: x, y, z: at x the bucket lacked y parts of 1/z token.
 elseif kind == 'B' then
   local debt, behind, capacity = 0, false, a * c
-  local state = call('GET', key)
-  if state then
-    local last, owed, parts = match(state, '^(%d+):(%d+):(%d+)$')
-    debt = tonumber(owed)
+  if ends then
+    debt = y
     -- The rate was changed: the same debt, in parts of the new size.
-    if parts ~= c_text then debt = math.min(ceil(debt / tonumber(parts) * c), most) end
-    local passed = now - last
+    if z ~= c then debt = math.min(ceil(debt / z * c), most) end
+    local passed = now - x
     if passed < 0 then behind = true
     elseif passed >= debt / b then debt = 0
     else debt = debt - passed * b end
@@ -29,9 +27,9 @@ elseif kind == 'B' then
     remaining, reset = free, free_reset
     if cost > a then status, retry = 2, -1
     else status, retry = 1, ceil((owed - capacity) / b) end
-    if behind then value, ttl = format('%d:%d:%d', now, debt, c), reset end
+    if behind then lasts, x, y, z = reset, now, debt, c end
   else
     if owed > most then owed = most end
-    remaining, reset, value = floor((capacity - owed) / c), ceil(owed / b), false
-    if owed > 0 then value, ttl = format('%d:%d:%d', now, owed, c), reset end
+    remaining, reset, lasts = floor((capacity - owed) / c), ceil(owed / b), false
+    if owed > 0 then lasts, x, y, z = reset, now, owed, c end
   end

@@ -205,7 +205,7 @@ impl App {
 
     fn announce(&self) {
         let runtime = &self.runtime;
-        for warning in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+        for (_, warning) in runtime.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }
         let schemes = runtime.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });

@@ -2,8 +2,10 @@
 
 mod check;
 mod doctor;
+mod manual;
 mod operate;
 mod run;
+mod schema;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -35,8 +37,10 @@ pub struct Arguments {
 enum Command {
     /// Serve (the default)
     Run,
-    /// Check the configuration and say what is wrong with it; exit code 2 if something is
-    Check,
+    /// Check the configuration: what is wrong or odd about it, and what its limits guarantee
+    ///
+    /// Exit code 0 if it can be used, 2 if not; with --strict 1 if there are warnings.
+    Check(check::Options),
     /// Examine the Redis of the configuration and say what to do; exit code 1 if something failed
     Doctor {
         /// As a JSON object, for programs
@@ -45,6 +49,22 @@ enum Command {
     },
     #[command(flatten)]
     Operate(operate::Operate),
+    /// Print the JSON Schema of the configuration, for editors
+    Schema {
+        /// Of which file
+        #[arg(default_value = "gateway")]
+        file: schema::File,
+    },
+    /// Print completions for a shell
+    Completions {
+        /// Which shell
+        shell: clap_complete::Shell,
+    },
+    /// Print the manual page, or write one for each command
+    Man {
+        /// Write sluicegate.1, sluicegate-check.1, … there
+        folder: Option<PathBuf>,
+    },
 }
 
 /// Carries out a command.
@@ -52,32 +72,46 @@ enum Command {
 /// # Errors
 /// The gateway could not start or had to stop.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let load = || Runtime::load(&arguments.config, &|name| std::env::var(name).ok());
-    if let Some(Command::Operate(operate)) = &arguments.command
-        && let Some(url) = operate.admin()
-    {
-        operate::operate(operate, &operate::Listener::at(url)?)?;
-        return Ok(ExitCode::SUCCESS);
+    match carry_out(arguments) {
+        Err(error) => match error.downcast_ref::<ConfigError>() {
+            Some(error) => {
+                // Colours on a terminal only, and none where NO_COLOR asks for it.
+                anstream::eprintln!("{}", error.report(&Renderer::styled()));
+                Ok(ExitCode::from(BAD_CONFIG))
+            }
+            // Whoever reads the output has seen enough of it.
+            None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
+            None => Err(error),
+        },
+        done => done,
     }
-    let runtime = match load() {
-        Ok(runtime) => runtime,
-        Err(error) => {
-            complain(&error);
-            return Ok(ExitCode::from(BAD_CONFIG));
-        }
-    };
+}
+
+fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let load = || Runtime::load(&arguments.config, &environment);
     match &arguments.command {
-        None | Some(Command::Run) => run::run(runtime)?,
-        Some(Command::Check) => check::check(&arguments.config, &runtime)?,
-        Some(Command::Doctor { json }) => return doctor::doctor(&runtime, *json),
+        None | Some(Command::Run) => run::run(load()?)?,
+        Some(Command::Check(options)) => return check::check(&arguments.config, options),
+        Some(Command::Doctor { json }) => return doctor::doctor(&load()?, *json),
         Some(Command::Operate(operate)) => {
-            operate::operate(operate, &operate::Listener::of(&arguments.config, &runtime)?)?;
+            let listener = match operate.admin() {
+                Some(url) => operate::Listener::at(url)?,
+                None => operate::Listener::of(&arguments.config, &load()?)?,
+            };
+            operate.carry_out(&listener)?;
         }
+        Some(Command::Schema { file }) => schema::schema(*file)?,
+        Some(Command::Completions { shell }) => manual::completions(*shell)?,
+        Some(Command::Man { folder }) => manual::man(folder.as_deref())?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn complain(error: &ConfigError) {
-    // Colours on a terminal only, and none where NO_COLOR asks for it.
-    anstream::eprintln!("{}", error.report(&Renderer::styled()));
+fn environment(name: &str) -> Option<String> {
+    std::env::var(name).ok()
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
+    kind == Some(std::io::ErrorKind::BrokenPipe)
 }

@@ -1,269 +1,449 @@
 //! The configuration as written: types for the file, nothing interpreted yet.
 //!
-//! Every value keeps its place in the file, so that whoever interprets it can point there.
+//! Every value keeps its place in the file, so that whoever interprets it can point there. What stands above a key here is what its
+//! users read: in the JSON Schema, and in the tables of `docs/configuration.md` (`make reference`).
 
 pub mod error;
 pub mod file;
 mod forms;
 mod keys;
+pub mod schema;
+mod spanned;
 mod upstream;
 
 use std::collections::BTreeMap;
 
 pub use forms::{CostTable, LimitCost, OneOrMany, Shares, UpstreamServer};
+use schemars::JsonSchema;
 use serde::Deserialize;
-use toml::Spanned;
+pub use spanned::Spanned;
 pub use upstream::{Eject, Health, Upstream, UpstreamTls};
 
 /// A string with its place.
 pub type Text = Spanned<String>;
 
 /// `gateway.toml`.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["listener", "route"]))]
 pub struct Config {
+    /// Threads, connections, and the bounds of what a client may send.
     pub server: Server,
+    /// Where to listen.
     pub listener: Vec<Spanned<Listener>>,
+    /// Health and metrics for the operator; without it there is no such listener.
     pub admin: Option<Spanned<Admin>>,
+    /// The log of the process and the access log.
     pub log: Log,
+    /// Where the counters live.
     pub store: Store,
+    /// Which proxies are believed about addresses, and how much of an address counts.
     pub client_ip: ClientIp,
+    /// Where API keys stand, and who has which.
     pub api_key: ApiKey,
+    /// Whose bearer tokens are believed.
     pub jwt: Jwt,
+    /// Limits by name: by what, how much. One bucket for each identity, shared by all routes that name the limit.
     pub limit: BTreeMap<String, Spanned<Limit>>,
+    /// Upstreams by name: the servers, and how to speak with them.
     pub upstream: BTreeMap<String, Spanned<Upstream>>,
+    /// What a request must look like, where it goes, which limits it meets. The best match wins, whatever the order.
     pub route: Vec<Spanned<Route>>,
 }
 
 /// `[server]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct Server {
+    /// Threads that serve; 0 = one per core.
+    #[schemars(range(min = 0, max = 1024), extend("default" = 0))]
     pub workers: Option<Spanned<i64>>,
+    /// Each worker serves its own connections; `"shared"`: one work-stealing runtime.
+    #[schemars(extend("enum" = ["per-core", "shared"], "default" = "per-core"))]
     pub runtime: Option<Text>,
+    /// After SIGTERM or ctrl-c: finish what runs, then exit 0; a second signal exits at once.
+    #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
+    /// Connections of clients at the same time, on all workers; more wait in the kernel's queue. By default from the
+    /// limit of open files.
+    #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
+    /// Of them for each client network (the prefixes of `[client_ip]`); more are closed at once. 0 = no cap.
+    #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
+    /// From accept to the first complete head, TLS handshake included.
+    #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
+    /// Between two requests of a connection; silence of a tunnel (`websocket`).
+    #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
+    /// How long a body may stand still because of whoever is to send or to take it.
+    #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
+    /// Of a head; beyond it 431. At least 8KiB.
+    #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,
+    /// Lines of a head; beyond it 431.
+    #[schemars(range(min = 1, max = 10000), extend("default" = 100))]
     pub max_headers: Option<Spanned<i64>>,
+    /// Of a target; beyond it 414.
+    #[schemars(schema_with = "schema::size", extend("default" = "8KiB"))]
     pub max_uri: Option<Text>,
+    /// Concurrent streams of an HTTP/2 connection.
+    #[schemars(range(min = 1, max = 100000), extend("default" = 100))]
     pub http2_max_streams: Option<Spanned<i64>>,
 }
 
 /// `[[listener]]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["address"]))]
 pub struct Listener {
+    /// `"127.0.0.1:8080"`, `"[::]:80"`. HTTP/1.x, and HTTP/2 by prior knowledge, on the same port. A second process
+    /// on the same address is refused at its start.
     pub address: Option<Text>,
+    /// Every connection begins with a PROXY header, version 1 or 2, from one of `client_ip.trusted_proxies`.
+    #[schemars(extend("default" = false))]
     pub proxy_protocol: Option<Spanned<bool>>,
+    /// TLS 1.2 and 1.3, HTTP/2 and HTTP/1.1 by ALPN; without it clear text.
     pub tls: Option<Spanned<ListenerTls>>,
 }
 
 /// `tls` of a listener
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["certificates"]))]
 pub struct ListenerTls {
+    /// `[{ cert = "certs/dev.pem", key = "certs/dev.key" }]`: the first one that is for the name the client asks for
+    /// (SNI), else the first of the list.
     pub certificates: Vec<Spanned<Certificate>>,
+    /// A PEM file of authorities: clients are asked for a certificate that one of them has signed.
     pub client_ca: Option<Text>,
+    /// A client may have no certificate; `"required"`: without one there is no connection.
+    #[schemars(extend("enum" = ["optional", "required"], "default" = "optional"))]
     pub client_auth: Option<Text>,
 }
 
 /// `{ cert = "…", key = "…" }`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["cert", "key"]))]
 pub struct Certificate {
+    /// A PEM file: the certificate, then those that lead to its authority.
     pub cert: Option<Text>,
+    /// A PEM file: its key, without a password.
     pub key: Option<Text>,
 }
 
 /// `[admin]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["address"]))]
 pub struct Admin {
+    /// Such as `"127.0.0.1:9180"`; a port that nothing else listens on.
     pub address: Option<Text>,
+    /// Asked for as `Authorization: Bearer …`; without it nothing can be changed, and `address` must be a loopback one.
     pub token: Option<Text>,
 }
 
 /// `[log]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct Log {
+    /// Of both logs; by default `"text"` on a terminal, else `"json"`.
+    #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
+    /// The process' own log goes to standard error.
+    #[schemars(extend("enum" = ["error", "warn", "info", "debug", "trace"], "default" = "info"))]
     pub level: Option<Text>,
+    /// `"off"`, or a file that is appended to.
+    #[schemars(extend("default" = "stdout"))]
     pub access: Option<Text>,
 }
 
 /// `[store]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct Store {
+    /// Or `redis://user:password@host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
+    /// `redis+sentinel://host1,host2/mymaster`, `redis+cluster://host1,host2`: see [redis.md](redis.md).
+    #[schemars(extend("default" = "memory:"))]
     pub url: Option<Text>,
+    /// For `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`, each optional, `cert` and `key`
+    /// together; without `ca` the roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
+    /// Bound of a whole decision, connecting included; what a response costs or gives back is a second call with the
+    /// same bound.
+    #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
+    /// Per worker; calls are pipelined.
+    #[schemars(range(min = 1, max = 8), extend("default" = 1))]
     pub connections: Option<Spanned<i64>>,
+    /// First part of every key.
+    #[schemars(extend("default" = "rl"))]
     pub prefix: Option<Text>,
+    /// Keys the hash of identities; the same on all gateways. Without it a fixed published key: addresses can then be
+    /// guessed from keys.
     pub secret: Option<Text>,
+    /// Gateways that share the store: 1/n is the local share of a limit when the store is down.
+    #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
     pub instances: Option<Spanned<i64>>,
+    /// What Redis has denied is denied without asking again until it may have changed, for so many limits and
+    /// identities; 0 = always ask.
+    #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
+    /// Bound of the states kept in this process; beyond it the one that expires soonest gives way. A state takes
+    /// about 150 bytes; sliding-buckets 9 more for each part, sliding-log for each unit.
+    #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub memory_identities: Option<Spanned<i64>>,
 }
 
 /// `tls` of the store
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct StoreTls {
+    /// The authorities that sign certificates of the store, a PEM file; by default those of the system.
     pub ca: Option<Text>,
+    /// Who we are, a PEM file; with `key`.
     pub cert: Option<Text>,
+    /// Its key, a PEM file.
     pub key: Option<Text>,
 }
 
 /// `[client_ip]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct ClientIp {
-    pub trusted_proxies: Vec<Text>,
+    /// Addresses and networks whose word counts, such as `["10.0.0.0/8"]`; by default none.
+    pub trusted_proxies: Option<Vec<Text>>,
+    /// Or `"forwarded"` (RFC 7239), or a field with one address such as `"cf-connecting-ip"`.
+    #[schemars(extend("default" = "x-forwarded-for"))]
     pub header: Option<Text>,
+    /// Bits of an IPv4 address that make an identity.
+    #[schemars(range(min = 0, max = 32), extend("default" = 32))]
     pub ipv4_prefix: Option<Spanned<i64>>,
+    /// Bits of an IPv6 address that make an identity.
+    #[schemars(range(min = 0, max = 128), extend("default" = 64))]
     pub ipv6_prefix: Option<Spanned<i64>>,
 }
 
 /// `[api_key]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct ApiKey {
+    /// The one place of the key; two of them are a 400.
+    #[schemars(extend("default" = "x-api-key"))]
     pub header: Option<Text>,
+    /// The file of consumers, `"consumers.toml"`; read again when it changes. `sluicegate key` writes it.
     pub consumers: Option<Text>,
+    /// 401; `"anonymous"`: the client's network is the identity.
+    #[schemars(extend("enum" = ["reject", "anonymous"], "default" = "reject"))]
     pub on_missing: Option<Text>,
+    /// 401; `"anonymous"`; `"accept"`: any string is an identity of its own.
+    #[schemars(extend("enum" = ["reject", "anonymous", "accept"], "default" = "reject"))]
     pub on_unknown: Option<Text>,
 }
 
 /// `[jwt]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct Jwt {
+    /// The keys of the issuer, a JWK Set (RFC 7517): `"certs/jwks.json"`.
     pub jwks_file: Option<Text>,
+    /// What `iss` must be; by default any.
     pub issuer: Option<Text>,
+    /// What must stand in `aud`. Without it a token that has an `aud` is refused: it is meant for somebody else.
     pub audience: Option<Text>,
 }
 
 /// `[limit.NAME]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["by", "quota"]))]
 pub struct Limit {
+    /// `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`, `path:PARAM`, `jwt:CLAIM`,
+    /// `client-cert`, `host`, `route`, `method`, `global`, or a list of them: one bucket for each combination.
     pub by: Option<Spanned<OneOrMany>>,
+    /// `gcra` and `leaky-bucket` are other names of `token-bucket`; `sliding-log`: a quota of at most 10,000;
+    /// `concurrency`: `quota = "20"` is so many requests in flight at the same time.
+    #[schemars(extend("enum" = ["token-bucket", "gcra", "leaky-bucket", "fixed-window", "sliding-log", "sliding-window", "sliding-buckets", "concurrency"], "default" = "token-bucket"))]
     pub algorithm: Option<Text>,
+    /// `"600/min"`.
+    #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
+    /// token-bucket: how many at once; by default the quota's count.
+    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
+    /// fixed-window: `"first-request"` opens the window with the first request.
+    #[schemars(extend("enum" = ["aligned", "first-request"], "default" = "aligned"))]
     pub start: Option<Text>,
+    /// sliding-buckets: parts of the window.
+    #[schemars(range(min = 1, max = 1000), extend("default" = 10))]
     pub buckets: Option<Spanned<i64>>,
+    /// fixed-window by day, week, month or year: whose calendar, such as `"Europe/Berlin"`; days of 23 and 25 hours
+    /// are right.
+    #[schemars(extend("default" = "UTC"))]
     pub time_zone: Option<Text>,
+    /// A request without the identity: 400 (401 for a key, a token or a certificate); `"skip"` the limit; `"ip"`
+    /// stands in.
+    #[schemars(extend("enum" = ["reject", "skip", "ip"], "default" = "reject"))]
     pub on_missing: Option<Text>,
+    /// While the store cannot answer: this gateway's share; `"allow"`; `"deny"` with 503.
+    #[schemars(extend("enum" = ["local", "allow", "deny"], "default" = "local"))]
     pub on_store_error: Option<Text>,
+    /// Decide and log (`shadow_denied` in the access log), but never deny and tell nobody.
+    #[schemars(extend("default" = false))]
     pub shadow: bool,
+    /// The methods that the limit is about, `["POST"]`; by default all.
     pub methods: Option<Vec<Text>>,
+    /// Never limited: networks for an identity by address, values for others (a consumer by its name, a client
+    /// certificate by its subject: `"CN=alice,O=Acme"`).
     pub exempt: Vec<Text>,
+    /// Other sizes for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`; with `api-key` in
+    /// `by`.
     pub tiers: BTreeMap<String, Spanned<Size>>,
+    /// Units that a request costs: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header =
+    /// "x-tokens-used" }`; by default the cost of the route.
     pub cost: Option<Spanned<LimitCost>>,
+    /// Statuses of the response that give the charge back: `["5xx", "404"]`.
+    #[schemars(schema_with = "schema::statuses")]
     pub refund_on: Vec<Text>,
+    /// Hold a request until its turn, at most so long, instead of denying it.
+    #[schemars(schema_with = "schema::duration")]
     pub max_wait: Option<Text>,
+    /// So many at a time for each identity on each gateway; whoever comes then is denied.
+    #[schemars(range(min = 1, max = 2147483647), extend("default" = 1000))]
     pub max_waiting: Option<Spanned<i64>>,
+    /// Units that a gateway may take ahead for a hot identity; 0 = none.
+    #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
     pub lease: Option<Spanned<i64>>,
 }
 
 /// `{ quota = "…", burst = … }`: another size of a limit.
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct Size {
+    /// Instead of that of the limit.
+    #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
+    /// token-bucket: how many at once; by default the quota's count.
+    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
 }
 
 /// `[[route]]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["name", "path"]))]
 pub struct Route {
+    /// Unique.
     pub name: Option<Text>,
+    /// `"api.example.com"`, `"*.example.com"` for all below it; by default any.
     pub host: Option<Text>,
+    /// `"/v1/search"`; `"/v1/users/{id}"`; `"/v1/{*rest}"` takes `/v1/` and all below it, `"/{*rest}"` everything.
+    /// `/a` is not `/a/`.
     pub path: Option<Text>,
+    /// `["GET"]`; by default all.
     pub methods: Option<Vec<Text>>,
+    /// `{ "x-version" = "2" }`: fields that must be there with these values.
     pub headers: BTreeMap<String, Text>,
+    /// An upstream's name, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
+    /// `respond` and `redirect`.
     pub upstream: Option<Spanned<Shares>>,
+    /// The gateway answers itself: `{ status = 200, body = "…", content_type = "text/plain" }`.
     pub respond: Option<Spanned<Respond>>,
+    /// The client is sent elsewhere: `{ to = "/v1/{rest}", status = 308 }`.
     pub redirect: Option<Spanned<Redirect>>,
+    /// Names of limits, up to 16, decided together.
     pub limits: Vec<Text>,
+    /// Units that a request costs on each of them.
+    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64), extend("default" = 1))]
     pub cost: Option<Spanned<i64>>,
+    /// `"/v1"`: whole segments that the upstream does not see.
     pub strip_prefix: Option<Text>,
+    /// `"/internal/{rest}"`: the path that the upstream sees instead, with parameters of `path`.
     pub rewrite: Option<Text>,
+    /// `"10s"`: for all of a request, from its head to the end of its answer.
+    #[schemars(schema_with = "schema::duration")]
     pub timeout: Option<Text>,
+    /// Bytes of a request body, `"1MiB"`; beyond it 413: at once if the request says its length, otherwise as soon as
+    /// it is reached, and the request to the upstream breaks off.
+    #[schemars(schema_with = "schema::size")]
     pub max_body: Option<Text>,
+    /// What the upstream gets instead: `{ set = { x-gateway = "sluicegate" }, remove = ["x-debug"] }`.
     pub request_headers: Option<Spanned<HeaderRules>>,
+    /// The same for answers: `{ remove = ["server"] }`.
     pub response_headers: Option<Spanned<HeaderRules>>,
+    /// Lets a client switch to another protocol.
+    #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
+    /// `ietf` (draft 11, every limit) or `draft-07`; `draft-03`; `github`; any of them, `[]` = none. The older ones
+    /// tell of the binding limit: the violated one with the longest wait, else the one with the smallest share left.
+    #[schemars(schema_with = "schema::dialects")]
     pub ratelimit_headers: Option<Vec<Text>>,
+    /// Access-Control-Expose-Headers for these fields.
+    #[schemars(extend("default" = false))]
     pub expose_headers: bool,
 }
 
 /// `request_headers`, `response_headers` of a route
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct HeaderRules {
+    /// Fields that get one line with this value instead of all that they had.
     pub set: BTreeMap<String, Text>,
+    /// Fields of which all lines are taken away.
     pub remove: Vec<Text>,
 }
 
 /// `respond = { … }` of a route
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["status"]))]
 pub struct Respond {
+    /// Of the answer.
+    #[schemars(range(min = 200, max = 599))]
     pub status: Option<Spanned<i64>>,
+    /// Of the answer; by default empty.
     pub body: Option<Text>,
+    /// What the body is.
+    #[schemars(extend("default" = "text/plain; charset=utf-8"))]
     pub content_type: Option<Text>,
 }
 
 /// `redirect = { … }` of a route
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["to"]))]
 pub struct Redirect {
+    /// A path, or a URL with `http://` or `https://` and a host, with parameters of `path`: `"/v1/{rest}"`.
     pub to: Option<Text>,
+    /// 308 and 301 for good, 307 and 302 for now, 303 to GET another resource.
+    #[schemars(extend("enum" = [301, 302, 303, 307, 308], "default" = 308))]
     pub status: Option<Spanned<i64>>,
 }
 
 /// `consumers.toml`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct Consumers {
+    /// Who has which keys. One who is left out is unknown.
     pub consumer: Vec<Spanned<Consumer>>,
 }
 
 /// `[[consumer]]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
+#[schemars(extend("required" = ["name"]))]
 pub struct Consumer {
+    /// Unique; the identity of all its keys.
     pub name: Option<Text>,
+    /// The size that limits have for this tier (`tiers` of a limit).
     pub tier: Option<Text>,
-    pub keys: Vec<Text>,
+    /// Hashes of its keys: `["sha256:…"]`. `sluicegate key new` makes one; `printf %s KEY | sha256sum` hashes
+    /// another.
+    #[schemars(schema_with = "schema::key_hashes")]
+    pub keys: Option<Vec<Text>>,
+    /// Sizes of its own, before those of its tier: `limit.NAME = { quota = "900/min", burst = 50 }`.
     pub limit: BTreeMap<String, Spanned<Size>>,
 }

@@ -18,6 +18,7 @@ pub mod gateway;
 pub mod http;
 pub mod identity;
 pub mod limit;
+pub mod lint;
 pub mod observe;
 pub mod reload;
 pub mod reply;

@@ -2,6 +2,7 @@
 //!
 //! A tree of path segments for each host; a lookup costs the depth of the path, not the number of routes.
 
+mod shadow;
 pub mod template;
 
 use std::collections::HashMap;

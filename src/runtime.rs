@@ -31,7 +31,7 @@ use tracing::Level;
 
 use crate::config::Config;
 use crate::config::error::{ConfigError, FaultyFile};
-use crate::config::file::{self, Environment};
+use crate::config::file::{self, Environment, File};
 use crate::cost::{Cost, RefundOn};
 use crate::identity::By;
 use crate::identity::api_key::{ApiKeys, Consumers};
@@ -47,6 +47,7 @@ use crate::upstream::settings::UpstreamSettings;
 use crate::watch::Snapshot;
 pub use admin::{AdminSettings, Token};
 pub use client_tls::UpstreamTls;
+pub use listeners::Subject;
 use reader::Reader;
 pub use route::{Metered, Metering, Redirect, Respond, Rewrite, Route, Target};
 pub use split::Split;
@@ -208,12 +209,20 @@ impl Runtime {
     /// # Errors
     /// Everything that is wrong with it.
     pub fn load(path: &Path, environment: Environment<'_>) -> Result<Runtime, ConfigError> {
-        let file = file::gateway(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        let mut reader = Reader::new(path, file.text, file.issues, environment);
+        Runtime::load_as_written(path, environment).map(|(runtime, _)| runtime)
+    }
+
+    /// The same, with the file as written: for whoever has more to say of it.
+    ///
+    /// # Errors
+    /// As [`Runtime::load`].
+    pub fn load_as_written(path: &Path, environment: Environment<'_>) -> Result<(Runtime, File<Config>), ConfigError> {
+        let mut file = file::gateway(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        let mut reader = Reader::new(path, file.text.clone(), std::mem::take(&mut file.issues), environment);
         let runtime = compile(&file.value, &mut reader);
         reader.finish()?;
         // Without a finding every part is there.
-        Ok(runtime)
+        Ok((runtime, file))
     }
 
     /// Takes over what is now in the file of consumers. What they have used stays counted.
@@ -227,10 +236,9 @@ impl Runtime {
         environment: Environment<'_>,
     ) -> Result<(), ConfigError> {
         let consumers = consumers::read(path, content, &self.limits, &self.hasher, environment);
-        let consumers = consumers.and_then(|found| match found.is_empty() {
-            // A file that is being written, most likely: nobody would be known.
+        let consumers = consumers.and_then(|found| match found.unfinished {
             true => Err(FaultyFile::whole(path, "no consumer has a key")),
-            false => Ok(found),
+            false => Ok(found.consumers),
         });
         let consumers = consumers.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         self.consumers.store(Arc::new(consumers));

@@ -334,7 +334,12 @@ fn a_real_server_says_it_in_these_words() {
     for (times, (row, calls, on, off)) in [
         // What refuses to write is given up for a new connection, which finds out why.
         ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
-        ("The user executing the script", 3, "ACL SETUSER default -set", "ACL SETUSER default +set"),
+        (
+            "The user executing the script",
+            3,
+            "ACL SETUSER default -set -setrange",
+            "ACL SETUSER default +set +setrange",
+        ),
         ("no permissions", 3, "ACL SETUSER default resetkeys ~other:*", "ACL SETUSER default allkeys"),
     ]
     .into_iter()

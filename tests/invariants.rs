@@ -125,6 +125,14 @@ impl Trial {
                     assert!(ttl_ms <= promised, "invariant 9, a TTL of {ttl_ms} ms is too long: {}", what());
                     let shortest = promised.saturating_sub(elapsed_ms);
                     assert!(ttl_ms >= shortest, "invariant 9, a TTL of {ttl_ms} ms is too short: {}", what());
+                    if let Some(ends) = ends(charge.rule, &seen.after) {
+                        assert_eq!(
+                            ends,
+                            now + promised * 1000,
+                            "invariant 9, a state knows when its key ends: {}",
+                            what()
+                        );
+                    }
                     self.keys.ends.insert(key.clone(), now + outcome.reset_us);
                 } else if !matches!(
                     (operation, charge.rule),
@@ -132,7 +140,14 @@ impl Trial {
                 ) {
                     // A refund takes entries out of a log or a set of leases, whose TTL stays what it is.
                     let kept = seen.after.is_none() || seen.before == seen.after;
-                    assert!(kept, "invariant 9, a new state has a new TTL: {}", what());
+                    let (before, after) = (ends(charge.rule, &seen.before), ends(charge.rule, &seen.after));
+                    let slack = after.map(|ends| ends.saturating_sub(now + outcome.reset_us));
+                    // A key that ends late enough, but not too late, is written into.
+                    let written = before == after && slack.is_some_and(|slack| (500_000..1_001_000).contains(&slack));
+                    assert!(kept || written, "invariant 9, a new state has a new TTL: {}", what());
+                    if !kept {
+                        self.keys.ends.insert(key.clone(), now + outcome.reset_us);
+                    }
                 }
             }
             self.all_or_nothing(operation, &charges, &verdict);
@@ -285,6 +300,18 @@ fn needed(charge: &Charge<'_>) -> u64 {
     if charge.mode.is_post_paid() { 1 } else { charge.cost }
 }
 
+/// Whether a state is three numbers behind the instant at which its key ends.
+fn is_numbers(rule: &Rule) -> bool {
+    !matches!(rule, Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_))
+}
+
+/// When a state says that its key ends, of what DUMP says of it: its type, its length, itself.
+fn ends(rule: &Rule, dump: &Option<Vec<u8>>) -> Option<u64> {
+    let state = dump.as_deref().filter(|_| is_numbers(rule))?;
+    assert_eq!(state[..2], [0, 32], "a string of 32 bytes, as it is");
+    Some(u64::from_le_bytes(state[2..10].try_into().unwrap()))
+}
+
 /// The states in Redis. The server's clock is not the one of the tests: a key that was looked at gets a TTL of years, so
 /// that it stays until the tests let it expire, and so that a TTL that a call sets is seen.
 struct Keys {
@@ -309,7 +336,9 @@ struct Seen {
 impl Keys {
     async fn new(server: &Redis) -> Keys {
         let patient = redis::AsyncConnectionConfig::new().set_response_timeout(None);
-        let connection = server.client().get_multiplexed_async_connection_with_config(&patient).await.unwrap();
+        let mut connection = server.client().get_multiplexed_async_connection_with_config(&patient).await.unwrap();
+        let mut plain = redis::cmd("CONFIG");
+        let () = plain.arg("SET").arg("rdbcompression").arg("no").query_async(&mut connection).await.unwrap();
         Keys { connection, known: HashMap::new(), ends: HashMap::new() }
     }
 
@@ -589,8 +618,8 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
 }
 
 impl Keys {
-    /// What a key holds, however Redis keeps it.
-    async fn state(&mut self, rule: &Rule, key: &[u8]) -> Vec<String> {
+    /// What a key holds, however Redis keeps it, and however long.
+    async fn state(&mut self, rule: &Rule, key: &[u8]) -> Vec<Vec<u8>> {
         let mut command = match rule {
             Rule::SlidingLog(_) => redis::cmd("LRANGE"),
             _ => redis::cmd("GET"),
@@ -603,7 +632,10 @@ impl Keys {
         match value {
             redis::Value::Nil => Vec::new(),
             value @ redis::Value::Array(_) => redis::from_redis_value(value).unwrap(),
-            value => vec![redis::from_redis_value(value).unwrap()],
+            value => {
+                let state: Vec<u8> = redis::from_redis_value(value).unwrap();
+                vec![state[if is_numbers(rule) { 8 } else { 0 }..].to_vec()]
+            }
         }
     }
 }

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
-    &["app", "doctor"],
+    &["app", "doctor", "lint"],
     &["admin"],
     &["server"],
     &["gateway", "reload"],

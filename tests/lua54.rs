@@ -45,6 +45,12 @@ impl Database {
                 self.strings.insert(key.to_owned(), value.to_owned());
                 Reply::Bulk("OK".to_owned())
             }
+            ["SETRANGE", key, "0", value] => {
+                let state = self.strings.get_mut(key).expect("a key that has a TTL");
+                assert_eq!(state.chars().count(), value.chars().count(), "the whole state is new");
+                value.clone_into(state);
+                Reply::Integer(value.chars().count() as i64)
+            }
             ["DEL", key] => {
                 let removed = self.strings.remove(key).is_some() | self.lists.remove(key).is_some();
                 Reply::Integer(removed.into())
@@ -160,20 +166,28 @@ impl Lua54 {
         let database = Rc::new(RefCell::new(Database::default()));
         let served = database.clone();
         let call = move |lua: &Lua, arguments: Variadic<mlua::String>| {
-            let arguments: Vec<_> = arguments.iter().map(|argument| argument.to_str().unwrap()).collect();
-            let arguments: Vec<&str> = arguments.iter().map(|argument| &**argument).collect();
+            // States are bytes, not text: here each is a character.
+            let text = |argument: &mlua::String| argument.as_bytes().iter().map(|byte| char::from(*byte)).collect();
+            let arguments: Vec<String> = arguments.iter().map(text).collect();
+            let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
             match served.borrow_mut().run(&arguments) {
                 Reply::Nil => Ok(Value::Boolean(false)),
                 Reply::Integer(number) => Ok(Value::Integer(number)),
-                Reply::Bulk(text) => lua.create_string(text).map(Value::String),
+                Reply::Bulk(text) => {
+                    lua.create_string(text.chars().map(|byte| byte as u8).collect::<Vec<_>>()).map(Value::String)
+                }
                 Reply::Array(texts) => lua.create_sequence_from(texts).map(Value::Table),
             }
         };
         let error_reply = |lua: &Lua, text: String| lua.create_table_from([("err", text)]);
         let redis = lua.create_table().unwrap();
-        redis.set("call", lua.create_function(call).unwrap()).unwrap();
+        let call = lua.create_function(call).unwrap();
+        redis.set("pcall", &call).unwrap();
+        redis.set("call", call).unwrap();
         redis.set("error_reply", lua.create_function(error_reply).unwrap()).unwrap();
         lua.globals().set("redis", redis).unwrap();
+        // As the library of that name that such stores have.
+        lua.load("struct = { pack = string.pack, unpack = string.unpack }").exec().unwrap();
         Lua54 { lua, database, scripts: RefCell::default() }
     }
 
@@ -197,7 +211,10 @@ impl Lua54 {
         self.lua.globals().set("KEYS", keys).unwrap();
         self.lua.globals().set("ARGV", arguments).unwrap();
         let parts = Parts::of(charges.iter().map(|charge| charge.rule));
-        let one = operation == Operation::Check && charges.len() == 1 && charges[0].mode == Mode::Binding;
+        let one = operation == Operation::Check
+            && charges.len() == 1
+            && charges[0].mode == Mode::Binding
+            && Parts::counts(charges[0].rule.kind());
         let text = &script(if one { parts.for_one() } else { parts }).text;
         let mut scripts = self.scripts.borrow_mut();
         let script = scripts.entry(text).or_insert_with(|| self.lua.load(text).into_function().unwrap());

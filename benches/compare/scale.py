@@ -8,6 +8,7 @@ own. Prints a table and, with --chart FILE, draws it. `make bench-scale` builds 
 """
 import argparse, pathlib, re, shutil, subprocess, tempfile, time
 
+from chart import bars
 from compare import BINARY, HERE, cpu, tree
 
 SLOTS = 16384
@@ -118,22 +119,6 @@ class Setting:
         shutil.rmtree(self.dir, ignore_errors=True)
 
 
-def chart(rows):
-    """CPU of a check in each setting, as stacked bars."""
-    most = max(row["gateway"] + row["redis"] for row in rows)
-    scale, height = 420 / most, 34 * len(rows) + 56
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" font-family="sans-serif" font-size="13">',
-           f'<rect width="760" height="{height}" fill="#ffffff"/>',
-           '<text x="12" y="22" font-weight="bold">CPU of one check, µs: gateway (dark), Redis (light)</text>']
-    for index, row in enumerate(rows):
-        y, gateway, redis = 38 + 34 * index, row["gateway"] * scale, row["redis"] * scale
-        out += [f'<text x="12" y="{y + 16}">{row["label"]}</text>',
-                f'<rect x="230" y="{y}" width="{gateway:.1f}" height="24" fill="#1f5a7a"/>',
-                f'<rect x="{230 + gateway:.1f}" y="{y}" width="{redis:.1f}" height="24" fill="#9cc5db"/>',
-                f'<text x="{236 + gateway + redis:.1f}" y="{y + 16}">{row["gateway"]:.0f} + {row["redis"]:.0f}</text>']
-    return "\n".join(out + ["</svg>", ""])
-
-
 def main():
     args = argparse.ArgumentParser()
     args.add_argument("--seconds", type=int, default=5)
@@ -166,7 +151,7 @@ def main():
     finally:
         setting.stop()
     if args.chart:
-        args.chart.write_text(chart(rows))
+        args.chart.write_text(bars("CPU of one check", [(row["label"], row["gateway"], row["redis"]) for row in rows]))
 
 
 if __name__ == "__main__":

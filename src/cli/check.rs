@@ -1,92 +1,150 @@
-//! `sluicegate check`: says whether the configuration can be used, and what its limits guarantee.
+//! `sluicegate check`: says whether the configuration can be used, what is odd about it, and what its limits guarantee.
+
+mod guarantee;
 
 use std::io::{Write, stdout};
 use std::path::Path;
-use std::sync::Arc;
+use std::process::ExitCode;
 
+use annotate_snippets::{Level, Renderer};
+use clap::Args;
+use guarantee::guarantees;
+use serde::Serialize;
 use tokio::time::Duration;
 
-use crate::cost::Cost;
-use crate::limit::algorithm::Rule;
+use super::{BAD_CONFIG, environment};
+use crate::config::Config;
+use crate::config::error::{FaultyFile, Issue};
+use crate::config::file::File;
 use crate::limit::clock;
-use crate::limit::plan::{Limit, Plan};
-use crate::limit::quota::Calendar;
 use crate::limit::redis::connection::attempt;
 use crate::limit::redis::server::NoConnection;
 use crate::limit::redis::{RedisSettings, Servers};
-use crate::runtime::{Runtime, Terms};
+use crate::lint;
+use crate::runtime::Runtime;
 
 /// The store is tried for so long: a file can be right while its store is down.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-pub(super) fn check(path: &Path, runtime: &Runtime) -> anyhow::Result<()> {
-    let mut out = stdout().lock();
-    writeln!(
-        out,
-        "{}: fine: {} listeners, {} routes, {} limits, {} upstreams; store: {}",
-        path.display(),
-        runtime.listeners.len(),
-        runtime.routes.len(),
-        runtime.limits.len(),
-        runtime.upstreams.len(),
-        runtime.store.name,
-    )?;
-    for warning in runtime.warnings(Duration::from_micros(clock::unix_us())) {
-        writeln!(out, "  warning: {warning}")?;
+/// Exit code of `--strict`.
+const WARNED: u8 = 1;
+
+#[derive(Debug, Args)]
+pub(super) struct Options {
+    /// As a JSON object, for programs
+    #[arg(long)]
+    json: bool,
+    /// Exit code 1 if there are warnings
+    #[arg(long)]
+    strict: bool,
+    /// Do not try to reach the store
+    #[arg(long)]
+    offline: bool,
+}
+
+/// The object of `--json`.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    /// Whether the exit code is 0.
+    ok: bool,
+    errors: Vec<Finding<'a>>,
+    warnings: Vec<Finding<'a>>,
+    notes: Vec<Finding<'a>>,
+    limits: Vec<guarantee::Guarantee<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct Finding<'a> {
+    file: String,
+    /// From 1; none = the file as a whole.
+    line: Option<usize>,
+    column: Option<usize>,
+    message: &'a str,
+    hint: Option<&'a str>,
+}
+
+pub(super) fn check(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+    match Runtime::load_as_written(path, &environment) {
+        Ok((runtime, file)) => examine(path, &runtime, file, options),
+        Err(error) if options.json => {
+            let errors = error.files.iter().flat_map(findings).collect();
+            print(&Report { ok: false, errors, warnings: Vec::new(), notes: Vec::new(), limits: Vec::new() })?;
+            Ok(ExitCode::from(BAD_CONFIG))
+        }
+        Err(error) => Err(error.into()),
     }
-    for terms in runtime.limits.values() {
-        let limit = &terms.limit;
-        let trial = if limit.shadow { " (shadow: never denies)" } else { "" };
-        let later = terms.cost.as_ref().is_some_and(Cost::is_post_paid);
-        let overdraft = if later { ", and what the last responses overdraw" } else { "" };
-        for (tier, plan) in limit.plans() {
-            let tier = tier.map_or(String::new(), |tier| format!(", tier {tier}"));
-            let ahead = taken_ahead(limit, plan);
-            writeln!(out, "  {}{tier}: {}{overdraft}{ahead}{trial}", limit.name, guarantee(plan))?;
-        }
-        if limit.advance > 0 && runtime.store.redis.is_none() {
-            writeln!(
-                out,
-                "  warning: the `lease` of `{}` does nothing: no call is saved with the memory store",
-                limit.name
-            )?;
-        }
-        for (route, other) in asked_with(terms, runtime) {
-            writeln!(
-                out,
-                "  warning: the `lease` of `{}` does nothing for requests of `{route}` that meet `{other}`, which has none",
-                limit.name
-            )?;
-        }
-        if !runtime.routes.iter().any(|route| route.uses(limit)) {
-            writeln!(out, "  warning: no route uses `{}`", limit.name)?;
-        }
-        for (whose, capacity) in too_small(terms, runtime) {
-            writeln!(
-                out,
-                "  warning: a cost may be more than `{}` ever has{whose} ({capacity}): such a request is denied for good, \
-                 with 429 and no Retry-After",
-                limit.name
-            )?;
-        }
-    }
-    let is_cluster =
-        runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
-    for route in runtime.routes.iter().filter(|route| is_cluster && route.metering.identities.len() > 1) {
-        writeln!(
-            out,
-            "  note: route `{}` is up to {} calls at the same time, as its identities are kept by several masters: a \
-             request that one denies holds units of the others for about a round trip",
-            route.name,
-            route.metering.identities.len()
-        )?;
-    }
-    if let Some((servers, redis)) = &runtime.store.redis
+}
+
+fn examine(path: &Path, runtime: &Runtime, file: File<Config>, options: &Options) -> anyhow::Result<ExitCode> {
+    let File { value: written, text, .. } = file;
+    let about = |issues| FaultyFile { path: path.to_owned(), text: text.clone(), issues };
+    let mut warnings = lint::warnings(&written, runtime, Duration::from_micros(clock::unix_us()));
+    if let (Some((servers, redis)), false) = (&runtime.store.redis, options.offline)
         && let Err(why) = reach(servers, redis)?
     {
-        writeln!(out, "  warning: store: {why}")?;
+        let place = written.store.url.as_ref().map(|url| url.span());
+        warnings.push(Issue { span: place, message: format!("store: {why}"), hint: None });
+    }
+    let (warnings, notes) = (about(warnings), about(lint::notes(&written, runtime)));
+    let denied = options.strict && !warnings.issues.is_empty();
+    if options.json {
+        let limits = runtime.limits.values().flat_map(guarantees).collect();
+        print(&Report {
+            ok: !denied,
+            errors: Vec::new(),
+            warnings: findings(&warnings),
+            notes: findings(&notes),
+            limits,
+        })?;
+    } else {
+        describe(path, runtime, &[(Level::NOTE, &notes), (Level::WARNING, &warnings)])?;
+    }
+    Ok(if denied { ExitCode::from(WARNED) } else { ExitCode::SUCCESS })
+}
+
+fn print(report: &Report<'_>) -> anyhow::Result<()> {
+    writeln!(stdout(), "{}", serde_json::to_string_pretty(report)?)?;
+    Ok(())
+}
+
+fn findings(file: &FaultyFile) -> Vec<Finding<'_>> {
+    let issues = file.in_order().into_iter().map(|issue| {
+        let (line, column) = issue.position(&file.text).unzip();
+        let name = file.path.display().to_string();
+        Finding { file: name, line, column, message: &issue.message, hint: issue.hint.as_deref() }
+    });
+    issues.collect()
+}
+
+fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -> std::io::Result<()> {
+    // Colours on a terminal only, and none where NO_COLOR asks for it.
+    let mut out = anstream::stdout().lock();
+    writeln!(
+        out,
+        "{}: fine: {}, {}, {}, {}; store: {}",
+        path.display(),
+        count(runtime.listeners.len(), "listener"),
+        count(runtime.routes.len(), "route"),
+        count(runtime.limits.len(), "limit"),
+        count(runtime.upstreams.len(), "upstream"),
+        runtime.store.name,
+    )?;
+    for guarantee in runtime.limits.values().flat_map(guarantees) {
+        writeln!(out, "  {}", guarantee.text())?;
+    }
+    for (level, file) in said.iter().filter(|(_, file)| !file.issues.is_empty()) {
+        writeln!(out, "\n{}", file.report(level, &Renderer::styled()))?;
+    }
+    let warnings: usize =
+        said.iter().filter(|(level, _)| *level == Level::WARNING).map(|(_, file)| file.issues.len()).sum();
+    if warnings > 0 {
+        writeln!(out, "\n{}", count(warnings, "warning"))?;
     }
     Ok(())
+}
+
+fn count(number: usize, what: &str) -> String {
+    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 /// Whether a gateway that starts now would find its store; in words, why not.
@@ -101,58 +159,4 @@ fn reach(servers: &Servers, redis: &RedisSettings) -> std::io::Result<Result<(),
     // A name that is being looked up on a thread of its own is not waited for.
     reactor.shutdown_background();
     Ok(answer.map_err(|why: NoConnection| why.to_string()))
-}
-
-/// What a size of a limit guarantees, whatever its callers do.
-fn guarantee(plan: &Plan) -> String {
-    let (most, at_once) = (plan.most_in_any_window(), plan.rule.capacity());
-    let window = match (plan.quota.window_us, plan.quota.calendar) {
-        _ if matches!(plan.rule, Rule::Concurrency(_)) => return format!("at most {most} at the same time"),
-        (Some(us), _) if us.is_multiple_of(1_000_000) => format!("{} s", us / 1_000_000),
-        (Some(us), _) => format!("{} ms", us / 1000),
-        (None, Some(Calendar::Year)) => "365 days".to_owned(),
-        (None, _) => "28 days".to_owned(),
-    };
-    format!("at most {most} in any {window}, {at_once} at once")
-}
-
-/// What a limit gives up by what gateways take ahead; nothing where units end with their window.
-fn taken_ahead(limit: &Limit, plan: &Plan) -> String {
-    match (limit.advance, &plan.rule) {
-        (0, _) | (_, Rule::FixedWindow(_)) => String::new(),
-        (lease, _) => format!(", and up to {lease} more for each gateway"),
-    }
-}
-
-/// The routes and limits without a lease beside which a limit takes nothing ahead.
-fn asked_with<'a>(terms: &'a Terms, runtime: &'a Runtime) -> impl Iterator<Item = (&'a str, &'a str)> {
-    let routes = runtime.routes.iter().filter(|route| terms.limit.advance > 0 && route.uses(&terms.limit));
-    routes.filter_map(|route| {
-        let other = route.metering.limits.iter().find(|metered| metered.limit.advance == 0)?;
-        Some((&*route.name, &*other.limit.name))
-    })
-}
-
-/// The sizes of a limit that the costs of its requests may never fit into. Costs that always are too much are errors.
-fn too_small(terms: &Terms, runtime: &Runtime) -> Vec<(String, u64)> {
-    let limit = &terms.limit;
-    let uses = runtime.routes.iter().flat_map(|route| &route.metering.limits);
-    let costs = uses.filter(|metered| Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
-        Cost::Fixed(cost) | Cost::Request { most: cost, .. } => *cost,
-        Cost::Response { .. } => 1,
-    });
-    let dearest = costs.max().unwrap_or(0);
-    let tiers =
-        limit.plans().map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));
-    let consumers = runtime.consumers.load();
-    let mut own: Vec<_> = consumers
-        .iter()
-        .filter_map(|consumer| {
-            Some((format!(" for the consumer `{}`", consumer.name), &**consumer.plans.get(&limit.name)?))
-        })
-        .collect();
-    own.sort_by(|(one, _), (other, _)| one.cmp(other));
-    own.dedup_by(|(one, _), (other, _)| one == other);
-    let sizes = tiers.chain(own).map(|(whose, plan)| (whose, plan.rule.capacity()));
-    sizes.filter(|(_, capacity)| *capacity < dearest).collect()
 }

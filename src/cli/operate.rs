@@ -136,24 +136,26 @@ impl Operate {
     }
 }
 
-/// Asks, and shows the answer.
-pub(super) fn operate(operate: &Operate, listener: &Listener) -> anyhow::Result<()> {
-    let answer = ask(operate, listener)?;
-    if operate.reach().json {
-        writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&answer)?)?;
-        return Ok(());
+impl Operate {
+    /// Asks, and shows the answer.
+    pub(super) fn carry_out(&self, listener: &Listener) -> anyhow::Result<()> {
+        let answer = ask(self, listener)?;
+        if self.reach().json {
+            writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&answer)?)?;
+            return Ok(());
+        }
+        // Colours on a terminal only, and none where NO_COLOR asks for it.
+        let out = &mut anstream::stdout().lock();
+        match self {
+            Operate::Top { .. } => tables::top(&answer, out),
+            Operate::Inspect { .. } => tables::standings(&answer, out),
+            Operate::Reset { .. } => tables::reset(&answer, out),
+            Operate::Override { what: Override::Set { .. } } => tables::overrides(&answer["override"], out),
+            Operate::Override { what: Override::List { .. } } => tables::overrides(&answer["overrides"], out),
+            Operate::Override { what: Override::Remove { .. } } => tables::removed(&answer, out),
+        }?;
+        Ok(())
     }
-    // Colours on a terminal only, and none where NO_COLOR asks for it.
-    let out = &mut anstream::stdout().lock();
-    match operate {
-        Operate::Top { .. } => tables::top(&answer, out),
-        Operate::Inspect { .. } => tables::standings(&answer, out),
-        Operate::Reset { .. } => tables::reset(&answer, out),
-        Operate::Override { what: Override::Set { .. } } => tables::overrides(&answer["override"], out),
-        Operate::Override { what: Override::List { .. } } => tables::overrides(&answer["overrides"], out),
-        Operate::Override { what: Override::Remove { .. } } => tables::removed(&answer, out),
-    }?;
-    Ok(())
 }
 
 fn ask(operate: &Operate, listener: &Listener) -> anyhow::Result<Value> {

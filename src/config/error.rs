@@ -28,6 +28,13 @@ impl Issue {
         self.hint = Some(hint.into());
         self
     }
+
+    /// Line and column of its place, from 1; a column is a character.
+    pub fn position(&self, text: &str) -> Option<(usize, usize)> {
+        let before = text.get(..self.span.as_ref()?.start)?;
+        let line = before.rsplit('\n').next().unwrap_or_default();
+        Some((before.matches('\n').count() + 1, line.chars().count() + 1))
+    }
 }
 
 /// All faults of one file.
@@ -46,6 +53,20 @@ impl FaultyFile {
     pub fn whole(path: &Path, message: &str) -> Self {
         let issue = Issue { span: None, message: message.to_owned(), hint: None };
         FaultyFile { path: path.to_owned(), text: String::new(), issues: vec![issue] }
+    }
+
+    /// What is wrong, in the order of the file, whatever the order in which it was checked.
+    pub fn in_order(&self) -> Vec<&Issue> {
+        let mut issues: Vec<_> = self.issues.iter().collect();
+        issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
+        issues
+    }
+
+    /// The report on this file, with colours if the renderer has them.
+    pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
+        let path = self.path.display().to_string();
+        let parts = self.in_order().into_iter().map(|issue| render(renderer, level, &path, &self.text, issue));
+        parts.collect::<Vec<_>>().join("\n\n")
     }
 }
 
@@ -67,21 +88,15 @@ impl fmt::Display for ConfigError {
 impl ConfigError {
     /// The report, with colours if the renderer has them.
     pub fn report(&self, renderer: &Renderer) -> String {
-        let mut parts = Vec::new();
-        for file in &self.files {
-            let path = file.path.display().to_string();
-            // In the order of the file, whatever the order in which it was checked.
-            let mut issues: Vec<_> = file.issues.iter().collect();
-            issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
-            parts.extend(issues.into_iter().map(|issue| render(renderer, &path, &file.text, issue)));
-        }
+        let parts: Vec<_> = self.files.iter().map(|file| file.report(&Level::ERROR, renderer)).collect();
         parts.join("\n\n")
     }
 }
 
-fn render(renderer: &Renderer, path: &str, text: &str, issue: &Issue) -> String {
+fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue: &Issue) -> String {
     let Some(span) = &issue.span else {
-        let mut group = Level::ERROR
+        let mut group = level
+            .clone()
             .primary_title(format!("{path}: {}", issue.message))
             .elements([] as [Snippet<'_, annotate_snippets::Annotation<'_>>; 0]);
         if let Some(hint) = &issue.hint {
@@ -93,7 +108,7 @@ fn render(renderer: &Renderer, path: &str, text: &str, issue: &Issue) -> String 
     let line_end = text[span.start..].find('\n').map_or(text.len(), |end| span.start + end);
     let span = span.start..span.end.min(line_end).max(span.start);
     let snippet = Snippet::source(text).path(path).annotation(AnnotationKind::Primary.span(span));
-    let mut group = Level::ERROR.primary_title(issue.message.as_str()).element(snippet);
+    let mut group = level.clone().primary_title(issue.message.as_str()).element(snippet);
     if let Some(hint) = &issue.hint {
         group = group.element(Level::HELP.message(hint.as_str()));
     }

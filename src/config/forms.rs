@@ -2,51 +2,65 @@
 
 use std::collections::BTreeMap;
 
+use schemars::JsonSchema;
 use serde::Deserialize;
 use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
-use toml::Spanned;
 
-use super::Text;
+use super::{Spanned, Text, schema};
 
 /// `5`, or a table that says where the cost stands.
-#[derive(Debug)]
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
 pub enum LimitCost {
     /// The same each time.
-    Fixed(i64),
+    Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
     /// A field says it.
     Said(CostTable),
 }
 
 /// `{ request_header = "…", max = … }` or `{ response_header = "…" }`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-#[allow(missing_docs)]
 pub struct CostTable {
+    /// A field of requests that trusted proxies set; with `max`.
     pub request_header: Option<Text>,
+    /// A field of responses.
     pub response_header: Option<Text>,
+    /// More than this counts as this.
+    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub max: Option<Spanned<i64>>,
 }
 
 /// `"ip"` or `["ip", "route"]`.
-#[derive(Debug, Default)]
-pub struct OneOrMany(pub Vec<String>);
+#[derive(Debug, Default, JsonSchema)]
+pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<String>);
 
 /// `"api"` or `{ api = 9, canary = 1 }`.
-#[derive(Debug)]
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
 pub enum Shares {
     /// All goes to one upstream.
     One(String),
     /// Each has its part.
-    Weighted(BTreeMap<String, Spanned<i64>>),
+    Weighted(#[schemars(schema_with = "schema::weights")] BTreeMap<String, Spanned<i64>>),
 }
 
 /// `"http://…"` or `{ url = "http://…", weight = … }`.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, JsonSchema)]
+#[schemars(with = "ServerForms")]
 pub struct UpstreamServer {
     /// Where it listens.
     pub url: String,
     /// Its share beside that of others.
     pub weight: Option<Spanned<i64>>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(untagged)]
+#[allow(dead_code)] // says what may be written
+enum ServerForms {
+    Url(String),
+    Table(ServerTable),
 }
 
 impl<'de> Deserialize<'de> for OneOrMany {
@@ -127,8 +141,11 @@ impl<'de> Deserialize<'de> for LimitCost {
 }
 
 /// The table form of a server.
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Deserialize, JsonSchema)]
 pub(super) struct ServerTable {
+    /// Scheme, host and port.
     url: String,
+    /// Its share beside that of others; 0 = drained.
+    #[schemars(range(min = 0, max = 1000), extend("default" = 1))]
     weight: Option<Spanned<i64>>,
 }

@@ -21,7 +21,7 @@ return refused";
 const ALWAYS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// What operators decide about single identities.
 const OVERRIDES: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
-const STRINGS: &[&str] = &["get KEY", "set KEY x px 1", "del KEY"];
+const STRINGS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
 const LOG: &[&str] = &[
     "llen KEY",
     "lindex KEY 0",

@@ -17,7 +17,7 @@ pub(super) enum RequestId {
 impl RequestId {
     /// That of a request with this header section.
     pub(super) fn of(headers: &HeaderMap, trusted: bool) -> Self {
-        match headers.get(X_REQUEST_ID).filter(|_| trusted) {
+        match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
             Some(given) => RequestId::Given(given.clone()),
             None => RequestId::Made(Uuid::now_v7()),
         }

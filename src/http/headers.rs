@@ -9,7 +9,7 @@ use http::header::{
 use http::{Method, Version};
 
 /// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
-pub(super) const HOP_BY_HOP: [HeaderName; 7] = [
+pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
     CONNECTION,
     HeaderName::from_static("keep-alive"),
     HeaderName::from_static("proxy-connection"),
@@ -51,7 +51,15 @@ impl Origin {
 /// Nobody gets rid of what a proxy before us set (`protected` and ours) by naming it: proxies pass `Connection` on that
 /// should not, and an upstream would take the request for its own.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
-    if headers.contains_key(CONNECTION) {
+    // One look at those that are there, which are few, instead of one for each that may be.
+    let mut found = [false; HOP_BY_HOP.len()];
+    for name in headers.keys() {
+        if let Some(place) = HOP_BY_HOP.iter().position(|hop| hop == name) {
+            found[place] = true;
+        }
+    }
+    let [connection, .., te, _, transfer_encoding, _] = found;
+    if connection {
         let named: Vec<HeaderName> = headers
             .get_all(CONNECTION)
             .iter()
@@ -65,13 +73,14 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
         }
     }
     // Both framings: the chunks count (RFC 9112 §6.3).
-    if headers.contains_key(TRANSFER_ENCODING) {
+    if transfer_encoding {
         headers.remove(CONTENT_LENGTH);
     }
-    let wants_trailers = headers.get(TE).is_some_and(|te| {
-        te.to_str().is_ok_and(|te| te.split(',').any(|coding| coding.trim().eq_ignore_ascii_case("trailers")))
-    });
-    for name in HOP_BY_HOP {
+    let wants_trailers = te
+        && headers.get(TE).is_some_and(|te| {
+            te.to_str().is_ok_and(|te| te.split(',').any(|coding| coding.trim().eq_ignore_ascii_case("trailers")))
+        });
+    for (name, _) in HOP_BY_HOP.iter().zip(found).filter(|(_, found)| *found) {
         headers.remove(name);
     }
     if wants_trailers {

@@ -4,7 +4,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use toml::Spanned;
+use crate::config::Spanned;
 
 use super::reader::Reader;
 use crate::config;

@@ -33,7 +33,15 @@ pub(super) fn load(
         }
     };
     let found = read(&file.path, &file.content, limits, hasher, reader.environment);
-    (found.map_err(|faulty| reader.other_file(faulty)).unwrap_or_default(), Some(file))
+    (found.map_err(|faulty| reader.other_file(faulty)).unwrap_or_default().consumers, Some(file))
+}
+
+/// What was found in a file of consumers.
+#[derive(Default)]
+pub(super) struct Found {
+    pub(super) consumers: Consumers,
+    /// Whether nobody has a key, and nothing says that it is meant so: most likely the file is being written.
+    pub(super) unfinished: bool,
 }
 
 /// Reads what was found in a file of consumers.
@@ -43,10 +51,12 @@ pub(super) fn read(
     limits: &Limits,
     hasher: &IdentityHasher,
     environment: Environment<'_>,
-) -> Result<Consumers, FaultyFile> {
+) -> Result<Found, FaultyFile> {
     let file = file::consumers(path, content, environment)?;
     let mut issues = file.issues;
-    let found = consumers(&file.value, limits, hasher, &mut issues);
+    let consumers = consumers(&file.value, limits, hasher, &mut issues);
+    let meant = !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
+    let found = Found { unfinished: consumers.is_empty() && !meant, consumers };
     if issues.is_empty() { Ok(found) } else { Err(FaultyFile { path: path.to_owned(), text: file.text, issues }) }
 }
 
@@ -89,7 +99,7 @@ fn consumers(file: &config::Consumers, limits: &Limits, hasher: &IdentityHasher,
             tier: tier(written.tier.as_ref(), limits, issues),
             plans: plans(&written.limit, limits, hasher, issues),
         });
-        for key in &written.keys {
+        for key in written.keys.iter().flatten() {
             let Some(hash) = key_hash(key.get_ref()) else {
                 // The text itself may be a key that somebody pasted: it is shown in the line, not repeated.
                 let hint = "\"sha256:\" and 64 lower-case hex digits: printf %s KEY | sha256sum";
@@ -120,7 +130,7 @@ fn tier(text: Option<&config::Text>, limits: &Limits, issues: &mut Vec<Issue>) -
 
 /// The sizes that a consumer has of its own.
 fn plans(
-    written: &BTreeMap<String, toml::Spanned<config::Size>>,
+    written: &BTreeMap<String, config::Spanned<config::Size>>,
     limits: &Limits,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,

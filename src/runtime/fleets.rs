@@ -1,8 +1,8 @@
 //! What `[upstream.NAME]` says of its servers together: who is asked, who is out, how many requests at once.
 
+use crate::config::Spanned;
 use http::StatusCode;
 use tokio::time::Duration;
-use toml::Spanned;
 
 use super::reader::Reader;
 use crate::config::error::Issue;

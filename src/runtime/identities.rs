@@ -19,7 +19,7 @@ use crate::watch::Snapshot;
 
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -> ClientIp {
     let mut trusted = Vec::new();
-    for text in &client_ip.trusted_proxies {
+    for text in client_ip.trusted_proxies.iter().flatten() {
         match network(text.get_ref()) {
             Some(net) => trusted.push(net),
             None => not_a_network(text, reader),

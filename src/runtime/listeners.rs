@@ -1,10 +1,10 @@
 //! `[[listener]]`: where to listen, with which certificates, and whose are believed.
 
+use crate::config::Spanned;
 use tokio::time::Duration;
-use toml::Spanned;
 
 use super::reader::Reader;
-use super::{Listener, ListenerTls, Runtime};
+use super::{Listener, ListenerTls, Runtime, UpstreamTls};
 use crate::config;
 use crate::config::error::Issue;
 use crate::identity::client_ip::ClientIp;
@@ -126,14 +126,28 @@ impl ListenerTls {
     }
 }
 
+/// What a warning is about.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Subject {
+    /// An upstream, by its name.
+    Upstream(Box<str>),
+    /// A listener, by its place among them.
+    Listener(usize),
+    /// A certificate of a listener, by its place there.
+    Certificate(usize, usize),
+}
+
 impl Runtime {
     /// What works, but perhaps not as it was meant.
-    pub fn warnings(&self, now: Duration) -> Vec<String> {
-        let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(|tls| tls.warning(now)).collect();
-        for Listener { address, tls, .. } in &self.listeners {
-            for (certificate, [file, _]) in tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)) {
+    pub fn warnings(&self, now: Duration) -> Vec<(Subject, String)> {
+        let of_upstream = |tls: &UpstreamTls| Some((Subject::Upstream(tls.name.clone()), tls.warning(now)?));
+        let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
+        for (place, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
+            let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
+            for (number, (certificate, [file, _])) in certificates {
                 if let Err(error) = certificate.timely(now.as_secs() as i64) {
-                    warnings.push(format!("{}: {error}; clients will refuse it", file.path.display()));
+                    let text = format!("{}: {error}; clients will refuse it", file.path.display());
+                    warnings.push((Subject::Certificate(place, number), text));
                 }
             }
             if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
@@ -142,10 +156,11 @@ impl Runtime {
             for terms in self.limits.values() {
                 let by_certificate = terms.by.sources.contains(&Source::ClientCert);
                 if by_certificate && terms.by.on_missing == OnMissing::Reject {
-                    warnings.push(format!(
+                    let text = format!(
                         "`{}` is by client-cert, but {address} has no tls.client_ca: there it refuses every request",
                         terms.limit.name
-                    ));
+                    );
+                    warnings.push((Subject::Listener(place), text));
                 }
             }
         }

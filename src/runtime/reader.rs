@@ -4,9 +4,9 @@ use std::net::SocketAddr;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use crate::config::Spanned;
 use http::{HeaderName, HeaderValue, Method};
 use tokio::time::Duration;
-use toml::Spanned;
 
 use crate::config::Text;
 use crate::config::error::{ConfigError, FaultyFile, Issue};

@@ -2,8 +2,8 @@
 
 use std::ops::Range;
 
+use crate::config::Spanned;
 use http::HeaderName;
-use toml::Spanned;
 
 use super::reader::Reader;
 use crate::config::HeaderRules;
@@ -12,7 +12,7 @@ use crate::http::rules::{Rules, Section, reserved};
 
 pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Section, reader: &mut Reader<'_>) -> Rules {
     let mut rules = Rules::default();
-    let Some(written) = written.map(Spanned::get_ref) else { return rules };
+    let Some(written) = written.map(|written| written.get_ref()) else { return rules };
     let mut seen = Vec::new();
     for text in &written.remove {
         rules.remove.extend(field(text.span(), text.get_ref(), section, &mut seen, reader));

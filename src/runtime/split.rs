@@ -31,6 +31,11 @@ impl Split {
         (!shares.is_empty()).then(|| Split { shares, sum, drawn: AtomicU64::new(0) })
     }
 
+    /// The upstreams that have a share, by index.
+    pub fn upstreams(&self) -> impl Iterator<Item = usize> {
+        self.shares.iter().map(|(_, upstream)| *upstream)
+    }
+
     /// The upstream of the next request.
     pub fn draw(&self) -> usize {
         if let [(_, only)] = self.shares[..] {

@@ -4,9 +4,9 @@ mod place;
 
 use std::sync::Arc;
 
+use crate::config::Spanned;
 use redis::{ClientTlsConfig, TlsCertificates};
 use tokio::time::Duration;
-use toml::Spanned;
 
 use super::client_tls::TlsFiles;
 use super::reader::Reader;

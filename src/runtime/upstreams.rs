@@ -2,10 +2,10 @@
 
 use std::collections::BTreeMap;
 
+use crate::config::Spanned;
 use http::Uri;
 use http::uri::Scheme;
 use tokio::time::Duration;
-use toml::Spanned;
 
 use super::client_tls::{self, UpstreamTls};
 use super::fleets;

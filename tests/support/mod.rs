@@ -12,6 +12,7 @@ pub mod http2;
 pub mod pictures;
 pub mod random;
 pub mod redis;
+pub mod reference;
 pub mod relay;
 pub mod resp;
 pub mod secured;

@@ -122,14 +122,7 @@ impl Batch {
     /// The script for a call that at least needs these.
     fn script(&self, algorithms: Parts) -> &'static Script {
         let parts = self.algorithms.and(algorithms);
-        match &self.groups[..] {
-            [Group { operation: Operation::Check, terms, waiting, .. }]
-                if waiting.len() == 1 && terms.len() == 1 && terms[0].mode == Mode::Binding =>
-            {
-                script(parts.for_one())
-            }
-            _ => script(parts),
-        }
+        script(if self.groups.iter().all(Group::is_plain) { parts.for_one() } else { parts })
     }
 
     /// The call; see `lua/check.lua`.
@@ -204,6 +197,12 @@ impl Batch {
 }
 
 impl Group {
+    /// Whether `lua/check_one.lua` decides it.
+    fn is_plain(&self) -> bool {
+        let [Terms { kind, mode: Mode::Binding, .. }] = self.terms[..] else { return false };
+        self.operation == Operation::Check && Parts::counts(kind)
+    }
+
     fn retain_waiting(&mut self) {
         let limits = self.terms.len();
         let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.ends));

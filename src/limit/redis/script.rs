@@ -6,7 +6,7 @@ use aws_lc_rs::digest;
 
 use crate::limit::algorithm::{Kind, Rule};
 
-/// For every call, and for the commonest one: a check of one request with one limit.
+/// For every call, and for the commonest ones: checks with one limit each.
 const FRAMES: [&str; 2] = [include_str!("../../../lua/check.lua"), include_str!("../../../lua/check_one.lua")];
 const MARK: &str = "--@kinds\n";
 
@@ -48,9 +48,15 @@ impl Parts {
         Parts(self.0 | others.0)
     }
 
-    /// The same in the frame for a check of one request with one limit.
+    /// The same in the frame for checks with one limit each, of kinds that [`counts`](Parts::counts).
     pub fn for_one(self) -> Self {
         Parts(self.0 | ONE)
+    }
+
+    /// Whether the state of a kind is three numbers, which is all that the frame for one limit knows. Calendar windows may have an
+    /// error of their own, which it does not.
+    pub fn counts(kind: Kind) -> bool {
+        matches!(kind, Kind::TokenBucket | Kind::FixedWindow | Kind::FirstRequest | Kind::SlidingWindow)
     }
 
     /// Whether nothing is needed.

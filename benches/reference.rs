@@ -1,0 +1,21 @@
+//! Writes what the documents take from the types of the configuration: `make reference`.
+
+#[path = "../tests/support/reference.rs"]
+#[allow(unreachable_pub, dead_code)] // shared with the test that compares them
+mod reference;
+
+use std::path::Path;
+
+fn main() {
+    // Cargo says `--bench` to a benchmark that is run as one.
+    if !std::env::args().any(|argument| argument == "--bench") {
+        return;
+    }
+    let docs = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs");
+    for (name, text) in reference::schemas() {
+        std::fs::write(docs.join(name), text).expect("the schema can be written");
+    }
+    let page = docs.join("configuration.md");
+    let text = std::fs::read_to_string(&page).expect("docs/configuration.md is there");
+    std::fs::write(page, reference::filled(&text)).expect("the page can be written");
+}

@@ -1,0 +1,29 @@
+//! `sluicegate completions` and `sluicegate man`: what a package installs beside the binary.
+
+use std::io::{Write, stdout};
+use std::path::Path;
+
+use anyhow::Context;
+use clap::CommandFactory;
+use clap_complete::Shell;
+
+use super::Arguments;
+
+/// Completions of a shell, to standard output.
+pub(super) fn completions(shell: Shell) -> std::io::Result<()> {
+    // To memory first: what writes them gives up where nobody reads on.
+    let mut script = Vec::new();
+    clap_complete::generate(shell, &mut Arguments::command(), "sluicegate", &mut script);
+    stdout().write_all(&script)
+}
+
+/// The page of the program to standard output, or a page for each command into a folder.
+pub(super) fn man(folder: Option<&Path>) -> anyhow::Result<()> {
+    let command = Arguments::command();
+    match folder {
+        None => clap_mangen::Man::new(command).render(&mut stdout())?,
+        Some(folder) => clap_mangen::generate_to(command, folder)
+            .with_context(|| format!("the pages cannot be written to {}", folder.display()))?,
+    }
+    Ok(())
+}

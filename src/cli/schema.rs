@@ -1,0 +1,25 @@
+//! `sluicegate schema`: the JSON Schema of the configuration, for editors.
+
+use std::io::{Write, stdout};
+
+use clap::ValueEnum;
+
+use crate::config::schema;
+
+/// Whose schema.
+#[derive(Debug, Clone, Copy, ValueEnum)]
+pub(super) enum File {
+    /// gateway.toml
+    Gateway,
+    /// consumers.toml
+    Consumers,
+}
+
+pub(super) fn schema(file: File) -> anyhow::Result<()> {
+    let schema = match file {
+        File::Gateway => schema::gateway(),
+        File::Consumers => schema::consumers(),
+    };
+    writeln!(stdout(), "{}", serde_json::to_string_pretty(&schema)?)?;
+    Ok(())
+}

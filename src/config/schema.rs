@@ -1,0 +1,123 @@
+//! The JSON Schema of the files, from the types that read them: for editors, and for the tables of the documents.
+
+use schemars::generate::SchemaSettings;
+use schemars::transform::{Transform, transform_subschemas};
+use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
+use serde_json::{Map, Value, json};
+
+use super::{Config, Consumers};
+
+/// The schema of `gateway.toml`.
+pub fn gateway() -> Schema {
+    of::<Config>("gateway.toml of Sluicegate")
+}
+
+/// The schema of `consumers.toml`.
+pub fn consumers() -> Schema {
+    of::<Consumers>("consumers.toml of Sluicegate")
+}
+
+/// Without references and in the draft that all editors know.
+fn of<T: JsonSchema>(title: &str) -> Schema {
+    let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
+    let mut schema = settings.with_transform(AsInToml).into_generator().into_root_schema_for::<T>();
+    schema.insert("title".to_owned(), title.into());
+    schema
+}
+
+/// TOML has no null, the gateway refuses unknown keys, and any string may have `${NAME}` in it.
+#[derive(Debug, Clone)]
+struct AsInToml;
+
+impl Transform for AsInToml {
+    fn transform(&mut self, schema: &mut Schema) {
+        if let Some(object) = schema.as_object_mut() {
+            without_null(object);
+            if let Some(Value::String(text)) = object.get_mut("description") {
+                // Lines are those of the source.
+                *text = text.replace('\n', " ");
+            }
+            object.retain(|key, value| key != "format" && !value.is_null());
+            if object.contains_key("properties") {
+                object.insert("additionalProperties".to_owned(), Value::Bool(false));
+            }
+            let is_text = object.get("type").is_some_and(|kind| kind == "string");
+            if let Some(Value::String(pattern)) = object.get_mut("pattern").filter(|_| is_text) {
+                pattern.push_str(r"|\$\{");
+            }
+            if is_text && let Some(words) = object.remove("enum") {
+                object.insert("anyOf".to_owned(), json!([{ "enum": words }, { "pattern": r"\$\{" }]));
+            }
+        }
+        transform_subschemas(self, schema);
+    }
+}
+
+/// An `Option` is a key that may be absent.
+fn without_null(object: &mut Map<String, Value>) {
+    if let Some(Value::Array(kinds)) = object.get_mut("type") {
+        kinds.retain(|kind| kind != "null");
+        if let [only] = &kinds[..] {
+            let only = only.clone();
+            object.insert("type".to_owned(), only);
+        }
+    }
+    let Some(Value::Array(forms)) = object.get_mut("anyOf") else { return };
+    forms.retain(|form| form.get("type").is_none_or(|kind| kind != "null"));
+    if let [only] = &mut forms[..] {
+        let only = only.take();
+        object.remove("anyOf");
+        for (key, value) in only.as_object().into_iter().flatten() {
+            // What is said of the key comes before what is said of its type.
+            object.entry(key).or_insert_with(|| value.clone());
+        }
+    }
+}
+
+pub(super) fn duration(_: &mut SchemaGenerator) -> Schema {
+    text("^[0-9]+(ms|s|m|h|d)$")
+}
+
+pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
+    text("^[0-9]+(B|KiB|MiB|GiB)$")
+}
+
+/// A count alone is for concurrency.
+pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
+    text("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
+}
+
+pub(super) fn balance(_: &mut SchemaGenerator) -> Schema {
+    text("^(least-requests|round-robin|random|hash:.+)$")
+}
+
+pub(super) fn statuses(_: &mut SchemaGenerator) -> Schema {
+    list(&text("^[1-5]([0-9][0-9]|xx)$"))
+}
+
+pub(super) fn key_hashes(_: &mut SchemaGenerator) -> Schema {
+    list(&text("^sha256:[0-9a-f]{64}$"))
+}
+
+pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
+    let mut dialects = list(&json_schema!({ "type": "string", "enum": ["ietf", "draft-07", "draft-03", "github"] }));
+    dialects.insert("default".to_owned(), json!(["ietf"]));
+    dialects
+}
+
+pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
+    let one = text("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");
+    json_schema!({ "anyOf": [one, list(&one)] })
+}
+
+pub(super) fn weights(_: &mut SchemaGenerator) -> Schema {
+    json_schema!({ "type": "object", "additionalProperties": { "type": "integer", "minimum": 0, "maximum": 1_000_000 } })
+}
+
+fn text(pattern: &str) -> Schema {
+    json_schema!({ "type": "string", "pattern": pattern })
+}
+
+fn list(item: &Schema) -> Schema {
+    json_schema!({ "type": "array", "items": item })
+}

@@ -1,0 +1,67 @@
+//! What a configuration says that works, but hardly as it was meant: warnings, each with its place in the file.
+
+mod clients;
+mod limits;
+mod routes;
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+use tokio::time::Duration;
+
+use crate::config::error::Issue;
+use crate::config::{Config, Limit, Route, Spanned};
+use crate::runtime::{Runtime, Subject};
+
+/// A configuration as written, and the same ready to use.
+struct Whole<'a> {
+    written: &'a Config,
+    runtime: &'a Runtime,
+}
+
+/// All warnings, in no order.
+pub fn warnings(written: &Config, runtime: &Runtime, now: Duration) -> Vec<Issue> {
+    let whole = Whole { written, runtime };
+    let mut found: Vec<_> =
+        runtime.warnings(now).into_iter().map(|(subject, text)| whole.about(&subject, text)).collect();
+    found.extend(limits::warnings(&whole));
+    found.extend(routes::warnings(&whole));
+    found.extend(clients::warnings(&whole));
+    found
+}
+
+/// What is neither wrong nor surprising, but good to know.
+pub fn notes(written: &Config, runtime: &Runtime) -> Vec<Issue> {
+    routes::notes(&Whole { written, runtime })
+}
+
+impl<'a> Whole<'a> {
+    fn limit(&self, name: &str) -> Option<&'a Spanned<Limit>> {
+        let limits: &'a BTreeMap<_, _> = &self.written.limit;
+        limits.get(name)
+    }
+
+    /// A route as it is written; none are left out, so that places are the same.
+    fn route(&self, index: usize) -> Option<&'a Spanned<Route>> {
+        self.written.route.get(index)
+    }
+
+    /// The place of a value of a limit, else of the limit itself.
+    fn place<T>(&self, name: &str, value: impl Fn(&Limit) -> Option<&Spanned<T>>) -> Range<usize> {
+        let Some(limit) = self.limit(name) else { return 0..0 };
+        value(limit.get_ref()).map_or(limit.span(), |value| value.span())
+    }
+
+    fn about(&self, subject: &Subject, text: String) -> Issue {
+        let listener = |place: usize| self.written.listener.get(place);
+        let span = match subject {
+            Subject::Upstream(name) => self.written.upstream.get(&**name).map(|upstream| upstream.span()),
+            Subject::Listener(place) => listener(*place).map(|listener| listener.span()),
+            Subject::Certificate(place, number) => listener(*place).and_then(|listener| {
+                let tls = listener.get_ref().tls.as_ref()?;
+                tls.get_ref().certificates.get(*number).map(|certificate| certificate.span())
+            }),
+        };
+        Issue { span, message: text, hint: None }
+    }
+}
