@@ -25,6 +25,8 @@ pub struct Record {
     pub route: Option<Arc<str>>,
     /// Who decided its limits.
     pub decided_by: Option<&'static str>,
+    /// When its limits were asked, by the clock of whoever decided, µs since the Unix epoch.
+    pub decided_at: Option<u64>,
     /// The shadow limits that would have denied it.
     pub shadow_denied: Vec<Box<str>>,
     /// Given to the upstream as well.
@@ -44,6 +46,7 @@ impl Record {
             outcome: "ok",
             route: None,
             decided_by: None,
+            decided_at: None,
             shadow_denied: Vec::new(),
             request_id: "-".into(),
         }
@@ -71,6 +74,7 @@ impl Ending for Record {
             route: self.route.as_deref(),
             outcome: self.outcome,
             decided_by: self.decided_by,
+            decided_at: self.decided_at.map(|us| us as f64 / 1e6),
             shadow_denied: &self.shadow_denied,
             request_id: &self.request_id,
         });

@@ -4,6 +4,7 @@ mod check;
 mod doctor;
 mod manual;
 mod operate;
+mod replay;
 mod run;
 mod schema;
 
@@ -65,6 +66,8 @@ enum Command {
         /// Write sluicegate.1, sluicegate-check.1, … there
         folder: Option<PathBuf>,
     },
+    /// Hold access logs against the limits, or against proposed ones: who would have been denied, and which quota would do
+    Replay(replay::Arguments),
 }
 
 /// Carries out a command.
@@ -75,8 +78,7 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     match carry_out(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
             Some(error) => {
-                // Colours on a terminal only, and none where NO_COLOR asks for it.
-                anstream::eprintln!("{}", error.report(&Renderer::styled()));
+                complain(error);
                 Ok(ExitCode::from(BAD_CONFIG))
             }
             // Whoever reads the output has seen enough of it.
@@ -100,6 +102,7 @@ fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             };
             operate.carry_out(&listener)?;
         }
+        Some(Command::Replay(logs)) => return replay::replay(logs, &arguments.config),
         Some(Command::Schema { file }) => schema::schema(*file)?,
         Some(Command::Completions { shell }) => manual::completions(*shell)?,
         Some(Command::Man { folder }) => manual::man(folder.as_deref())?,
@@ -114,4 +117,9 @@ fn environment(name: &str) -> Option<String> {
 fn is_broken_pipe(error: &anyhow::Error) -> bool {
     let kind = error.downcast_ref::<std::io::Error>().map(std::io::Error::kind);
     kind == Some(std::io::ErrorKind::BrokenPipe)
+}
+
+fn complain(error: &ConfigError) {
+    // Colours on a terminal only, and none where NO_COLOR asks for it.
+    anstream::eprintln!("{}", error.report(&Renderer::styled()));
 }

@@ -1,6 +1,7 @@
 //! The path of a request, top to bottom.
 
-mod addressed;
+pub mod addressed;
+pub mod ask;
 mod decide;
 pub mod denied;
 mod early;
@@ -31,7 +32,7 @@ use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::fleet::Fleet;
 use crate::upstream::{Upstream, UpstreamError};
 use addressed::{Addressed, origin_form};
-use decide::Question;
+use ask::Question;
 use forward::Onward;
 use meters::{Meters, Tallies};
 use request_id::RequestId;
@@ -209,9 +210,11 @@ impl Gateway {
             }
             None => None,
         };
-        let asked = Question { request, host: &target.host, path: &target.path, peer };
+        let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
+        let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
         let decision =
-            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, met.record.as_mut()).await?;
+            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, peer, met.record.as_mut())
+                .await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,

@@ -192,6 +192,22 @@ impl By {
     }
 }
 
+impl By {
+    /// What to call whoever asks, for people. Keys and cookies are secrets: the beginning of the identity's hash stands for them.
+    pub fn describe(&self, asker: &Asker<'_>, keys: &ApiKeys, identity: Identity) -> String {
+        let part = |source: &Source| match source.part(asker, keys) {
+            Ok(Part::Value(b'k' | b'o', _)) => identity.short(),
+            Ok(Part::Value(_, value)) => String::from_utf8_lossy(&value).into_owned(),
+            Ok(Part::Address(ANONYMOUS)) => format!("anonymous {}", asker.network),
+            Ok(Part::Address(_) | Part::Missing(_)) | Err(_) => asker.network.to_string(),
+        };
+        match &self.sources[..] {
+            [Source::Global] => "everybody".to_owned(),
+            sources => sources.iter().map(part).collect::<Vec<_>>().join(", "),
+        }
+    }
+}
+
 impl Exempt {
     fn covers(&self, tag: u8, value: &[u8], client: IpAddr) -> bool {
         match tag {
@@ -204,6 +220,7 @@ impl Exempt {
 /// Tags keep the kinds of parts apart: a consumer named `1` is not a header of that value.
 const IP: u8 = b'i';
 const ANONYMOUS: u8 = b'a';
+const CONSUMER: u8 = b'c';
 
 fn network(asker: &Asker<'_>) -> Cow<'static, [u8]> {
     Cow::Owned(octets(asker.network))
@@ -241,7 +258,7 @@ impl Source {
         };
         match self {
             Source::ApiKey => Ok(match asker.caller.clone()? {
-                Caller::Consumer(consumer) => Part::Value(b'c', Cow::Borrowed(consumer.name.as_bytes())),
+                Caller::Consumer(consumer) => Part::Value(CONSUMER, Cow::Borrowed(consumer.name.as_bytes())),
                 Caller::Accepted(key) => Part::Value(b'k', Cow::Borrowed(key)),
                 Caller::Anonymous => Part::Address(ANONYMOUS),
                 Caller::Missing => Part::Missing(IdentityError::MissingKey(keys.header.clone())),

@@ -21,6 +21,7 @@ pub mod limit;
 pub mod lint;
 pub mod observe;
 pub mod reload;
+pub mod replay;
 pub mod reply;
 pub mod route;
 pub mod runtime;

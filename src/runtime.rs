@@ -217,7 +217,23 @@ impl Runtime {
     /// # Errors
     /// As [`Runtime::load`].
     pub fn load_as_written(path: &Path, environment: Environment<'_>) -> Result<(Runtime, File<Config>), ConfigError> {
-        let mut file = file::gateway(path, environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        Self::compiled(path, file::gateway(path, environment), environment)
+    }
+
+    /// The same as [`Runtime::load`] for the text of a file that is not there, or not yet.
+    ///
+    /// # Errors
+    /// Everything that is wrong with it.
+    pub fn of(path: &Path, text: String, environment: Environment<'_>) -> Result<Runtime, ConfigError> {
+        Self::compiled(path, file::gateway_of(path, text, environment), environment).map(|(runtime, _)| runtime)
+    }
+
+    fn compiled(
+        path: &Path,
+        file: Result<File<Config>, FaultyFile>,
+        environment: Environment<'_>,
+    ) -> Result<(Runtime, File<Config>), ConfigError> {
+        let mut file = file.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         let mut reader = Reader::new(path, file.text.clone(), std::mem::take(&mut file.issues), environment);
         let runtime = compile(&file.value, &mut reader);
         reader.finish()?;

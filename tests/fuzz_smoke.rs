@@ -12,6 +12,8 @@ use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner
 use sluicegate::limit::clock::monotonic;
 use support::random::seed;
 
+#[path = "../fuzz/targets/access_log.rs"]
+mod access_log;
 #[path = "../fuzz/targets/canonical_path.rs"]
 mod canonical_path;
 #[path = "../fuzz/targets/configuration.rs"]
@@ -117,6 +119,56 @@ fn canonical_paths() {
         "\u{e9}", "?", "#", ";", "%C3%A9", "%ff",
     ];
     fuzz("canonical path", &examples, &tokens, canonical_path::run);
+}
+
+/// A byte for the format, then lines.
+#[test]
+fn access_logs() {
+    let names = ["common", "combined", "caddy", "alb", "cloudfront", "sluicegate", "nginx"];
+    let logs = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/logs");
+    let example = |(format, name): (usize, &&str)| {
+        let log = std::fs::read(logs.join(format!("{name}.log"))).unwrap();
+        [&[format as u8], &log[..]].concat()
+    };
+    let examples: Vec<_> = names.iter().enumerate().map(example).collect();
+    let examples: Vec<_> = examples.iter().map(Vec::as_slice).collect();
+    let tokens = [
+        "\n",
+        "\r\n",
+        "\"",
+        "\\\"",
+        "\\",
+        "\\x22",
+        "\\u0000",
+        "\\u",
+        " ",
+        "\t",
+        "-",
+        "[",
+        "]",
+        "{",
+        "}",
+        ":",
+        ",",
+        "null",
+        "1e308",
+        "-1",
+        "0.1",
+        "99999999999999999999",
+        "\0",
+        "\u{e9}",
+        "::1",
+        "[::1]:80",
+        "GET",
+        "HTTP/1.1",
+        "http://",
+        "/",
+        "?",
+        "#Fields: ",
+        "10/Oct/2000:13:55:36 -0700",
+        "2018-07-02T22:23:00Z",
+    ];
+    fuzz("access log", &examples, &tokens, access_log::run);
 }
 
 #[test]

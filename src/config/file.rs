@@ -35,6 +35,14 @@ pub fn gateway(path: &Path, environment: Environment<'_>) -> Result<File<Config>
     read(path, text, environment, false)
 }
 
+/// Reads what would be found in `gateway.toml`.
+///
+/// # Errors
+/// It is no TOML, or has a value of the wrong type.
+pub fn gateway_of(path: &Path, text: String, environment: Environment<'_>) -> Result<File<Config>, FaultyFile> {
+    read(path, text, environment, false)
+}
+
 /// Reads what was found in `consumers.toml`.
 ///
 /// # Errors

@@ -5,7 +5,6 @@ use std::borrow::Cow;
 use http::header::TRANSFER_ENCODING;
 use http::uri::{PathAndQuery, Uri};
 use http::{Method, Request};
-use hyper::body::Incoming;
 
 use crate::http::host;
 use crate::http::path::canonical;
@@ -15,13 +14,20 @@ use crate::reply::Rejection;
 const LONGEST_URI: usize = 65_534;
 
 /// Where a request wants to go, in the form that routes are matched by.
-pub(super) struct Addressed<'a> {
-    pub(super) host: Cow<'a, str>,
-    pub(super) path: Cow<'a, str>,
+#[derive(Debug)]
+pub struct Addressed<'a> {
+    /// In lower case and without port; empty where there is none.
+    pub host: Cow<'a, str>,
+    /// In canonical form.
+    pub path: Cow<'a, str>,
 }
 
 impl<'a> Addressed<'a> {
-    pub(super) fn read(request: &'a Request<Incoming>, max_uri: usize) -> Result<Self, Rejection<'static>> {
+    /// Reads it off the head of a request.
+    ///
+    /// # Errors
+    /// The request goes nowhere.
+    pub fn read<B>(request: &'a Request<B>, max_uri: usize) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
         // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();

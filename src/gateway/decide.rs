@@ -1,37 +1,25 @@
 //! Asks the limits of a route, settles what the response decides, and tells the caller.
 
 use http::header::ACCESS_CONTROL_EXPOSE_HEADERS;
-use http::{HeaderMap, Request, Response};
+use http::{HeaderMap, Response};
 use hyper::body::Incoming;
 use tracing::warn;
 
 use super::Peer;
+use super::ask::{Question, checks};
 use super::meters::Meters;
 use crate::account::Record;
-use crate::cost::CostError;
 use crate::http::body::Body;
 use crate::http::fields;
-use crate::identity::Asker;
-use crate::identity::api_key::Caller;
-use crate::identity::jwt::Bearer;
 use crate::limit::Limiter;
 use crate::limit::admission::{Debts, Due, Later, Settling};
 use crate::limit::algorithm::Outcome;
 use crate::limit::clock::monotonic;
-use crate::limit::decision::{Check, Decision};
-use crate::limit::key::{Encoder, Identity};
+use crate::limit::decision::Decision;
 use crate::limit::store::StoreError;
 use crate::reply::{Rejection, binding, standing, upstream_status};
-use crate::runtime::{Metered, Route, Runtime};
+use crate::runtime::{Route, Runtime};
 use crate::upstream::UpstreamError;
-
-/// What a decision is about.
-pub(super) struct Question<'a> {
-    pub(super) request: &'a Request<Incoming>,
-    pub(super) host: &'a str,
-    pub(super) path: &'a str,
-    pub(super) peer: &'a Peer,
-}
 
 /// Asks all limits of a route at once.
 pub(super) async fn decide<'a>(
@@ -39,53 +27,30 @@ pub(super) async fn decide<'a>(
     limiter: &Limiter,
     meters: &Meters,
     route: &'a Route,
-    asked: &Question<'_>,
+    asked: &Question<'_, Incoming>,
+    peer: &Peer,
     mut record: Option<&mut Record>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
-    let (peer, headers, metering) = (asked.peer, asked.request.headers(), &route.metering);
+    let metering = &route.metering;
     if metering.limits.is_empty() && record.is_none() {
         return limiter.check(&[]).await.map_err(Rejection::Unavailable);
     }
     // A trusted proxy may speak for somebody whose address it does not tell.
-    let client = if peer.origin.trusted { runtime.client_ip.client(peer.address, headers) } else { peer.address };
+    let headers = asked.request.headers();
+    let client = if asked.trusted { runtime.client_ip.client(peer.address, headers) } else { peer.address };
     if let Some(record) = &mut record {
         record.client = client;
         record.route = Some(route.name.clone());
     }
     let consumers = metering.by_key.then(|| runtime.consumers.load());
-    let caller = match &consumers {
-        Some(consumers) => runtime.api_keys.caller(consumers, headers),
-        None => Ok(Caller::Missing),
-    };
-    let asker = Asker {
-        method: asked.request.method(),
-        host: asked.host,
-        path: asked.path,
-        query: asked.request.uri().query(),
-        headers,
-        client,
-        network: runtime.client_ip.network(client),
-        trusted: peer.origin.trusted,
-        subject: peer.subject.as_deref(),
-        caller: caller.clone(),
-        bearer: Bearer::new(&runtime.verifier, headers),
-        route: &route.name,
-        pattern: &route.pattern,
-    };
-    let mut encoder = Encoder::default();
-    let identities =
-        metering.identities.iter().map(|by| by.identify(&asker, &runtime.api_keys, &runtime.hasher, &mut encoder));
-    let identities: Vec<_> = identities.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
-    let caller = caller.unwrap_or(Caller::Missing);
+    let asker = asked.asker(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
     let overrides = limiter.overrides.current();
-    let mut checks = Vec::with_capacity(metering.limits.len());
-    for (place, metered) in metering.limits.iter().enumerate() {
-        if let Some(identity) = identities[metered.identity] {
-            let mut check = check(place, metered, identity, caller, &asker).map_err(Rejection::Cost)?;
-            if let Some(other) = overrides.as_ref().and_then(|table| table.find(&metered.limit, identity)) {
+    let mut checks = checks(runtime, &metering.identities, &metering.limits, &asker)?;
+    if let Some(table) = &overrides {
+        for check in &mut checks {
+            if let Some(other) = table.find(check.limit, check.identity) {
                 check.plan = &other.plan;
             }
-            checks.push(check);
         }
     }
     if checks.is_empty() {
@@ -100,29 +65,10 @@ pub(super) async fn decide<'a>(
     let decision = decision.map_err(Rejection::Unavailable)?;
     if let Some(record) = record {
         record.decided_by = Some(decision.decided_by());
+        record.decided_at = Some(decision.now_us);
         record.shadow_denied = decision.shadow_denied.iter().map(|limit| limit.name.clone()).collect();
     }
     Ok(decision)
-}
-
-fn check<'a, 'p>(
-    place: usize,
-    metered: &'a Metered,
-    identity: Identity,
-    caller: Caller<'p>,
-    asker: &Asker<'_>,
-) -> Result<Check<'a, 'p>, CostError>
-where
-    'a: 'p,
-{
-    let limit = &*metered.limit;
-    let later = match (metered.cost.is_post_paid(), metered.refund_on.is_empty()) {
-        (true, _) => Later::Pay,
-        (false, false) => Later::Refund,
-        (false, true) => Later::Nothing,
-    };
-    let cost = metered.cost.of_request(asker.headers, asker.trusted)?;
-    Ok(Check { place, limit, plan: caller.plan(limit), identity, cost, later })
 }
 
 /// Charges and gives back what the answer says; none if it says nothing.

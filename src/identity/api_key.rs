@@ -7,9 +7,10 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
 
+use crate::limit::key::{Encoder, Identity, IdentityHasher};
 use crate::limit::plan::{Limit, Plan};
 
-use super::{IdentityError, Source};
+use super::{CONSUMER, IdentityError, Source};
 
 /// SHA-256 of an API key.
 pub type KeyHash = [u8; 32];
@@ -119,6 +120,15 @@ fn index(hash: &KeyHash) -> [u8; 8] {
     let mut first = [0; 8];
     first.copy_from_slice(&hash[..8]);
     first
+}
+
+impl Consumer {
+    /// Its identity for limits by API key alone.
+    pub fn identity(&self, hasher: &IdentityHasher) -> Identity {
+        let mut encoder = Encoder::default();
+        encoder.part(CONSUMER, self.name.as_bytes());
+        hasher.hash(encoder.bytes())
+    }
 }
 
 impl ApiKeys {

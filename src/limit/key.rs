@@ -21,6 +21,11 @@ impl Identity {
         let digits = text.len() == 32 && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
         u128::from_str_radix(text, 16).ok().filter(|_| digits).map(Identity)
     }
+
+    /// The beginning of it, for people.
+    pub fn short(self) -> String {
+        format!("#{:08x}", self.0 >> 96)
+    }
 }
 
 impl fmt::Display for Identity {

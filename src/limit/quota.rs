@@ -112,6 +112,28 @@ impl FromStr for Quota {
     }
 }
 
+/// As it is written: `600/min`, `5/15m`; of requests at the same time `20`.
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.count)?;
+        match (self.calendar, self.window_us) {
+            (Some(Calendar::Day), _) => f.write_str("/day"),
+            (Some(Calendar::Week), _) => f.write_str("/week"),
+            (Some(Calendar::Month), _) => f.write_str("/month"),
+            (Some(Calendar::Year), _) => f.write_str("/year"),
+            (None, None) => Ok(()),
+            (None, Some(SECOND)) => f.write_str("/s"),
+            (None, Some(us)) if us == 60 * SECOND => f.write_str("/min"),
+            (None, Some(us)) if us == 3600 * SECOND => f.write_str("/hour"),
+            (None, Some(us)) => {
+                let units = [("d", 86_400 * SECOND), ("h", 3600 * SECOND), ("m", 60 * SECOND), ("s", SECOND)];
+                let whole = units.into_iter().find(|(_, unit)| us.is_multiple_of(*unit)).unwrap_or(("ms", 1000));
+                write!(f, "/{}{}", us / whole.1, whole.0)
+            }
+        }
+    }
+}
+
 /// A count, as an integer or in the form 1e6.
 fn whole(text: &str) -> Result<u64, QuotaError> {
     let bad = || QuotaError::Count(text.to_owned());
@@ -167,6 +189,15 @@ mod tests {
             assert_eq!((quota.count, quota.window_us), (count, window), "{text}");
             assert_eq!(quota.to_string().parse(), Ok(quota), "{text} is written as {quota}");
         }
+    }
+
+    #[test]
+    fn quotas_are_written_as_they_are_read() {
+        for text in ["600/min", "5/15m", "1/s", "10/250ms", "7/week", "1/month", "3/hour", "2/30d", "4/90s", "1/day"] {
+            assert_eq!(text.parse::<Quota>().unwrap().to_string(), text);
+        }
+        assert_eq!(Quota::at_once("20").unwrap().to_string(), "20");
+        assert_eq!("1/60s".parse::<Quota>().unwrap().to_string(), "1/min");
     }
 
     #[test]

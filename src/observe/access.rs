@@ -39,6 +39,10 @@ pub struct Line<'a> {
     /// Who decided its limits.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'a str>,
+    /// When they were asked, by the clock of whoever decided: seconds since the Unix epoch, to the µs. `replay` decides at
+    /// the same instants.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decided_at: Option<f64>,
     /// Limits on trial that would have denied it.
     #[serde(skip_serializing_if = "<[_]>::is_empty")]
     pub shadow_denied: &'a [Box<str>],

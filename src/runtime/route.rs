@@ -48,7 +48,7 @@ pub struct Route {
 }
 
 /// A limit of a route.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Metered {
     /// The limit.
     pub limit: Arc<Limit>,

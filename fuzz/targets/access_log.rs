@@ -1,0 +1,32 @@
+//! Lines of access logs: whatever stands in them, a line is read by itself, to the same entry each time, and what is read is
+//! in the line.
+
+use sluicegate::replay::format::Format;
+
+const NGINX: &str =
+    r#"$msec $remote_addr $host "$request" $status $request_time "$http_x_api_key" "$http_x_forwarded_for""#;
+
+const FORMATS: [&str; 7] = ["common", "combined", "caddy", "alb", "cloudfront", "sluicegate", NGINX];
+
+pub(crate) fn run(data: &[u8]) {
+    let Some((format, text)) = data.split_first() else { return };
+    let name = FORMATS[usize::from(*format) % FORMATS.len()];
+    let mut format = Format::named(name).expect("it is one");
+    let lines: Vec<&[u8]> = text.split(|byte| *byte == b'\n').collect();
+    let _ = Format::detect(&lines);
+    let _ = format.provides(&lines);
+    for line in lines {
+        let first = format.parse(line).map(|entry| entry.map(|entry| format!("{entry:?}")));
+        // What the line before has left behind must not show.
+        let again = format.parse(line).map(|entry| entry.map(|entry| format!("{entry:?}")));
+        assert_eq!(first, again, "{name}: {}", line.escape_ascii());
+        let Ok(Some(entry)) = format.parse(line) else { continue };
+        assert!(entry.at_us <= 253_402_300_800_000_000, "{name}: {}", line.escape_ascii());
+        let stands = |part: &[u8]| part.is_empty() || line.windows(part.len()).any(|window| window == part);
+        assert!(stands(entry.method), "{name}: {}", line.escape_ascii());
+        if !line.contains(&b'\\') && name != "cloudfront" {
+            assert!(stands(&entry.target), "{name}: {}", line.escape_ascii());
+            assert!(entry.host.as_deref().is_none_or(stands), "{name}: {}", line.escape_ascii());
+        }
+    }
+}

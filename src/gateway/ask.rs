@@ -1,0 +1,111 @@
+//! What the limits of a route are asked about a request: whose units, in which size, and how many.
+
+use std::net::IpAddr;
+
+use http::Request;
+
+use crate::cost::{CostError, RefundOn};
+use crate::identity::api_key::{Caller, Consumers};
+use crate::identity::jwt::Bearer;
+use crate::identity::{Asker, By};
+use crate::limit::admission::Later;
+use crate::limit::decision::Check;
+use crate::limit::key::{Encoder, Identity};
+use crate::reply::Rejection;
+use crate::runtime::{Metered, Route, Runtime};
+
+/// A request that has found its route.
+#[derive(Debug)]
+pub struct Question<'a, B> {
+    /// Its head.
+    pub request: &'a Request<B>,
+    /// The host that it was routed on.
+    pub host: &'a str,
+    /// Its path in canonical form.
+    pub path: &'a str,
+    /// Whether the peer is a trusted proxy.
+    pub trusted: bool,
+    /// The subject of the client's certificate.
+    pub subject: Option<&'a str>,
+}
+
+impl<'a, B> Question<'a, B> {
+    /// The same, as far as identities are concerned; `consumers` where a limit of the route is by API key.
+    pub fn asker(
+        &self,
+        runtime: &'a Runtime,
+        route: &'a Route,
+        client: IpAddr,
+        consumers: Option<&'a Consumers>,
+    ) -> Asker<'a> {
+        let headers = self.request.headers();
+        Asker {
+            method: self.request.method(),
+            host: self.host,
+            path: self.path,
+            query: self.request.uri().query(),
+            headers,
+            client,
+            network: runtime.client_ip.network(client),
+            trusted: self.trusted,
+            subject: self.subject,
+            caller: match consumers {
+                Some(consumers) => runtime.api_keys.caller(consumers, headers),
+                None => Ok(Caller::Missing),
+            },
+            bearer: Bearer::new(&runtime.verifier, headers),
+            route: &route.name,
+            pattern: &route.pattern,
+        }
+    }
+}
+
+/// What each of these limits is asked, if it applies. `identities` are those that the limits name, by index.
+///
+/// # Errors
+/// The request lacks an identity, or a cost that a trusted proxy has to say.
+pub fn checks<'a, 'p>(
+    runtime: &Runtime,
+    identities: &[By],
+    limits: &'a [Metered],
+    asker: &Asker<'p>,
+) -> Result<Vec<Check<'a, 'p>>, Rejection<'static>>
+where
+    'a: 'p,
+{
+    let mut encoder = Encoder::default();
+    let found = identities.iter().map(|by| by.identify(asker, &runtime.api_keys, &runtime.hasher, &mut encoder));
+    let found: Vec<_> = found.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
+    let mut checks = Vec::with_capacity(limits.len());
+    for (place, metered) in limits.iter().enumerate() {
+        if let Some(identity) = found[metered.identity] {
+            checks.push(check(place, metered, identity, asker).map_err(Rejection::Cost)?);
+        }
+    }
+    Ok(checks)
+}
+
+fn check<'a, 'p>(
+    place: usize,
+    metered: &'a Metered,
+    identity: Identity,
+    asker: &Asker<'p>,
+) -> Result<Check<'a, 'p>, CostError>
+where
+    'a: 'p,
+{
+    let limit = &*metered.limit;
+    let later = later(metered.cost.is_post_paid(), &metered.refund_on);
+    let caller = asker.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
+    let cost = metered.cost.of_request(asker.headers, asker.trusted)?;
+    Ok(Check { place, limit, plan: caller.plan(limit), identity, cost, later })
+}
+
+/// What remains to be done for a limit when the response is known.
+pub fn later(post_paid: bool, refund_on: &RefundOn) -> Later {
+    match (post_paid, refund_on.is_empty()) {
+        (true, _) => Later::Pay,
+        (false, false) => Later::Refund,
+        (false, true) => Later::Nothing,
+    }
+}

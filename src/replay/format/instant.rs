@@ -1,0 +1,140 @@
+//! Instants and durations as logs write them.
+
+use jiff::Timestamp;
+use jiff::civil::DateTime;
+
+/// How an instant is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Style {
+    /// `10/Oct/2000:13:55:36 -0700`
+    Local,
+    /// `2000-10-10T13:55:36.123-07:00`
+    Iso,
+    /// `971211336.123`
+    Epoch,
+}
+
+/// The instant that was read last: most lines are of the same second as the one before.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Last {
+    text: Vec<u8>,
+    us: u64,
+}
+
+impl Last {
+    /// The instant that a text says, µs since the Unix epoch.
+    pub(super) fn read(&mut self, style: Style, text: &[u8]) -> Option<u64> {
+        if style == Style::Epoch {
+            return epoch(text);
+        }
+        if self.text == text && !text.is_empty() {
+            return Some(self.us);
+        }
+        let us = if style == Style::Local { local(text)? } else { iso(text)? };
+        self.text.clear();
+        self.text.extend_from_slice(text);
+        self.us = us;
+        Some(us)
+    }
+}
+
+const MONTHS: [&[u8]; 12] =
+    [b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec"];
+
+/// `10/Oct/2000:13:55:36 -0700`
+fn local(text: &[u8]) -> Option<u64> {
+    let [d0, d1, b'/', month @ .., b'/', _, _, _, _, b':', _, _, b':', _, _, b':', _, _, b' ', sign, _, _, _, _] = text
+    else {
+        return None;
+    };
+    let month = MONTHS.iter().position(|name| *name == month)? + 1;
+    let rest = &text[text.len() - 19..];
+    let (year, hour, minute, second) =
+        (digits(&rest[..4])?, digits(&rest[5..7])?, digits(&rest[8..10])?, digits(&rest[11..13])?);
+    let (zone_hours, zone_minutes) = (digits(&text[text.len() - 4..][..2])?, digits(&text[text.len() - 2..])?);
+    let day = digits(&[*d0, *d1])?;
+    // A leap second is the last one of its minute.
+    let second = second.min(59);
+    let civil = DateTime::new(year as i16, month as i8, day as i8, hour as i8, minute as i8, second as i8, 0).ok()?;
+    let utc = civil.to_zoned(jiff::tz::TimeZone::UTC).ok()?.timestamp().as_second();
+    let offset = (zone_hours * 3600 + zone_minutes * 60) as i64;
+    let seconds = match sign {
+        b'+' => utc - offset,
+        b'-' => utc + offset,
+        _ => return None,
+    };
+    u64::try_from(seconds).ok()?.checked_mul(1_000_000)
+}
+
+/// RFC 3339, with `T` or a space.
+pub(super) fn iso(text: &[u8]) -> Option<u64> {
+    let timestamp: Timestamp = std::str::from_utf8(text).ok()?.parse().ok()?;
+    u64::try_from(timestamp.as_microsecond()).ok()
+}
+
+/// Seconds since the Unix epoch, with a fraction or without; digits behind the sixth do not count.
+pub(super) fn epoch(text: &[u8]) -> Option<u64> {
+    let (whole, fraction) = match memchr::memchr(b'.', text) {
+        Some(dot) => (&text[..dot], &text[dot + 1..]),
+        None => (text, &[][..]),
+    };
+    let mut us = digits(whole)?.checked_mul(1_000_000)?;
+    let mut unit = 100_000;
+    for byte in fraction {
+        if !byte.is_ascii_digit() {
+            return None;
+        }
+        us = us.checked_add(u64::from(byte - b'0') * unit)?;
+        unit /= 10;
+    }
+    // Instants of a calendar: beyond the year 9999 nothing is one.
+    (us < 253_402_300_800_000_000).then_some(us)
+}
+
+/// A number of JSON that says seconds, µs.
+pub(super) fn seconds(number: f64) -> Option<u64> {
+    (0.0..253_402_300_800.0).contains(&number).then(|| (number * 1e6).round() as u64)
+}
+
+fn digits(text: &[u8]) -> Option<u64> {
+    let all = !text.is_empty() && text.len() <= 12 && text.iter().all(u8::is_ascii_digit);
+    all.then(|| text.iter().fold(0, |number, digit| number * 10 + u64::from(digit - b'0')))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn instants_are_read_in_each_style() {
+        let october = 971_211_336_000_000;
+        for (style, text, expected) in [
+            (Style::Local, "10/Oct/2000:13:55:36 -0700", Some(october)),
+            (Style::Local, "10/Oct/2000:22:55:36 +0200", Some(october)),
+            (Style::Local, "10/Oct/2000:20:55:36 +0000", Some(october)),
+            (Style::Local, "31/Dec/2016:23:59:60 +0000", Some(1_483_228_799_000_000)),
+            (Style::Local, "29/Feb/2024:00:00:00 +0000", Some(1_709_164_800_000_000)),
+            (Style::Local, "29/Feb/2023:00:00:00 +0000", None),
+            (Style::Local, "10/Okt/2000:13:55:36 -0700", None),
+            (Style::Local, "10/Oct/2000:13:55:36", None),
+            (Style::Local, "", None),
+            (Style::Iso, "2000-10-10T13:55:36-07:00", Some(october)),
+            (Style::Iso, "2000-10-10T20:55:36.123456Z", Some(october + 123_456)),
+            (Style::Iso, "1960-10-10T20:55:36Z", None),
+            (Style::Iso, "yesterday", None),
+            (Style::Epoch, "971211336", Some(october)),
+            (Style::Epoch, "971211336.5", Some(october + 500_000)),
+            (Style::Epoch, "971211336.1234567", Some(october + 123_456)),
+            (Style::Epoch, "-1", None),
+            (Style::Epoch, "99999999999999", None),
+            (Style::Epoch, "9711.3.4", None),
+        ] {
+            let mut last = Last::default();
+            assert_eq!(last.read(style, text.as_bytes()), expected, "{text}");
+            assert_eq!(last.read(style, text.as_bytes()), expected, "{text} once more");
+        }
+        assert_eq!(seconds(971_211_336.123_457), Some(october + 123_457));
+        assert_eq!(seconds(f64::NAN), None);
+        assert_eq!(seconds(-1.0), None);
+    }
+}

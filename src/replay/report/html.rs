@@ -1,0 +1,182 @@
+//! A report as one page: no script, nothing from the network; dark or light as the reader's system is; narrow screens too.
+
+use std::fmt::{self, Write};
+
+use super::{Lines, OfLimit, Report, counted, grouped, percent, size, span};
+
+const STYLE: &str = include_str!("report.css");
+
+/// The drawing of a chart, in its own units; it is as wide as the page.
+const WIDE: f64 = 720.0;
+const HIGH: f64 = 160.0;
+
+/// Text that is no markup.
+struct Escaped<'a>(&'a str);
+
+impl fmt::Display for Escaped<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for c in self.0.chars() {
+            match c {
+                '&' => f.write_str("&amp;")?,
+                '<' => f.write_str("&lt;")?,
+                '>' => f.write_str("&gt;")?,
+                '"' => f.write_str("&quot;")?,
+                c if c.is_control() => f.write_char('\u{fffd}')?,
+                c => f.write_char(c)?,
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The page of a report.
+pub fn page(report: &Report) -> String {
+    let mut out = String::new();
+    // Writing to memory does not fail.
+    let _ = write(report, &mut out);
+    out
+}
+
+fn write(report: &Report, out: &mut String) -> fmt::Result {
+    let Lines { requests, limited, .. } = report.lines;
+    let logs = report.logs.join(", ");
+    write!(
+        out,
+        "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
+         <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
+         <meta name=\"color-scheme\" content=\"light dark\">\n\
+         <title>Replay of {}</title>\n<style>\n{STYLE}</style>\n<h1>Replay of {}</h1>\n",
+        Escaped(&logs),
+        Escaped(&logs)
+    )?;
+    let requests = counted(requests, "request", "requests");
+    write!(out, "<p>{requests}, of which limits have a say in {}", grouped(limited))?;
+    if let (Some(from), Some(to)) = (&report.from, &report.to) {
+        write!(out, ", from <time>{from}</time> to <time>{to}</time>")?;
+    }
+    writeln!(out, ".</p>")?;
+    notes(&report.notes, out)?;
+    overview(report, out)?;
+    for limit in report.limits.0.iter().filter(|limit| limit.requests > 0) {
+        details(limit, report.target, out)?;
+    }
+    Ok(())
+}
+
+fn notes(notes: &[String], out: &mut String) -> fmt::Result {
+    for note in notes {
+        writeln!(out, "<p class=\"note\">{}</p>", Escaped(note))?;
+    }
+    Ok(())
+}
+
+fn overview(report: &Report, out: &mut String) -> fmt::Result {
+    writeln!(
+        out,
+        "<div class=\"scroll\"><table>\n<tr><th>limit<th>quota<th class=\"n\">requests<th class=\"n\">allowed\
+         <th class=\"n\">denied<th class=\"n\">identities"
+    )?;
+    for limit in &report.limits.0 {
+        write!(out, "<tr><td>{}{}", Escaped(&limit.name), if limit.shadow { " (shadow)" } else { "" })?;
+        write!(out, "<td>{}", Escaped(&limit.size()))?;
+        match &limit.unknown {
+            Some(lacks) => writeln!(out, "<td colspan=\"4\">not replayed: {} is not in this log", Escaped(lacks))?,
+            None => {
+                let denied = format!("{} ({})", grouped(limit.denied), percent(limit.percent()));
+                for cell in [grouped(limit.requests), grouped(limit.allowed), denied, grouped(limit.identities as u64)]
+                {
+                    write!(out, "<td class=\"n\">{cell}")?;
+                }
+                out.push('\n');
+            }
+        }
+    }
+    writeln!(out, "</table></div>")
+}
+
+fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Result {
+    let instead =
+        limit.instead_of.as_ref().map_or(String::new(), |quota| format!(" <small>instead of {quota}</small>"));
+    writeln!(out, "<h2>{}: {}{instead}</h2>", Escaped(&limit.name), Escaped(&limit.size()))?;
+    notes(&limit.notes, out)?;
+    if let (Some(target), Some(suggestion)) = (target, &limit.suggestion) {
+        let goal = percent(100.0 * target);
+        match suggestion {
+            Some(found) => writeln!(
+                out,
+                "<p>The smallest quota that denies fewer than {goal}: <strong>{}</strong>; it denies {} of {}.</p>",
+                size(&found.quota, found.burst),
+                grouped(found.denied),
+                grouped(limit.requests)
+            )?,
+            None => writeln!(out, "<p>No quota of this kind denies fewer than {goal}.</p>")?,
+        }
+    }
+    chart(limit, out)?;
+    if limit.worst.is_empty() {
+        return Ok(());
+    }
+    writeln!(
+        out,
+        "<p>{} denied; most of all:</p>\n<div class=\"scroll\"><table>\n\
+         <tr><th>identity<th class=\"n\">requests<th class=\"n\">denied<th class=\"share\">share",
+        counted(limit.identities_denied as u64, "identity was", "identities were")
+    )?;
+    for worst in &limit.worst {
+        let share = 100.0 * f64::from(worst.denied) / f64::from(worst.requests.max(1));
+        writeln!(
+            out,
+            "<tr><td class=\"id\">{}<td class=\"n\">{}<td class=\"n\">{}<td class=\"share\">\
+             <svg viewBox=\"0 0 100 10\" preserveAspectRatio=\"none\" aria-hidden=\"true\">\
+             <rect class=\"all\" width=\"100\" height=\"10\"/><rect class=\"denied\" width=\"{share:.1}\" height=\"10\"/>\
+             </svg> {}",
+            Escaped(&worst.identity),
+            grouped(worst.requests.into()),
+            grouped(worst.denied.into()),
+            percent(share)
+        )?;
+    }
+    writeln!(out, "</table></div>")
+}
+
+/// Requests over time, a bar for each step, and on each bar those that were denied.
+fn chart(limit: &OfLimit, out: &mut String) -> fmt::Result {
+    let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
+    let width = WIDE / limit.series.len().max(1) as f64;
+    let step = span(limit.step_s);
+    writeln!(
+        out,
+        "<figure><svg viewBox=\"0 0 {WIDE} {HIGH}\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"requests and \
+         denials over time, {} denied of {}\">",
+        limit.denied, limit.requests
+    )?;
+    for (index, point) in limit.series.iter().enumerate() {
+        if point.requests == 0 {
+            continue;
+        }
+        let height = |count: u64| HIGH * count as f64 / highest as f64;
+        let (all, denied) = (height(point.requests), height(point.denied));
+        // A gap between bars, unless they are too thin for one.
+        let (left, wide) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
+        writeln!(
+            out,
+            "<g><title>{}: {} requests, {} denied</title>\
+             <rect class=\"all\" x=\"{left:.1}\" y=\"{:.1}\" width=\"{wide:.1}\" height=\"{all:.1}\"/>\
+             <rect class=\"denied\" x=\"{left:.1}\" y=\"{:.1}\" width=\"{wide:.1}\" height=\"{denied:.1}\"/></g>",
+            point.time,
+            grouped(point.requests),
+            grouped(point.denied),
+            HIGH - all,
+            HIGH - denied
+        )?;
+    }
+    let ends = limit.series.first().zip(limit.series.last());
+    let (first, last) = ends.map_or(("", ""), |(first, last)| (first.time.as_str(), last.time.as_str()));
+    writeln!(
+        out,
+        "</svg>\n<div class=\"axis\"><time>{first}</time><time>{last}</time></div>\n<figcaption><span class=\"key all\">\
+         </span> requests <span class=\"key denied\"></span> denied; a bar is {step}, the highest is {} requests\
+         </figcaption></figure>",
+        grouped(highest)
+    )
+}
