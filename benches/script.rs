@@ -44,9 +44,8 @@ fn main() {
         ("sliding-log of 100", &[&log]),
         ("token-bucket + two fixed windows", &[&bucket, &window, &first]),
     ] {
-        let mut best = |requests| {
-            (0..ROUNDS).map(|_| round(&mut connection, name, rules, requests)).fold(f64::MAX, f64::min)
-        };
+        let mut best =
+            |requests| (0..ROUNDS).map(|_| round(&mut connection, name, rules, requests)).fold(f64::MAX, f64::min);
         println!("{name:40} {:6.2} {:6.2}", best(1), best(16));
     }
     server.kill().unwrap();

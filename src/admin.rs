@@ -1,18 +1,21 @@
-//! The operator's side: health and metrics, on a listener and a thread of its own.
+//! The operator's side: health, metrics and the API, on a listener and a thread of its own.
 
+mod api;
 mod health;
 mod metrics;
+mod problem;
 pub mod vitals;
 
 use std::convert::Infallible;
 use std::io;
-use std::net::TcpListener as StdListener;
+use std::net::{IpAddr, TcpListener as StdListener};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use bytes::Bytes;
-use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, WWW_AUTHENTICATE};
+use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
+use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::Full;
 use hyper::body::Incoming;
@@ -25,8 +28,14 @@ use tokio::time::{Duration, sleep};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
+use crate::limit::backend::Shared;
+use crate::limit::memory::MemoryStore;
+use crate::limit::operator::Operator;
+use crate::limit::overrides::Overrides;
+use crate::limit::redis::RedisSettings;
 use crate::observe::metrics::{Form, page};
-use crate::runtime::Token;
+use crate::runtime::{Runtime, Token};
+use problem::Problem;
 use vitals::Vitals;
 
 /// Connections at the same time; more wait.
@@ -38,12 +47,30 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 /// After a failed accept nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
+/// An operator waits at least so long for the store: his first call connects.
+const STORE_TIMEOUT: Duration = Duration::from_secs(1);
+
 type Answer = Response<Full<Bytes>>;
+
+/// What of a process the operator's side works on.
+#[derive(Debug)]
+pub struct Parts {
+    /// The configuration.
+    pub runtime: Arc<Runtime>,
+    /// What can be looked at.
+    pub vitals: Arc<Vitals>,
+    /// The states that this process keeps.
+    pub memory: Arc<MemoryStore>,
+    /// What was decided about single identities.
+    pub overrides: Arc<Overrides>,
+}
 
 /// What the operator can ask.
 #[derive(Debug)]
 struct Admin {
+    runtime: Arc<Runtime>,
     vitals: Arc<Vitals>,
+    operator: Operator,
     /// What a caller must know, if the listener can be reached from elsewhere.
     token: Option<Token>,
 }
@@ -55,19 +82,30 @@ struct Admin {
 pub fn start(
     socket: StdListener,
     token: Option<Token>,
-    vitals: Arc<Vitals>,
+    parts: Parts,
     end: CancellationToken,
 ) -> io::Result<JoinHandle<()>> {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let admin = Arc::new(Admin { vitals, token });
-    let listener = {
-        let _context = runtime.enter();
-        TcpListener::from_std(socket)?
+    let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let Parts { runtime, vitals, memory, overrides } = parts;
+    let (admin, listener) = {
+        let _context = reactor.enter();
+        let operator = Operator { memory, shared: shared(&runtime, &vitals), overrides };
+        (Arc::new(Admin { runtime, vitals, operator, token }), TcpListener::from_std(socket)?)
     };
     let serve = move || {
-        runtime.block_on(end.run_until_cancelled(admin.accept(listener)));
+        reactor.block_on(end.run_until_cancelled(admin.accept(listener)));
     };
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
+}
+
+/// The store, for an operator, by whom nobody is kept waiting.
+fn shared(runtime: &Runtime, vitals: &Vitals) -> Option<(Shared, String)> {
+    let (servers, settings) = runtime.store.redis.as_ref()?;
+    let deadline = runtime.store.timeout.max(STORE_TIMEOUT);
+    let settings = RedisSettings { connect_timeout: deadline, connections: 1, ..settings.clone() };
+    let prefix = settings.prefix.clone();
+    let (breaker, topology) = (vitals.breaker.clone(), vitals.topology.clone());
+    Some((Shared::new(&(servers.clone(), settings), breaker, topology, deadline, Arc::default()), prefix))
 }
 
 impl Admin {
@@ -91,7 +129,7 @@ impl Admin {
 
     async fn converse(&self, stream: TcpStream) {
         let service = service_fn(|request: Request<Incoming>| async move {
-            let mut answer = self.answer(request.method(), request.uri().path(), request.headers());
+            let mut answer = self.answer(request).await;
             answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
             Ok::<_, Infallible>(answer)
         });
@@ -101,7 +139,15 @@ impl Admin {
         let _ = builder.serve_connection(TokioIo::new(stream), service).await;
     }
 
-    fn answer(&self, method: &Method, path: &str, headers: &HeaderMap) -> Answer {
+    async fn answer(&self, request: Request<Incoming>) -> Answer {
+        let (method, path, headers) = (request.method(), request.uri().path(), request.headers());
+        if self.token.is_none() && path != "/healthz" && !is_for_loopback(&request) {
+            // Names that others make lead to this machine, too, and browsers ask what they are told to.
+            return text(
+                StatusCode::FORBIDDEN,
+                "without a token only requests to localhost, 127.0.0.1 or [::1] are answered\n",
+            );
+        }
         if !self.knows(headers) {
             let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
             answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
@@ -111,7 +157,8 @@ impl Admin {
             "/healthz" => text(StatusCode::OK, "ok\n"),
             "/readyz" => self.ready(),
             "/metrics" => self.metrics(headers),
-            _ => return text(StatusCode::NOT_FOUND, "there are /healthz, /readyz and /metrics\n"),
+            _ if path.starts_with("/api/") => return api::answer(self, request).await,
+            _ => return text(StatusCode::NOT_FOUND, "there are /healthz, /readyz, /metrics and /api/…\n"),
         };
         if method != Method::GET && method != Method::HEAD {
             let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, "GET it\n");
@@ -119,6 +166,19 @@ impl Admin {
             return answer;
         }
         answer
+    }
+
+    /// Whether the caller may change something: with the token only, also where everybody may look.
+    ///
+    /// # Errors
+    /// He may not.
+    fn may_write(&self, headers: &HeaderMap) -> Result<(), Problem> {
+        let why = match &self.token {
+            Some(_) if self.knows(headers) => return Ok(()),
+            Some(_) => "changes need the admin token: Authorization: Bearer …",
+            None => "changes need a token, and none is configured: set admin.token in the configuration",
+        };
+        Err(Problem::new(StatusCode::FORBIDDEN, why))
     }
 
     /// Whether the caller may ask at all.
@@ -146,6 +206,21 @@ impl Admin {
             Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
         }
     }
+}
+
+/// Whether a request means this machine by a name that nobody else can make.
+fn is_for_loopback(request: &Request<Incoming>) -> bool {
+    let is_loopback = |authority: &str| {
+        let Ok(authority) = authority.parse::<Authority>() else { return false };
+        let host = authority.host();
+        let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
+        address.map_or_else(|_| host.eq_ignore_ascii_case("localhost"), |address| address.is_loopback())
+    };
+    let lines = request.headers().get_all(HOST).iter();
+    lines
+        .map(|line| line.to_str().unwrap_or_default())
+        .chain(request.uri().authority().map(Authority::as_str))
+        .all(is_loopback)
 }
 
 fn text(status: StatusCode, body: &str) -> Answer {

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::account::Sinks;
-use crate::admin::{self, vitals::Vitals};
+use crate::admin::{self, Parts, vitals::Vitals};
 use crate::gateway::meters::Tallies;
 use crate::limit;
 use crate::limit::advance::Advances;
@@ -26,6 +26,7 @@ use crate::limit::denials::Denials;
 use crate::limit::guard::Breaker;
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
+use crate::limit::overrides::Overrides;
 use crate::observe::access::AccessLog;
 use crate::observe::log_file::LogFile;
 use crate::reload;
@@ -148,6 +149,10 @@ impl App {
         let limits = Arc::<Family<limit::tallies::Tallies>>::default();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
+        let runtime = self.runtime.clone();
+        let limits_by_name = move |name: &str| runtime.limits.get(name).map(|terms| terms.limit.clone());
+        let overrides = Overrides::new(self.runtime.hasher.clone(), limits_by_name, denials.clone());
+        let overrides = Arc::new(overrides);
         let threads = match self.runtime.server.layout {
             Layout::PerCore => 1,
             Layout::Shared => self.runtime.server.workers,
@@ -168,7 +173,9 @@ impl App {
         let end = CancellationToken::new();
         let _end = end.clone().drop_guard();
         if let (Some(socket), Some(settings)) = (self.admin, &self.runtime.admin) {
-            admin::start(socket, settings.token.clone(), vitals, end).map_err(AppError::Worker)?;
+            let parts =
+                Parts { runtime: self.runtime.clone(), vitals, memory: memory.clone(), overrides: overrides.clone() };
+            admin::start(socket, settings.token.clone(), parts, end).map_err(AppError::Worker)?;
         }
         let mut workers: Vec<_> = names.into_iter().chain(health).collect();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
@@ -180,6 +187,7 @@ impl App {
                 lines: lines.clone(),
                 advances: advances.clone(),
                 denials: denials.clone(),
+                overrides: overrides.clone(),
                 connections: connections.clone(),
                 fleets: fleets.clone(),
                 tallies: tallies.clone(),

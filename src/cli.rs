@@ -5,6 +5,7 @@ mod doctor;
 mod init;
 mod key;
 mod manual;
+mod operate;
 mod replay;
 mod run;
 mod schema;
@@ -63,6 +64,8 @@ enum Command {
         #[command(subcommand)]
         action: key::Action,
     },
+    #[command(flatten)]
+    Operate(operate::Operate),
     /// Print the JSON Schema of the configuration, for editors
     Schema {
         /// Of which file
@@ -109,6 +112,13 @@ fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         None | Some(Command::Run) => run::run(load()?)?,
         Some(Command::Check(options)) => return check::check(&arguments.config, options),
         Some(Command::Doctor { json }) => return doctor::doctor(&load()?, *json),
+        Some(Command::Operate(operate)) => {
+            let listener = match operate.admin() {
+                Some(url) => operate::Listener::at(url)?,
+                None => operate::Listener::of(&arguments.config, &load()?)?,
+            };
+            operate.carry_out(&listener)?;
+        }
         Some(Command::Replay(logs)) => return replay::replay(logs, &arguments.config),
         Some(Command::Init { situation, force }) => init::init(&arguments.config, *situation, *force)?,
         Some(Command::Key { action }) => key::key(&arguments.config, action)?,

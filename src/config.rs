@@ -143,7 +143,7 @@ pub struct Certificate {
 pub struct Admin {
     /// Such as `"127.0.0.1:9180"`; a port that nothing else listens on.
     pub address: Option<Text>,
-    /// Asked for as `Authorization: Bearer …`; required unless `address` is a loopback address.
+    /// Asked for as `Authorization: Bearer …`; without it nothing can be changed, and `address` must be a loopback one.
     pub token: Option<Text>,
 }
 

@@ -3,6 +3,7 @@
 pub mod addressed;
 pub mod ask;
 mod decide;
+pub mod denied;
 mod early;
 mod forward;
 pub mod meters;

@@ -5,6 +5,7 @@ pub mod client_cert;
 pub mod client_ip;
 pub mod jwks;
 pub mod jwt;
+pub mod name;
 
 use std::borrow::Cow;
 use std::fmt;
@@ -222,10 +223,14 @@ const ANONYMOUS: u8 = b'a';
 const CONSUMER: u8 = b'c';
 
 fn network(asker: &Asker<'_>) -> Cow<'static, [u8]> {
-    Cow::Owned(match asker.network {
+    Cow::Owned(octets(asker.network))
+}
+
+fn octets(address: IpAddr) -> Vec<u8> {
+    match address {
         IpAddr::V4(address) => address.octets().to_vec(),
         IpAddr::V6(address) => address.octets().to_vec(),
-    })
+    }
 }
 
 /// What a name or value of a query stands for, as forms encode it (WHATWG URL §5.1). Bytes that are no text stay apart: they

@@ -14,7 +14,9 @@ pub mod guard;
 pub mod key;
 pub mod line;
 pub mod memory;
+pub mod operator;
 pub mod outage;
+pub mod overrides;
 pub mod plan;
 pub mod quota;
 pub mod redis;
@@ -37,6 +39,7 @@ use decision::{Check, Decision};
 use denials::{Denials, Known};
 use line::Lines;
 use outage::{Unavailable, without_store};
+use overrides::Overrides;
 use plan::{OnStoreError, Wait};
 use store::{Operation, Verdict};
 use tallies::Answered;
@@ -49,18 +52,21 @@ pub struct Limiter {
     ledger: Arc<Ledger>,
     coalescer: Option<Arc<Coalescer>>,
     lines: Arc<Lines>,
+    /// The sizes that operators gave single identities.
+    pub overrides: Arc<Overrides>,
     /// Of the next lease; the first one is chosen at random, so that gateways do not meet.
     next_lease: AtomicU64,
 }
 
 impl Limiter {
-    /// A limiter over a store. `denials`, `advances` and `lines` are those of the whole process; leases count from
+    /// A limiter over a store. `denials`, `advances`, `lines` and `overrides` are those of the whole process; leases count from
     /// `first_lease` on, which no two limiters of one store may have in common.
     pub fn new(
         backend: Backend,
         denials: Option<Arc<Denials>>,
         advances: Arc<Advances>,
         lines: Arc<Lines>,
+        overrides: Arc<Overrides>,
         first_lease: u64,
     ) -> Self {
         let coalescer = match &backend {
@@ -68,7 +74,7 @@ impl Limiter {
             Backend::Redis { store, .. } => Some(Arc::new(Coalescer::new(store.deadline(), advances))),
         };
         let ledger = Arc::new(Ledger { backend, denials, tasks: TaskTracker::new() });
-        Limiter { ledger, coalescer, lines, next_lease: AtomicU64::new(first_lease) }
+        Limiter { ledger, coalescer, lines, overrides, next_lease: AtomicU64::new(first_lease) }
     }
 
     /// Decides all checks of a request at one instant: all are charged or none. Where the limits that deny it let it wait,

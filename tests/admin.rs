@@ -5,7 +5,7 @@ mod support;
 use support::client::Client;
 use support::eventually;
 use support::gateway::Gateway;
-use support::operator::{admin, ask, metric, with_admin};
+use support::operator::{HERE, ask, metric, with_admin};
 use support::redis::Redis;
 use support::upstream::Upstream;
 
@@ -64,7 +64,7 @@ fn metrics_count_what_happened() {
 #[test]
 fn both_text_formats_are_spoken() {
     let gateway = Gateway::start(&with_admin(HELLO));
-    let ask = |accept| Client::connect(admin(&gateway)).get_with("/metrics", &[("accept", accept)]);
+    let ask = |accept| Client::connect(gateway.admin()).get_with("/metrics", &[HERE, ("accept", accept)]);
     let (classic, open) = (ask("*/*"), ask("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
     assert_eq!(classic.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
     assert!(classic.text().contains("# TYPE sluicegate_http_requests_total counter\n"), "{}", classic.text());
@@ -144,7 +144,7 @@ fn the_state_of_each_server_is_seen() {
 #[test]
 fn a_token_is_asked_for_where_there_is_one() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
-    let ask = |token: &str| Client::connect(admin(&gateway)).get_with("/metrics", &[("authorization", token)]);
+    let ask = |token: &str| Client::connect(gateway.admin()).get_with("/metrics", &[("authorization", token)]);
     for wrong in ["", "sesame", "Bearer sesam", "Bearer sesame ", "Bearer sesame2", "Basic sesame"] {
         let reply = ask(wrong);
         let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // the field's end is not part of its value
@@ -156,11 +156,34 @@ fn a_token_is_asked_for_where_there_is_one() {
 }
 
 #[test]
+fn without_a_token_only_names_of_this_machine_are_answered() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let port = gateway.admin().port();
+    let ask = |path: &str, host: &str| Client::connect(gateway.admin()).get_with(path, &[("host", host)]).status;
+    for host in ["localhost", "LOCALHOST:1", "127.0.0.1", "127.9.9.9:80", "[::1]", &format!("[::1]:{port}")] {
+        assert_eq!(ask("/metrics", host), 200, "{host}");
+    }
+    for host in ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "192.0.2.1", "[::2]", "", "local host"] {
+        for path in ["/metrics", "/readyz", "/api/top", "/"] {
+            assert_eq!(ask(path, host), 403, "{host} {path}");
+        }
+        assert_eq!(ask("/healthz", host), 200, "{host}");
+    }
+    let mut client = Client::connect(gateway.admin());
+    client.send(b"GET http://evil.example/metrics HTTP/1.1\r\nhost: localhost\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 403);
+    // Who knows the token is no page of somebody else's.
+    let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
+    let known = [("host", "gateway.example"), ("authorization", "Bearer sesame")];
+    assert_eq!(Client::connect(gateway.admin()).get_with("/metrics", &known).status, 200);
+}
+
+#[test]
 fn what_is_not_there_is_said() {
     let gateway = Gateway::start(&with_admin(HELLO));
     assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");
     assert_eq!(ask(&gateway, "/metric").status, 404);
-    let reply = Client::connect(admin(&gateway)).request("POST", "/metrics", &[], b"");
+    let reply = Client::connect(gateway.admin()).request("POST", "/metrics", &[HERE], b"");
     assert_eq!((reply.status, reply.header("allow")), (405, Some("GET, HEAD")));
     // It is a listener of its own.
     assert_eq!(gateway.get("/metrics").status, 404);

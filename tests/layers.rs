@@ -20,7 +20,8 @@ const ROWS: &[&[&str]] = &[
 
 /// Inside the limiter, from the top down.
 const LIMIT_ROWS: &[&[&str]] = &[
-    &["outage"],
+    &["operator"],
+    &["outage", "overrides"],
     &["coalesce", "decision", "line"],
     &["admission"],
     &["backend", "denials", "advance"],

@@ -124,6 +124,16 @@ fn a_user_of_least_privilege_is_enough() {
     assert!(!right.log().contains("refused"), "{}", right.log());
     let calls = redis.calls("evalsha") + redis.calls("eval");
     assert!(calls > 0, "scripts were called");
+    eventually("overrides are looked for", || redis.calls("hgetall") > 0);
+    assert!(!right.log().contains("not followed"), "{}", right.log());
+    // What operators decide is one thing, limits are another.
+    redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
+    eventually("it is told", || right.log().contains("overrides are not followed"));
+    let before = redis.calls("evalsha");
+    assert_eq!(right.get("/r").status, 429);
+    let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
+    assert_counts(&without, "a user without the right");
+    assert!(redis.calls("evalsha") > before && !without.log().contains("the store fails"), "{}", without.log());
     let wrong = gateway(&store("gateway:wrong").replace("5s", "2s"));
     wrong.get("/r").assert_problem(503, "a wrong password");
     eventually("it is told", || wrong.log().contains("the store fails"));

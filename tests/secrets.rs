@@ -14,7 +14,6 @@ use serde_json::json;
 use support::client::{Client, Reply};
 use support::eventually;
 use support::gateway::{Gateway, binary};
-use support::operator::admin;
 use support::redis::{Redis, free_port};
 use support::tokens::{Key, encode, in_seconds, key_set};
 use support::upstream::Upstream;
@@ -200,7 +199,7 @@ fn none_of_a_thousand_secrets_is_found_anywhere() {
         {
             let headers = token(said);
             let headers = headers.each_ref().map(|(name, value)| (*name, &**value));
-            seen.reply(path, &Client::connect(admin(&gateway)).get_with(path, &headers));
+            seen.reply(path, &Client::connect(gateway.admin()).get_with(path, &headers));
         }
         drop(redis);
         requests.iter().step_by(7).for_each(|planted| send(planted, &mut seen));

@@ -14,6 +14,7 @@ use sluicegate::limit::Limiter;
 use sluicegate::limit::backend::Backend;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::overrides::Overrides;
 use sluicegate::runtime::Runtime;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
@@ -68,7 +69,8 @@ fn fixture() -> Fixture {
     std::fs::write(&path, CONFIG).expect("a file");
     let runtime = Arc::new(Runtime::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
     let backend = Backend::Memory(Arc::new(MemoryStore::new(10_000, Clock::Store)));
-    let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), 0);
+    let overrides = Arc::new(Overrides::new(runtime.hasher.clone(), |_| None, None));
+    let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), overrides, 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
     Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], Sinks::default(), (&Tallies::default(), 0)), peer }

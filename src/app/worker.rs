@@ -16,14 +16,13 @@ use crate::gateway::meters;
 use crate::limit::Limiter;
 use crate::limit::advance::Advances;
 use crate::limit::backend::{Backend, Shared};
-use crate::limit::clock::Clock;
-use crate::limit::cluster::Cluster;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::denials::Denials;
-use crate::limit::guard::{Breaker, Guard};
+use crate::limit::guard::Breaker;
 use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
-use crate::limit::redis::{RedisSettings, RedisStore, Servers};
+use crate::limit::overrides::Overrides;
+use crate::limit::redis::records;
 use crate::limit::tallies::Tallies;
 use crate::runtime::Runtime;
 use crate::server::Server;
@@ -40,6 +39,7 @@ pub(super) struct Worker {
     pub(super) lines: Arc<Lines>,
     pub(super) advances: Arc<Advances>,
     pub(super) denials: Option<Arc<Denials>>,
+    pub(super) overrides: Arc<Overrides>,
     pub(super) connections: Arc<Connections>,
     pub(super) fleets: Arc<[Arc<Fleet>]>,
     pub(super) tallies: Arc<meters::Tallies>,
@@ -67,32 +67,21 @@ impl Worker {
     fn limiter(&self) -> Limiter {
         let backend = match &self.runtime.store.redis {
             None => Backend::Memory(self.memory.clone()),
-            Some((servers, settings)) => {
+            Some(redis) => {
+                let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
                 let tallies = self.limits.of("", self.index);
-                let (store, fallback) = (self.store(servers, settings, tallies.clone()), self.memory.clone());
-                Backend::Redis { store, fallback, tallies }
+                let store = Shared::new(redis, breaker, topology, self.runtime.store.timeout, tallies.clone());
+                store.warm_up();
+                if self.index == 0 {
+                    let (overrides, store) = (self.overrides.clone(), store.clone());
+                    let key = records::key(&redis.1.prefix);
+                    tokio::spawn(async move { overrides.follow(&store, &key).await });
+                }
+                Backend::Redis { store, fallback: self.memory.clone(), tallies }
             }
         };
         let (first_lease, _) = Uuid::new_v4().as_u64_pair();
         let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
-        Limiter::new(backend, denials, advances, lines, first_lease)
-    }
-
-    fn store(&self, servers: &Servers, settings: &RedisSettings, tallies: Arc<Tallies>) -> Shared {
-        let deadline = self.runtime.store.timeout;
-        match servers.clone() {
-            Servers::One(server) => {
-                let store = RedisStore::new(settings, server, Clock::Store, tallies);
-                let store = Guard::new(store, self.breaker.clone(), deadline);
-                store.warm_up();
-                Shared::One(store)
-            }
-            Servers::Cluster { seeds, login } => {
-                let topology = self.topology.clone();
-                let store = Cluster::new(settings.clone(), seeds, login, topology, deadline, tallies);
-                store.warm_up();
-                Shared::Cluster(store)
-            }
-        }
+        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_lease)
     }
 }

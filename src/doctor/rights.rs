@@ -19,6 +19,8 @@ return refused";
 
 /// The commands that the gateway calls itself, as one would write them; what scripts call comes on top.
 const ALWAYS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
+/// What operators decide about single identities.
+const OVERRIDES: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
 const STRINGS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
 const LOG: &[&str] = &[
     "llen KEY",
@@ -73,7 +75,7 @@ pub(super) async fn rights(line: &mut Line, server: &Server, needs: &Needs) -> R
 const ADVICE: &str = "give the user these rights with ACL SETUSER: docs/redis.md has the line for the gateway";
 
 fn commands(rules: &[Rule]) -> Vec<&'static str> {
-    let mut commands = ALWAYS.to_vec();
+    let mut commands = [ALWAYS, OVERRIDES].concat();
     for rule in rules {
         commands.extend(match rule.kind() {
             Kind::SlidingLog => LOG,

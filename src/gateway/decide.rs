@@ -45,14 +45,25 @@ pub(super) async fn decide<'a>(
     }
     let consumers = metering.by_key.then(|| runtime.consumers.load());
     let asker = asked.asker(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
-    let checks = checks(runtime, &metering.identities, &metering.limits, &asker)?;
+    let overrides = limiter.overrides.current();
+    let mut checks = checks(runtime, &metering.identities, &metering.limits, &asker)?;
+    if let Some(table) = &overrides {
+        for check in &mut checks {
+            if let Some(other) = table.find(check.limit, check.identity) {
+                check.plan = &other.plan;
+            }
+        }
+    }
     if checks.is_empty() {
         return limiter.check(&[]).await.map_err(Rejection::Unavailable);
     }
     let began = monotonic();
     let decision = limiter.check(&checks).await;
     let took = began.elapsed();
-    meters.decided(route.index, &checks, &decision, took);
+    meters.decided(route.index, &checks, &decision, took, |check| {
+        let by = &metering.identities[metering.limits[check.place].identity];
+        by.name(&asker, &runtime.api_keys, &runtime.client_ip)
+    });
     if let Some(record) = record {
         noted::decided(record, &checks, &decision, (began, took));
     }

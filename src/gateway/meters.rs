@@ -5,8 +5,11 @@ use std::time::Duration;
 
 use http::{Response, StatusCode};
 
+use super::denied::Denied;
 use crate::http::body::Body;
+use crate::identity::name::Name;
 use crate::limit::backend::Source;
+use crate::limit::clock::monotonic;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::outage::Unavailable;
 use crate::limit::plan::OnStoreError;
@@ -57,6 +60,14 @@ impl Judgement {
         }
     }
 
+    /// Whether it is about an identity that is over the limit.
+    fn denies(self) -> bool {
+        match self {
+            Judgement::Denied | Judgement::ShadowDenied | Judgement::LocalDenied => true,
+            Judgement::Allowed | Judgement::LocalAllowed | Judgement::StoreError => false,
+        }
+    }
+
     /// What the limit of a check had to do with the decision; none if others denied.
     pub(super) fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let local = decision.source == Source::Local;
@@ -84,6 +95,8 @@ pub struct Tallies {
     pub routes: Family<Answers>,
     /// Decisions by limit, by [`Judgement`].
     pub limits: Family<Tally<6>>,
+    /// Who was denied by each limit.
+    pub denied: Family<Denied>,
     /// Answers by upstream.
     pub upstreams: Family<Answers>,
     /// Requests that were sent again by upstream, by [`Again`].
@@ -129,14 +142,15 @@ struct OfUpstream {
 #[derive(Debug)]
 struct OfRoute {
     answers: Arc<Answers>,
-    limits: Vec<Arc<Tally<6>>>,
+    limits: Vec<(Arc<Tally<6>>, Arc<Denied>)>,
 }
 
 impl Meters {
     /// The counts that a worker adds to.
     pub(super) fn new(tallies: &Tallies, runtime: &Runtime, worker: usize) -> Self {
         let limits = |route: &crate::runtime::Route| {
-            route.metering.limits.iter().map(|metered| tallies.limits.of(&metered.limit.name, worker)).collect()
+            let names = route.metering.limits.iter().map(|metered| &*metered.limit.name);
+            names.map(|name| (tallies.limits.of(name, worker), tallies.denied.of(name, worker))).collect()
         };
         let of_upstream = |name: &str| OfUpstream {
             answers: tallies.upstreams.of(name, worker),
@@ -175,13 +189,14 @@ impl Meters {
         }
     }
 
-    /// The limits of a route decided.
+    /// The limits of a route decided. Names of identities are asked for where somebody is denied.
     pub(super) fn decided(
         &self,
         route: usize,
         checks: &[Check<'_, '_>],
         decision: &Result<Decision<'_>, Unavailable>,
         took: Duration,
+        name: impl Fn(&Check<'_, '_>) -> Name,
     ) {
         self.decisions.note(took);
         for check in checks {
@@ -189,8 +204,12 @@ impl Meters {
                 Ok(decision) => Judgement::of(check, decision),
                 Err(_) => Some(Judgement::StoreError),
             };
+            let (tally, denied) = &self.routes[route].limits[check.place];
             if let Some(judgement) = judgement {
-                self.routes[route].limits[check.place].count(judgement as usize);
+                tally.count(judgement as usize);
+                if judgement.denies() {
+                    denied.note(check.identity, monotonic(), || name(check));
+                }
             }
         }
     }

@@ -95,6 +95,11 @@ impl Consumers {
         self.0.values().map(|(_, consumer)| &**consumer)
     }
 
+    /// The one with this name.
+    pub fn named(&self, name: &str) -> Option<&Consumer> {
+        self.iter().find(|consumer| *consumer.name == *name)
+    }
+
     /// Whether there is no key.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()

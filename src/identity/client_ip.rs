@@ -56,6 +56,16 @@ impl ClientIp {
             IpAddr::V6(address) => Ipv6Net::new(address, self.ipv6_prefix).map_or(address, |net| net.network()).into(),
         }
     }
+
+    /// The same as people write it: an address, or a network where only a part of it counts.
+    pub fn network_text(&self, address: IpAddr) -> String {
+        let (prefix, whole) = match address {
+            IpAddr::V4(_) => (self.ipv4_prefix, 32),
+            IpAddr::V6(_) => (self.ipv6_prefix, 128),
+        };
+        let network = self.network(address);
+        if prefix == whole { network.to_string() } else { format!("{network}/{prefix}") }
+    }
 }
 
 /// The `for` of a Forwarded element (RFC 7239 §4).
@@ -141,6 +151,8 @@ mod tests {
         let rules = rules("x-forwarded-for");
         for (address, network) in [("192.0.2.77", "192.0.2.77"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::")] {
             assert_eq!(rules.network(address.parse().unwrap()), network.parse::<IpAddr>().unwrap());
+            let text = if network.contains(':') { format!("{network}/64") } else { network.to_owned() };
+            assert_eq!(rules.network_text(address.parse().unwrap()), text);
         }
     }
 }

@@ -2,12 +2,15 @@
 
 use std::sync::Arc;
 
+use redis::{Cmd, Value};
 use tokio::time::Duration;
 
-use super::clock::monotonic;
+use super::clock::{Clock, monotonic};
+use super::cluster::topology::Topology;
 use super::cluster::{self, Cluster};
-use super::guard::Guard;
+use super::guard::{Breaker, Guard};
 use super::memory::MemoryStore;
+use super::redis::{RedisSettings, RedisStore, Servers};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 use super::tallies::{Answered, Tallies};
 
@@ -28,7 +31,7 @@ pub enum Backend {
 }
 
 /// One Redis, or many.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub enum Shared {
     /// One server keeps all.
     One(Guard),
@@ -37,6 +40,56 @@ pub enum Shared {
 }
 
 impl Shared {
+    /// What these servers keep. Make one for each runtime, within it: connections live on the one that made them. All of a
+    /// process share what is known of who fails.
+    pub fn new(
+        (servers, settings): &(Servers, RedisSettings),
+        breaker: Arc<Breaker>,
+        topology: Arc<Topology>,
+        deadline: Duration,
+        tallies: Arc<Tallies>,
+    ) -> Self {
+        match servers.clone() {
+            Servers::One(server) => {
+                Shared::One(Guard::new(RedisStore::new(settings, server, Clock::Store, tallies), breaker, deadline))
+            }
+            Servers::Cluster { seeds, login } => {
+                Shared::Cluster(Cluster::new(settings.clone(), seeds, login, topology, deadline, tallies))
+            }
+        }
+    }
+
+    /// Connects, so that the first request finds connections.
+    pub fn warm_up(&self) {
+        match self {
+            Shared::One(guard) => guard.warm_up(),
+            Shared::Cluster(cluster) => cluster.warm_up(),
+        }
+    }
+
+    /// Decides; see [`Store::call`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        match self {
+            Shared::One(store) => store.call(operation, charges).await,
+            // On the heap: the others should not have to carry its size.
+            Shared::Cluster(store) => Box::pin(store.call(operation, charges)).await,
+        }
+    }
+
+    /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn aside(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
+        match self {
+            Shared::One(guard) => guard.aside(guard.deadline(), false, command).await,
+            Shared::Cluster(cluster) => Box::pin(cluster.aside(slot, command)).await,
+        }
+    }
+
     /// Bound of a call.
     pub fn deadline(&self) -> Duration {
         match self {
@@ -82,11 +135,7 @@ impl Backend {
             (Backend::Redis { store, tallies, .. }, Source::Store) => (store, tallies),
         };
         let asked = monotonic();
-        let answer = match store {
-            Shared::One(store) => store.call(operation, charges).await,
-            // On the heap: the others should not have to carry its size.
-            Shared::Cluster(store) => Box::pin(store.call(operation, charges)).await,
-        };
+        let answer = store.call(operation, charges).await;
         match &answer {
             Ok(_) => tallies.round_trips.note(asked.elapsed()),
             Err(StoreError::Open | StoreError::Full) => tallies.failures.count(1),

@@ -6,7 +6,7 @@ pub mod topology;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use redis::{ErrorKind, RedisError, ServerErrorKind};
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Duration, sleep, timeout};
 
 use super::clock::{Clock, monotonic, unix_us};
@@ -88,9 +88,28 @@ impl Cluster {
 
     /// Asks the master of the one identity that these charges have, wherever it may be by now.
     async fn follow(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        let began = monotonic();
         let Some(charge) = charges.first() else { return Err(StoreError::Malformed) };
-        let mut address = self.owner(slot(charge.key.identity)).await?;
+        let ask = |guard: Guard, within, asking| async move { guard.ask(within, asking, operation, charges).await };
+        self.at_the_owner(slot(charge.key.identity), ask).await
+    }
+
+    /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn aside(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
+        let ask = |guard: Guard, within, asking| async move { guard.aside(within, asking, command).await };
+        self.at_the_owner(slot, ask).await
+    }
+
+    /// Asks the master of a slot.
+    async fn at_the_owner<T, F: Future<Output = Result<T, StoreError>>>(
+        &self,
+        slot: u16,
+        ask: impl Fn(Guard, Duration, bool) -> F,
+    ) -> Result<T, StoreError> {
+        let began = monotonic();
+        let mut address = self.owner(slot).await?;
         let mut asking = false;
         for redirections in 0_u32.. {
             if redirections > REDIRECTIONS {
@@ -100,8 +119,8 @@ impl Cluster {
             if within.is_zero() {
                 break;
             }
-            let error = match self.guard(&address)?.ask(within, asking, operation, charges).await {
-                Ok(verdict) => return Ok(verdict),
+            let error = match ask(self.guard(&address)?, within, asking).await {
+                Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
             // Whatever it is, another node may know better.

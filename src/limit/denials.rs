@@ -59,6 +59,11 @@ impl Denials {
         Some(Known { now_us: denial.now_us + elapsed_us, outcome })
     }
 
+    /// Forgets all: somebody gave an identity more than it had.
+    pub fn forget(&self) {
+        self.0.clear();
+    }
+
     /// Remembers a denial that was asked for at `asked` and is known now, but not for longer than `longest`.
     pub fn note(&self, key: u128, plan: u64, cost: u64, known: Known, asked: Instant, longest: Duration) {
         let Known { now_us, outcome } = known;

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Instant;
 
+use redis::{Cmd, Value};
 use tokio::time::{Duration, sleep, timeout};
 use tracing::warn;
 
@@ -146,6 +147,18 @@ impl Guard {
         let result = self.guarded(within, charges, call).await;
         self.breaker.writes.learn(operation, charges, &result, unix_us);
         result
+    }
+
+    /// Sends a command for an operator. What fails of these says nothing about requests, but while the breaker is open
+    /// nothing is sent.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn aside(&self, within: Duration, asking: bool, command: &Cmd) -> Result<Value, StoreError> {
+        if self.is_open() {
+            return Err(StoreError::Open);
+        }
+        timeout(within, self.store.command(asking, command)).await.unwrap_or(Err(StoreError::Timeout))
     }
 
     /// Which node of the cluster keeps which slot, as this one at `address` knows it.

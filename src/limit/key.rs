@@ -1,5 +1,6 @@
 //! Keys that tell nothing: a keyed hash of the identity, never the identity itself.
 
+use std::fmt;
 use std::hash::Hasher;
 
 use aws_lc_rs::digest::{SHA256, digest};
@@ -15,9 +16,21 @@ impl Identity {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
 
+    /// Reads what [`Identity::hex`] writes.
+    pub fn from_hex(text: &str) -> Option<Self> {
+        let digits = text.len() == 32 && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
+        u128::from_str_radix(text, 16).ok().filter(|_| digits).map(Identity)
+    }
+
     /// The beginning of it, for people.
     pub fn short(self) -> String {
         format!("#{:08x}", self.0 >> 96)
+    }
+}
+
+impl fmt::Display for Identity {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{:032x}", self.0)
     }
 }
 
@@ -134,6 +147,17 @@ mod tests {
         let key = String::from_utf8(key_of(&["alice"])).unwrap();
         assert_eq!(key.len(), "rl:{}:login:l60000000".len() + 32);
         assert!(key.starts_with("rl:{") && key.ends_with("}:login:l60000000"), "{key}");
+    }
+
+    #[test]
+    fn an_identity_is_read_as_it_is_written() {
+        for identity in [0, 1, u128::MAX, 0x0123_4567_89ab_cdef << 64].map(Identity) {
+            assert_eq!(identity.to_string().as_bytes(), identity.hex());
+            assert_eq!(Identity::from_hex(&identity.to_string()), Some(identity));
+        }
+        for text in ["", "12", "+123456789abcdef0123456789abcdef", &"0".repeat(33), &"A".repeat(32), &"é".repeat(16)] {
+            assert_eq!(Identity::from_hex(text), None, "{text}");
+        }
     }
 
     #[test]

@@ -58,6 +58,11 @@ impl MemoryStore {
         self.len() == 0
     }
 
+    /// Drops a state; whether there was one.
+    pub fn forget(&self, key: u128) -> bool {
+        lock(&self.shards[shard_of(key)]).entries.swap_remove(&key).is_some()
+    }
+
     /// Decides at once: nothing here waits.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         // All shards of the request, each once, in one order for everybody: all or none without deadlock.

@@ -82,8 +82,16 @@ impl Limit {
     /// # Errors
     /// The size cannot be counted exactly, the algorithm cannot have it, or it is smaller than what is taken ahead.
     pub fn resized(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<Plan, QuotaError> {
-        let plan = Plan::new(hasher, &self.name, quota, self.standard.rule.resized(quota, burst)?, self.division)?;
+        let plan = self.overridden(hasher, quota, burst)?;
         self.has_room(&plan).map(|()| plan)
+    }
+
+    /// The same for a time, by an operator's word: it may be smaller than what is taken ahead, of which then less is had.
+    ///
+    /// # Errors
+    /// The size cannot be counted exactly, or the algorithm cannot have it.
+    pub fn overridden(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<Plan, QuotaError> {
+        Plan::new(hasher, &self.name, quota, self.standard.rule.resized(quota, burst)?, self.division)
     }
 
     /// Sees that a size of the limit has room for what is taken ahead.

@@ -163,6 +163,7 @@ mod tests {
         ] {
             let quota: Quota = text.parse().unwrap();
             assert_eq!((quota.count, quota.window_us), (count, window), "{text}");
+            assert_eq!(quota.to_string().parse(), Ok(quota), "{text} is written as {quota}");
         }
     }
 

@@ -7,12 +7,14 @@ pub mod connection;
 pub mod fault;
 pub mod hello;
 pub mod pace;
+pub mod records;
 pub mod script;
 pub mod server;
 pub mod slots;
 
 use std::sync::{Arc, Mutex};
 
+use redis::{Cmd, Value};
 use tokio::time::{Duration, sleep, timeout};
 use uuid::Uuid;
 
@@ -155,6 +157,16 @@ impl RedisStore {
         let key = Key { identity: *identity, bucket: &bucket };
         let charge = Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 };
         self.call(Operation::Check, &[charge]).await.map(drop)
+    }
+
+    /// Sends a command that is no decision; `asking` where another node said to ask this one.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn command(&self, asking: bool, command: &Cmd) -> Result<Value, StoreError> {
+        let mut connection = checkout(&self.caller.connections).await?;
+        let reply = if asking { connection.send_asking(command).await } else { connection.send(command).await };
+        reply.map_err(Fault::store_error)
     }
 
     /// Asks this node at `address` which node of its cluster keeps which slot.

@@ -112,6 +112,12 @@ impl Gateway {
         list.split(", ").map(|url| url.split_once("://").unwrap().1.parse().unwrap()).collect()
     }
 
+    /// Where its operator asks.
+    pub fn admin(&self) -> SocketAddr {
+        let log = self.log();
+        log.split_once("admin on http://").unwrap().1.split(';').next().unwrap().parse().unwrap()
+    }
+
     /// Where its configuration lies.
     pub fn directory(&self) -> &Path {
         self.directory.path()

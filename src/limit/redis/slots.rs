@@ -10,7 +10,12 @@ const SLOTS: usize = 16_384;
 
 /// The slot of all keys of an identity: its hash is what their braces hold (Redis Cluster specification, "Hash tags").
 pub fn slot(identity: Identity) -> u16 {
-    crc16::State::<crc16::XMODEM>::calculate(&identity.hex()) % SLOTS as u16
+    slot_of(&identity.hex())
+}
+
+/// The slot of a key without braces.
+pub fn slot_of(key: &[u8]) -> u16 {
+    crc16::State::<crc16::XMODEM>::calculate(key) % SLOTS as u16
 }
 
 /// The masters of a cluster and their slots.

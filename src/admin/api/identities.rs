@@ -1,0 +1,226 @@
+//! `/api/identities` and `/api/reset`: where an identity stands, and that it starts afresh.
+
+use futures_util::future::try_join_all;
+use http::StatusCode;
+use serde::{Deserialize, Serialize};
+
+use super::overrides::Shown;
+use super::{Answer, Query, Result, json, of_store, seconds};
+use crate::admin::Admin;
+use crate::admin::problem::Problem;
+use crate::identity::Source;
+use crate::identity::api_key::{Caller, Consumers};
+use crate::identity::name::{Meant, Said, Unclear};
+use crate::limit::algorithm::{Outcome, Rule, Status};
+use crate::limit::key::{Bucket, Identity};
+use crate::limit::plan::Plan;
+use crate::limit::quota::EXACT;
+use crate::runtime::Terms;
+
+/// An identity in a request: its hash, or values by the words of `by`.
+#[derive(Debug, Deserialize)]
+#[serde(untagged)]
+pub(super) enum Given {
+    /// As keys, `/api/top` and the rest of the API have it.
+    Hash(String),
+    /// As the operator knows it.
+    Parts(Said),
+}
+
+impl Given {
+    /// What is left of a query: `identity=HASH`, or parts.
+    pub(super) fn of(mut query: Query) -> Result<Self> {
+        if let Some(hash) = query.take("identity") {
+            return match query.0.first() {
+                Some((name, _)) => Err(Problem::bad(format!("`{name}` does not go with `identity`"))),
+                None => Ok(Given::Hash(hash)),
+            };
+        }
+        Ok(Given::Parts(query.0.into_iter().collect()))
+    }
+
+    /// Which identity of a limit it is.
+    pub(super) fn meant<'a>(&self, terms: &Terms, admin: &Admin, consumers: &'a Consumers) -> Result<Meant<'a>> {
+        let runtime = &admin.runtime;
+        let said = match self {
+            Given::Hash(hash) => {
+                let identity = Identity::from_hex(hash).ok_or_else(|| {
+                    Problem::bad("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
+                })?;
+                let caller = owner(identity, terms, admin, consumers);
+                return Ok(Meant { identity, caller, exempt: false });
+            }
+            Given::Parts(said) => said,
+        };
+        let by = || terms.by.sources.iter().map(Source::word).collect::<Vec<_>>().join(" ");
+        if let Some(word) = said.keys().find(|word| !terms.by.knows(word)) {
+            return Err(Problem::bad(format!("`{}` is by {}, not by `{word}`", terms.limit.name, by())));
+        }
+        let meant = terms.by.meant(said, &runtime.client_ip, consumers, &runtime.hasher);
+        meant.map_err(|unclear| match unclear {
+            Unclear::Missing(_) => Problem::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by())),
+            Unclear::Consumer => Problem::new(StatusCode::NOT_FOUND, unclear.to_string()),
+            Unclear::Address(_) => Problem::bad(unclear.to_string()),
+        })
+    }
+}
+
+/// Whose hash it is, as far as it can be told: that of a consumer, where it is by nothing else.
+fn owner<'a>(identity: Identity, terms: &Terms, admin: &Admin, consumers: &'a Consumers) -> Caller<'a> {
+    if terms.by.sources != [Source::ApiKey] {
+        return Caller::Missing;
+    }
+    let runtime = &admin.runtime;
+    let is_his = |name: &str| {
+        let said = Said::from([(Source::ApiKey.word().into_owned(), name.to_owned())]);
+        let meant = terms.by.meant(&said, &runtime.client_ip, consumers, &runtime.hasher);
+        meant.is_ok_and(|meant| meant.identity == identity)
+    };
+    consumers.iter().find(|consumer| is_his(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
+}
+
+/// The limit of this name.
+pub(super) fn limit<'a>(admin: &'a Admin, name: &str) -> Result<&'a Terms> {
+    admin.runtime.limits.get(name).ok_or_else(|| Problem::new(StatusCode::NOT_FOUND, "there is no such limit"))
+}
+
+#[derive(Serialize)]
+struct Standings<'a> {
+    standings: Vec<Standing<'a>>,
+}
+
+#[derive(Serialize)]
+struct Standing<'a> {
+    limit: &'a str,
+    shadow: bool,
+    identity: String,
+    consumer: Option<String>,
+    algorithm: &'static str,
+    quota: String,
+    at_once: u64,
+    cost: u64,
+    decision: &'static str,
+    remaining: u64,
+    reset_seconds: f64,
+    retry_seconds: Option<f64>,
+    #[serde(rename = "override")]
+    size: Option<Shown>,
+}
+
+pub(super) async fn standings(admin: &Admin, mut query: Query) -> Result<Answer> {
+    let cost = query.number("cost", 1..=EXACT - 1, 1)?;
+    let (only, limits) = (query.take("limit"), &admin.runtime.limits);
+    let given = Given::of(query)?;
+    let consumers = admin.runtime.consumers.load();
+    // Of one limit all has to be right; of all limits those are meant that the parts are enough for.
+    let asked: Vec<_> = match (&only, &given) {
+        (Some(name), _) => {
+            let terms = limit(admin, name)?;
+            vec![(terms, given.meant(terms, admin, &consumers)?)]
+        }
+        (None, Given::Hash(_)) => return Err(Problem::bad("a hash is that of one limit: `limit` is missing")),
+        (None, Given::Parts(said)) => {
+            let strange = said.keys().find(|word| !limits.values().any(|terms| terms.by.knows(word)));
+            if let Some(word) = strange {
+                return Err(Problem::bad(format!("no limit is by `{word}`")));
+            }
+            let mut asked = Vec::new();
+            for terms in limits.values() {
+                match terms.by.meant(said, &admin.runtime.client_ip, &consumers, &admin.runtime.hasher) {
+                    Ok(meant) => asked.push((terms, meant)),
+                    Err(Unclear::Missing(_)) => {}
+                    Err(unclear) => return Err(Problem::bad(unclear.to_string())),
+                }
+            }
+            asked
+        }
+    };
+    if asked.is_empty() {
+        return Err(Problem::bad("these parts are the identity of no limit"));
+    }
+    let standings = asked.iter().map(|(terms, meant)| standing(admin, terms, meant, cost));
+    Ok(json(&Standings { standings: try_join_all(standings).await? }))
+}
+
+async fn standing<'a>(admin: &'a Admin, terms: &'a Terms, meant: &Meant<'_>, cost: u64) -> Result<Standing<'a>> {
+    let (limit, table) = (&*terms.limit, admin.operator.overrides.current());
+    let other = table.as_ref().and_then(|table| table.find(limit, meant.identity));
+    let plan = other.map_or_else(|| meant.caller.plan(limit), |other| &other.plan);
+    let verdict = admin.operator.peek(plan, meant.identity, cost).await.map_err(|error| of_store(&error))?;
+    let none = Outcome { status: Status::Never, remaining: 0, reset_us: 0, retry_us: 0 };
+    let Outcome { status, remaining, reset_us, retry_us } = verdict.outcomes.first().copied().unwrap_or(none);
+    let (decision, retry_seconds) = match status {
+        _ if meant.exempt => ("exempt", None),
+        Status::Ok => ("allowed", None),
+        Status::Over | Status::Busy => ("denied", Some(seconds(retry_us))),
+        Status::Never => ("never", None),
+    };
+    Ok(Standing {
+        limit: &limit.name,
+        shadow: limit.shadow,
+        identity: meant.identity.to_string(),
+        consumer: match meant.caller {
+            Caller::Consumer(consumer) => Some(consumer.name.to_string()),
+            Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => None,
+        },
+        algorithm: algorithm(&plan.rule),
+        quota: plan.quota.to_string(),
+        at_once: plan.rule.capacity(),
+        cost,
+        decision,
+        remaining,
+        reset_seconds: seconds(reset_us),
+        retry_seconds,
+        size: other.map(Shown::of),
+    })
+}
+
+fn algorithm(rule: &Rule) -> &'static str {
+    match rule {
+        Rule::TokenBucket(_) => "token-bucket",
+        Rule::FixedWindow(_) => "fixed-window",
+        Rule::SlidingWindow(_) => "sliding-window",
+        Rule::SlidingBuckets(_) => "sliding-buckets",
+        Rule::SlidingLog(_) => "sliding-log",
+        Rule::Concurrency(_) => "concurrency",
+    }
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ToReset {
+    limit: String,
+    identity: Given,
+}
+
+#[derive(Serialize)]
+struct WasReset<'a> {
+    limit: &'a str,
+    identity: String,
+    was_counted: bool,
+    everywhere_within_seconds: u64,
+}
+
+pub(super) async fn reset(admin: &Admin, asked: ToReset) -> Result<Answer> {
+    let terms = limit(admin, &asked.limit)?;
+    let consumers = admin.runtime.consumers.load();
+    let identity = asked.identity.meant(terms, admin, &consumers)?.identity;
+    // In whichever size it was counted: those of another shape have states of their own.
+    let table = admin.operator.overrides.current();
+    let other = table.as_ref().and_then(|table| table.find(&terms.limit, identity)).map(|other| &*other.plan);
+    let own = consumers.iter().filter_map(|consumer| consumer.plans.get(&terms.limit.name));
+    let plans = terms.limit.plans().map(|(_, plan)| plan).chain(own.map(|plan| &**plan)).chain(other);
+    let mut buckets: Vec<&Bucket> = Vec::new();
+    for Plan { bucket, .. } in plans {
+        if !buckets.contains(&bucket) {
+            buckets.push(bucket);
+        }
+    }
+    let reset = admin.operator.reset(&terms.limit, identity, &buckets).await.map_err(|error| of_store(&error))?;
+    Ok(json(&WasReset {
+        limit: &terms.limit.name,
+        identity: identity.to_string(),
+        was_counted: reset.was_counted,
+        everywhere_within_seconds: reset.everywhere_within.as_secs(),
+    }))
+}

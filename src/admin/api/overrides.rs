@@ -1,0 +1,94 @@
+//! `/api/overrides`: other sizes for single identities, for a time.
+
+use serde::{Deserialize, Serialize};
+use tokio::time::Duration;
+
+use super::identities::{Given, limit};
+use super::{Answer, Query, Result, json, of_store, refused};
+use crate::admin::Admin;
+use crate::admin::problem::Problem;
+use crate::limit::algorithm::Rule;
+use crate::limit::overrides::{MOST, Override, Size};
+use crate::limit::quota::{EXACT, duration_us};
+
+/// What is to last longer belongs into the configuration.
+const LONGEST: Duration = Duration::from_secs(31 * 86_400);
+/// Shorter than it takes until all gateways have it is of no use.
+const SHORTEST: Duration = Duration::from_secs(5);
+
+/// Bytes of a note.
+const NOTE: usize = 200;
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct ToPut {
+    limit: String,
+    identity: Given,
+    quota: String,
+    burst: Option<u64>,
+    #[serde(rename = "for")]
+    lasts: String,
+    note: Option<String>,
+}
+
+/// An override as it is shown.
+#[derive(Debug, Serialize)]
+pub(super) struct Shown {
+    limit: String,
+    identity: String,
+    #[serde(flatten)]
+    size: Size,
+    expires_in_seconds: u64,
+}
+
+impl Shown {
+    pub(super) fn of(other: &Override) -> Self {
+        Shown {
+            limit: other.limit.name.to_string(),
+            identity: other.identity.to_string(),
+            size: other.size.clone(),
+            expires_in_seconds: other.left().as_millis().div_ceil(1000) as u64,
+        }
+    }
+}
+
+pub(super) async fn put(admin: &Admin, asked: ToPut) -> Result<Answer> {
+    let ToPut { limit: name, identity, quota, burst, lasts, note } = asked;
+    let terms = limit(admin, &name)?;
+    let consumers = admin.runtime.consumers.load();
+    let identity = identity.meant(terms, admin, &consumers)?.identity;
+    if let Some(burst) = burst {
+        if !matches!(terms.limit.standard.rule, Rule::TokenBucket(_)) {
+            return Err(Problem::bad("`burst` goes with token-bucket only"));
+        }
+        if !(1..EXACT).contains(&burst) {
+            return Err(Problem::bad("`burst` is 1 or more"));
+        }
+    }
+    if note.as_ref().is_some_and(|note| note.len() > NOTE) {
+        return Err(Problem::bad(format!("`note` has at most {NOTE} bytes")));
+    }
+    let lasts = duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
+    let lasts =
+        lasts.ok_or_else(|| Problem::bad("`for` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
+    let size = Size { quota, burst, note };
+    let new = admin.operator.put(&terms.limit, identity, size, lasts).await.map_err(|error| refused(&error))?;
+    Ok(json(&serde_json::json!({ "override": Shown::of(&new) })))
+}
+
+pub(super) async fn all(admin: &Admin) -> Result<Answer> {
+    let mut all = admin.operator.overrides().await.map_err(|error| of_store(&error))?;
+    all.sort_by(|one, other| (&one.limit.name, one.identity.0).cmp(&(&other.limit.name, other.identity.0)));
+    let shown: Vec<_> = all.iter().map(|each| Shown::of(each)).collect();
+    Ok(json(&serde_json::json!({ "most": MOST, "overrides": shown })))
+}
+
+pub(super) async fn remove(admin: &Admin, mut query: Query) -> Result<Answer> {
+    let name = query.take("limit").ok_or_else(|| Problem::bad("`limit` is missing"))?;
+    let terms = limit(admin, &name)?;
+    let consumers = admin.runtime.consumers.load();
+    let identity = Given::of(query)?.meant(terms, admin, &consumers)?.identity;
+    let removed = admin.operator.remove(&terms.limit, identity).await.map_err(|error| of_store(&error))?;
+    let answer = serde_json::json!({ "limit": name, "identity": identity.to_string(), "removed": removed });
+    Ok(json(&answer))
+}
