@@ -84,8 +84,6 @@ const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 /// What is printed for each sample. `BLESS=1` writes what is printed now.
 #[test]
 fn the_report_of_each_format_is_as_written() {
-    let nginx =
-        r#"$msec $remote_addr $host "$request" $status $request_time "$http_x_api_key" "$http_x_forwarded_for""#;
     for (name, arguments) in [
         ("common", vec![]),
         ("combined", vec![]),

@@ -23,8 +23,13 @@ pub(crate) fn run(data: &[u8]) {
         let Ok(Some(entry)) = format.parse(line) else { continue };
         assert!(entry.at_us <= 253_402_300_800_000_000, "{name}: {}", line.escape_ascii());
         let stands = |part: &[u8]| part.is_empty() || line.windows(part.len()).any(|window| window == part);
+        // Escapes stand for something else.
+        if line.contains(&b'\\') {
+            continue;
+        }
         assert!(stands(entry.method), "{name}: {}", line.escape_ascii());
-        if !line.contains(&b'\\') && name != "cloudfront" {
+        // Path and query have columns of their own.
+        if name != "cloudfront" {
             assert!(stands(&entry.target), "{name}: {}", line.escape_ascii());
             assert!(entry.host.as_deref().is_none_or(stands), "{name}: {}", line.escape_ascii());
         }
