@@ -53,7 +53,8 @@ mod tests {
             methods: methods.iter().map(|method| method.parse().unwrap()).collect(),
             headers: headers.iter().map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap())).collect(),
         };
-        let cases: [(&[&str], &[(&str, &str)], usize); 5] = [
+        type Case = (&'static [&'static str], &'static [(&'static str, &'static str)], usize);
+        let cases: [Case; 5] = [
             (&["GET"], &[], 1),
             (&["GET", "POST"], &[("a", "1")], 1),
             (&["GET"], &[("a", "2")], 0),
