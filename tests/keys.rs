@@ -175,7 +175,8 @@ fn a_file_that_is_not_there_is_made_and_one_written_in_one_line_is_understood() 
 /// What is wrong is said, and the file stays as it was.
 #[test]
 fn a_wrong_file_or_name_changes_nothing() {
-    let good = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{}\", \"{}2\"]\n", hash('1'), &hash('1')[..70]);
+    let other = format!("sha256:111111{}", "2".repeat(58));
+    let good = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{}\", \"{other}\"]\n", hash('1'));
     for (consumers, arguments, code, expected) in [
         ("[[consumer]\n", &["new", "--consumer", "acme"][..], 2, "consumers.toml:1:"),
         ("[[consumer]]\nname = \"acme\"\nkeys = [\"acme-key\"]\n", &["list"], 2, "this is not the hash of a key"),

@@ -31,7 +31,7 @@ pub type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
 /// # Errors
 /// It cannot be read, is no TOML, or has a value of the wrong type.
 pub fn gateway(path: &Path, environment: Environment<'_>) -> Result<File<Config>, FaultyFile> {
-    let text = std::fs::read_to_string(path).map_err(|error| unreadable(path, &error))?;
+    let text = std::fs::read_to_string(path).map_err(|error| unreadable(path, &error, WITHOUT_GATEWAY))?;
     read(path, text, environment, false)
 }
 
@@ -49,14 +49,22 @@ pub fn gateway_of(path: &Path, text: String, environment: Environment<'_>) -> Re
 /// As [`gateway`].
 pub fn consumers(path: &Path, content: &[u8], environment: Environment<'_>) -> Result<File<Consumers>, FaultyFile> {
     let text = String::from_utf8(content.to_vec());
-    let text = text.map_err(|error| unreadable(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error)))?;
+    let invalid =
+        |error| unreadable(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error), WITHOUT_CONSUMERS);
+    let text = text.map_err(invalid)?;
     read(path, text, environment, true)
 }
 
-/// A file that cannot be read.
-pub fn unreadable(path: &Path, error: &std::io::Error) -> FaultyFile {
+/// What to do where there is no `gateway.toml`.
+const WITHOUT_GATEWAY: &str = "name another file with --config FILE; `sluicegate init` writes a first one";
+
+/// What to do where there is no `consumers.toml`.
+pub const WITHOUT_CONSUMERS: &str = "`sluicegate key new --consumer NAME --create` makes it";
+
+/// A file that cannot be read; where there is none, `missing` says what to do.
+pub fn unreadable(path: &Path, error: &std::io::Error, missing: &str) -> FaultyFile {
     let hint = match error.kind() {
-        std::io::ErrorKind::NotFound => "name another file with --config FILE",
+        std::io::ErrorKind::NotFound => missing,
         std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
         _ => "the gateway must be allowed to read it",
     };

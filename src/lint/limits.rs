@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::Whole;
+use crate::config::Text;
 use crate::config::error::Issue;
 use crate::cost::Cost;
 use crate::identity::Source;
@@ -36,7 +37,7 @@ pub(super) fn warnings(whole: &Whole<'_>) -> Vec<Issue> {
         let routes: Vec<_> = whole.runtime.routes.iter().filter(|route| route.uses(&terms.limit)).collect();
         if routes.is_empty() {
             let name = &terms.limit.name;
-            let place = whole.place(name, |_| None::<&crate::config::Text>);
+            let place = whole.place(name, |_| None::<&Text>);
             found.push(
                 Issue::at(place, format!("no route uses `{name}`"))
                     .hint("name it in `limits` of a route, or remove it"),

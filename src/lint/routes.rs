@@ -6,6 +6,7 @@ use super::Whole;
 use crate::config::error::Issue;
 use crate::limit::redis::Servers;
 use crate::runtime::{Route, Target};
+use crate::upstream::settings::UpstreamSettings;
 
 pub(super) fn warnings(whole: &Whole<'_>) -> Vec<Issue> {
     let mut found: Vec<_> = overtaken(whole).collect();
@@ -54,9 +55,7 @@ fn unmatched(whole: &Whole<'_>, route: &Route) -> Vec<Issue> {
 /// Retries for which a slow first attempt leaves no time.
 fn retries(whole: &Whole<'_>, route: &Route) -> Option<Issue> {
     let (timeout, Target::Upstream(split)) = (route.timeout?, &route.target) else { return None };
-    let slow = |upstream: &&crate::upstream::settings::UpstreamSettings| {
-        upstream.retries > 0 && upstream.response_timeout >= timeout
-    };
+    let slow = |upstream: &&UpstreamSettings| upstream.retries > 0 && upstream.response_timeout >= timeout;
     let upstreams = split.upstreams().filter_map(|index| whole.runtime.upstreams.get(index));
     let upstream = upstreams.map(|upstream| &**upstream).find(slow)?;
     let place = whole.route(route.index)?.get_ref().timeout.as_ref()?.span();

@@ -28,7 +28,7 @@ pub(super) fn load(
     let file = match Snapshot::read(&path) {
         Ok(file) => file,
         Err(error) => {
-            reader.other_file(file::unreadable(&path, &error));
+            reader.other_file(file::unreadable(&path, &error, file::WITHOUT_CONSUMERS));
             return (Consumers::default(), None);
         }
     };
