@@ -1,5 +1,6 @@
 //! The operator's side: health and metrics, on a listener and a thread of its own.
 
+mod configuration;
 mod health;
 mod metrics;
 pub mod vitals;
@@ -44,22 +45,15 @@ type Answer = Response<Full<Bytes>>;
 #[derive(Debug)]
 struct Admin {
     vitals: Arc<Vitals>,
-    /// What a caller must know, if the listener can be reached from elsewhere.
-    token: Option<Token>,
 }
 
 /// Serves the operator until `end` is cancelled.
 ///
 /// # Errors
 /// The thread cannot be started.
-pub fn start(
-    socket: StdListener,
-    token: Option<Token>,
-    vitals: Arc<Vitals>,
-    end: CancellationToken,
-) -> io::Result<JoinHandle<()>> {
+pub fn start(socket: StdListener, vitals: Arc<Vitals>, end: CancellationToken) -> io::Result<JoinHandle<()>> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let admin = Arc::new(Admin { vitals, token });
+    let admin = Arc::new(Admin { vitals });
     let listener = {
         let _context = runtime.enter();
         TcpListener::from_std(socket)?
@@ -91,7 +85,7 @@ impl Admin {
 
     async fn converse(&self, stream: TcpStream) {
         let service = service_fn(|request: Request<Incoming>| async move {
-            let mut answer = self.answer(request.method(), request.uri().path(), request.headers());
+            let mut answer = self.answer(request.method(), request.uri().path(), request.headers()).await;
             answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
             Ok::<_, Infallible>(answer)
         });
@@ -101,29 +95,43 @@ impl Admin {
         let _ = builder.serve_connection(TokioIo::new(stream), service).await;
     }
 
-    fn answer(&self, method: &Method, path: &str, headers: &HeaderMap) -> Answer {
+    async fn answer(&self, method: &Method, path: &str, headers: &HeaderMap) -> Answer {
         if !self.knows(headers) {
-            let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
-            answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-            return answer;
+            return nobody();
         }
         let answer = match path {
             "/healthz" => text(StatusCode::OK, "ok\n"),
             "/readyz" => self.ready(),
             "/metrics" => self.metrics(headers),
-            _ => return text(StatusCode::NOT_FOUND, "there are /healthz, /readyz and /metrics\n"),
+            "/api/config" => self.configuration(),
+            "/api/reload" if method == Method::POST => return self.reload(headers).await,
+            "/api/reload" => return not_allowed("POST"),
+            _ => {
+                let paths = "there are /healthz, /readyz, /metrics, /api/config and /api/reload\n";
+                return text(StatusCode::NOT_FOUND, paths);
+            }
         };
-        if method != Method::GET && method != Method::HEAD {
-            let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, "GET it\n");
-            answer.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
-            return answer;
+        if method == Method::GET || method == Method::HEAD { answer } else { not_allowed("GET, HEAD") }
+    }
+
+    /// What a caller must know; none if nothing.
+    fn token(&self) -> Option<Token> {
+        self.vitals.configuration.running().runtime.admin.as_ref()?.token.clone()
+    }
+
+    /// Whether the caller may change something: whoever knows the token. Without one nobody may, since any page that a
+    /// browser shows could ask on a loopback address as well.
+    #[allow(clippy::result_large_err)] // one answer, at most once for each request
+    fn may_write(&self, headers: &HeaderMap) -> Result<(), Answer> {
+        if self.token().is_none() {
+            return Err(text(StatusCode::FORBIDDEN, "writes need a token: set admin.token in the configuration\n"));
         }
-        answer
+        if self.knows(headers) { Ok(()) } else { Err(nobody()) }
     }
 
     /// Whether the caller may ask at all.
     fn knows(&self, headers: &HeaderMap) -> bool {
-        let Some(token) = &self.token else { return true };
+        let Some(token) = self.token() else { return true };
         let said = headers.get(AUTHORIZATION).and_then(|said| said.as_bytes().split_at_checked(7));
         said.is_some_and(|(scheme, said)| {
             scheme.eq_ignore_ascii_case(b"bearer ") && verify_slices_are_equal(said, token.bytes()).is_ok()
@@ -146,6 +154,19 @@ impl Admin {
             Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
         }
     }
+}
+
+/// The answer to a caller who does not know the token.
+fn nobody() -> Answer {
+    let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
+    answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    answer
+}
+
+fn not_allowed(methods: &'static str) -> Answer {
+    let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, &format!("{methods} only\n"));
+    answer.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
+    answer
 }
 
 fn text(status: StatusCode, body: &str) -> Answer {

@@ -1,6 +1,7 @@
 //! Puts the parts together: sockets, workers, stores; owns what they share.
 
 mod background;
+mod renewal;
 mod worker;
 
 use std::fs::OpenOptions;
@@ -8,6 +9,7 @@ use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::Receiver;
 use std::thread;
 use std::time::Duration;
 
@@ -27,13 +29,14 @@ use crate::limit::line::Lines;
 use crate::limit::memory::MemoryStore;
 use crate::observe::access::AccessLog;
 use crate::reload;
+use crate::reload::configuration::{Configuration, Request};
 use crate::runtime::files;
 use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
 use crate::server::connections::Connections;
 use crate::tally::Family;
-use crate::upstream::fleet::Fleet;
 use crate::watch::Watcher;
-use background::{check_health, look_up};
+use background::Background;
+use renewal::{Renewal, Roster};
 use worker::Worker;
 
 /// Connections that may wait to be accepted, for each socket.
@@ -47,8 +50,6 @@ pub enum AppError {
     Listen { address: SocketAddr, source: io::Error },
     #[error("cannot write the access log to {}: {source}", path.display())]
     AccessLog { path: PathBuf, source: io::Error },
-    #[error("cannot watch the files that may change: {0}")]
-    Watch(#[from] notify::Error),
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
     #[error("a worker ended with a panic")]
@@ -73,15 +74,17 @@ pub struct App {
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
     access: Option<AccessLog>,
-    /// Keeps the runtime up to date.
-    watcher: Option<Arc<Watcher>>,
+    configuration: Arc<Configuration>,
+    requests: Receiver<Request>,
+    /// Keeps the configuration up to date.
+    watcher: Option<Watcher>,
 }
 
 impl App {
     /// Opens the sockets and the access log, and follows the files that may change.
     ///
     /// # Errors
-    /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
+    /// An address is taken or cannot be had; the access log cannot be written.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
         files::raise();
         let (connections, files) = (runtime.server.max_connections, files::allowed());
@@ -115,13 +118,15 @@ impl App {
         };
         let access = access_log(&runtime)?;
         let runtime = Arc::new(runtime);
-        let watcher = reload::follow(&runtime)?.map(Arc::new);
-        Ok(App { runtime, sockets, addresses, admin, access, watcher })
+        let (configuration, requests) = Configuration::new(runtime.clone());
+        let configuration = Arc::new(configuration);
+        let watcher = reload::follow(&configuration);
+        Ok(App { runtime, sockets, addresses, admin, access, configuration, requests, watcher })
     }
 
-    /// What follows the files that may change; none if there are none.
-    pub fn watcher(&self) -> Option<Arc<Watcher>> {
-        self.watcher.clone()
+    /// What is in force, and may be read again.
+    pub fn configuration(&self) -> Arc<Configuration> {
+        self.configuration.clone()
     }
 
     /// Serves until `stop` is cancelled and the running requests are done.
@@ -129,9 +134,8 @@ impl App {
     /// # Errors
     /// A worker cannot be started, or panics.
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
-        let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
-        let names = look_up(&fleets, stop.clone())?;
-        let health = check_health(&fleets, stop.clone())?;
+        let (background, attending) = Background::start(stop.clone())?;
+        background.attend(&self.configuration.running().fleets).map_err(AppError::Worker)?;
         self.announce();
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
@@ -151,7 +155,7 @@ impl App {
             tallies: tallies.clone(),
             limits: limits.clone(),
             connections: connections.clone(),
-            fleets: fleets.clone(),
+            configuration: self.configuration.clone(),
             store: self.runtime.store.name.clone(),
             breaker: breaker.clone(),
             topology: topology.clone(),
@@ -161,10 +165,22 @@ impl App {
         // Until the last request is done.
         let end = CancellationToken::new();
         let _end = end.clone().drop_guard();
-        if let (Some(socket), Some(settings)) = (self.admin, &self.runtime.admin) {
-            admin::start(socket, settings.token.clone(), vitals, end).map_err(AppError::Worker)?;
+        if let Some(socket) = self.admin {
+            admin::start(socket, vitals, end).map_err(AppError::Worker)?;
         }
-        let mut workers: Vec<_> = names.into_iter().chain(health).collect();
+        let roster = Arc::<Roster>::default();
+        let renewal = Renewal {
+            configuration: self.configuration.clone(),
+            requests: self.requests,
+            roster: roster.clone(),
+            background,
+            connections: connections.clone(),
+            watcher: self.watcher,
+            stop: stop.clone(),
+        };
+        // It ends with the process: nobody waits for it.
+        thread::Builder::new().name("reload".to_owned()).spawn(|| renewal.run()).map_err(AppError::Worker)?;
+        let mut workers = vec![attending];
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 runtime: self.runtime.clone(),
@@ -175,7 +191,8 @@ impl App {
                 advances: advances.clone(),
                 denials: denials.clone(),
                 connections: connections.clone(),
-                fleets: fleets.clone(),
+                configuration: self.configuration.clone(),
+                roster: roster.clone(),
                 tallies: tallies.clone(),
                 limits: limits.clone(),
                 index,

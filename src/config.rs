@@ -6,12 +6,13 @@ pub mod error;
 pub mod file;
 mod forms;
 mod keys;
+pub mod shown;
 mod upstream;
 
 use std::collections::BTreeMap;
 
 pub use forms::{CostTable, LimitCost, OneOrMany, Shares, UpstreamServer};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 use toml::Spanned;
 pub use upstream::{Eject, Health, Upstream, UpstreamTls};
 
@@ -94,7 +95,7 @@ pub struct Admin {
 }
 
 /// `[log]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct Log {
@@ -104,7 +105,7 @@ pub struct Log {
 }
 
 /// `[store]`
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct Store {
@@ -120,7 +121,7 @@ pub struct Store {
 }
 
 /// `tls` of the store
-#[derive(Debug, Default, Deserialize)]
+#[derive(Debug, Default, Deserialize, Serialize)]
 #[serde(default)]
 #[allow(missing_docs)]
 pub struct StoreTls {

@@ -4,12 +4,14 @@ mod addressed;
 mod decide;
 mod early;
 mod forward;
+mod generation;
 pub mod meters;
 mod request_id;
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
 use http::{Request, Response};
 use http_body::Body as _;
@@ -20,6 +22,7 @@ use tracing::{debug, warn};
 use crate::account::Record;
 use crate::http::body::Body;
 use crate::http::headers::{Origin, is_grpc};
+use crate::identity::client_ip::ClientIp;
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
@@ -27,22 +30,25 @@ use crate::observe::access::AccessLog;
 use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
+use crate::upstream::UpstreamError;
 use crate::upstream::fleet::Fleet;
-use crate::upstream::{Upstream, UpstreamError};
 use addressed::{Addressed, origin_form};
 use decide::Question;
 use forward::Onward;
-use meters::{Meters, Tallies};
+use generation::Generation;
+use meters::Tallies;
 use request_id::RequestId;
 
 /// One worker's gateway.
 #[derive(Debug)]
 pub struct Gateway {
-    runtime: Arc<Runtime>,
+    /// Each request has one of them from its beginning to its end.
+    current: ArcSwap<Generation>,
     limiter: Limiter,
-    upstreams: Vec<Upstream>,
-    meters: Meters,
     access: Option<AccessLog>,
+    tallies: Arc<Tallies>,
+    /// Which one it is.
+    worker: usize,
 }
 
 /// The other end of a downstream connection.
@@ -54,13 +60,35 @@ pub struct Peer {
     pub origin: Origin,
     /// The subject of its certificate, which was verified.
     pub subject: Option<Box<str>>,
+    /// Who has said whether it is trusted.
+    client_ip: Arc<ClientIp>,
+    /// Whether it speaks for somebody whom it does not tell.
+    hidden: bool,
 }
 
 impl Peer {
     /// The peer of a connection.
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
         let address = address.to_canonical();
-        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)), subject: None }
+        let client_ip = runtime.client_ip.clone();
+        let origin = Origin::new(address, scheme, client_ip.trusts(address));
+        Peer { address, origin, subject: None, client_ip, hidden: false }
+    }
+
+    /// Believes nothing that comes from it.
+    pub fn hide(&mut self) {
+        (self.hidden, self.origin.trusted) = (true, false);
+    }
+
+    /// The same under a configuration that is newer than the connection; none if it says the same of whom to trust.
+    fn under(&self, runtime: &Runtime) -> Option<Box<Peer>> {
+        let client_ip = &runtime.client_ip;
+        if Arc::ptr_eq(client_ip, &self.client_ip) {
+            return None;
+        }
+        let trusted = !self.hidden && client_ip.trusts(self.address);
+        let (origin, client_ip) = (Origin { trusted, ..self.origin.clone() }, client_ip.clone());
+        Some(Box::new(Peer { origin, client_ip, subject: self.subject.clone(), ..*self }))
     }
 }
 
@@ -71,16 +99,22 @@ impl Gateway {
         limiter: Limiter,
         fleets: &[Arc<Fleet>],
         access: Option<AccessLog>,
-        (tallies, worker): (&Tallies, usize),
+        (tallies, worker): (Arc<Tallies>, usize),
     ) -> Self {
-        let meters = Meters::new(tallies, &runtime, worker);
-        let upstreams = fleets.iter().cloned().map(Upstream::new).collect();
-        Gateway { runtime, limiter, upstreams, meters, access }
+        let current = ArcSwap::from_pointee(Generation::new(runtime, fleets, &tallies, worker));
+        Gateway { current, limiter, access, tallies, worker }
+    }
+
+    /// Serves another configuration from the next request on. What is the same in both goes on: counts, and connections
+    /// to upstreams.
+    pub fn adopt(&self, runtime: Arc<Runtime>, fleets: &[Arc<Fleet>]) {
+        let next = Generation::succeeding(&self.current.load(), runtime, fleets, &self.tallies, self.worker);
+        self.current.store(Arc::new(next));
     }
 
     /// The configuration that it serves.
-    pub fn runtime(&self) -> &Runtime {
-        &self.runtime
+    pub fn runtime(&self) -> Arc<Runtime> {
+        self.current.load().runtime.clone()
     }
 
     /// Waits until what requests leave behind (leases to release, late charges) is done.
@@ -96,7 +130,10 @@ impl Gateway {
         };
         let mut met = Met { record: self.access.as_ref().map(open), route: None, id: None };
         let early = early::is_possible(&request);
-        let (mut response, outcome) = match self.serve(request, peer, &mut met).await {
+        let generation = self.current.load_full();
+        let renewed = peer.under(&generation.runtime);
+        let peer = renewed.as_deref().unwrap_or(peer);
+        let (mut response, outcome) = match self.serve(&generation, request, peer, &mut met).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
                 let id = met.id.as_ref().map(RequestId::value);
@@ -111,7 +148,7 @@ impl Gateway {
                 rejection.into_response(id)
             }
         };
-        self.meters.answered(met.route, response.status(), arrived.elapsed());
+        generation.meters.answered(met.route, response.status(), arrived.elapsed());
         if early {
             early::say_close(&mut response);
         }
@@ -121,13 +158,15 @@ impl Gateway {
         }
     }
 
-    async fn serve(
+    async fn serve<'g>(
         &self,
+        generation: &'g Generation,
         request: Request<Incoming>,
         peer: &Peer,
         met: &mut Met,
-    ) -> Result<Response<Body>, Rejection<'_>> {
-        let admitted = self.admit(&request, peer, met).await;
+    ) -> Result<Response<Body>, Rejection<'g>> {
+        let Generation { runtime, upstreams, meters } = generation;
+        let admitted = self.admit(generation, &request, peer, met).await;
         let Admitted { route, mut decision, path, rewritten, deadline } = match admitted {
             Ok(admitted) => admitted,
             Err(rejection) => {
@@ -151,7 +190,7 @@ impl Gateway {
             }
             Target::Upstream(split) => {
                 let (index, asked) = (split.draw(), monotonic());
-                let upstream = &self.upstreams[index];
+                let upstream = &*upstreams[index];
                 let id = met.identify(&request, peer);
                 let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
                 let onward = Onward { peer, id, target, deadline };
@@ -161,10 +200,10 @@ impl Gateway {
                     Err(UpstreamError::Overdue { upstream: upstream.name().into() })
                 } else {
                     // On the heap: inside this future it would be moved with it, for every request.
-                    Box::pin(forward::forward(&self.runtime, route, upstream, request, onward)).await
+                    Box::pin(forward::forward(runtime, route, upstream, request, onward)).await
                 };
                 if !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) {
-                    self.meters.upstreams[index].note(answer.as_ref().ok().map(Response::status), asked.elapsed());
+                    meters.upstreams[index].note(answer.as_ref().ok().map(Response::status), asked.elapsed());
                 }
                 answer
             }
@@ -183,14 +222,16 @@ impl Gateway {
     }
 
     /// Whether a request may go on. Nothing of its body is asked for yet, so nobody who waits for 100 sends one in vain.
-    async fn admit<'a>(
-        &'a self,
+    async fn admit<'g>(
+        &self,
+        generation: &'g Generation,
         request: &Request<Incoming>,
         peer: &Peer,
         met: &mut Met,
-    ) -> Result<Admitted<'a>, Rejection<'a>> {
-        let target = Addressed::read(request, self.runtime.server.max_uri)?;
-        let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
+    ) -> Result<Admitted<'g>, Rejection<'g>> {
+        let Generation { runtime, meters, .. } = generation;
+        let target = Addressed::read(request, runtime.server.max_uri)?;
+        let route = match runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
             Ok(route) => route,
             Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
@@ -209,8 +250,7 @@ impl Gateway {
             None => None,
         };
         let asked = Question { request, host: &target.host, path: &target.path, peer };
-        let decision =
-            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, met.record.as_mut()).await?;
+        let decision = decide::decide(runtime, &self.limiter, meters, route, &asked, met.record.as_mut()).await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,

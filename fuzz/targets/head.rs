@@ -7,7 +7,6 @@ use std::sync::Arc;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use sluicegate::gateway::meters::Tallies;
 use sluicegate::gateway::{Gateway, Peer};
 use sluicegate::limit::Limiter;
 use sluicegate::limit::backend::Backend;
@@ -70,7 +69,7 @@ fn fixture() -> Fixture {
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], None, (&Tallies::default(), 0)), peer }
+    Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], None, (Arc::default(), 0)), peer }
 }
 
 thread_local! {

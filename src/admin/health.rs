@@ -12,7 +12,7 @@ use crate::upstream::fleet::MemberStanding;
 pub(super) struct Health<'a> {
     status: Status,
     store: Store<'a>,
-    upstreams: BTreeMap<&'a str, Vec<Server>>,
+    upstreams: BTreeMap<Box<str>, Vec<Server>>,
 }
 
 /// In a word.
@@ -58,9 +58,10 @@ impl Vitals {
             (false, false) => Status::Degraded,
         };
         let server = |MemberStanding { server, state, in_flight }| Server { server, state, in_flight };
-        let upstreams = self.fleets.iter().map(|fleet| {
+        let fleets = self.configuration.running().fleets.clone();
+        let upstreams = fleets.iter().map(|fleet| {
             let servers = fleet.standing().into_iter().map(server).collect();
-            (&*fleet.settings.name, servers)
+            (fleet.settings.name.clone(), servers)
         });
         Health { status, store: Store { name: &self.store, failing }, upstreams: upstreams.collect() }
     }

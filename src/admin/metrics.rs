@@ -19,6 +19,7 @@ impl Source for Vitals {
         let (open, most) = self.connections.standing();
         page.gauge("connections", "Open connections of clients")?.state(&[], open as u64)?;
         page.gauge("connections_max", "Connections that there may be")?.state(&[], most as u64)?;
+        self.reloads(page)?;
         self.requests(page)?;
         self.decisions(page)?;
         self.store(page)?;
@@ -27,6 +28,22 @@ impl Source for Vitals {
 }
 
 impl Vitals {
+    fn reloads(&self, page: &mut Page<'_>) -> fmt::Result {
+        let mut lines = page.counter("config_reloads", "Reloads of the configuration, and those that were refused")?;
+        for (result, count) in ["ok", "error"].iter().zip(self.configuration.counts()) {
+            lines.count(&[("result", result)], count)?;
+        }
+        let successful = u64::from(self.configuration.failure().is_none());
+        page.gauge(
+            "config_last_reload_successful",
+            "0 while the file was refused and the configuration before is in force",
+        )?
+        .state(&[], successful)?;
+        let since = self.configuration.running().since_us / 1_000_000;
+        page.gauge("config_last_reload_success_timestamp_seconds", "Since when the configuration is in force")?
+            .state(&[], since)
+    }
+
     fn requests(&self, page: &mut Page<'_>) -> fmt::Result {
         let lines =
             page.counter("http_requests", "Requests by route and class of status; without a route none matched")?;
@@ -84,7 +101,8 @@ impl Vitals {
         let lines =
             page.durations("upstream_response_duration", "From a request to an upstream to the head of its response")?;
         answers(lines, "upstream", &self.tallies.upstreams)?;
-        let standing: Vec<_> = self.fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
+        let fleets = self.configuration.running().fleets.clone();
+        let standing: Vec<_> = fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
         let servers = || standing.iter().flat_map(|(name, all)| all.iter().map(move |one| (*name, one)));
         let mut lines =
             page.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;

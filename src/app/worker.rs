@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::AppError;
+use super::renewal::Roster;
 use crate::gateway::Gateway;
 use crate::gateway::meters::Tallies;
 use crate::limit::advance::Advances;
@@ -24,11 +25,11 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::redis::{RedisSettings, RedisStore, Servers};
 use crate::limit::{self, Limiter};
 use crate::observe::access::AccessLog;
+use crate::reload::configuration::Configuration;
 use crate::runtime::Runtime;
 use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::tally::Family;
-use crate::upstream::fleet::Fleet;
 
 /// What a worker takes along to its thread.
 pub(super) struct Worker {
@@ -40,7 +41,8 @@ pub(super) struct Worker {
     pub(super) advances: Arc<Advances>,
     pub(super) denials: Option<Arc<Denials>>,
     pub(super) connections: Arc<Connections>,
-    pub(super) fleets: Arc<[Arc<Fleet>]>,
+    pub(super) configuration: Arc<Configuration>,
+    pub(super) roster: Arc<Roster>,
     pub(super) tallies: Arc<Tallies>,
     pub(super) limits: Arc<Family<limit::tallies::Tallies>>,
     pub(super) index: usize,
@@ -55,8 +57,10 @@ impl Worker {
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
             let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
-            let (limiter, counts) = (self.limiter(), (&*self.tallies, self.index));
-            let gateway = Gateway::new(self.runtime.clone(), limiter, &self.fleets, self.access, counts);
+            let (limiter, counts) = (self.limiter(), (self.tallies, self.index));
+            let gateway = self.roster.enrol(&self.configuration, |running| {
+                Gateway::new(running.runtime.clone(), limiter, &running.fleets, self.access, counts)
+            });
             let server = Server::new(gateway, self.connections, self.stop);
             server.run(listeners.map_err(AppError::Worker)?).await;
             Ok(())

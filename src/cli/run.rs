@@ -7,13 +7,14 @@ use tracing::info;
 
 use crate::app::App;
 use crate::observe::log;
+use crate::reload::configuration::Cause;
 use crate::runtime::Runtime;
 
 pub(super) fn run(runtime: Runtime) -> anyhow::Result<()> {
     log::start(runtime.log.format, runtime.log.level);
     let drain = runtime.server.drain_timeout;
     let app = App::open(runtime)?;
-    let watcher = app.watcher();
+    let configuration = app.configuration();
     let stop = CancellationToken::new();
     let signals = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot watch signals")?;
     let (mut term, mut interrupt, mut hangup) = {
@@ -27,10 +28,8 @@ pub(super) fn run(runtime: Runtime) -> anyhow::Result<()> {
                 tokio::select! {
                     _ = term.recv() => break,
                     _ = interrupt.recv() => break,
-                    _ = hangup.recv() => match &watcher {
-                        Some(watcher) => watcher.look_again(),
-                        None => info!("SIGHUP: there is no certificate, key or consumer to read again"),
-                    },
+                    // How it goes is told by whoever does it.
+                    _ = hangup.recv() => drop(configuration.reload(Cause::Demand)),
                 }
             }
             info!("stopping: running requests have {drain:?}; a second signal ends them at once");

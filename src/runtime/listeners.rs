@@ -106,6 +106,12 @@ fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Client
 }
 
 impl ListenerTls {
+    /// Whether clients that one of both has believed are believed by the other.
+    pub(super) fn believes_as(&self, other: &ListenerTls) -> bool {
+        let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
+        clients(self) == clients(other) && !other.tls.believes_others()
+    }
+
     /// Shows what is now in the files of a certificate, from the next connection on.
     ///
     /// # Errors

@@ -51,6 +51,8 @@ pub(super) enum End {
 pub(super) struct Conversation {
     pub(super) gateway: Arc<Gateway>,
     pub(super) peer: Arc<Peer>,
+    /// As they were when it began.
+    pub(super) settings: Arc<ServerSettings>,
     pub(super) activity: Arc<Activity>,
     /// Cancelled when no new requests are wanted.
     pub(super) stop: CancellationToken,
@@ -68,7 +70,7 @@ impl Conversation {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let settings = &self.gateway.runtime().server;
+        let settings = &self.settings;
         let service = service_fn(|request| {
             let in_flight = self.activity.enter();
             // HTTP/2 runs requests as tasks of their own.
@@ -98,7 +100,7 @@ impl Conversation {
     where
         C: Future<Output = hyper::Result<()>>,
     {
-        let settings = &self.gateway.runtime().server;
+        let settings = &self.settings;
         let mut connection = pin!(connection);
         let mut watch = Watch::new(settings.body_idle_timeout);
         let mut stopped = pin!(self.stop.cancelled());

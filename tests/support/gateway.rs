@@ -25,6 +25,18 @@ pub fn binary() -> Command {
     command
 }
 
+/// With a listener and a log, if it has none.
+fn full(config: &str) -> String {
+    let mut full = config.to_owned();
+    if !config.contains("[log]") {
+        full.push_str("\n[log]\naccess = \"off\"\n");
+    }
+    if !config.contains("[[listener]]") {
+        full.push_str("\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
+    }
+    full
+}
+
 impl Gateway {
     /// Starts a gateway with a configuration; a listener on a free port and `access = "off"` are added.
     pub fn start(config: &str) -> Gateway {
@@ -45,15 +57,8 @@ impl Gateway {
         for (name, text) in files {
             std::fs::write(directory.path().join(name), text).unwrap();
         }
-        let mut full = config.to_owned();
-        if !config.contains("[log]") {
-            full.push_str("\n[log]\naccess = \"off\"\n");
-        }
-        if !config.contains("[[listener]]") {
-            full.push_str("\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
-        }
         let path = directory.path().join("gateway.toml");
-        std::fs::write(&path, full).unwrap();
+        std::fs::write(&path, full(config)).unwrap();
         Gateway::spawn(command(&path).stdin(Stdio::null()), directory)
     }
 
@@ -98,6 +103,25 @@ impl Gateway {
             std::thread::yield_now();
         };
         Gateway { address, child, log, directory }
+    }
+
+    /// Gives it another configuration, by renaming; with the same additions as at its start.
+    pub fn put(&self, config: &str) {
+        self.put_file("gateway.toml", &full(config));
+    }
+
+    /// Replaces a file beside the configuration, by renaming.
+    pub fn put_file(&self, name: &str, text: &str) {
+        let new = self.directory().join("new");
+        std::fs::write(&new, text).unwrap();
+        std::fs::rename(&new, self.directory().join(name)).unwrap();
+    }
+
+    /// A connection to its admin listener.
+    pub fn admin(&self) -> Client {
+        let log = self.log();
+        let address = log.split_once("admin on http://").unwrap().1.split(';').next().unwrap();
+        Client::connect(address.parse().unwrap())
     }
 
     /// All its addresses, in the order of its listeners.

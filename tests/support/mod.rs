@@ -13,6 +13,7 @@ pub mod pictures;
 pub mod random;
 pub mod redis;
 pub mod relay;
+pub mod reload;
 pub mod resp;
 pub mod secured;
 pub mod sentinel;
