@@ -1,7 +1,10 @@
 //! Puts the parts together: sockets, workers, stores; owns what they share.
 
 mod background;
+pub mod handover;
 mod renewal;
+pub mod service;
+mod sockets;
 mod worker;
 
 use std::fs::OpenOptions;
@@ -9,11 +12,10 @@ use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-use socket2::{Domain, Protocol, Socket, Type};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -36,11 +38,10 @@ use crate::server::connections::Connections;
 use crate::tally::Family;
 use crate::watch::Watcher;
 use background::Background;
+use handover::Handover;
 use renewal::{Renewal, Roster};
+use sockets::{Inherited, Opened};
 use worker::Worker;
-
-/// Connections that may wait to be accepted, for each socket.
-const BACKLOG: i32 = 4096;
 
 /// Why the gateway cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -69,10 +70,12 @@ fn hint(error: &io::Error) -> &'static str {
 #[derive(Debug)]
 pub struct App {
     runtime: Arc<Runtime>,
-    /// For each worker its socket of each listener.
-    sockets: Vec<Vec<StdListener>>,
+    /// For each worker its sockets, with the places of their listeners.
+    sockets: Vec<Vec<(usize, StdListener)>>,
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
+    /// Cancelled when nobody has anything to ask here any more.
+    end: CancellationToken,
     access: Option<AccessLog>,
     configuration: Arc<Configuration>,
     requests: Receiver<Request>,
@@ -95,38 +98,48 @@ impl App {
             Layout::PerCore => runtime.server.workers,
             Layout::Shared => 1,
         };
+        let mut inherited = Inherited::take();
         let mut addresses = Vec::new();
-        let mut sockets: Vec<Vec<StdListener>> = (0..accepting).map(|_| Vec::new()).collect();
-        for &Listener { address, .. } in &runtime.listeners {
-            let failed = |source| AppError::Listen { address, source };
-            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
-            let probe = bind(address, false).map_err(failed)?;
-            // Port 0 was asked for: the probe knows which one it became.
-            let address = probe.local_addr().map_err(failed)?;
-            drop(probe);
-            for worker in &mut sockets {
-                worker.push(bind(address, true).map_err(failed)?);
-            }
+        let mut sockets: Vec<Vec<_>> = (0..accepting).map(|_| Vec::new()).collect();
+        for (place, &Listener { address, .. }) in runtime.listeners.iter().enumerate() {
+            let opened = inherited.open(address, accepting);
+            let Opened { address, by_worker } = opened.map_err(|source| AppError::Listen { address, source })?;
             addresses.push(address);
-        }
-        let admin = match &runtime.admin {
-            Some(AdminSettings { address, .. }) => {
-                let socket = bind(*address, false);
-                Some(socket.map_err(|source| AppError::Listen { address: *address, source })?)
+            for (worker, opened) in sockets.iter_mut().zip(by_worker) {
+                worker.extend(opened.into_iter().map(|socket| (place, socket)));
             }
-            None => None,
-        };
+        }
+        let admin = runtime.admin.as_ref().map(|&AdminSettings { address, .. }| {
+            inherited.single(address).map_err(|source| AppError::Listen { address, source })
+        });
+        let admin = admin.transpose()?;
+        inherited.finish();
         let access = access_log(&runtime)?;
         let runtime = Arc::new(runtime);
         let (configuration, requests) = Configuration::new(runtime.clone());
         let configuration = Arc::new(configuration);
         let watcher = reload::follow(&configuration);
-        Ok(App { runtime, sockets, addresses, admin, access, configuration, requests, watcher })
+        let end = CancellationToken::new();
+        Ok(App { runtime, sockets, addresses, admin, end, access, configuration, requests, watcher })
     }
 
     /// What is in force, and may be read again.
     pub fn configuration(&self) -> Arc<Configuration> {
         self.configuration.clone()
+    }
+
+    /// What another process needs to take the place of this one. It keeps the sockets open.
+    ///
+    /// # Errors
+    /// There may be no more descriptors.
+    pub fn handover(&self) -> io::Result<Handover> {
+        let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
+        sockets.sort_by_key(|(place, _)| *place);
+        let sockets = sockets.into_iter().map(|(_, socket)| socket).chain(&self.admin);
+        Ok(Handover {
+            sockets: sockets.map(StdListener::try_clone).collect::<io::Result<_>>()?,
+            admin: self.end.clone(),
+        })
     }
 
     /// Serves until `stop` is cancelled and the running requests are done.
@@ -163,10 +176,9 @@ impl App {
             stop: stop.clone(),
         });
         // Until the last request is done.
-        let end = CancellationToken::new();
-        let _end = end.clone().drop_guard();
+        let _end = self.end.clone().drop_guard();
         if let Some(socket) = self.admin {
-            admin::start(socket, vitals, end).map_err(AppError::Worker)?;
+            admin::start(socket, vitals, self.end).map_err(AppError::Worker)?;
         }
         let roster = Arc::<Roster>::default();
         let renewal = Renewal {
@@ -181,6 +193,7 @@ impl App {
         // It ends with the process: nobody waits for it.
         thread::Builder::new().name("reload".to_owned()).spawn(|| renewal.run()).map_err(AppError::Worker)?;
         let mut workers = vec![attending];
+        let (serving, serve) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 runtime: self.runtime.clone(),
@@ -199,8 +212,14 @@ impl App {
                 access: self.access.clone(),
                 stop: stop.clone(),
             };
-            let run = move || worker.run(threads, sockets);
+            let serving = serving.clone();
+            let run = move || worker.run(threads, sockets, serving);
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
+        }
+        drop(serving);
+        // Whoever cannot does not say so, and the process ends.
+        if serve.iter().count() == workers.len() - 1 {
+            service::serves();
         }
         let mut result = Ok(());
         for worker in workers {
@@ -236,17 +255,6 @@ impl App {
             addresses.first().map_or("", String::as_str),
         );
     }
-}
-
-fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // A restart must not wait for the connections of the process before.
-    socket.set_reuse_address(true)?;
-    socket.set_reuse_port(share)?;
-    socket.set_nonblocking(true)?;
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    Ok(socket.into())
 }
 
 fn access_log(runtime: &Runtime) -> Result<Option<AccessLog>, AppError> {

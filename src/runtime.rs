@@ -150,6 +150,16 @@ pub struct ServerSettings {
     pub http2_max_streams: u32,
 }
 
+/// When no new requests are wanted, a request that is on its way already has so long to come.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+impl ServerSettings {
+    /// For so long connections that wait for a request stay when the gateway stops.
+    pub fn farewell(&self) -> Duration {
+        FAREWELL.min(self.drain_timeout / 2)
+    }
+}
+
 /// How workers share connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Layout {

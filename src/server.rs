@@ -62,13 +62,11 @@ impl Server {
         Server { gateway, stop, end, tasks, connections }
     }
 
-    /// Serves the listeners of the runtime, in its order, until it is stopped, then lets what runs finish, for `drain_timeout` at most.
-    pub async fn run(self, listeners: Vec<TcpListener>) {
-        let accepting: Vec<_> = listeners
-            .into_iter()
-            .enumerate()
-            .map(|(place, socket)| tokio::spawn(self.clone().accept(socket, place)))
-            .collect();
+    /// Serves sockets, each of the listener at its place, until it is stopped, then lets what runs finish, for
+    /// `drain_timeout` at most.
+    pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
+        let accept = |(place, socket)| tokio::spawn(self.clone().accept(socket, place));
+        let accepting: Vec<_> = sockets.into_iter().map(accept).collect();
         for task in accepting {
             if let Err(error) = task.await {
                 warn!(%error, "a listener ended");
@@ -161,6 +159,7 @@ impl Server {
         let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
         // A connection may last, and must not keep a configuration that nobody serves any more.
         drop(runtime);
+        let farewell = settings.farewell();
         let talk = |peer| Conversation { gateway, peer: Arc::new(peer), settings, activity, stop: self.stop.clone() };
         // On the heap, each with its own size: a task keeps room for the largest of what it may ever do.
         let end = match acceptor {
@@ -169,7 +168,7 @@ impl Server {
                     biased;
                     protocol = timeout_at(deadline, Protocol::said(&mut stream)) => protocol??,
                     // Nobody waits for an answer.
-                    () = self.stop.cancelled() => return Ok(()),
+                    () = self.farewell(farewell) => return Ok(()),
                 };
                 Box::pin(talk(peer).run(stream, protocol)).await?
             }
@@ -197,6 +196,12 @@ impl Server {
             }
         }
         Ok(())
+    }
+
+    /// Is over so long after no new connections are wanted.
+    async fn farewell(&self, after: Duration) {
+        self.stop.cancelled().await;
+        sleep(after).await;
     }
 
     /// Who is at the other end: the socket's address, or on a listener for proxies whom they speak for.

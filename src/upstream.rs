@@ -16,6 +16,7 @@ mod pool;
 mod queue;
 pub mod resolve;
 pub mod settings;
+mod succession;
 mod table;
 pub mod tls;
 
@@ -129,16 +130,6 @@ impl Upstream {
     /// Without connections yet.
     pub fn new(fleet: Arc<Fleet>) -> Self {
         let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: Vec::new() });
-        Upstream { fleet, links, dice: Dice::random() }
-    }
-
-    /// The way to a fleet that has taken the place of another. Connections to servers that both have stay.
-    pub fn succeeding(fleet: Arc<Fleet>, before: &Upstream) -> Self {
-        let speaks = |fleet: &Fleet| (fleet.settings.protocol, fleet.settings.pool_idle_timeout);
-        let (links, members) = (before.links.load(), fleet.members());
-        let known = links.all.iter().filter(|_| speaks(&fleet) == speaks(&before.fleet));
-        let known = known.filter_map(|link| members.iter().find_map(|member| link.to(member))).map(Arc::new);
-        let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: known.collect() });
         Upstream { fleet, links, dice: Dice::random() }
     }
 

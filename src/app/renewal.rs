@@ -10,6 +10,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use super::background::Background;
+use super::service;
 use crate::config::error::ConfigError;
 use crate::gateway::Gateway;
 use crate::limit::clock;
@@ -75,7 +76,9 @@ impl Renewal {
         while let Ok(first) = self.requests.recv() {
             // Whoever has asked by now wants what is there now.
             let asked: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
+            service::reloads();
             let result = self.renew().map_err(|refusal| refusal.to_string());
+            service::has_reloaded();
             let path = self.configuration.running().runtime.file.path.display().to_string();
             match &result {
                 Ok(()) => self.tell(&path),

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::TcpListener as StdListener;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
@@ -51,18 +52,27 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves its sockets to the end, with so many threads.
-    pub(super) fn run(self, threads: usize, sockets: Vec<StdListener>) -> Result<(), AppError> {
+    /// Serves its sockets, each of the listener at its place, to the end, with so many threads; says when it does.
+    pub(super) fn run(
+        self,
+        threads: usize,
+        sockets: Vec<(usize, StdListener)>,
+        serving: Sender<()>,
+    ) -> Result<(), AppError> {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
-            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
+            let listener = |(place, socket)| Ok((place, TcpListener::from_std(socket)?));
+            let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
             let (limiter, counts) = (self.limiter(), (self.tallies, self.index));
             let gateway = self.roster.enrol(&self.configuration, |running| {
                 Gateway::new(running.runtime.clone(), limiter, &running.fleets, self.access, counts)
             });
             let server = Server::new(gateway, self.connections, self.stop);
-            server.run(listeners.map_err(AppError::Worker)?).await;
+            // Nobody may want to know.
+            let _ = serving.send(());
+            drop(serving);
+            server.run(listeners).await;
             Ok(())
         })
     }

@@ -70,37 +70,8 @@ impl Fleet {
         Fleet::of(settings, members, queue)
     }
 
-    /// The same with other settings: servers that both have are as they were, with the requests that they have.
-    pub fn succeeding(settings: Arc<UpstreamSettings>, before: &Fleet) -> Self {
-        let queue = before.queue.clone();
-        queue.resize(settings.max_queue);
-        let known = before.members();
-        let mut members = Vec::new();
-        for (index, server) in settings.servers.iter().enumerate() {
-            let same = known.iter().filter(|member| member.server.is_at(server));
-            let first = members.len();
-            members.extend(same.map(|member| Arc::new(member.under(&settings, index))));
-            if members.len() == first {
-                let condition = Condition::joining(monotonic());
-                members.push(Arc::new(Member::new(
-                    &settings,
-                    index,
-                    literal(&settings, index),
-                    condition,
-                    queue.clone(),
-                )));
-            }
-        }
-        for gone in known.iter().filter(|known| !members.iter().any(|member| member.is(known))) {
-            gone.state.usable.store(false, Ordering::Relaxed);
-        }
-        let fleet = Fleet::of(settings, members, queue);
-        // Some may be out, and come back.
-        fleet.review(&fleet.changing());
-        fleet
-    }
-
-    fn of(settings: Arc<UpstreamSettings>, members: Vec<Arc<Member>>, queue: Arc<Queue>) -> Self {
+    /// Of these members.
+    pub(super) fn of(settings: Arc<UpstreamSettings>, members: Vec<Arc<Member>>, queue: Arc<Queue>) -> Self {
         let (members, opened) = (Arc::new(members), monotonic());
         let owners = owners(&settings, &members);
         let (table, _) = Table::new(&settings, members, owners, opened);
@@ -260,7 +231,7 @@ impl Fleet {
     }
 
     /// Makes a table of what is known now.
-    fn review(&self, changing: &MutexGuard<'_, ()>) {
+    pub(super) fn review(&self, changing: &MutexGuard<'_, ()>) {
         let (members, owners) = {
             let table = self.table.load();
             (table.members.clone(), table.owners.clone())
@@ -292,13 +263,13 @@ impl Fleet {
         table.usable.iter().for_each(|index| self.queue.offer(&table.members[*index]));
     }
 
-    fn changing(&self) -> MutexGuard<'_, ()> {
+    pub(super) fn changing(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 /// The address of a server that has no name.
-fn literal(settings: &UpstreamSettings, index: usize) -> Option<SocketAddr> {
+pub(super) fn literal(settings: &UpstreamSettings, index: usize) -> Option<SocketAddr> {
     let server = &settings.servers[index];
     server.host.parse::<IpAddr>().ok().map(|host| SocketAddr::new(host, server.port))
 }

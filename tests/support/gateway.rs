@@ -59,11 +59,20 @@ impl Gateway {
         }
         let path = directory.path().join("gateway.toml");
         std::fs::write(&path, full(config)).unwrap();
-        Gateway::spawn(command(&path).stdin(Stdio::null()), directory)
+        Gateway::spawn(&mut command(&path), directory)
     }
 
     /// The same, with a command of one's own that runs it.
     pub fn start_by(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
+        Gateway::launch(config, &[], |path| {
+            let mut command = command(path);
+            command.stdin(Stdio::null());
+            command
+        })
+    }
+
+    /// The same, with what the command has as its standard input.
+    pub fn start_socket(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], command)
     }
 
