@@ -22,7 +22,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
-use tokio::time::{Duration, sleep};
+use tokio::time::{Duration, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -35,6 +35,9 @@ const CONNECTIONS: usize = 64;
 
 /// From one request to the next.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// At the end, for those who are in.
+const LAST_ANSWERS: Duration = Duration::from_secs(1);
 
 /// After a failed accept nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -59,14 +62,18 @@ pub fn start(socket: StdListener, vitals: Arc<Vitals>, end: CancellationToken) -
         TcpListener::from_std(socket)?
     };
     let serve = move || {
-        runtime.block_on(end.run_until_cancelled(admin.accept(listener)));
+        runtime.block_on(async {
+            let places = Arc::new(Semaphore::new(CONNECTIONS));
+            end.run_until_cancelled(admin.accept(listener, places.clone())).await;
+            // Who has been let in has an answer.
+            let _ = timeout(LAST_ANSWERS, places.acquire_many(CONNECTIONS as u32)).await;
+        });
     };
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
 
 impl Admin {
-    async fn accept(self: Arc<Self>, listener: TcpListener) {
-        let places = Arc::new(Semaphore::new(CONNECTIONS));
+    async fn accept(self: Arc<Self>, listener: TcpListener, places: Arc<Semaphore>) {
         // It is never closed.
         while let Ok(place) = places.clone().acquire_owned().await {
             let admin = self.clone();

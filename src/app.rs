@@ -174,6 +174,7 @@ impl App {
             topology: topology.clone(),
             started: clock::unix_us() / 1_000_000,
             stop: stop.clone(),
+            end: self.end.clone(),
         });
         // Until the last request is done.
         let _end = self.end.clone().drop_guard();

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use support::client::Client;
 use support::gateway::{Gateway, binary};
-use support::reload::{ADMIN, ask, metric, says, with_admin};
+use support::reload::{ADMIN, ask, says, with_admin};
 use support::server::{Mood, Server};
 use support::{PATIENCE, Raise, eventually, signal};
 
@@ -99,14 +99,16 @@ fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
 fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_new_one() {
     let server = Server::start();
     let route = "[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n";
-    let config = format!("[upstream.api]\nservers = [\"{}\"]\n{route}{}", server.url(), says("x"));
-    let mut gateway = Gateway::start(&with_admin(&config));
+    let config =
+        |body: &str| format!("[upstream.api]\nservers = [\"{}\"]\n{route}{}", server.url(), with_admin(&says(body)));
+    let mut gateway = Gateway::start(&config("old"));
     server.set(Mood::Holds);
     let mut held = gateway.client();
     held.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
     eventually("a request is under way", || server.count() == 1);
     let mut idle = gateway.client();
     assert_eq!(idle.get("/says").status, 200);
+    gateway.put(&format!("[server]\nworkers = 3\n{}", config("new")));
     signal(&gateway.child, "USR2");
     let _successor = Successor::of(&gateway);
     // One that comes on a connection of before is the last one there.
@@ -117,7 +119,9 @@ fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_ne
         assert_eq!(gateway.get("/says").status, 200);
         assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the one that ends is not asked");
     }
-    assert_eq!(metric(&gateway, "http_requests_total{route=\"says\",status=\"2xx\"}"), 50.0);
+    eventually("the old one lets nobody in any more", || (0..20).all(|_| gateway.get("/says").text() == "new"));
+    let config = ask(&gateway, "GET", "/api/config").json();
+    assert_eq!(config["configuration"]["route"][1]["respond"]["body"], "new", "{config}");
     assert!(gateway.child.try_wait().unwrap().is_none(), "the old one waits");
     server.set(Mood::Answers(200));
     assert_eq!(held.reply().unwrap().status, 200);

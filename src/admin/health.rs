@@ -52,7 +52,9 @@ impl Vitals {
     /// As it stands now.
     pub(super) fn health(&self) -> Health<'_> {
         let failing = self.failing();
-        let status = match (self.stop.is_cancelled(), failing.is_empty()) {
+        // The service does not stop when another process goes on with it.
+        let stops = self.stop.is_cancelled() && !self.end.is_cancelled();
+        let status = match (stops, failing.is_empty()) {
             (true, _) => Status::Stopping,
             (false, true) => Status::Ready,
             (false, false) => Status::Degraded,

@@ -33,6 +33,8 @@ pub struct Vitals {
     pub started: u64,
     /// Cancelled when no new requests are wanted.
     pub stop: CancellationToken,
+    /// Cancelled when another process answers instead.
+    pub end: CancellationToken,
 }
 
 impl Vitals {
