@@ -1,6 +1,7 @@
 //! The operator's side: health, metrics and the API, on a listener and a thread of its own.
 
 mod api;
+mod configuration;
 mod health;
 mod metrics;
 mod problem;
@@ -24,7 +25,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::Semaphore;
-use tokio::time::{Duration, sleep};
+use tokio::time::{Duration, sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::warn;
 
@@ -44,6 +45,9 @@ const CONNECTIONS: usize = 64;
 /// From one request to the next.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 
+/// At the end, for those who are in.
+const LAST_ANSWERS: Duration = Duration::from_secs(1);
+
 /// After a failed accept nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 
@@ -55,8 +59,6 @@ type Answer = Response<Full<Bytes>>;
 /// What of a process the operator's side works on.
 #[derive(Debug)]
 pub struct Parts {
-    /// The configuration.
-    pub runtime: Arc<Runtime>,
     /// What can be looked at.
     pub vitals: Arc<Vitals>,
     /// The states that this process keeps.
@@ -68,32 +70,29 @@ pub struct Parts {
 /// What the operator can ask.
 #[derive(Debug)]
 struct Admin {
-    runtime: Arc<Runtime>,
     vitals: Arc<Vitals>,
     operator: Operator,
-    /// What a caller must know, if the listener can be reached from elsewhere.
-    token: Option<Token>,
 }
 
 /// Serves the operator until `end` is cancelled.
 ///
 /// # Errors
 /// The thread cannot be started.
-pub fn start(
-    socket: StdListener,
-    token: Option<Token>,
-    parts: Parts,
-    end: CancellationToken,
-) -> io::Result<JoinHandle<()>> {
+pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::Result<JoinHandle<()>> {
     let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Parts { runtime, vitals, memory, overrides } = parts;
+    let Parts { vitals, memory, overrides } = parts;
     let (admin, listener) = {
         let _context = reactor.enter();
-        let operator = Operator { memory, shared: shared(&runtime, &vitals), overrides };
-        (Arc::new(Admin { runtime, vitals, operator, token }), TcpListener::from_std(socket)?)
+        let shared = shared(&vitals.configuration.running().runtime, &vitals);
+        (Arc::new(Admin { vitals, operator: Operator { memory, shared, overrides } }), TcpListener::from_std(socket)?)
     };
     let serve = move || {
-        reactor.block_on(end.run_until_cancelled(admin.accept(listener)));
+        reactor.block_on(async {
+            let places = Arc::new(Semaphore::new(CONNECTIONS));
+            end.run_until_cancelled(admin.accept(listener, places.clone())).await;
+            // Who has been let in has an answer.
+            let _ = timeout(LAST_ANSWERS, places.acquire_many(CONNECTIONS as u32)).await;
+        });
     };
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
@@ -109,8 +108,7 @@ fn shared(runtime: &Runtime, vitals: &Vitals) -> Option<(Shared, String)> {
 }
 
 impl Admin {
-    async fn accept(self: Arc<Self>, listener: TcpListener) {
-        let places = Arc::new(Semaphore::new(CONNECTIONS));
+    async fn accept(self: Arc<Self>, listener: TcpListener, places: Arc<Semaphore>) {
         // It is never closed.
         while let Ok(place) = places.clone().acquire_owned().await {
             let admin = self.clone();
@@ -141,7 +139,7 @@ impl Admin {
 
     async fn answer(&self, request: Request<Incoming>) -> Answer {
         let (method, path, headers) = (request.method(), request.uri().path(), request.headers());
-        if self.token.is_none() && path != "/healthz" && !is_for_loopback(&request) {
+        if self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
             // Names that others make lead to this machine, too, and browsers ask what they are told to.
             return text(
                 StatusCode::FORBIDDEN,
@@ -149,31 +147,33 @@ impl Admin {
             );
         }
         if !self.knows(headers) {
-            let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
-            answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-            return answer;
+            return nobody();
         }
         let answer = match path {
             "/healthz" => text(StatusCode::OK, "ok\n"),
             "/readyz" => self.ready(),
             "/metrics" => self.metrics(headers),
+            "/api/config" => self.configuration(),
+            "/api/reload" if method == Method::POST => return self.reload(headers).await,
+            "/api/reload" => return not_allowed("POST"),
             _ if path.starts_with("/api/") => return api::answer(self, request).await,
             _ => return text(StatusCode::NOT_FOUND, "there are /healthz, /readyz, /metrics and /api/…\n"),
         };
-        if method != Method::GET && method != Method::HEAD {
-            let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, "GET it\n");
-            answer.headers_mut().insert(ALLOW, HeaderValue::from_static("GET, HEAD"));
-            return answer;
-        }
-        answer
+        if method == Method::GET || method == Method::HEAD { answer } else { not_allowed("GET, HEAD") }
     }
 
-    /// Whether the caller may change something: with the token only, also where everybody may look.
+    /// What a caller must know; none if nothing.
+    fn token(&self) -> Option<Token> {
+        self.vitals.configuration.running().runtime.admin.as_ref()?.token.clone()
+    }
+
+    /// Whether the caller may change something: with the token only, also where everybody may look, since any page that a
+    /// browser shows could ask on a loopback address as well.
     ///
     /// # Errors
     /// He may not.
     fn may_write(&self, headers: &HeaderMap) -> Result<(), Problem> {
-        let why = match &self.token {
+        let why = match self.token() {
             Some(_) if self.knows(headers) => return Ok(()),
             Some(_) => "changes need the admin token: Authorization: Bearer …",
             None => "changes need a token, and none is configured: set admin.token in the configuration",
@@ -183,7 +183,7 @@ impl Admin {
 
     /// Whether the caller may ask at all.
     fn knows(&self, headers: &HeaderMap) -> bool {
-        let Some(token) = &self.token else { return true };
+        let Some(token) = self.token() else { return true };
         let said = headers.get(AUTHORIZATION).and_then(|said| said.as_bytes().split_at_checked(7));
         said.is_some_and(|(scheme, said)| {
             scheme.eq_ignore_ascii_case(b"bearer ") && verify_slices_are_equal(said, token.bytes()).is_ok()
@@ -221,6 +221,19 @@ fn is_for_loopback(request: &Request<Incoming>) -> bool {
         .map(|line| line.to_str().unwrap_or_default())
         .chain(request.uri().authority().map(Authority::as_str))
         .all(is_loopback)
+}
+
+/// The answer to a caller who does not know the token.
+fn nobody() -> Answer {
+    let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
+    answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    answer
+}
+
+fn not_allowed(methods: &'static str) -> Answer {
+    let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, &format!("{methods} only\n"));
+    answer.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
+    answer
 }
 
 fn text(status: StatusCode, body: &str) -> Answer {

@@ -2,16 +2,20 @@
 
 mod background;
 mod collector;
+pub mod handover;
+mod renewal;
+pub mod service;
+mod sockets;
 mod worker;
 
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, channel};
 use std::thread;
 use std::time::Duration;
 
-use socket2::{Domain, Protocol, Socket, Type};
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
@@ -30,17 +34,17 @@ use crate::limit::overrides::Overrides;
 use crate::observe::access::AccessLog;
 use crate::observe::log_file::LogFile;
 use crate::reload;
+use crate::reload::configuration::{Configuration, Request};
 use crate::runtime::files;
 use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
 use crate::server::connections::Connections;
 use crate::tally::Family;
-use crate::upstream::fleet::Fleet;
 use crate::watch::Watcher;
-use background::{check_health, look_up};
+use background::Background;
+use handover::Handover;
+use renewal::{Renewal, Roster};
+use sockets::{Inherited, Opened};
 use worker::Worker;
-
-/// Connections that may wait to be accepted, for each socket.
-const BACKLOG: i32 = 4096;
 
 /// Why the gateway cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -52,8 +56,6 @@ pub enum AppError {
     AccessLog { path: PathBuf, source: io::Error },
     #[error("spans cannot be exported: {0}")]
     Traces(anyhow::Error),
-    #[error("cannot watch the files that may change: {0}")]
-    Watch(#[from] notify::Error),
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
     #[error("a worker ended with a panic")]
@@ -73,20 +75,24 @@ fn hint(error: &io::Error) -> &'static str {
 #[derive(Debug)]
 pub struct App {
     runtime: Arc<Runtime>,
-    /// For each worker its socket of each listener.
-    sockets: Vec<Vec<StdListener>>,
+    /// For each worker its sockets, with the places of their listeners.
+    sockets: Vec<Vec<(usize, StdListener)>>,
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
+    /// Cancelled when nobody has anything to ask here any more.
+    end: CancellationToken,
     sinks: Sinks,
-    /// Keeps the runtime up to date.
-    watcher: Option<Arc<Watcher>>,
+    configuration: Arc<Configuration>,
+    requests: Receiver<Request>,
+    /// Keeps the configuration up to date.
+    watcher: Option<Watcher>,
 }
 
 impl App {
     /// Opens the sockets and the access log, and follows the files that may change.
     ///
     /// # Errors
-    /// An address is taken or cannot be had; the access log cannot be written; a folder cannot be watched.
+    /// An address is taken or cannot be had; the access log cannot be written.
     pub fn open(runtime: Runtime) -> Result<Self, AppError> {
         files::raise();
         let (connections, files) = (runtime.server.max_connections, files::allowed());
@@ -97,37 +103,49 @@ impl App {
             Layout::PerCore => runtime.server.workers,
             Layout::Shared => 1,
         };
+        let mut inherited = Inherited::take();
         let mut addresses = Vec::new();
-        let mut sockets: Vec<Vec<StdListener>> = (0..accepting).map(|_| Vec::new()).collect();
-        for &Listener { address, .. } in &runtime.listeners {
-            let failed = |source| AppError::Listen { address, source };
-            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
-            let probe = bind(address, false).map_err(failed)?;
-            // Port 0 was asked for: the probe knows which one it became.
-            let address = probe.local_addr().map_err(failed)?;
-            drop(probe);
-            for worker in &mut sockets {
-                worker.push(bind(address, true).map_err(failed)?);
-            }
+        let mut sockets: Vec<Vec<_>> = (0..accepting).map(|_| Vec::new()).collect();
+        for (place, &Listener { address, .. }) in runtime.listeners.iter().enumerate() {
+            let opened = inherited.open(address, accepting);
+            let Opened { address, by_worker } = opened.map_err(|source| AppError::Listen { address, source })?;
             addresses.push(address);
-        }
-        let admin = match &runtime.admin {
-            Some(AdminSettings { address, .. }) => {
-                let socket = bind(*address, false);
-                Some(socket.map_err(|source| AppError::Listen { address: *address, source })?)
+            for (worker, opened) in sockets.iter_mut().zip(by_worker) {
+                worker.extend(opened.into_iter().map(|socket| (place, socket)));
             }
-            None => None,
-        };
+        }
+        let admin = runtime.admin.as_ref().map(|&AdminSettings { address, .. }| {
+            inherited.single(address).map_err(|source| AppError::Listen { address, source })
+        });
+        let admin = admin.transpose()?;
+        inherited.finish();
         let spans = runtime.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = Sinks { access: access_log(&runtime)?, spans };
         let runtime = Arc::new(runtime);
-        let watcher = reload::follow(&runtime)?.map(Arc::new);
-        Ok(App { runtime, sockets, addresses, admin, sinks, watcher })
+        let (configuration, requests) = Configuration::new(runtime.clone());
+        let configuration = Arc::new(configuration);
+        let watcher = reload::follow(&configuration);
+        let end = CancellationToken::new();
+        Ok(App { runtime, sockets, addresses, admin, end, sinks, configuration, requests, watcher })
     }
 
-    /// What follows the files that may change; none if there are none.
-    pub fn watcher(&self) -> Option<Arc<Watcher>> {
-        self.watcher.clone()
+    /// What is in force, and may be read again.
+    pub fn configuration(&self) -> Arc<Configuration> {
+        self.configuration.clone()
+    }
+
+    /// What another process needs to take the place of this one. It keeps the sockets open.
+    ///
+    /// # Errors
+    /// There may be no more descriptors.
+    pub fn handover(&self) -> io::Result<Handover> {
+        let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
+        sockets.sort_by_key(|(place, _)| *place);
+        let sockets = sockets.into_iter().map(|(_, socket)| socket).chain(&self.admin);
+        Ok(Handover {
+            sockets: sockets.map(StdListener::try_clone).collect::<io::Result<_>>()?,
+            admin: self.end.clone(),
+        })
     }
 
     /// Serves until `stop` is cancelled and the running requests are done.
@@ -135,9 +153,8 @@ impl App {
     /// # Errors
     /// A worker cannot be started, or panics.
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
-        let fleets: Arc<[_]> = self.runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
-        let names = look_up(&fleets, stop.clone())?;
-        let health = check_health(&fleets, stop.clone())?;
+        let (background, attending) = Background::start(stop.clone())?;
+        background.attend(&self.configuration.running().fleets).map_err(AppError::Worker)?;
         self.announce();
         let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
         let breaker = Arc::<Breaker>::default();
@@ -149,8 +166,11 @@ impl App {
         let limits = Arc::<Family<limit::tallies::Tallies>>::default();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
-        let runtime = self.runtime.clone();
-        let limits_by_name = move |name: &str| runtime.limits.get(name).map(|terms| terms.limit.clone());
+        let configuration = self.configuration.clone();
+        let limits_by_name = move |name: &str| {
+            let running = configuration.running();
+            running.runtime.limits.get(name).map(|terms| terms.limit.clone())
+        };
         let overrides = Overrides::new(self.runtime.hasher.clone(), limits_by_name, denials.clone());
         let overrides = Arc::new(overrides);
         let threads = match self.runtime.server.layout {
@@ -161,23 +181,35 @@ impl App {
             tallies: tallies.clone(),
             limits: limits.clone(),
             connections: connections.clone(),
-            fleets: fleets.clone(),
+            configuration: self.configuration.clone(),
             store: self.runtime.store.name.clone(),
             breaker: breaker.clone(),
             topology: topology.clone(),
             sinks: self.sinks.clone(),
             started: clock::unix_us() / 1_000_000,
             stop: stop.clone(),
+            end: self.end.clone(),
         });
         // Until the last request is done.
-        let end = CancellationToken::new();
-        let _end = end.clone().drop_guard();
-        if let (Some(socket), Some(settings)) = (self.admin, &self.runtime.admin) {
-            let parts =
-                Parts { runtime: self.runtime.clone(), vitals, memory: memory.clone(), overrides: overrides.clone() };
-            admin::start(socket, settings.token.clone(), parts, end).map_err(AppError::Worker)?;
+        let _end = self.end.clone().drop_guard();
+        if let Some(socket) = self.admin {
+            let parts = Parts { vitals, memory: memory.clone(), overrides: overrides.clone() };
+            admin::start(socket, parts, self.end).map_err(AppError::Worker)?;
         }
-        let mut workers: Vec<_> = names.into_iter().chain(health).collect();
+        let roster = Arc::<Roster>::default();
+        let renewal = Renewal {
+            configuration: self.configuration.clone(),
+            requests: self.requests,
+            roster: roster.clone(),
+            background,
+            connections: connections.clone(),
+            watcher: self.watcher,
+            stop: stop.clone(),
+        };
+        // It ends with the process: nobody waits for it.
+        thread::Builder::new().name("reload".to_owned()).spawn(|| renewal.run()).map_err(AppError::Worker)?;
+        let mut workers = vec![attending];
+        let (serving, serve) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
                 runtime: self.runtime.clone(),
@@ -189,15 +221,22 @@ impl App {
                 denials: denials.clone(),
                 overrides: overrides.clone(),
                 connections: connections.clone(),
-                fleets: fleets.clone(),
+                configuration: self.configuration.clone(),
+                roster: roster.clone(),
                 tallies: tallies.clone(),
                 limits: limits.clone(),
                 index,
                 sinks: self.sinks.clone(),
                 stop: stop.clone(),
             };
-            let run = move || worker.run(threads, sockets);
+            let serving = serving.clone();
+            let run = move || worker.run(threads, sockets, serving);
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
+        }
+        drop(serving);
+        // Whoever cannot does not say so, and the process ends.
+        if serve.iter().count() == workers.len() - 1 {
+            service::serves();
         }
         let mut result = Ok(());
         for worker in workers {
@@ -231,17 +270,6 @@ impl App {
             addresses.first().map_or("", String::as_str),
         );
     }
-}
-
-fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {
-    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // A restart must not wait for the connections of the process before.
-    socket.set_reuse_address(true)?;
-    socket.set_reuse_port(share)?;
-    socket.set_nonblocking(true)?;
-    socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    Ok(socket.into())
 }
 
 fn access_log(runtime: &Runtime) -> Result<Option<AccessLog>, AppError> {

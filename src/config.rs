@@ -9,6 +9,7 @@ mod forms;
 mod keys;
 mod masked;
 pub mod schema;
+pub mod shown;
 mod spanned;
 mod upstream;
 
@@ -16,7 +17,7 @@ use std::collections::BTreeMap;
 
 pub use forms::{CostTable, LimitCost, OneOrMany, Shares, UpstreamServer};
 use schemars::JsonSchema;
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 pub use spanned::Spanned;
 pub use upstream::{Eject, Health, Upstream, UpstreamTls};
 
@@ -148,7 +149,7 @@ pub struct Admin {
 }
 
 /// `[log]`
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
     /// Of both logs; by default `"text"` on a terminal, else `"json"`.
@@ -166,7 +167,7 @@ pub struct Log {
 }
 
 /// `[store]`
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Store {
     /// Or `redis://user:password@host:6379/0`, `rediss://…` (TLS), `redis+unix:///run/redis.sock?db=0`,
@@ -203,7 +204,7 @@ pub struct Store {
 }
 
 /// `tls` of the store
-#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct StoreTls {
     /// The authorities that sign certificates of the store, a PEM file; by default those of the system.

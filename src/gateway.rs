@@ -6,6 +6,7 @@ mod decide;
 pub mod denied;
 mod early;
 mod forward;
+mod generation;
 pub mod meters;
 mod noted;
 mod request_id;
@@ -13,6 +14,7 @@ mod request_id;
 use std::net::IpAddr;
 use std::sync::Arc;
 
+use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
 use http::{Request, Response};
 use http_body::Body as _;
@@ -23,6 +25,7 @@ use tracing::{debug, warn};
 use crate::account::{Arrival, Record, Sinks};
 use crate::http::body::Body;
 use crate::http::headers::{Origin, is_grpc};
+use crate::identity::client_ip::ClientIp;
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
@@ -30,22 +33,25 @@ use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::fleet::Fleet;
-use crate::upstream::{Trail, Upstream, UpstreamError};
+use crate::upstream::{Trail, UpstreamError};
 use addressed::{Addressed, origin_form};
 use ask::Question;
 use forward::Onward;
-use meters::{Meters, Tallies};
+use generation::Generation;
+use meters::Tallies;
 use request_id::RequestId;
 
 /// One worker's gateway.
 #[derive(Debug)]
 pub struct Gateway {
-    runtime: Arc<Runtime>,
+    /// Each request has one of them from its beginning to its end.
+    current: ArcSwap<Generation>,
     limiter: Limiter,
-    upstreams: Vec<Upstream>,
-    meters: Meters,
     /// Of this worker alone: each request counts whoever refers to them.
     sinks: Arc<Sinks>,
+    tallies: Arc<Tallies>,
+    /// Which one it is.
+    worker: usize,
 }
 
 /// The other end of a downstream connection.
@@ -57,13 +63,35 @@ pub struct Peer {
     pub origin: Origin,
     /// The subject of its certificate, which was verified.
     pub subject: Option<Box<str>>,
+    /// Who has said whether it is trusted.
+    client_ip: Arc<ClientIp>,
+    /// Whether it speaks for somebody whom it does not tell.
+    hidden: bool,
 }
 
 impl Peer {
     /// The peer of a connection.
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
         let address = address.to_canonical();
-        Peer { address, origin: Origin::new(address, scheme, runtime.client_ip.trusts(address)), subject: None }
+        let client_ip = runtime.client_ip.clone();
+        let origin = Origin::new(address, scheme, client_ip.trusts(address));
+        Peer { address, origin, subject: None, client_ip, hidden: false }
+    }
+
+    /// Believes nothing that comes from it.
+    pub fn hide(&mut self) {
+        (self.hidden, self.origin.trusted) = (true, false);
+    }
+
+    /// The same under a configuration that is newer than the connection; none if it says the same of whom to trust.
+    fn under(&self, runtime: &Runtime) -> Option<Box<Peer>> {
+        let client_ip = &runtime.client_ip;
+        if Arc::ptr_eq(client_ip, &self.client_ip) {
+            return None;
+        }
+        let trusted = !self.hidden && client_ip.trusts(self.address);
+        let (origin, client_ip) = (Origin { trusted, ..self.origin.clone() }, client_ip.clone());
+        Some(Box::new(Peer { origin, client_ip, subject: self.subject.clone(), ..*self }))
     }
 }
 
@@ -74,16 +102,22 @@ impl Gateway {
         limiter: Limiter,
         fleets: &[Arc<Fleet>],
         sinks: Sinks,
-        (tallies, worker): (&Tallies, usize),
+        (tallies, worker): (Arc<Tallies>, usize),
     ) -> Self {
-        let meters = Meters::new(tallies, &runtime, worker);
-        let upstreams = fleets.iter().cloned().map(Upstream::new).collect();
-        Gateway { runtime, limiter, upstreams, meters, sinks: Arc::new(sinks) }
+        let current = ArcSwap::from_pointee(Generation::new(runtime, fleets, &tallies, worker));
+        Gateway { current, limiter, sinks: Arc::new(sinks), tallies, worker }
+    }
+
+    /// Serves another configuration from the next request on. What is the same in both goes on: counts, and connections
+    /// to upstreams.
+    pub fn adopt(&self, runtime: Arc<Runtime>, fleets: &[Arc<Fleet>]) {
+        let next = Generation::succeeding(&self.current.load(), runtime, fleets, &self.tallies, self.worker);
+        self.current.store(Arc::new(next));
     }
 
     /// The configuration that it serves.
-    pub fn runtime(&self) -> &Runtime {
-        &self.runtime
+    pub fn runtime(&self) -> Arc<Runtime> {
+        self.current.load().runtime.clone()
     }
 
     /// Waits until what requests leave behind (leases to release, late charges) is done.
@@ -107,7 +141,10 @@ impl Gateway {
             met.identify(&request, peer);
         }
         let early = early::is_possible(&request);
-        let (mut response, outcome) = match self.serve(request, peer, &mut met).await {
+        let generation = self.current.load_full();
+        let renewed = peer.under(&generation.runtime);
+        let peer = renewed.as_deref().unwrap_or(peer);
+        let (mut response, outcome) = match self.serve(&generation, request, peer, &mut met).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
                 let id = met.id.as_ref().map(RequestId::value);
@@ -122,7 +159,7 @@ impl Gateway {
                 rejection.into_response(id)
             }
         };
-        self.meters.answered(met.route, response.status(), arrived.elapsed());
+        generation.meters.answered(met.route, response.status(), arrived.elapsed());
         if early {
             early::say_close(&mut response);
         }
@@ -132,13 +169,15 @@ impl Gateway {
         }
     }
 
-    async fn serve(
+    async fn serve<'g>(
         &self,
+        generation: &'g Generation,
         request: Request<Incoming>,
         peer: &Peer,
         met: &mut Met,
-    ) -> Result<Response<Body>, Rejection<'_>> {
-        let admitted = self.admit(&request, peer, met).await;
+    ) -> Result<Response<Body>, Rejection<'g>> {
+        let Generation { runtime, upstreams, meters } = generation;
+        let admitted = self.admit(generation, &request, peer, met).await;
         let Admitted { route, mut decision, path, rewritten, deadline } = match admitted {
             Ok(admitted) => admitted,
             Err(rejection) => {
@@ -162,7 +201,7 @@ impl Gateway {
             }
             Target::Upstream(split) => {
                 let (index, asked) = (split.draw(), monotonic());
-                let upstream = &self.upstreams[index];
+                let upstream = &*upstreams[index];
                 let mut trail = Trail::new(met.record.is_some());
                 let trace = met.record.as_ref().and_then(|record| record.trace);
                 let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
@@ -174,9 +213,9 @@ impl Gateway {
                     Err(UpstreamError::Overdue { upstream: upstream.name().into() })
                 } else {
                     // On the heap: inside this future it would be moved with it, for every request.
-                    Box::pin(forward::forward(&self.runtime, route, upstream, request, onward)).await
+                    Box::pin(forward::forward(runtime, route, upstream, request, onward)).await
                 };
-                self.meters.sent(index, &answer, asked.elapsed(), &trail);
+                meters.sent(index, &answer, asked.elapsed(), &trail);
                 if let Some(record) = &mut met.record {
                     noted::sent(record, upstream, &trail, &answer, asked);
                     noted::paid(record, route, &answer);
@@ -198,14 +237,16 @@ impl Gateway {
     }
 
     /// Whether a request may go on. Nothing of its body is asked for yet, so nobody who waits for 100 sends one in vain.
-    async fn admit<'a>(
-        &'a self,
+    async fn admit<'g>(
+        &self,
+        generation: &'g Generation,
         request: &Request<Incoming>,
         peer: &Peer,
         met: &mut Met,
-    ) -> Result<Admitted<'a>, Rejection<'a>> {
-        let target = Addressed::read(request, self.runtime.server.max_uri)?;
-        let route = match self.runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
+    ) -> Result<Admitted<'g>, Rejection<'g>> {
+        let Generation { runtime, meters, .. } = generation;
+        let target = Addressed::read(request, runtime.server.max_uri)?;
+        let route = match runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
             Ok(route) => route,
             Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
             Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
@@ -226,8 +267,7 @@ impl Gateway {
         let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
         let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
         let decision =
-            decide::decide(&self.runtime, &self.limiter, &self.meters, route, &asked, peer, met.record.as_deref_mut())
-                .await?;
+            decide::decide(runtime, &self.limiter, meters, route, &asked, peer, met.record.as_deref_mut()).await?;
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,

@@ -1,5 +1,7 @@
-//! Follows the files of the configuration that may change while the gateway runs: the good new one takes effect at
+//! Follows the configuration and the files that it names while the gateway runs: the good new one takes effect at
 //! once, from a bad one the old stays in force.
+
+pub mod configuration;
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -11,13 +13,29 @@ use crate::identity::jwks::KeySet;
 use crate::limit::clock;
 use crate::runtime::Runtime;
 use crate::watch::{OnChange, Snapshot, Watcher, watch};
+use configuration::{Cause, Configuration};
 
-/// Follows the files of a runtime as long as the result lives; none if it has no such files.
-///
-/// # Errors
-/// The system refuses to watch a folder.
-pub fn follow(runtime: &Arc<Runtime>) -> Result<Option<Watcher>, notify::Error> {
+/// Follows the files of what is in force as long as the result lives; none if the system refuses to watch a folder.
+pub fn follow(configuration: &Arc<Configuration>) -> Option<Watcher> {
+    let watcher = watch(files(configuration));
+    let watcher = watcher.map_err(|error| warn!("changes of files are not seen, SIGHUP reads them again: {error}"));
+    watcher.ok()
+}
+
+fn files(configuration: &Arc<Configuration>) -> Vec<(Vec<Snapshot>, OnChange)> {
+    let runtime = &configuration.running().runtime;
     let mut files: Vec<(Vec<Snapshot>, OnChange)> = Vec::new();
+    // First: when it takes effect, the others are read with it.
+    let reload = {
+        let configuration = configuration.clone();
+        move |files: &[Snapshot]| {
+            if !configuration.was_tried(&files[0].content) {
+                // How it went is told by whoever does it.
+                let _ = configuration.reload(Cause::Change).blocking_recv();
+            }
+        }
+    };
+    files.push((vec![runtime.file.clone()], Box::new(reload)));
     if let Some(file) = &runtime.jwks_file {
         let runtime = runtime.clone();
         let reload = move |files: &[Snapshot]| {
@@ -48,7 +66,7 @@ pub fn follow(runtime: &Arc<Runtime>) -> Result<Option<Watcher>, notify::Error> 
     for index in 0..runtime.listeners.len() {
         follow_tls(runtime, index, &mut files);
     }
-    if files.is_empty() { Ok(None) } else { watch(files).map(Some) }
+    files
 }
 
 /// The files of one listener.

@@ -4,6 +4,7 @@ mod admin;
 mod client_tls;
 mod consumers;
 pub mod files;
+mod fixed;
 mod fleets;
 mod identities;
 mod limits;
@@ -16,6 +17,7 @@ mod rules;
 mod settings;
 mod split;
 mod store;
+mod succession;
 mod targets;
 mod upstreams;
 
@@ -47,16 +49,20 @@ use crate::upstream::settings::UpstreamSettings;
 use crate::watch::Snapshot;
 pub use admin::{AdminSettings, Token};
 pub use client_tls::UpstreamTls;
+use fixed::Fixed;
 pub use listeners::Subject;
 use reader::Reader;
 pub use route::{Metered, Metering, Redirect, Respond, Rewrite, Route, Target};
 pub use split::Split;
+pub use succession::Unfit;
 
 /// Everything that a request needs, compiled once.
 #[derive(Debug)]
 pub struct Runtime {
+    /// The file that says all of this.
+    pub file: Snapshot,
     /// Limits of the HTTP side, and workers.
-    pub server: ServerSettings,
+    pub server: Arc<ServerSettings>,
     /// Where to listen.
     pub listeners: Vec<Listener>,
     /// Where the operator asks; none = nowhere.
@@ -66,7 +72,7 @@ pub struct Runtime {
     /// The process' own log and the access log.
     pub log: LogSettings,
     /// Whom to believe about addresses.
-    pub client_ip: ClientIp,
+    pub client_ip: Arc<ClientIp>,
     /// Where API keys stand, and what becomes of unknown ones.
     pub api_keys: ApiKeys,
     /// Whose keys are known; replaced when their file changes.
@@ -84,13 +90,14 @@ pub struct Runtime {
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
     /// TLS of those that have servers with it.
-    pub upstream_tls: Vec<UpstreamTls>,
+    pub upstream_tls: Vec<Arc<UpstreamTls>>,
     /// Every limit, used or not, by name.
     pub limits: BTreeMap<String, Terms>,
     /// Every route, in the order of the file.
     pub routes: Vec<Arc<Route>>,
     /// The same, by what a request looks like.
     pub table: RouteTable<Arc<Route>>,
+    fixed: Fixed,
 }
 
 /// `[[listener]]`
@@ -142,6 +149,16 @@ pub struct ServerSettings {
     pub max_uri: usize,
     /// Concurrent streams of an HTTP/2 connection.
     pub http2_max_streams: u32,
+}
+
+/// When no new requests are wanted, a request that is on its way already has so long to come.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+impl ServerSettings {
+    /// For so long connections that wait for a request stay when the gateway stops.
+    pub fn farewell(&self) -> Duration {
+        FAREWELL.min(self.drain_timeout / 2)
+    }
 }
 
 /// How workers share connections.
@@ -237,7 +254,8 @@ impl Runtime {
     ) -> Result<(Runtime, File<Config>), ConfigError> {
         let mut file = file.map_err(|faulty| ConfigError { files: vec![faulty] })?;
         let mut reader = Reader::new(path, file.text.clone(), std::mem::take(&mut file.issues), environment);
-        let runtime = compile(&file.value, &mut reader);
+        let snapshot = Snapshot { path: path.to_owned(), content: file.text.clone().into_bytes() };
+        let runtime = compile(snapshot, &file.value, &mut reader);
         reader.finish()?;
         // Without a finding every part is there.
         Ok((runtime, file))
@@ -264,7 +282,7 @@ impl Runtime {
     }
 }
 
-fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
+fn compile(file: Snapshot, config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let server = settings::server(&config.server, reader);
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
@@ -277,21 +295,23 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
     let instances = store::instances(&config.store, reader);
     let (upstreams, upstream_tls) = upstreams::upstreams(&config.upstream, reader);
     let limits = limits::limits(config, &hasher, instances, client_ip.trusted.len(), &upstreams, reader);
-    let file = config.api_key.consumers.as_ref();
+    let named = config.api_key.consumers.as_ref();
     let (consumers, consumers_file) =
-        file.map(|text| consumers::load(text, &limits, &hasher, reader)).unwrap_or_default();
+        named.map(|text| consumers::load(text, &limits, &hasher, reader)).unwrap_or_default();
     consumers::needed(config, &limits, &api_keys, &consumers, reader);
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let store = store::store(&config.store, &routes, reader);
+    let fixed = Fixed::of(config, &server, &listeners);
     Runtime {
-        server,
+        file,
+        server: Arc::new(server),
         listeners,
         admin,
         store,
         log,
-        client_ip,
+        client_ip: Arc::new(client_ip),
         api_keys,
         consumers: ArcSwap::from_pointee(consumers),
         consumers_file,
@@ -300,9 +320,10 @@ fn compile(config: &Config, reader: &mut Reader<'_>) -> Runtime {
         hasher,
         trusted_headers,
         upstreams: upstreams.into_iter().map(Arc::new).collect(),
-        upstream_tls,
+        upstream_tls: upstream_tls.into_iter().map(Arc::new).collect(),
         limits,
         routes,
         table,
+        fixed,
     }
 }

@@ -21,7 +21,7 @@ use crate::gateway::{Gateway, Peer};
 use crate::http::activity::Activity;
 use crate::identity::client_cert;
 use crate::limit::clock;
-use crate::runtime::Listener;
+use crate::runtime::{Listener, Runtime};
 use connections::Connections;
 use conversation::{BoxError, Conversation, End};
 use lent::Lent;
@@ -57,18 +57,16 @@ pub struct Server {
 
 impl Server {
     /// A server without connections.
-    pub fn new(gateway: Gateway, connections: Arc<Connections>, stop: CancellationToken) -> Self {
+    pub fn new(gateway: Arc<Gateway>, connections: Arc<Connections>, stop: CancellationToken) -> Self {
         let (end, tasks) = (CancellationToken::new(), TaskTracker::new());
-        Server { gateway: Arc::new(gateway), stop, end, tasks, connections }
+        Server { gateway, stop, end, tasks, connections }
     }
 
-    /// Serves the listeners of the runtime, in its order, until it is stopped, then lets what runs finish, for `drain_timeout` at most.
-    pub async fn run(self, listeners: Vec<TcpListener>) {
-        let accepting: Vec<_> = listeners
-            .into_iter()
-            .enumerate()
-            .map(|(place, socket)| tokio::spawn(self.clone().accept(socket, place)))
-            .collect();
+    /// Serves sockets, each of the listener at its place, until it is stopped, then lets what runs finish, for
+    /// `drain_timeout` at most.
+    pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
+        let accept = |(place, socket)| tokio::spawn(self.clone().accept(socket, place));
+        let accepting: Vec<_> = sockets.into_iter().map(accept).collect();
         for task in accepting {
             if let Err(error) = task.await {
                 warn!(%error, "a listener ended");
@@ -142,36 +140,40 @@ impl Server {
         // Answers are written whole; waiting for more would only delay them.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
-        let listener = &gateway.runtime().listeners[listener];
+        let runtime = gateway.runtime();
+        let (listener, settings) = (&runtime.listeners[listener], runtime.server.clone());
         // A PROXY header and the handshake spend of the same time as the first head.
-        let deadline = Instant::now() + gateway.runtime().server.header_timeout;
+        let deadline = Instant::now() + settings.header_timeout;
         let activity = Activity::new();
-        let mut peer = timeout_at(deadline, self.peer(&mut stream, address, listener)).await??;
+        let mut peer = timeout_at(deadline, self.peer(&mut stream, address, listener, &runtime)).await??;
         let connections = self.connections.clone();
         // A trusted proxy brings many clients.
         let _seat = if connections.by_network() && !peer.origin.trusted {
-            let network = gateway.runtime().client_ip.network(peer.address);
+            let network = runtime.client_ip.network(peer.address);
             let Some(seat) = connections.seat(network) else { return Ok(()) };
             Some(seat)
         } else {
             None
         };
         let (mut stream, mut back) = Lent::new(stream);
-        let talk =
-            |peer| Conversation { gateway: gateway.clone(), peer: Arc::new(peer), activity, stop: self.stop.clone() };
+        let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
+        // A connection may last, and must not keep a configuration that nobody serves any more.
+        drop(runtime);
+        let farewell = settings.farewell();
+        let talk = |peer| Conversation { gateway, peer: Arc::new(peer), settings, activity, stop: self.stop.clone() };
         // On the heap, each with its own size: a task keeps room for the largest of what it may ever do.
-        let end = match &listener.tls {
+        let end = match acceptor {
             None => {
                 let protocol = tokio::select! {
                     biased;
                     protocol = timeout_at(deadline, Protocol::said(&mut stream)) => protocol??,
                     // Nobody waits for an answer.
-                    () = self.stop.cancelled() => return Ok(()),
+                    () = self.farewell(farewell) => return Ok(()),
                 };
                 Box::pin(talk(peer).run(stream, protocol)).await?
             }
-            Some(tls) => {
-                let handshake = Box::pin(tls.tls.acceptor().accept(stream));
+            Some(acceptor) => {
+                let handshake = Box::pin(acceptor.accept(stream));
                 let stream = Box::new(timeout_at(deadline, handshake).await??);
                 let session = stream.get_ref().1;
                 if let Some([certificate, ..]) = session.peer_certificates() {
@@ -196,10 +198,21 @@ impl Server {
         Ok(())
     }
 
+    /// Is over so long after no new connections are wanted.
+    async fn farewell(&self, after: Duration) {
+        self.stop.cancelled().await;
+        sleep(after).await;
+    }
+
     /// Who is at the other end: the socket's address, or on a listener for proxies whom they speak for.
-    async fn peer(&self, stream: &mut TcpStream, socket: SocketAddr, listener: &Listener) -> Result<Peer, BoxError> {
+    async fn peer(
+        &self,
+        stream: &mut TcpStream,
+        socket: SocketAddr,
+        listener: &Listener,
+        runtime: &Runtime,
+    ) -> Result<Peer, BoxError> {
         let scheme = if listener.tls.is_some() { "https" } else { "http" };
-        let runtime = self.gateway.runtime();
         let mut peer = Peer::new(socket.ip(), scheme, runtime);
         if listener.proxy_protocol {
             if !peer.origin.trusted {
@@ -215,7 +228,7 @@ impl Server {
                 Sender::Client(client) => peer = Peer::new(client, scheme, runtime),
                 Sender::Proxy => {}
                 // The proxy is believed, but not what passes through it.
-                Sender::Unknown => peer.origin.trusted = false,
+                Sender::Unknown => peer.hide(),
             }
         }
         Ok(peer)

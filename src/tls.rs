@@ -5,6 +5,7 @@ pub mod authorities;
 pub mod certificate;
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwap;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
@@ -67,6 +68,8 @@ pub struct Clients(Arc<dyn ClientCertVerifier>);
 pub struct Tls {
     certificates: Arc<BySni>,
     config: ArcSwap<ServerConfig>,
+    /// Whether it believes others than at first.
+    believes_others: AtomicBool,
 }
 
 /// Chooses the first certificate that is for the name; the very first if none is, or no name was sent.
@@ -107,7 +110,7 @@ impl Tls {
         let certificates = Arc::new(BySni(certificates.into_iter().map(ArcSwap::from_pointee).collect()));
         let clients = clients.unwrap_or_else(|| Clients(Arc::new(NoClientAuth)));
         let config = ArcSwap::from_pointee(config(certificates.clone(), clients)?);
-        Ok(Tls { certificates, config })
+        Ok(Tls { certificates, config, believes_others: AtomicBool::new(false) })
     }
 
     /// What makes a connection of the next stream.
@@ -131,7 +134,20 @@ impl Tls {
     /// The library refuses the setup.
     pub fn believe(&self, clients: Clients) -> Result<(), TlsError> {
         self.config.store(Arc::new(config(self.certificates.clone(), clients)?));
+        self.believes_others.store(true, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// Whether it believes others than at first.
+    pub fn believes_others(&self) -> bool {
+        self.believes_others.load(Ordering::Relaxed)
+    }
+
+    /// Resumes the sessions of another one, which believes the same clients.
+    pub fn resume(&self, other: &Tls) {
+        let mut config = (*self.config.load_full()).clone();
+        config.ticketer = other.config.load().ticketer.clone();
+        self.config.store(Arc::new(config));
     }
 }
 

@@ -16,6 +16,7 @@ mod pool;
 mod queue;
 pub mod resolve;
 pub mod settings;
+mod succession;
 mod table;
 pub mod tls;
 mod trail;
@@ -132,6 +133,11 @@ impl Upstream {
     pub fn new(fleet: Arc<Fleet>) -> Self {
         let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: Vec::new() });
         Upstream { fleet, links, dice: Dice::random() }
+    }
+
+    /// Whether it leads there.
+    pub fn leads_to(&self, fleet: &Arc<Fleet>) -> bool {
+        Arc::ptr_eq(&self.fleet, fleet)
     }
 
     /// Its name.

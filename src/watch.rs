@@ -2,9 +2,9 @@
 //! symlinks count; contents are compared, so nothing is told twice.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use std::{fmt, fs, io, thread};
 
@@ -82,7 +82,7 @@ pub fn watch(files: Vec<(Vec<Snapshot>, OnChange)>) -> Result<Watcher, notify::E
         watcher.watch(file.path.parent().unwrap_or(Path::new("")), RecursiveMode::NonRecursive)?;
     }
     let run = {
-        let all = all.clone();
+        let all = Arc::downgrade(&all);
         move || compare(files, &signs, &all)
     };
     thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
@@ -90,14 +90,18 @@ pub fn watch(files: Vec<(Vec<Snapshot>, OnChange)>) -> Result<Watcher, notify::E
 }
 
 /// Compares all files at each sign, until the watcher is gone.
-fn compare(files: Vec<(Vec<Snapshot>, OnChange)>, signs: &Receiver<()>, all: &AtomicBool) {
+fn compare(files: Vec<(Vec<Snapshot>, OnChange)>, signs: &Receiver<()>, watcher: &Weak<AtomicBool>) {
     let mut files: Vec<_> = files.into_iter().map(|(files, on_change)| (files, on_change, true)).collect();
     while signs.recv().is_ok() {
         thread::sleep(SETTLE);
         // What came in the meantime is seen now.
         let _ = signs.try_recv();
-        let all = all.swap(false, Ordering::SeqCst);
+        let Some(all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
         for (files, on_change, readable) in &mut files {
+            // What was done with the file before may have made it superfluous.
+            if watcher.strong_count() == 0 {
+                return;
+            }
             let read = |file: &Snapshot| Snapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
             match files.iter().map(read).collect::<Result<Vec<_>, _>>() {
                 Ok(now) => {
@@ -207,7 +211,8 @@ mod tests {
         drop(sign);
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
         tracing::subscriber::with_default(lines.finish(), || {
-            compare(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &AtomicBool::default());
+            let watcher = Arc::<AtomicBool>::default();
+            compare(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &Arc::downgrade(&watcher));
         });
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");

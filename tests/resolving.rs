@@ -55,6 +55,21 @@ fn has(fleet: &Fleet, addresses: &[&str]) -> bool {
 }
 
 #[test]
+fn a_fleet_that_takes_the_place_of_another_is_where_that_was_found() {
+    let dns = NameServer::start();
+    dns.at("api.test", &["192.0.2.1", "192.0.2.2"], 60);
+    let before = fleets(&["api.test:80"]);
+    follow(&before, &dns, &[]);
+    let settings = fleets(&["api.test:80"])[0].settings.clone();
+    let after = Arc::new(Fleet::succeeding(settings, &before[0]));
+    let other = fleets(&["other.test:80", "API.test:81"]);
+    // Nobody has looked anything up for them.
+    drop(Names::of(&[after.clone(), other[1].clone()]));
+    assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.members());
+    assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same name");
+}
+
+#[test]
 fn all_addresses_are_members_and_changes_are_followed() {
     let dns = NameServer::start();
     dns.at("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);

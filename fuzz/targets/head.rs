@@ -8,7 +8,6 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use sluicegate::account::Sinks;
-use sluicegate::gateway::meters::Tallies;
 use sluicegate::gateway::{Gateway, Peer};
 use sluicegate::limit::Limiter;
 use sluicegate::limit::backend::Backend;
@@ -73,7 +72,8 @@ fn fixture() -> Fixture {
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), overrides, 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    Fixture { executor, gateway: Gateway::new(runtime, limiter, &[], Sinks::default(), (&Tallies::default(), 0)), peer }
+    let gateway = Gateway::new(runtime, limiter, &[], Sinks::default(), (Arc::default(), 0));
+    Fixture { executor, gateway, peer }
 }
 
 thread_local! {

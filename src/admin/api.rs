@@ -15,9 +15,11 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Duration, timeout};
 
 use super::problem::Problem;
-use super::{Admin, Answer, of_type};
+use super::vitals::Vitals;
+use super::{Admin, Answer, Operator, of_type};
 use crate::limit::operator::Refused;
 use crate::limit::store::StoreError;
+use crate::runtime::Runtime;
 
 /// Bytes of what is sent here.
 const LARGEST: usize = 16 * 1024;
@@ -26,6 +28,14 @@ const LARGEST: usize = 16 * 1024;
 const SENT_WITHIN: Duration = Duration::from_secs(10);
 
 type Result<T> = std::result::Result<T, Problem>;
+
+/// What a request is answered from.
+struct Desk<'a> {
+    /// The configuration that was in force when it came.
+    runtime: &'a Runtime,
+    vitals: &'a Vitals,
+    operator: &'a Operator,
+}
 
 /// Answers a request whose caller may look.
 pub(super) async fn answer(admin: &Admin, request: Request<Incoming>) -> Answer {
@@ -55,13 +65,15 @@ async fn respond(admin: &Admin, request: Request<Incoming>) -> Result<Answer> {
         admin.may_write(request.headers())?;
         is_json(&method, request.headers())?;
     }
+    let running = admin.vitals.configuration.running();
+    let desk = &Desk { runtime: &running.runtime, vitals: &admin.vitals, operator: &admin.operator };
     match (&*path, method) {
-        ("/api/top", _) => top::top(admin, query),
-        ("/api/identities", _) => identities::standings(admin, query).await,
-        ("/api/reset", _) => identities::reset(admin, body(request).await?).await,
-        (_, Method::GET) => overrides::all(admin).await,
-        (_, Method::DELETE) => overrides::remove(admin, query).await,
-        _ => overrides::put(admin, body(request).await?).await,
+        ("/api/top", _) => top::top(desk, query),
+        ("/api/identities", _) => identities::standings(desk, query).await,
+        ("/api/reset", _) => identities::reset(desk, body(request).await?).await,
+        (_, Method::GET) => overrides::all(desk).await,
+        (_, Method::DELETE) => overrides::remove(desk, query).await,
+        _ => overrides::put(desk, body(request).await?).await,
     }
 }
 

@@ -12,7 +12,7 @@ use crate::upstream::fleet::MemberStanding;
 pub(super) struct Health<'a> {
     status: Status,
     store: Store<'a>,
-    upstreams: BTreeMap<&'a str, Vec<Server>>,
+    upstreams: BTreeMap<Box<str>, Vec<Server>>,
 }
 
 /// In a word.
@@ -52,15 +52,18 @@ impl Vitals {
     /// As it stands now.
     pub(super) fn health(&self) -> Health<'_> {
         let failing = self.failing();
-        let status = match (self.stop.is_cancelled(), failing.is_empty()) {
+        // The service does not stop when another process goes on with it.
+        let stops = self.stop.is_cancelled() && !self.end.is_cancelled();
+        let status = match (stops, failing.is_empty()) {
             (true, _) => Status::Stopping,
             (false, true) => Status::Ready,
             (false, false) => Status::Degraded,
         };
         let server = |MemberStanding { server, state, in_flight }| Server { server, state, in_flight };
-        let upstreams = self.fleets.iter().map(|fleet| {
+        let fleets = self.configuration.running().fleets.clone();
+        let upstreams = fleets.iter().map(|fleet| {
             let servers = fleet.standing().into_iter().map(server).collect();
-            (&*fleet.settings.name, servers)
+            (fleet.settings.name.clone(), servers)
         });
         Health { status, store: Store { name: &self.store, failing }, upstreams: upstreams.collect() }
     }

@@ -24,6 +24,7 @@ impl Source for Vitals {
         page.counter("connections_accepted", "Connections that came")?.count(&[], accepted)?;
         page.counter("connections_refused", "Those of them whose network had max_connections_per_ip")?
             .count(&[], refused)?;
+        self.reloads(page)?;
         self.requests(page)?;
         self.decisions(page)?;
         self.store(page)?;
@@ -33,6 +34,22 @@ impl Source for Vitals {
 }
 
 impl Vitals {
+    fn reloads(&self, page: &mut Page<'_>) -> fmt::Result {
+        let mut lines = page.counter("config_reloads", "Reloads of the configuration, and those that were refused")?;
+        for (result, count) in ["ok", "error"].iter().zip(self.configuration.counts()) {
+            lines.count(&[("result", result)], count)?;
+        }
+        let successful = u64::from(self.configuration.failure().is_none());
+        page.gauge(
+            "config_last_reload_successful",
+            "0 while the file was refused and the configuration before is in force",
+        )?
+        .state(&[], successful)?;
+        let since = self.configuration.running().since_us / 1_000_000;
+        page.gauge("config_last_reload_success_timestamp_seconds", "Since when the configuration is in force")?
+            .state(&[], since)
+    }
+
     fn requests(&self, page: &mut Page<'_>) -> fmt::Result {
         let lines =
             page.counter("http_requests", "Requests by route and class of status; without a route none matched")?;
@@ -103,7 +120,8 @@ impl Vitals {
                 lines.count(&[("upstream", &upstream), ("kind", why.word())], count)?;
             }
         }
-        let standing: Vec<_> = self.fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
+        let fleets = self.configuration.running().fleets.clone();
+        let standing: Vec<_> = fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
         let servers = || standing.iter().flat_map(|(name, all)| all.iter().map(move |one| (*name, one)));
         let mut lines =
             page.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;

@@ -9,9 +9,9 @@ use crate::gateway::meters::Tallies;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::guard::Breaker;
 use crate::limit::tallies;
+use crate::reload::configuration::Configuration;
 use crate::server::connections::Connections;
 use crate::tally::Family;
-use crate::upstream::fleet::Fleet;
 
 /// The parts of a process that can be looked at.
 #[derive(Debug)]
@@ -24,8 +24,8 @@ pub struct Vitals {
     pub connections: Arc<Connections>,
     /// How the store is called; no credentials.
     pub store: String,
-    /// The upstreams.
-    pub fleets: Arc<[Arc<Fleet>]>,
+    /// What is served.
+    pub configuration: Arc<Configuration>,
     /// Whether the one store fails.
     pub breaker: Arc<Breaker>,
     /// Whether nodes of a cluster do.
@@ -36,6 +36,8 @@ pub struct Vitals {
     pub started: u64,
     /// Cancelled when no new requests are wanted.
     pub stop: CancellationToken,
+    /// Cancelled when another process answers instead.
+    pub end: CancellationToken,
 }
 
 impl Vitals {

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::TcpListener as StdListener;
 use std::sync::Arc;
+use std::sync::mpsc::Sender;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
@@ -10,6 +11,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::AppError;
+use super::renewal::Roster;
 use crate::account::Sinks;
 use crate::gateway::Gateway;
 use crate::gateway::meters;
@@ -24,11 +26,11 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::records;
 use crate::limit::tallies::Tallies;
+use crate::reload::configuration::Configuration;
 use crate::runtime::Runtime;
 use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::tally::Family;
-use crate::upstream::fleet::Fleet;
 
 /// What a worker takes along to its thread.
 pub(super) struct Worker {
@@ -41,7 +43,8 @@ pub(super) struct Worker {
     pub(super) denials: Option<Arc<Denials>>,
     pub(super) overrides: Arc<Overrides>,
     pub(super) connections: Arc<Connections>,
-    pub(super) fleets: Arc<[Arc<Fleet>]>,
+    pub(super) configuration: Arc<Configuration>,
+    pub(super) roster: Arc<Roster>,
     pub(super) tallies: Arc<meters::Tallies>,
     pub(super) limits: Arc<Family<Tallies>>,
     pub(super) index: usize,
@@ -50,16 +53,27 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves its sockets to the end, with so many threads.
-    pub(super) fn run(self, threads: usize, sockets: Vec<StdListener>) -> Result<(), AppError> {
+    /// Serves its sockets, each of the listener at its place, to the end, with so many threads; says when it does.
+    pub(super) fn run(
+        self,
+        threads: usize,
+        sockets: Vec<(usize, StdListener)>,
+        serving: Sender<()>,
+    ) -> Result<(), AppError> {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
-            let listeners = sockets.into_iter().map(TcpListener::from_std).collect::<io::Result<_>>();
-            let (limiter, counts) = (self.limiter(), (&*self.tallies, self.index));
-            let gateway = Gateway::new(self.runtime.clone(), limiter, &self.fleets, self.sinks, counts);
+            let listener = |(place, socket)| Ok((place, TcpListener::from_std(socket)?));
+            let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
+            let (limiter, counts) = (self.limiter(), (self.tallies, self.index));
+            let gateway = self.roster.enrol(&self.configuration, |running| {
+                Gateway::new(running.runtime.clone(), limiter, &running.fleets, self.sinks, counts)
+            });
             let server = Server::new(gateway, self.connections, self.stop);
-            server.run(listeners.map_err(AppError::Worker)?).await;
+            // Nobody may want to know.
+            let _ = serving.send(());
+            drop(serving);
+            server.run(listeners).await;
             Ok(())
         })
     }

@@ -1,45 +1,91 @@
-//! `sluicegate run`: serves until SIGTERM or ctrl-c.
+//! `sluicegate run`: serves until SIGTERM, ctrl-c, or until another process has taken its place.
 
 use anyhow::Context;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
-use tracing::info;
+use tracing::{error, info};
 
-use crate::app::App;
+use crate::app::handover::Handover;
+use crate::app::{App, service};
 use crate::observe::log;
+use crate::reload::configuration::{Cause, Configuration};
 use crate::runtime::Runtime;
 
 pub(super) fn run(runtime: Runtime) -> anyhow::Result<()> {
     log::start(runtime.log.format, runtime.log.level);
-    let drain = runtime.server.drain_timeout;
     let app = App::open(runtime)?;
-    let watcher = app.watcher();
+    let (configuration, handover) = (app.configuration(), app.handover()?);
     let stop = CancellationToken::new();
-    let signals = tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot watch signals")?;
-    let (mut term, mut interrupt, mut hangup) = {
-        let _context = signals.enter();
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?, signal(SignalKind::hangup())?)
+    let executor =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot watch signals")?;
+    let mut signals = {
+        let _context = executor.enter();
+        Signals::watch()?
     };
     let stopper = stop.clone();
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
-        signals.block_on(async {
-            loop {
-                tokio::select! {
-                    _ = term.recv() => break,
-                    _ = interrupt.recv() => break,
-                    _ = hangup.recv() => match &watcher {
-                        Some(watcher) => watcher.look_again(),
-                        None => info!("SIGHUP: there is no certificate, key or consumer to read again"),
-                    },
-                }
-            }
+        executor.block_on(async {
+            signals.attend(&configuration, handover).await;
+            let drain = configuration.running().runtime.server.drain_timeout;
             info!("stopping: running requests have {drain:?}; a second signal ends them at once");
             stopper.cancel();
-            tokio::select! { _ = term.recv() => {}, _ = interrupt.recv() => {} }
+            signals.stop.recv().await;
             std::process::exit(1);
         });
     })?;
     app.run(&stop)?;
     info!("stopped");
     Ok(())
+}
+
+/// What the process may be told.
+struct Signals {
+    stop: Stop,
+    hangup: Signal,
+    user2: Signal,
+}
+
+/// No new requests are wanted.
+struct Stop {
+    term: Signal,
+    interrupt: Signal,
+}
+
+impl Stop {
+    async fn recv(&mut self) {
+        tokio::select! { _ = self.term.recv() => {}, _ = self.interrupt.recv() => {} }
+    }
+}
+
+impl Signals {
+    fn watch() -> std::io::Result<Self> {
+        let (term, interrupt) = (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+        let (hangup, user2) = (signal(SignalKind::hangup())?, signal(SignalKind::user_defined2())?);
+        Ok(Signals { stop: Stop { term, interrupt }, hangup, user2 })
+    }
+
+    /// Does what it is told, until no new requests are wanted.
+    async fn attend(&mut self, configuration: &Configuration, handover: Handover) {
+        loop {
+            tokio::select! {
+                () = self.stop.recv() => return service::stops(),
+                // How it goes is told by whoever does it.
+                _ = self.hangup.recv() => drop(configuration.reload(Cause::Demand)),
+                _ = self.user2.recv() => {
+                    info!("another process is started with the sockets of this one");
+                    let started = tokio::select! {
+                        started = handover.start() => started,
+                        () = self.stop.recv() => return service::stops(),
+                    };
+                    match started {
+                        Ok(id) => {
+                            info!("process {id} serves in the place of this one");
+                            return handover.finish(id);
+                        }
+                        Err(error) => error!("this process stays: {error}"),
+                    }
+                }
+            }
+        }
+    }
 }

@@ -4,10 +4,10 @@ use std::borrow::Cow;
 use std::ops::Deref;
 
 use schemars::{JsonSchema, Schema, SchemaGenerator};
-use serde::Deserialize;
+use serde::{Deserialize, Serialize};
 
 /// A value with its place in the file: `toml`'s own, and with the schema of the value.
-#[derive(Debug, Clone, Deserialize)]
+#[derive(Debug, Clone, Deserialize, Serialize)]
 #[serde(transparent)]
 #[serde(bound(deserialize = "T: Deserialize<'de>"))]
 pub struct Spanned<T>(toml::Spanned<T>);

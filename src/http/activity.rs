@@ -1,9 +1,10 @@
 //! What goes on on one downstream connection, for its deadlines.
 
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use http::header::{CONNECTION, HeaderValue};
 use http::{Response, StatusCode, Version};
 
 use super::body::Body;
@@ -17,6 +18,8 @@ pub struct Activity {
     in_flight: AtomicUsize,
     /// ms after `opened` at which the last response ended; 0 before the first.
     ended_ms: AtomicU64,
+    /// Whether the next answer is the last one.
+    farewell: AtomicBool,
     /// The tunnel that the connection becomes.
     switched: Mutex<Option<Box<Body>>>,
 }
@@ -28,14 +31,19 @@ pub struct InFlight(Arc<Activity>);
 impl Activity {
     /// Of a connection that opens now.
     pub fn new() -> Arc<Self> {
-        let (in_flight, ended_ms) = (AtomicUsize::new(0), AtomicU64::new(0));
-        Arc::new(Activity { opened: monotonic(), in_flight, ended_ms, switched: Mutex::default() })
+        let (in_flight, ended_ms, farewell, switched) = Default::default();
+        Arc::new(Activity { opened: monotonic(), in_flight, ended_ms, farewell, switched })
     }
 
     /// A request starts.
     pub fn enter(self: &Arc<Self>) -> InFlight {
         self.in_flight.fetch_add(1, Ordering::Relaxed);
         InFlight(self.clone())
+    }
+
+    /// Whether answers from now on say that the connection ends with them (RFC 9112 §9.6).
+    pub fn say_farewell(&self, say: bool) {
+        self.farewell.store(say, Ordering::Relaxed);
     }
 
     /// What the connection goes on as, when HTTP is over.
@@ -59,13 +67,16 @@ impl Activity {
 
 impl InFlight {
     /// Lasts until the body of the response is gone. A switch of protocols stays with the connection instead.
-    pub fn answer(self, response: Response<Body>) -> Response<Body> {
+    pub fn answer(self, mut response: Response<Body>) -> Response<Body> {
         if response.version() == Version::HTTP_10
             && let Some(flow) = Flow::current()
         {
             flow.ends_with_connection();
         }
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
+            if self.0.farewell.load(Ordering::Relaxed) {
+                response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            }
             return response.map(|body| body.holding(self));
         }
         response.map(|body| {

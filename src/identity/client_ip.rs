@@ -6,7 +6,7 @@ use http::{HeaderMap, HeaderName};
 use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// Whom to believe, where the address stands, and how much of it counts.
-#[derive(Debug)]
+#[derive(Debug, PartialEq, Eq)]
 pub struct ClientIp {
     /// Peers and hops that are believed.
     pub trusted: Vec<IpNet>,

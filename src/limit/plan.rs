@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::algorithm::Rule;
@@ -34,7 +33,7 @@ pub struct Limit {
 /// One size of a limit.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// Tells it from every other one that there was or will be in this process.
+    /// Tells it from every other one, also of configurations before and after: what is the same has the same.
     pub id: u64,
     /// As written: what callers are told.
     pub quota: Quota,
@@ -125,8 +124,8 @@ impl Plan {
         let Division { gateways, dearest } = division;
         let share = rule.share(gateways, dearest).ok_or(QuotaError::Share { gateways })?;
         let bucket = Bucket::new(hasher, limit, &rule.shape());
-        static NEXT: AtomicU64 = AtomicU64::new(0);
-        Ok(Plan { id: NEXT.fetch_add(1, Ordering::Relaxed), quota, rule, share, bucket })
+        let id = hasher.hash(format!("{limit} {quota:?} {rule:?} {share:?}").as_bytes()).0 as u64;
+        Ok(Plan { id, quota, rule, share, bucket })
     }
 
     /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is

@@ -2,6 +2,7 @@
 
 use std::ops::Range;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustls::pki_types::ServerName;
 use tokio::time::Duration;
@@ -14,6 +15,7 @@ use crate::tls::TlsError;
 use crate::tls::authorities::Authorities;
 use crate::tls::certificate::Certificate;
 use crate::upstream::Protocol;
+use crate::upstream::settings::UpstreamSettings;
 use crate::upstream::tls::{ServerTls, Tls};
 use crate::watch::Snapshot;
 
@@ -39,6 +41,8 @@ pub struct UpstreamTls {
     files: TlsFiles,
     /// Our certificate at the start.
     own: Option<Certificate>,
+    /// Whether it has been made of other files since.
+    renewed: AtomicBool,
 }
 
 impl TlsFiles {
@@ -105,7 +109,14 @@ pub(super) fn upstream(
     let server_name = server_name.and_then(|text| self::server_name(text.get_ref(), text.span(), reader));
     let (authorities, own) = (authorities.ok()?, own.ok()?);
     match Tls::new(authorities, own.as_ref(), protocol) {
-        Ok(tls) => Some(UpstreamTls { name: name.into(), tls: Arc::new(tls), server_name, files, own }),
+        Ok(tls) => Some(UpstreamTls {
+            name: name.into(),
+            tls: Arc::new(tls),
+            server_name,
+            files,
+            own,
+            renewed: AtomicBool::new(false),
+        }),
         Err(error) => {
             reader.issue(Issue::at(place, error.to_string()));
             None
@@ -152,7 +163,27 @@ impl UpstreamTls {
             }
             _ => None,
         };
-        self.tls.replace(authorities, own.as_ref()).map_err(|error| (&files[0], error))
+        self.tls.replace(authorities, own.as_ref()).map_err(|error| (&files[0], error))?;
+        self.renewed.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether another one is made of the same.
+    pub(super) fn is_same_as(&self, other: &UpstreamTls) -> bool {
+        let contents =
+            |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
+        let named = |tls: &UpstreamTls| (tls.name.clone(), tls.server_name.clone(), tls.files.ca.is_some());
+        named(self) == named(other)
+            && self.tls.protocol() == other.tls.protocol()
+            && contents(self) == contents(other)
+            && !other.renewed.load(Ordering::Relaxed)
+    }
+
+    /// Has connections to these servers made by it.
+    pub(super) fn dress(&self, settings: &mut UpstreamSettings) {
+        for tls in settings.servers.iter_mut().filter_map(|server| server.tls.as_mut()) {
+            tls.tls = self.tls.clone();
+        }
     }
 
     /// What servers will not like of our certificate.

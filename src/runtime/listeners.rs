@@ -1,12 +1,13 @@
 //! `[[listener]]`: where to listen, with which certificates, and whose are believed.
 
-use crate::config::Spanned;
+use std::sync::Arc;
+
 use tokio::time::Duration;
 
 use super::reader::Reader;
 use super::{Listener, ListenerTls, Runtime, UpstreamTls};
-use crate::config;
 use crate::config::error::Issue;
+use crate::config::{self, Spanned};
 use crate::identity::client_ip::ClientIp;
 use crate::identity::{OnMissing, Source};
 use crate::tls::certificate::Certificate;
@@ -106,6 +107,12 @@ fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Client
 }
 
 impl ListenerTls {
+    /// Whether clients that one of both has believed are believed by the other.
+    pub(super) fn believes_as(&self, other: &ListenerTls) -> bool {
+        let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
+        clients(self) == clients(other) && !other.tls.believes_others()
+    }
+
     /// Shows what is now in the files of a certificate, from the next connection on.
     ///
     /// # Errors
@@ -140,7 +147,7 @@ pub enum Subject {
 impl Runtime {
     /// What works, but perhaps not as it was meant.
     pub fn warnings(&self, now: Duration) -> Vec<(Subject, String)> {
-        let of_upstream = |tls: &UpstreamTls| Some((Subject::Upstream(tls.name.clone()), tls.warning(now)?));
+        let of_upstream = |tls: &Arc<UpstreamTls>| Some((Subject::Upstream(tls.name.clone()), tls.warning(now)?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
         for (place, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();

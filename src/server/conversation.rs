@@ -51,6 +51,8 @@ pub(super) enum End {
 pub(super) struct Conversation {
     pub(super) gateway: Arc<Gateway>,
     pub(super) peer: Arc<Peer>,
+    /// As they were when it began.
+    pub(super) settings: Arc<ServerSettings>,
     pub(super) activity: Arc<Activity>,
     /// Cancelled when no new requests are wanted.
     pub(super) stop: CancellationToken,
@@ -68,7 +70,7 @@ impl Conversation {
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
-        let settings = &self.gateway.runtime().server;
+        let settings = &self.settings;
         let service = service_fn(|request| {
             let in_flight = self.activity.enter();
             // HTTP/2 runs requests as tasks of their own.
@@ -83,26 +85,34 @@ impl Conversation {
         match protocol {
             Protocol::Http1 => {
                 let connection = http1(settings).serve_connection(io, service).with_upgrades();
-                self.attend(connection, |connection| connection.graceful_shutdown()).await
+                let farewell = settings.farewell();
+                self.attend(connection, farewell, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {
                 let connection = http2(settings).serve_connection(io, service);
+                // Its clients are told which of their requests are still answered (RFC 9113 §6.8).
                 // On the heap: it is twice as large as the other.
-                Box::pin(self.attend(connection, |connection| connection.graceful_shutdown())).await
+                Box::pin(self.attend(connection, Duration::ZERO, |connection| connection.graceful_shutdown())).await
             }
         }
     }
 
-    /// Sees to a connection's deadlines.
-    async fn attend<C>(&self, connection: C, wind_down: impl FnOnce(Pin<&mut C>)) -> Result<End, BoxError>
+    /// Sees to a connection's deadlines, and to its end when no new requests are wanted: within `farewell` one more may come
+    /// that was under way already, and is told that it is the last.
+    async fn attend<C>(
+        &self,
+        connection: C,
+        farewell: Duration,
+        wind_down: impl FnOnce(Pin<&mut C>),
+    ) -> Result<End, BoxError>
     where
         C: Future<Output = hyper::Result<()>>,
     {
-        let settings = &self.gateway.runtime().server;
+        let settings = &self.settings;
         let mut connection = pin!(connection);
         let mut watch = Watch::new(settings.body_idle_timeout);
         let mut stopped = pin!(self.stop.cancelled());
-        let mut wind_down = Some(wind_down);
+        let (mut wind_down, mut is_stopped) = (Some(wind_down), false);
         // One timer for a connection, looked at when it fires; none is set for each request.
         let grace = || self.activity.grace(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(grace().unwrap_or_default()));
@@ -117,15 +127,20 @@ impl Conversation {
                     Some(Err(_)) if watch.flow().is_unframed() => return Ok(End::Torn),
                     Some(Err(error)) => return Err(error.into()),
                 },
-                () = stopped.as_mut(), if wind_down.is_some() => {
-                    if let Some(wind_down) = wind_down.take() {
+                () = stopped.as_mut(), if !is_stopped => {
+                    is_stopped = true;
+                    self.activity.say_farewell(!farewell.is_zero());
+                    deadline.as_mut().reset(Instant::now() + farewell);
+                }
+                () = deadline.as_mut() => {
+                    if let Some(wind_down) = wind_down.take_if(|_| is_stopped) {
                         wind_down(connection.as_mut());
                     }
+                    match grace() {
+                        Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
+                        None => return Ok(End::Overdue),
+                    }
                 }
-                () = deadline.as_mut() => match grace() {
-                    Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
-                    None => return Ok(End::Overdue),
-                },
             }
         }
         if let Some(tunnel) = self.activity.switched() {

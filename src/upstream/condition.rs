@@ -13,7 +13,7 @@ pub(super) const STEPS: u32 = 20;
 const FIRST_STEP: u32 = 2;
 
 /// `eject`
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EjectSettings {
     /// So many errors in a row put a server out.
     pub errors: u32,
@@ -53,6 +53,11 @@ impl Condition {
     /// Of an address that is new at this instant, among others.
     pub(super) fn joining(now: Instant) -> Self {
         Condition { back: Some(now), ..Condition::default() }
+    }
+
+    /// Forgets what health checks have said.
+    pub(super) fn uncheck(&mut self) {
+        (self.down, self.otherwise) = (false, 0);
     }
 
     /// Counts a health check; whether the server is healthy from now on, if that has changed.

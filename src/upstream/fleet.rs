@@ -63,11 +63,16 @@ impl Fleet {
     /// A member for each server as the configuration has it.
     pub fn new(settings: Arc<UpstreamSettings>) -> Self {
         let queue = Arc::new(Queue::new(settings.max_queue));
-        let members = settings.servers.iter().enumerate().map(|(index, server)| {
-            let address = server.host.parse::<IpAddr>().ok().map(|host| SocketAddr::new(host, server.port));
-            Arc::new(Member::new(&settings, index, address, Condition::default(), queue.clone()))
-        });
-        let (members, opened) = (Arc::new(members.collect::<Vec<_>>()), monotonic());
+        let member = |index| {
+            Arc::new(Member::new(&settings, index, literal(&settings, index), Condition::default(), queue.clone()))
+        };
+        let members = (0..settings.servers.len()).map(member).collect();
+        Fleet::of(settings, members, queue)
+    }
+
+    /// Of these members.
+    pub(super) fn of(settings: Arc<UpstreamSettings>, members: Vec<Arc<Member>>, queue: Arc<Queue>) -> Self {
+        let (members, opened) = (Arc::new(members), monotonic());
         let owners = owners(&settings, &members);
         let (table, _) = Table::new(&settings, members, owners, opened);
         Fleet {
@@ -86,6 +91,13 @@ impl Fleet {
     /// Who there is. It is another list after each change.
     pub fn members(&self) -> Arc<Vec<Arc<Member>>> {
         self.table.load().members.clone()
+    }
+
+    /// Where one of its servers was found.
+    pub(super) fn addresses(&self, index: usize) -> Vec<IpAddr> {
+        let members = self.members();
+        let own = members.iter().filter(|member| member.index == index);
+        own.filter_map(|member| member.address).map(|address| address.ip()).collect()
     }
 
     /// How each of them does.
@@ -167,7 +179,7 @@ impl Fleet {
             StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
                 self.failed(member, &status);
             }
-            _ if member.errors.load(Ordering::Relaxed) != 0 => member.errors.store(0, Ordering::Relaxed),
+            _ if member.state.errors.load(Ordering::Relaxed) != 0 => member.state.errors.store(0, Ordering::Relaxed),
             _ => {}
         }
     }
@@ -183,7 +195,7 @@ impl Fleet {
             }
             news
         };
-        if news && member.unreachable.unsaid_for(REMINDER) {
+        if news && member.state.unreachable.unsaid_for(REMINDER) {
             let (upstream, server) = (&self.settings.name, member.name());
             warn!(%upstream, %server, %error, "a server takes no connection and is passed over");
         }
@@ -193,10 +205,10 @@ impl Fleet {
     /// A member has failed a request.
     pub(super) fn failed(&self, member: &Member, error: &dyn Display) {
         let Some(EjectSettings { errors, time }) = self.settings.eject else { return };
-        if member.errors.fetch_add(1, Ordering::Relaxed) + 1 < errors {
+        if member.state.errors.fetch_add(1, Ordering::Relaxed) + 1 < errors {
             return;
         }
-        member.errors.store(0, Ordering::Relaxed);
+        member.state.errors.store(0, Ordering::Relaxed);
         let Some(time) = member.condition().eject(monotonic(), time) else { return };
         let (upstream, server) = (&self.settings.name, member.name());
         self.review(&self.changing());
@@ -219,7 +231,7 @@ impl Fleet {
     }
 
     /// Makes a table of what is known now.
-    fn review(&self, changing: &MutexGuard<'_, ()>) {
+    pub(super) fn review(&self, changing: &MutexGuard<'_, ()>) {
         let (members, owners) = {
             let table = self.table.load();
             (table.members.clone(), table.owners.clone())
@@ -244,16 +256,22 @@ impl Fleet {
         let table = Arc::new(table);
         // Those that are gone as well.
         let before = self.table.swap(table.clone());
-        before.members.iter().for_each(|member| member.usable.store(false, Ordering::Relaxed));
-        table.usable.iter().for_each(|index| table.members[*index].usable.store(true, Ordering::Relaxed));
+        before.members.iter().for_each(|member| member.state.usable.store(false, Ordering::Relaxed));
+        table.usable.iter().for_each(|index| table.members[*index].state.usable.store(true, Ordering::Relaxed));
         let next = next.map_or(NEVER, |next| next.saturating_duration_since(self.opened).as_millis() as u64 + 1);
         self.outdated_ms.store(next, Ordering::Relaxed);
         table.usable.iter().for_each(|index| self.queue.offer(&table.members[*index]));
     }
 
-    fn changing(&self) -> MutexGuard<'_, ()> {
+    pub(super) fn changing(&self) -> MutexGuard<'_, ()> {
         self.changing.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+/// The address of a server that has no name.
+pub(super) fn literal(settings: &UpstreamSettings, index: usize) -> Option<SocketAddr> {
+    let server = &settings.servers[index];
+    server.host.parse::<IpAddr>().ok().map(|host| SocketAddr::new(host, server.port))
 }
 
 fn owners(settings: &UpstreamSettings, members: &[Arc<Member>]) -> Option<Arc<Owners>> {

@@ -20,7 +20,7 @@ use crate::http::upload::RequestBody;
 const NAME: HeaderValue = HeaderValue::from_static("sluicegate-health");
 
 /// `health`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthSettings {
     /// What is asked for: path and query.
     pub path: uri::PathAndQuery,

@@ -24,10 +24,10 @@ pub(super) struct Link {
     connections: Connections,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 enum Connections {
     Http1(Arc<Pool>),
-    Http2(Shared),
+    Http2(Arc<Shared>),
 }
 
 /// What a request is sent on.
@@ -44,14 +44,21 @@ impl Link {
     pub(super) fn new(settings: &UpstreamSettings, member: Arc<Member>) -> Self {
         let connections = match settings.protocol {
             Protocol::Http1 => Connections::Http1(Arc::new(Pool::new(settings.pool_idle_timeout))),
-            Protocol::Http2 => Connections::Http2(Shared::new(settings.pool_idle_timeout)),
+            Protocol::Http2 => Connections::Http2(Arc::new(Shared::new(settings.pool_idle_timeout))),
         };
         Link { member, connections }
     }
 
     /// Whether this is its server.
     pub(super) fn leads_to(&self, member: &Arc<Member>) -> bool {
-        Arc::ptr_eq(&self.member, member)
+        self.member.is(member)
+    }
+
+    /// The same connections to its server as another configuration has it, if that speaks with it in the same way.
+    pub(super) fn to(&self, member: &Arc<Member>) -> Option<Self> {
+        let name = |member: &Member| member.server.tls.as_ref().map(|tls| tls.name.clone());
+        let fits = self.member.is(member) && name(&self.member) == name(member);
+        fits.then(|| Link { member: member.clone(), connections: self.connections.clone() })
     }
 
     /// A connection that is there.

@@ -22,13 +22,20 @@ pub struct Member {
     pub server: ServerSettings,
     /// Where; none = the system finds it out for each connection.
     pub address: Option<SocketAddr>,
+    /// One for all configurations that have it.
+    pub(super) state: Arc<State>,
+}
+
+/// How a server does, whatever the configuration says of it.
+#[derive(Debug)]
+pub(super) struct State {
     condition: Mutex<Condition>,
     /// Whether it was said that it takes no connections.
     pub(super) unreachable: Seldom,
     /// Requests that failed, in a row.
     pub(super) errors: AtomicU32,
     in_flight: AtomicUsize,
-    max_requests: usize,
+    max_requests: AtomicUsize,
     queue: Arc<Queue>,
     /// Whether the table has it.
     pub(super) usable: AtomicBool,
@@ -43,18 +50,32 @@ impl Member {
         condition: Condition,
         queue: Arc<Queue>,
     ) -> Self {
-        Member {
-            index,
-            server: settings.servers[index].clone(),
-            address,
+        let state = State {
             condition: Mutex::new(condition),
             unreachable: Seldom::new(),
             errors: AtomicU32::new(0),
             in_flight: AtomicUsize::new(0),
-            max_requests: settings.max_requests,
+            max_requests: AtomicUsize::new(settings.max_requests),
             queue,
             usable: AtomicBool::new(true),
+        };
+        Member { index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
+    }
+
+    /// The same as other settings have it, with its condition and the requests that it has.
+    pub(super) fn under(&self, settings: &UpstreamSettings, index: usize) -> Self {
+        let state = self.state.clone();
+        state.max_requests.store(settings.max_requests, Ordering::Relaxed);
+        if settings.health.is_none() {
+            // Nobody would find out that it is healthy again.
+            self.condition().uncheck();
         }
+        Member { index, server: settings.servers[index].clone(), address: self.address, state }
+    }
+
+    /// Whether both are one server, as the same or as different configurations have it.
+    pub(super) fn is(&self, other: &Member) -> bool {
+        Arc::ptr_eq(&self.state, &other.state)
     }
 
     /// What logs call it, and what tells it from others.
@@ -68,16 +89,16 @@ impl Member {
     }
 
     pub(super) fn condition(&self) -> MutexGuard<'_, Condition> {
-        self.condition.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.condition.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn in_flight(&self) -> usize {
-        self.in_flight.load(Ordering::Relaxed)
+        self.state.in_flight.load(Ordering::Relaxed)
     }
 
     /// A place, if there is room for one more request.
     pub(super) fn enter(member: &Arc<Member>) -> Option<Place> {
-        let (in_flight, most) = (&member.in_flight, member.max_requests);
+        let (in_flight, most) = (&member.state.in_flight, member.state.max_requests.load(Ordering::Relaxed));
         if most == 0 {
             in_flight.fetch_add(1, Ordering::Relaxed);
         } else {
@@ -89,9 +110,10 @@ impl Member {
 
     /// Gives a place back.
     pub(super) fn leave(member: &Arc<Member>) {
-        member.in_flight.fetch_sub(1, Ordering::SeqCst);
-        if !member.queue.is_empty() && member.usable.load(Ordering::Relaxed) {
-            member.queue.offer(member);
+        let State { in_flight, queue, usable, .. } = &*member.state;
+        in_flight.fetch_sub(1, Ordering::SeqCst);
+        if !queue.is_empty() && usable.load(Ordering::Relaxed) {
+            queue.offer(member);
         }
     }
 

@@ -16,7 +16,7 @@ pub(super) struct Place(Arc<Member>);
 /// Those who wait for a place at any member of a fleet.
 #[derive(Debug, Default)]
 pub(super) struct Queue {
-    most: usize,
+    most: AtomicUsize,
     /// As long as the line, for those who need not look at it.
     length: AtomicUsize,
     line: Mutex<Line>,
@@ -63,7 +63,12 @@ impl Ending for Place {
 impl Queue {
     /// For so many.
     pub(super) fn new(most: usize) -> Self {
-        Queue { most, ..Queue::default() }
+        Queue { most: most.into(), ..Queue::default() }
+    }
+
+    /// For so many from now on.
+    pub(super) fn resize(&self, most: usize) {
+        self.most.store(most, Ordering::Relaxed);
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -74,7 +79,7 @@ impl Queue {
     pub(super) fn join(self: &Arc<Self>) -> Option<Waiting> {
         let (sender, turn) = oneshot::channel();
         let mut line = self.line();
-        if line.waiting.len() >= self.most {
+        if line.waiting.len() >= self.most.load(Ordering::Relaxed) {
             return None;
         }
         let (number, first) = (line.next, line.waiting.is_empty());

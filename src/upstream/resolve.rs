@@ -51,13 +51,13 @@ struct Server {
 }
 
 impl Names {
-    /// Each of them once, however many servers have it. These servers have no address before they are looked up.
+    /// Each of them once, however many servers have it. Until they are looked up these servers are where they, or others
+    /// of the name, were found before; those of new names have no address.
     pub fn of(fleets: &[Arc<Fleet>]) -> Self {
         let mut names = BTreeMap::<Box<str>, Vec<Server>>::new();
         for fleet in fleets {
             for (index, server) in fleet.settings.servers.iter().enumerate() {
-                if server.host.parse::<IpAddr>().is_err() {
-                    fleet.resolved(index, &[]);
+                if server.has_name() {
                     let server = Server { fleet: fleet.clone(), index, port: server.port };
                     names
                         .entry(fleet.settings.servers[index].host.to_ascii_lowercase().into())
@@ -66,7 +66,11 @@ impl Names {
                 }
             }
         }
-        let name = |(host, servers)| Name { host, servers, addresses: Vec::new(), failures: 0, told: None };
+        let name = |(host, servers): (_, Vec<_>)| {
+            let name = Name { host, addresses: known(&servers), servers, failures: 0, told: None };
+            name.tell();
+            name
+        };
         Names(names.into_iter().map(name).collect())
     }
 
@@ -85,6 +89,14 @@ impl Names {
         drop(first);
         tasks.join_all().await;
     }
+}
+
+/// Where servers of one name were found before, sorted.
+fn known(servers: &[Server]) -> Vec<IpAddr> {
+    let found = servers.iter().map(|server| server.fleet.addresses(server.index));
+    let mut addresses = found.max_by_key(Vec::len).unwrap_or_default();
+    addresses.sort_unstable();
+    addresses
 }
 
 impl Name {
@@ -114,15 +126,20 @@ impl Name {
                 info!("`{host}` is at {:?} now", answer.addresses);
             }
             self.addresses = answer.addresses;
-            for Server { fleet, index, port } in &self.servers {
-                let addresses = self.addresses.iter().map(|address| SocketAddr::new(*address, *port));
-                fleet.resolved(*index, &addresses.collect::<Vec<_>>());
-            }
+            self.tell();
         } else if again {
             info!("`{host}` is found again, where it was");
         }
         self.failures = 0;
         answer.ttl.clamp(SHORTEST, LONGEST)
+    }
+
+    /// Tells the fleets.
+    fn tell(&self) {
+        for Server { fleet, index, port } in &self.servers {
+            let addresses = self.addresses.iter().map(|address| SocketAddr::new(*address, *port));
+            fleet.resolved(*index, &addresses.collect::<Vec<_>>());
+        }
     }
 
     /// The same; the addresses of before stay.

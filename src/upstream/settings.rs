@@ -1,5 +1,7 @@
 //! `[upstream.NAME]` ready to use.
 
+use std::net::IpAddr;
+
 use tokio::time::Duration;
 
 use super::Protocol;
@@ -9,7 +11,7 @@ use super::health::HealthSettings;
 use super::tls::ServerTls;
 
 /// `[upstream.NAME]`
-#[derive(Debug)]
+#[derive(Debug, PartialEq)]
 pub struct UpstreamSettings {
     /// The name that the configuration gives it.
     pub name: Box<str>,
@@ -39,8 +41,15 @@ pub struct UpstreamSettings {
     pub retries: u32,
 }
 
+impl UpstreamSettings {
+    /// Whether the address of a server has to be looked up.
+    pub fn has_names(&self) -> bool {
+        self.servers.iter().any(ServerSettings::has_name)
+    }
+}
+
 /// One of its `servers`
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct ServerSettings {
     /// Host and port as the configuration writes them.
     pub authority: Box<str>,
@@ -52,4 +61,16 @@ pub struct ServerSettings {
     pub tls: Option<ServerTls>,
     /// Its share of the requests, beside those of the others; 0 = none.
     pub weight: u32,
+}
+
+impl ServerSettings {
+    /// Whether its address has to be looked up.
+    pub(super) fn has_name(&self) -> bool {
+        self.host.parse::<IpAddr>().is_err()
+    }
+
+    /// Whether both are the same server.
+    pub(super) fn is_at(&self, other: &ServerSettings) -> bool {
+        (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
+    }
 }

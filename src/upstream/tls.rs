@@ -35,6 +35,13 @@ pub struct ServerTls {
     pub name: ServerName<'static>,
 }
 
+/// What is made of the same files is the same; [`Tls`] itself cannot be compared.
+impl PartialEq for ServerTls {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.tls, &other.tls) && self.name == other.name
+    }
+}
+
 impl Tls {
     /// TLS 1.2 and 1.3 with one protocol by ALPN; with a certificate of our own for servers that want one.
     ///
@@ -42,6 +49,11 @@ impl Tls {
     /// The library refuses the setup.
     pub fn new(authorities: Authorities, own: Option<&Certificate>, protocol: Protocol) -> Result<Self, TlsError> {
         Ok(Tls { config: ArcSwap::from_pointee(config(authorities, own, protocol)?), protocol })
+    }
+
+    /// What is agreed on.
+    pub fn protocol(&self) -> Protocol {
+        self.protocol
     }
 
     /// Believes others, and is somebody else, from the next connection on.

@@ -25,6 +25,18 @@ pub fn binary() -> Command {
     command
 }
 
+/// With a listener and a log, if it has none.
+fn full(config: &str) -> String {
+    let mut full = config.to_owned();
+    if !config.contains("[log]") {
+        full.push_str("\n[log]\naccess = \"off\"\n");
+    }
+    if !config.contains("[[listener]]") {
+        full.push_str("\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
+    }
+    full
+}
+
 impl Gateway {
     /// Starts a gateway with a configuration; a listener on a free port and `access = "off"` are added.
     pub fn start(config: &str) -> Gateway {
@@ -45,20 +57,22 @@ impl Gateway {
         for (name, text) in files {
             std::fs::write(directory.path().join(name), text).unwrap();
         }
-        let mut full = config.to_owned();
-        if !config.contains("[log]") {
-            full.push_str("\n[log]\naccess = \"off\"\n");
-        }
-        if !config.contains("[[listener]]") {
-            full.push_str("\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
-        }
         let path = directory.path().join("gateway.toml");
-        std::fs::write(&path, full).unwrap();
-        Gateway::spawn(command(&path).stdin(Stdio::null()), directory)
+        std::fs::write(&path, full(config)).unwrap();
+        Gateway::spawn(&mut command(&path), directory)
     }
 
     /// The same, with a command of one's own that runs it.
     pub fn start_by(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
+        Gateway::launch(config, &[], |path| {
+            let mut command = command(path);
+            command.stdin(Stdio::null());
+            command
+        })
+    }
+
+    /// The same, with what the command has as its standard input.
+    pub fn start_socket(config: &str, command: impl Fn(&Path) -> Command) -> Gateway {
         Gateway::launch(config, &[], command)
     }
 
@@ -103,6 +117,18 @@ impl Gateway {
             std::thread::yield_now();
         };
         Gateway { address, child, log, directory }
+    }
+
+    /// Gives it another configuration, by renaming; with the same additions as at its start.
+    pub fn put(&self, config: &str) {
+        self.put_file("gateway.toml", &full(config));
+    }
+
+    /// Replaces a file beside the configuration, by renaming.
+    pub fn put_file(&self, name: &str, text: &str) {
+        let new = self.directory().join("new");
+        std::fs::write(&new, text).unwrap();
+        std::fs::rename(&new, self.directory().join(name)).unwrap();
     }
 
     /// All its addresses, in the order of its listeners.

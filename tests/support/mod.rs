@@ -15,6 +15,7 @@ pub mod random;
 pub mod redis;
 pub mod reference;
 pub mod relay;
+pub mod reload;
 pub mod resp;
 pub mod secured;
 pub mod sentinel;

@@ -34,6 +34,9 @@ struct Inner {
     /// All requests but health checks.
     seen: Mutex<Vec<Seen>>,
     checks: AtomicUsize,
+    /// Connections that it has taken, and those that are open.
+    accepted: AtomicUsize,
+    connections: AtomicUsize,
     /// What it has to do at the moment, and had at most.
     running: AtomicUsize,
     most: AtomicUsize,
@@ -53,6 +56,8 @@ impl Server {
             changed: Condvar::new(),
             seen: Mutex::default(),
             checks: AtomicUsize::new(0),
+            accepted: AtomicUsize::new(0),
+            connections: AtomicUsize::new(0),
             running: AtomicUsize::new(0),
             most: AtomicUsize::new(0),
             open: Mutex::default(),
@@ -102,6 +107,16 @@ impl Server {
         self.inner.checks.load(Ordering::SeqCst)
     }
 
+    /// Connections that it has taken.
+    pub fn accepted(&self) -> usize {
+        self.inner.accepted.load(Ordering::SeqCst)
+    }
+
+    /// Connections that are open.
+    pub fn connections(&self) -> usize {
+        self.inner.connections.load(Ordering::SeqCst)
+    }
+
     /// Requests that it had to do with at the same time, at most.
     pub fn most(&self) -> usize {
         self.inner.most.load(Ordering::SeqCst)
@@ -133,7 +148,12 @@ fn open(inner: &Arc<Inner>, address: SocketAddr) -> SocketAddr {
             }
             connections.lock().unwrap().push(stream.try_clone().unwrap());
             let inner = inner.clone();
-            std::thread::spawn(move || serve(&inner, stream));
+            inner.accepted.fetch_add(1, Ordering::SeqCst);
+            inner.connections.fetch_add(1, Ordering::SeqCst);
+            std::thread::spawn(move || {
+                serve(&inner, stream);
+                inner.connections.fetch_sub(1, Ordering::SeqCst);
+            });
         }
     });
     address

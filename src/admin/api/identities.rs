@@ -4,9 +4,9 @@ use futures_util::future::try_join_all;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 
+use super::Desk;
 use super::overrides::Shown;
 use super::{Answer, Query, Result, json, of_store, seconds};
-use crate::admin::Admin;
 use crate::admin::problem::Problem;
 use crate::identity::Source;
 use crate::identity::api_key::{Caller, Consumers};
@@ -40,14 +40,14 @@ impl Given {
     }
 
     /// Which identity of a limit it is.
-    pub(super) fn meant<'a>(&self, terms: &Terms, admin: &Admin, consumers: &'a Consumers) -> Result<Meant<'a>> {
-        let runtime = &admin.runtime;
+    pub(super) fn meant<'a>(&self, terms: &Terms, desk: &Desk<'_>, consumers: &'a Consumers) -> Result<Meant<'a>> {
+        let runtime = &desk.runtime;
         let said = match self {
             Given::Hash(hash) => {
                 let identity = Identity::from_hex(hash).ok_or_else(|| {
                     Problem::bad("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
                 })?;
-                let caller = owner(identity, terms, admin, consumers);
+                let caller = owner(identity, terms, desk, consumers);
                 return Ok(Meant { identity, caller, exempt: false });
             }
             Given::Parts(said) => said,
@@ -66,11 +66,11 @@ impl Given {
 }
 
 /// Whose hash it is, as far as it can be told: that of a consumer, where it is by nothing else.
-fn owner<'a>(identity: Identity, terms: &Terms, admin: &Admin, consumers: &'a Consumers) -> Caller<'a> {
+fn owner<'a>(identity: Identity, terms: &Terms, desk: &Desk<'_>, consumers: &'a Consumers) -> Caller<'a> {
     if terms.by.sources != [Source::ApiKey] {
         return Caller::Missing;
     }
-    let runtime = &admin.runtime;
+    let runtime = &desk.runtime;
     let is_his = |name: &str| {
         let said = Said::from([(Source::ApiKey.word().into_owned(), name.to_owned())]);
         let meant = terms.by.meant(&said, &runtime.client_ip, consumers, &runtime.hasher);
@@ -80,8 +80,8 @@ fn owner<'a>(identity: Identity, terms: &Terms, admin: &Admin, consumers: &'a Co
 }
 
 /// The limit of this name.
-pub(super) fn limit<'a>(admin: &'a Admin, name: &str) -> Result<&'a Terms> {
-    admin.runtime.limits.get(name).ok_or_else(|| Problem::new(StatusCode::NOT_FOUND, "there is no such limit"))
+pub(super) fn limit<'a>(desk: &'a Desk<'_>, name: &str) -> Result<&'a Terms> {
+    desk.runtime.limits.get(name).ok_or_else(|| Problem::new(StatusCode::NOT_FOUND, "there is no such limit"))
 }
 
 #[derive(Serialize)]
@@ -107,16 +107,16 @@ struct Standing<'a> {
     size: Option<Shown>,
 }
 
-pub(super) async fn standings(admin: &Admin, mut query: Query) -> Result<Answer> {
+pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
     let cost = query.number("cost", 1..=EXACT - 1, 1)?;
-    let (only, limits) = (query.take("limit"), &admin.runtime.limits);
+    let (only, limits) = (query.take("limit"), &desk.runtime.limits);
     let given = Given::of(query)?;
-    let consumers = admin.runtime.consumers.load();
+    let consumers = desk.runtime.consumers.load();
     // Of one limit all has to be right; of all limits those are meant that the parts are enough for.
     let asked: Vec<_> = match (&only, &given) {
         (Some(name), _) => {
-            let terms = limit(admin, name)?;
-            vec![(terms, given.meant(terms, admin, &consumers)?)]
+            let terms = limit(desk, name)?;
+            vec![(terms, given.meant(terms, desk, &consumers)?)]
         }
         (None, Given::Hash(_)) => return Err(Problem::bad("a hash is that of one limit: `limit` is missing")),
         (None, Given::Parts(said)) => {
@@ -126,7 +126,7 @@ pub(super) async fn standings(admin: &Admin, mut query: Query) -> Result<Answer>
             }
             let mut asked = Vec::new();
             for terms in limits.values() {
-                match terms.by.meant(said, &admin.runtime.client_ip, &consumers, &admin.runtime.hasher) {
+                match terms.by.meant(said, &desk.runtime.client_ip, &consumers, &desk.runtime.hasher) {
                     Ok(meant) => asked.push((terms, meant)),
                     Err(Unclear::Missing(_)) => {}
                     Err(unclear) => return Err(Problem::bad(unclear.to_string())),
@@ -138,15 +138,15 @@ pub(super) async fn standings(admin: &Admin, mut query: Query) -> Result<Answer>
     if asked.is_empty() {
         return Err(Problem::bad("these parts are the identity of no limit"));
     }
-    let standings = asked.iter().map(|(terms, meant)| standing(admin, terms, meant, cost));
+    let standings = asked.iter().map(|(terms, meant)| standing(desk, terms, meant, cost));
     Ok(json(&Standings { standings: try_join_all(standings).await? }))
 }
 
-async fn standing<'a>(admin: &'a Admin, terms: &'a Terms, meant: &Meant<'_>, cost: u64) -> Result<Standing<'a>> {
-    let (limit, table) = (&*terms.limit, admin.operator.overrides.current());
+async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a Terms, meant: &Meant<'_>, cost: u64) -> Result<Standing<'a>> {
+    let (limit, table) = (&*terms.limit, desk.operator.overrides.current());
     let other = table.as_ref().and_then(|table| table.find(limit, meant.identity));
     let plan = other.map_or_else(|| meant.caller.plan(limit), |other| &other.plan);
-    let verdict = admin.operator.peek(plan, meant.identity, cost).await.map_err(|error| of_store(&error))?;
+    let verdict = desk.operator.peek(plan, meant.identity, cost).await.map_err(|error| of_store(&error))?;
     let none = Outcome { status: Status::Never, remaining: 0, reset_us: 0, retry_us: 0 };
     let Outcome { status, remaining, reset_us, retry_us } = verdict.outcomes.first().copied().unwrap_or(none);
     let (decision, retry_seconds) = match status {
@@ -201,12 +201,12 @@ struct WasReset<'a> {
     everywhere_within_seconds: u64,
 }
 
-pub(super) async fn reset(admin: &Admin, asked: ToReset) -> Result<Answer> {
-    let terms = limit(admin, &asked.limit)?;
-    let consumers = admin.runtime.consumers.load();
-    let identity = asked.identity.meant(terms, admin, &consumers)?.identity;
+pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
+    let terms = limit(desk, &asked.limit)?;
+    let consumers = desk.runtime.consumers.load();
+    let identity = asked.identity.meant(terms, desk, &consumers)?.identity;
     // In whichever size it was counted: those of another shape have states of their own.
-    let table = admin.operator.overrides.current();
+    let table = desk.operator.overrides.current();
     let other = table.as_ref().and_then(|table| table.find(&terms.limit, identity)).map(|other| &*other.plan);
     let own = consumers.iter().filter_map(|consumer| consumer.plans.get(&terms.limit.name));
     let plans = terms.limit.plans().map(|(_, plan)| plan).chain(own.map(|plan| &**plan)).chain(other);
@@ -216,7 +216,7 @@ pub(super) async fn reset(admin: &Admin, asked: ToReset) -> Result<Answer> {
             buckets.push(bucket);
         }
     }
-    let reset = admin.operator.reset(&terms.limit, identity, &buckets).await.map_err(|error| of_store(&error))?;
+    let reset = desk.operator.reset(&terms.limit, identity, &buckets).await.map_err(|error| of_store(&error))?;
     Ok(json(&WasReset {
         limit: &terms.limit.name,
         identity: identity.to_string(),

@@ -3,9 +3,9 @@
 use serde::{Deserialize, Serialize};
 use tokio::time::Duration;
 
+use super::Desk;
 use super::identities::{Given, limit};
 use super::{Answer, Query, Result, json, of_store, refused};
-use crate::admin::Admin;
 use crate::admin::problem::Problem;
 use crate::limit::algorithm::Rule;
 use crate::limit::overrides::{MOST, Override, Size};
@@ -52,11 +52,11 @@ impl Shown {
     }
 }
 
-pub(super) async fn put(admin: &Admin, asked: ToPut) -> Result<Answer> {
+pub(super) async fn put(desk: &Desk<'_>, asked: ToPut) -> Result<Answer> {
     let ToPut { limit: name, identity, quota, burst, lasts, note } = asked;
-    let terms = limit(admin, &name)?;
-    let consumers = admin.runtime.consumers.load();
-    let identity = identity.meant(terms, admin, &consumers)?.identity;
+    let terms = limit(desk, &name)?;
+    let consumers = desk.runtime.consumers.load();
+    let identity = identity.meant(terms, desk, &consumers)?.identity;
     if let Some(burst) = burst {
         if !matches!(terms.limit.standard.rule, Rule::TokenBucket(_)) {
             return Err(Problem::bad("`burst` goes with token-bucket only"));
@@ -72,23 +72,23 @@ pub(super) async fn put(admin: &Admin, asked: ToPut) -> Result<Answer> {
     let lasts =
         lasts.ok_or_else(|| Problem::bad("`for` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
     let size = Size { quota, burst, note };
-    let new = admin.operator.put(&terms.limit, identity, size, lasts).await.map_err(|error| refused(&error))?;
+    let new = desk.operator.put(&terms.limit, identity, size, lasts).await.map_err(|error| refused(&error))?;
     Ok(json(&serde_json::json!({ "override": Shown::of(&new) })))
 }
 
-pub(super) async fn all(admin: &Admin) -> Result<Answer> {
-    let mut all = admin.operator.overrides().await.map_err(|error| of_store(&error))?;
+pub(super) async fn all(desk: &Desk<'_>) -> Result<Answer> {
+    let mut all = desk.operator.overrides().await.map_err(|error| of_store(&error))?;
     all.sort_by(|one, other| (&one.limit.name, one.identity.0).cmp(&(&other.limit.name, other.identity.0)));
     let shown: Vec<_> = all.iter().map(|each| Shown::of(each)).collect();
     Ok(json(&serde_json::json!({ "most": MOST, "overrides": shown })))
 }
 
-pub(super) async fn remove(admin: &Admin, mut query: Query) -> Result<Answer> {
+pub(super) async fn remove(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
     let name = query.take("limit").ok_or_else(|| Problem::bad("`limit` is missing"))?;
-    let terms = limit(admin, &name)?;
-    let consumers = admin.runtime.consumers.load();
-    let identity = Given::of(query)?.meant(terms, admin, &consumers)?.identity;
-    let removed = admin.operator.remove(&terms.limit, identity).await.map_err(|error| of_store(&error))?;
+    let terms = limit(desk, &name)?;
+    let consumers = desk.runtime.consumers.load();
+    let identity = Given::of(query)?.meant(terms, desk, &consumers)?.identity;
+    let removed = desk.operator.remove(&terms.limit, identity).await.map_err(|error| of_store(&error))?;
     let answer = serde_json::json!({ "limit": name, "identity": identity.to_string(), "removed": removed });
     Ok(json(&answer))
 }

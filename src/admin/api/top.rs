@@ -2,8 +2,8 @@
 
 use serde::{Serialize, Serializer};
 
+use super::Desk;
 use super::{Answer, Query, Result, json};
-use crate::admin::Admin;
 use crate::admin::problem::Problem;
 use crate::gateway::denied::{Denied, WINDOW};
 use crate::identity::name::Name;
@@ -40,17 +40,17 @@ fn parts<S: Serializer>(name: &Name, serializer: S) -> std::result::Result<S::Ok
     serializer.collect_map(name.0.iter().map(|part| (&part.word, &part.value)))
 }
 
-pub(super) fn top(admin: &Admin, mut query: Query) -> Result<Answer> {
+pub(super) fn top(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
     let count = query.number("count", 1..=MOST, COUNT)?;
     let only = query.take("limit");
     if let Some((name, _)) = query.0.first() {
         return Err(Problem::bad(format!("unknown parameter `{name}`; known here: limit, count")));
     }
-    let limits = &admin.runtime.limits;
+    let limits = &desk.runtime.limits;
     if only.as_ref().is_some_and(|only| !limits.contains_key(only)) {
         return Err(Problem::bad("there is no such limit"));
     }
-    let denied = admin.vitals.tallies.denied.all();
+    let denied = desk.vitals.tallies.denied.all();
     let workers = |name: &str| denied.iter().find(|(of, _)| **of == *name).map_or(&[][..], |(_, workers)| workers);
     let now = monotonic();
     let chosen = limits.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == *name));

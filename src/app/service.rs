@@ -1,0 +1,61 @@
+//! Tells whoever started this process how it does: systemd (`Type=notify`), and the process whose place it takes.
+
+use std::env;
+use std::io::{self, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::os::unix::process::parent_id;
+
+use sd_notify::NotifyState;
+use tracing::warn;
+
+/// Says whose place this process takes, so that nobody else is taken for it.
+pub(super) const PREDECESSOR: &str = "SLUICEGATE_PREDECESSOR";
+
+/// What it waits for at the other end of our standard input.
+pub(super) const SERVES: &[u8] = b"serves";
+
+/// This process serves.
+pub(super) fn serves() {
+    notify(&[NotifyState::Ready]);
+    let predecessor = env::var(PREDECESSOR).ok().and_then(|id| id.parse().ok());
+    if predecessor == Some(parent_id())
+        && let Err(error) = tell_predecessor()
+    {
+        warn!("the process before does not learn that this one serves: {error}");
+    }
+}
+
+fn tell_predecessor() -> io::Result<()> {
+    UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?).write_all(SERVES)
+}
+
+/// The configuration is being read again.
+pub(super) fn reloads() {
+    // systemd wants to know since when (sd_notify(3)).
+    if let Ok(now) = NotifyState::monotonic_usec_now() {
+        notify(&[NotifyState::Reloading, now]);
+    }
+}
+
+/// That is done, whatever came of it.
+pub(super) fn has_reloaded() {
+    notify(&[NotifyState::Ready]);
+}
+
+/// This process finishes what runs and ends.
+pub fn stops() {
+    notify(&[NotifyState::Stopping]);
+}
+
+/// From now on the service is another process.
+pub(super) fn has_successor(id: u32) {
+    notify(&[NotifyState::MainPid(id)]);
+}
+
+/// Without a service manager there is nobody to tell.
+fn notify(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        warn!("the service manager cannot be told: {error}");
+    }
+}

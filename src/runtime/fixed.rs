@@ -1,0 +1,50 @@
+//! What a process has for its life: a configuration that says otherwise needs a restart.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+
+use serde::Serialize;
+
+use super::{Listener, ServerSettings};
+use crate::config::Config;
+
+/// The values that cannot change, by the names of their keys.
+#[derive(Default, PartialEq, Eq)]
+pub(super) struct Fixed(BTreeMap<String, String>);
+
+/// Some are secret.
+impl fmt::Debug for Fixed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_set().entries(self.0.keys()).finish()
+    }
+}
+
+impl Fixed {
+    pub(super) fn of(config: &Config, server: &ServerSettings, listeners: &[Listener]) -> Self {
+        let addresses: Vec<_> = listeners.iter().map(|listener| listener.address.to_string()).collect();
+        let admin = config.admin.as_ref().and_then(|admin| admin.get_ref().address.as_ref());
+        let mut fixed = BTreeMap::from([
+            ("server.workers".to_owned(), server.workers.to_string()),
+            ("server.runtime".to_owned(), format!("{:?}", server.layout)),
+            ("listener.address".to_owned(), addresses.join(" ")),
+            ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
+        ]);
+        table("store", &config.store, &mut fixed);
+        table("log", &config.log, &mut fixed);
+        Fixed(fixed)
+    }
+
+    /// The names of those that are not the same.
+    pub(super) fn changes(&self, other: &Fixed) -> Vec<String> {
+        let names: BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
+        names.into_iter().filter(|name| self.0.get(*name) != other.0.get(*name)).cloned().collect()
+    }
+}
+
+/// All keys of a table, as they are written.
+fn table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
+    // Strings, numbers and tables of them always serialise.
+    if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
+        fixed.extend(keys.into_iter().map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
+    }
+}

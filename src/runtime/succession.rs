@@ -1,0 +1,88 @@
+//! How a configuration takes the place of the one before: what is the same in both goes on, what cannot change is named.
+
+use std::sync::Arc;
+
+use tokio::time::Duration;
+
+use super::{Listener, Runtime};
+use crate::tls::certificate::Certificate;
+use crate::upstream::settings::UpstreamSettings;
+
+/// Why a configuration that is right by itself cannot take the place of the one that runs.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum Unfit {
+    #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
+    Restart(Vec<String>),
+    #[error("{}", .0.join("\n"))]
+    Certificates(Vec<String>),
+}
+
+fn pronoun(keys: &[String]) -> &'static str {
+    if keys.len() == 1 { "it" } else { "them" }
+}
+
+impl Runtime {
+    /// Takes over what is the same in the configuration before: connections and sessions go on.
+    ///
+    /// # Errors
+    /// It needs a restart, or shows certificates that clients would refuse.
+    pub fn succeed(&mut self, before: &Runtime, now: Duration) -> Result<(), Unfit> {
+        let changes = before.fixed.changes(&self.fixed);
+        if !changes.is_empty() {
+            return Err(Unfit::Restart(changes));
+        }
+        let untimely = self.untimely(before, now);
+        if !untimely.is_empty() {
+            return Err(Unfit::Certificates(untimely));
+        }
+        if self.client_ip == before.client_ip {
+            self.client_ip = before.client_ip.clone();
+        }
+        for (listener, before) in self.listeners.iter().zip(&before.listeners) {
+            if let (Some(tls), Some(before)) = (&listener.tls, &before.tls)
+                && tls.believes_as(before)
+            {
+                tls.tls.resume(&before.tls);
+            }
+        }
+        self.keep_upstreams(before);
+        Ok(())
+    }
+
+    /// The certificates for which it is too early or too late, and which are not shown already.
+    fn untimely(&self, before: &Runtime, now: Duration) -> Vec<String> {
+        let shown: Vec<_> = before.certificates().collect();
+        let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
+        let own = own.flat_map(|tls| tls.tls.certificates().zip(&tls.certificates));
+        let own = own.filter(|(certificate, _)| !shown.iter().any(|shown| shown.chain.cert == certificate.chain.cert));
+        own.filter_map(|(certificate, [file, _])| {
+            let error = certificate.timely(now.as_secs() as i64).err()?;
+            Some(format!("{}: {error}", file.path.display()))
+        })
+        .collect()
+    }
+
+    fn certificates(&self) -> impl Iterator<Item = Arc<Certificate>> {
+        let tls = self.listeners.iter().filter_map(|Listener { tls, .. }| tls.as_ref());
+        tls.flat_map(|tls| tls.tls.certificates())
+    }
+
+    fn keep_upstreams(&mut self, before: &Runtime) {
+        for tls in &mut self.upstream_tls {
+            let Some(known) = before.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
+            *tls = known.clone();
+            let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
+            // Nobody else has them yet.
+            if let Some(settings) = settings.and_then(Arc::get_mut) {
+                tls.dress(settings);
+            }
+        }
+        for settings in &mut self.upstreams {
+            let same = |known: &&Arc<UpstreamSettings>| known == &settings;
+            if let Some(known) = before.upstreams.iter().find(same) {
+                *settings = known.clone();
+            }
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! Row 27: SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams: none fails.
+
+mod support;
+
+use std::io::Write;
+use std::sync::{Arc, Condvar, Mutex};
+
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use support::eventually;
+use support::gateway::Gateway;
+use support::server::{Mood, Server};
+use support::upstream;
+
+const HTTP1: usize = 100;
+const HTTP2: usize = 60;
+const EVENTS: usize = 40;
+
+#[test]
+fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
+    let server = Server::start();
+    server.set(Mood::Holds);
+    let released = Arc::new((Mutex::new(false), Condvar::new()));
+    let events = {
+        let released = released.clone();
+        upstream::serve(move |mut stream| {
+            upstream::read_head(&mut stream);
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
+            stream.write_all(format!("{head}c\r\ndata: one\r\n\n\r\n").as_bytes()).unwrap();
+            let (lock, condition) = &*released;
+            drop(condition.wait_while(lock.lock().unwrap(), |released| !*released).unwrap());
+            stream.write_all(b"c\r\ndata: two\r\n\n\r\n0\r\n\r\n").unwrap();
+        })
+    };
+    let mut gateway = Gateway::start(&format!(
+        "[upstream.api]\nservers = [\"{}\"]\n[upstream.events]\nservers = [\"http://{events}\"]\n\
+         [[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n\
+         [[route]]\nname = \"events\"\npath = \"/events\"\nupstream = \"events\"\n",
+        server.url()
+    ));
+    let (address, mut replies) = (gateway.address, Vec::new());
+    let mut clients: Vec<_> = (0..HTTP1).map(|_| gateway.client()).collect();
+    clients.iter_mut().for_each(|client| client.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n"));
+    let mut streams: Vec<_> = (0..EVENTS).map(|_| gateway.client()).collect();
+    for stream in &mut streams {
+        stream.send(b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n");
+        // It has begun: what is left of it comes after the signal.
+        replies.push(stream.head().unwrap());
+    }
+    let second = std::thread::spawn(move || {
+        let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        executor.block_on(async {
+            let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+            let (sender, connection) =
+                hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+            tokio::spawn(connection);
+            let mut requests = tokio::task::JoinSet::new();
+            for _ in 0..HTTP2 {
+                let mut sender = sender.clone();
+                requests.spawn(async move {
+                    let uri = format!("http://{address}/api");
+                    let request = http::Request::get(uri).body(Empty::<&[u8]>::new()).unwrap();
+                    let response = sender.send_request(request).await.unwrap();
+                    let status = response.status().as_u16();
+                    (status, response.into_body().collect().await.unwrap().to_bytes())
+                });
+            }
+            requests.join_all().await
+        })
+    });
+    eventually("all are under way", || server.running() == HTTP1 + HTTP2);
+
+    gateway.terminate();
+    eventually("no new connection is taken", || std::net::TcpStream::connect(address).is_err());
+    server.set(Mood::Answers(200));
+    *released.0.lock().unwrap() = true;
+    released.1.notify_all();
+
+    let mut failed = 0;
+    for client in &mut clients {
+        failed += usize::from(!client.reply().is_some_and(|reply| reply.status == 200 && reply.text() == "ok"));
+    }
+    failed += second.join().unwrap().iter().filter(|(status, body)| (*status, &body[..]) != (200, b"ok")).count();
+    for (stream, head) in streams.iter_mut().zip(&replies) {
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut stream.stream, &mut rest).unwrap();
+        let whole = rest.ends_with(b"data: two\r\n\n\r\n0\r\n\r\n");
+        failed += usize::from(head.status != 200 || !whole);
+    }
+    println!("row 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
+    assert_eq!(failed, 0);
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
