@@ -115,7 +115,8 @@ mod tests {
         for key in &keys {
             assert!(Secret::read(key).is_ok() && key.len() == 44, "{key}");
             assert!(Secret::read(&key[..43]).is_err(), "{key} without its end");
-            let other = key.replace(&key[20..21], if &key[20..21] == "x" { "y" } else { "x" });
+            let mut other = key.clone();
+            other.replace_range(20..21, if &key[20..21] == "x" { "y" } else { "x" });
             assert!(Secret::read(&other).is_err(), "{other} instead of {key}");
         }
         assert!(Secret::read("demo-key").is_ok(), "keys that others made have no checksum of ours");
