@@ -67,30 +67,6 @@ impl Quota {
     }
 }
 
-/// In the form in which it is read.
-impl fmt::Display for Quota {
-    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Quota { count, window_us, calendar } = self;
-        let unit = match (calendar, window_us) {
-            (Some(Calendar::Day), _) => "day",
-            (Some(Calendar::Week), _) => "week",
-            (Some(Calendar::Month), _) => "month",
-            (Some(Calendar::Year), _) => "year",
-            (None, None) => return write!(out, "{count}"),
-            (None, Some(SECOND)) => "s",
-            (None, Some(60_000_000)) => "min",
-            (None, Some(3_600_000_000)) => "hour",
-            (None, Some(us)) => {
-                let units = [("d", 86_400 * SECOND), ("h", 3600 * SECOND), ("m", 60 * SECOND), ("s", SECOND)];
-                let whole = units.into_iter().find(|(_, unit)| us.is_multiple_of(*unit));
-                let (unit, length) = whole.unwrap_or(("ms", 1000));
-                return write!(out, "{count}/{}{unit}", us / length);
-            }
-        };
-        write!(out, "{count}/{unit}")
-    }
-}
-
 impl FromStr for Quota {
     type Err = QuotaError;
 
