@@ -111,9 +111,11 @@ fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_ne
     gateway.put(&format!("[server]\nworkers = 3\n{}", config("new")));
     signal(&gateway.child, "USR2");
     let _successor = Successor::of(&gateway);
-    // One that comes on a connection of before is the last one there.
-    let reply = idle.get("/says");
-    assert_eq!((reply.status, reply.header("connection")), (200, Some("close")));
+    eventually("one that comes on a connection of before is told that it is the last", || {
+        let reply = idle.get("/says");
+        assert_eq!((reply.status, reply.text()), (200, "old"));
+        reply.header("connection") == Some("close")
+    });
     idle.assert_closed("it was the last");
     for _ in 0..50 {
         assert_eq!(gateway.get("/says").status, 200);
