@@ -41,8 +41,13 @@ fn charged(redis: &Redis) -> u64 {
         return redis::cmd("LLEN").arg(&key).query(&mut connection).unwrap();
     }
     // It may have vanished since: a log without entries is no key.
-    let state: Option<String> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
-    let state = state.unwrap_or_else(|| ":0".to_owned());
+    let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
+    let Some(state) = state else { return 0 };
+    // Sliding buckets are text, a window is numbers.
+    if state.contains(&0) {
+        return u64::from_le_bytes(state[16..24].try_into().unwrap());
+    }
+    let state = String::from_utf8(state).unwrap();
     let counters = state.split_once(':').unwrap().1;
     counters.split(',').map(|counter| counter.parse::<u64>().unwrap()).sum()
 }

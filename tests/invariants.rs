@@ -145,7 +145,11 @@ impl Trial {
                     // A key that ends late enough, but not too late, is written into.
                     let written = before == after && slack.is_some_and(|slack| (500_000..1_001_000).contains(&slack));
                     assert!(kept || written, "invariant 9, a new state has a new TTL: {}", what());
-                    if !kept {
+                    // The same bytes may be written again, and last longer at another rate.
+                    let denied = verdict.granted == 0 || denies(*outcome);
+                    let later = operation == Operation::Check && charge.mode.is_post_paid();
+                    let rewritten = written && !denied && !later && operation != Operation::Peek;
+                    if !kept || rewritten {
                         self.keys.ends.insert(key.clone(), now + outcome.reset_us);
                     }
                 }

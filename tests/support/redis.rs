@@ -70,6 +70,13 @@ impl Redis {
         redis::cmd("KEYS").arg("*").query(&mut self.connection()).unwrap()
     }
 
+    /// The three numbers of a limit's state, of which the second is what a window counts.
+    pub fn state(&self, key: &str) -> [u64; 3] {
+        let state: Vec<u8> = redis::cmd("GET").arg(key).query(&mut self.connection()).unwrap();
+        // Before them, when its key ends.
+        std::array::from_fn(|number| u64::from_le_bytes(state[8 * number + 8..][..8].try_into().unwrap()))
+    }
+
     /// How often a command was called, by itself or in a script.
     pub fn calls(&self, command: &str) -> u64 {
         self.figure("commandstats", &format!("cmdstat_{command}:calls="))
