@@ -37,7 +37,9 @@ impl Transform for AsInToml {
                 // Lines are those of the source.
                 *text = text.replace('\n', " ");
             }
-            object.retain(|key, value| key != "format" && !value.is_null());
+            // What an absent table has, its keys say; and an absent list is empty.
+            let is_said = |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
+            object.retain(|key, value| key != "format" && !value.is_null() && !is_said(key, value));
             if object.contains_key("properties") {
                 object.insert("additionalProperties".to_owned(), Value::Bool(false));
             }
