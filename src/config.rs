@@ -384,7 +384,7 @@ pub struct Route {
     pub websocket: Option<Spanned<bool>>,
     /// `ietf` (draft 11, every limit) or `draft-07`; `draft-03`; `github`; any of them, `[]` = none. The older ones
     /// tell of the binding limit: the violated one with the longest wait, else the one with the smallest share left.
-    #[schemars(schema_with = "schema::dialects")]
+    #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,
     /// Access-Control-Expose-Headers for these fields.
     #[schemars(extend("default" = false))]

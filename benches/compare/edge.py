@@ -10,7 +10,7 @@ from compare import BINARY, HERE, cpu, tree
 
 CERTS = HERE.parent.parent / "certs"
 MIB = 1 << 20
-NGINX = """daemon off; worker_processes 1; pid DIR/NAME.pid; error_log DIR/NAME.err warn; events { worker_connections 16384; }
+NGINX = """daemon off; user root; worker_processes 1; pid DIR/NAME.pid; error_log DIR/NAME.err warn; events { worker_connections 16384; }
 http { access_log off; keepalive_requests 1000000000; keepalive_timeout 300s; http2_max_concurrent_streams 128; sendfile on; BODY }
 """
 UPSTREAM = """server { listen 127.0.0.1:9000 backlog=4096; root DIR/files; location / { }
@@ -108,6 +108,7 @@ class Edge:
 
     def wrk(self, proxy, port, path, connections=64, scheme="http"):
         out, used = self.run(proxy, "wrk", "-t1", f"-c{connections}", f"-d{self.seconds}s", f"{scheme}://127.0.0.1:{port}{path}")
+        assert "Non-2xx" not in out, out
         return int(re.search(r"(\d+) requests in", out)[1]), used
 
     def rate(self, proxy, path, rate, clients):

@@ -102,9 +102,7 @@ pub(super) fn key_hashes(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
-    let mut dialects = list(&json_schema!({ "type": "string", "enum": ["ietf", "draft-07", "draft-03", "github"] }));
-    dialects.insert("default".to_owned(), json!(["ietf"]));
-    dialects
+    list(&json_schema!({ "type": "string", "enum": ["ietf", "draft-07", "draft-03", "github"] }))
 }
 
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
