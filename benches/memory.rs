@@ -146,13 +146,13 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
     assert_eq!(keys, IDENTITIES, "{}", subject.name);
     let key: String = redis::cmd("RANDOMKEY").query(&mut connection).unwrap();
     let value = match subject.rule {
-        Rule::SlidingLog(_) => redis::cmd("LRANGE").arg(&key).arg(0).arg(-1).query::<Vec<String>>(&mut connection),
+        Rule::SlidingLog(_) => redis::cmd("LRANGE").arg(&key).arg(0).arg(-1).query::<Vec<Vec<u8>>>(&mut connection),
         Rule::Concurrency(_) => {
-            redis::cmd("ZRANGE").arg(&key).arg(0).arg(-1).arg("WITHSCORES").query::<Vec<String>>(&mut connection)
+            redis::cmd("ZRANGE").arg(&key).arg(0).arg(-1).arg("WITHSCORES").query::<Vec<Vec<u8>>>(&mut connection)
         }
-        _ => redis::cmd("GET").arg(&key).query::<String>(&mut connection).map(|value| vec![value]),
+        _ => redis::cmd("GET").arg(&key).query::<Vec<u8>>(&mut connection).map(|value| vec![value]),
     };
-    let value = value.unwrap().iter().map(String::len).sum::<usize>();
+    let value = value.unwrap().iter().map(Vec::len).sum::<usize>();
     ((after - before) * MILLION / IDENTITIES, key.len() as u64, value as u64)
 }
 

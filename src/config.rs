@@ -7,7 +7,9 @@ pub mod error;
 pub mod file;
 mod forms;
 mod keys;
+mod limit;
 mod masked;
+mod route;
 pub mod schema;
 pub mod shown;
 mod spanned;
@@ -16,6 +18,8 @@ mod upstream;
 use std::collections::BTreeMap;
 
 pub use forms::{CostTable, LimitCost, OneOrMany, Shares, UpstreamServer};
+pub use limit::{Limit, Size};
+pub use route::{HeaderRules, Redirect, Respond, Route};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 pub use spanned::Spanned;
@@ -259,173 +263,6 @@ pub struct Jwt {
     pub issuer: Option<Text>,
     /// What must stand in `aud`. Without it a token that has an `aud` is refused: it is meant for somebody else.
     pub audience: Option<Text>,
-}
-
-/// `[limit.NAME]`
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("required" = ["by", "quota"]))]
-pub struct Limit {
-    /// `api-key`, `ip`, `user:HEADER`, `header:NAME`, `cookie:NAME`, `query:NAME`, `path:PARAM`, `jwt:CLAIM`,
-    /// `client-cert`, `host`, `route`, `method`, `global`, or a list of them: one bucket for each combination.
-    pub by: Option<Spanned<OneOrMany>>,
-    /// `gcra` and `leaky-bucket` are other names of `token-bucket`; `sliding-log`: a quota of at most 10,000;
-    /// `concurrency`: `quota = "20"` is so many requests in flight at the same time.
-    #[schemars(extend("enum" = ["token-bucket", "gcra", "leaky-bucket", "fixed-window", "sliding-log", "sliding-window", "sliding-buckets", "concurrency"], "default" = "token-bucket"))]
-    pub algorithm: Option<Text>,
-    /// `"600/min"`.
-    #[schemars(schema_with = "schema::quota")]
-    pub quota: Option<Text>,
-    /// token-bucket: how many at once; by default the quota's count.
-    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
-    pub burst: Option<Spanned<i64>>,
-    /// fixed-window: `"first-request"` opens the window with the first request.
-    #[schemars(extend("enum" = ["aligned", "first-request"], "default" = "aligned"))]
-    pub start: Option<Text>,
-    /// sliding-buckets: parts of the window.
-    #[schemars(range(min = 1, max = 1000), extend("default" = 10))]
-    pub buckets: Option<Spanned<i64>>,
-    /// fixed-window by day, week, month or year: whose calendar, such as `"Europe/Berlin"`; days of 23 and 25 hours
-    /// are right.
-    #[schemars(extend("default" = "UTC"))]
-    pub time_zone: Option<Text>,
-    /// A request without the identity: 400 (401 for a key, a token or a certificate); `"skip"` the limit; `"ip"`
-    /// stands in.
-    #[schemars(extend("enum" = ["reject", "skip", "ip"], "default" = "reject"))]
-    pub on_missing: Option<Text>,
-    /// While the store cannot answer: this gateway's share; `"allow"`; `"deny"` with 503.
-    #[schemars(extend("enum" = ["local", "allow", "deny"], "default" = "local"))]
-    pub on_store_error: Option<Text>,
-    /// Decide and log (`shadow_denied` in the access log), but never deny and tell nobody.
-    #[schemars(extend("default" = false))]
-    pub shadow: bool,
-    /// The methods that the limit is about, `["POST"]`; by default all.
-    pub methods: Option<Vec<Text>>,
-    /// Never limited: networks for an identity by address, values for others (a consumer by its name, a client
-    /// certificate by its subject: `"CN=alice,O=Acme"`).
-    pub exempt: Vec<Text>,
-    /// Other sizes for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`; with `api-key` in
-    /// `by`.
-    pub tiers: BTreeMap<String, Spanned<Size>>,
-    /// Units that a request costs: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header =
-    /// "x-tokens-used" }`; by default the cost of the route.
-    pub cost: Option<Spanned<LimitCost>>,
-    /// Statuses of the response that give the charge back: `["5xx", "404"]`.
-    #[schemars(schema_with = "schema::statuses")]
-    pub refund_on: Vec<Text>,
-    /// Hold a request until its turn, at most so long, instead of denying it.
-    #[schemars(schema_with = "schema::duration")]
-    pub max_wait: Option<Text>,
-    /// So many at a time for each identity on each gateway; whoever comes then is denied.
-    #[schemars(range(min = 1, max = 2147483647), extend("default" = 1000))]
-    pub max_waiting: Option<Spanned<i64>>,
-    /// Units that a gateway may take ahead for a hot identity; 0 = none.
-    #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
-    pub lease: Option<Spanned<i64>>,
-}
-
-/// `{ quota = "…", burst = … }`: another size of a limit.
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-pub struct Size {
-    /// Instead of that of the limit.
-    #[schemars(schema_with = "schema::quota")]
-    pub quota: Option<Text>,
-    /// token-bucket: how many at once; by default the quota's count.
-    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
-    pub burst: Option<Spanned<i64>>,
-}
-
-/// `[[route]]`
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("required" = ["name", "path"]))]
-pub struct Route {
-    /// Unique.
-    pub name: Option<Text>,
-    /// `"api.example.com"`, `"*.example.com"` for all below it; by default any.
-    pub host: Option<Text>,
-    /// `"/v1/search"`; `"/v1/users/{id}"`; `"/v1/{*rest}"` takes `/v1/` and all below it, `"/{*rest}"` everything.
-    /// `/a` is not `/a/`.
-    pub path: Option<Text>,
-    /// `["GET"]`; by default all.
-    pub methods: Option<Vec<Text>>,
-    /// `{ "x-version" = "2" }`: fields that must be there with these values.
-    pub headers: BTreeMap<String, Text>,
-    /// An upstream's name, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
-    /// `respond` and `redirect`.
-    pub upstream: Option<Spanned<Shares>>,
-    /// The gateway answers itself: `{ status = 200, body = "…", content_type = "text/plain" }`.
-    pub respond: Option<Spanned<Respond>>,
-    /// The client is sent elsewhere: `{ to = "/v1/{rest}", status = 308 }`.
-    pub redirect: Option<Spanned<Redirect>>,
-    /// Names of limits, up to 16, decided together.
-    pub limits: Vec<Text>,
-    /// Units that a request costs on each of them.
-    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64), extend("default" = 1))]
-    pub cost: Option<Spanned<i64>>,
-    /// `"/v1"`: whole segments that the upstream does not see.
-    pub strip_prefix: Option<Text>,
-    /// `"/internal/{rest}"`: the path that the upstream sees instead, with parameters of `path`.
-    pub rewrite: Option<Text>,
-    /// `"10s"`: for all of a request, from its head to the end of its answer.
-    #[schemars(schema_with = "schema::duration")]
-    pub timeout: Option<Text>,
-    /// Bytes of a request body, `"1MiB"`; beyond it 413: at once if the request says its length, otherwise as soon as
-    /// it is reached, and the request to the upstream breaks off.
-    #[schemars(schema_with = "schema::size")]
-    pub max_body: Option<Text>,
-    /// What the upstream gets instead: `{ set = { x-gateway = "sluicegate" }, remove = ["x-debug"] }`.
-    pub request_headers: Option<Spanned<HeaderRules>>,
-    /// The same for answers: `{ remove = ["server"] }`.
-    pub response_headers: Option<Spanned<HeaderRules>>,
-    /// Lets a client switch to another protocol.
-    #[schemars(extend("default" = false))]
-    pub websocket: Option<Spanned<bool>>,
-    /// `ietf` (draft 11, every limit) or `draft-07`; `draft-03`; `github`; any of them, `[]` = none. The older ones
-    /// tell of the binding limit: the violated one with the longest wait, else the one with the smallest share left.
-    #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
-    pub ratelimit_headers: Option<Vec<Text>>,
-    /// Access-Control-Expose-Headers for these fields.
-    #[schemars(extend("default" = false))]
-    pub expose_headers: bool,
-}
-
-/// `request_headers`, `response_headers` of a route
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-pub struct HeaderRules {
-    /// Fields that get one line with this value instead of all that they had.
-    pub set: BTreeMap<String, Text>,
-    /// Fields of which all lines are taken away.
-    pub remove: Vec<Text>,
-}
-
-/// `respond = { … }` of a route
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("required" = ["status"]))]
-pub struct Respond {
-    /// Of the answer.
-    #[schemars(range(min = 200, max = 599))]
-    pub status: Option<Spanned<i64>>,
-    /// Of the answer; by default empty.
-    pub body: Option<Text>,
-    /// What the body is.
-    #[schemars(extend("default" = "text/plain; charset=utf-8"))]
-    pub content_type: Option<Text>,
-}
-
-/// `redirect = { … }` of a route
-#[derive(Debug, Default, Deserialize, JsonSchema)]
-#[serde(default)]
-#[schemars(extend("required" = ["to"]))]
-pub struct Redirect {
-    /// A path, or a URL with `http://` or `https://` and a host, with parameters of `path`: `"/v1/{rest}"`.
-    pub to: Option<Text>,
-    /// 308 and 301 for good, 307 and 302 for now, 303 to GET another resource.
-    #[schemars(extend("enum" = [301, 302, 303, 307, 308], "default" = 308))]
-    pub status: Option<Spanned<i64>>,
 }
 
 /// `consumers.toml`
