@@ -13,11 +13,16 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("docs/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
     ("docs/load.md", "oha ", None, "oha comes from crates.io only; its options are those of its own README"),
     ("docs/operating.md", "kill -USR2", None, "tests/handover.rs does it under load"),
-    ("docs/operating.md", "sluicegate ", None, "asks a gateway that has denied somebody: tests/operating_cli.rs"),
+    ("docs/operating.md", "sluicegate top", None, DENIED),
+    ("docs/operating.md", "sluicegate inspect", None, DENIED),
+    ("docs/operating.md", "sluicegate reset", None, DENIED),
+    ("docs/operating.md", "sluicegate override", None, DENIED),
     ("docs/redis.md", "STORE_USER=doctor", None, "tests/doctor.rs makes that user and is him"),
     ("docs/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/doctor.rs"),
     ("docs/replay.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
 ];
+
+const DENIED: &str = "asks a gateway that has denied somebody: tests/operating_cli.rs";
 
 /// What blocks are that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[
