@@ -1,5 +1,6 @@
 //! Walks through a document as its reader: writes the files, types the commands, compares what they print.
 
+use std::ffi::OsString;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -19,7 +20,7 @@ const PORTS: [&str; 5] = ["8080", "8081", "9000", "9180", "6379"];
 /// One reader, in a folder of his own.
 pub struct Walk {
     directory: tempfile::TempDir,
-    path: std::ffi::OsString,
+    path: OsString,
     ports: Vec<(&'static str, u16)>,
     running: Vec<Child>,
 }
@@ -109,7 +110,10 @@ impl Walk {
     fn shell(&self, command: &str) -> Command {
         let mut shell = Command::new("sh");
         shell.args(["-c", &format!("exec 2>&1; {command}")]).stdin(Stdio::null());
-        shell.current_dir(self.folder()).env("PATH", &self.path).env_remove("SLUICEGATE_CONFIG");
+        shell.current_dir(self.folder()).env("PATH", &self.path);
+        for name in ["SLUICEGATE_CONFIG", "SLUICEGATE_STORE_SECRET", "STORE_SECRET", "PORT"] {
+            shell.env_remove(name);
+        }
         shell
     }
 
@@ -136,10 +140,10 @@ fn as_on_a_terminal(line: String) -> String {
     }
 }
 
-/// Below the ports that the kernel gives to others, so that nobody takes one between the look and the start.
+/// Below the ports that the kernel gives to others, so that nobody takes one between the look and the start; none
+/// contains one that the documents name.
 fn free_ports(count: usize) -> Vec<u16> {
-    let begin = 20_000 + (std::process::id() % 100) as u16 * 100;
-    let free =
-        (begin..begin + 100).chain(20_000..30_000).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
+    let begin = 21_000 + (std::process::id() % 40) as u16 * 100;
+    let free = (begin..25_000).chain(21_000..begin).filter(|port| TcpListener::bind(("127.0.0.1", *port)).is_ok());
     free.take(count).collect()
 }
