@@ -42,7 +42,7 @@ impl Walk {
     pub fn put(&self, name: &str, text: &str) {
         // What is shown must not depend on how busy this machine is: with the usual 50 ms a call may go unanswered.
         let mut text = self.with_ports(text);
-        if text.contains("redis://") {
+        if text.contains("\nurl = \"redis") {
             text = text.replace("[store]\n", "[store]\ntimeout = \"5s\"\n");
         }
         std::fs::write(self.folder().join(name), text).unwrap();
