@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use support::gateway::{Gateway, binary};
-use support::{operator, pictures};
+use support::{operator, pages, pictures};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -21,29 +21,7 @@ fn documents() -> Vec<PathBuf> {
     files
 }
 
-/// The blocks of a document that are marked as TOML, each with the line it begins at, without the indentation of their fence.
-fn toml_blocks(text: &str) -> Vec<(usize, String)> {
-    let (mut blocks, mut open) = (Vec::new(), None);
-    for (index, line) in text.lines().enumerate() {
-        let fence = line.trim_start();
-        match &mut open {
-            None if fence == "```toml" => open = Some((index + 2, line.len() - fence.len(), String::new())),
-            None => {}
-            Some((first, _, block)) if fence == "```" => {
-                blocks.push((*first, std::mem::take(block)));
-                open = None;
-            }
-            Some((_, indentation, block)) => {
-                block.push_str(line.get(*indentation..).unwrap_or_default());
-                block.push('\n');
-            }
-        }
-    }
-    assert!(open.is_none(), "a block without an end");
-    blocks
-}
-
-/// A recipe leaves out what every file has: a listener, the upstream `api`, and routes if only limits are shown.
+/// A recipe leaves out what every file has: a listener, the upstream `api`, and routes if only limits or an upstream are shown.
 fn complete(block: &str) -> String {
     let mut file = block.to_owned();
     if !block.contains("[[listener]]") {
@@ -55,41 +33,66 @@ fn complete(block: &str) -> String {
     if !block.contains("[[route]]") {
         let limits = block.lines().filter_map(|line| line.strip_prefix("[limit.")?.strip_suffix(']'));
         let limits: Vec<_> = limits.collect();
-        file.push_str("\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
+        let to = if block.contains("[upstream.api]") { "upstream = \"api\"" } else { "respond = { status = 200 }" };
+        file.push_str(&format!("\n[[route]]\nname = \"r\"\npath = \"/\"\n{to}\n"));
         file.push_str(&format!("limits = {limits:?}\n"));
     }
     file
 }
 
-/// A block that begins with `# NAME.toml` is that file, beside the others of its document.
+/// The least configuration in which a file of consumers means something: with the limits and the tiers that it names.
+fn around(consumers: &str, name: &str) -> String {
+    let file: toml::Table = toml::from_str(consumers).unwrap();
+    let (mut limits, mut tiers) = (BTreeSet::from(["calls"]), BTreeSet::new());
+    for consumer in file["consumer"].as_array().unwrap() {
+        tiers.extend(consumer.get("tier").and_then(toml::Value::as_str));
+        limits.extend(
+            consumer.get("limit").and_then(toml::Value::as_table).into_iter().flatten().map(|(name, _)| &**name),
+        );
+    }
+    let tiers: Vec<_> = tiers.iter().map(|tier| format!("{tier} = {{}}")).collect();
+    let mut text = format!("[api_key]\nconsumers = {name:?}\n");
+    for limit in limits {
+        text.push_str(&format!(
+            "[limit.{limit}]\nby = \"api-key\"\nquota = \"1000/min\"\ntiers = {{ {} }}\n",
+            tiers.join(", ")
+        ));
+    }
+    text
+}
+
+/// A block that begins with `# NAME.toml` is that file, beside the others of its document. Whoever names `consumers.toml`
+/// without showing one has one with a consumer, as `sluicegate key` writes it.
 #[test]
 fn what_the_documents_say_to_write_is_accepted() {
-    let mut failures = String::new();
-    for (document, least) in [("README.md", 1), ("docs/limits.md", 7)] {
-        let text = std::fs::read_to_string(root().join(document)).unwrap();
+    let (mut failures, mut checked) = (String::new(), 0);
+    for document in pages::manual() {
         let directory = tempfile::tempdir().unwrap();
-        let (files, recipes): (Vec<_>, Vec<_>) =
-            toml_blocks(&text).into_iter().partition(|(_, block)| file_name(block).is_some());
-        assert!(recipes.len() >= least, "{document}: {} blocks found", recipes.len());
-        for (_, block) in &files {
-            std::fs::write(directory.path().join(file_name(block).unwrap()), block).unwrap();
+        let put = |name: &str, text: &str| std::fs::write(directory.path().join(name), text).unwrap();
+        put("consumers.toml", "[[consumer]]\nname = \"acme\"\nkeys = []\n");
+        let blocks: Vec<_> = pages::blocks(&document).into_iter().filter(|block| block.language == "toml").collect();
+        for block in &blocks {
+            if let Some(name) = block.file_name() {
+                put(name, &block.text);
+            }
         }
-        for (line, block) in &recipes {
-            let path = directory.path().join("gateway.toml");
-            std::fs::write(&path, complete(block)).unwrap();
-            let output = binary().arg("check").arg("--config").arg(&path).output().unwrap();
+        for block in blocks {
+            let whole = match block.file_name() {
+                Some(name) if block.text.contains("[[consumer]]") => complete(&around(&block.text, name)),
+                _ => complete(&block.text),
+            };
+            put("checked.toml", &whole);
+            let path = directory.path().join("checked.toml");
+            let output = binary().arg("check").arg("--offline").arg("--config").arg(&path).output().unwrap();
             let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
             if !output.status.success() || said.contains("no route uses") {
-                failures.push_str(&format!("{document}:{line}:\n{block}\n{said}\n"));
+                failures.push_str(&format!("{document}:{}:\n{whole}\n{said}\n", block.line));
             }
+            checked += 1;
         }
     }
     assert!(failures.is_empty(), "{failures}");
-}
-
-fn file_name(block: &str) -> Option<&str> {
-    let name = block.lines().next()?.strip_prefix("# ")?;
-    name.ends_with(".toml").then_some(name)
+    assert!(checked >= 20, "{checked} configurations");
 }
 
 #[test]
@@ -136,4 +139,39 @@ fn links_between_documents_lead_somewhere() {
         }
     }
     assert!(links >= 10, "{links} links found");
+}
+
+/// Where the links lead that a text has, without what lies elsewhere.
+fn links(text: &str) -> Vec<&str> {
+    let targets = text.split("](").skip(1).map(|rest| rest.split([')', '#']).next().unwrap());
+    targets.filter(|target| !target.contains("://")).collect()
+}
+
+#[test]
+fn the_manual_has_all_pages_in_one_order() {
+    let contents = pages::read("docs/README.md");
+    let listed: Vec<_> = contents.lines().filter(|line| line.starts_with("| [")).flat_map(links).collect();
+    let pages: BTreeSet<_> =
+        pages::manual().into_iter().filter_map(|page| Some(page.strip_prefix("docs/")?.to_owned())).collect();
+    let there: BTreeSet<_> = listed.iter().chain(&["README.md"]).map(|page| (*page).to_owned()).collect();
+    assert_eq!(there, &pages | &BTreeSet::from(["../SECURITY.md".to_owned()]));
+    let front = pages::read("README.md");
+    let shown = links(front.split("\n## The manual\n").nth(1).unwrap());
+    let shown: Vec<_> = shown.iter().map(|page| page.strip_prefix("docs/").unwrap_or(page)).collect();
+    let listed: Vec<_> = listed.iter().map(|page| page.trim_start_matches("../")).collect();
+    assert_eq!(shown[1..=listed.len()], listed);
+}
+
+#[test]
+fn the_first_page_names_every_command() {
+    let help = String::from_utf8(binary().arg("--help").output().unwrap().stdout).unwrap();
+    let commands = help.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
+    let commands = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());
+    let commands: Vec<_> = commands.filter(|name| !name.is_empty() && *name != "help" && *name != "run").collect();
+    assert!(commands.len() > 10, "{commands:?}");
+    let page = pages::read("README.md");
+    let table = page.split("\n## Commands\n").nth(1).unwrap().split("\n## ").next().unwrap();
+    for command in commands {
+        assert!(table.contains(&format!("`{command}`")), "README.md does not name `{command}`");
+    }
 }

@@ -550,5 +550,5 @@ fn a_log_of_the_gateway_itself_gives_its_decisions() {
 fn the_manual_shows_a_report_as_it_is() {
     let manual = std::fs::read_to_string(logs().join("../../docs/replay.md")).unwrap();
     let busy = std::fs::read_to_string(logs().join("busy.txt")).unwrap();
-    assert!(manual.contains(&format!("```\n{busy}```\n")), "{busy}");
+    assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }

@@ -1,4 +1,4 @@
-//! The commands around the gateway: the page that teaches them is true, and what they write works.
+//! The commands around the gateway: what they write works.
 
 mod support;
 
@@ -8,60 +8,6 @@ use std::process::Command;
 use support::gateway::{Gateway, binary};
 
 const SITUATIONS: [&str; 4] = ["single-api", "plans", "cdn", "llm"];
-
-/// The commands of a page with what they print, in order: `$ command`, then lines.
-fn sessions(page: &str) -> Vec<(String, Vec<String>)> {
-    let mut found: Vec<(String, Vec<String>)> = Vec::new();
-    for block in page.split("```console\n").skip(1) {
-        for line in block.split("```").next().unwrap().lines() {
-            match line.strip_prefix("$ ") {
-                Some(command) => found.push((command.to_owned(), Vec::new())),
-                None => found.last_mut().unwrap().1.push(line.to_owned()),
-            }
-        }
-    }
-    found
-}
-
-/// Whether a text is the expected one, in which `…` stands for anything on its line.
-fn is_like(text: &str, expected: &str) -> bool {
-    let mut pieces = expected.split('…');
-    let Some(mut rest) = text.strip_prefix(pieces.next().unwrap()) else { return false };
-    let pieces: Vec<_> = pieces.collect();
-    let Some((last, between)) = pieces.split_last() else { return rest.is_empty() };
-    for piece in between {
-        let Some(at) = rest.find(piece) else { return false };
-        rest = &rest[at + piece.len()..];
-    }
-    rest.ends_with(last)
-}
-
-#[test]
-fn the_page_shows_what_the_commands_do() {
-    let page = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/tools.md")).unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    let sessions = sessions(&page);
-    assert!(sessions.len() >= 12, "{} commands found", sessions.len());
-    let folder = PathBuf::from(binary().get_program()).parent().unwrap().to_owned();
-    let path =
-        std::env::join_paths([folder].into_iter().chain(std::env::split_paths(&std::env::var_os("PATH").unwrap())));
-    let path = path.unwrap();
-    for (command, expected) in sessions {
-        let mut shell = Command::new("sh");
-        shell.args(["-c", &format!("{command} 2>&1")]).current_dir(directory.path()).env("PATH", &path);
-        // What goes to a file is the key; what is said of it goes to the terminal.
-        if let Some((before, file)) = command.split_once(" > ").filter(|_| !expected.is_empty()) {
-            shell = Command::new("sh");
-            shell.args(["-c", &format!("{before} 2>&1 > {file}")]).current_dir(directory.path()).env("PATH", &path);
-        }
-        let output = shell.env_remove("SLUICEGATE_CONFIG").output().unwrap();
-        let said = String::from_utf8(output.stdout).unwrap();
-        let lines: Vec<_> = said.lines().collect();
-        let alike =
-            lines.len() == expected.len() && lines.iter().zip(&expected).all(|(line, like)| is_like(line, like));
-        assert!(alike, "$ {command}\n{said}\ninstead of\n{}", expected.join("\n"));
-    }
-}
 
 fn init(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
     let output = binary().current_dir(folder).arg("init").args(arguments).output().unwrap();

@@ -10,6 +10,7 @@ pub mod frames;
 pub mod gateway;
 pub mod http2;
 pub mod operator;
+pub mod pages;
 pub mod pictures;
 pub mod random;
 pub mod redis;
@@ -23,6 +24,7 @@ pub mod server;
 pub mod stores;
 pub mod tokens;
 pub mod upstream;
+pub mod walk;
 
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,0 +1,102 @@
+//! The documents as programs see them: blocks, the commands in them, and what those are said to print.
+
+use std::path::{Path, PathBuf};
+
+/// A block between fences.
+pub struct Block {
+    /// Where its text begins.
+    pub line: usize,
+    /// What stands behind the first fence.
+    pub language: String,
+    /// Without the indentation of its fence.
+    pub text: String,
+}
+
+impl Block {
+    /// The file that it is, when its first line is `# NAME.toml`.
+    pub fn file_name(&self) -> Option<&str> {
+        let name = self.text.lines().next()?.strip_prefix("# ")?;
+        (self.language == "toml" && name.ends_with(".toml")).then_some(name)
+    }
+
+    /// `$ command`, then lines that it prints.
+    pub fn commands(&self) -> Vec<(String, Vec<String>)> {
+        let mut found: Vec<(String, Vec<String>)> = Vec::new();
+        for line in self.text.lines() {
+            match line.strip_prefix("$ ") {
+                Some(command) => found.push((command.to_owned(), Vec::new())),
+                None => found.last_mut().expect("a block of commands begins with `$ `").1.push(line.to_owned()),
+            }
+        }
+        found
+    }
+}
+
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// The text of a document, named from the root.
+pub fn read(document: &str) -> String {
+    std::fs::read_to_string(root().join(document)).unwrap()
+}
+
+/// README.md and the manual, named from the root.
+pub fn manual() -> Vec<String> {
+    let inside = std::fs::read_dir(root().join("docs")).unwrap().map(|entry| entry.unwrap().file_name());
+    let mut pages: Vec<_> = inside.map(|name| format!("docs/{}", name.to_str().unwrap())).collect();
+    pages.push("README.md".to_owned());
+    pages.retain(|page| Path::new(page).extension().is_some_and(|extension| extension == "md"));
+    pages.sort();
+    pages
+}
+
+/// The blocks of a document; code that is marked by its indentation alone has no language, so there must be none.
+pub fn blocks(document: &str) -> Vec<Block> {
+    let text = read(document);
+    let (mut blocks, mut open, mut blank) = (Vec::new(), None, false);
+    for (index, line) in text.lines().enumerate() {
+        let (trimmed, number) = (line.trim_start(), index + 1);
+        let indentation = line.len() - trimmed.len();
+        match &mut open {
+            None => {
+                assert!(!blank || indentation < 4, "{document}:{number}: code without a fence");
+                if let Some(language) = trimmed.strip_prefix("```") {
+                    let block = Block { line: number + 1, language: language.to_owned(), text: String::new() };
+                    open = Some((block, indentation));
+                }
+            }
+            Some(_) if trimmed == "```" => blocks.extend(open.take().map(|(block, _)| block)),
+            Some((block, indentation)) => {
+                block.text.push_str(line.get(*indentation..).unwrap_or_default());
+                block.text.push('\n');
+            }
+        }
+        blank = trimmed.is_empty();
+    }
+    assert!(open.is_none(), "{document}: a block without an end");
+    blocks
+}
+
+/// Whether lines are the expected ones, in which `…` stands for anything on its line, or alone for any lines.
+pub fn are_like(lines: &[&str], expected: &[&str]) -> bool {
+    match expected.split_first() {
+        None => lines.is_empty(),
+        Some((&"…", rest)) => (0..=lines.len()).any(|skipped| are_like(&lines[skipped..], rest)),
+        Some((first, rest)) => {
+            lines.split_first().is_some_and(|(line, lines)| is_like(line, first) && are_like(lines, rest))
+        }
+    }
+}
+
+fn is_like(text: &str, expected: &str) -> bool {
+    let mut pieces = expected.split('…');
+    let Some(mut rest) = text.strip_prefix(pieces.next().unwrap()) else { return false };
+    let pieces: Vec<_> = pieces.collect();
+    let Some((last, between)) = pieces.split_last() else { return rest.is_empty() };
+    for piece in between {
+        let Some(at) = rest.find(piece) else { return false };
+        rest = &rest[at + piece.len()..];
+    }
+    rest.ends_with(last)
+}
