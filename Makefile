@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
+.PHONY: run test test-long test-clients test-ops check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -26,6 +26,22 @@ test-clients:
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
+
+# What lies in ops/, by the tools of those who will read it. promtool comes from Debian's package, unpacked: installed, it
+# would start a Prometheus.
+test-ops:
+	mkdir -p target/ops
+	command -v promtool >/dev/null || { cd target/ops && apt-get download -qq prometheus && dpkg -x prometheus_*.deb .; }
+	PATH="$$PATH:target/ops/usr/bin"; promtool check rules ops/alerts.yml && promtool test rules ops/alerts.test.yml && \
+	  promtool check config --syntax-only ops/prometheus.yml
+	@$(call ensure,python3,python3-venv)
+	python3 -m venv target/ops/python
+	target/ops/python/bin/pip install --quiet --disable-pip-version-check -r tests/ops/requirements.txt
+	target/ops/python/bin/python tests/ops/manifests.py ops
+	cargo build --locked
+	sed "s|/usr/local/bin|$(CURDIR)/target/debug|" ops/sluicegate.service > target/ops/sluicegate.service
+	cp ops/sluicegate.socket target/ops
+	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
 
 check:
 	cargo fmt --check
