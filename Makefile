@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
+.PHONY: run test test-long test-clients test-page check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -26,6 +26,12 @@ test-clients:
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
+
+# The live page in a real headless Chromium; pictures of it go into target/page/.
+test-page: tools
+	@$(call ensure,chromium chromedriver,chromium chromium-driver)
+	cargo build --locked
+	python3 tests/page/page.py target/debug/sluicegate target/page
 
 check:
 	cargo fmt --check
