@@ -110,8 +110,11 @@ class Browser:
     def devtools(self, command, parameters):
         return self.call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
-    def picture(self, path, whole=True):
-        shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": whole})
+    def picture(self, path):
+        """Of the whole page, as long as it is."""
+        size = self.devtools("Page.getLayoutMetrics", {})["cssContentSize"]
+        whole = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": whole})
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 
     def log(self, kind):

@@ -30,9 +30,10 @@ export function fill(table, rows) {
   const body = table.tBodies[0];
   const old = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   const focused = document.activeElement;
-  for (const { key, cells, act } of rows) {
+  const keys = new Set(rows.map(({ key }) => key));
+  for (const [key, row] of old) if (!keys.has(key)) row.remove();
+  for (const [index, { key, cells, act }] of rows.entries()) {
     const row = old.get(key) ?? make("tr", { "data-key": key });
-    old.delete(key);
     cells.forEach((cell, place) => {
       const { text, kind = "" } = typeof cell === "object" ? cell : { text: cell };
       if (!row.cells[place]) row.append(place ? make("td") : make("th", { scope: "row" }));
@@ -44,9 +45,8 @@ export function fill(table, rows) {
       button.addEventListener("click", act.run);
       row.append(make("td", {}, button));
     }
-    body.append(row);
+    if (body.rows[index] !== row) body.insertBefore(row, body.rows[index] ?? null);
   }
-  for (const row of old.values()) row.remove();
   if (focused?.isConnected && document.activeElement !== focused) focused.focus({ preventScroll: true });
   for (const [place, head] of [...table.tHead.rows[0].cells].entries()) {
     head.className = body.rows[0]?.cells[place]?.className === "number" ? "number" : "";
