@@ -104,6 +104,7 @@ class Browser:
         """As somebody who likes it dark or light sees it, on a screen so wide."""
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.devtools("Emulation.setEmulatedMedia", {"features": [feature]})
+        self.width = width
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.devtools("Emulation.setDeviceMetricsOverride", metrics)
 
@@ -112,8 +113,8 @@ class Browser:
 
     def picture(self, path):
         """Of the whole page, as long as it is."""
-        size = self.devtools("Page.getLayoutMetrics", {})["cssContentSize"]
-        whole = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        height = self.devtools("Page.getLayoutMetrics", {})["cssContentSize"]["height"]
+        whole = {"x": 0, "y": 0, "width": self.width, "height": height, "scale": 1}
         shot = self.devtools("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": whole})
         Path(path).write_bytes(base64.b64decode(shot["data"]))
 

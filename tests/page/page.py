@@ -61,7 +61,7 @@ timeout = "5s"
 trusted_proxies = ["127.0.0.1"]
 [limit.per-user]
 by = "user:x-user-id"
-quota = "20/24h"
+quota = "20/1d"
 algorithm = "fixed-window"
 [limit.in-all]
 by = "global"
@@ -147,7 +147,7 @@ def moving(browser):
         rows = {row[0]: row for row in browser.rows("#limits")}
         return rows.keys() == {"per-user", "in-all", "on-trial (shadow)"} and rows["per-user"][3] not in ("–", "0") and rows
     rows = browser.until("limits have their rates", limits)
-    expect(rows["per-user"][1] == "20/24h", rows)
+    expect(rows["per-user"][1] == "20/1d", rows)
     browser.until("the upstream is told", lambda: browser.rows("#health")[0][:2] == ["127.0.0.1:1", "api"])
     browser.until("the store is told", lambda: "yes" in browser.text("#store"))
 

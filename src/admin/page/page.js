@@ -130,7 +130,7 @@ async function showConfiguration() {
 }
 
 function take(name, data) {
-  at("#content").hidden = false;
+  at("#content").hidden = at("nav").hidden = false;
   at("#token-form").hidden = true;
   at("#forget").hidden = !wantsToken;
   if (name === "history") {
@@ -156,7 +156,7 @@ function take(name, data) {
 /** Waits until somebody has given a token. */
 function given(said) {
   state("a token is needed", "");
-  at("#content").hidden = true;
+  at("#content").hidden = at("nav").hidden = true;
   at("#forget").hidden = true;
   at("#token-form").hidden = false;
   write(at("#token-said"), said);
