@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients test-ops check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
+.PHONY: run test test-long test-clients test-ops test-page check bench bench-compare bench-edge bench-growth bench-memory bench-scale pictures reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -42,6 +42,12 @@ test-ops:
 	sed "s|/usr/local/bin|$(CURDIR)/target/debug|" ops/sluicegate.service > target/ops/sluicegate.service
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
+
+# The live page in a real headless Chromium; pictures of it go into target/page/.
+test-page: tools
+	@$(call ensure,chromium chromedriver,chromium chromium-driver)
+	cargo build --locked
+	python3 tests/page/page.py target/debug/sluicegate target/page
 
 check:
 	cargo fmt --check

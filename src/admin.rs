@@ -3,7 +3,10 @@
 mod api;
 mod configuration;
 mod health;
+mod history;
+mod live;
 mod metrics;
+mod page;
 mod problem;
 pub mod vitals;
 
@@ -18,7 +21,7 @@ use bytes::Bytes;
 use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use http_body_util::Full;
+use http_body_util::{Either, Full};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -34,8 +37,9 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::operator::Operator;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
-use crate::observe::metrics::{Form, page};
+use crate::observe::metrics::{self as text_form, Form};
 use crate::runtime::{Runtime, Token};
+use live::{Events, Live};
 use problem::Problem;
 use vitals::Vitals;
 
@@ -54,7 +58,7 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
 /// An operator waits at least so long for the store: his first call connects.
 const STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-type Answer = Response<Full<Bytes>>;
+type Answer = Response<Either<Full<Bytes>, Events>>;
 
 /// What of a process the operator's side works on.
 #[derive(Debug)]
@@ -72,6 +76,7 @@ pub struct Parts {
 struct Admin {
     vitals: Arc<Vitals>,
     operator: Operator,
+    live: Live,
 }
 
 /// Serves the operator until `end` is cancelled.
@@ -84,12 +89,17 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
     let (admin, listener) = {
         let _context = reactor.enter();
         let shared = shared(&vitals.configuration.running().runtime, &vitals);
-        (Arc::new(Admin { vitals, operator: Operator { memory, shared, overrides } }), TcpListener::from_std(socket)?)
+        let live = Live::new(&vitals);
+        let admin = Admin { vitals, operator: Operator { memory, shared, overrides }, live };
+        (Arc::new(admin), TcpListener::from_std(socket)?)
     };
     let serve = move || {
         reactor.block_on(async {
             let places = Arc::new(Semaphore::new(CONNECTIONS));
-            end.run_until_cancelled(admin.accept(listener, places.clone())).await;
+            let looking = admin.clone();
+            let serving =
+                async { tokio::join!(admin.accept(listener, places.clone()), looking.live.run(&looking.vitals)) };
+            end.run_until_cancelled(serving).await;
             // Who has been let in has an answer.
             let _ = timeout(LAST_ANSWERS, places.acquire_many(CONNECTIONS as u32)).await;
         });
@@ -129,6 +139,7 @@ impl Admin {
         let service = service_fn(|request: Request<Incoming>| async move {
             let mut answer = self.answer(request).await;
             answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+            page::guard(&mut answer);
             Ok::<_, Infallible>(answer)
         });
         let mut builder = http1::Builder::new();
@@ -146,6 +157,9 @@ impl Admin {
                 "without a token only requests to localhost, 127.0.0.1 or [::1] are answered\n",
             );
         }
+        if let Some(file) = page::file(path, self.token().is_some()) {
+            return if is_read(method) { file } else { not_allowed("GET, HEAD") };
+        }
         if !self.knows(headers) {
             return nobody();
         }
@@ -154,12 +168,14 @@ impl Admin {
             "/readyz" => self.ready(),
             "/metrics" => self.metrics(headers),
             "/api/config" => self.configuration(),
+            "/api/live" if method == Method::GET => return self.live.follow(self.vitals.end.clone()),
+            "/api/live" => return not_allowed("GET"),
             "/api/reload" if method == Method::POST => return self.reload(headers).await,
             "/api/reload" => return not_allowed("POST"),
             _ if path.starts_with("/api/") => return api::answer(self, request).await,
-            _ => return text(StatusCode::NOT_FOUND, "there are /healthz, /readyz, /metrics and /api/…\n"),
+            _ => return text(StatusCode::NOT_FOUND, "there are /, /healthz, /readyz, /metrics and /api/…\n"),
         };
-        if method == Method::GET || method == Method::HEAD { answer } else { not_allowed("GET, HEAD") }
+        if is_read(method) { answer } else { not_allowed("GET, HEAD") }
     }
 
     /// What a caller must know; none if nothing.
@@ -201,11 +217,15 @@ impl Admin {
     fn metrics(&self, headers: &HeaderMap) -> Answer {
         let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
         let form = Form::accepted(accept);
-        match page(&self.vitals, form) {
+        match text_form::page(&self.vitals, form) {
             Ok(page) => of_type(StatusCode::OK, form.content_type(), page),
             Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
         }
     }
+}
+
+fn is_read(method: &Method) -> bool {
+    method == Method::GET || method == Method::HEAD
 }
 
 /// Whether a request means this machine by a name that nobody else can make.
@@ -241,7 +261,7 @@ fn text(status: StatusCode, body: &str) -> Answer {
 }
 
 fn of_type(status: StatusCode, content_type: &'static str, body: String) -> Answer {
-    let mut answer = Response::new(Full::from(body));
+    let mut answer = Response::new(Either::Left(Full::from(body)));
     *answer.status_mut() = status;
     answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
     answer

@@ -69,6 +69,6 @@ fn json(status: StatusCode, body: &impl Serialize) -> Answer {
 }
 
 /// In RFC 3339; a clock that is out of its range counts as not set.
-fn instant(us: u64) -> String {
+pub(super) fn instant(us: u64) -> String {
     Timestamp::from_microsecond(us as i64).unwrap_or_default().to_string()
 }

@@ -174,6 +174,6 @@ fn times<'a>(lines: &mut Lines<'_>, labels: Labels<'_>, all: impl Iterator<Item 
 }
 
 /// Of all workers.
-fn sum<const N: usize>(counts: impl Iterator<Item = [u64; N]>) -> [u64; N] {
+pub(super) fn sum<const N: usize>(counts: impl Iterator<Item = [u64; N]>) -> [u64; N] {
     counts.fold([0; N], |sum, counts| std::array::from_fn(|kind| sum[kind] + counts[kind]))
 }

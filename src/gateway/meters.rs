@@ -95,6 +95,8 @@ pub struct Tallies {
     pub routes: Family<Answers>,
     /// Decisions by limit, by [`Judgement`].
     pub limits: Family<Tally<6>>,
+    /// Requests that were denied, whichever of their limits it was.
+    pub denials: Family<Tally<1>>,
     /// Who was denied by each limit.
     pub denied: Family<Denied>,
     /// Answers by upstream.
@@ -130,6 +132,7 @@ pub(super) struct Meters {
     /// Requests that match no route.
     stray: Arc<Answers>,
     upstreams: Vec<OfUpstream>,
+    denials: Arc<Tally<1>>,
     decisions: Arc<Durations>,
 }
 
@@ -163,6 +166,7 @@ impl Meters {
                 .collect(),
             stray: tallies.routes.of("", worker),
             upstreams: runtime.upstreams.iter().map(|upstream| of_upstream(&upstream.name)).collect(),
+            denials: tallies.denials.of("", worker),
             decisions: tallies.decisions.of("", worker),
         }
     }
@@ -199,6 +203,9 @@ impl Meters {
         name: impl Fn(&Check<'_, '_>) -> Name,
     ) {
         self.decisions.note(took);
+        if decision.as_ref().is_ok_and(|decision| !decision.admitted) {
+            self.denials.count(0);
+        }
         for check in checks {
             let judgement = match decision {
                 Ok(decision) => Judgement::of(check, decision),
