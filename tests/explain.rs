@@ -226,7 +226,7 @@ fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let set: Vec<_> = list("set").iter().map(|field| text(&field["name"])).collect();
     let removed: Vec<_> = list("removed").iter().map(text).collect();
     let stays = |name: &&str| !set.iter().chain(&removed).any(|other| other == name);
-    let kept = asked.headers.iter().filter(|(name, _)| stays(&name)).map(|(name, value)| format!("{name}: {value}"));
+    let kept = asked.headers.iter().filter(|(name, _)| stays(name)).map(|(name, value)| format!("{name}: {value}"));
     let changed = list("set").into_iter().map(|field| {
         let name = text(&field["name"]);
         let value = match name.as_str() {
