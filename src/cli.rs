@@ -2,6 +2,7 @@
 
 mod check;
 mod doctor;
+mod explain;
 mod init;
 mod key;
 mod manual;
@@ -50,6 +51,10 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Say what the gateway would do with a request, and why: route, limits, answer; nothing is sent or charged
+    ///
+    /// The counters are looked at in Redis, or asked of the running gateway where they are in its memory.
+    Explain(explain::Arguments),
     /// Write a first configuration, with comments
     Init {
         /// What the gateway is for
@@ -112,6 +117,7 @@ fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         None | Some(Command::Run) => run::run(load()?)?,
         Some(Command::Check(options)) => return check::check(&arguments.config, options),
         Some(Command::Doctor { json }) => return doctor::doctor(&load()?, *json),
+        Some(Command::Explain(asked)) => return explain::explain(asked, &load()?, &arguments.config),
         Some(Command::Operate(operate)) => {
             let listener = match operate.admin() {
                 Some(url) => operate::Listener::at(url)?,

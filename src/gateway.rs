@@ -2,21 +2,22 @@
 
 pub mod addressed;
 pub mod ask;
-mod decide;
+pub mod decide;
 pub mod denied;
 mod early;
 mod forward;
 mod generation;
 pub mod meters;
 mod noted;
-mod request_id;
+pub mod request_id;
+pub mod tell;
 
 use std::net::IpAddr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
-use http::{Request, Response};
+use http::{HeaderMap, Request, Response};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::time::Instant;
@@ -30,7 +31,6 @@ use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::reply::Rejection;
-use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::fleet::Fleet;
 use crate::upstream::{Trail, UpstreamError};
@@ -76,6 +76,12 @@ impl Peer {
         let client_ip = runtime.client_ip.clone();
         let origin = Origin::new(address, scheme, client_ip.trusts(address));
         Peer { address, origin, subject: None, client_ip, hidden: false }
+    }
+
+    /// The address of the client that it speaks for in a request with this header section.
+    pub fn client(&self, headers: &HeaderMap) -> IpAddr {
+        // A trusted proxy may speak for somebody whose address it does not tell.
+        if self.origin.trusted { self.client_ip.client(self.address, headers) } else { self.address }
     }
 
     /// Believes nothing that comes from it.
@@ -246,24 +252,13 @@ impl Gateway {
     ) -> Result<Admitted<'g>, Rejection<'g>> {
         let Generation { runtime, meters, .. } = generation;
         let target = Addressed::read(request, runtime.server.max_uri)?;
-        let route = match runtime.table.find(&target.host, &target.path, request.method(), request.headers()) {
-            Ok(route) => route,
-            Err(NoMatch::Nothing) => return Err(Rejection::NoRoute),
-            Err(NoMatch::Method(allowed)) => return Err(Rejection::MethodNotAllowed(allowed)),
-        };
+        let route = target.route(runtime, request)?;
         met.route = Some(route.index);
         if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
             return Err(Rejection::BodyTooLarge);
         }
         let deadline = route.timeout.map(|timeout| Instant::now() + timeout);
-        let rewritten = match &route.rewrite {
-            Some(rewrite) => {
-                let target = rewrite.target(&route.pattern, &target.path, request.uri().query());
-                // Canonical again, and so a target unless it is longer than one can be.
-                Some(PathAndQuery::try_from(target).map_err(|_| Rejection::UriTooLong)?)
-            }
-            None => None,
-        };
+        let rewritten = target.rewritten(route, request.uri().query())?;
         let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
         let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
         let decision =

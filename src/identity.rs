@@ -150,6 +150,19 @@ pub enum IdentityError {
     Token(#[from] TokenError),
 }
 
+/// Whose units of a limit a request takes, or why of nobody's.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Found {
+    /// This identity's.
+    Identity(Identity),
+    /// The limit is about other methods.
+    OtherMethod,
+    /// A part is missing, and the limit does not apply to those who lack it.
+    Lacking(IdentityError),
+    /// A part is one that is never limited.
+    Exempt,
+}
+
 /// A part of an identity as a request has it.
 enum Part<'a> {
     Value(u8, Cow<'a, [u8]>),
@@ -169,8 +182,25 @@ impl By {
         hasher: &IdentityHasher,
         encoder: &mut Encoder,
     ) -> Result<Option<Identity>, IdentityError> {
+        Ok(match self.find(asker, keys, hasher, encoder)? {
+            Found::Identity(identity) => Some(identity),
+            Found::OtherMethod | Found::Lacking(_) | Found::Exempt => None,
+        })
+    }
+
+    /// The same, with the reason where the limit does not apply.
+    ///
+    /// # Errors
+    /// As [`By::identify`].
+    pub fn find(
+        &self,
+        asker: &Asker<'_>,
+        keys: &ApiKeys,
+        hasher: &IdentityHasher,
+        encoder: &mut Encoder,
+    ) -> Result<Found, IdentityError> {
         if !self.methods.is_empty() && !self.methods.contains(asker.method) {
-            return Ok(None);
+            return Ok(Found::OtherMethod);
         }
         encoder.clear();
         for source in &self.sources {
@@ -179,16 +209,16 @@ impl By {
                 Part::Address(tag) => (tag, network(asker)),
                 Part::Missing(missing) => match self.on_missing {
                     OnMissing::Reject => return Err(missing),
-                    OnMissing::Skip => return Ok(None),
+                    OnMissing::Skip => return Ok(Found::Lacking(missing)),
                     OnMissing::Ip => (IP, network(asker)),
                 },
             };
             if self.exempt.covers(tag, &value, asker.client) {
-                return Ok(None);
+                return Ok(Found::Exempt);
             }
             encoder.part(tag, &value);
         }
-        Ok(Some(hasher.hash(encoder.bytes())))
+        Ok(Found::Identity(hasher.hash(encoder.bytes())))
     }
 }
 

@@ -14,6 +14,7 @@ pub mod cli;
 pub mod config;
 pub mod cost;
 pub mod doctor;
+pub mod explain;
 pub mod gateway;
 pub mod http;
 pub mod identity;

@@ -2,6 +2,7 @@
 //!
 //! A tree of path segments for each host; a lookup costs the depth of the path, not the number of routes.
 
+pub mod explain;
 mod shadow;
 pub mod template;
 
@@ -140,6 +141,16 @@ impl PathPattern {
         None
     }
 
+    /// Whether both match the same paths.
+    pub fn is_like(&self, other: &PathPattern) -> bool {
+        let alike = |(one, other): (&Segment, &Segment)| match (one, other) {
+            (Segment::Literal(one), Segment::Literal(other)) => one == other,
+            (Segment::Parameter(_), Segment::Parameter(_)) | (Segment::Rest(_), Segment::Rest(_)) => true,
+            (Segment::Literal(_) | Segment::Parameter(_) | Segment::Rest(_), _) => false,
+        };
+        self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(alike)
+    }
+
     /// Whether it has a parameter of this name.
     pub fn has(&self, name: &str) -> bool {
         self.names().any(|parameter| parameter == name)
@@ -267,12 +278,10 @@ impl Search<'_> {
 
     fn choose<'t, T>(&mut self, entries: &'t [Entry<T>]) -> Option<&'t T> {
         for entry in entries {
-            let present =
-                |(name, value): &(HeaderName, HeaderValue)| self.headers.get_all(name).iter().any(|v| v == value);
-            if !entry.headers.iter().all(present) {
+            if entry.lacking(self.headers).is_some() {
                 continue;
             }
-            if entry.methods.is_empty() || entry.methods.contains(self.method) {
+            if entry.serves(self.method) {
                 return Some(&entry.target);
             }
             for method in &entry.methods {
@@ -286,6 +295,16 @@ impl Search<'_> {
 }
 
 impl<T> Entry<T> {
+    fn serves(&self, method: &Method) -> bool {
+        self.methods.is_empty() || self.methods.contains(method)
+    }
+
+    /// The first field that a request should have and has not.
+    fn lacking(&self, headers: &HeaderMap) -> Option<&HeaderName> {
+        let absent = |(name, value): &&(HeaderName, HeaderValue)| headers.get_all(name).iter().all(|v| v != value);
+        self.headers.iter().find(absent).map(|(name, _)| name)
+    }
+
     /// Whether one request could match both, with nothing to choose by.
     fn ties_with(&self, other: &Entry<T>) -> bool {
         let share_a_method = self.methods.is_empty()

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 const ROWS: &[&[&str]] = &[
     &["main"],
     &["cli"],
-    &["app", "doctor", "lint", "replay"],
+    &["app", "doctor", "explain", "lint", "replay"],
     &["admin"],
     &["server"],
     &["gateway", "reload"],

@@ -12,6 +12,7 @@ use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
 use serde_json::{Map, Value, json};
 
 pub(super) use listener::Listener;
+pub(super) use tables::spelled;
 
 /// What can be asked of a running gateway.
 #[derive(Debug, Subcommand)]

@@ -9,6 +9,8 @@ use http::{Method, Request};
 use crate::http::host;
 use crate::http::path::canonical;
 use crate::reply::Rejection;
+use crate::route::NoMatch;
+use crate::runtime::{Route, Runtime};
 
 /// Bytes of the longest target that `http::Uri` can say.
 const LONGEST_URI: usize = 65_534;
@@ -50,10 +52,33 @@ impl<'a> Addressed<'a> {
         }
         Ok(Addressed { host, path })
     }
+
+    /// The route that the request takes.
+    ///
+    /// # Errors
+    /// None.
+    pub fn route<'r, B>(&self, runtime: &'r Runtime, request: &Request<B>) -> Result<&'r Route, Rejection<'static>> {
+        match runtime.table.find(&self.host, &self.path, request.method(), request.headers()) {
+            Ok(route) => Ok(route),
+            Err(NoMatch::Nothing) => Err(Rejection::NoRoute),
+            Err(NoMatch::Method(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
+        }
+    }
+
+    /// What the route makes of path and query; none if they stay.
+    ///
+    /// # Errors
+    /// It is longer than a target can be.
+    pub fn rewritten(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
+        let Some(rewrite) = &route.rewrite else { return Ok(None) };
+        // Canonical again, and so a target unless it is longer than one can be.
+        let target = PathAndQuery::try_from(rewrite.target(&route.pattern, &self.path, query));
+        target.map(Some).map_err(|_| Rejection::UriTooLong)
+    }
 }
 
 /// Path and query only, the path in canonical form; none where they came like that.
-pub(super) fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
+pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
     if path.is_none() && uri.authority().is_none() {
         return None;
     }

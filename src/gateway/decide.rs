@@ -35,9 +35,7 @@ pub(super) async fn decide<'a>(
     if metering.limits.is_empty() && record.is_none() {
         return limiter.check(&[]).await.map_err(Rejection::Unavailable);
     }
-    // A trusted proxy may speak for somebody whose address it does not tell.
-    let headers = asked.request.headers();
-    let client = if asked.trusted { runtime.client_ip.client(peer.address, headers) } else { peer.address };
+    let client = peer.client(asked.request.headers());
     if let Some(record) = &mut record {
         record.client = client;
         record.route = Some(route.name.clone());
@@ -48,11 +46,7 @@ pub(super) async fn decide<'a>(
     let overrides = limiter.overrides.current();
     let mut checks = checks(runtime, &metering.identities, &metering.limits, &asker)?;
     if let Some(table) = &overrides {
-        for check in &mut checks {
-            if let Some(other) = table.find(check.limit, check.identity) {
-                check.plan = &other.plan;
-            }
-        }
+        table.apply(&mut checks);
     }
     if checks.is_empty() {
         return limiter.check(&[]).await.map_err(Rejection::Unavailable);
@@ -103,7 +97,7 @@ pub(super) fn correct(decision: &mut Decision<'_>, settled: Result<Vec<(usize, O
 }
 
 /// The RateLimit fields of an admitted request.
-pub(super) fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
+pub fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
     let standings = || decision.limits.iter().map(standing);
     let usual = decision.limits.len() == route.metering.told
         && decision.limits.iter().all(|judged| judged.quota == judged.limit.standard.quota);

@@ -1,6 +1,6 @@
-//! Sends an admitted request on: headers cleaned and completed, the path in canonical form.
+//! Sends an admitted request on, and hands the answer back.
 
-use http::header::{EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::header::{HOST, TRANSFER_ENCODING};
 use http::uri::{self, PathAndQuery, Uri};
 use http::{Request, Response, StatusCode, Version, request, response};
 use hyper::body::{Body as _, Incoming};
@@ -9,9 +9,10 @@ use tokio::time::{Duration, Instant, timeout_at};
 
 use super::Peer;
 use super::request_id::RequestId;
+use super::tell::{Told, tell};
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
-use crate::http::headers::{self, X_REQUEST_ID};
+use crate::http::headers;
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
 use crate::observe::trace::Trace;
@@ -44,38 +45,17 @@ pub(super) async fn forward(
     let Onward { peer, id, target, deadline, trace, trail } = onward;
     let (mut parts, body) = request.into_parts();
     let http_1_0 = parts.version == Version::HTTP_10;
-    let headers = &mut parts.headers;
-    // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
-    let may_switch = route.websocket && parts.version == Version::HTTP_11 && body.is_end_stream();
-    let offer = if may_switch { Offer::read(headers) } else { None };
-    headers::strip_hop_by_hop(headers, &runtime.trusted_headers);
-    headers::set_framing(headers, body.size_hint().exact());
-    // Our own side answers 100-continue, when the body is first asked for.
-    headers.remove(EXPECT);
-    headers::strip_untrusted(headers, &runtime.trusted_headers, peer.origin.trusted);
-    if parts.version == Version::HTTP_2 {
-        headers::join_cookies(headers);
-    }
-    // The host that was routed on is the only one.
-    if let Some(authority) = parts.uri.authority() {
-        // An authority is a valid value.
-        if let Ok(host) = HeaderValue::from_str(authority.as_str()) {
-            headers.insert(HOST, host);
-        }
-    }
-    let host = headers.get(HOST).cloned();
-    if let (None, Ok(host)) = (&host, HeaderValue::from_str(upstream.authority())) {
-        headers.insert(HOST, host);
-    }
-    headers::set_forwarded(headers, &peer.origin, host.as_ref(), parts.version);
-    headers.insert(X_REQUEST_ID, id.value());
-    if let Some(trace) = trace {
-        trace.pass_on(headers);
-    }
-    route.request_headers.apply(headers);
+    let told = Told {
+        origin: &peer.origin,
+        id: id.value(),
+        trace,
+        authority: upstream.authority(),
+        length: body.size_hint().exact(),
+    };
+    let offer = tell(runtime, route, &mut parts, told);
     let switch = offer.and_then(|offer| {
         let downstream = parts.extensions.remove::<OnUpgrade>()?;
-        offer.make(headers);
+        offer.make(&mut parts.headers);
         Some((offer, downstream))
     });
     if let Some(target) = target {

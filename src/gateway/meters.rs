@@ -69,7 +69,7 @@ impl Judgement {
     }
 
     /// What the limit of a check had to do with the decision; none if others denied.
-    pub(super) fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
+    pub fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let local = decision.source == Source::Local;
         let of_place = |place| decision.limits.iter().find(move |judged| judged.place == place);
         if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {

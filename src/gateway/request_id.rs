@@ -7,7 +7,7 @@ use crate::http::headers::X_REQUEST_ID;
 
 /// The id of a request.
 #[derive(Debug, Clone)]
-pub(super) enum RequestId {
+pub enum RequestId {
     /// Of our own; in the form of text when somebody asks for it.
     Made(Uuid),
     /// Of a trusted proxy.
@@ -16,7 +16,7 @@ pub(super) enum RequestId {
 
 impl RequestId {
     /// That of a request with this header section.
-    pub(super) fn of(headers: &HeaderMap, trusted: bool) -> Self {
+    pub fn of(headers: &HeaderMap, trusted: bool) -> Self {
         match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
             Some(given) => RequestId::Given(given.clone()),
             None => RequestId::Made(Uuid::now_v7()),
@@ -24,7 +24,7 @@ impl RequestId {
     }
 
     /// As the value of a field.
-    pub(super) fn value(&self) -> HeaderValue {
+    pub fn value(&self) -> HeaderValue {
         match self {
             RequestId::Given(value) => value.clone(),
             RequestId::Made(id) => {

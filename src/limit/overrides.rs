@@ -14,6 +14,7 @@ use tracing::{debug, warn};
 
 use super::backend::Shared;
 use super::clock::{Seldom, monotonic};
+use super::decision::Check;
 use super::denials::Denials;
 use super::key::{Identity, IdentityHasher, Key};
 use super::plan::{Limit, Plan};
@@ -77,6 +78,15 @@ impl Table {
     pub fn find(&self, limit: &Limit, identity: Identity) -> Option<&Override> {
         let found = self.0.get(&place(limit, identity))?;
         (monotonic() < found.until).then_some(found)
+    }
+
+    /// Gives the checks of identities that have one its size.
+    pub fn apply<'p>(&'p self, checks: &mut [Check<'_, 'p>]) {
+        for check in checks {
+            if let Some(other) = self.find(check.limit, check.identity) {
+                check.plan = &other.plan;
+            }
+        }
     }
 
     /// All of them.

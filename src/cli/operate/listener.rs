@@ -68,7 +68,7 @@ impl Listener {
     ///
     /// # Errors
     /// In words that say what to do.
-    pub(super) fn ask(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+    pub(crate) fn ask(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
         let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         let asked = reactor.block_on(async { timeout(PATIENCE, self.exchange(method, target, body)).await });
         reactor.shutdown_background();

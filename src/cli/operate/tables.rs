@@ -150,7 +150,11 @@ fn list(value: &Value) -> &[Value] {
 
 /// Seconds in one or two units.
 fn duration(value: &Value) -> String {
-    let Some(seconds) = value.as_f64() else { return String::new() };
+    value.as_f64().map_or_else(String::new, spelled)
+}
+
+/// The same.
+pub(crate) fn spelled(seconds: f64) -> String {
     let whole = seconds.ceil() as u64;
     match whole {
         0..10 => format!("{seconds} s"),

@@ -1,0 +1,140 @@
+//! Explains what the gateway would do with a request, by what the gateway itself asks: nothing is sent, nothing is charged.
+
+mod answer;
+pub mod counters;
+pub mod facts;
+mod limits;
+mod onward;
+mod routes;
+
+use http::header::CONTENT_LENGTH;
+use http::{HeaderMap, Request};
+
+use crate::gateway::Peer;
+use crate::gateway::addressed::{Addressed, origin_form};
+use crate::gateway::ask::{Question, checks};
+use crate::http::headers::is_grpc;
+use crate::limit::decision::Check;
+use crate::limit::store::Verdict;
+use crate::reply::Rejection;
+use crate::runtime::{Runtime, Target};
+use counters::{Counters, Unseen};
+use facts::{Answer, Client, Explanation};
+
+/// A configuration, and where its counters are looked at.
+#[derive(Debug)]
+pub struct Explainer<'a, C: ?Sized> {
+    /// The configuration.
+    pub runtime: &'a Runtime,
+    /// Where identities stand.
+    pub counters: &'a C,
+    /// So many of the routes that do not take the request are explained, the nearest first.
+    pub routes: usize,
+}
+
+impl<C: Counters + ?Sized> Explainer<'_, C> {
+    /// What the gateway would do with a request from this peer.
+    pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
+        let client = peer.client(request.headers());
+        let mut facts = Explanation {
+            method: request.method().to_string(),
+            host: None,
+            path: None,
+            came_as: request.uri().path().to_owned(),
+            client: Client {
+                address: client,
+                peer: peer.address,
+                trusted: peer.origin.trusted,
+                field: (client != peer.address).then(|| self.runtime.client_ip.header.to_string()),
+            },
+            route: None,
+            others: Vec::new(),
+            others_left_out: 0,
+            store: self.runtime.store.name.clone(),
+            unseen: None,
+            limits: Vec::new(),
+            decision: None,
+            answer: Answer::default(),
+            upstream: None,
+        };
+        facts.answer = match self.walk(request, peer, &mut facts) {
+            Ok(answer) => answer,
+            Err(rejection) => answer::rejected(rejection),
+        };
+        facts
+    }
+
+    /// The way of a request through the gateway, with a note at each step.
+    fn walk(&self, request: &Request<()>, peer: &Peer, facts: &mut Explanation) -> Result<Answer, Rejection<'_>> {
+        let runtime = self.runtime;
+        let target = Addressed::read(request, runtime.server.max_uri)?;
+        facts.host = Some(target.host.to_string());
+        facts.path = Some(target.path.to_string());
+        let route = target.route(runtime, request);
+        let taken = route.as_ref().ok().map(|route| route.index);
+        (facts.others, facts.others_left_out) = routes::others(runtime, request, &target, taken, self.routes);
+        let route = route?;
+        facts.route = Some(routes::taken(route));
+        let length = body_length(request.headers());
+        if route.max_body.zip(length).is_some_and(|(most, length)| length > most) {
+            return Err(Rejection::BodyTooLarge);
+        }
+        let rewritten = target.rewritten(route, request.uri().query())?;
+        let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
+        let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
+        let consumers = route.metering.by_key.then(|| runtime.consumers.load());
+        let consumers = consumers.as_deref().map(|consumers| &**consumers);
+        let asker = asked.asker(runtime, route, facts.client.address, consumers);
+        let overrides = self.counters.overrides();
+        let mut checks = match checks(runtime, &route.metering.identities, &route.metering.limits, &asker) {
+            Ok(checks) => checks,
+            Err(rejection) => {
+                facts.limits = limits::limited(runtime, route, &asker, &[], None);
+                return Err(rejection);
+            }
+        };
+        if let Some(table) = &overrides {
+            table.apply(&mut checks);
+        }
+        let verdict = self.look(&checks);
+        facts.limits = limits::limited(runtime, route, &asker, &checks, verdict.as_ref().ok());
+        let decision = match verdict {
+            Ok(verdict) => Some(limits::decision(verdict, &checks)),
+            Err(Unseen(why)) => {
+                facts.unseen = Some(why);
+                None
+            }
+        };
+        facts.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
+        let decision = match decision {
+            Some(decision) if !decision.admitted => {
+                return Err(Rejection::OverLimit {
+                    decision,
+                    dialects: &route.metering.dialects,
+                    expose: route.metering.expose.as_ref(),
+                    grpc: is_grpc(request.headers()),
+                });
+            }
+            other => other,
+        };
+        if let Target::Upstream(split) = &route.target {
+            let came = (path != request.uri().path()).then_some(path);
+            let target = rewritten.or_else(|| origin_form(request.uri(), came));
+            let target = target.as_ref().or(request.uri().path_and_query());
+            facts.upstream = Some(onward::onward(runtime, route, split, request, peer, (target, length)));
+        }
+        Ok(answer::admitted(route, request, path, decision.as_ref()))
+    }
+
+    fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
+        if checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(checks) }
+    }
+}
+
+/// Bytes of a body, as the head says; none if it does not.
+fn body_length(headers: &HeaderMap) -> Option<u64> {
+    if headers.contains_key(http::header::TRANSFER_ENCODING) {
+        return None;
+    }
+    headers.get(CONTENT_LENGTH).map_or(Some(0), |length| length.to_str().ok()?.parse().ok())
+}

@@ -1,0 +1,176 @@
+//! What is found out about a request, for people and programs. Values that may be secrets are left out, as everywhere.
+
+use std::net::IpAddr;
+
+use serde::Serialize;
+
+/// What the gateway would do with a request.
+#[derive(Debug, Serialize)]
+pub struct Explanation {
+    /// Its method.
+    pub method: String,
+    /// The host that it is routed on; none = it has no valid one.
+    pub host: Option<String>,
+    /// Its path in canonical form; none = it has none.
+    pub path: Option<String>,
+    /// Its path as it came.
+    pub came_as: String,
+    /// Who asks.
+    pub client: Client,
+    /// The route that takes it.
+    pub route: Option<Taken>,
+    /// Other routes, the nearest first.
+    pub others: Vec<Other>,
+    /// So many more are there.
+    pub others_left_out: usize,
+    /// Where the counters are.
+    pub store: String,
+    /// Why they were not looked at; none = they were.
+    pub unseen: Option<String>,
+    /// The limits of the route.
+    pub limits: Vec<Limited>,
+    /// `allowed` or `denied`; none if limits were not asked, or the counters not looked at.
+    pub decision: Option<&'static str>,
+    /// The answer.
+    pub answer: Answer,
+    /// What would be sent on; none = nothing.
+    pub upstream: Option<Onward>,
+}
+
+/// Who asks.
+#[derive(Debug, Serialize)]
+pub struct Client {
+    /// Its address.
+    pub address: IpAddr,
+    /// The other end of the connection.
+    pub peer: IpAddr,
+    /// Whether that is a trusted proxy.
+    pub trusted: bool,
+    /// The field that says the address; none = it is that of the peer.
+    pub field: Option<String>,
+}
+
+/// The route that takes the request.
+#[derive(Debug, Serialize)]
+pub struct Taken {
+    /// Its name.
+    pub route: String,
+    /// Its path, as configured.
+    pub path: String,
+}
+
+/// A route that does not take the request.
+#[derive(Debug, Serialize)]
+pub struct Other {
+    /// Its name.
+    pub route: String,
+    /// Its path, as configured.
+    pub path: String,
+    /// What of the request is otherwise than it wants; `specific` where it only is less specific.
+    pub fails: &'static str,
+    /// In words.
+    pub why: String,
+}
+
+/// A limit of the route.
+#[derive(Debug, Serialize)]
+pub struct Limited {
+    /// Its name.
+    pub limit: String,
+    /// Whether it is on trial.
+    pub shadow: bool,
+    /// Why it has no say; none = it has.
+    pub left_out: Option<String>,
+    /// Why it refuses the request whatever is left; none = it does not.
+    pub refuses: Option<String>,
+    /// Whose units: a keyed hash, as in the access log.
+    pub identity: Option<String>,
+    /// What that is made of.
+    pub parts: Vec<Part>,
+    /// The size that it has for the request.
+    pub size: Option<Size>,
+    /// Units that must be there.
+    pub cost: Option<u64>,
+    /// Whether the response says what is charged.
+    pub post_paid: bool,
+    /// Where the identity stands; none = it was not looked.
+    pub standing: Option<Standing>,
+}
+
+/// A part of an identity.
+#[derive(Debug, Serialize)]
+pub struct Part {
+    /// Its word in `by`, or of what stands in for it.
+    pub part: String,
+    /// Its value; none = it may be a secret, or there is none.
+    pub value: Option<String>,
+    /// Where the value comes from.
+    pub from: String,
+}
+
+/// A size of a limit.
+#[derive(Debug, Serialize)]
+pub struct Size {
+    /// Whose it is: `standard`, `tier NAME`, `consumer NAME` or `override`.
+    pub of: String,
+    /// Units per time.
+    pub quota: String,
+    /// Units at once.
+    pub at_once: u64,
+}
+
+/// Where an identity stands.
+#[derive(Debug, Serialize)]
+pub struct Standing {
+    /// What the limit has to do with the decision, as in the access log; none if another limit denies.
+    pub decision: Option<&'static str>,
+    /// Units that are left now.
+    pub left: u64,
+    /// Units that are left after the request, if it is allowed.
+    pub left_after: Option<u64>,
+    /// Seconds until all is back, without this request.
+    pub reset_seconds: f64,
+    /// Seconds until it would pass, where it is denied; none if never.
+    pub retry_seconds: Option<f64>,
+    /// Seconds for which the gateway would let it wait for that.
+    pub waits_seconds: Option<f64>,
+}
+
+/// The answer.
+#[derive(Debug, Default, Serialize)]
+pub struct Answer {
+    /// Who gives it: `gateway` or `upstream`.
+    pub by: &'static str,
+    /// Its status; none = the upstream's.
+    pub status: Option<u16>,
+    /// As in the access log.
+    pub outcome: &'static str,
+    /// Its fields; of an upstream's answer those that are added.
+    pub fields: Vec<Field>,
+    /// Fields that the route removes.
+    pub removed: Vec<String>,
+    /// Its body; none = the upstream's.
+    pub body: Option<String>,
+}
+
+/// A field of a header section.
+#[derive(Debug, Serialize)]
+pub struct Field {
+    /// Its name.
+    pub name: String,
+    /// Its value; none = the configuration says it, and it may be a secret.
+    pub value: Option<String>,
+}
+
+/// What would be sent on.
+#[derive(Debug, Serialize)]
+pub struct Onward {
+    /// The upstreams that share the requests of the route.
+    pub upstreams: Vec<String>,
+    /// Path and query.
+    pub target: String,
+    /// Fields that are not as they came.
+    pub set: Vec<Field>,
+    /// Fields that came and do not go on.
+    pub removed: Vec<String>,
+}
