@@ -37,7 +37,8 @@ fn left_after(check: &Check<'_, '_>, now: &Outcome) -> u64 {
     now.remaining.saturating_sub(units)
 }
 
-/// What each limit of a route asks of a request and what it would say; `checks` are those that have a say, none where the request is refused.
+/// What each limit of a route asks of a request and what it would say; `checks` are those that have a say, none where the
+/// request is refused.
 pub(super) fn limited(
     runtime: &Runtime,
     route: &Route,

@@ -106,10 +106,9 @@ impl Arguments {
 }
 
 fn method(text: &str) -> Result<Method, ArgumentError> {
-    let parsed = |text: &str| Method::from_bytes(text.as_bytes()).ok();
-    let is_known = |method: &Method| !matches!(method.as_str(), text if text.bytes().any(|byte| !byte.is_ascii_uppercase() && byte != b'-'));
-    match parsed(text) {
-        Some(method) if is_known(&method) => Ok(method),
+    let is_usual = text.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'-');
+    match Method::from_bytes(text.as_bytes()).ok() {
+        Some(method) if is_usual => Ok(method),
         Some(_) if text.bytes().all(|byte| byte.is_ascii_alphabetic()) => {
             Err(ArgumentError::LowerCase(text.to_owned()))
         }
