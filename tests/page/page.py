@@ -115,7 +115,7 @@ def figure(browser, name):
 def signing_in(browser, admin):
     browser.open(f"{admin}/")
     browser.until("the token is asked for", lambda: browser.text("#token-form h2"))
-    expect(browser.text("#content") == "", "nothing is shown before")
+    expect(browser.run("return document.querySelector('#content').hidden"), "nothing is shown before")
     expect(not browser.log("browser"), "nothing to complain about")
     # The field has the focus: a keyboard is enough.
     browser.press(*"wrong", ENTER)
@@ -138,8 +138,12 @@ def moving(browser):
         return not waiting
 
     browser.until(f"each of {figures} has moved", moved)
-    lines = browser.run("return [...document.querySelectorAll('.plot .line')].map((line) => line.getAttribute('d'))")
-    expect(len(lines) == 6 and all("L" in line for line in lines), f"all lines are drawn: {lines}")
+
+    def drawn():
+        lines = browser.run("return [...document.querySelectorAll('.plot .line')].map((line) => line.getAttribute('d'))")
+        return len(lines) == 6 and all("L" in line for line in lines)
+
+    browser.until("all lines are drawn", drawn)
     words = browser.run("return document.querySelector('#rates svg').getAttribute('aria-label')")
     expect("denied" in words and "at most" in words, f"the chart is told in words: {words}")
 
@@ -247,7 +251,8 @@ def quiet(browser, admin):
     expect(not said, f"the console says: {said}")
     events = [json.loads(entry["message"])["message"] for entry in browser.log("performance")]
     urls = {event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"}
-    asked = {urlsplit(url).netloc for url in urls if not url.startswith("data:")} - {""}
+    # The browser's own first tab is chrome://.
+    asked = {urlsplit(url).netloc for url in urls if not url.startswith(("data:", "chrome"))} - {""}
     expect(asked == {urlsplit(admin).netloc}, f"somebody else was asked: {asked}")
 
 
