@@ -10,10 +10,11 @@ test: tools
 	cargo test --locked
 
 # The property tests of the limiter and its bounds with a million operations instead of 50,000, the edge in full size, and the fuzz
-# targets for ten minutes, side by side: about half an hour.
+# targets for ten minutes, side by side: about three quarters of an hour with the soak (`SOAK_SECONDS`, 900).
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
 	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
+	cargo test --locked --test soak -- --nocapture
 	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 
 # Clients and parsers that others wrote, against the real binary. They come from Debian, and from PyPI and npm, pinned, into target/.

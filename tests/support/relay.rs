@@ -1,8 +1,9 @@
 //! A relay between gateway and Redis that a test turns: to another server, or deaf to what Redis says.
 
+use std::collections::HashMap;
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::upstream::serve;
@@ -12,21 +13,25 @@ pub struct Relay {
     pub address: SocketAddr,
     server: Arc<AtomicU16>,
     losing: Arc<AtomicBool>,
-    streams: Arc<Mutex<Vec<TcpStream>>>,
+    streams: Streams,
 }
+
+/// Both sides of each connection that is open.
+type Streams = Arc<Mutex<HashMap<usize, [TcpStream; 2]>>>;
 
 impl Relay {
     /// A relay to the server on this port.
     pub fn start(port: u16) -> Relay {
         let server = Arc::new(AtomicU16::new(port));
         let losing = Arc::<AtomicBool>::default();
-        let streams = Arc::<Mutex<Vec<TcpStream>>>::default();
+        let (streams, number) = (Streams::default(), AtomicUsize::new(0));
         let (target, deaf, open) = (server.clone(), losing.clone(), streams.clone());
         let address = serve(move |mut gateway| {
             // Whom nobody serves is hung up on, as by a server that has died.
             let Ok(mut redis) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else { return };
             let (mut calls, mut to_redis) = (gateway.try_clone().unwrap(), redis.try_clone().unwrap());
-            open.lock().unwrap().extend([gateway.try_clone().unwrap(), redis.try_clone().unwrap()]);
+            let number = number.fetch_add(1, Ordering::SeqCst);
+            open.lock().unwrap().insert(number, [gateway.try_clone().unwrap(), redis.try_clone().unwrap()]);
             std::thread::spawn(move || {
                 let _ = std::io::copy(&mut calls, &mut to_redis);
                 let _ = to_redis.shutdown(Shutdown::Both);
@@ -38,6 +43,7 @@ impl Relay {
                 }
             }
             let _ = gateway.shutdown(Shutdown::Both);
+            open.lock().unwrap().remove(&number);
         });
         Relay { address, server, losing, streams }
     }
@@ -49,7 +55,7 @@ impl Relay {
     /// Leads to another server from now on; what is connected is hung up on.
     pub fn turn_to(&self, port: u16) {
         self.server.store(port, Ordering::SeqCst);
-        for stream in self.streams.lock().unwrap().drain(..) {
+        for stream in self.streams.lock().unwrap().drain().flat_map(|(_, both)| both) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
