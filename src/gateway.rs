@@ -9,15 +9,15 @@ mod forward;
 mod generation;
 pub mod meters;
 mod noted;
+mod peer;
 pub mod request_id;
 pub mod tell;
 
-use std::net::IpAddr;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
-use http::{HeaderMap, Request, Response};
+use http::{Request, Response};
 use http_body::Body as _;
 use hyper::body::Incoming;
 use tokio::time::Instant;
@@ -25,8 +25,7 @@ use tracing::{debug, warn};
 
 use crate::account::{Arrival, Record, Sinks};
 use crate::http::body::Body;
-use crate::http::headers::{Origin, is_grpc};
-use crate::identity::client_ip::ClientIp;
+use crate::http::headers::is_grpc;
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
@@ -39,6 +38,7 @@ use ask::Question;
 use forward::Onward;
 use generation::Generation;
 use meters::Tallies;
+pub use peer::Peer;
 use request_id::RequestId;
 
 /// One worker's gateway.
@@ -52,53 +52,6 @@ pub struct Gateway {
     tallies: Arc<Tallies>,
     /// Which one it is.
     worker: usize,
-}
-
-/// The other end of a downstream connection.
-#[derive(Debug)]
-pub struct Peer {
-    /// Its address; IPv4-mapped ones as IPv4.
-    pub address: IpAddr,
-    /// What upstreams are told of it.
-    pub origin: Origin,
-    /// The subject of its certificate, which was verified.
-    pub subject: Option<Box<str>>,
-    /// Who has said whether it is trusted.
-    client_ip: Arc<ClientIp>,
-    /// Whether it speaks for somebody whom it does not tell.
-    hidden: bool,
-}
-
-impl Peer {
-    /// The peer of a connection.
-    pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
-        let address = address.to_canonical();
-        let client_ip = runtime.client_ip.clone();
-        let origin = Origin::new(address, scheme, client_ip.trusts(address));
-        Peer { address, origin, subject: None, client_ip, hidden: false }
-    }
-
-    /// The address of the client that it speaks for in a request with this header section.
-    pub fn client(&self, headers: &HeaderMap) -> IpAddr {
-        // A trusted proxy may speak for somebody whose address it does not tell.
-        if self.origin.trusted { self.client_ip.client(self.address, headers) } else { self.address }
-    }
-
-    /// Believes nothing that comes from it.
-    pub fn hide(&mut self) {
-        (self.hidden, self.origin.trusted) = (true, false);
-    }
-
-    /// The same under a configuration that is newer than the connection; none if it says the same of whom to trust.
-    fn under(&self, runtime: &Runtime) -> Option<Box<Peer>> {
-        let client_ip = &runtime.client_ip;
-        if Arc::ptr_eq(client_ip, &self.client_ip) {
-            return None;
-        }
-        let trusted = !self.hidden && client_ip.trusts(self.address);
-        let (origin, client_ip) = (Origin { trusted, ..self.origin.clone() }, client_ip.clone());
-        Some(Box::new(Peer { origin, client_ip, subject: self.subject.clone(), ..*self }))
-    }
 }
 
 impl Gateway {
@@ -134,6 +87,9 @@ impl Gateway {
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
         let arrived = monotonic();
+        let generation = self.current.load_full();
+        let renewed = peer.under(&generation.runtime);
+        let peer = renewed.as_deref().unwrap_or(peer);
         let arrival = Arrival {
             at: arrived,
             peer: peer.address,
@@ -147,9 +103,6 @@ impl Gateway {
             met.identify(&request, peer);
         }
         let early = early::is_possible(&request);
-        let generation = self.current.load_full();
-        let renewed = peer.under(&generation.runtime);
-        let peer = renewed.as_deref().unwrap_or(peer);
         let (mut response, outcome) = match self.serve(&generation, request, peer, &mut met).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {

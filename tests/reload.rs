@@ -11,6 +11,7 @@ use support::client::Client;
 use support::gateway::Gateway;
 use support::operator::{self, HERE};
 use support::reload::{ADMIN, ask, metric, reload, reloads, says, with_admin};
+use support::upstream::Upstream;
 use support::{eventually, signal};
 
 #[test]
@@ -239,6 +240,27 @@ fn whom_to_trust_changes_for_running_connections() {
     assert_eq!((from("192.0.2.1"), from("192.0.2.2"), from("192.0.2.1")), (200, 200, 429), "it is");
     reloads(&gateway, &config(""));
     assert_eq!(from("192.0.2.3"), 429, "and no more");
+}
+
+#[test]
+fn who_is_trusted_no_more_names_no_request_on_a_running_connection() {
+    let upstream = Upstream::start();
+    let config = |trusted: &str| {
+        format!(
+            "[log]\naccess = \"stdout\"\n[client_ip]\ntrusted_proxies = [{trusted}]\n[upstream.up]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"up\"\n",
+            upstream.url()
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("\"127.0.0.9\"")));
+    let mut client = Client::connect_from("127.0.0.9".parse().unwrap(), gateway.address);
+    let mut named = || {
+        assert_eq!(client.get_with("/up", &[("x-request-id", "chosen")]).status, 200);
+        upstream.last().headers("x-request-id").concat()
+    };
+    assert_eq!(named(), "chosen");
+    reloads(&gateway, &config(""));
+    assert_ne!(named(), "chosen", "its word counts no more, for the log and the upstream");
 }
 
 #[test]
