@@ -17,7 +17,7 @@ use ipnet::IpNet;
 use percent_encoding::percent_decode_str;
 
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
-use crate::route::PathPattern;
+use crate::route::path::PathPattern;
 use api_key::{ApiKeys, Caller};
 use jwt::{Bearer, TokenError};
 
@@ -219,22 +219,6 @@ impl By {
             encoder.part(tag, &value);
         }
         Ok(Found::Identity(hasher.hash(encoder.bytes())))
-    }
-}
-
-impl By {
-    /// What to call whoever asks, for people. Keys and cookies are secrets: the beginning of the identity's hash stands for them.
-    pub fn describe(&self, asker: &Asker<'_>, keys: &ApiKeys, identity: Identity) -> String {
-        let part = |source: &Source| match source.part(asker, keys) {
-            Ok(Part::Value(b'k' | b'o', _)) => identity.short(),
-            Ok(Part::Value(_, value)) => String::from_utf8_lossy(&value).into_owned(),
-            Ok(Part::Address(ANONYMOUS)) => format!("anonymous {}", asker.network),
-            Ok(Part::Address(_) | Part::Missing(_)) | Err(_) => asker.network.to_string(),
-        };
-        match &self.sources[..] {
-            [Source::Global] => "everybody".to_owned(),
-            sources => sources.iter().map(part).collect::<Vec<_>>().join(", "),
-        }
     }
 }
 

@@ -23,13 +23,12 @@ mod upstreams;
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use http::{HeaderName, Uri};
+use http::HeaderName;
 use tokio::time::Duration;
-use tracing::Level;
 
 use crate::config::Config;
 use crate::config::error::{ConfigError, FaultyFile};
@@ -42,7 +41,6 @@ use crate::identity::jwt::Verifier;
 use crate::limit::key::IdentityHasher;
 use crate::limit::plan::Limit;
 use crate::limit::redis::{RedisSettings, Servers};
-use crate::observe::log::Format;
 use crate::route::RouteTable;
 use crate::tls::{ClientAuth, Tls};
 use crate::upstream::settings::UpstreamSettings;
@@ -53,6 +51,7 @@ use fixed::Fixed;
 pub use listeners::Subject;
 use reader::Reader;
 pub use route::{Metered, Metering, Redirect, Respond, Rewrite, Route, Target};
+pub use settings::{Access, Layout, LogSettings, ServerSettings};
 pub use split::Split;
 pub use succession::Unfit;
 
@@ -122,54 +121,6 @@ pub struct ListenerTls {
     pub client_ca: Option<(Snapshot, ClientAuth)>,
 }
 
-/// `[server]`
-#[derive(Debug, Clone)]
-pub struct ServerSettings {
-    /// Threads that serve requests.
-    pub workers: usize,
-    /// How they share work.
-    pub layout: Layout,
-    /// Time for running requests after SIGTERM.
-    pub drain_timeout: Duration,
-    /// Connections of clients at the same time, on all workers.
-    pub max_connections: usize,
-    /// The same for each client network; 0 = as many as there may be.
-    pub max_connections_per_ip: usize,
-    /// Time from accept to the first head.
-    pub header_timeout: Duration,
-    /// Time between two requests of a connection.
-    pub idle_timeout: Duration,
-    /// Time for which a body may stand still because of whoever is to send or to take it.
-    pub body_idle_timeout: Duration,
-    /// Bytes of a head.
-    pub max_header_size: usize,
-    /// Lines of a head.
-    pub max_headers: usize,
-    /// Bytes of a target.
-    pub max_uri: usize,
-    /// Concurrent streams of an HTTP/2 connection.
-    pub http2_max_streams: u32,
-}
-
-/// When no new requests are wanted, a request that is on its way already has so long to come.
-const FAREWELL: Duration = Duration::from_secs(1);
-
-impl ServerSettings {
-    /// For so long connections that wait for a request stay when the gateway stops.
-    pub fn farewell(&self) -> Duration {
-        FAREWELL.min(self.drain_timeout / 2)
-    }
-}
-
-/// How workers share connections.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
-    /// Each worker accepts and serves its own.
-    PerCore,
-    /// One pool of threads serves all.
-    Shared,
-}
-
 /// `[store]`
 #[derive(Debug, Clone)]
 pub struct StoreSettings {
@@ -183,30 +134,6 @@ pub struct StoreSettings {
     pub denial_cache: usize,
     /// Bound of the states kept in this process.
     pub memory_identities: usize,
-}
-
-/// `[log]`
-#[derive(Debug, Clone)]
-pub struct LogSettings {
-    /// How lines look.
-    pub format: Format,
-    /// From which level on.
-    pub level: Level,
-    /// The access log.
-    pub access: Access,
-    /// Where spans are sent by OTLP; none = nowhere.
-    pub trace_endpoint: Option<Uri>,
-}
-
-/// Where the access log goes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Access {
-    /// Nowhere.
-    Off,
-    /// Standard output.
-    Stdout,
-    /// A file, appended to.
-    File(PathBuf),
 }
 
 /// A limit, and how requests meet it.

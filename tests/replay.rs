@@ -236,12 +236,26 @@ fn what_a_log_says_of_strangers_is_no_markup() {
     let line = r#"192.0.2.1 - <script>alert(1)</script> [10/Oct/2000:13:00:00 +0000] "GET / HTTP/1.1" 200 1"#;
     let (directory, path) = log(format!("{line}\n{line}\n").as_bytes());
     let page = directory.path().join("page.html");
+    let config = directory.path().join("gateway.toml");
+    let text = r#"
+[client_ip]
+trusted_proxies = ["127.0.0.1"]
+[[listener]]
+address = "127.0.0.1:8080"
+[limit.per-user]
+quota = "1/min"
+by = "user:x-user"
+[[route]]
+name = "all"
+path = "/{*rest}"
+limits = ["per-user"]
+respond = { status = 200 }
+"#;
+    std::fs::write(&config, text).unwrap();
     let said = replay(&[
         &path,
-        "--by",
-        "header:x-user",
-        "--limit",
-        "per-user=1/min",
+        "--config",
+        config.to_str().unwrap(),
         "--identity",
         "per-user=remote_user",
         "--html",
@@ -251,6 +265,32 @@ fn what_a_log_says_of_strangers_is_no_markup() {
     assert!(said.out.contains("<script>alert(1)</script>"), "{}", said.out);
     let page = std::fs::read_to_string(page).unwrap();
     assert!(page.contains("&lt;script&gt;alert(1)&lt;/script&gt;") && !page.contains("<script"), "{page}");
+}
+
+#[test]
+fn what_may_be_a_secret_is_not_shown() {
+    let line = r#"1792000000.000 192.0.2.1 "GET /?token=secret-query HTTP/1.1" 200 "secret-header""#;
+    let (directory, path) = log(format!("{line}\n{line}\n").as_bytes());
+    let page = directory.path().join("page.html");
+    let format = r#"$msec $remote_addr "$request" $status "$http_authorization""#;
+    let common = [path.as_str(), "--format", format, "--limit", "per-user=1/min", "--html", page.to_str().unwrap()];
+    let user = ["--identity", "per-user=http_authorization"];
+    for more in [
+        &["--by", "header:authorization"][..],
+        &["--by", "query:token"],
+        &["--by", "cookie:session", user[0], user[1]],
+        &["--by", "header:x-user", user[0], user[1]],
+    ] {
+        let text = replay(&[&common, more].concat());
+        assert_eq!((text.code, text.err.as_str()), (Some(0), ""), "{more:?} {}", text.out);
+        let json = report(&[&common, more].concat());
+        let worst = &json["limits"]["per-user"]["worst"][0];
+        assert!(worst["identity"].as_str().unwrap().starts_with('#'), "{more:?} {json}");
+        let page = std::fs::read_to_string(&page).unwrap();
+        for shown in [text.out, json.to_string(), page] {
+            assert!(!shown.contains("secret-"), "{more:?} {shown}");
+        }
+    }
 }
 
 #[test]

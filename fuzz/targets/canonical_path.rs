@@ -3,7 +3,8 @@
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method};
 use sluicegate::http::path::canonical;
-use sluicegate::route::{PathPattern, Pattern, RouteTable};
+use sluicegate::route::path::PathPattern;
+use sluicegate::route::{Pattern, RouteTable};
 
 const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1/{*rest}", "/a/b/"];
 

@@ -4,7 +4,7 @@ use http::header::LOCATION;
 use http::uri::PathAndQuery;
 use http::{StatusCode, Uri};
 use sluicegate::http::path::canonical;
-use sluicegate::route::PathPattern;
+use sluicegate::route::path::PathPattern;
 use sluicegate::runtime::{Redirect, Rewrite};
 
 const PATTERN: &str = "/v1/{id}/{*rest}";

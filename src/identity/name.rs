@@ -109,6 +109,25 @@ fn is_public(tag: u8) -> bool {
     }
 }
 
+impl Source {
+    /// Whether what a request says may be shown; of API keys, the consumer.
+    pub fn is_public(&self) -> bool {
+        is_public(self.tag())
+    }
+}
+
+impl Name {
+    /// Its values in a line; `instead` of those that may be secrets.
+    pub fn line(&self, instead: &str) -> String {
+        let value = |shown: &Shown| match (&*shown.word, shown.value.as_deref()) {
+            ("global", _) => "everybody".to_owned(),
+            (ANONYMOUS_WORD, Some(value)) => format!("{ANONYMOUS_WORD} {value}"),
+            (_, value) => value.unwrap_or(instead).to_owned(),
+        };
+        self.0.iter().map(value).collect::<Vec<_>>().join(", ")
+    }
+}
+
 impl By {
     /// What operators are shown of the identity of a request.
     pub fn name(&self, asker: &Asker<'_>, keys: &ApiKeys, addresses: &ClientIp) -> Name {

@@ -164,7 +164,13 @@ impl<'v> Resolver<'v> {
             let label = || match &by.sources[..] {
                 [Source::Ip] => Label::Network(asker.network),
                 _ if self.view.subjects[subject].secret => Label::Text(check.identity.short().into()),
-                _ => Label::Text(by.describe(&asker, &runtime.api_keys, check.identity).into()),
+                _ => Label::Text(match headers.get(view::header(subject)) {
+                    Some(stands) => String::from_utf8_lossy(stands.as_bytes()).into(),
+                    None => {
+                        let name = by.name(&asker, &runtime.api_keys, &runtime.client_ip);
+                        name.line(&check.identity.short()).into()
+                    }
+                }),
             };
             let who = self.seen[subject].number(check.identity, label);
             let sizes = &mut self.sizes[subject];

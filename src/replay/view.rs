@@ -151,7 +151,8 @@ impl View {
             let unknown = lacks.or_else(|| in_flight.then(|| "how long requests took".to_owned()));
             let instead_of = proposal.map(|_| terms.limit.standard.quota).filter(|quota| *quota != plan.quota);
             let notes = notes(terms, stands, provides);
-            let has_secret = |source: &Source| matches!(source, Source::ApiKey | Source::Cookie(_) | Source::Jwt(_));
+            // A log may hold the key or the token itself.
+            let has_secret = |source: &Source| matches!(source, Source::ApiKey | Source::Jwt(_)) || !source.is_public();
             let secret = stands && !provides.hashed && terms.by.sources.iter().any(has_secret);
             let (limit, refund_on) = (terms.limit.clone(), terms.refund_on.clone());
             let later = later(terms.cost.as_ref().is_some_and(Cost::is_post_paid), &refund_on);

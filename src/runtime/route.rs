@@ -15,7 +15,7 @@ use crate::http::fields::Dialect;
 use crate::http::rules::Rules;
 use crate::identity::By;
 use crate::limit::plan::Limit;
-use crate::route::PathPattern;
+use crate::route::path::PathPattern;
 use crate::route::template::Template;
 
 /// A route, ready to use.

@@ -23,7 +23,8 @@ use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::decision::Judged;
 use crate::limit::plan::Limit;
 use crate::reply::standing;
-use crate::route::{PathPattern, Pattern, RouteTable};
+use crate::route::path::PathPattern;
+use crate::route::{Pattern, RouteTable};
 use crate::upstream::settings::UpstreamSettings;
 
 /// Limits of one route: the script's arguments and the fields of a response stay small.

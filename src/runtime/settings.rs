@@ -1,6 +1,7 @@
 //! The tables that stand for themselves: server, log.
 
 use std::io::IsTerminal;
+use std::path::PathBuf;
 
 use http::uri::{PathAndQuery, Uri};
 use tokio::time::Duration;
@@ -8,13 +9,84 @@ use tracing::Level;
 
 use super::files;
 use super::reader::Reader;
-use super::{Access, Layout, LogSettings, ServerSettings};
 use crate::config::error::Issue;
 use crate::config::{self, Text};
 use crate::observe::log::Format;
 
 /// hyper needs room for a head of this size at least.
 const SMALLEST_HEAD: usize = 8 << 10;
+
+/// `[server]`
+#[derive(Debug, Clone)]
+pub struct ServerSettings {
+    /// Threads that serve requests.
+    pub workers: usize,
+    /// How they share work.
+    pub layout: Layout,
+    /// Time for running requests after SIGTERM.
+    pub drain_timeout: Duration,
+    /// Connections of clients at the same time, on all workers.
+    pub max_connections: usize,
+    /// The same for each client network; 0 = as many as there may be.
+    pub max_connections_per_ip: usize,
+    /// Time from accept to the first head.
+    pub header_timeout: Duration,
+    /// Time between two requests of a connection.
+    pub idle_timeout: Duration,
+    /// Time for which a body may stand still because of whoever is to send or to take it.
+    pub body_idle_timeout: Duration,
+    /// Bytes of a head.
+    pub max_header_size: usize,
+    /// Lines of a head.
+    pub max_headers: usize,
+    /// Bytes of a target.
+    pub max_uri: usize,
+    /// Concurrent streams of an HTTP/2 connection.
+    pub http2_max_streams: u32,
+}
+
+/// When no new requests are wanted, a request that is on its way already has so long to come.
+const FAREWELL: Duration = Duration::from_secs(1);
+
+impl ServerSettings {
+    /// For so long connections that wait for a request stay when the gateway stops.
+    pub fn farewell(&self) -> Duration {
+        FAREWELL.min(self.drain_timeout / 2)
+    }
+}
+
+/// How workers share connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Layout {
+    /// Each worker accepts and serves its own.
+    PerCore,
+    /// One pool of threads serves all.
+    Shared,
+}
+
+/// `[log]`
+#[derive(Debug, Clone)]
+pub struct LogSettings {
+    /// How lines look.
+    pub format: Format,
+    /// From which level on.
+    pub level: Level,
+    /// The access log.
+    pub access: Access,
+    /// Where spans are sent by OTLP; none = nowhere.
+    pub trace_endpoint: Option<Uri>,
+}
+
+/// Where the access log goes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Access {
+    /// Nowhere.
+    Off,
+    /// Standard output.
+    Stdout,
+    /// A file, appended to.
+    File(PathBuf),
+}
 
 pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> ServerSettings {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);

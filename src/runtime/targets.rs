@@ -12,7 +12,7 @@ use super::{Redirect, Respond, Rewrite, Target};
 use crate::config::error::Issue;
 use crate::config::{self, Shares, Text};
 use crate::http::path::canonical;
-use crate::route::PathPattern;
+use crate::route::path::PathPattern;
 use crate::route::template::Template;
 use crate::upstream::Protocol;
 use crate::upstream::settings::UpstreamSettings;
