@@ -85,7 +85,7 @@ impl Gateway {
     }
 
     /// Answers a request. Dropping the future ends whatever it waits for.
-    pub async fn handle(&self, request: Request<Incoming>, peer: &Peer) -> Response<Body> {
+    pub async fn handle(&self, request: Box<Request<Incoming>>, peer: &Peer) -> Response<Body> {
         let arrived = monotonic();
         let generation = self.current.load_full();
         let renewed = peer.under(&generation.runtime);
@@ -131,7 +131,7 @@ impl Gateway {
     async fn serve<'g>(
         &self,
         generation: &'g Generation,
-        request: Request<Incoming>,
+        request: Box<Request<Incoming>>,
         peer: &Peer,
         met: &mut Met,
     ) -> Result<Response<Body>, Rejection<'g>> {
@@ -189,10 +189,10 @@ impl Gateway {
         // What a cost is taken from may be removed, what limits say is added to the rest.
         route.response_headers.apply(response.headers_mut());
         decide::advertise(response.headers_mut(), route, &decision);
-        Ok(match decision.leases {
-            Some(leases) => response.map(|body| body.keeping(leases)),
-            None => response,
-        })
+        if let Some(leases) = decision.leases {
+            response.body_mut().keep(leases);
+        }
+        Ok(response)
     }
 
     /// Whether a request may go on. Nothing of its body is asked for yet, so nobody who waits for 100 sends one in vain.
@@ -214,8 +214,13 @@ impl Gateway {
         let rewritten = target.rewritten(route, request.uri().query())?;
         let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
         let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
-        let decision =
-            decide::decide(runtime, &self.limiter, meters, route, &asked, peer, met.record.as_deref_mut()).await?;
+        let decision = if route.metering.limits.is_empty() && met.record.is_none() {
+            Decision::unlimited()
+        } else {
+            // On the heap: requests without limits need no room for it.
+            let record = met.record.as_deref_mut();
+            Box::pin(decide::decide(runtime, &self.limiter, meters, route, &asked, peer, record)).await?
+        };
         if !decision.admitted {
             return Err(Rejection::OverLimit {
                 decision,

@@ -131,8 +131,7 @@ impl Limiter {
 
     async fn decide<'a>(&self, checks: &[Check<'a, '_>]) -> Result<Decision<'a>, Unavailable> {
         if checks.is_empty() {
-            let verdict = Verdict::new(1, 0, Vec::new());
-            return Ok(Decision::new(verdict, Source::Store, checks.iter()));
+            return Ok(Decision::unlimited());
         }
         let together = self.coalescer.as_ref().and_then(|coalescer| Some((coalescer, set(checks)?)));
         let drawn = || self.drawn(checks, together?);
@@ -150,7 +149,8 @@ impl Limiter {
         let answer = match together {
             Some((coalescer, set)) if self.ledger.backend.is_one_call(&charges) => {
                 let all = || checks.iter().map(|check| check.pending(check.cost)).collect();
-                coalescer.check(&self.ledger, set, &charges, asked, all).await
+                // On the heap: denied requests do not come here.
+                Box::pin(coalescer.check(&self.ledger, set, &charges, asked, all)).await
             }
             _ => {
                 self.ledger.backend.count(Answered::Alone);

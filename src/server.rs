@@ -1,5 +1,6 @@
 //! Connections: accept, protocol, deadlines, drain.
 
+mod bell;
 pub mod connections;
 mod conversation;
 mod lent;
@@ -7,8 +8,11 @@ mod linger;
 mod protocol;
 pub mod proxy;
 
+use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
+use std::pin::pin;
 use std::sync::{Arc, Once};
+use std::task::Poll;
 use std::time::Duration;
 
 use tokio::net::{TcpListener, TcpStream};
@@ -22,6 +26,7 @@ use crate::http::activity::Activity;
 use crate::identity::client_cert;
 use crate::limit::clock;
 use crate::runtime::{Listener, Runtime};
+use bell::Bell;
 use connections::Connections;
 use conversation::{BoxError, Conversation, End};
 use lent::Lent;
@@ -124,14 +129,15 @@ impl Server {
         let server = self.clone();
         self.tasks.spawn(async move {
             let _place = place;
-            let end = server.end.clone();
-            // `run_until_cancelled` would keep room for the future twice.
-            tokio::select! {
-                biased;
-                () = end.cancelled() => {}
-                served = server.serve(stream, address, listener) => if let Err(error) = served {
-                    debug!(%error, "a connection ended with an error");
-                }
+            let (end, bell) = (server.end.clone(), Bell::new());
+            let (mut ended, mut served) = (pin!(end.cancelled()), pin!(server.serve(stream, address, listener)));
+            // `run_until_cancelled` would keep room for the future twice, and ask for the end whenever something comes.
+            let served = poll_fn(|cx| {
+                let ends = bell.answer(cx).is_some_and(|mut cx| ended.as_mut().poll(&mut cx).is_ready());
+                if ends { Poll::Ready(Ok(())) } else { served.as_mut().poll(cx) }
+            });
+            if let Err(error) = served.await {
+                debug!(%error, "a connection ended with an error");
             }
         });
     }

@@ -95,7 +95,8 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
     let (mut client, server) = tokio::io::duplex(BUFFER);
     client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
     client.shutdown().await.expect("it is open");
-    let service = service_fn(|request| async move { Ok::<_, Infallible>(gateway.handle(request, peer).await) });
+    let service =
+        service_fn(|request| async move { Ok::<_, Infallible>(gateway.handle(Box::new(request), peer).await) });
     let _ = http1::Builder::new()
         .half_close(true)
         .max_buf_size(32 << 10)

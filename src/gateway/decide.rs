@@ -32,9 +32,6 @@ pub(super) async fn decide<'a>(
     mut record: Option<&mut Record>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
     let metering = &route.metering;
-    if metering.limits.is_empty() && record.is_none() {
-        return limiter.check(&[]).await.map_err(Rejection::Unavailable);
-    }
     let client = peer.client(asked.request.headers());
     if let Some(record) = &mut record {
         record.client = client;
@@ -49,7 +46,7 @@ pub(super) async fn decide<'a>(
         table.apply(&mut checks);
     }
     if checks.is_empty() {
-        return limiter.check(&[]).await.map_err(Rejection::Unavailable);
+        return Ok(Decision::unlimited());
     }
     let began = monotonic();
     let decision = limiter.check(&checks).await;
@@ -98,12 +95,15 @@ pub(super) fn correct(decision: &mut Decision<'_>, settled: Result<Vec<(usize, O
 
 /// The RateLimit fields of an admitted request.
 pub fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
+    if decision.limits.is_empty() {
+        return;
+    }
     let standings = || decision.limits.iter().map(standing);
     let usual = decision.limits.len() == route.metering.told
         && decision.limits.iter().all(|judged| judged.quota == judged.limit.standard.quota);
     let policy = if usual { route.metering.policy.clone() } else { fields::policy(standings()) };
     fields::advertise(headers, &route.metering.dialects, policy, standings(), binding(decision), decision.now_us);
-    if let Some(expose) = route.metering.expose.as_ref().filter(|_| !decision.limits.is_empty()) {
+    if let Some(expose) = &route.metering.expose {
         headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }
 }

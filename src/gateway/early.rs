@@ -25,7 +25,7 @@ pub(super) fn is_possible(request: &Request<Incoming>) -> bool {
 }
 
 /// Sees to the body of a request that nobody wants.
-pub(super) fn leave(request: Request<Incoming>) {
+pub(super) fn leave(request: Box<Request<Incoming>>) {
     if !is_possible(&request) {
         return;
     }

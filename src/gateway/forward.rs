@@ -1,8 +1,10 @@
 //! Sends an admitted request on, and hands the answer back.
 
+use std::pin::pin;
+
 use http::header::{HOST, TRANSFER_ENCODING};
 use http::uri::{self, PathAndQuery, Uri};
-use http::{Request, Response, StatusCode, Version, request, response};
+use http::{Request, Response, StatusCode, Version, request};
 use hyper::body::{Body as _, Incoming};
 use hyper::upgrade::OnUpgrade;
 use tokio::time::{Duration, Instant, timeout_at};
@@ -39,7 +41,7 @@ pub(super) async fn forward(
     runtime: &Runtime,
     route: &Route,
     upstream: &Upstream,
-    request: Request<Incoming>,
+    request: Box<Request<Incoming>>,
     onward: Onward<'_>,
 ) -> Result<Response<Body>, UpstreamError> {
     let Onward { peer, id, target, deadline, trace, trail } = onward;
@@ -66,37 +68,34 @@ pub(super) async fn forward(
         absolute_form(&mut parts);
     }
     let bounds = Bounds { deadline, idle: runtime.server.body_idle_timeout, max_body: route.max_body };
-    let request = Request::from_parts(parts, body);
-    let response = match deadline {
-        None => upstream.send(request, bounds, trail).await?,
-        // On the heap: this future has the room once.
-        Some(deadline) => match Box::pin(timeout_at(deadline, upstream.send(request, bounds, trail))).await {
+    let sent = pin!(upstream.send(parts, body, bounds, trail));
+    let mut response = match deadline {
+        None => sent.await?,
+        Some(deadline) => match timeout_at(deadline, sent).await {
             Ok(answer) => answer?,
             Err(_) => return Err(UpstreamError::Overdue { upstream: upstream.name().into() }),
         },
     };
-    let (mut parts, body) = response.into_parts();
-    parts.version = Version::HTTP_11;
-    if parts.status == StatusCode::SWITCHING_PROTOCOLS {
-        let switched = self::switch(parts, body, switch, runtime.server.idle_timeout);
+    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+        let switched = self::switch(response, switch, runtime.server.idle_timeout);
         return switched.ok_or_else(|| UpstreamError::Switched { upstream: upstream.name().into() });
     }
-    if http_1_0 && body.size_hint().exact().is_none() {
-        // It ends with the connection, which hyper would call kept alive otherwise.
-        parts.version = Version::HTTP_10;
-    }
-    headers::strip_hop_by_hop(&mut parts.headers, &[]);
-    Ok(Response::from_parts(parts, body))
+    // What ends with the connection hyper would call kept alive otherwise.
+    let unframed = http_1_0 && response.body().size_hint().exact().is_none();
+    *response.version_mut() = if unframed { Version::HTTP_10 } else { Version::HTTP_11 };
+    headers::strip_hop_by_hop(response.headers_mut(), &[]);
+    Ok(response)
 }
 
 /// The switch that an upstream agrees to; none if it is not what was offered.
 fn switch(
-    mut parts: response::Parts,
-    body: Body,
+    response: Response<Body>,
     asked: Option<(Offer, OnUpgrade)>,
     idle_timeout: Duration,
 ) -> Option<Response<Body>> {
     let (offer, downstream) = asked?;
+    let (mut parts, body) = response.into_parts();
+    parts.version = Version::HTTP_11;
     let protocols = offer.accepted(&parts.headers)?;
     let upstream = parts.extensions.remove::<OnUpgrade>()?;
     headers::strip_hop_by_hop(&mut parts.headers, &[]);

@@ -77,7 +77,8 @@ impl InFlight {
             if self.0.farewell.load(Ordering::Relaxed) {
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             }
-            return response.map(|body| body.holding(self));
+            response.body_mut().hold(self);
+            return response;
         }
         response.map(|body| {
             *self.0.switched.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(body));

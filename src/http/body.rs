@@ -109,20 +109,18 @@ impl Body {
     }
 
     /// Keeps the request in flight until the body is gone.
-    pub fn holding(mut self, in_flight: InFlight) -> Self {
+    pub fn hold(&mut self, in_flight: InFlight) {
         self.in_flight = Some(in_flight);
         self.flow = Flow::current();
         if let Some(flow) = &self.flow {
             flow.offer();
             flow.end_at(self.deadline.as_ref().map(|deadline| deadline.at));
         }
-        self
     }
 
     /// Keeps something until the body is gone.
-    pub fn keeping(mut self, kept: Box<dyn Any + Send>) -> Self {
+    pub fn keep(&mut self, kept: Box<dyn Any + Send>) {
         self.kept = Some(kept);
-        self
     }
 
     fn notice_end(&mut self) {

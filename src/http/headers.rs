@@ -54,9 +54,12 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
     // One look at those that are there, which are few, instead of one for each that may be.
     let mut found = [false; HOP_BY_HOP.len()];
     for name in headers.keys() {
-        if let Some(place) = HOP_BY_HOP.iter().position(|hop| hop == name) {
+        if let Some(place) = place(name) {
             found[place] = true;
         }
+    }
+    if !found.contains(&true) {
+        return;
     }
     let [connection, .., te, _, transfer_encoding, _] = found;
     if connection {
@@ -64,8 +67,10 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
             .get_all(CONNECTION)
             .iter()
             .filter_map(|value| value.to_str().ok())
-            .flat_map(|value| value.split(','))
-            .filter_map(|name| name.trim().parse().ok())
+            .flat_map(|value| value.split(',').map(str::trim))
+            // The usual ones name no field, or one that goes anyway.
+            .filter(|name| !["keep-alive", "close"].iter().any(|usual| name.eq_ignore_ascii_case(usual)))
+            .filter_map(|name| name.parse().ok())
             .filter(|name: &HeaderName| *name != TE && !is_ours(name.as_str()) && !protected.contains(name))
             .collect();
         for name in named {
@@ -85,6 +90,20 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
     }
     if wants_trailers {
         headers.insert(TE, HeaderValue::from_static("trailers"));
+    }
+}
+
+/// Where a field stands in [`HOP_BY_HOP`]. Told apart by length first, which is one look for most names.
+fn place(name: &HeaderName) -> Option<usize> {
+    match name.as_str() {
+        "connection" => Some(0),
+        "keep-alive" => Some(1),
+        "proxy-connection" => Some(2),
+        "te" => Some(3),
+        "trailer" => Some(4),
+        "transfer-encoding" => Some(5),
+        "upgrade" => Some(6),
+        _ => None,
     }
 }
 
@@ -229,6 +248,14 @@ mod tests {
         ]);
         strip_hop_by_hop(&mut headers, &[]);
         assert_eq!(headers, map(&[("te", "trailers"), ("accept", "*/*")]));
+    }
+
+    #[test]
+    fn each_field_of_a_connection_has_its_place() {
+        for (index, name) in HOP_BY_HOP.iter().enumerate() {
+            assert_eq!(place(name), Some(index), "{name}");
+        }
+        assert_eq!(place(&CONTENT_LENGTH), None);
     }
 
     #[test]

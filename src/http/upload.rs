@@ -13,8 +13,8 @@ use super::body::Polled;
 use super::bounds::{BodyError, Bounds, Silence};
 use super::flow::Flow;
 
-/// A request body on its way to an upstream.
-pub struct RequestBody(Option<Passing>);
+/// A request body on its way to an upstream. On the heap: most requests have none, and are moved often.
+pub struct RequestBody(Option<Box<Passing>>);
 
 /// A body that is not empty.
 struct Passing {
@@ -94,7 +94,7 @@ impl RequestBody {
         let left = bounds.max_body.unwrap_or(u64::MAX);
         let passing =
             Passing { body, progress: progress.clone(), silence, left, flow: Flow::current(), trailers: false };
-        (RequestBody(Some(passing)), Some(progress))
+        (RequestBody(Some(Box::new(passing))), Some(progress))
     }
 
     /// No body.

@@ -135,7 +135,8 @@ impl Backend {
             (Backend::Redis { store, tallies, .. }, Source::Store) => (store, tallies),
         };
         let asked = monotonic();
-        let answer = store.call(operation, charges).await;
+        // On the heap: checks that stay in this process should not have to carry its size.
+        let answer = Box::pin(store.call(operation, charges)).await;
         match &answer {
             Ok(_) => tallies.round_trips.note(asked.elapsed()),
             Err(StoreError::Open | StoreError::Full) => tallies.failures.count(1),

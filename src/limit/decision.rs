@@ -148,6 +148,11 @@ impl<'a> Decision<'a> {
         Decision { admitted, source, remembered: false, now_us, limits, shadow_denied, leases: None, debts: None }
     }
 
+    /// Of a request that no limit is asked about.
+    pub fn unlimited() -> Self {
+        Decision::new(Verdict::new(1, 0, Vec::new()), Source::Store, std::iter::empty())
+    }
+
     /// Who decided, in a word for logs.
     pub fn decided_by(&self) -> &'static str {
         if self.remembered { "denial-cache" } else { self.source.word() }

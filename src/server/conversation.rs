@@ -5,6 +5,7 @@ use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
 use hyper::rt::Executor;
@@ -15,6 +16,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
+use super::bell::Bell;
 use super::protocol::Protocol;
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::Activity;
@@ -47,6 +49,16 @@ pub(super) enum End {
     Torn,
 }
 
+/// What a connection comes to.
+enum Event {
+    /// Its end; none if its client does not take what there is.
+    Ended(Option<hyper::Result<()>>),
+    /// No new requests are wanted.
+    Stopped,
+    /// A deadline is to be looked at.
+    Due,
+}
+
 /// One connection's HTTP.
 pub(super) struct Conversation {
     pub(super) gateway: Arc<Gateway>,
@@ -75,6 +87,8 @@ impl Conversation {
             let in_flight = self.activity.enter();
             // HTTP/2 runs requests as tasks of their own.
             let (gateway, peer) = (self.gateway.clone(), self.peer.clone());
+            // Likewise, as it is handed from one to the next.
+            let request = Box::new(request);
             // On the heap: an HTTP/1.x connection keeps room for it from one request to the next.
             Box::pin(async move {
                 let response = gateway.handle(request, &peer).await;
@@ -116,23 +130,31 @@ impl Conversation {
         // One timer for a connection, looked at when it fires; none is set for each request.
         let grace = || self.activity.grace(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(grace().unwrap_or_default()));
+        let bell = Bell::new();
         loop {
-            tokio::select! {
-                biased;
-                ended = poll_fn(|cx| watch.poll(connection.as_mut(), cx)) => match ended {
-                    None => return Ok(End::Stalled),
-                    Some(Ok(())) => break,
-                    // The answer to a head that is too long, say, comes before its end.
-                    Some(Err(error)) if error.is_parse() => return Ok(End::Cut),
-                    Some(Err(_)) if watch.flow().is_unframed() => return Ok(End::Torn),
-                    Some(Err(error)) => return Err(error.into()),
-                },
-                () = stopped.as_mut(), if !is_stopped => {
+            let event = poll_fn(|cx| {
+                if let Poll::Ready(ended) = watch.poll(connection.as_mut(), cx) {
+                    return Poll::Ready(Event::Ended(ended));
+                }
+                let Some(mut cx) = bell.answer(cx) else { return Poll::Pending };
+                if !is_stopped && stopped.as_mut().poll(&mut cx).is_ready() {
+                    return Poll::Ready(Event::Stopped);
+                }
+                deadline.as_mut().poll(&mut cx).map(|()| Event::Due)
+            });
+            match event.await {
+                Event::Ended(None) => return Ok(End::Stalled),
+                Event::Ended(Some(Ok(()))) => break,
+                // The answer to a head that is too long, say, comes before its end.
+                Event::Ended(Some(Err(error))) if error.is_parse() => return Ok(End::Cut),
+                Event::Ended(Some(Err(_))) if watch.flow().is_unframed() => return Ok(End::Torn),
+                Event::Ended(Some(Err(error))) => return Err(error.into()),
+                Event::Stopped => {
                     is_stopped = true;
                     self.activity.say_farewell(!farewell.is_zero());
                     deadline.as_mut().reset(Instant::now() + farewell);
                 }
-                () = deadline.as_mut() => {
+                Event::Due => {
                     if let Some(wind_down) = wind_down.take_if(|_| is_stopped) {
                         wind_down(connection.as_mut());
                     }
@@ -142,6 +164,7 @@ impl Conversation {
                     }
                 }
             }
+            bell.ring();
         }
         if let Some(tunnel) = self.activity.switched() {
             // On the heap: few connections need the room.

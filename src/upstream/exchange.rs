@@ -1,10 +1,10 @@
 //! The course of a request: a place at a member, a connection, the exchange, and again where that can do no harm.
 
-use std::pin::pin;
+use std::pin::{Pin, pin};
 
-use http::{Request, Response};
+use http::{Request, Response, request};
 use hyper::body::Incoming;
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{timeout, timeout_at};
 
 use super::connecting::Connected;
 use super::http2::{Fate, fate};
@@ -48,13 +48,13 @@ impl Upstream {
     /// See [`UpstreamError`].
     pub async fn send(
         &self,
-        request: Request<Incoming>,
+        parts: request::Parts,
+        body: Incoming,
         bounds: Bounds,
         trail: &mut Trail,
     ) -> Result<Response<Body>, UpstreamError> {
         let UpstreamSettings { protocol, retries, .. } = *self.fleet.settings;
         let http2 = protocol == Protocol::Http2;
-        let (parts, body) = request.into_parts();
         let (mut body, progress) = RequestBody::new(body, bounds);
         if http2 && is_grpc(&parts.headers) {
             body = body.with_trailers();
@@ -86,8 +86,14 @@ impl Upstream {
             };
             trail.at(place.member());
             let copy = course.needs_copy(reused).then(|| copy_without_body(&request));
-            let answer = self.exchange(connection.send(request), progress.as_deref());
-            let mut failure = match self.in_time(bounds.deadline, answer).await {
+            // In its place, and not moved into each future that waits for it.
+            let response = pin!(connection.send(request));
+            let answer = pin!(self.exchange(response, progress.as_deref()));
+            let answer = match bounds.deadline {
+                None => answer.await,
+                Some(deadline) => timeout_at(deadline, answer).await.unwrap_or_else(|_| Err(self.overdue())),
+            };
+            let mut failure = match answer {
                 Ok(Ok(response)) => {
                     if let Some(progress) = &progress {
                         progress.answered();
@@ -140,16 +146,15 @@ impl Upstream {
     /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
     async fn exchange(
         &self,
-        response: impl Future<Output = Result<Response<Incoming>, Failure>>,
+        mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, Failure>>>,
         progress: Option<&Progress>,
     ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
-        let mut response = pin!(response);
         let mut seen = progress.map(Progress::frames);
         // An upload is looked at more often, for the time to be right from where it ends.
         let looks = if progress.is_some() { 10 } else { 1 };
         let mut silent = 0;
         while silent < looks {
-            if let Ok(result) = timeout(self.fleet.settings.response_timeout / looks, &mut response).await {
+            if let Ok(result) = timeout(self.fleet.settings.response_timeout / looks, response.as_mut()).await {
                 return Ok(result);
             }
             let now = progress.map(Progress::frames);
@@ -161,14 +166,8 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    async fn in_time<T>(
-        &self,
-        deadline: Option<Instant>,
-        work: impl Future<Output = Result<T, UpstreamError>>,
-    ) -> Result<T, UpstreamError> {
-        let Some(deadline) = deadline else { return work.await };
-        let overdue = |_| Err(UpstreamError::Overdue { upstream: self.name().into() });
-        timeout_at(deadline, work).await.unwrap_or_else(overdue)
+    fn overdue(&self) -> UpstreamError {
+        UpstreamError::Overdue { upstream: self.name().into() }
     }
 
     fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
