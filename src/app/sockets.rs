@@ -55,7 +55,7 @@ impl Inherited {
     pub(super) fn single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
         match self.claim(address)?.into_iter().next() {
             Some(socket) => Ok(socket),
-            None => bind(address, false),
+            None => listen(address, false),
         }
     }
 
@@ -68,15 +68,16 @@ impl Inherited {
             by_worker[place % workers].push(socket);
         }
         if by_worker[0].is_empty() {
-            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens.
+            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens. The
+            // probe does not listen either: who connected to it would be reset when it closes.
             let probe = bind(address, false)?;
             // Port 0 was asked for: the probe knows which one it became.
-            address = probe.local_addr()?;
+            address = probe.local_addr()?.as_socket().unwrap_or(address);
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
                 // Not beside a socket that was opened for one process alone: that one serves several workers.
-                let socket = match (bind(address, true), by_worker[0].first()) {
+                let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
                     (socket, _) => socket,
                 };
@@ -94,13 +95,38 @@ impl Inherited {
     }
 }
 
-fn bind(address: SocketAddr, share: bool) -> io::Result<StdListener> {
+fn listen(address: SocketAddr, share: bool) -> io::Result<StdListener> {
+    let socket = bind(address, share)?;
+    socket.listen(BACKLOG)?;
+    Ok(socket.into())
+}
+
+fn bind(address: SocketAddr, share: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     // A restart must not wait for the connections of the process before.
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(share)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
-    socket.listen(BACKLOG)?;
-    Ok(socket.into())
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn an_address_is_tried_without_taking_connections() {
+        let any = "127.0.0.1:0".parse().unwrap();
+        let probe = bind(any, false).unwrap();
+        let address = probe.local_addr().unwrap().as_socket().unwrap();
+        let refused = TcpStream::connect(address).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "{refused}");
+        drop(probe);
+        let _listener = listen(address, true).unwrap();
+        let taken = bind(address, false).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse, "{taken}");
+    }
 }
