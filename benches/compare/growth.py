@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """How the CPU of a request grows with routes, limits of a route, identities and connections; one chart each.
 
-One gateway on core 0, in front of the upstream of compare.py; load, Redis and upstream on core 1. How it grows with gateways is what
+Gateways on core 0, in front of the upstream of compare.py; load, Redis and upstream on core 1. The sizes of a factor take turns, so
+that a busy moment of the machine meets all of them, and of each the quietest round counts. How cost grows with gateways is what
 scale.py shows. Prints a table and, with --charts DIR, draws it. `make bench-growth` builds and runs this; ports 7000, 9000 and
-9140 must be free.
+9140 to 9144 must be free.
 """
-import argparse, pathlib, shutil, statistics, subprocess, tempfile, time
+import argparse, pathlib, shutil, subprocess, tempfile, time, urllib.error, urllib.request
 
 from chart import bars
 from compare import BINARY, HERE, Bench
@@ -14,7 +15,7 @@ HEAD = """[server]
 workers = 1
 max_connections = 10000
 [[listener]]
-address = "127.0.0.1:9140"
+address = "127.0.0.1:{port}"
 [log]
 access = "off"
 [store]
@@ -34,13 +35,22 @@ def limit(number):
     return f'[limit.l{number}]\nby = "api-key"\n{kind}\n'
 
 
-def config(routes=1, limits=1, of_route=1):
-    """So many routes, of which each names so many of so many limits."""
-    text = [HEAD] + [limit(number) for number in range(limits)]
-    for number in range(routes):
-        names = ", ".join(f'"l{(number + index) % limits}"' for index in range(of_route))
-        text.append(f'[[route]]\nname = "r{number}"\npath = "/r{number}/items/{{id}}"\nupstream = "up"\nlimits = [{names}]\n')
-    return "".join(text), f"http://127.0.0.1:9140/r{routes - 1}/items/7"
+class Size:
+    """A gateway with so many routes, of which each names so many of so many limits, and what is asked of it."""
+
+    def __init__(self, label, routes=1, limits=1, of_route=1, connections=64, identities=1000):
+        self.label, self.routes, self.limits, self.of_route = label, routes, limits, of_route
+        self.connections, self.identities = connections, identities
+
+    def config(self, port):
+        text = [HEAD.format(port=port)] + [limit(number) for number in range(self.limits)]
+        for number in range(self.routes):
+            names = ", ".join(f'"l{(number + index) % self.limits}"' for index in range(self.of_route))
+            text.append(f'[[route]]\nname = "r{number}"\npath = "/r{number}/items/{{id}}"\nupstream = "up"\nlimits = [{names}]\n')
+        return "".join(text)
+
+    def url(self, port):
+        return f"http://127.0.0.1:{port}/r{self.routes - 1}/items/7"
 
 
 class Growth(Bench):
@@ -50,56 +60,70 @@ class Growth(Bench):
         self.start("redis", ["redis-server", "--port", "7000", "--save", "", "--bind", "127.0.0.1"], 1)
         self.start("upstream", ["nginx", "-c", self.config("upstream.nginx.conf")], 1)
 
-    def measure(self, label, made, connections=64, identities=1000, known=False):
-        """The median CPU of gateway and Redis."""
-        text, url = made
-        path = pathlib.Path(self.dir) / "gateway.toml"
-        path.write_text(text)
-        self.start("gateway", [str(BINARY), "--config", str(path)], 0)
-        time.sleep(2)
-        script = ("identities.lua", str(identities), "0", "1")
-        if known:
-            # Until Redis knows them all.
-            for first in range(0, identities, identities // 5):
-                subprocess.run(["wrk", "-t1", "-c64", "-d20s", "-s", str(HERE / script[0]), url, "--", script[1], str(first), "1"],
-                               stdout=subprocess.DEVNULL)
-        self.load("warm-up", "gateway", url, connections, script)
-        for _ in range(self.repeat):
-            self.load(label, "gateway", url, connections, script)
-        gateway = self.procs.pop("gateway")
-        gateway.terminate()
-        gateway.wait()
-        rows = self.rows[label]
-        return label, statistics.median(row["proxy_us"] for row in rows), statistics.median(row["redis_us"] for row in rows)
+    def measure(self, sizes):
+        """For each size the CPU of gateway and Redis in its quietest round, and the multiple of the first."""
+        for port, size in enumerate(sizes, 9140):
+            path = pathlib.Path(self.dir) / f"{port}.toml"
+            path.write_text(size.config(port))
+            self.start(size.label, [str(BINARY), "--config", str(path)], 0)
+        for port, size in enumerate(sizes, 9140):
+            self.wait(size.url(port))
+            for first in range(0, size.identities, size.identities // 5) if size.identities > 10**5 else ():
+                # Until Redis knows them all.
+                subprocess.run(["wrk", "-t1", "-c64", "-d15s", "-s", str(HERE / "identities.lua"), size.url(port),
+                                "--", str(size.identities), str(first), "1"], stdout=subprocess.DEVNULL)
+        # The first round warms up.
+        for _ in range(self.repeat + 1):
+            for port, size in enumerate(sizes, 9140):
+                script = ("identities.lua", str(size.identities), "0", "1")
+                self.load(size.label, size.label, size.url(port), size.connections, script)
+        for size in sizes:
+            gateway = self.procs.pop(size.label)
+            gateway.terminate()
+            gateway.wait()
+        rounds = {size.label: self.rows.pop(size.label)[1:] for size in sizes}
+        least = {label: min((row["proxy_us"] + row["redis_us"], row["proxy_us"], row["redis_us"]) for row in rows) for label, rows in rounds.items()}
+        first = least[sizes[0].label][0]
+        return [(label, gateway, redis, total / first) for label, (total, gateway, redis) in least.items()]
+
+    def wait(self, url):
+        while True:
+            try:
+                return urllib.request.urlopen(urllib.request.Request(url, headers={"x-api-key": "first"})).read()
+            except urllib.error.HTTPError:
+                raise
+            except OSError:
+                time.sleep(0.05)
 
 
 def main():
     args = argparse.ArgumentParser()
-    args.add_argument("--seconds", type=int, default=2)
-    args.add_argument("--repeat", type=int, default=3)
+    args.add_argument("--seconds", type=int, default=1)
+    args.add_argument("--repeat", type=int, default=10)
     args.add_argument("--charts", type=pathlib.Path)
+    args.add_argument("--only", default="", help="one factor: routes, limits, connections, identities, everything")
     args = args.parse_args()
+    factors = {
+        "routes": [Size(f"{n:,} routes", routes=n) for n in (10, 100, 1000, 10000)],
+        "limits": [Size(f"{n} limits of the route", limits=max(n, 1), of_route=n) for n in (0, 1, 2, 4, 8)],
+        "connections": [Size(f"{n:,} connections", connections=n) for n in (8, 64, 512, 4096)],
+        "identities": [Size(f"{n:,} identities", identities=n) for n in (10**3, 10**4, 10**5, 10**6)],
+        "everything": [Size("10 routes, 1 limit, 1,000 identities", routes=10),
+                       Size("10,000 routes, 1,000 limits, 1,000,000 identities", routes=10000, limits=1000, identities=10**6)],
+    }
     directory = tempfile.mkdtemp(prefix="growth-")
     growth = Growth(directory, args.seconds, args.repeat)
-    charts = {}
     try:
-        charts["routes"] = [growth.measure(f"{n:,} routes", config(routes=n)) for n in (10, 100, 1000, 10000)]
-        charts["limits"] = [growth.measure(f"{n} limits of the route", config(limits=max(n, 1), of_route=n)) for n in (0, 1, 2, 4, 8)]
-        charts["connections"] = [growth.measure(f"{n:,} connections", config(), connections=n) for n in (8, 64, 512, 4096)]
-        charts["identities"] = [growth.measure(f"{n:,} identities", config(), identities=n, known=n > 10**5)
-                                for n in (10**3, 10**4, 10**5, 10**6)]
-        big = config(routes=10000, limits=1000)
-        charts["everything"] = [charts["routes"][0],
-                                growth.measure("10,000 routes, 1,000 limits, 10⁶ identities", big, identities=10**6, known=True)]
+        charts = {name: growth.measure(sizes) for name, sizes in factors.items() if args.only in ("", name)}
     finally:
         growth.stop()
         shutil.rmtree(directory, ignore_errors=True)
     for name, rows in charts.items():
         print(f"\n{name}")
-        for label, gateway, redis in rows:
-            print(f"{label:46s} {gateway:6.1f} + {redis:5.1f} us  {(gateway + redis) / (rows[0][1] + rows[0][2]):5.2f}x")
+        for label, gateway, redis, multiple in rows:
+            print(f"{label:52s} {gateway:6.1f} + {redis:5.1f} us  {multiple:5.2f}x")
         if args.charts and name != "everything":
-            (args.charts / f"growth-{name}.svg").write_text(bars("CPU of a request", rows))
+            (args.charts / f"growth-{name}.svg").write_text(bars("CPU of a request", [row[:3] for row in rows]))
 
 
 if __name__ == "__main__":
