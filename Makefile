@@ -80,7 +80,7 @@ bench-compare: tools peers
 	cargo build --locked --release
 	python3 benches/compare/compare.py --repeat 5 --seconds 2
 
-# User instructions for each request, by valgrind, of a build that takes two minutes instead of five.
+# User instructions for each request, by valgrind, of a build that is there in a few minutes.
 bench-instructions: tools
 	@$(call ensure,valgrind python3,valgrind python3)
 	cargo build --locked --profile quick --bin sluicegate
