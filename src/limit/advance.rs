@@ -3,14 +3,13 @@
 //! For each set the process keeps at most one advance at a time, whatever the number of its workers: this is what the bounds
 //! of the manual rest on. Time comes in as a value.
 
-use std::collections::hash_map::Entry;
+use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::algorithm::{Outcome, Rule};
 use super::clock::certain;
-use super::key::LocalState;
 use super::store::Verdict;
 
 /// What is not used within this time is given back: so long others may miss it.
@@ -26,9 +25,9 @@ pub struct Advances(Mutex<Sets>);
 #[derive(Debug, Default)]
 struct Sets {
     // std's hasher: with the published secret, identities choose the keys.
-    kept: HashMap<u128, Advance, LocalState>,
+    kept: HashMap<u128, Advance, RandomState>,
     /// Those for which an advance is being asked for.
-    asked: HashSet<u128, LocalState>,
+    asked: HashSet<u128, RandomState>,
 }
 
 #[derive(Debug)]

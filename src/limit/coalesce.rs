@@ -5,7 +5,7 @@
 mod ahead;
 
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::hash_map::{Entry, RandomState};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
@@ -17,7 +17,6 @@ use tokio_util::sync::CancellationToken;
 use super::admission::{Ledger, Pending};
 use super::advance::Advances;
 use super::backend::Source;
-use super::key::LocalState;
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::Answered;
 use ahead::units;
@@ -37,7 +36,7 @@ pub struct Set {
 #[derive(Debug)]
 pub struct Coalescer {
     /// For each set of states the checks that wait for the one under way.
-    flights: Mutex<HashMap<u128, Vec<oneshot::Sender<Answer>>, LocalState>>,
+    flights: Mutex<HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>>,
     /// Nobody waits longer for a verdict.
     deadline: Duration,
     /// Whether the last call took so long that waiting for it and for one more may exceed the deadline.
@@ -124,7 +123,7 @@ impl Coalescer {
         if waiting.get().is_empty() { waiting.remove() } else { std::mem::take(waiting.get_mut()) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Vec<oneshot::Sender<Answer>>, LocalState>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>> {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

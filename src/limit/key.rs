@@ -1,7 +1,7 @@
 //! Keys that tell nothing: a keyed hash of the identity, never the identity itself.
 
 use std::fmt;
-use std::hash::{BuildHasherDefault, Hasher};
+use std::hash::Hasher;
 
 use aws_lc_rs::digest::{SHA256, digest};
 use siphasher::sip128::{Hasher128, SipHasher24};
@@ -107,27 +107,6 @@ impl Bucket {
         let name = format!("{limit}:{shape}");
         let tag = hasher.hash(name.as_bytes()).0;
         Bucket { name: name.into(), tag }
-    }
-}
-
-/// For tables by [`Key::local`]: nobody can choose which ones meet, so a part of them is as good a hash as any.
-pub type LocalState = BuildHasherDefault<LocalHasher>;
-
-/// See [`LocalState`].
-#[derive(Debug, Default)]
-pub struct LocalHasher(u64);
-
-impl Hasher for LocalHasher {
-    fn write_u128(&mut self, key: u128) {
-        self.0 ^= (key ^ key >> 64) as u64;
-    }
-
-    fn write(&mut self, bytes: &[u8]) {
-        bytes.iter().for_each(|byte| self.0 = self.0.rotate_left(8) ^ u64::from(*byte));
-    }
-
-    fn finish(&self) -> u64 {
-        self.0
     }
 }
 

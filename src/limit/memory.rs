@@ -1,6 +1,7 @@
 //! The embedded store: the default, the fallback in an outage, and the model that the scripts are tested against.
 
 use std::collections::VecDeque;
+use std::collections::hash_map::RandomState;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use indexmap::IndexMap;
@@ -8,7 +9,6 @@ use indexmap::IndexMap;
 use super::algorithm::concurrency::Action;
 use super::algorithm::{Ask, Change, State, Status, Step};
 use super::clock::Clock;
-use super::key::LocalState;
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 
 /// Enough that two workers rarely meet in one; a power of two.
@@ -31,7 +31,7 @@ pub struct MemoryStore {
 #[derive(Debug, Default)]
 struct Shard {
     // std's hasher: with the published secret, identities choose the keys.
-    entries: IndexMap<u128, Entry, LocalState>,
+    entries: IndexMap<u128, Entry, RandomState>,
     cursor: usize,
 }
 
