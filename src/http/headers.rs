@@ -68,8 +68,8 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
             .iter()
             .filter_map(|value| value.to_str().ok())
             .flat_map(|value| value.split(',').map(str::trim))
-            // The usual ones name no field, or one that goes anyway.
-            .filter(|name| !["keep-alive", "close"].iter().any(|usual| name.eq_ignore_ascii_case(usual)))
+            // The usual one goes anyway.
+            .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
             .filter(|name: &HeaderName| *name != TE && !is_ours(name.as_str()) && !protected.contains(name))
             .collect();
