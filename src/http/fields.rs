@@ -94,12 +94,17 @@ pub fn advertise<'a>(
     now_us: u64,
 ) {
     if dialects.contains(&Dialect::Ietf) {
+        // Of every answer, where the formatting of std is a good part of deciding.
         let standing = value(limits, |out, limit| {
-            write!(out, "\"{}\";r={}", limit.name, limit.remaining.min(LARGEST))?;
-            match limit.counts {
-                Counts::Units { .. } => write!(out, ";t={}", seconds(limit.until_us)),
-                Counts::InFlight => Ok(()),
+            let mut digits = itoa::Buffer::new();
+            for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(LARGEST))] {
+                out.extend_from_slice(part.as_bytes());
             }
+            if let Counts::Units { .. } = limit.counts {
+                out.extend_from_slice(b";t=");
+                out.extend_from_slice(digits.format(seconds(limit.until_us)).as_bytes());
+            }
+            Ok(())
         });
         append(headers, RATELIMIT_POLICY, policy);
         append(headers, RATELIMIT, standing);
