@@ -9,8 +9,11 @@ use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use sluicegate::limit::quota::Quota;
 use sluicegate::limit::redis::script::{Parts, script};
+use sluicegate::limit::redis::wire::{self, Terms};
+use sluicegate::limit::store::{Charge, Mode, Operation};
 
 /// The best of several rounds: other work on the machine only ever adds.
 const ROUNDS: usize = 8;
@@ -54,10 +57,17 @@ fn main() {
 
 fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], requests: usize) -> f64 {
     let parts = Parts::of(rules.iter().copied());
-    let plain = rules.len() == 1 && Parts::counts(rules[0].kind());
-    let script = script(if plain { parts.for_one() } else { parts });
+    let bucket = |rule: &Rule| Bucket::new(&IdentityHasher::new(""), name, &rule.shape());
+    let terms = |rule: &&Rule| {
+        let key = Key { identity: Identity(0), bucket: &bucket(rule) };
+        Terms::of(&Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 }, 0)
+    };
+    let terms: Vec<_> = rules.iter().map(terms).collect();
+    let script = script(if wire::is_plain(Operation::Check, &terms) { parts.for_one() } else { parts });
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.text).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
+    let mut argument = wire::argument(0, 1, terms.len());
+    wire::add(&mut argument, requests, Operation::Check, &terms);
     let mut asked = 0;
     for _ in 0..PIPES {
         let mut pipe = redis::pipe();
@@ -69,12 +79,7 @@ fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], reques
                 }
             }
             asked += requests;
-            call.arg(0).arg(requests).arg("C").arg(0).arg(rules.len());
-            for rule in rules {
-                let [a, b, c, d] = rule.arguments(0);
-                call.arg(rule.kind().letter()).arg("-").arg(1).arg(a).arg(b).arg(c).arg(d);
-            }
-            call.ignore();
+            call.arg(&argument).ignore();
         }
         pipe.exec(connection).unwrap();
     }

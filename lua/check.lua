@@ -1,20 +1,23 @@
 -- The frame: reads the time once, then decides one request after the other: asks all limits of it, commits all or none.
 --
 -- KEYS     for each request its keys, one for each limit; in Redis Cluster all of them share a slot
--- ARGV[1]  now in microseconds, 0 = the server's TIME
--- then for each group of requests that differ in their keys only, in the order of the keys:
---          how many they are
---          operation: C check and commit | P peek | A charge unconditionally | R refund | T take up to cost (unit checks)
---          | N renew (leases of kind C only)
---          R: when the refunded charge was made, in microseconds; else 0
---          how many limits each of them has
---          and 7 for each limit: kind, flags (- | s shadow | p post-paid | sp both), cost, a, b, c, d: the kind's file says
---          what a to d mean
--- Reply    [now_us, then for each request: granted, (status, remaining, reset_us, retry_us) for each limit]
+-- ARGV[1]  bytes, as struct.pack makes them: numbers are d, doubles of 8 bytes, lowest first
+--          d   now in microseconds, 0 = the server's TIME
+--          then for each group of requests that differ in their keys only, in the order of the keys:
+--          d   how many they are
+--          c1  operation: C check and commit | P peek | A charge unconditionally | R refund | T take up to cost (unit
+--              checks) | N renew (leases of kind C only)
+--          d   R: when the refunded charge was made, in microseconds; else 0
+--          d   how many limits each of them has
+--          and for each limit: c1 kind, c1 flags (- | s shadow | p post-paid | b both), d cost, d a, d b, d c, c8 d: the
+--          kind's file says what a to d mean
+-- Reply    bytes: d now_us, then for each limit of each request: d granted, d status, d remaining, d reset_us, d retry_us
 --          status 0 ok, 1 over (retry is exact), 2 never fits (retry -1), 3 busy (retry is an upper bound); a denied
 --          request shows what is there uncharged
--- Errors   RLARG ...: bad arguments; of the whole call, and nothing was written. Else in the place of `granted`, for this
---          request alone: RLARG ...; RLSTALE ...: see fixed_window.lua; what Redis says of its commands
+--          Where some requests failed an array: the bytes, then for each of them how many keys come before its own,
+--          and its error: RLARG ...; RLSTALE ...: see fixed_window.lua; what Redis says of its commands
+-- Errors   RLARG ...: bad arguments; of the whole call, and nothing was written
+-- As text, arguments and reply would cost Redis a tenth more, and the gateway as much as deciding does.
 --
 -- The kinds are branches of one `if`, put in place of the mark below; functions would cost more than what they do.
 -- A branch writes nothing. It reads key, asked (C, P, A, R or N), cost, a, b, c, d and now, and sets
@@ -34,28 +37,33 @@
 local call, floor, ceil, match, format = redis.call, math.floor, math.ceil, string.match, string.format
 local pack, unpack = struct.pack, struct.unpack
 local most = 4503599627370496
-local now, groups, keys, at = tonumber(ARGV[1]), {}, 0, 1
-while now and at < #ARGV do
-  local size, op, charged_at, count = tonumber(ARGV[at + 1]), ARGV[at + 2], tonumber(ARGV[at + 3]), tonumber(ARGV[at + 4])
-  if not size or not charged_at or not count or count < 1 or at + 4 + 7 * count > #ARGV then
+local said, keys, groups, expected = ARGV[1], KEYS, {}, 0
+if #ARGV ~= 1 or #said < 8 then
+  return redis.error_reply('RLARG wrong number of arguments')
+end
+local now, at = unpack('<d', said)
+while at <= #said do
+  if #said - at < 24 then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  local size, op, charged_at, count, terms
+  size, op, charged_at, count, at = unpack('<dc1dd', said, at)
+  if not (size >= 1 and count >= 1 and at + 42 * count - 1 <= #said) then
     return redis.error_reply('RLARG wrong number of arguments')
   end
   if op ~= 'C' and op ~= 'P' and op ~= 'A' and op ~= 'R' and op ~= 'T' and op ~= 'N' then
     return redis.error_reply('RLARG unknown operation')
   end
-  local terms = {}
+  terms = {}
   for i = 1, count do
-    local o, w = 8 * i - 8, at + 7 * i - 3
-    terms[o + 1], terms[o + 2], terms[o + 3], terms[o + 4] = ARGV[w + 1], ARGV[w + 2], tonumber(ARGV[w + 3]), tonumber(ARGV[w + 4])
-    terms[o + 5], terms[o + 6], terms[o + 7], terms[o + 8] = tonumber(ARGV[w + 5]), tonumber(ARGV[w + 6]), ARGV[w + 7], ARGV[w + 1] ~= 'S' and ARGV[w + 1] ~= 'L' and ARGV[w + 1] ~= 'C'
-    if not terms[o + 3] or not terms[o + 4] or not terms[o + 5] or not terms[o + 6] then
-      return redis.error_reply('RLARG not a number')
-    end
+    local o = 8 * i - 8
+    terms[o + 1], terms[o + 2], terms[o + 3], terms[o + 4], terms[o + 5], terms[o + 6], terms[o + 7], at = unpack('<c1c1ddddc8', said, at)
+    terms[o + 8] = terms[o + 1] ~= 'S' and terms[o + 1] ~= 'L' and terms[o + 1] ~= 'C'
   end
   groups[#groups + 1] = {size, op, charged_at, count, terms}
-  keys, at = keys + size * count, at + 4 + 7 * count
+  expected = expected + size * count
 end
-if keys == 0 or keys ~= #KEYS then
+if expected == 0 or expected ~= #keys then
   return redis.error_reply('RLARG wrong number of keys')
 end
 if now == 0 then
@@ -63,19 +71,18 @@ if now == 0 then
   now = time[1] * 1000000 + time[2]
 end
 
-local reply, kept = {now}, {}
+local answers, failures, reply, kept = {pack('<d', now)}, nil, {}, {}
 local op, charged_at, count, terms
--- Decides the request whose keys follow the first so many; its part of the reply begins at `place`.
-local function decide(first, place)
+-- Decides the request whose keys follow the first so many.
+local function decide(first)
   local asked, units, granted, admitted = op, nil, nil, nil
-  reply[place] = 0
   -- T asks twice: how many single units are left, then for as many in one charge.
   if op == 'T' then asked, units = 'P', 0 end
   repeat
     admitted = true
     for i = 1, count do
-      local o, r, k = 8 * i - 8, place + 4 * i - 3, 4 * i - 3
-      local key, kind, flags, cost = KEYS[first + i], terms[o + 1], terms[o + 2], units or terms[o + 3]
+      local o, r = 8 * i - 8, 4 * i - 3
+      local key, kind, flags, cost = keys[first + i], terms[o + 1], terms[o + 2], units or terms[o + 3]
       local a, b, c, d = terms[o + 4], terms[o + 5], terms[o + 6], terms[o + 7]
       local status, remaining, reset, retry, free, free_reset, value, lasts, ttl, ends, x, y, z = 0, 0, 0, 0, 0, 0
       local state = terms[o + 8] and call('GET', key)
@@ -84,7 +91,7 @@ local function decide(first, place)
         ends, x, y, z = unpack('<i8i8i8i8', state)
       end
       -- Post-paid: admitted while one unit is left, charged afterwards by A.
-      local postpaid = flags ~= '-' and flags ~= 's' and op == 'C'
+      local postpaid = (flags == 'p' or flags == 'b') and op == 'C'
       if postpaid then cost = 1 end
       if op == 'N' and kind ~= 'C' then
         return redis.error_reply('RLARG only leases are renewed')
@@ -95,21 +102,21 @@ local function decide(first, place)
       if free < 0 then free = 0 end
       if remaining < 0 then remaining = 0 end
       if status ~= 0 then
-        if flags ~= 's' and flags ~= 'sp' then admitted = false end
+        if flags ~= 's' and flags ~= 'b' then admitted = false end
       elseif postpaid then
         remaining, reset, lasts, value = free, free_reset, nil, nil
       end
       if lasts then
         local slack = ends and ends - now - lasts or 0
         if slack >= 500000 and slack < 1001000 then
-          value, ttl = pack('<i8i8i8i8', ends, x, y, z), 0
+          value, ttl = pack('<i8i8i8', x, y, z), 0
         else
           ttl = ceil(lasts / 1000) + 1000
           value = value or pack('<i8i8i8i8', now + ttl * 1000, x, y, z)
         end
       elseif lasts == false then value = false end
       reply[r], reply[r + 1], reply[r + 2], reply[r + 3] = status, remaining, reset, retry
-      kept[k], kept[k + 1], kept[k + 2], kept[k + 3] = value, ttl, free, free_reset
+      kept[r], kept[r + 1], kept[r + 2], kept[r + 3] = value, ttl, free, free_reset
     end
     local decided = op ~= 'T' or granted
     if not decided then
@@ -117,43 +124,47 @@ local function decide(first, place)
       granted = wanted
       for i = 1, count do
         local free, flags = kept[4 * i - 1], terms[8 * i - 6]
-        if free < granted and flags ~= 's' and flags ~= 'sp' then granted = free end
+        if free < granted and flags ~= 's' and flags ~= 'b' then granted = free end
       end
       -- With nothing left, one unit is asked for, to learn when it will fit.
       asked, units = wanted > 0 and 'C' or 'P', wanted > 0 and granted < 1 and 1 or granted
     end
   until decided
 
+  granted = admitted and (granted or 1) or 0
   for i = 1, count do
-    local r, k = place + 4 * i - 3, 4 * i - 3
-    local value, ttl = kept[k], kept[k + 1]
+    local r = 4 * i - 3
+    local value, ttl = kept[r], kept[r + 1]
     if value ~= nil and asked ~= 'P' and (admitted or reply[r] ~= 0) then
-      if ttl == 0 then call('SETRANGE', KEYS[first + i], '0', value)
-      elseif ttl then call('SET', KEYS[first + i], value, 'PX', format('%d', ttl))
+      if ttl == 0 then call('SETRANGE', keys[first + i], '8', value)
+      elseif ttl then call('SET', keys[first + i], value, 'PX', format('%d', ttl))
       elseif value then value()
-      elseif op == 'R' then call('DEL', KEYS[first + i]) end
+      elseif op == 'R' then call('DEL', keys[first + i]) end
     end
-    if asked == 'P' or not admitted then reply[r + 1], reply[r + 2] = kept[k + 2], kept[k + 3] end
+    if asked == 'P' or not admitted then reply[r + 1], reply[r + 2] = kept[r + 2], kept[r + 3] end
+    answers[first + i + 1] = pack('<ddddd', granted, reply[r], reply[r + 1], reply[r + 2], reply[r + 3])
   end
-  if admitted then reply[place] = granted or 1 end
 end
 
-local first, place = 0, 2
+local first = 0
 for g = 1, #groups do
   local group = groups[g]
   op, charged_at, count, terms = group[2], group[3], group[4], group[5]
   for _ = 1, group[1] do
     -- What fails for one request is no reason to fail for the others.
-    local _, failure = pcall(decide, first, place)
+    local _, failure = pcall(decide, first)
     if failure then
       -- As text: Lua's own errors, some of Redis', and before version 7 all.
       if type(failure) ~= 'table' then
         failure = redis.error_reply(match(failure, '^%u+ ') and failure or 'ERR Error running script: ' .. failure)
       end
-      reply[place] = failure
-      for i = 1, 4 * count do reply[place + i] = 0 end
+      failures = failures or {}
+      failures[#failures + 1], failures[#failures + 2] = first, failure
+      for i = 1, count do answers[first + i + 1] = pack('<ddddd', 0, 0, 0, 0, 0) end
     end
-    first, place = first + count, place + 1 + 4 * count
+    first = first + count
   end
 end
-return reply
+answers = table.concat(answers)
+if failures then table.insert(failures, 1, answers) end
+return failures or answers

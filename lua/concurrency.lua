@@ -1,4 +1,4 @@
--- Kind C, concurrency: a lease for each request in flight. a the limit, b the length of a lease in microseconds, d its id.
+-- Kind C, concurrency: a lease for each request in flight. a the limit, b the length of a lease in microseconds, d its id, 8 bytes.
 -- Whatever its cost, a charge is one lease; with a cost of 0, none. Operation R releases it, N lets it end b from now.
 -- State: a ZSET of ids by the instants at which their leases end. What would end later than a new lease (the clock was set
 -- back) ends with it. When a lease comes free is not known: status 3, and the retry is when enough of them end by themselves.

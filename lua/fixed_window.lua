@@ -7,8 +7,8 @@ elseif kind == 'F' or kind == 'X' or kind == 'K' then
   local start, finish, used, behind = now, nil, 0, false
   if kind == 'F' then start = now - (now - c) % b
   elseif kind == 'K' then
-    d = tonumber(d)
-    if not d or now < b or now >= d then
+    d = unpack('<d', d)
+    if not (now >= b and now < d) then
       return redis.error_reply(format('RLSTALE calendar boundaries do not cover %d', now))
     end
     if now < c then start, finish = b, c else start, finish = c, d end

@@ -1,6 +1,4 @@
 //! The scripts in Lua 5.4, whose integers are not doubles: stores that speak Redis' protocol may run them in it (Dragonfly).
-//!
-//! Such a store tells whole numbers from floats in a reply, so every field must be an integer and not merely integral.
 
 mod support;
 
@@ -8,13 +6,14 @@ use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
-use mlua::{Function, Lua, Table, Value, Variadic};
-use sluicegate::limit::algorithm::{Rule, Status};
+use mlua::{Function, Lua, Value, Variadic};
+use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::EXACT;
 use sluicegate::limit::redis::script::{Parts, script};
-use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+use sluicegate::limit::redis::wire::{self, Reply, Terms};
+use sluicegate::limit::store::{Charge, Operation, Verdict};
 use support::random::{Case, Play, STEPS, Time, case, operations, property};
 use support::stores::{Limit, SECOND, START, extremes, longest_reset};
 
@@ -28,7 +27,7 @@ struct Database {
     now: u64,
 }
 
-enum Reply {
+enum Replied {
     Nil,
     Integer(i64),
     Bulk(String),
@@ -36,28 +35,29 @@ enum Reply {
 }
 
 impl Database {
-    fn run(&mut self, arguments: &[&str]) -> Reply {
+    fn run(&mut self, arguments: &[&str]) -> Replied {
         match *arguments {
-            ["TIME"] => Reply::Array(vec![(self.now / SECOND).to_string(), (self.now % SECOND).to_string()]),
-            ["GET", key] => self.strings.get(key).cloned().map_or(Reply::Nil, Reply::Bulk),
+            ["TIME"] => Replied::Array(vec![(self.now / SECOND).to_string(), (self.now % SECOND).to_string()]),
+            ["GET", key] => self.strings.get(key).cloned().map_or(Replied::Nil, Replied::Bulk),
             ["SET", key, value, "PX", ttl_ms] => {
                 assert!(ttl_ms.parse::<u64>().unwrap() > 1000, "a TTL of {ttl_ms} ms");
                 self.strings.insert(key.to_owned(), value.to_owned());
-                Reply::Bulk("OK".to_owned())
+                Replied::Bulk("OK".to_owned())
             }
-            ["SETRANGE", key, "0", value] => {
+            ["SETRANGE", key, "8", value] => {
                 let state = self.strings.get_mut(key).expect("a key that has a TTL");
-                assert_eq!(state.chars().count(), value.chars().count(), "the whole state is new");
-                value.clone_into(state);
-                Reply::Integer(value.chars().count() as i64)
+                let end: String = state.chars().take(8).collect();
+                assert_eq!(state.chars().count(), 8 + value.chars().count(), "all but the end of the key is new");
+                *state = end + value;
+                Replied::Integer(state.chars().count() as i64)
             }
             ["DEL", key] => {
                 let removed = self.strings.remove(key).is_some() | self.lists.remove(key).is_some();
-                Reply::Integer(removed.into())
+                Replied::Integer(removed.into())
             }
             ["PEXPIRE", key, ttl_ms] => {
                 assert!(ttl_ms.parse::<u64>().unwrap() > 1000, "a TTL of {ttl_ms} ms");
-                Reply::Integer((self.lists.contains_key(key) || self.sets.contains_key(key)).into())
+                Replied::Integer((self.lists.contains_key(key) || self.sets.contains_key(key)).into())
             }
             ["ZADD", key, score, member] => self.add(key, score, member, true),
             ["ZADD", key, "XX", score, member] => self.add(key, score, member, false),
@@ -66,30 +66,30 @@ impl Database {
                 let last: u64 = last.parse().unwrap();
                 self.keep(key, |(score, _)| *score > last)
             }
-            ["ZCOUNT", key, first, "+inf"] => Reply::Integer(self.after(key, first).count() as i64),
+            ["ZCOUNT", key, first, "+inf"] => Replied::Integer(self.after(key, first).count() as i64),
             ["ZRANGEBYSCORE", key, first, "+inf"] => {
-                Reply::Array(self.after(key, first).map(|(_, member)| member.clone()).collect())
+                Replied::Array(self.after(key, first).map(|(_, member)| member.clone()).collect())
             }
             ["ZRANGEBYSCORE", key, first, "+inf", "WITHSCORES", "LIMIT", skip, "1"] => {
                 let found = self.after(key, first).nth(skip.parse().unwrap());
-                Reply::Array(found.map_or(Vec::new(), |(score, member)| vec![member.clone(), score.to_string()]))
+                Replied::Array(found.map_or(Vec::new(), |(score, member)| vec![member.clone(), score.to_string()]))
             }
             ["RPUSH", key, value] => {
                 let list = self.lists.entry(key.to_owned()).or_default();
                 list.push(value.to_owned());
-                Reply::Integer(list.len() as i64)
+                Replied::Integer(list.len() as i64)
             }
-            ["LLEN", key] => Reply::Integer(self.list(key).len() as i64),
+            ["LLEN", key] => Replied::Integer(self.list(key).len() as i64),
             ["LINDEX", key, index] => {
                 let list = self.list(key);
                 let index = place(index, list.len());
-                list.get(index).cloned().map_or(Reply::Nil, Reply::Bulk)
+                list.get(index).cloned().map_or(Replied::Nil, Replied::Bulk)
             }
-            ["LRANGE", key, "0", "-1"] => Reply::Array(self.list(key).to_vec()),
+            ["LRANGE", key, "0", "-1"] => Replied::Array(self.list(key).to_vec()),
             ["LTRIM", key, first, "-1"] => {
                 let first = place(first, self.list(key).len());
                 self.edit(key, |list| drop(list.drain(..first)));
-                Reply::Bulk("OK".to_owned())
+                Replied::Bulk("OK".to_owned())
             }
             ["LREM", key, count, value] => {
                 let count: i64 = count.parse().unwrap();
@@ -103,7 +103,7 @@ impl Database {
                         }
                     }
                 });
-                Reply::Integer((count.unsigned_abs() - left) as i64)
+                Replied::Integer((count.unsigned_abs() - left) as i64)
             }
             _ => panic!("an unexpected command: {arguments:?}"),
         }
@@ -115,22 +115,22 @@ impl Database {
         self.sets.get(key).into_iter().flatten().filter(move |(score, _)| *score > bound)
     }
 
-    fn add(&mut self, key: &str, score: &str, member: &str, new: bool) -> Reply {
+    fn add(&mut self, key: &str, score: &str, member: &str, new: bool) -> Replied {
         let known = self.sets.get(key).is_some_and(|set| set.iter().any(|(_, other)| other == member));
         if known || new {
             self.keep(key, |(_, other)| other != member);
             self.sets.entry(key.to_owned()).or_default().insert((score.parse().unwrap(), member.to_owned()));
         }
-        Reply::Integer((!known && new).into())
+        Replied::Integer((!known && new).into())
     }
 
-    fn keep(&mut self, key: &str, keep: impl Fn(&(u64, String)) -> bool) -> Reply {
-        let Some(set) = self.sets.get_mut(key) else { return Reply::Integer(0) };
+    fn keep(&mut self, key: &str, keep: impl Fn(&(u64, String)) -> bool) -> Replied {
+        let Some(set) = self.sets.get_mut(key) else { return Replied::Integer(0) };
         let before = set.len();
         set.retain(keep);
         let removed = before - set.len();
         self.sets.retain(|_, set| !set.is_empty());
-        Reply::Integer(removed as i64)
+        Replied::Integer(removed as i64)
     }
 
     fn list(&self, key: &str) -> &[String] {
@@ -153,6 +153,11 @@ fn place(index: &str, length: usize) -> usize {
     (index.max(0) as usize).min(length)
 }
 
+/// States are bytes, not text: here each is a character.
+fn bytes(text: &str) -> Vec<u8> {
+    text.chars().map(|byte| byte as u8).collect()
+}
+
 /// A store in Lua 5.4.
 struct Lua54 {
     lua: Lua,
@@ -166,17 +171,17 @@ impl Lua54 {
         let database = Rc::new(RefCell::new(Database::default()));
         let served = database.clone();
         let call = move |lua: &Lua, arguments: Variadic<mlua::String>| {
-            // States are bytes, not text: here each is a character.
             let text = |argument: &mlua::String| argument.as_bytes().iter().map(|byte| char::from(*byte)).collect();
             let arguments: Vec<String> = arguments.iter().map(text).collect();
             let arguments: Vec<&str> = arguments.iter().map(String::as_str).collect();
             match served.borrow_mut().run(&arguments) {
-                Reply::Nil => Ok(Value::Boolean(false)),
-                Reply::Integer(number) => Ok(Value::Integer(number)),
-                Reply::Bulk(text) => {
-                    lua.create_string(text.chars().map(|byte| byte as u8).collect::<Vec<_>>()).map(Value::String)
+                Replied::Nil => Ok(Value::Boolean(false)),
+                Replied::Integer(number) => Ok(Value::Integer(number)),
+                Replied::Bulk(text) => lua.create_string(bytes(&text)).map(Value::String),
+                Replied::Array(texts) => {
+                    let texts = texts.iter().map(|text| lua.create_string(bytes(text)));
+                    lua.create_sequence_from(texts.collect::<Result<Vec<_>, _>>()?).map(Value::Table)
                 }
-                Reply::Array(texts) => lua.create_sequence_from(texts).map(Value::Table),
             }
         };
         let error_reply = |lua: &Lua, text: String| lua.create_table_from([("err", text)]);
@@ -191,57 +196,29 @@ impl Lua54 {
         Lua54 { lua, database, scripts: RefCell::default() }
     }
 
-    fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Vec<i64> {
-        let (letter, charged_at) = operation.arguments();
+    fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         // 0: the script asks for the time.
         self.database.borrow_mut().now = now;
-        let mut arguments = ["0", "1", letter].map(str::to_owned).to_vec();
-        arguments.extend([charged_at.to_string(), charges.len().to_string()]);
-        let mut keys = Vec::new();
-        for charge in charges {
+        let key = |charge: &Charge<'_>| {
             let mut key = Vec::new();
             charge.key.write("rl", &mut key);
-            keys.push(String::from_utf8(key).unwrap());
-            arguments.extend([charge.rule.kind().letter(), charge.mode.flag()].map(str::to_owned));
-            arguments.push(charge.cost.to_string());
-            let [a, b, c, d] = charge.rule.arguments(now);
-            let d = if let Rule::Concurrency(_) = charge.rule { charge.lease } else { d };
-            arguments.extend([a, b, c, d].map(|number| number.to_string()));
-        }
-        self.lua.globals().set("KEYS", keys).unwrap();
-        self.lua.globals().set("ARGV", arguments).unwrap();
+            String::from_utf8(key).unwrap()
+        };
+        let terms: Vec<_> = charges.iter().map(|charge| Terms::of(charge, now)).collect();
+        let mut argument = wire::argument(0, 1, terms.len());
+        wire::add(&mut argument, 1, operation, &terms);
+        self.lua.globals().set("KEYS", charges.iter().map(key).collect::<Vec<_>>()).unwrap();
+        self.lua.globals().set("ARGV", [self.lua.create_string(argument).unwrap()]).unwrap();
         let parts = Parts::of(charges.iter().map(|charge| charge.rule));
-        let one = operation == Operation::Check
-            && charges.len() == 1
-            && charges[0].mode == Mode::Binding
-            && Parts::counts(charges[0].rule.kind());
+        let one = wire::is_plain(operation, &terms);
         let text = &script(if one { parts.for_one() } else { parts }).text;
         let mut scripts = self.scripts.borrow_mut();
         let script = scripts.entry(text).or_insert_with(|| self.lua.load(text).into_function().unwrap());
-        let reply: Table = script.call(()).unwrap_or_else(|error| panic!("{error}: {operation:?} of {charges:#?}"));
-        let error: Option<String> = reply.get("err").unwrap();
-        assert_eq!(error, None, "{operation:?} of {charges:#?}");
-        let fields = reply.sequence_values::<Value>().map(|field| match field.unwrap() {
-            Value::Integer(number) => number,
-            other => panic!("{other:?} is no integer: {operation:?} of {charges:#?}"),
-        });
-        fields.collect()
+        let reply: Value = script.call(()).unwrap_or_else(|error| panic!("{error}: {operation:?} of {charges:#?}"));
+        let Value::String(bytes) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
+        let reply = Reply::new(redis::Value::BulkString(bytes.as_bytes().to_vec()), charges.len());
+        reply.unwrap().next(charges.len()).unwrap().unwrap()
     }
-}
-
-/// The reply of the script contract.
-fn reply(verdict: &Verdict) -> Vec<i64> {
-    let mut fields = vec![verdict.now_us as i64, verdict.granted as i64];
-    for outcome in &verdict.outcomes {
-        let (status, retry) = match outcome.status {
-            Status::Ok => (0, 0),
-            Status::Over => (1, outcome.retry_us as i64),
-            Status::Never => (2, -1),
-            Status::Busy => (3, outcome.retry_us as i64),
-        };
-        fields.extend([status, outcome.remaining as i64, outcome.reset_us as i64, retry]);
-    }
-    fields
 }
 
 #[test]
@@ -257,7 +234,7 @@ fn lua_5_4_gives_the_same_replies() {
             let (operation, charges) = play.ask(step);
             let verdict = model.decide(operation, &charges);
             let script = lua.call(play.now, operation, &charges);
-            assert_eq!(script, reply(&verdict), "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
+            assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
             play.saw(operation, &verdict);
         }
         case.steps.len()
@@ -276,7 +253,7 @@ fn lua_5_4_counts_the_largest_limits() {
             let charges = [limit.charge(1, cost)];
             let verdict = model.decide(operation, &charges);
             let script = lua.call(now, operation, &charges);
-            assert_eq!(script, reply(&verdict), "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
+            assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
             verdict.outcomes[0].retry_us
         };
         call(START, Operation::Check, capacity);

@@ -11,7 +11,8 @@ use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::IdentityHasher;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::redis::script::Parts;
+use sluicegate::limit::redis::script::{Parts, script};
+use sluicegate::limit::redis::wire::{self, Terms};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store, StoreError};
 use support::redis::Redis;
 use support::stores::{
@@ -132,21 +133,44 @@ async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
 #[tokio::test]
 async fn bad_arguments_write_nothing() {
     let server = Redis::start();
-    let text = &sluicegate::limit::redis::script::script(Parts::of([&bucket(1, SECOND, 1)])).text;
+    let parts = Parts::of([&bucket(1, SECOND, 1)]);
     let mut connection = server.connection();
-    for arguments in [
-        &["0", "1", "C", "0", "1", "B", "-", "1", "1", "1", "1"][..],
-        &["0", "1", "C", "0", "1", "B", "-", "1", "1", "1", "1", "0", "1"],
-        &["0", "2", "C", "0", "1", "B", "-", "1", "1", "1", "1", "0"],
-        &["0", "1", "C", "0", "2", "B", "-", "1", "1", "1", "1", "0"],
-        &["0", "1", "Z", "0", "1", "B", "-", "1", "1", "1", "1", "0"],
-        &["0", "1", "C", "0", "1", "B", "-", "x", "1", "1", "1", "0"],
-        &["soon", "1", "C", "0", "1", "B", "-", "1", "1", "1", "1", "0"],
-        &["0"],
+    let limit = Limit::new("l", bucket(1, SECOND, 1));
+    let terms = Terms::of(&limit.charge(1, 1), 0);
+    let ask = |requests, terms: &[Terms]| {
+        let mut argument = wire::argument(0, 1, terms.len());
+        wire::add(&mut argument, requests, Operation::Check, terms);
+        argument
+    };
+    let good = ask(1, &[terms]);
+    let with = |at: usize, bytes: &[u8]| {
+        let mut argument = good.clone();
+        argument[at..at + bytes.len()].copy_from_slice(bytes);
+        argument
+    };
+    for argument in [
+        vec![],
+        good[..8].to_vec(),
+        good[..good.len() - 1].to_vec(),
+        [&good[..], b"1"].concat(),
+        ask(2, &[terms]),
+        ask(0, &[terms]),
+        ask(1, &[terms; 2]),
+        ask(1, &[]),
+        with(8, &f64::NAN.to_le_bytes()),
+        with(16, b"Z"),
+        with(25, &1e300_f64.to_le_bytes()),
+        with(33, b"Z"),
     ] {
-        let reply: Result<redis::Value, _> =
-            redis::cmd("EVAL").arg(text).arg(1).arg("k").arg(arguments).query(&mut connection);
-        assert_eq!(reply.unwrap_err().code(), Some("RLARG"), "{arguments:?}");
+        for text in [&script(parts).text, &script(parts.for_one()).text] {
+            let mut call = redis::cmd("EVAL");
+            let reply: Result<redis::Value, _> = call.arg(text).arg(1).arg("k").arg(&argument).query(&mut connection);
+            let error = match reply.and_then(|reply| reply.extract_error()) {
+                Ok(redis::Value::Array(mut parts)) => parts.pop().unwrap().extract_error().unwrap_err(),
+                reply => reply.unwrap_err(),
+            };
+            assert_eq!(error.code(), Some("RLARG"), "{argument:?}");
+        }
     }
     assert!(server.keys().is_empty());
 }

@@ -11,6 +11,7 @@ pub mod records;
 pub mod script;
 pub mod server;
 pub mod slots;
+pub mod wire;
 
 use std::sync::{Arc, Mutex};
 
@@ -208,7 +209,8 @@ impl RedisStore {
             let question = Question { operation, charges, near_us, text };
             let answer = match self.together && !asking {
                 true => self.caller.ask_together(question).await,
-                false => self.caller.ask_alone(asking, question).await,
+                // On the heap: inside this future it would be moved with it, where nobody asks alone.
+                false => Box::pin(self.caller.ask_alone(asking, question)).await,
             };
             let error = match answer {
                 Ok(verdict) => return Ok(verdict),

@@ -26,7 +26,7 @@ pub enum Operation {
 }
 
 impl Operation {
-    /// The first and the third argument of the script contract: a letter, and when a refunded charge was made.
+    /// As the script contract says it: a letter, and when a refunded charge was made.
     pub fn arguments(self) -> (&'static str, u64) {
         match self {
             Operation::Check => ("C", 0),
@@ -84,7 +84,7 @@ impl Mode {
             Mode::Binding => "-",
             Mode::Shadow => "s",
             Mode::PostPaid => "p",
-            Mode::ShadowPostPaid => "sp",
+            Mode::ShadowPostPaid => "b",
         }
     }
 }

@@ -12,6 +12,7 @@ use super::upstream::serve;
 pub struct Command {
     /// The how manieth connection it came by, from 1 on.
     pub connection: usize,
+    /// Each of their bytes is a character here.
     pub words: Vec<String>,
 }
 
@@ -47,41 +48,55 @@ impl Command {
 
     /// How many limits each request of a script call has.
     pub fn requests(&self) -> Vec<usize> {
-        let arguments = &self.words[3 + self.keys().len()..];
-        let (mut at, mut requests) = (1, Vec::new());
-        while at < arguments.len() {
-            let number = |index: usize| arguments[index].parse::<usize>().unwrap();
-            let (size, limits) = (number(at), number(at + 3));
+        // The smallest script has none.
+        let argument = self.words.get(3 + self.keys().len()).map_or("", String::as_str);
+        let argument: Vec<u8> = argument.chars().map(|byte| byte as u8).collect();
+        let number = |at: usize| f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize;
+        let (mut at, mut requests) = (8, Vec::new());
+        while at < argument.len() {
+            let (size, limits) = (number(at), number(at + 17));
             requests.extend(std::iter::repeat_n(limits, size));
-            at += 4 + 7 * limits;
+            at += 25 + 42 * limits;
         }
         requests
     }
 
     fn verdict(&self, granted: u8, status: u8) -> Answer {
-        let outcome = format!(":{status}\r\n:5\r\n:1000000\r\n:{status}\r\n");
-        self.each(|limits| format!(":{granted}\r\n{}", outcome.repeat(limits)))
+        let limits: usize = self.requests().iter().sum();
+        let mut fields = vec![1_800_000_000_000_000.0];
+        for _ in 0..limits {
+            fields.extend([granted.into(), status.into(), 5.0, 1_000_000.0, status.into()]);
+        }
+        Answer::Bytes(bulk(&fields))
     }
 
     /// An error reply to each request of a script call.
     pub fn refused(&self, text: &str) -> Answer {
-        self.each(|limits| format!("-{text}\r\n{}", ":0\r\n".repeat(4 * limits)))
-    }
-
-    fn each(&self, reply: impl Fn(usize) -> String) -> Answer {
         let requests = self.requests();
-        let fields = 1 + requests.iter().map(|limits| 1 + 4 * limits).sum::<usize>();
-        let replies: String = requests.into_iter().map(reply).collect();
-        Answer::Text(format!("*{fields}\r\n:1800000000000000\r\n{replies}"))
+        let mut reply = format!("*{}\r\n", 1 + 2 * requests.len()).into_bytes();
+        reply.extend(bulk(&vec![0.0; 1 + 5 * requests.iter().sum::<usize>()]));
+        let mut before = 0;
+        for limits in requests {
+            reply.extend(format!(":{before}\r\n-{text}\r\n").bytes());
+            before += limits;
+        }
+        Answer::Bytes(reply)
     }
+}
+
+/// A bulk string of numbers, as a script replies.
+fn bulk(numbers: &[f64]) -> Vec<u8> {
+    let head = format!("${}\r\n", 8 * numbers.len());
+    head.bytes().chain(numbers.iter().flat_map(|number| number.to_le_bytes())).chain(*b"\r\n").collect()
 }
 
 /// What the server does with a command.
 pub enum Answer {
     /// What a healthy server without limits does.
     Usual,
-    /// Exactly these bytes.
+    /// Exactly this.
     Text(String),
+    Bytes(Vec<u8>),
     Silence,
     Close,
 }
@@ -109,17 +124,18 @@ impl FakeRedis {
             while let Some(words) = command(&mut stream) {
                 let command = Command { connection, words };
                 record.lock().unwrap().push(command.clone());
-                let text = match answer(&command) {
-                    Answer::Text(text) => text,
-                    Answer::Usual if command.is_script() => match command.admitted() {
-                        Answer::Text(text) => text,
-                        _ => unreachable!(),
-                    },
-                    Answer::Usual => "+OK\r\n".to_owned(),
+                let answer = match answer(&command) {
+                    Answer::Usual if command.is_script() => command.admitted(),
+                    answer => answer,
+                };
+                let bytes = match answer {
+                    Answer::Usual => b"+OK\r\n".to_vec(),
+                    Answer::Text(text) => text.into_bytes(),
+                    Answer::Bytes(bytes) => bytes,
                     Answer::Silence => continue,
                     Answer::Close => return,
                 };
-                if stream.get_mut().write_all(text.as_bytes()).is_err() {
+                if stream.get_mut().write_all(&bytes).is_err() {
                     return;
                 }
             }
@@ -160,7 +176,7 @@ fn command(stream: &mut BufReader<TcpStream>) -> Option<Vec<String>> {
         let mut word = vec![0; number(stream, '$')? + 2];
         stream.read_exact(&mut word).ok()?;
         word.truncate(word.len() - 2);
-        Some(String::from_utf8_lossy(&word).into_owned())
+        Some(word.into_iter().map(char::from).collect())
     };
     (0..count).map(word).collect()
 }

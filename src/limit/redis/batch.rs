@@ -5,8 +5,8 @@ use tokio::sync::oneshot::{self, Receiver, Sender};
 
 use super::fault::is_of_the_connection;
 use super::script::{Parts, Script, script};
-use crate::limit::algorithm::{Kind, Outcome, Status};
-use crate::limit::store::{Charge, Mode, Operation, StoreError, Verdict};
+use super::wire::{self, Reply, Terms};
+use crate::limit::store::{Charge, Operation, StoreError, Verdict};
 
 /// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
 pub(super) const MOST_KEYS: usize = 128;
@@ -42,26 +42,6 @@ struct Group {
     keys: Vec<u8>,
     ends: Vec<usize>,
     waiting: Vec<Sender<Answer>>,
-}
-
-/// What is asked of one limit.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Terms {
-    kind: Kind,
-    mode: Mode,
-    cost: u64,
-    numbers: [u64; 4],
-}
-
-impl Terms {
-    /// Calendar windows are reckoned for about `near_us`.
-    fn of(charge: &Charge<'_>, near_us: u64) -> Self {
-        let (kind, mut numbers) = (charge.rule.kind(), charge.rule.arguments(near_us));
-        if kind == Kind::Concurrency {
-            numbers[3] = charge.lease;
-        }
-        Terms { kind, mode: charge.mode, cost: charge.cost, numbers }
-    }
 }
 
 impl Batch {
@@ -122,15 +102,19 @@ impl Batch {
     /// The script for a call that at least needs these.
     fn script(&self, algorithms: Parts) -> &'static Script {
         let parts = self.algorithms.and(algorithms);
-        script(if self.groups.iter().all(Group::is_plain) { parts.for_one() } else { parts })
+        script(if self.groups.iter().all(|group| wire::is_plain(group.operation, &group.terms)) {
+            parts.for_one()
+        } else {
+            parts
+        })
     }
 
     /// The call; see `lua/check.lua`.
     pub(super) fn command(&self, algorithms: Parts, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
         let limits: usize = self.groups.iter().map(|group| group.terms.len()).sum();
-        let arguments = 4 + self.keys + 4 * self.groups.len() + 7 * limits;
-        let mut command = Cmd::with_capacity(arguments, 96 + 80 * self.keys + 24 * self.groups.len() + 64 * limits);
+        let mut argument = wire::argument(now_us, self.groups.len(), limits);
+        let mut command = Cmd::with_capacity(4 + self.keys, 64 + 80 * self.keys + argument.capacity());
         if self.text {
             command.arg("EVAL").arg(&script.text);
         } else {
@@ -143,15 +127,9 @@ impl Batch {
                 command.arg(&group.keys[begin..*end]);
                 begin = *end;
             }
+            wire::add(&mut argument, group.waiting.len(), group.operation, &group.terms);
         }
-        command.arg(now_us);
-        for group in &self.groups {
-            let (letter, charged_at) = group.operation.arguments();
-            command.arg(group.waiting.len()).arg(letter).arg(charged_at).arg(group.terms.len());
-            for Terms { kind, mode, cost, numbers: [a, b, c, d] } in &group.terms {
-                command.arg(kind.letter()).arg(mode.flag()).arg(cost).arg(a).arg(b).arg(c).arg(d);
-            }
-        }
+        command.arg(argument);
         command
     }
 
@@ -164,21 +142,19 @@ impl Batch {
 
     /// Tells everybody what the reply says to him; whether it fits the call, and comes from where it should.
     pub(super) fn answer(self, reply: Value) -> bool {
-        let Value::Array(fields) = reply else { return self.malformed() };
-        let limits = self.groups.iter().map(|group| group.ends.len()).sum::<usize>();
-        let requests = self.groups.iter().map(|group| group.waiting.len()).sum::<usize>();
-        let mut fields = fields.into_iter();
-        let now_us = match fields.next() {
-            Some(Value::Int(now_us)) if fields.len() == requests + 4 * limits => now_us as u64,
-            _ => return self.malformed(),
+        let limits = self.groups.iter().map(|group| group.ends.len()).sum();
+        let Some(mut reply) = Reply::new(reply, limits) else {
+            self.refuse(&Refusal::Store(StoreError::Malformed));
+            return false;
         };
         let mut good = true;
         for group in self.groups {
-            let limits = group.terms.len();
             for waiting in group.waiting {
-                let granted = fields.next();
-                let outcomes = fields.by_ref().take(4 * limits);
-                let answer = verdict(granted, now_us, limits, outcomes);
+                let answer = match reply.next(group.terms.len()) {
+                    Some(Ok(verdict)) => Ok(verdict),
+                    Some(Err(error)) => Err(Refusal::Reply(error.into())),
+                    None => Err(Refusal::Store(StoreError::Malformed)),
+                };
                 good &= match &answer {
                     Ok(_) => true,
                     Err(Refusal::Reply(error)) => !is_of_the_connection(error),
@@ -189,20 +165,9 @@ impl Batch {
         }
         good
     }
-
-    fn malformed(self) -> bool {
-        self.refuse(&Refusal::Store(StoreError::Malformed));
-        false
-    }
 }
 
 impl Group {
-    /// Whether `lua/check_one.lua` decides it.
-    fn is_plain(&self) -> bool {
-        let [Terms { kind, mode: Mode::Binding, .. }] = self.terms[..] else { return false };
-        self.operation == Operation::Check && Parts::counts(kind)
-    }
-
     fn retain_waiting(&mut self) {
         let limits = self.terms.len();
         let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.ends));
@@ -217,38 +182,4 @@ impl Group {
             self.waiting.push(answer);
         }
     }
-}
-
-/// Reads `granted, (status, remaining, reset_us, retry_us) × limits`.
-fn verdict(granted: Option<Value>, now_us: u64, limits: usize, fields: impl Iterator<Item = Value>) -> Answer {
-    // All of them, whatever they say: the next request's come behind.
-    let fields: Vec<_> = fields.collect();
-    let malformed = || Refusal::Store(StoreError::Malformed);
-    let granted = match granted {
-        Some(Value::Int(granted)) => u64::try_from(granted).map_err(|_| malformed())?,
-        Some(Value::ServerError(error)) => return Err(Refusal::Reply(error.into())),
-        _ => return Err(malformed()),
-    };
-    let mut outcomes = Vec::with_capacity(limits);
-    for outcome in fields.chunks_exact(4) {
-        outcomes.push(self::outcome(outcome).ok_or_else(malformed)?);
-    }
-    Ok(Verdict::new(granted, now_us, outcomes))
-}
-
-fn outcome(fields: &[Value]) -> Option<Outcome> {
-    let &[Value::Int(status), Value::Int(remaining), Value::Int(reset), Value::Int(retry)] = fields else {
-        return None;
-    };
-    let status = match status {
-        0 => Status::Ok,
-        1 => Status::Over,
-        2 => Status::Never,
-        3 => Status::Busy,
-        _ => return None,
-    };
-    let natural = |number| u64::try_from(number).ok();
-    // -1 stands for "never".
-    let retry_us = retry.max(0) as u64;
-    Some(Outcome { status, remaining: natural(remaining)?, reset_us: natural(reset)?, retry_us })
 }
