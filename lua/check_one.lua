@@ -54,7 +54,7 @@ while at <= #said do
     end
     if failure then
       failures = failures or {}
-      failures[#failures + 1], failures[#failures + 2], answers[i + 1] = i - 1, failure, pack('<ddddd', 0, 0, 0, 0, 0)
+      failures[#failures + 1], failures[#failures + 2], answers[i + 1] = i - 1, failure, pack('<ddddd', -1, 0, 0, 0, 0)
     elseif status ~= 0 then
       answers[i + 1] = pack('<ddddd', 0, status, free < 0 and 0 or free, free_reset, retry)
     else

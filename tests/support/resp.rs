@@ -74,7 +74,7 @@ impl Command {
     pub fn refused(&self, text: &str) -> Answer {
         let requests = self.requests();
         let mut reply = format!("*{}\r\n", 1 + 2 * requests.len()).into_bytes();
-        reply.extend(bulk(&vec![0.0; 1 + 5 * requests.iter().sum::<usize>()]));
+        reply.extend(bulk(&vec![-1.0; 1 + 5 * requests.iter().sum::<usize>()]));
         let mut before = 0;
         for limits in requests {
             reply.extend(format!(":{before}\r\n-{text}\r\n").bytes());

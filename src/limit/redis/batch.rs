@@ -102,11 +102,8 @@ impl Batch {
     /// The script for a call that at least needs these.
     fn script(&self, algorithms: Parts) -> &'static Script {
         let parts = self.algorithms.and(algorithms);
-        script(if self.groups.iter().all(|group| wire::is_plain(group.operation, &group.terms)) {
-            parts.for_one()
-        } else {
-            parts
-        })
+        let plain = self.groups.iter().all(|group| wire::is_plain(group.operation, &group.terms));
+        script(if plain { parts.for_one() } else { parts })
     }
 
     /// The call; see `lua/check.lua`.

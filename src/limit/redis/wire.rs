@@ -118,12 +118,12 @@ impl Reply {
     }
 
     fn number(&self, index: usize) -> f64 {
-        let bytes = self.bytes[NUMBER * index..].first_chunk().copied();
-        f64::from_le_bytes(bytes.unwrap_or([0xff; NUMBER]))
+        f64::from_le_bytes(self.bytes.as_chunks().0[index])
     }
 }
 
-/// A number that the arithmetic of the scripts may come to.
+/// A number that the arithmetic of the scripts may come to: what is no integer would have been rounded somewhere.
 fn natural(number: f64) -> Option<u64> {
-    (0.0..=(1_u64 << 53) as f64).contains(&number).then_some(number as u64)
+    let whole = number as u64;
+    (whole as f64 == number && whole <= 1 << 53).then_some(whole)
 }
