@@ -152,7 +152,8 @@ fn a_store_that_answers_no_call_is_given_up_and_said_once() {
         ("+OK\r\n", "not a verdict"),
         ("*2\r\n:1\r\n:2\r\n", "not a verdict"),
         ("$8\r\n12345678\r\n", "not a verdict"),
-        ("$48\r\n0123456789abcdef0123456789abcdef0123456789abcdef\r\n", "not a verdict"),
+        // As numbers, little more than nothing.
+        ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "not a verdict"),
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
