@@ -1,10 +1,8 @@
 //! The real binary.
 
-use std::io::{BufRead, BufReader};
 use std::net::SocketAddr;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::{Arc, Mutex};
 use std::time::Instant;
 
 use super::client::{Client, Reply};
@@ -14,7 +12,8 @@ use super::{PATIENCE, signal};
 pub struct Gateway {
     pub address: SocketAddr,
     pub child: Child,
-    log: Arc<Mutex<String>>,
+    /// A file, where a line stands as soon as it is written: a pipe would show it when its reader has had its turn.
+    log: tempfile::NamedTempFile,
     directory: tempfile::TempDir,
 }
 
@@ -95,28 +94,20 @@ impl Gateway {
     }
 
     fn spawn(command: &mut Command, directory: tempfile::TempDir) -> Gateway {
-        let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap();
-        let log = Arc::new(Mutex::new(String::new()));
-        let lines = BufReader::new(child.stderr.take().unwrap()).lines();
-        let sink = log.clone();
-        std::thread::spawn(move || {
-            for line in lines.map_while(Result::ok) {
-                let mut log = sink.lock().unwrap();
-                log.push_str(&line);
-                log.push('\n');
-            }
-        });
+        let log = tempfile::NamedTempFile::new().unwrap();
+        let child = command.stdout(Stdio::null()).stderr(log.reopen().unwrap()).spawn().unwrap();
+        let mut gateway = Gateway { address: ([0, 0, 0, 0], 0).into(), child, log, directory };
         let started = Instant::now();
-        let address = loop {
-            let text = log.lock().unwrap().clone();
+        gateway.address = loop {
+            let text = gateway.log();
             if let Some((_, rest)) = text.split_once("listens on http").and_then(|(_, rest)| rest.split_once("://")) {
                 break rest.split([';', ',']).next().unwrap().parse().unwrap();
             }
-            let ended = child.try_wait().unwrap();
+            let ended = gateway.child.try_wait().unwrap();
             assert!(ended.is_none() && started.elapsed() < PATIENCE, "the gateway did not start: {ended:?}\n{text}");
             std::thread::yield_now();
         };
-        Gateway { address, child, log, directory }
+        gateway
     }
 
     /// Gives it another configuration, by renaming; with the same additions as at its start.
@@ -149,9 +140,11 @@ impl Gateway {
         self.directory.path()
     }
 
-    /// What it has written to its log so far.
+    /// The lines that it has written to its log so far.
     pub fn log(&self) -> String {
-        self.log.lock().unwrap().clone()
+        let mut text = std::fs::read(self.log.path()).unwrap();
+        text.truncate(text.iter().rposition(|byte| *byte == b'\n').map_or(0, |end| end + 1));
+        String::from_utf8(text).unwrap()
     }
 
     /// A connection to it.
