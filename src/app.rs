@@ -40,6 +40,7 @@ use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
 use crate::server::connections::Connections;
 use crate::tally::Family;
 use crate::watch::Watcher;
+use crate::words::counted;
 use background::Background;
 use handover::Handover;
 use renewal::{Renewal, Roster};
@@ -261,12 +262,12 @@ impl App {
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));
         info!(
-            "sluicegate {} listens on {}; {admin}store: {}; {} routes, {} limits; try: curl -i {}{example}",
+            "sluicegate {} listens on {}; {admin}store: {}; {}, {}; try: curl -i {}{example}",
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
             runtime.store.name,
-            runtime.routes.len(),
-            runtime.limits.len(),
+            counted(runtime.routes.len() as u64, "route"),
+            counted(runtime.limits.len() as u64, "limit"),
             addresses.first().map_or("", String::as_str),
         );
     }

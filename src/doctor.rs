@@ -159,11 +159,6 @@ impl Report {
     }
 }
 
-/// `1 key`, `2 keys`.
-fn count(number: u64, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
-}
-
 /// There is no point in going on.
 struct Lost;
 

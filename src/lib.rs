@@ -31,3 +31,4 @@ pub mod tally;
 pub mod tls;
 pub mod upstream;
 pub mod watch;
+pub mod words;

@@ -15,7 +15,7 @@ const ROWS: &[&[&str]] = &[
     &["reply"],
     &["identity", "upstream", "account"],
     &["http", "cost", "limit", "config", "route", "observe", "tls", "watch"],
-    &["tally"],
+    &["tally", "words"],
 ];
 
 /// Inside the limiter, from the top down.

@@ -21,6 +21,7 @@ use crate::server::connections::Connections;
 use crate::upstream::fleet::Fleet;
 use crate::upstream::settings::UpstreamSettings;
 use crate::watch::{Snapshot, Watcher};
+use crate::words::counted;
 
 /// Why a configuration does not take effect.
 #[derive(Debug, thiserror::Error)]
@@ -100,8 +101,10 @@ impl Renewal {
 
     fn tell(&self, path: &str) {
         let runtime = &self.configuration.running().runtime;
-        let (routes, limits, upstreams) = (runtime.routes.len(), runtime.limits.len(), runtime.upstreams.len());
-        info!("reloaded {path}: {routes} routes, {limits} limits, {upstreams} upstreams");
+        let routes = counted(runtime.routes.len() as u64, "route");
+        let limits = counted(runtime.limits.len() as u64, "limit");
+        let upstreams = counted(runtime.upstreams.len() as u64, "upstream");
+        info!("reloaded {path}: {routes}, {limits}, {upstreams}");
         for (_, warning) in runtime.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }

@@ -22,6 +22,7 @@ use crate::limit::redis::server::NoConnection;
 use crate::limit::redis::{RedisSettings, Servers};
 use crate::lint;
 use crate::runtime::Runtime;
+use crate::words::counted;
 
 /// The store is tried for so long: a file can be right while its store is down.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -123,10 +124,10 @@ fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -
         out,
         "{}: fine: {}, {}, {}, {}; store: {}",
         path.display(),
-        count(runtime.listeners.len(), "listener"),
-        count(runtime.routes.len(), "route"),
-        count(runtime.limits.len(), "limit"),
-        count(runtime.upstreams.len(), "upstream"),
+        counted(runtime.listeners.len() as u64, "listener"),
+        counted(runtime.routes.len() as u64, "route"),
+        counted(runtime.limits.len() as u64, "limit"),
+        counted(runtime.upstreams.len() as u64, "upstream"),
         runtime.store.name,
     )?;
     for guarantee in runtime.limits.values().flat_map(guarantees) {
@@ -138,13 +139,9 @@ fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -
     let warnings: usize =
         said.iter().filter(|(level, _)| *level == Level::WARNING).map(|(_, file)| file.issues.len()).sum();
     if warnings > 0 {
-        writeln!(out, "\n{}", count(warnings, "warning"))?;
+        writeln!(out, "\n{}", counted(warnings as u64, "warning"))?;
     }
     Ok(())
-}
-
-fn count(number: usize, what: &str) -> String {
-    format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }
 
 /// Whether a gateway that starts now would find its store; in words, why not.

@@ -1,7 +1,8 @@
 //! The memory of the server: how much is left, and what it does when there is none.
 
 use super::line::{Failure, Info, Line};
-use super::{Check, Status, count};
+use super::{Check, Status};
+use crate::words::counted;
 
 pub(super) async fn memory(line: &mut Line) -> Result<Check, Failure> {
     let info = line.info("memory").await?;
@@ -67,7 +68,7 @@ pub(super) async fn evictions(line: &mut Line) -> Result<Check, Failure> {
     let evicted = info.number("evicted_keys").unwrap_or(0);
     let check = Check::ok(
         "evictions",
-        format!("{} evicted since the start of the server or CONFIG RESETSTAT", count(evicted, "key")),
+        format!("{} evicted since the start of the server or CONFIG RESETSTAT", counted(evicted, "key")),
     );
     Ok(if evicted > 0 {
         let advice = "limits may have been among them: raise maxmemory or set noeviction, then CONFIG RESETSTAT";

@@ -3,8 +3,9 @@
 use redis::Value;
 
 use super::line::{Failure, Line};
-use super::{Check, Needs, Server, Status, count};
+use super::{Check, Needs, Server, Status};
 use crate::limit::algorithm::{Kind, Rule};
+use crate::words::counted;
 
 /// Replies with the places of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
 /// False = the server cannot tell: `acl_check_cmd` came with Redis 7.0.
@@ -61,12 +62,12 @@ pub(super) async fn rights(line: &mut Line, server: &Server, needs: &Needs) -> R
     let lacking: Vec<_> =
         refused.iter().filter_map(|place| commands.get(place - 1)).map(|words| right(words)).collect();
     Ok(if lacking.is_empty() {
-        Check::ok("rights", format!("{} that these limits need are allowed", count(commands.len() as u64, "command")))
+        Check::ok("rights", format!("{} that these limits need are allowed", counted(commands.len() as u64, "command")))
     } else {
         let found = format!(
             "refused: {} (of {} that these limits need)",
             lacking.join(" "),
-            count(commands.len() as u64, "command")
+            counted(commands.len() as u64, "command")
         );
         Check::ok("rights", found).or(Status::Failed).advise(ADVICE)
     })

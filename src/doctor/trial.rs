@@ -7,7 +7,7 @@ use tokio::time::timeout;
 
 use super::line::{Failure, Line, PATIENCE};
 use super::server::ms;
-use super::{Check, Needs, Server, Status, count};
+use super::{Check, Needs, Server, Status};
 use crate::limit::algorithm::Rule;
 use crate::limit::clock::{Clock, monotonic};
 use crate::limit::key::{Bucket, IdentityHasher, Key};
@@ -15,6 +15,7 @@ use crate::limit::redis::advice::of_call;
 use crate::limit::redis::script::{Parts, script};
 use crate::limit::redis::{RedisSettings, RedisStore};
 use crate::limit::store::{Charge, Mode, Operation, Store, StoreError};
+use crate::words::counted;
 
 /// The SHA-1 of no script.
 const NO_SCRIPT: &str = "0000000000000000000000000000000000000000";
@@ -45,7 +46,7 @@ pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check,
     }
     Ok(Check::ok(
         "scripts",
-        format!("loaded and answering: {}; one that was forgotten is told", count(parts.len() as u64, "script")),
+        format!("loaded and answering: {}; one that was forgotten is told", counted(parts.len() as u64, "script")),
     ))
 }
 
@@ -89,7 +90,7 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
     }
     let found = format!(
         "{} tried: charged and given back, the slowest in {}",
-        count(kinds.len() as u64, "algorithm"),
+        counted(kinds.len() as u64, "algorithm"),
         ms(slowest)
     );
     Ok(Check::ok("decisions", found))
