@@ -94,6 +94,7 @@ fn a_line_says_what_became_of_a_request_and_why() {
     }
     let times = ["duration_ms", "decision_ms", "upstream_ms"].map(|field| line[field].as_f64().unwrap());
     assert!(times[0] >= times[1] + times[2] && times.iter().all(|ms| *ms > 0.0), "{line:#}");
+    assert!(times[0] <= (ended - began) * 1000.0, "ms: {line:#}");
     let starts: Vec<_> = lines.iter().map(|line| line["time"].as_f64().unwrap()).collect();
     assert!(starts.is_sorted() && starts[0] > began - 0.01 && starts[5] < ended + 0.01, "{began} {starts:?} {ended}");
     // Each limit, with a hash that is the same for the same identity and for no other.
@@ -237,6 +238,19 @@ fn a_reader_that_is_stuck_costs_lines_that_are_counted_and_no_request() {
     let text = String::from_utf8(text.lock().unwrap().clone()).unwrap();
     let whole = text.lines().filter(|line| serde_json::from_str::<Value>(line).is_ok()).count() as u64;
     assert_eq!(whole + counted, requests, "no line is torn");
+}
+
+#[test]
+fn lines_that_cannot_be_written_are_counted() {
+    let gateway = Gateway::start(&with_admin(
+        "[log]\nformat = \"json\"\naccess = \"/dev/full\"\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n",
+    ));
+    for _ in 0..3 {
+        assert_eq!(gateway.get("/").status, 200);
+    }
+    eventually("they are counted", || metric(&gateway, "sluicegate_access_log_dropped_total") == 3.0);
+    assert!(gateway.log().contains("the access log cannot be written"), "{}", gateway.log());
 }
 
 #[test]

@@ -301,6 +301,10 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
                     _ => assert_eq!(reply.header(name), value, "seed {seed}: {name} of {asked:?}"),
                 }
             }
+            for name in ["ratelimit", "ratelimit-policy", "retry-after", "location", "allow", "x-by"] {
+                let is_said = facts["answer"]["fields"].as_array().unwrap().iter().any(|field| field["name"] == name);
+                assert_eq!(is_said, reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}\n{facts:#}");
+            }
             said.push((asked, facts));
         }
         let log = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
@@ -353,6 +357,44 @@ fn nothing_is_charged() {
         assert_eq!((&standing["left"], &standing["left_after"]), (&json!(1), &json!(0)), "{facts:#}");
         assert_eq!(redis.keys(), Vec::<String>::new());
     }
+}
+
+/// Costs that the file does not say.
+#[test]
+fn what_is_paid_later_needs_one_unit_and_what_never_fits_is_told() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
+    let gateway = Gateway::start(&format!(
+        "{}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
+         [limit.later]\nby = \"ip\"\nquota = \"3/day\"\ncost.response_header = \"x-used\"\n\
+         [limit.stated]\nby = \"ip\"\nquota = \"5/day\"\ncost.request_header = \"x-cost\"\ncost.max = 100\n\
+         [upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"later\"\npath = \"/later\"\nlimits = [\"later\"]\nupstream = \"u\"\n\
+         [[route]]\nname = \"stated\"\npath = \"/stated\"\nlimits = [\"stated\"]\nupstream = \"u\"\n",
+        redis.store(),
+        upstream.url()
+    ));
+    let explain = |path: &str, more: &[&str]| -> Value {
+        let mut command = binary();
+        command.args(["explain", "--json", "--config"]).arg(gateway.directory().join("gateway.toml")).args(more);
+        let output = command.args(["GET", &format!("http://a{path}")]).output().unwrap();
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    let facts = explain("/later", &[]);
+    let (limit, standing) = (&facts["limits"][0], &facts["limits"][0]["standing"]);
+    assert_eq!((&limit["post_paid"], &limit["cost"]), (&json!(true), &json!(1)), "{facts:#}");
+    assert_eq!((&standing["left"], &standing["left_after"]), (&json!(3), &json!(3)), "{facts:#}");
+    assert_eq!(gateway.get("/later").status, 200);
+    eventually("all is paid", || explain("/later", &[])["limits"][0]["standing"]["left"] == 0);
+    let facts = explain("/later", &[]);
+    assert_eq!((&facts["decision"], &facts["answer"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
+
+    let facts = explain("/stated", &["-H", "x-cost: 6"]);
+    let standing = &facts["limits"][0]["standing"];
+    assert_eq!((&facts["decision"], &facts["answer"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
+    assert_eq!((&standing["left"], &standing["retry_seconds"]), (&json!(5), &Value::Null), "{facts:#}");
+    let facts = explain("/stated", &["-H", "x-cost: 5"]);
+    assert_eq!((&facts["decision"], &facts["limits"][0]["cost"]), (&json!("allowed"), &json!(5)), "{facts:#}");
 }
 
 fn samples() -> PathBuf {

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use support::eventually;
 use support::gateway::Gateway;
+use support::reload::{reloads, with_admin};
 use support::server::{Mood, Server};
 
 fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Gateway {
@@ -45,6 +46,36 @@ fn an_unhealthy_server_gets_no_requests_until_it_is_healthy() {
     eventually("it is found to be gone", || gateway.log().matches("a server is not healthy").count() == 2);
     assert!(gateway.log().contains("no connection"), "{}", gateway.log());
     assert_eq!(gateway.log().matches("a server is").count(), 3, "each change is said once: {}", gateway.log());
+}
+
+#[test]
+fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
+    let [ill, well, new] = &Server::fleet();
+    let config = |lines: &str| {
+        format!(
+            "[upstream.api]\nservers = [\"{}\", \"{}\"]\nbalance = \"round-robin\"\n\
+             health = {{ path = \"/healthz\", {QUICK} }}\n{lines}\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+            ill.url(),
+            well.url()
+        )
+    };
+    let other = format!(
+        "[upstream.new]\nservers = [\"{}\"]\nhealth = {{ path = \"/healthz\", {QUICK} }}\n\
+         [[route]]\nname = \"new\"\npath = \"/new\"\nupstream = \"new\"",
+        new.url()
+    );
+    let gateway = Gateway::start(&with_admin(&config("")));
+    ill.set(Mood::Answers(500));
+    eventually("it is found to be ill", || gateway.log().contains("a server is not healthy"));
+    // The same upstream beside a new one, then with other settings: nobody waits for the next checks.
+    for lines in [other.as_str(), "response_timeout = \"7s\""] {
+        reloads(&gateway, &config(lines));
+        assert_eq!(share(&gateway, ill, 20), 0, "{lines}");
+        if lines == other {
+            eventually("the new one is checked", || new.checks() > 0);
+        }
+    }
 }
 
 #[test]

@@ -58,7 +58,10 @@ impl History {
 
     /// A second is over.
     pub(super) fn tick(&mut self, vitals: &Vitals) -> Second {
-        let mut now = Totals::of(vitals);
+        self.add(Totals::of(vitals))
+    }
+
+    fn add(&mut self, mut now: Totals) -> Second {
         // A denial is counted a little before its answer is.
         now.allowed = now.allowed.max(self.last.allowed);
         let second = now.since(&self.last);
@@ -141,6 +144,21 @@ fn quantile(buckets: &Buckets, part: f64) -> Option<f32> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn totals(allowed: u64) -> Totals {
+        let none = [0; BOUNDS_US.len() + 1];
+        Totals { at: monotonic(), allowed, denied: 0, errors: 0, requests: none, decisions: none, round_trips: none }
+    }
+
+    #[test]
+    fn so_many_seconds_are_kept_and_they_add_up() {
+        let mut history = History { seconds: VecDeque::new(), last: totals(10) };
+        // A denial that has no answer yet is taken off what was allowed.
+        assert_eq!([9, 12].map(|allowed| history.add(totals(allowed)).allowed), [0, 2]);
+        (0..KEPT as u64).for_each(|second| drop(history.add(totals(13 + second))));
+        assert_eq!(history.seconds.len(), KEPT);
+        assert!(history.seconds.iter().all(|second| second.allowed == 1), "the first ones are gone");
+    }
 
     #[test]
     fn a_quantile_lies_where_so_many_are_below() {
