@@ -122,6 +122,20 @@ fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
 }
 
 #[test]
+fn a_bad_file_is_tried_once_and_the_others_count_all_the_same() {
+    let keys = "[api_key]\nconsumers = \"consumers.toml\"\n";
+    let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
+    let consumers = format!("[[consumer]]\nname = \"somebody\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
+    let gateway = Gateway::start_with(&config("one"), &[("consumers.toml", &consumers)]);
+    gateway.put(&config("two").replace("respond", "respnd"));
+    assert_eq!(ask(&gateway, "POST", "/api/reload").status, 422);
+    eventually("the other file is read again", || {
+        gateway.log().lines().any(|line| line.contains("reloaded") && line.contains("consumers.toml"))
+    });
+    assert_eq!(gateway.log().matches("gateway.toml is not used").count(), 1, "{}", gateway.log());
+}
+
+#[test]
 fn what_needs_a_restart_is_refused_by_its_name() {
     let base = |server: &str, admin: &str, store: &str, log: &str, listeners: &[&str], body: &str| {
         let listeners: String =
