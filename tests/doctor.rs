@@ -11,6 +11,7 @@ use serde_json::Value;
 use sluicegate::limit::clock::monotonic;
 use support::gateway::binary;
 use support::redis::{Redis, free_port};
+use support::resp::{Answer, FakeRedis};
 use support::{PATIENCE, signal, upstream};
 
 /// A limit of each kind, so that every right is needed.
@@ -267,6 +268,31 @@ fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
         }
     });
     format!("redis://{address}/0")
+}
+
+#[test]
+fn a_server_that_is_no_master_or_too_old_fails() {
+    let (master, replica) = (Redis::start(), Redis::start());
+    command(&replica, &["REPLICAOF", "127.0.0.1", &master.port.to_string()]);
+    let (code, status, found) = check(&replica.url(), "role");
+    assert!(code == Some(1) && status == "failed" && found.contains("is a replica"), "{found}");
+    let hello = |version: &str| {
+        let words = ["server", "redis", "version", version, "role", "master", "mode", "standalone"];
+        let words: String = words.iter().map(|word| format!("${}\r\n{word}\r\n", word.len())).collect();
+        format!("*8\r\n{words}")
+    };
+    for (version, expected) in [("6.0.16", "failed"), ("6.2.0", "ok")] {
+        let fake = FakeRedis::start(move |command| match command.words[0].as_str() {
+            "HELLO" => Answer::Text(hello(version)),
+            "ROLE" => Answer::Text("*1\r\n$8\r\nsentinel\r\n".to_owned()),
+            _ => Answer::Usual,
+        });
+        let (_, status, found) = check(&fake.url(), "version");
+        assert_eq!(status, expected, "{version}: {found}");
+        assert!(found.starts_with(&format!("redis {version} ")), "{found}");
+        let (_, status, found) = check(&fake.url(), "role");
+        assert_eq!((status.as_str(), found.as_str()), ("failed", "sentinel give the address of a master"));
+    }
 }
 
 #[test]
