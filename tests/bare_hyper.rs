@@ -333,7 +333,8 @@ fn hyper_buffers_heads_up_to_its_bound() {
     };
     let address = bare(|_| {});
     assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "far more than 32 KiB by default");
-    assert!(matches!(heads(address, 500 << 10).as_deref(), None | Some("431")), "its bound is 417,792 bytes");
+    // One more read may bring as much as is there already: below twice the bound a head may be whole by then.
+    assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "its bound is 417,792 bytes");
     let small = bare(|builder| {
         builder.http1().max_buf_size(32 << 10);
     });

@@ -58,10 +58,10 @@ pub(super) async fn keys(line: &mut Line, server: &Server, prefix: &str) -> Resu
     found.bytes.sort_unstable();
     let size = found.bytes.get(found.bytes.len() / 2).map_or(String::new(), |bytes| format!(" of about {bytes} bytes"));
     let Found { ours, without_ttl, named, .. } = found;
-    let counted = format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {extent}", counted(ours, "key"));
-    let check = Check::ok("keys", counted.clone());
+    let summary = format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {extent}", counted(ours, "key"));
+    let check = Check::ok("keys", summary.clone());
     Ok(if without_ttl > 0 {
-        let found = format!("{counted}; such as {}", named.join(", "));
+        let found = format!("{summary}; such as {}", named.join(", "));
         let advice = "the gateway never writes such keys, and they never go: find out who does, delete them, or choose another store.prefix";
         Check { found, ..check }.or(Status::Failed).advise(advice)
     } else {
