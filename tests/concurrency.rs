@@ -10,10 +10,10 @@ use std::time::Duration;
 
 use sluicegate::limit::clock::monotonic;
 use support::client::{Client, load};
-use support::eventually;
 use support::gateway::Gateway;
 use support::redis::Redis;
 use support::upstream::{read_head, serve};
+use support::{assert_silent, eventually};
 
 /// An upstream that begins an answer and ends it when it is told.
 struct Streaming {
@@ -244,8 +244,8 @@ fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
                     for stream in &mut streams {
                         stream.write_all(b"1\r\nb\r\n").unwrap();
                     }
-                    // What is tested is time: that of two leases, in which nothing may happen.
-                    std::thread::sleep(Duration::from_millis(100));
+                    // What is tested is time: that of two leases, in which nobody may go.
+                    assert_silent(&mut streams[0], Duration::from_millis(100));
                 }
                 streams[0].write_all(b"0\r\n\r\n").unwrap();
                 eventually("one place is free", || gateway.get("/quick").status == 200);

@@ -17,7 +17,7 @@ use support::client::Client;
 use support::gateway::Gateway;
 use support::redis::Redis;
 use support::upstream::{Upstream, read_head, serve};
-use support::{PATIENCE, eventually};
+use support::{PATIENCE, assert_silent, eventually};
 use tungstenite::client::IntoClientRequest;
 use tungstenite::handshake::client::Response;
 use tungstenite::handshake::server;
@@ -397,7 +397,7 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
                 while started.elapsed() < Duration::from_secs(15) {
                     assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
                     // What is tested is time: that of two leases, in which nothing may happen.
-                    std::thread::sleep(Duration::from_millis(100));
+                    assert_silent(socket.get_mut(), Duration::from_millis(100));
                 }
                 say(&mut socket, "still here");
                 socket.close(None).unwrap();
@@ -407,15 +407,6 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
             });
         }
     });
-}
-
-/// Nothing comes for so long, and not the end either.
-fn assert_silent(stream: &mut TcpStream, time: Duration) {
-    stream.set_read_timeout(Some(time)).unwrap();
-    let read = stream.read(&mut [0]);
-    let kind = read.as_ref().map_err(std::io::Error::kind);
-    assert!(matches!(kind, Err(ErrorKind::WouldBlock | ErrorKind::TimedOut)), "{read:?}");
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
 }
 
 #[test]

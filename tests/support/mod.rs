@@ -26,6 +26,8 @@ pub mod tokens;
 pub mod upstream;
 pub mod walk;
 
+use std::io::{ErrorKind, Read};
+use std::net::TcpStream;
 use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -40,6 +42,16 @@ pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
         assert!(started.elapsed() < PATIENCE, "gave up waiting: {what}");
         std::thread::yield_now();
     }
+}
+
+/// Nothing comes for so long, and not the end either.
+#[track_caller]
+pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
+    stream.set_read_timeout(Some(time)).unwrap();
+    let read = stream.read(&mut [0]);
+    let kind = read.as_ref().map_err(std::io::Error::kind);
+    assert!(matches!(kind, Err(ErrorKind::WouldBlock | ErrorKind::TimedOut)), "{read:?}");
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
 }
 
 /// Raises a flag when it is dropped, by a panic as well: threads that go on until then let the test end.
