@@ -110,11 +110,11 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
 /// The store, for an operator, by whom nobody is kept waiting.
 fn shared(runtime: &Runtime, vitals: &Vitals) -> Option<(Shared, String)> {
     let (servers, settings) = runtime.store.redis.as_ref()?;
-    let deadline = runtime.store.timeout.max(STORE_TIMEOUT);
-    let settings = RedisSettings { connect_timeout: deadline, connections: 1, ..settings.clone() };
+    let timeout = runtime.store.timeout.max(STORE_TIMEOUT);
+    let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
     let prefix = settings.prefix.clone();
     let (breaker, topology) = (vitals.breaker.clone(), vitals.topology.clone());
-    Some((Shared::new(&(servers.clone(), settings), breaker, topology, deadline, Arc::default()), prefix))
+    Some((Shared::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
 }
 
 impl Admin {

@@ -19,13 +19,13 @@ use arc_swap::ArcSwap;
 use http::uri::PathAndQuery;
 use http::{Request, Response};
 use http_body::Body as _;
-use hyper::body::Incoming;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use crate::account::{Arrival, Record, Sinks};
 use crate::http::body::Body;
 use crate::http::headers::is_grpc;
+use crate::http::upload::RequestBody;
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
@@ -85,7 +85,7 @@ impl Gateway {
     }
 
     /// Answers a request. Dropping the future ends whatever it waits for.
-    pub async fn handle(&self, request: Box<Request<Incoming>>, peer: &Peer) -> Response<Body> {
+    pub async fn handle(&self, request: Box<Request<RequestBody>>, peer: &Peer) -> Response<Body> {
         let arrived = monotonic();
         let generation = self.current.load_full();
         let renewed = peer.under(&generation.runtime);
@@ -131,7 +131,7 @@ impl Gateway {
     async fn serve<'g>(
         &self,
         generation: &'g Generation,
-        request: Box<Request<Incoming>>,
+        request: Box<Request<RequestBody>>,
         peer: &Peer,
         met: &mut Met,
     ) -> Result<Response<Body>, Rejection<'g>> {
@@ -199,7 +199,7 @@ impl Gateway {
     async fn admit<'g>(
         &self,
         generation: &'g Generation,
-        request: &Request<Incoming>,
+        request: &Request<RequestBody>,
         peer: &Peer,
         met: &mut Met,
     ) -> Result<Admitted<'g>, Rejection<'g>> {
@@ -245,7 +245,7 @@ struct Met {
 
 impl Met {
     /// Gives a request its name.
-    fn identify(&mut self, request: &Request<Incoming>, peer: &Peer) -> &RequestId {
+    fn identify(&mut self, request: &Request<RequestBody>, peer: &Peer) -> &RequestId {
         let Met { record, id, .. } = self;
         id.get_or_insert_with(|| {
             let id = RequestId::of(request.headers(), peer.origin.trusted);

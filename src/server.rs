@@ -129,7 +129,7 @@ impl Server {
         let server = self.clone();
         self.tasks.spawn(async move {
             let _place = place;
-            let (end, bell) = (server.end.clone(), Bell::new());
+            let (end, mut bell) = (server.end.clone(), Bell::new());
             let (mut ended, mut served) = (pin!(end.cancelled()), pin!(server.serve(stream, address, listener)));
             // `run_until_cancelled` would keep room for the future twice, and ask for the end whenever something comes.
             let served = poll_fn(|cx| {

@@ -12,8 +12,10 @@ pub mod health;
 mod http2;
 mod link;
 pub mod member;
+mod patience;
 mod pool;
 mod queue;
+mod repeat;
 pub mod resolve;
 pub mod settings;
 mod succession;
@@ -33,6 +35,7 @@ use fleet::Fleet;
 use link::Link;
 use member::Member;
 use queue::Place;
+use table::Table;
 pub use trail::{Again, Trail};
 
 /// When to ask again for an upstream whose servers have no addresses.
@@ -115,8 +118,10 @@ pub struct Upstream {
 /// The ways to the members of a fleet.
 #[derive(Debug)]
 struct Links {
-    of: Arc<Vec<Arc<Member>>>,
-    /// To each of them, in their order.
+    table: Arc<Table>,
+    /// By which the fleet tells that table from others.
+    change: u64,
+    /// To each of its members, in their order.
     all: Vec<Arc<Link>>,
 }
 
@@ -131,7 +136,12 @@ struct Choice {
 impl Upstream {
     /// Without connections yet.
     pub fn new(fleet: Arc<Fleet>) -> Self {
-        let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: Vec::new() });
+        Upstream::knowing(fleet, &[])
+    }
+
+    /// With these ways to its members.
+    fn knowing(fleet: Arc<Fleet>, known: &[Arc<Link>]) -> Self {
+        let links = ArcSwap::from_pointee(Links::to(&fleet, fleet.changes(), known));
         Upstream { fleet, links, dice: Dice::random() }
     }
 
@@ -155,32 +165,29 @@ impl Upstream {
         &self.fleet.settings.servers[0].authority
     }
 
-    /// To these members; connections to those that were there before stay.
-    fn links(&self, members: &Arc<Vec<Arc<Member>>>) -> Guard<Arc<Links>> {
+    /// To the members that there are now; connections to those that were there before stay.
+    fn links(&self) -> Guard<Arc<Links>> {
+        let change = self.fleet.changes();
         let links = self.links.load();
-        if Arc::ptr_eq(members, &links.of) {
+        if links.change == change {
             return links;
         }
-        let link = |member: &Arc<Member>| {
-            let known = links.all.iter().find(|link| link.leads_to(member)).cloned();
-            known.unwrap_or_else(|| Arc::new(Link::new(&self.fleet.settings, member.clone())))
-        };
-        self.links.store(Arc::new(Links { all: members.iter().map(link).collect(), of: members.clone() }));
+        self.links.store(Arc::new(Links::to(&self.fleet, change, &links.all)));
         self.links.load()
     }
 
     /// A place at the member whose turn it is, and the way there; none if there is no room.
     fn place(&self, key: Option<u64>, tried: &[Arc<Member>]) -> Option<(Arc<Link>, Place)> {
-        let table = self.fleet.table();
-        let (index, place) = self.fleet.place(&table, key, &self.dice, tried)?;
-        Some((self.links(&table.members).all[index].clone(), place))
+        let links = self.links();
+        let (index, place) = self.fleet.place(&links.table, key, &self.dice, tried)?;
+        Some((links.all[index].clone(), place))
     }
 
     /// A place as soon as there is one.
     async fn wait(&self, key: Option<u64>) -> Result<(Arc<Link>, Place), UpstreamError> {
         let settings = &self.fleet.settings;
         let busy = || UpstreamError::Busy { upstream: settings.name.clone() };
-        if self.fleet.table().usable.is_empty() {
+        if self.links().table.usable.is_empty() {
             let after = settings.health.as_ref().map_or(UNRESOLVED_RETRY, |health| health.interval);
             return Err(UpstreamError::NoServer { upstream: settings.name.clone(), after });
         }
@@ -190,9 +197,19 @@ impl Upstream {
             self.place(key, &[]);
         }
         let place = timeout(settings.connect_timeout, waiting.turn()).await.ok().flatten().ok_or_else(busy)?;
-        let table = self.fleet.table();
-        let links = self.links(&table.members);
-        let link = links.all.iter().find(|link| link.leads_to(place.member())).cloned();
+        let link = self.links().all.iter().find(|link| link.leads_to(place.member())).cloned();
         Ok((link.unwrap_or_else(|| Arc::new(Link::new(settings, place.member().clone()))), place))
+    }
+}
+
+impl Links {
+    /// Those of a fleet at this change of it or a later one, with what is known.
+    fn to(fleet: &Fleet, change: u64, known: &[Arc<Link>]) -> Self {
+        let table = Guard::into_inner(fleet.table());
+        let link = |member: &Arc<Member>| {
+            let known = known.iter().find(|link| link.leads_to(member)).cloned();
+            known.unwrap_or_else(|| Arc::new(Link::new(&fleet.settings, member.clone())))
+        };
+        Links { all: table.members.iter().map(link).collect(), table, change }
     }
 }

@@ -443,7 +443,7 @@ async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
         Answer::Usual
     });
     let timeout = Duration::from_secs(60);
-    let guard = Guard::new(store(&fake, timeout), Arc::<Breaker>::default(), timeout);
+    let guard = Guard::new(store(&fake, timeout), Arc::<Breaker>::default());
     let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
     let full = Arc::<AtomicUsize>::default();
     let tasks: Vec<_> = (0..1100)
@@ -479,12 +479,8 @@ async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
     let fake =
         FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
     let timeout = Duration::from_secs(60);
-    let guard = Guard::of_node(
-        store(&fake, timeout),
-        Arc::<Breaker>::default(),
-        timeout,
-        Address::parse("127.0.0.1:1").unwrap(),
-    );
+    let guard =
+        Guard::of_node(store(&fake, timeout), Arc::<Breaker>::default(), Address::parse("127.0.0.1:1").unwrap());
     let limit = Limit::new("l", bucket(10, SECOND, 10));
     for _ in 0..100 {
         match guard.call(Operation::Check, &[limit.charge(1, 1)]).await {
@@ -496,11 +492,6 @@ async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
 }
 
 fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
-    let settings = RedisSettings {
-        prefix: "rl".to_owned(),
-        connections: 1,
-        connect_timeout: timeout,
-        algorithms: Parts::default(),
-    };
+    let settings = RedisSettings { prefix: "rl".to_owned(), connections: 1, timeout, algorithms: Parts::default() };
     RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Clock::Store, Arc::default())
 }

@@ -4,11 +4,14 @@
 use std::convert::Infallible;
 use std::sync::Arc;
 
+use http::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use sluicegate::account::Sinks;
 use sluicegate::gateway::{Gateway, Peer};
+use sluicegate::http::upload::RequestBody;
 use sluicegate::limit::Limiter;
 use sluicegate::limit::backend::Backend;
 use sluicegate::limit::clock::Clock;
@@ -95,8 +98,9 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
     let (mut client, server) = tokio::io::duplex(BUFFER);
     client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
     client.shutdown().await.expect("it is open");
-    let service =
-        service_fn(|request| async move { Ok::<_, Infallible>(gateway.handle(Box::new(request), peer).await) });
+    let service = service_fn(|request: Request<Incoming>| async move {
+        Ok::<_, Infallible>(gateway.handle(Box::new(request.map(RequestBody::new)), peer).await)
+    });
     let _ = http1::Builder::new()
         .half_close(true)
         .max_buf_size(32 << 10)

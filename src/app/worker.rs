@@ -84,7 +84,7 @@ impl Worker {
             Some(redis) => {
                 let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
                 let tallies = self.limits.of("", self.index);
-                let store = Shared::new(redis, breaker, topology, self.runtime.store.timeout, tallies.clone());
+                let store = Shared::new(redis, breaker, topology, tallies.clone());
                 store.warm_up();
                 if self.index == 0 {
                     let (overrides, store) = (self.overrides.clone(), store.clone());

@@ -68,10 +68,10 @@ impl Remote {
     pub fn open(runtime: &Runtime) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &runtime.store.redis else { return Ok(None) };
         let key = records::key(&settings.prefix);
-        let redis = (servers.clone(), RedisSettings { connect_timeout: PATIENCE, ..settings.clone() });
+        let redis = (servers.clone(), RedisSettings { timeout: PATIENCE, ..settings.clone() });
         let reactor = Builder::new_current_thread().enable_all().build()?;
         let (store, overrides) = reactor.block_on(async {
-            let store = Shared::new(&redis, Arc::default(), Arc::default(), PATIENCE, Arc::default());
+            let store = Shared::new(&redis, Arc::default(), Arc::default(), Arc::default());
             let overrides = overrides_of(runtime);
             // A store that does not answer is spoken of where it is asked for counters.
             let _ = overrides.refresh(&store, &key).await;

@@ -31,15 +31,15 @@ pub(super) fn onward(
     let upstreams = || split.upstreams().map(|index| &runtime.upstreams[index]);
     // Where requests name no host all servers are told the one of the first upstream, for the sake of the example.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
-    let (mut parts, ()) = request.clone().into_parts();
+    let mut onward = request.clone();
     let told = Told { origin: &peer.origin, id, trace: None, authority, length };
-    if let Some(offer) = tell(runtime, route, &mut parts, told) {
-        offer.make(&mut parts.headers);
+    if let Some(offer) = tell(runtime, route, &mut onward, told) {
+        offer.make(onward.headers_mut());
     }
-    let (came, goes) = (request.headers(), parts.headers);
+    let (came, goes) = (request.headers(), onward.headers());
     let same = |headers: &HeaderMap, name| came.get_all(name).iter().eq(headers.get_all(name).iter());
     let changed: HeaderMap =
-        goes.iter().filter(|(name, _)| !same(&goes, *name)).fold(HeaderMap::new(), |mut all, (name, value)| {
+        goes.iter().filter(|(name, _)| !same(goes, *name)).fold(HeaderMap::new(), |mut all, (name, value)| {
             all.append(name, value.clone());
             all
         });

@@ -2,7 +2,6 @@
 
 use http::header::ACCESS_CONTROL_EXPOSE_HEADERS;
 use http::{HeaderMap, Response};
-use hyper::body::Incoming;
 use tracing::warn;
 
 use super::ask::{Question, checks};
@@ -11,6 +10,7 @@ use super::{Peer, noted};
 use crate::account::Record;
 use crate::http::body::Body;
 use crate::http::fields;
+use crate::http::upload::RequestBody;
 use crate::limit::Limiter;
 use crate::limit::admission::{Debts, Due, Later, Settling};
 use crate::limit::algorithm::Outcome;
@@ -27,7 +27,7 @@ pub(super) async fn decide<'a>(
     limiter: &Limiter,
     meters: &Meters,
     route: &'a Route,
-    asked: &Question<'_, Incoming>,
+    asked: &Question<'_, RequestBody>,
     peer: &Peer,
     mut record: Option<&mut Record>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
@@ -38,8 +38,9 @@ pub(super) async fn decide<'a>(
         record.route = Some(route.name.clone());
         record.template = record.trace.map(|_| route.path.clone());
     }
-    let consumers = metering.by_key.then(|| runtime.consumers.load());
-    let asker = asked.asker(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
+    // Counted: what is only borrowed while the store is asked would keep others from borrowing cheaply.
+    let consumers = metering.by_key.then(|| runtime.consumers.load_full());
+    let asker = asked.asker(runtime, route, client, consumers.as_deref());
     let overrides = limiter.overrides.current();
     let mut checks = checks(runtime, &metering.identities, &metering.limits, &asker)?;
     if let Some(table) = &overrides {

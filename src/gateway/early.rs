@@ -6,11 +6,11 @@ use http::header::{CONNECTION, EXPECT, HeaderValue};
 use http::{Request, Response, Version};
 use http_body::Body as _;
 use http_body_util::BodyExt;
-use hyper::body::Incoming;
 use tokio::time::{Duration, timeout};
 
 use crate::http::body::Body;
 use crate::http::flow::Flow;
+use crate::http::upload::RequestBody;
 
 /// A body of at most so many bytes is read to its end, so that the connection can go on.
 const SMALL: u64 = 64 << 10;
@@ -20,12 +20,12 @@ const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Whether the answer can come before the request is read, and end the connection. HTTP/2 resets the stream instead
 /// (RFC 9113 §8.1), which it does by itself.
-pub(super) fn is_possible(request: &Request<Incoming>) -> bool {
+pub(super) fn is_possible(request: &Request<RequestBody>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream()
 }
 
 /// Sees to the body of a request that nobody wants.
-pub(super) fn leave(request: Box<Request<Incoming>>) {
+pub(super) fn leave(request: Box<Request<RequestBody>>) {
     if !is_possible(&request) {
         return;
     }
@@ -46,7 +46,7 @@ pub(super) fn say_close(response: &mut Response<Body>) {
     }
 }
 
-async fn discard(mut body: Incoming, flow: Arc<Flow>) {
+async fn discard(mut body: RequestBody, flow: Arc<Flow>) {
     let read = timeout(PATIENCE, async { while let Some(Ok(_)) = body.frame().await {} }).await;
     if read.is_err() {
         flow.cut();

@@ -4,8 +4,8 @@ use std::pin::pin;
 
 use http::header::{HOST, TRANSFER_ENCODING};
 use http::uri::{self, PathAndQuery, Uri};
-use http::{Request, Response, StatusCode, Version, request};
-use hyper::body::{Body as _, Incoming};
+use http::{Request, Response, StatusCode, Version};
+use http_body::Body as _;
 use hyper::upgrade::OnUpgrade;
 use tokio::time::{Duration, Instant, timeout_at};
 
@@ -17,6 +17,7 @@ use crate::http::bounds::Bounds;
 use crate::http::headers;
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
+use crate::http::upload::RequestBody;
 use crate::observe::trace::Trace;
 use crate::runtime::{Route, Runtime};
 use crate::upstream::{Protocol, Trail, Upstream, UpstreamError};
@@ -41,34 +42,33 @@ pub(super) async fn forward(
     runtime: &Runtime,
     route: &Route,
     upstream: &Upstream,
-    request: Box<Request<Incoming>>,
+    mut request: Box<Request<RequestBody>>,
     onward: Onward<'_>,
 ) -> Result<Response<Body>, UpstreamError> {
     let Onward { peer, id, target, deadline, trace, trail } = onward;
-    let (mut parts, body) = request.into_parts();
-    let http_1_0 = parts.version == Version::HTTP_10;
+    let http_1_0 = request.version() == Version::HTTP_10;
     let told = Told {
         origin: &peer.origin,
         id: id.value(),
         trace,
         authority: upstream.authority(),
-        length: body.size_hint().exact(),
+        length: request.body().size_hint().exact(),
     };
-    let offer = tell(runtime, route, &mut parts, told);
+    let offer = tell(runtime, route, &mut request, told);
     let switch = offer.and_then(|offer| {
-        let downstream = parts.extensions.remove::<OnUpgrade>()?;
-        offer.make(&mut parts.headers);
+        let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
+        offer.make(request.headers_mut());
         Some((offer, downstream))
     });
     if let Some(target) = target {
-        parts.uri = Uri::from(target);
+        *request.uri_mut() = Uri::from(target);
     }
-    parts.version = Version::HTTP_11;
+    *request.version_mut() = Version::HTTP_11;
     if upstream.protocol() == Protocol::Http2 {
-        absolute_form(&mut parts);
+        absolute_form(&mut request);
     }
     let bounds = Bounds { deadline, idle: runtime.server.body_idle_timeout, max_body: route.max_body };
-    let sent = pin!(upstream.send(parts, body, bounds, trail));
+    let sent = pin!(upstream.send(request, bounds, trail));
     let mut response = match deadline {
         None => sent.await?,
         Some(deadline) => match timeout_at(deadline, sent).await {
@@ -104,14 +104,14 @@ fn switch(
 }
 
 /// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
-fn absolute_form(parts: &mut request::Parts) {
+fn absolute_form(request: &mut Request<RequestBody>) {
     // Frames say where a body ends (RFC 9113 §8.1).
-    parts.headers.remove(TRANSFER_ENCODING);
-    let host = parts.headers.remove(HOST);
-    let mut uri = std::mem::take(&mut parts.uri).into_parts();
+    request.headers_mut().remove(TRANSFER_ENCODING);
+    let host = request.headers_mut().remove(HOST);
+    let mut uri = std::mem::take(request.uri_mut()).into_parts();
     uri.scheme = Some(uri::Scheme::HTTP);
     // A host that was routed on, or our own of the upstream, is a valid authority.
     uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
-    parts.uri = Uri::from_parts(uri).unwrap_or_default();
-    parts.version = Version::HTTP_2;
+    *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+    *request.version_mut() = Version::HTTP_2;
 }

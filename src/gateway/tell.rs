@@ -1,7 +1,7 @@
 //! What an upstream is told of a request: headers cleaned and completed.
 
 use http::header::{EXPECT, HOST, HeaderValue};
-use http::{Version, request};
+use http::{Request, Version};
 
 use crate::http::headers::{self, Origin, X_REQUEST_ID};
 use crate::http::upgrade::Offer;
@@ -24,31 +24,30 @@ pub struct Told<'a> {
 }
 
 /// Makes the header section for the upstream of the one that came; the offer to switch protocols is left to whoever can switch.
-pub fn tell(runtime: &Runtime, route: &Route, parts: &mut request::Parts, told: Told<'_>) -> Option<Offer> {
-    let headers = &mut parts.headers;
+pub fn tell<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, told: Told<'_>) -> Option<Offer> {
+    let version = request.version();
+    // The host that was routed on is the only one; an authority is a valid value.
+    let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
+    let headers = request.headers_mut();
     // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
-    let may_switch = route.websocket && parts.version == Version::HTTP_11 && told.length == Some(0);
+    let may_switch = route.websocket && version == Version::HTTP_11 && told.length == Some(0);
     let offer = if may_switch { Offer::read(headers) } else { None };
     headers::strip_hop_by_hop(headers, &runtime.trusted_headers);
     headers::set_framing(headers, told.length);
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.trusted_headers, told.origin.trusted);
-    if parts.version == Version::HTTP_2 {
+    if version == Version::HTTP_2 {
         headers::join_cookies(headers);
     }
-    // The host that was routed on is the only one.
-    if let Some(authority) = parts.uri.authority() {
-        // An authority is a valid value.
-        if let Ok(host) = HeaderValue::from_str(authority.as_str()) {
-            headers.insert(HOST, host);
-        }
+    if let Some(host) = authority {
+        headers.insert(HOST, host);
     }
     let host = headers.get(HOST).cloned();
     if let (None, Ok(host)) = (&host, HeaderValue::from_str(told.authority)) {
         headers.insert(HOST, host);
     }
-    headers::set_forwarded(headers, told.origin, host.as_ref(), parts.version);
+    headers::set_forwarded(headers, told.origin, host.as_ref(), version);
     headers.insert(X_REQUEST_ID, told.id);
     if let Some(trace) = told.trace {
         trace.pass_on(headers);

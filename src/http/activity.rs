@@ -1,6 +1,6 @@
 //! What goes on on one downstream connection, for its deadlines.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,10 @@ use super::body::Body;
 use super::flow::Flow;
 use crate::limit::clock::monotonic;
 
-/// Requests in flight on a connection, and since when there are none.
+/// Whether requests are in flight on a connection, and since when there are none. Each refers to it, and so is counted.
 #[derive(Debug)]
 pub struct Activity {
     opened: Instant,
-    in_flight: AtomicUsize,
     /// ms after `opened` at which the last response ended; 0 before the first.
     ended_ms: AtomicU64,
     /// Whether the next answer is the last one.
@@ -31,13 +30,12 @@ pub struct InFlight(Arc<Activity>);
 impl Activity {
     /// Of a connection that opens now.
     pub fn new() -> Arc<Self> {
-        let (in_flight, ended_ms, farewell, switched) = Default::default();
-        Arc::new(Activity { opened: monotonic(), in_flight, ended_ms, farewell, switched })
+        let (ended_ms, farewell, switched) = Default::default();
+        Arc::new(Activity { opened: monotonic(), ended_ms, farewell, switched })
     }
 
     /// A request starts.
     pub fn enter(self: &Arc<Self>) -> InFlight {
-        self.in_flight.fetch_add(1, Ordering::Relaxed);
         InFlight(self.clone())
     }
 
@@ -52,10 +50,13 @@ impl Activity {
     }
 
     /// How long the connection may stay as it is, by its two deadlines; none = it is over.
-    pub fn grace(&self, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
-        if self.in_flight.load(Ordering::Relaxed) > 0 {
+    pub fn grace(self: &Arc<Self>, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
+        // The connection itself, and each request.
+        if Arc::strong_count(self) > 1 {
             return Some(idle_timeout);
         }
+        // The last one that is gone has left its time.
+        fence(Ordering::Acquire);
         let age = self.opened.elapsed();
         let left = match self.ended_ms.load(Ordering::Relaxed) {
             0 => header_timeout.checked_sub(age),
@@ -91,6 +92,5 @@ impl Drop for InFlight {
     fn drop(&mut self) {
         let ended = self.0.opened.elapsed().as_millis() as u64;
         self.0.ended_ms.store(ended.max(1), Ordering::Relaxed);
-        self.0.in_flight.fetch_sub(1, Ordering::Relaxed);
     }
 }

@@ -1,6 +1,8 @@
 //! Whether a client takes the response that is there for it, and in time: no clock and no timer as long as nothing asks for it.
 
+use std::cell::RefCell;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -8,8 +10,9 @@ use std::task::{Context, Poll};
 
 use tokio::time::{Duration, Instant, Sleep, sleep};
 
-tokio::task_local! {
-    static CURRENT: Arc<Flow>;
+thread_local! {
+    /// The flow that the running task serves. Tokio's own locals of a task would count one reference more with each poll.
+    static CURRENT: RefCell<Option<Arc<Flow>>> = const { RefCell::new(None) };
 }
 
 /// What points in time are counted from.
@@ -31,7 +34,7 @@ pub struct Flow {
 impl Flow {
     /// The flow that the running task serves.
     pub fn current() -> Option<Arc<Flow>> {
-        CURRENT.try_with(Arc::clone).ok()
+        CURRENT.with_borrow(Option::clone)
     }
 
     /// The protocol has something for the client.
@@ -82,6 +85,8 @@ impl Flow {
 #[derive(Debug)]
 pub struct Watch {
     flow: Arc<Flow>,
+    /// What is current while it is polled.
+    turn: Option<Arc<Flow>>,
     limit: Duration,
     /// Where the flow stood when the timer was set.
     seen: u64,
@@ -92,7 +97,8 @@ pub struct Watch {
 impl Watch {
     /// Of a flow that begins.
     pub fn new(limit: Duration) -> Self {
-        Watch { flow: Arc::default(), limit, seen: 0, timer: None }
+        let flow = Arc::<Flow>::default();
+        Watch { turn: Some(flow.clone()), flow, limit, seen: 0, timer: None }
     }
 
     /// The flow.
@@ -102,9 +108,11 @@ impl Watch {
 
     /// Polls what serves the flow; none = the client does not take its response, or not in time.
     pub fn poll<F: Future>(&mut self, served: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
-        if let Poll::Ready(output) = CURRENT.sync_scope(self.flow.clone(), || served.poll(cx)) {
+        let turn = Turn::begin(&mut self.turn);
+        if let Poll::Ready(output) = served.poll(cx) {
             return Poll::Ready(Some(output));
         }
+        drop(turn);
         // The response breaks off by itself where the client takes what there is.
         if self.flow.is_overdue() {
             return Poll::Ready(None);
@@ -121,5 +129,21 @@ impl Watch {
             timer.as_mut().reset(Instant::now() + limit);
         }
         timer.as_mut().poll(cx).map(|()| None)
+    }
+}
+
+/// Makes a flow the current one until it is dropped.
+struct Turn<'a>(&'a mut Option<Arc<Flow>>);
+
+impl<'a> Turn<'a> {
+    fn begin(flow: &'a mut Option<Arc<Flow>>) -> Self {
+        CURRENT.with_borrow_mut(|current| mem::swap(current, flow));
+        Turn(flow)
+    }
+}
+
+impl Drop for Turn<'_> {
+    fn drop(&mut self) {
+        CURRENT.with_borrow_mut(|current| mem::swap(current, self.0));
     }
 }

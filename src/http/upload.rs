@@ -20,7 +20,8 @@ pub struct RequestBody(Option<Box<Passing>>);
 struct Passing {
     body: Incoming,
     progress: Arc<Progress>,
-    silence: Silence,
+    /// How long the client may be silent; until the body is sent on nobody minds.
+    silence: Option<Silence>,
     /// Bytes that may still come.
     left: u64,
     flow: Option<Arc<Flow>>,
@@ -84,17 +85,29 @@ impl Progress {
 }
 
 impl RequestBody {
-    /// A body, with the progress of one that is not empty.
-    pub fn new(body: Incoming, bounds: Bounds) -> (Self, Option<Arc<Progress>>) {
+    /// A body that has come, without bounds yet.
+    pub fn new(body: Incoming) -> Self {
         if body.is_end_stream() {
-            return (RequestBody(None), None);
+            return RequestBody(None);
         }
-        let progress = Arc::<Progress>::default();
-        let silence = Silence::new(bounds.idle);
-        let left = bounds.max_body.unwrap_or(u64::MAX);
-        let passing =
-            Passing { body, progress: progress.clone(), silence, left, flow: Flow::current(), trailers: false };
-        (RequestBody(Some(Box::new(passing))), Some(progress))
+        let progress = Arc::default();
+        RequestBody(Some(Box::new(Passing {
+            body,
+            progress,
+            silence: None,
+            left: u64::MAX,
+            flow: None,
+            trailers: false,
+        })))
+    }
+
+    /// Bounds a body that goes to an upstream from now on; its progress, if it is not empty.
+    pub fn send_within(&mut self, bounds: Bounds) -> Option<Arc<Progress>> {
+        let passing = self.0.as_mut()?;
+        passing.silence = Some(Silence::new(bounds.idle));
+        passing.left = bounds.max_body.unwrap_or(u64::MAX);
+        passing.flow = Flow::current();
+        Some(passing.progress.clone())
     }
 
     /// No body.
@@ -103,16 +116,17 @@ impl RequestBody {
     }
 
     /// Lets trailers through, where the connection can say them; without this they are dropped.
-    pub fn with_trailers(mut self) -> Self {
+    pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|passing| passing.trailers = true);
-        self
     }
 }
 
 impl Passing {
-    /// Whether a silent client owes something: once the response has begun, only one that has said how much is to come.
-    fn is_due(&self) -> bool {
-        !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some()
+    /// Whether a client is silent for too long that owes something: once the response has begun, only one that has said how
+    /// much is to come.
+    fn is_overdue(&mut self, cx: &mut Context<'_>) -> bool {
+        let due = !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some();
+        due && self.silence.as_mut().is_some_and(|silence| silence.poll(cx).is_ready())
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
@@ -121,7 +135,7 @@ impl Passing {
             polled = Poll::Ready(None);
         }
         match &polled {
-            Poll::Pending if self.is_due() && self.silence.poll(cx).is_ready() => {
+            Poll::Pending if self.is_overdue(cx) => {
                 return (STALLED, Poll::Ready(Some(Err(BodyError::ClientStalled))));
             }
             Poll::Pending => return (WAITING, polled),
@@ -135,7 +149,7 @@ impl Passing {
             }
             Poll::Ready(Some(Err(_))) => {}
         }
-        self.silence.end();
+        self.silence.iter_mut().for_each(Silence::end);
         (if self.body.is_end_stream() { DONE } else { SENDING }, polled)
     }
 }

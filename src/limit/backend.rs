@@ -46,15 +46,14 @@ impl Shared {
         (servers, settings): &(Servers, RedisSettings),
         breaker: Arc<Breaker>,
         topology: Arc<Topology>,
-        deadline: Duration,
         tallies: Arc<Tallies>,
     ) -> Self {
         match servers.clone() {
             Servers::One(server) => {
-                Shared::One(Guard::new(RedisStore::new(settings, server, Clock::Store, tallies), breaker, deadline))
+                Shared::One(Guard::new(RedisStore::new(settings, server, Clock::Store, tallies), breaker))
             }
             Servers::Cluster { seeds, login } => {
-                Shared::Cluster(Cluster::new(settings.clone(), seeds, login, topology, deadline, tallies))
+                Shared::Cluster(Cluster::new(settings.clone(), seeds, login, topology, tallies))
             }
         }
     }

@@ -33,7 +33,6 @@ struct Inner {
     settings: RedisSettings,
     seeds: Vec<Address>,
     login: Login,
-    deadline: Duration,
     topology: Arc<Topology>,
     tallies: Arc<Tallies>,
     known: Mutex<Known>,
@@ -62,15 +61,14 @@ impl Cluster {
         seeds: Vec<Address>,
         login: Login,
         topology: Arc<Topology>,
-        deadline: Duration,
         tallies: Arc<Tallies>,
     ) -> Self {
-        Cluster(Arc::new(Inner { settings, seeds, login, deadline, topology, tallies, known: Mutex::default() }))
+        Cluster(Arc::new(Inner { settings, seeds, login, topology, tallies, known: Mutex::default() }))
     }
 
     /// Bound of a call.
     pub fn deadline(&self) -> Duration {
-        self.0.deadline
+        self.0.settings.timeout
     }
 
     /// Connects to all masters, so that the first request finds connections.
@@ -115,7 +113,7 @@ impl Cluster {
             if redirections > REDIRECTIONS {
                 sleep(PAUSE).await;
             }
-            let within = self.0.deadline.saturating_sub(began.elapsed());
+            let within = self.deadline().saturating_sub(began.elapsed());
             if within.is_zero() {
                 break;
             }
@@ -156,7 +154,7 @@ impl Cluster {
         if let Some(slots) = topology.slots() {
             return Ok(slots);
         }
-        let found = timeout(self.0.deadline, topology.discovered_by(|| self.discover())).await;
+        let found = timeout(self.deadline(), topology.discovered_by(|| self.discover())).await;
         found.unwrap_or(Err(StoreError::Timeout))
     }
 
@@ -193,7 +191,7 @@ impl Cluster {
 
     /// The guard of a node; those of nodes that left the cluster are forgotten.
     fn guard(&self, address: &Address) -> Result<Guard, StoreError> {
-        let Inner { settings, login, deadline, topology, .. } = &*self.0;
+        let Inner { settings, login, topology, .. } = &*self.0;
         let slots = topology.slots();
         let mut known = self.0.known.lock().unwrap_or_else(PoisonError::into_inner);
         if known.of.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
@@ -207,7 +205,7 @@ impl Cluster {
         }
         let client = login.at(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
         let store = RedisStore::new(settings, Server::Node(client), Clock::Store, self.0.tallies.clone());
-        let guard = Guard::of_node(store, topology.breaker(address), *deadline, address.clone());
+        let guard = Guard::of_node(store, topology.breaker(address), address.clone());
         known.guards.insert(address.clone(), guard.clone());
         Ok(guard)
     }

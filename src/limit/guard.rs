@@ -95,13 +95,14 @@ impl Breaker {
 
 impl Guard {
     /// Guards one worker's store.
-    pub fn new(store: RedisStore, breaker: Arc<Breaker>, deadline: Duration) -> Self {
+    pub fn new(store: RedisStore, breaker: Arc<Breaker>) -> Self {
+        let deadline = store.deadline();
         Guard { store: Arc::new(store), breaker, deadline, in_flight: Arc::default(), node: None }
     }
 
     /// The same for a node of a cluster, which does not fail when it refers to another one.
-    pub fn of_node(store: RedisStore, breaker: Arc<Breaker>, deadline: Duration, address: Address) -> Self {
-        Guard { node: Some(address), ..Guard::new(store, breaker, deadline) }
+    pub fn of_node(store: RedisStore, breaker: Arc<Breaker>, address: Address) -> Self {
+        Guard { node: Some(address), ..Guard::new(store, breaker) }
     }
 
     /// Bound of a call.
@@ -143,8 +144,8 @@ impl Guard {
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
         // On the heap: inside the request's future it would be moved with it, for every request.
-        let call = Box::pin(self.store.ask(asking, operation, charges));
-        let result = self.guarded(within, charges, call).await;
+        let call = Box::pin(self.store.ask(within, asking, operation, charges));
+        let result = self.guarded(charges, call).await;
         self.breaker.writes.learn(operation, charges, &result, unix_us);
         result
     }
@@ -166,12 +167,13 @@ impl Guard {
     /// # Errors
     /// See [`StoreError`].
     pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
-        self.guarded(self.deadline, &[], self.store.slots(address)).await
+        let slots = timeout(self.deadline, self.store.slots(address));
+        self.guarded(&[], async { slots.await.unwrap_or(Err(StoreError::Timeout)) }).await
     }
 
+    /// Makes a call that ends in time, unless calls fail at once.
     async fn guarded<T>(
         &self,
-        within: Duration,
         charges: &[Charge<'_>],
         call: impl Future<Output = Result<T, StoreError>>,
     ) -> Result<T, StoreError> {
@@ -185,7 +187,7 @@ impl Guard {
             }
             return Err(StoreError::Full);
         };
-        let result = timeout(within, call).await.unwrap_or(Err(StoreError::Timeout));
+        let result = call.await;
         if self.breaker.era.load(Ordering::Relaxed) == era {
             match &result {
                 Err(error) if self.is_failure(error) => {

@@ -15,12 +15,12 @@ pub mod wire;
 
 use std::sync::{Arc, Mutex};
 
-use redis::{Cmd, Value};
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Duration, sleep, timeout};
 use uuid::Uuid;
 
 use super::algorithm::{Kind, Rule};
-use super::clock::Clock;
+use super::clock::{Clock, monotonic};
 use super::key::{Bucket, Identity, IdentityHasher, Key};
 use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
 use super::tallies::Tallies;
@@ -39,8 +39,8 @@ pub struct RedisSettings {
     pub prefix: String,
     /// Connections of one worker.
     pub connections: u32,
-    /// Bound of connecting.
-    pub connect_timeout: Duration,
+    /// Bound of a call; connecting included.
+    pub timeout: Duration,
     /// What the scripts to load on every new connection must know.
     pub algorithms: Parts,
 }
@@ -123,7 +123,7 @@ pub struct Sample {
 impl RedisStore {
     /// A store that connects when it is first used. Make one for each runtime: connections live on the one that made them.
     pub fn new(settings: &RedisSettings, server: Server, clock: Clock, tallies: Arc<Tallies>) -> Self {
-        let RedisSettings { prefix, connections, connect_timeout: deadline, algorithms } = settings.clone();
+        let RedisSettings { prefix, connections, timeout: deadline, algorithms } = settings.clone();
         // In a cluster each identity has a slot of its own.
         let together = !matches!(server, Server::Node(_));
         let connections = connection::pool(server, algorithms, connections, deadline);
@@ -190,52 +190,88 @@ impl Sample {
 
 impl Store for RedisStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.ask(false, operation, charges).await
+        self.ask(self.deadline(), false, operation, charges).await
     }
 }
 
 impl RedisStore {
-    /// Decides; `asking` where another node said to ask this one, which is just taking the slot over.
+    /// Bound of a call.
+    pub fn deadline(&self) -> Duration {
+        self.caller.deadline
+    }
+
+    /// Decides `within` this time; `asking` where another node said to ask this one, which is just taking the slot over.
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn ask(&self, asking: bool, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+    pub async fn ask(
+        &self,
+        within: Duration,
+        asking: bool,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        let began = monotonic();
         // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
         let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);
-        let mut near_us = if calendar { self.caller.clock.now_us() } else { 0 };
-        // All errors after which a call is made again prove that nothing ran; what has no reply is not sent again.
-        let (mut text, mut asked_time, mut pauses) = (false, false, None);
-        let error = loop {
-            let question = Question { operation, charges, near_us, text };
+        let near_us = if calendar { self.caller.clock.now_us() } else { 0 };
+        let question = Question { operation, charges, near_us, text: false };
+        let answer = match self.together && !asking {
+            // It ends with the call that it leaves in, and has no timer of its own.
+            true => self.caller.ask_together(question).await,
+            // On the heap: inside this future it would be moved with it, where nobody asks alone.
+            false => match timeout(within, Box::pin(self.caller.ask_alone(asking, question))).await {
+                Ok(answer) => answer,
+                Err(_) => return Err(StoreError::Timeout),
+            },
+        };
+        match answer {
+            Ok(verdict) => Ok(verdict),
+            Err(Refusal::Store(error)) => Err(error),
+            Err(Refusal::Reply(error)) => {
+                let again =
+                    timeout(within.saturating_sub(began.elapsed()), Box::pin(self.again(asking, question, error)));
+                again.await.unwrap_or(Err(StoreError::Timeout))
+            }
+        }
+    }
+
+    /// Asks again as long as what it is told proves that nothing ran; what has no reply is not sent again.
+    async fn again(
+        &self,
+        asking: bool,
+        mut question: Question<'_>,
+        mut error: RedisError,
+    ) -> Result<Verdict, StoreError> {
+        let (mut asked_time, mut pauses) = (false, None);
+        loop {
+            if !question.text && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) {
+                question.text = true;
+            } else if let Some(redis_us) = stale(&error).filter(|_| !asked_time) {
+                (asked_time, question.near_us) = (true, redis_us);
+            } else if Fault::of(&error) == Some(Fault::Passing) {
+                match pauses.get_or_insert_with(|| Pauses::within(self.patience)).next() {
+                    Some(pause) => sleep(pause).await,
+                    None => return Err(Fault::store_error(error)),
+                }
+            } else {
+                return Err(Fault::store_error(error));
+            }
             let answer = match self.together && !asking {
                 true => self.caller.ask_together(question).await,
-                // On the heap: inside this future it would be moved with it, where nobody asks alone.
-                false => Box::pin(self.caller.ask_alone(asking, question)).await,
+                false => self.caller.ask_alone(asking, question).await,
             };
-            let error = match answer {
+            error = match answer {
                 Ok(verdict) => return Ok(verdict),
                 Err(Refusal::Store(error)) => return Err(error),
                 Err(Refusal::Reply(error)) => error,
             };
-            if !text && error.kind() == redis::ErrorKind::Server(redis::ServerErrorKind::NoScript) {
-                text = true;
-            } else if let Some(redis_us) = stale(&error).filter(|_| !asked_time) {
-                (asked_time, near_us) = (true, redis_us);
-            } else if Fault::of(&error) == Some(Fault::Passing) {
-                match pauses.get_or_insert_with(|| Pauses::within(self.patience)).next() {
-                    Some(pause) => sleep(pause).await,
-                    None => break error,
-                }
-            } else {
-                break error;
-            }
-        };
-        Err(Fault::store_error(error))
+        }
     }
 }
 
 /// The time of a server that found calendar boundaries too far from it.
-fn stale(error: &redis::RedisError) -> Option<u64> {
+fn stale(error: &RedisError) -> Option<u64> {
     let detail = error.detail().filter(|_| error.code() == Some("RLSTALE"))?;
     detail.rsplit(' ').next()?.parse().ok()
 }

@@ -49,7 +49,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.metering.limits);
             let algorithms = Parts::of(limits.map(|metered| &metered.limit.standard.rule));
-            let redis = RedisSettings { prefix, connections, connect_timeout: timeout, algorithms };
+            let redis = RedisSettings { prefix, connections, timeout, algorithms };
             settings.redis = Some((servers, redis));
         }
         Err(place::Wrong { what, hint }) => reader.issue(Issue::at(text.span(), what).hint(hint)),

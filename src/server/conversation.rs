@@ -3,11 +3,14 @@
 use std::convert::Infallible;
 use std::error::Error;
 use std::future::{Future, poll_fn};
+use std::ops::Deref;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use http::{Request, Response};
+use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
 use hyper::service::service_fn;
@@ -19,8 +22,10 @@ use tokio_util::sync::CancellationToken;
 use super::bell::Bell;
 use super::protocol::Protocol;
 use crate::gateway::{Gateway, Peer};
-use crate::http::activity::Activity;
+use crate::http::activity::{Activity, InFlight};
+use crate::http::body::Body;
 use crate::http::flow::Watch;
+use crate::http::upload::RequestBody;
 use crate::runtime::ServerSettings;
 
 /// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
@@ -83,26 +88,20 @@ impl Conversation {
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.settings;
-        let service = service_fn(|request| {
-            let in_flight = self.activity.enter();
-            // HTTP/2 runs requests as tasks of their own.
-            let (gateway, peer) = (self.gateway.clone(), self.peer.clone());
-            // Likewise, as it is handed from one to the next.
-            let request = Box::new(request);
-            // On the heap: an HTTP/1.x connection keeps room for it from one request to the next.
-            Box::pin(async move {
-                let response = gateway.handle(request, &peer).await;
-                Ok::<_, Infallible>(in_flight.answer(response))
-            })
-        });
         let io = TokioIo::new(stream);
         match protocol {
             Protocol::Http1 => {
+                // What a connection has outlives its requests, so they need not count who refers to it.
+                let service = service_fn(|request| answer(&*self.gateway, &*self.peer, self.activity.enter(), request));
                 let connection = http1(settings).serve_connection(io, service).with_upgrades();
                 let farewell = settings.farewell();
                 self.attend(connection, farewell, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {
+                // It runs requests as tasks of their own.
+                let service = service_fn(|request| {
+                    answer(self.gateway.clone(), self.peer.clone(), self.activity.enter(), request)
+                });
                 let connection = http2(settings).serve_connection(io, service);
                 // Its clients are told which of their requests are still answered (RFC 9113 §6.8).
                 // On the heap: it is twice as large as the other.
@@ -130,7 +129,7 @@ impl Conversation {
         // One timer for a connection, looked at when it fires; none is set for each request.
         let grace = || self.activity.grace(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(grace().unwrap_or_default()));
-        let bell = Bell::new();
+        let mut bell = Bell::new();
         loop {
             let event = poll_fn(|cx| {
                 if let Poll::Ready(ended) = watch.poll(connection.as_mut(), cx) {
@@ -181,6 +180,20 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
         // Dropping the stream resets it.
         tokio::spawn(poll_fn(move |cx| watch.poll(stream.as_mut(), cx).map(drop)));
     }
+}
+
+/// Answers a request. On the heap, as the request is: an HTTP/1.x connection keeps room for it from one request to the next.
+fn answer(
+    gateway: impl Deref<Target = Gateway>,
+    peer: impl Deref<Target = Peer>,
+    in_flight: InFlight,
+    request: Request<Incoming>,
+) -> Pin<Box<impl Future<Output = Result<Response<Body>, Infallible>>>> {
+    let request = Box::new(request.map(RequestBody::new));
+    Box::pin(async move {
+        let response = gateway.handle(request, &peer).await;
+        Ok(in_flight.answer(response))
+    })
 }
 
 /// HTTP/1.x, with bounds on what a client can make us hold.

@@ -1,14 +1,18 @@
 //! The course of a request: a place at a member, a connection, the exchange, and again where that can do no harm.
 
+use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
+use std::task::Poll;
 
-use http::{Request, Response, request};
+use http::{Request, Response};
 use hyper::body::Incoming;
-use tokio::time::{timeout, timeout_at};
+use tokio::time::{Instant, timeout_at};
 
 use super::connecting::Connected;
 use super::http2::{Fate, fate};
+use super::patience::Patience;
 use super::pool::Failure;
+use super::repeat::Repeat;
 use super::settings::UpstreamSettings;
 use super::{Again as Why, Choice, Protocol, Trail, Upstream, UpstreamError};
 use crate::http::body::Body;
@@ -48,24 +52,22 @@ impl Upstream {
     /// See [`UpstreamError`].
     pub async fn send(
         &self,
-        parts: request::Parts,
-        body: Incoming,
+        mut request: Box<Request<RequestBody>>,
         bounds: Bounds,
         trail: &mut Trail,
     ) -> Result<Response<Body>, UpstreamError> {
         let UpstreamSettings { protocol, retries, .. } = *self.fleet.settings;
         let http2 = protocol == Protocol::Http2;
-        let (mut body, progress) = RequestBody::new(body, bounds);
-        if http2 && is_grpc(&parts.headers) {
-            body = body.with_trailers();
+        let progress = request.body_mut().send_within(bounds);
+        if http2 && is_grpc(request.headers()) {
+            request.body_mut().allow_trailers();
         }
-        let (safe, has_body) = (is_safe(&parts.method), progress.is_some());
+        let (safe, has_body) = (is_safe(request.method()), progress.is_some());
         let mut course = Course { fresh: true, retries, safe, has_body, http2 };
-        let mut choice = Choice { key: self.fleet.key(&parts.headers), tried: Vec::new() };
+        let mut choice = Choice { key: self.fleet.key(request.headers()), tried: Vec::new() };
         if let Some(budget) = &self.fleet.budget {
             budget.earn();
         }
-        let mut request = Request::from_parts(parts, body);
         // Whoever waits comes first.
         let found = if self.fleet.queue.is_empty() { self.place(choice.key, &[]) } else { None };
         let mut way = match found {
@@ -85,13 +87,15 @@ impl Upstream {
                 }
             };
             trail.at(place.member());
-            let copy = course.needs_copy(reused).then(|| copy_without_body(&request));
-            // In its place, and not moved into each future that waits for it.
-            let response = pin!(connection.send(request));
-            let answer = pin!(self.exchange(response, progress.as_deref()));
-            let answer = match bounds.deadline {
-                None => answer.await,
-                Some(deadline) => timeout_at(deadline, answer).await.unwrap_or_else(|_| Err(self.overdue())),
+            let copy = course.needs_copy(reused).then(|| Repeat::of(&request));
+            let answer = {
+                // In its place, and not moved into each future that waits for it.
+                let response = pin!(connection.send(*request));
+                let answer = pin!(self.exchange(response, connection.patience(), progress.as_deref()));
+                match bounds.deadline {
+                    None => answer.await,
+                    Some(deadline) => timeout_at(deadline, answer).await.unwrap_or_else(|_| Err(self.overdue())),
+                }
             };
             let mut failure = match answer {
                 Ok(Ok(response)) => {
@@ -99,7 +103,7 @@ impl Upstream {
                         progress.answered();
                     }
                     self.fleet.answered(place.member(), response.status());
-                    return Ok(connection.answer(response, bounds, place));
+                    return Ok(connection.answer(response, bounds, link, place));
                 }
                 Ok(Err(failure)) => failure,
                 Err(error) => {
@@ -120,7 +124,7 @@ impl Upstream {
                 self.fleet.failed(place.member(), &error);
             }
             choice.tried.push(place.member().clone());
-            (request, way) = match again {
+            let (again, other) = match again {
                 Some(Again::There(request)) => {
                     trail.count(Why::Reconnected, 1);
                     (request, (link, place))
@@ -139,7 +143,7 @@ impl Upstream {
                 }
                 None => return Err(error),
             };
-            course.fresh = false;
+            (request, way, course.fresh) = (Box::new(again), other, false);
         }
     }
 
@@ -147,6 +151,7 @@ impl Upstream {
     async fn exchange(
         &self,
         mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, Failure>>>,
+        patience: &mut Patience,
         progress: Option<&Progress>,
     ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
         let mut seen = progress.map(Progress::frames);
@@ -154,8 +159,13 @@ impl Upstream {
         let looks = if progress.is_some() { 10 } else { 1 };
         let mut silent = 0;
         while silent < looks {
-            if let Ok(result) = timeout(self.fleet.settings.response_timeout / looks, response.as_mut()).await {
-                return Ok(result);
+            let until = Instant::now() + self.fleet.settings.response_timeout / looks;
+            let answer = poll_fn(|cx| match response.as_mut().poll(cx) {
+                Poll::Ready(answer) => Poll::Ready(Some(answer)),
+                Poll::Pending => patience.poll(until, cx).map(|()| None),
+            });
+            if let Some(answer) = answer.await {
+                return Ok(answer);
             }
             let now = progress.map(Progress::frames);
             // The body sees to a client that keeps everybody waiting.
@@ -197,7 +207,7 @@ impl Course {
     fn again(
         &self,
         unsent: Option<Request<RequestBody>>,
-        copy: Option<Request<RequestBody>>,
+        copy: Option<Repeat>,
         fate: Fate,
         reused: bool,
     ) -> Option<Again> {
@@ -207,7 +217,7 @@ impl Course {
             Fate::Unknown => self.safe,
             Fate::Answered | Fate::Ours => false,
         };
-        let request = unsent.or(copy.filter(|_| harmless))?;
+        let request = unsent.or_else(|| copy.filter(|_| harmless).map(Repeat::request))?;
         if self.fresh && (reused || self.http2 && (unwritten || fate == Fate::Unprocessed)) {
             Some(Again::There(request))
         } else if unwritten {
@@ -216,13 +226,4 @@ impl Course {
             (self.retries > 0).then_some(Again::Retry(request))
         }
     }
-}
-
-fn copy_without_body(request: &Request<RequestBody>) -> Request<RequestBody> {
-    let mut copy = Request::new(RequestBody::empty());
-    *copy.method_mut() = request.method().clone();
-    *copy.uri_mut() = request.uri().clone();
-    *copy.version_mut() = request.version();
-    *copy.headers_mut() = request.headers().clone();
-    copy
 }

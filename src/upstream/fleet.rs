@@ -28,6 +28,8 @@ pub struct Fleet {
     /// As configured.
     pub settings: Arc<UpstreamSettings>,
     table: ArcSwap<Table>,
+    /// How many tables there were before this one: a look at it costs less than one at the table.
+    changes: AtomicU64,
     /// Held by whoever makes another table.
     changing: Mutex<()>,
     opened: Instant,
@@ -77,6 +79,7 @@ impl Fleet {
         let (table, _) = Table::new(&settings, members, owners, opened);
         Fleet {
             table: ArcSwap::from_pointee(table),
+            changes: AtomicU64::new(0),
             changing: Mutex::default(),
             opened,
             outdated_ms: AtomicU64::new(NEVER),
@@ -143,11 +146,17 @@ impl Fleet {
 
     /// Who can be asked now.
     pub(super) fn table(&self) -> Guard<Arc<Table>> {
+        self.changes();
+        self.table.load()
+    }
+
+    /// Another number with each table.
+    pub(super) fn changes(&self) -> u64 {
         let outdated_ms = self.outdated_ms.load(Ordering::Relaxed);
         if outdated_ms != NEVER && self.opened.elapsed().as_millis() as u64 >= outdated_ms {
             self.review(&self.changing());
         }
-        self.table.load()
+        self.changes.load(Ordering::Acquire)
     }
 
     /// A place at the member whose turn it is.
@@ -256,6 +265,7 @@ impl Fleet {
         let table = Arc::new(table);
         // Those that are gone as well.
         let before = self.table.swap(table.clone());
+        self.changes.fetch_add(1, Ordering::Release);
         before.members.iter().for_each(|member| member.state.usable.store(false, Ordering::Relaxed));
         table.usable.iter().for_each(|index| table.members[*index].state.usable.store(true, Ordering::Relaxed));
         let next = next.map_or(NEVER, |next| next.saturating_duration_since(self.opened).as_millis() as u64 + 1);

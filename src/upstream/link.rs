@@ -10,10 +10,11 @@ use hyper::body::Incoming;
 use super::Protocol;
 use super::http2::{self, Fate, Shared};
 use super::member::Member;
+use super::patience::Patience;
 use super::pool::{self, Failure, Pool};
 use super::queue::Place;
 use super::settings::UpstreamSettings;
-use crate::http::body::Body;
+use crate::http::body::{Body, Ending};
 use crate::http::bounds::Bounds;
 use crate::http::upload::RequestBody;
 
@@ -34,9 +35,16 @@ enum Connections {
 #[derive(Debug)]
 pub(super) enum Connection {
     /// By one at a time.
-    Http1(pool::Connection, Arc<Pool>),
+    Http1(pool::Connection),
     /// By many.
-    Http2(http2::Connection),
+    Http2(http2::Connection, Patience),
+}
+
+/// Brings a connection back into its pool when the response body has reached its end, and leaves its place at the server.
+struct Lease {
+    connection: pool::Connection,
+    link: Arc<Link>,
+    _place: Place,
 }
 
 impl Link {
@@ -64,8 +72,8 @@ impl Link {
     /// A connection that is there.
     pub(super) fn idle(&self) -> Option<Connection> {
         match &self.connections {
-            Connections::Http1(pool) => Some(Connection::Http1(pool.take()?, pool.clone())),
-            Connections::Http2(shared) => Some(Connection::Http2(shared.idle()?)),
+            Connections::Http1(pool) => Some(Connection::Http1(pool.take()?)),
+            Connections::Http2(shared) => Some(Connection::Http2(shared.idle()?, Patience::default())),
         }
     }
 
@@ -75,13 +83,10 @@ impl Link {
     /// Those of the system.
     pub(super) async fn connect(&self) -> io::Result<(Connection, bool)> {
         match &self.connections {
-            Connections::Http1(pool) => {
-                let connection = pool::connect(&self.member).await?;
-                Ok((Connection::Http1(connection, pool.clone()), false))
-            }
+            Connections::Http1(_) => Ok((Connection::Http1(pool::connect(&self.member).await?), false)),
             Connections::Http2(shared) => {
                 let (connection, reused) = shared.take(&self.member).await?;
-                Ok((Connection::Http2(connection), reused))
+                Ok((Connection::Http2(connection, Patience::default()), reused))
             }
         }
     }
@@ -94,24 +99,38 @@ impl Connection {
         request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
         match self {
-            Connection::Http1(connection, _) => Either::Left(connection.send(request)),
+            Connection::Http1(connection) => Either::Left(connection.send(request)),
             // On the heap: inside this future it would take room for every request.
-            Connection::Http2(connection) => Either::Right(Box::pin(connection.send(request))),
+            Connection::Http2(connection, _) => Either::Right(Box::pin(connection.send(request))),
         }
     }
 
-    /// Hands a response on, with the connection and the place that it takes.
-    pub(super) fn answer(self, response: Response<Incoming>, bounds: Bounds, place: Place) -> Response<Body> {
+    /// What a request on it is waited for by.
+    pub(super) fn patience(&mut self) -> &mut Patience {
+        match self {
+            Connection::Http1(connection) => &mut connection.patience,
+            Connection::Http2(_, patience) => patience,
+        }
+    }
+
+    /// Hands a response on, with the connection of a link and the place that it takes.
+    pub(super) fn answer(
+        self,
+        response: Response<Incoming>,
+        bounds: Bounds,
+        link: Arc<Link>,
+        place: Place,
+    ) -> Response<Body> {
         // The connection is not ours any more: whoever asked for it takes it over from the extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             return response.map(|_| Body::full("").leased(Box::new(place)));
         }
         match self {
-            Connection::Http1(connection, pool) => {
-                let lease = Box::new(connection.lease(pool, place));
+            Connection::Http1(connection) => {
+                let lease = Box::new(Lease { connection, link, _place: place });
                 response.map(|body| Body::upstream(body, bounds, lease))
             }
-            Connection::Http2(_) => response.map(|body| Body::upstream(body, bounds, Box::new(place))),
+            Connection::Http2(..) => response.map(|body| Body::upstream(body, bounds, Box::new(place))),
         }
     }
 
@@ -121,7 +140,7 @@ impl Connection {
             // Something that cannot be read is an answer, too.
             Connection::Http1(..) if error.is_parse() => Fate::Answered,
             Connection::Http1(..) => Fate::Unknown,
-            Connection::Http2(connection) => {
+            Connection::Http2(connection, _) => {
                 let (fate, lives) = http2::fate(error);
                 if !lives {
                     connection.retire();
@@ -136,7 +155,15 @@ impl Connection {
         match self {
             // It is dropped, and closed by that.
             Connection::Http1(..) => {}
-            Connection::Http2(connection) => connection.retire(),
+            Connection::Http2(connection, _) => connection.retire(),
+        }
+    }
+}
+
+impl Ending for Lease {
+    fn ended(self: Box<Self>, _sent: u64, complete: bool) {
+        if let (true, Connections::Http1(pool)) = (complete, &self.link.connections) {
+            pool.put(self.connection);
         }
     }
 }

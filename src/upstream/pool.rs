@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::future::Future;
 use std::io;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use http::{Request, Response};
@@ -13,8 +13,7 @@ use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 
 use super::member::Member;
-use super::queue::Place;
-use crate::http::body::Ending;
+use super::patience::Patience;
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
@@ -26,7 +25,10 @@ pub(super) type Failure = TrySendError<Request<RequestBody>>;
 
 /// A connection that carries one request at a time.
 #[derive(Debug)]
-pub(super) struct Connection(SendRequest<RequestBody>);
+pub(super) struct Connection {
+    sender: SendRequest<RequestBody>,
+    pub(super) patience: Patience,
+}
 
 /// Idle connections.
 #[derive(Debug)]
@@ -42,13 +44,6 @@ struct Idle {
     since: Instant,
 }
 
-/// Brings a connection back into its pool when the response body has reached its end, and leaves its place at the server.
-struct Lease {
-    connection: Connection,
-    pool: Arc<Pool>,
-    _place: Place,
-}
-
 /// Connects and leaves the connection's work to a task of the running worker.
 pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
     let stream = member.connect().await?;
@@ -60,7 +55,7 @@ pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
         .map_err(io::Error::other)?;
     // Its error reaches whoever waits for the response.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
-    Ok(Connection(sender))
+    Ok(Connection { sender, patience: Patience::default() })
 }
 
 impl Pool {
@@ -75,15 +70,15 @@ impl Pool {
             if since.elapsed() >= self.idle_timeout {
                 // All others are older.
                 idle.clear();
-            } else if connection.0.is_ready() {
+            } else if connection.sender.is_ready() {
                 return Some(connection);
             }
         }
         None
     }
 
-    fn put(&self, connection: Connection) {
-        if connection.0.is_closed() {
+    pub(super) fn put(&self, connection: Connection) {
+        if connection.sender.is_closed() {
             return;
         }
         let now = monotonic();
@@ -100,18 +95,6 @@ impl Connection {
         &mut self,
         request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
-        self.0.try_send_request(request)
-    }
-
-    pub(super) fn lease(self, pool: Arc<Pool>, place: Place) -> impl Ending + use<> {
-        Lease { connection: self, pool, _place: place }
-    }
-}
-
-impl Ending for Lease {
-    fn ended(self: Box<Self>, _sent: u64, complete: bool) {
-        if complete {
-            self.pool.put(self.connection);
-        }
+        self.sender.try_send_request(request)
     }
 }

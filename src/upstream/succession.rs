@@ -3,14 +3,11 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use arc_swap::ArcSwap;
-
-use super::balance::Dice;
+use super::Upstream;
 use super::condition::Condition;
 use super::fleet::{Fleet, literal};
 use super::member::Member;
 use super::settings::UpstreamSettings;
-use super::{Links, Upstream};
 use crate::limit::clock::monotonic;
 
 impl Fleet {
@@ -52,7 +49,7 @@ impl Upstream {
         let (links, members) = (before.links.load(), fleet.members());
         let known = links.all.iter().filter(|_| speaks(&fleet) == speaks(&before.fleet));
         let known = known.filter_map(|link| members.iter().find_map(|member| link.to(member))).map(Arc::new);
-        let links = ArcSwap::from_pointee(Links { of: Arc::default(), all: known.collect() });
-        Upstream { fleet, links, dice: Dice::random() }
+        let known: Vec<_> = known.collect();
+        Upstream::knowing(fleet, &known)
     }
 }
