@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients test-ops test-page check bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale optimized pictures reference certs tools peers
+.PHONY: run test test-long test-clients test-ops test-page check bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures profile reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -50,20 +50,20 @@ test-page: tools
 	cargo build --locked
 	python3 tests/page/page.py target/debug/sluicegate target/page
 
-# The release once more, laid out by what a load showed to be hot (profile-guided optimisation): target/optimized/sluicegate. A
-# quarter of an hour: a build that counts, half a minute of load from benches/compare, a build by the counts. LLVM reads profiles
-# of the compiler's own version and older ones, hence Debian's newest.
-HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+# Writes .cargo/release.profdata again, by which .cargo/rustc has each release laid out (profile-guided optimisation): a build that
+# counts, and half a minute of load from benches/compare. It is worth it for another rustc, and after much has changed on the way
+# of a request. LLVM reads profiles of the compiler's own version and older ones, hence Debian's newest.
 PROFILE = $(CURDIR)/target/profile
-optimized: tools peers
+COUNTING = target/counting/release/sluicegate
+profile: tools peers
 	@$(call ensure,llvm-profdata-19 h2load openssl,llvm-19 nghttp2-client openssl)
 	rm -rf $(PROFILE)
-	RUSTFLAGS=-Cprofile-generate=$(PROFILE) cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/counting
-	BINARY=target/counting/$(HOST)/release/sluicegate python3 benches/compare/compare.py --only "ours " --seconds 2
-	BINARY=target/counting/$(HOST)/release/sluicegate python3 benches/compare/edge.py --repeat 1 --seconds 1
-	llvm-profdata-19 merge -o $(PROFILE)/merged.profdata $(PROFILE)/*.profraw
-	RUSTFLAGS=-Cprofile-use=$(PROFILE)/merged.profdata cargo build --locked --release --bin sluicegate --target $(HOST) --target-dir target/optimized
-	cp target/optimized/$(HOST)/release/sluicegate target/optimized/sluicegate
+	COUNT_INTO=$(PROFILE) cargo build --locked --release --bin sluicegate --target-dir target/counting
+	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(COUNTING) python3 benches/compare/compare.py --only "ours " --seconds 2
+	LLVM_PROFILE_FILE=$(PROFILE)/%p.profraw BINARY=$(COUNTING) python3 benches/compare/edge.py --repeat 1 --seconds 1
+	llvm-profdata-19 merge --sparse -o .cargo/release.profdata $(PROFILE)/*.profraw
+	@# Cargo does not see that its layout is another one.
+	rm -rf target/release
 
 check:
 	cargo fmt --check
