@@ -63,7 +63,7 @@ fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], reques
         Terms::of(&Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 }, 0)
     };
     let terms: Vec<_> = rules.iter().map(terms).collect();
-    let script = script(if wire::is_plain(Operation::Check, &terms) { parts.for_one() } else { parts });
+    let script = script(wire::frame(Operation::Check, &terms), parts);
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.text).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
     let mut argument = wire::argument(0, 1, terms.len());

@@ -120,7 +120,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
         ("rights", "24 commands"),
-        ("scripts", "2 scripts"),
+        ("scripts", "5 scripts"),
         ("decisions", "6 algorithms tried"),
     ] {
         let found = &checks.iter().find(|check| check.0 == name).unwrap().2;

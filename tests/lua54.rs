@@ -210,8 +210,7 @@ impl Lua54 {
         self.lua.globals().set("KEYS", charges.iter().map(key).collect::<Vec<_>>()).unwrap();
         self.lua.globals().set("ARGV", [self.lua.create_string(argument).unwrap()]).unwrap();
         let parts = Parts::of(charges.iter().map(|charge| charge.rule));
-        let one = wire::is_plain(operation, &terms);
-        let text = &script(if one { parts.for_one() } else { parts }).text;
+        let text = &script(wire::frame(operation, &terms), parts).text;
         let mut scripts = self.scripts.borrow_mut();
         let script = scripts.entry(text).or_insert_with(|| self.lua.load(text).into_function().unwrap());
         let reply: Value = script.call(()).unwrap_or_else(|error| panic!("{error}: {operation:?} of {charges:#?}"));

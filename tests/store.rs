@@ -11,7 +11,7 @@ use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::IdentityHasher;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::redis::script::{Parts, script};
+use sluicegate::limit::redis::script::{Frame, Parts, script};
 use sluicegate::limit::redis::wire::{self, Terms};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store, StoreError};
 use support::redis::Redis;
@@ -162,7 +162,8 @@ async fn bad_arguments_write_nothing() {
         with(25, &1e300_f64.to_le_bytes()),
         with(33, b"Z"),
     ] {
-        for text in [&script(parts).text, &script(parts.for_one()).text] {
+        for frame in Frame::ALL {
+            let text = &script(frame, parts).text;
             let mut call = redis::cmd("EVAL");
             let reply: Result<redis::Value, _> = call.arg(text).arg(1).arg("k").arg(&argument).query(&mut connection);
             let error = match reply.and_then(|reply| reply.extract_error()) {
@@ -176,7 +177,7 @@ async fn bad_arguments_write_nothing() {
 }
 
 /// What is asked in one round of a worker, of every algorithm and with several limits, and what the model says to it.
-async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], pair: &[Limit; 2], rounds: u64) {
+async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
     let store = redis_store(server, "round", stores.clock.clone());
     let model = MemoryStore::new(1_000_000, stores.clock.clone());
     for round in 0..rounds {
@@ -189,7 +190,7 @@ async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], pair: &[
                 vec![Charge { lease: (place as u64) << 32 | round << 8 | number, ..limit.charge(id, 1) }]
             }));
         }
-        asked.extend(of(alone.len()).map(|(_, id)| pair.iter().map(|limit| limit.charge(id, 1)).collect()));
+        asked.extend(of(alone.len()).map(|(_, id)| together.iter().map(|limit| limit.charge(id, 1)).collect()));
         let expected: Vec<_> = asked.iter().map(|charges| model.decide(Operation::Check, charges)).collect();
         let before = server.calls("evalsha") + server.calls("eval");
         let verdicts = all(asked.iter().map(|charges| store.call(Operation::Check, charges))).await;
@@ -210,6 +211,26 @@ async fn what_is_asked_in_one_round_is_one_call_and_decided_as_if_alone() {
     let pair =
         [Limit::new("broad", bucket(20, 60 * SECOND, 20)), Limit::new("narrow", window(7, 60 * SECOND, ALIGNED))];
     in_one_round(&server, &stores, &alone, &pair, 10).await;
+}
+
+#[tokio::test]
+async fn checks_of_few_limits_are_decided_as_if_alone() {
+    let server = Redis::start();
+    for most in 2..=5 {
+        let stores = Stores::new(&server, "unused");
+        let few = |number| {
+            let name = format!("few-{most}-{number}");
+            match number % 4 {
+                0 => Limit::new(&name, bucket(20, 60 * SECOND, 20)),
+                1 => Limit::new(&name, window(7, 60 * SECOND, ALIGNED)),
+                2 => Limit::new(&name, window(9, 5 * SECOND, Start::FirstRequest)),
+                _ => Limit::new(&name, sliding(11, 20 * SECOND, 100)),
+            }
+        };
+        let together: Vec<_> = (0..most).map(few).collect();
+        let alone: Vec<_> = (10..14).map(few).collect();
+        in_one_round(&server, &stores, &alone, &together, 30).await;
+    }
 }
 
 #[tokio::test]

@@ -12,7 +12,7 @@ use crate::limit::algorithm::Rule;
 use crate::limit::clock::{Clock, monotonic};
 use crate::limit::key::{Bucket, IdentityHasher, Key};
 use crate::limit::redis::advice::of_call;
-use crate::limit::redis::script::{Parts, script};
+use crate::limit::redis::script::{Frame, Parts, script};
 use crate::limit::redis::{RedisSettings, RedisStore};
 use crate::limit::store::{Charge, Mode, Operation, Store, StoreError};
 use crate::words::counted;
@@ -22,9 +22,8 @@ const NO_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
 /// Whether the scripts of the configuration are taken and run, and a forgotten one is told.
 pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check, Failure> {
-    let parts = [algorithms, algorithms.for_one()];
-    for parts in parts {
-        let script = script(parts);
+    for frame in Frame::ALL {
+        let script = script(frame, algorithms);
         let mut load = redis::cmd("SCRIPT");
         let sha: String = line.ask(load.arg("LOAD").arg(&script.text)).await?;
         if sha != script.sha {
@@ -46,7 +45,7 @@ pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check,
     }
     Ok(Check::ok(
         "scripts",
-        format!("loaded and answering: {}; one that was forgotten is told", counted(parts.len() as u64, "script")),
+        format!("loaded and answering: {}; one that was forgotten is told", counted(Frame::ALL.len() as u64, "script")),
     ))
 }
 

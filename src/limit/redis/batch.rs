@@ -4,7 +4,7 @@ use redis::{Cmd, RedisError, Value};
 use tokio::sync::oneshot::{self, Receiver, Sender};
 
 use super::fault::is_of_the_connection;
-use super::script::{Parts, Script, script};
+use super::script::{Frame, Parts, Script, script};
 use super::wire::{self, Reply, Terms};
 use crate::limit::store::{Charge, Operation, StoreError, Verdict};
 
@@ -101,9 +101,8 @@ impl Batch {
 
     /// The script for a call that at least needs these.
     fn script(&self, algorithms: Parts) -> &'static Script {
-        let parts = self.algorithms.and(algorithms);
-        let plain = self.groups.iter().all(|group| wire::is_plain(group.operation, &group.terms));
-        script(if plain { parts.for_one() } else { parts })
+        let frames = self.groups.iter().map(|group| wire::frame(group.operation, &group.terms));
+        script(frames.reduce(Frame::and).unwrap_or(Frame::Any), self.algorithms.and(algorithms))
     }
 
     /// The call; see `lua/check.lua`.

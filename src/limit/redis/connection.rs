@@ -10,7 +10,7 @@ use tokio::sync::Notify;
 use tokio::time::{Duration, timeout};
 
 use super::pace::Pace;
-use super::script::{Parts, script};
+use super::script::{Frame, Parts, script};
 use super::server::{NoConnection, Server};
 use super::{advice, hello};
 use crate::limit::clock::monotonic;
@@ -140,10 +140,10 @@ impl Manager {
             .set_pipeline_buffer_size(PIPELINE);
         let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
         hello::expect(&mut pipe, self.server.mode(), client.get_connection_info().addr()).await?;
-        let parts = Some(self.algorithms).filter(|algorithms| !algorithms.is_empty());
-        for parts in parts.into_iter().flat_map(|parts| [parts, parts.for_one()]) {
+        let frames = Frame::ALL.iter().filter(|_| !self.algorithms.is_empty());
+        for frame in frames {
             let mut load = redis::cmd("SCRIPT");
-            load.arg("LOAD").arg(&script(parts).text);
+            load.arg("LOAD").arg(&script(*frame, self.algorithms).text);
             pipe.send_packed_command(&load).await?.extract_error()?;
         }
         let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };

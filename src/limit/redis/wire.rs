@@ -2,7 +2,7 @@
 
 use redis::{ServerError, Value};
 
-use super::script::Parts;
+use super::script::Frame;
 use crate::limit::algorithm::{Kind, Outcome, Status};
 use crate::limit::store::{Charge, Mode, Operation, Verdict};
 
@@ -31,10 +31,14 @@ impl Terms {
     }
 }
 
-/// Whether `lua/check_one.lua` decides such requests.
-pub fn is_plain(operation: Operation, terms: &[Terms]) -> bool {
-    let [Terms { kind, mode: Mode::Binding, cost, .. }] = *terms else { return false };
-    Parts::counts(kind) && (operation == Operation::Check || operation == Operation::Take && cost > 0)
+/// The frame that decides such requests at the least cost.
+pub fn frame(operation: Operation, terms: &[Terms]) -> Frame {
+    let plain = terms.iter().all(|terms| terms.mode == Mode::Binding && Frame::counts(terms.kind));
+    match (operation, terms) {
+        (Operation::Check, _) if plain => Frame::of_checks(terms.len()),
+        (Operation::Take, [Terms { cost: 1.., .. }]) if plain => Frame::One,
+        _ => Frame::Any,
+    }
 }
 
 /// The argument of a call, with room for so many groups and limits; `now_us` 0 = the server's time.
