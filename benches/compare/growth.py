@@ -76,7 +76,7 @@ class Growth(Bench):
         for _ in range(self.repeat + 1):
             for port, size in enumerate(sizes, 9140):
                 script = ("identities.lua", str(size.identities), "0", "1")
-                self.load(size.label, size.label, size.url(port), size.connections, script)
+                self.load(size.label, size.label, size.url(port), connections=size.connections, script=script)
         for size in sizes:
             gateway = self.procs.pop(size.label)
             gateway.terminate()
