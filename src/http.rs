@@ -8,7 +8,6 @@ pub mod flow;
 pub mod headers;
 pub mod host;
 pub mod path;
-pub mod quiet;
 pub mod rules;
 pub mod tunnel;
 pub mod upgrade;

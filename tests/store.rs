@@ -259,6 +259,30 @@ async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
 }
 
 #[tokio::test]
+async fn what_redis_does_not_write_is_an_error_of_its_request() {
+    let server = Redis::start();
+    let store = redis_store(&server, "full", Clock::Store);
+    let limits: Vec<_> =
+        (0..5).map(|number| Limit::new(&format!("l{number}"), window(9, 3600 * SECOND, ALIGNED))).collect();
+    let memory = |most: &str| {
+        let set: () = redis::cmd("CONFIG").arg(&["SET", "maxmemory", most]).query(&mut server.connection()).unwrap();
+        set
+    };
+    for count in 1..=limits.len() {
+        let charges: Vec<_> = limits[..count].iter().map(|limit| limit.charge(count as u128, 1)).collect();
+        // The first write of a state, and one into it.
+        for left in [9, 8] {
+            memory("1");
+            let refused = store.call(Operation::Check, &charges).await;
+            assert!(matches!(refused, Err(StoreError::Unwritable(_))), "{count}: {refused:?}");
+            memory("0");
+            let verdict = store.call(Operation::Check, &charges).await.unwrap();
+            assert!(verdict.outcomes.iter().all(|outcome| outcome.remaining == left - 1), "{count}: {verdict:?}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn whoever_leaves_before_the_call_does_is_not_charged() {
     let server = Redis::start();
     let store = redis_store(&server, "left", Clock::Store);

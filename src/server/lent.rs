@@ -9,8 +9,6 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::sync::oneshot::{self, Receiver, Sender};
 
-use crate::http::quiet::Quiet;
-
 /// Bytes that a connection reads before others on its worker have their turn: tokio counts reads, not what is in them,
 /// and many thousand frames of HTTP/2 fit into a few reads.
 const TURN: usize = 64 << 10;
@@ -20,7 +18,6 @@ const TURN: usize = 64 << 10;
 pub(super) struct Lent {
     /// There until it is dropped.
     stream: Option<TcpStream>,
-    quiet: Quiet,
     owner: Option<Sender<TcpStream>>,
     /// Bytes that have been looked at, and come again.
     ahead: Bytes,
@@ -31,7 +28,7 @@ pub(super) struct Lent {
 impl Lent {
     pub(super) fn new(stream: TcpStream) -> (Self, Receiver<TcpStream>) {
         let (owner, back) = oneshot::channel();
-        (Lent { stream: Some(stream), quiet: Quiet::default(), owner: Some(owner), ahead: Bytes::new(), read: 0 }, back)
+        (Lent { stream: Some(stream), owner: Some(owner), ahead: Bytes::new(), read: 0 }, back)
     }
 
     /// Puts bytes back that were read.
@@ -41,13 +38,6 @@ impl Lent {
 
     fn stream(&mut self) -> io::Result<Pin<&mut TcpStream>> {
         self.stream.as_mut().map(Pin::new).ok_or_else(|| io::ErrorKind::NotConnected.into())
-    }
-
-    fn poll_stream(&mut self, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        match &mut self.stream {
-            Some(stream) => self.quiet.poll_read(stream, cx, buffer),
-            None => Poll::Ready(Err(io::ErrorKind::NotConnected.into())),
-        }
     }
 }
 
@@ -73,11 +63,11 @@ impl AsyncRead for Lent {
             buffer.put_slice(&self.ahead.split_to(count));
             // Together with what follows: hyper takes another, larger buffer for a head that comes in pieces. An error
             // or the end come to light with the next read.
-            let _ = self.poll_stream(cx, buffer);
+            let _ = self.stream()?.poll_read(cx, buffer);
             self.read += buffer.filled().len() - before;
             return Poll::Ready(Ok(()));
         }
-        let polled = self.poll_stream(cx, buffer);
+        let polled = self.stream()?.poll_read(cx, buffer);
         match polled {
             Poll::Pending => self.read = 0,
             Poll::Ready(_) => self.read += buffer.filled().len() - before,

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
+use futures_util::future::try_join_all;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, RedisResult, Value};
 use tokio::sync::Notify;
@@ -141,11 +142,13 @@ impl Manager {
         let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
         hello::expect(&mut pipe, self.server.mode(), client.get_connection_info().addr()).await?;
         let frames = Frame::ALL.iter().filter(|_| !self.algorithms.is_empty());
-        for frame in frames {
-            let mut load = redis::cmd("SCRIPT");
+        // In the pipe: one round trip for all.
+        try_join_all(frames.map(|frame| {
+            let (mut pipe, mut load) = (pipe.clone(), redis::cmd("SCRIPT"));
             load.arg("LOAD").arg(&script(*frame, self.algorithms).text);
-            pipe.send_packed_command(&load).await?.extract_error()?;
-        }
+            async move { pipe.send_packed_command(&load).await?.extract_error() }
+        }))
+        .await?;
         let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };
         Ok(Connection { pipe, health: Arc::new(health) })
     }

@@ -31,7 +31,7 @@ pub enum Frame {
     Any,
     /// Requests with one limit each, of kinds that [`count`](Frame::counts), which may take many units.
     One,
-    /// Checks of at most so many limits each, of kinds that [`count`](Frame::counts).
+    /// Checks of at most so many limits each, of kinds that [`count`](Frame::counts). With one limit it is the script of [`One`](Frame::One).
     Few(usize),
 }
 
