@@ -9,6 +9,7 @@ mod protocol;
 pub mod proxy;
 
 use std::future::{Future, poll_fn};
+use std::iter;
 use std::net::SocketAddr;
 use std::pin::pin;
 use std::sync::{Arc, Once};
@@ -33,6 +34,9 @@ use lent::Lent;
 use linger::{linger, reset};
 use protocol::Protocol;
 use proxy::Sender;
+
+/// Connections that may wait to be accepted, for each socket.
+pub const BACKLOG: usize = 4096;
 
 /// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -110,9 +114,15 @@ impl Server {
                 },
             }
         }
-        // What the kernel has queued for this socket would be reset when it closes.
-        while let Ok(Ok((stream, address))) = timeout(Duration::ZERO, socket.accept()).await {
-            self.open(stream, address, listener).await;
+        // What the kernel has queued for this socket would be reset when it closes. Taken before any of it is served, and no
+        // more than the queue holds: whoever keeps connecting would keep this from its end.
+        let Ok(socket) = socket.into_std() else { return };
+        let waiting: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
+        drop(socket);
+        for (stream, address) in waiting {
+            if let Ok(stream) = stream.set_nonblocking(true).and_then(|()| TcpStream::from_std(stream)) {
+                self.open(stream, address, listener).await;
+            }
         }
     }
 

@@ -1,16 +1,21 @@
-//! Row 27: SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams: none fails.
+//! SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams fails none (row 27), and SIGTERM while
+//! connections keep coming has an end.
 
 mod support;
 
 use std::io::Write;
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
-use support::eventually;
+use socket2::{Domain, Socket, Type};
 use support::gateway::Gateway;
+use support::reload::says;
 use support::server::{Mood, Server};
 use support::upstream;
+use support::{Raise, eventually};
 
 const HTTP1: usize = 100;
 const HTTP2: usize = 60;
@@ -71,7 +76,7 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     eventually("all are under way", || server.running() == HTTP1 + HTTP2);
 
     gateway.terminate();
-    eventually("no new connection is taken", || std::net::TcpStream::connect(address).is_err());
+    eventually("no new connection is taken", || TcpStream::connect(address).is_err());
     server.set(Mood::Answers(200));
     *released.0.lock().unwrap() = true;
     released.1.notify_all();
@@ -90,4 +95,27 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     println!("row 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
     assert_eq!(failed, 0);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
+fn clients_that_keep_connecting_do_not_keep_it_from_ending() {
+    let mut gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", says("x")));
+    let (address, over, tries) = (gateway.address.into(), AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        let end = Raise(&over);
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !over.load(Ordering::SeqCst) {
+                    // Goes on where a queue that is full would keep others waiting.
+                    let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();
+                    let _ = socket.connect(&address);
+                    tries.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        eventually("connections come", || tries.load(Ordering::SeqCst) > 10_000);
+        gateway.terminate();
+        assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+        drop(end);
+    });
 }

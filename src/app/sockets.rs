@@ -8,8 +8,7 @@ use listenfd::ListenFd;
 use socket2::{Domain, Protocol, Socket, Type};
 use tracing::warn;
 
-/// Connections that may wait to be accepted, for each socket.
-const BACKLOG: i32 = 4096;
+use crate::server::BACKLOG;
 
 /// The sockets of one listener.
 #[derive(Debug)]
@@ -97,7 +96,7 @@ impl Inherited {
 
 fn listen(address: SocketAddr, share: bool) -> io::Result<StdListener> {
     let socket = bind(address, share)?;
-    socket.listen(BACKLOG)?;
+    socket.listen(BACKLOG as i32)?;
     Ok(socket.into())
 }
 
