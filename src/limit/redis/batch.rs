@@ -55,6 +55,11 @@ impl Batch {
         !self.is_empty() && self.keys + keys > MOST_KEYS
     }
 
+    /// How many are in it.
+    pub(super) fn requests(&self) -> usize {
+        self.groups.iter().map(|group| group.waiting.len()).sum()
+    }
+
     /// Lets the call carry its script, not only the script's name.
     pub(super) fn carry_text(&mut self) {
         self.text = true;

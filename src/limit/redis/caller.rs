@@ -1,17 +1,27 @@
-//! Calls Redis: what comes while the worker is busy with other events leaves in one call, at the end of its round.
+//! Calls Redis: what comes while the worker is busy with other events leaves in one call, at the end of its round; while many
+//! are under way to a server that answers soon, what comes leaves together when it has.
 
 use std::mem;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::pin::pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use tokio::time::{Duration, timeout};
+use tokio::time::{Duration, timeout_at};
 
 use super::batch::{Answer, Batch, Refusal};
 use super::connection::{Connections, checkout};
 use super::fault::is_of_the_connection;
 use super::script::Parts;
-use crate::limit::clock::Clock;
+use crate::limit::clock::{Clock, monotonic};
 use crate::limit::store::{Charge, Operation, StoreError};
 use crate::limit::tallies::Tallies;
+
+/// With so many requests under way the next call waits for an answer. A call costs Redis as much as another request in it, and
+/// the gateway as well; with fewer under way there would be few to share that.
+const MANY: usize = 8;
+
+/// Answers within this part of the deadline are worth waiting for, later ones would be felt: 3 ms of 50.
+const SOON: u32 = 16;
 
 /// What one worker calls a server with.
 #[derive(Debug)]
@@ -28,8 +38,37 @@ pub(super) struct Caller {
     pub(super) deadline: Duration,
     /// Where calls are counted.
     pub(super) tallies: Arc<Tallies>,
-    /// Those that leave with the next call.
-    pub(super) next: Mutex<Batch>,
+    /// What leaves with the next call.
+    pub(super) next: Mutex<Next>,
+}
+
+/// Requests that wait for their call, and what it waits for.
+#[derive(Debug, Default)]
+pub(super) struct Next {
+    batch: Batch,
+    /// When the first of them came.
+    since: Option<Instant>,
+    /// Whether a task takes them along at the end of the round.
+    leaves: bool,
+    /// Requests whose call is under way.
+    under_way: usize,
+    /// Whether the last call was not answered soon.
+    far: bool,
+}
+
+/// Requests that leave in one call.
+#[derive(Debug)]
+struct Departure {
+    batch: Batch,
+    /// When the first of them came.
+    since: Instant,
+}
+
+/// A call under way, until it is dropped.
+struct UnderWay<'a> {
+    caller: &'a Caller,
+    requests: usize,
+    began: Instant,
 }
 
 /// What is asked.
@@ -37,6 +76,8 @@ pub(super) struct Caller {
 pub(super) struct Question<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
+    /// When it was first asked.
+    pub(super) asked: Instant,
     /// When calendar windows are reckoned for, µs.
     pub(super) near_us: u64,
     /// Whether Redis may not know the script by its name.
@@ -44,25 +85,25 @@ pub(super) struct Question<'a> {
 }
 
 impl Caller {
-    /// Asks together with whoever else asks in this round of the worker.
+    /// Asks together with whoever else asks in this round of the worker, or until an answer comes.
     pub(super) async fn ask_together(self: &Arc<Self>, question: Question<'_>) -> Answer {
         let answer = {
-            let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
-            if next.is_full_for(question.charges.len()) {
-                // It goes with a task that has been started for it.
-                let full = mem::take(&mut *next);
-                let caller = self.clone();
-                tokio::spawn(async move { caller.send(full).await });
+            let mut next = self.next();
+            if next.batch.is_full_for(question.charges.len()) {
+                self.serve(next.depart());
             }
-            if next.is_empty() {
+            next.since.get_or_insert(question.asked);
+            let answer = self.add(&mut next.batch, question);
+            if next.may_leave() {
+                next.leaves = true;
                 let caller = self.clone();
                 // The worker comes to it when it has been through what is ready now.
                 tokio::spawn(async move {
-                    let batch = mem::take(&mut *caller.next.lock().unwrap_or_else(PoisonError::into_inner));
-                    caller.send(batch).await;
+                    let departure = caller.next().depart();
+                    caller.make(departure).await;
                 });
             }
-            self.add(&mut next, question)
+            answer
         };
         answer.await.unwrap_or(Err(Refusal::Store(StoreError::Timeout)))
     }
@@ -76,18 +117,61 @@ impl Caller {
     }
 
     fn add(&self, batch: &mut Batch, question: Question<'_>) -> tokio::sync::oneshot::Receiver<Answer> {
-        let Question { operation, charges, near_us, text } = question;
+        let Question { operation, charges, near_us, text, .. } = question;
         if text {
             batch.carry_text();
         }
         batch.add(&self.prefix, operation, charges, near_us)
     }
 
-    async fn send(&self, mut batch: Batch) {
-        if batch.retain_waiting() {
-            // Dropped without a reply, it tells the connection so.
-            let _ = timeout(self.deadline, self.exchange(false, batch)).await;
+    fn next(&self) -> MutexGuard<'_, Next> {
+        self.next.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Has a task make a call.
+    fn serve(self: &Arc<Self>, departure: Departure) {
+        let caller = self.clone();
+        tokio::spawn(async move { caller.make(departure).await });
+    }
+
+    /// Makes a call, and then those that waited for it.
+    async fn make(self: &Arc<Self>, mut departure: Departure) {
+        loop {
+            self.send(departure).await;
+            let mut next = self.next();
+            if !next.may_leave() {
+                return;
+            }
+            departure = next.depart();
         }
+    }
+
+    async fn send(self: &Arc<Self>, Departure { mut batch, since }: Departure) {
+        let began = monotonic();
+        let _under_way = UnderWay { caller: self, requests: batch.requests(), began };
+        let due = since + self.deadline;
+        if began >= due || !batch.retain_waiting() {
+            return;
+        }
+        let mut exchange = pin!(self.exchange(false, batch));
+        if timeout_at(due.min(began + self.soon()).into(), exchange.as_mut()).await.is_err() {
+            self.wait_no_longer();
+            // Dropped without a reply, it tells the connection so.
+            let _ = timeout_at(due.into(), exchange).await;
+        }
+    }
+
+    /// Lets those go who wait for an answer.
+    fn wait_no_longer(self: &Arc<Self>) {
+        let mut next = self.next();
+        next.far = true;
+        if next.may_leave() {
+            self.serve(next.depart());
+        }
+    }
+
+    fn soon(&self) -> Duration {
+        self.deadline / SOON
     }
 
     async fn exchange(&self, asking: bool, batch: Batch) {
@@ -112,5 +196,28 @@ impl Caller {
                 batch.refuse(&Refusal::Reply(error));
             }
         }
+    }
+}
+
+impl Next {
+    /// Whether somebody waits whom nobody takes along, and nothing holds back.
+    fn may_leave(&self) -> bool {
+        !self.batch.is_empty() && !self.leaves && (self.far || self.under_way < MANY)
+    }
+
+    /// Lets go what there is.
+    fn depart(&mut self) -> Departure {
+        self.leaves = false;
+        let batch = mem::take(&mut self.batch);
+        self.under_way += batch.requests();
+        Departure { batch, since: self.since.take().unwrap_or_else(monotonic) }
+    }
+}
+
+impl Drop for UnderWay<'_> {
+    fn drop(&mut self) {
+        let mut next = self.caller.next();
+        next.under_way -= self.requests;
+        next.far = self.began.elapsed() > self.caller.soon();
     }
 }
