@@ -14,7 +14,7 @@ use support::PATIENCE;
 use support::resp::{Answer, FakeRedis};
 use support::stores::{Limit, SECOND, bucket};
 use tokio::task::{JoinHandle, yield_now};
-use tokio::time::{sleep, timeout};
+use tokio::time::timeout;
 
 /// A server whose answers to checks each need a word of the sender, as long as there is one.
 fn held() -> (FakeRedis, mpsc::Sender<()>) {
@@ -82,16 +82,23 @@ async fn while_eight_are_under_way_those_who_come_wait_and_share_a_call() {
 }
 
 #[tokio::test]
-async fn an_answer_is_waited_for_a_sixteenth_of_the_time_that_there_is() {
-    let (fake, words) = held();
-    let store = connected(&fake, Duration::from_secs(2)).await;
-    let asked = one_by_one(&store, 30).await;
-    sleep(Duration::from_millis(150)).await;
-    // By now the server is far: nobody waits for it any more.
-    let others = one_by_one(&store, 4).await;
-    drop(words);
-    assert!(all(asked).await && all(others).await);
+async fn an_answer_that_does_not_come_is_waited_for_a_part_of_the_time_and_the_next_ones_not_at_all() {
+    let fake = FakeRedis::start(|command| if command.is_script() { Answer::Silence } else { Answer::Usual });
+    let store = connected(&fake, Duration::from_secs(8)).await;
+    let come = async |requests| {
+        let all = async {
+            while fake.requests() < requests {
+                yield_now().await;
+            }
+        };
+        timeout(PATIENCE, all).await.expect("they come");
+    };
+    let mut asked = one_by_one(&store, 30).await;
+    come(30).await;
+    asked.extend(one_by_one(&store, 4).await);
+    come(34).await;
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1, 1]);
+    assert!(!asked.iter().any(JoinHandle::is_finished), "their own time is not over");
 }
 
 #[tokio::test]

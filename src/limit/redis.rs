@@ -215,7 +215,7 @@ impl RedisStore {
         // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
         let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);
         let near_us = if calendar { self.caller.clock.now_us() } else { 0 };
-        let question = Question { operation, charges, asked: began, near_us, text: false };
+        let question = Question { operation, charges, near_us, text: false };
         let answer = match self.together && !asking {
             // It ends with the call that it leaves in, and has no timer of its own.
             true => self.caller.ask_together(question).await,

@@ -76,8 +76,6 @@ struct UnderWay<'a> {
 pub(super) struct Question<'a> {
     pub(super) operation: Operation,
     pub(super) charges: &'a [Charge<'a>],
-    /// When it was first asked.
-    pub(super) asked: Instant,
     /// When calendar windows are reckoned for, µs.
     pub(super) near_us: u64,
     /// Whether Redis may not know the script by its name.
@@ -92,7 +90,7 @@ impl Caller {
             if next.batch.is_full_for(question.charges.len()) {
                 self.serve(next.depart());
             }
-            next.since.get_or_insert(question.asked);
+            next.since.get_or_insert_with(monotonic);
             let answer = self.add(&mut next.batch, question);
             if next.may_leave() {
                 next.leaves = true;
@@ -117,7 +115,7 @@ impl Caller {
     }
 
     fn add(&self, batch: &mut Batch, question: Question<'_>) -> tokio::sync::oneshot::Receiver<Answer> {
-        let Question { operation, charges, near_us, text, .. } = question;
+        let Question { operation, charges, near_us, text } = question;
         if text {
             batch.carry_text();
         }
@@ -146,6 +144,7 @@ impl Caller {
         }
     }
 
+    /// Makes one call within the time of those in it; those who wait for its answer may go before.
     async fn send(self: &Arc<Self>, Departure { mut batch, since }: Departure) {
         let began = monotonic();
         let _under_way = UnderWay { caller: self, requests: batch.requests(), began };
