@@ -2,6 +2,7 @@
 
 mod support;
 
+use std::sync::mpsc;
 use std::time::Duration;
 
 use sluicegate::limit::clock::monotonic;
@@ -209,4 +210,31 @@ fn many_who_wait_for_a_store_that_hangs_wait_no_longer_than_its_deadline() {
     assert_eq!(admitted(&statuses), 640, "all pass without it");
     signal(&redis.child, "CONT");
     eventually("the store decides again", || gateway.get("/r").header("ratelimit").is_some());
+}
+
+#[test]
+fn who_waits_behind_a_call_that_hangs_waits_no_longer_than_its_own_time() {
+    let redis = Redis::start();
+    let limit =
+        "[server]\nworkers = 1\n[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"deny\"";
+    let within = |timeout| {
+        let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]).replace("5s", timeout));
+        eventually("the store decides", || gateway.get("/r").status == 200);
+        gateway
+    };
+    let (first, later) = (within("1s"), within("1500ms"));
+    signal(&redis.child, "STOP");
+    let (answered, order) = mpsc::channel();
+    std::thread::scope(|scope| {
+        for gateway in [&first, &first, &first, &later] {
+            let mut client = gateway.client();
+            client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+            let answered = answered.clone();
+            scope.spawn(move || answered.send((client.reply().unwrap().status, gateway.address)).unwrap());
+        }
+    });
+    signal(&redis.child, "CONT");
+    let [others @ .., last]: [_; 4] = order.try_iter().collect::<Vec<_>>().try_into().unwrap();
+    assert_eq!(others, [(503, first.address); 3], "their time begins when they ask");
+    assert_eq!(last, (503, later.address));
 }

@@ -6,12 +6,15 @@ mod ahead;
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
+use std::mem;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use tokio::sync::oneshot;
-use tokio::time::{Duration, timeout};
+use tokio::task::yield_now;
+use tokio::time::{Duration, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use super::admission::{Ledger, Pending};
@@ -20,6 +23,10 @@ use super::backend::Source;
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::Answered;
 use ahead::units;
+
+/// Those who wait for a hot key let the worker go round so often before their call leaves with all who have come. With nothing else
+/// to do it is through at once; a busy one makes fewer calls, each of which takes Redis and the gateway as much as a request.
+const ROUNDS: usize = 4;
 
 type Answer = Result<Verdict, StoreError>;
 
@@ -32,11 +39,18 @@ pub struct Set {
     pub advance: u64,
 }
 
+/// A check that waits for the next call.
+#[derive(Debug)]
+struct Waiting {
+    answer: oneshot::Sender<Answer>,
+    since: Instant,
+}
+
 /// The checks of one worker that are under way.
 #[derive(Debug)]
 pub struct Coalescer {
     /// For each set of states the checks that wait for the one under way.
-    flights: Mutex<HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>>,
+    flights: Mutex<HashMap<u128, Vec<Waiting>, RandomState>>,
     /// Nobody waits longer for a verdict.
     deadline: Duration,
     /// Whether the last call took so long that waiting for it and for one more may exceed the deadline.
@@ -71,7 +85,7 @@ impl Coalescer {
             Entry::Vacant(vacant) if set.advance > 0 && self.advances.is_spent(set.id, asked) => {
                 // Still hot: the next advance is due, and this check goes with it.
                 let (answer, turn) = oneshot::channel();
-                vacant.insert(vec![answer]);
+                vacant.insert(vec![Waiting { answer, since: asked }]);
                 let (coalescer, book, pending) = (self.clone(), ledger.clone(), pending());
                 ledger.spawn(async move { coalescer.serve(&book, set, pending).await });
                 Turn::Behind(turn)
@@ -83,7 +97,7 @@ impl Coalescer {
             Entry::Occupied(_) if self.slow.load(Ordering::Relaxed) => Turn::Alone,
             Entry::Occupied(mut waiting) => {
                 let (answer, turn) = oneshot::channel();
-                waiting.get_mut().push(answer);
+                waiting.get_mut().push(Waiting { answer, since: asked });
                 Turn::Behind(turn)
             }
         };
@@ -103,10 +117,7 @@ impl Coalescer {
                 }
                 return ledger.backend.call(Source::Store, Operation::Check, charges).await;
             }
-            Turn::Behind(turn) => {
-                let answer = timeout(self.deadline, turn).await;
-                return answer.map_err(|_| StoreError::Timeout)?.unwrap_or(Err(StoreError::Timeout));
-            }
+            Turn::Behind(turn) => return turn.await.unwrap_or(Err(StoreError::Timeout)),
         }
         // Dropped at the end, and also when the client leaves while its call is under way.
         let _landing = Landing { coalescer: self, ledger, set, pending };
@@ -116,14 +127,14 @@ impl Coalescer {
     }
 
     /// Those who wait for the set; when nobody does, it is no longer under way.
-    fn take(&self, set: u128) -> Vec<oneshot::Sender<Answer>> {
+    fn take(&self, set: u128) -> Vec<Waiting> {
         let mut flights = self.lock();
         let Entry::Occupied(mut waiting) = flights.entry(set) else { return Vec::new() };
-        waiting.get_mut().retain(|answer| !answer.is_closed());
-        if waiting.get().is_empty() { waiting.remove() } else { std::mem::take(waiting.get_mut()) }
+        waiting.get_mut().retain(|waiting| !waiting.answer.is_closed());
+        if waiting.get().is_empty() { waiting.remove() } else { mem::take(waiting.get_mut()) }
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Vec<oneshot::Sender<Answer>>, RandomState>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Vec<Waiting>, RandomState>> {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -132,29 +143,40 @@ impl Coalescer {
         // In the order of their arrival; those whom a call left without an answer come first in the next.
         let mut waiting = Vec::new();
         loop {
-            waiting.retain(|answer: &oneshot::Sender<Answer>| !answer.is_closed());
+            waiting.retain(|waiting: &Waiting| !waiting.answer.is_closed());
             if waiting.is_empty() {
+                for _ in 0..ROUNDS {
+                    yield_now().await;
+                }
                 waiting = self.take(set.id);
-                if waiting.is_empty() {
-                    return;
-                }
             }
-            let answer = match self.reserve(set) {
-                Some(reservation) => {
-                    self.take_ahead(ledger, reservation, &mut pending, waiting.len() as u64, set).await
-                }
-                None => {
-                    let operation = if waiting.len() == 1 { Operation::Check } else { Operation::Take };
-                    ledger.call(Source::Store, operation, units(&mut pending, waiting.len() as u64)).await
-                }
-            };
-            waiting = share_out(&answer, waiting);
+            let Some(first) = waiting.first() else { return };
+            let due = first.since + self.deadline;
+            let mut call = pin!(self.ask(ledger, set, &mut pending, waiting.len() as u64));
+            if let Ok(answer) = timeout_at(due.into(), call.as_mut()).await {
+                waiting = share_out(&answer, waiting);
+            } else {
+                share_out(&Err(StoreError::Timeout), mem::take(&mut waiting));
+                // Not dropped: that it fails is to be counted.
+                let _ = call.await;
+            }
+        }
+    }
+
+    /// Asks for so many units, and an advance if one is due.
+    async fn ask(&self, ledger: &Arc<Ledger>, set: Set, pending: &mut [Pending], waiting: u64) -> Answer {
+        match self.reserve(set) {
+            Some(reservation) => self.take_ahead(ledger, reservation, pending, waiting, set).await,
+            None => {
+                let operation = if waiting == 1 { Operation::Check } else { Operation::Take };
+                ledger.call(Source::Store, operation, units(pending, waiting)).await
+            }
         }
     }
 }
 
 /// Gives the units of a call to those who came first; whoever is left without an answer asks again.
-fn share_out(answer: &Answer, waiting: Vec<oneshot::Sender<Answer>>) -> Vec<oneshot::Sender<Answer>> {
+fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> Vec<Waiting> {
     let granted = answer.as_ref().map_or(0, |verdict| verdict.granted) as usize;
     let mut waiting = waiting.into_iter();
     for (index, one) in waiting.by_ref().take(granted).enumerate() {
@@ -167,12 +189,12 @@ fn share_out(answer: &Answer, waiting: Vec<oneshot::Sender<Answer>>) -> Vec<ones
             verdict
         });
         // Who has gone by now was charged and not forwarded, as with a call of its own.
-        let _ = one.send(answer);
+        let _ = one.answer.send(answer);
     }
     if granted == 0 {
         // Nothing was left, and the answer says when something will be; or there is none.
         for one in waiting.by_ref() {
-            let _ = one.send(answer.clone());
+            let _ = one.answer.send(answer.clone());
         }
     }
     waiting.collect()

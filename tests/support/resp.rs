@@ -46,12 +46,22 @@ impl Command {
         self.verdict(0, 1)
     }
 
-    /// How many limits each request of a script call has.
-    pub fn requests(&self) -> Vec<usize> {
+    /// The packed argument of a script call.
+    fn argument(&self) -> Vec<u8> {
         // The smallest script has none.
         let argument = self.words.get(3 + self.keys().len()).map_or("", String::as_str);
-        let argument: Vec<u8> = argument.chars().map(|byte| byte as u8).collect();
-        let number = |at: usize| f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize;
+        argument.chars().map(|byte| byte as u8).collect()
+    }
+
+    /// What the first request of a script call costs at its first limit.
+    pub fn cost(&self) -> usize {
+        packed(&self.argument(), 8 + 25 + 2)
+    }
+
+    /// How many limits each request of a script call has.
+    pub fn requests(&self) -> Vec<usize> {
+        let argument = self.argument();
+        let number = |at| packed(&argument, at);
         let (mut at, mut requests) = (8, Vec::new());
         while at < argument.len() {
             let (size, limits) = (number(at), number(at + 17));
@@ -82,6 +92,10 @@ impl Command {
         }
         Answer::Bytes(reply)
     }
+}
+
+fn packed(argument: &[u8], at: usize) -> usize {
+    f64::from_le_bytes(argument[at..at + 8].try_into().unwrap()) as usize
 }
 
 /// A bulk string of numbers, as a script replies.

@@ -6,6 +6,7 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use tokio::task::yield_now;
 use tokio::time::{Duration, timeout_at};
 
 use super::batch::{Answer, Batch, Refusal};
@@ -136,11 +137,16 @@ impl Caller {
     async fn make(self: &Arc<Self>, mut departure: Departure) {
         loop {
             self.send(departure).await;
-            let mut next = self.next();
-            if !next.may_leave() {
-                return;
+            {
+                let mut next = self.next();
+                if !next.may_leave() {
+                    return;
+                }
+                next.leaves = true;
             }
-            departure = next.depart();
+            // What the worker has yet to read goes along.
+            yield_now().await;
+            departure = self.next().depart();
         }
     }
 
