@@ -116,6 +116,7 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             prefix: "rl".to_owned(),
             connections: 1,
             timeout: Duration::from_secs(5),
+            connect_timeout: Duration::from_secs(5),
             algorithms: Parts::default(),
         };
         let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), clock.clone(), Arc::default()));

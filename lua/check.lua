@@ -6,7 +6,7 @@
 --          then for each group of requests that differ in their keys only, in the order of the keys:
 --          d   how many they are
 --          c1  operation: C check and commit | P peek | A charge unconditionally | R refund | T take up to cost (unit
---              checks) | N renew (leases of kind C only)
+--              checks) | N renew (leases of kind C only; one that is gone is added)
 --          d   R: when the refunded charge was made, in microseconds; else 0
 --          d   how many limits each of them has
 --          and for each limit: c1 kind, c1 flags (- | s shadow | p post-paid | b both), d cost, d a, d b, d c, c8 d: the

@@ -1,5 +1,5 @@
 -- Kind C, concurrency: a lease for each request in flight. a the limit, b the length of a lease in microseconds, d its id, 8 bytes.
--- Whatever its cost, a charge is one lease; with a cost of 0, none. Operation R releases it, N lets it end b from now.
+-- Whatever its cost, a charge is one lease; with a cost of 0, none. Operation R releases it, N lets it end b from now, and adds it if it is gone.
 -- State: a ZSET of ids by the instants at which their leases end. What would end later than a new lease (the clock was set
 -- back) ends with it. When a lease comes free is not known: status 3, and the retry is when enough of them end by themselves.
 elseif kind == 'C' then
@@ -12,7 +12,7 @@ elseif kind == 'C' then
     for j = 1, #far do call('ZADD', key, till, far[j]) end
     call('PEXPIRE', key, format('%d', ceil(b / 1000) + 1000))
   end
-  -- ZADD with or without XX, after what has ended is swept out.
+  -- ZADD, after what has ended is swept out.
   local function keep(...)
     call('ZREMRANGEBYSCORE', key, '-inf', now_text)
     call('ZADD', key, ...)
@@ -24,7 +24,8 @@ elseif kind == 'C' then
   if asked == 'R' then
     value = function() call('ZREM', key, d) end
   elseif asked == 'N' then
-    value = function() keep('XX', till, d) end
+    -- Registers a lease again that the store has lost, over the limit if need be: its request is running.
+    value = function() keep(till, d) end
   elseif asked ~= 'A' and live + cost > a then
     local blocking = call('ZRANGEBYSCORE', key, '(' .. now_text, '+inf', 'WITHSCORES', 'LIMIT', format('%d', live + cost - a - 1), '1')
     status, retry = 3, tonumber(blocking[2]) - now

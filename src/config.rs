@@ -181,10 +181,13 @@ pub struct Store {
     /// For `rediss://`: `{ ca = "ca.pem", cert = "client.pem", key = "client.key" }`, each optional, `cert` and `key`
     /// together; without `ca` the roots of the system.
     pub tls: Option<Spanned<StoreTls>>,
-    /// Bound of a whole decision, connecting included; what a response costs or gives back is a second call with the
-    /// same bound.
+    /// Maximum time for the rate limit check of a request, queuing included; what a response costs or gives back is a second call
+    /// with the same maximum. A check that is late while the store answers others is rejected with 503.
     #[schemars(schema_with = "schema::duration", extend("default" = "50ms"))]
     pub timeout: Option<Text>,
+    /// Maximum time to connect to the store: DNS, TCP, TLS, login, loading the scripts. No request waits for it longer than `timeout`.
+    #[schemars(schema_with = "schema::duration", extend("default" = "1s"))]
+    pub connect_timeout: Option<Text>,
     /// Per worker; calls are pipelined.
     #[schemars(range(min = 1, max = 8), extend("default" = 1))]
     pub connections: Option<Spanned<i64>>,

@@ -38,7 +38,7 @@ use coalesce::{Coalescer, Set};
 use decision::{Check, Decision};
 use denials::{Denials, Known};
 use line::Lines;
-use outage::{Unavailable, without_store};
+use outage::{Unavailable, overloaded, without_store};
 use overrides::Overrides;
 use plan::{OnStoreError, Wait};
 use store::{Operation, Verdict};
@@ -71,7 +71,7 @@ impl Limiter {
     ) -> Self {
         let coalescer = match &backend {
             Backend::Memory(_) => None,
-            Backend::Redis { store, .. } => Some(Arc::new(Coalescer::new(store.deadline(), advances))),
+            Backend::Redis { store, .. } => Some(Arc::new(Coalescer::new(store.timeout(), advances))),
         };
         let ledger = Arc::new(Ledger { backend, denials, tasks: TaskTracker::new() });
         Limiter { ledger, coalescer, lines, overrides, next_lease: AtomicU64::new(first_lease) }
@@ -144,6 +144,15 @@ impl Limiter {
             first_lease = self.next_lease.fetch_add(last.place as u64 + 1, Ordering::Relaxed);
             leases = Some(self.leases(checks, Source::Store, first_lease));
         }
+        if let Some(asked) = leases.take_if(|_| self.ledger.backend.has_recovered_within(SETTLING)) {
+            match self.take_share(checks, first_lease) {
+                Some(denial) => {
+                    asked.refused();
+                    return Ok(denial);
+                }
+                None => leases = Some(asked.counted_here()),
+            }
+        }
         let charges: Vec<_> = checks.iter().map(|check| check.charge(Source::Store, first_lease)).collect();
         let asked = monotonic();
         let answer = match together {
@@ -154,7 +163,7 @@ impl Limiter {
             }
             _ => {
                 self.ledger.backend.count(Answered::Alone);
-                self.ledger.backend.call(Source::Store, Operation::Check, &charges).await
+                self.ledger.backend.call(Source::Store, asked, Operation::Check, &charges).await
             }
         };
         let granted = answer.as_ref().is_ok_and(|verdict| verdict.granted > 0);
@@ -165,8 +174,8 @@ impl Limiter {
         let mut instants = Vec::new();
         let mut decision = match answer {
             Ok(mut verdict) => {
-                instants = mem::take(&mut verdict.instants);
                 self.remember(checks, &verdict, asked);
+                instants = mem::take(&mut verdict.instants);
                 Decision::new(verdict, Source::Store, checks.iter())
             }
             Err(error) => {
@@ -174,6 +183,9 @@ impl Limiter {
                 if let Some(leases) = leases.take().filter(|_| error.nothing_ran()) {
                     // After any other error it is not known what was granted: it is released.
                     leases.refused();
+                }
+                if error.is_overload() {
+                    return overloaded(checks, error);
                 }
                 let decision = without_store(fallback, checks, error, first_lease)?;
                 if checks.iter().any(Check::takes_lease) {
@@ -189,6 +201,15 @@ impl Limiter {
         }
         self.owe(checks, &mut decision, None, &instants);
         Ok(decision)
+    }
+
+    /// Takes the permits of a request out of this gateway's shares of its concurrency limits, or denies it.
+    fn take_share<'a>(&self, checks: &[Check<'a, '_>], first_lease: u64) -> Option<Decision<'a>> {
+        let Backend::Redis { fallback, .. } = &self.ledger.backend else { return None };
+        let limits = || checks.iter().filter(|check| check.takes_lease());
+        let charges: Vec<_> = limits().map(|check| check.charge(Source::Local, first_lease)).collect();
+        let verdict = fallback.decide(Operation::Check, &charges);
+        (verdict.granted == 0).then(|| Decision::new(verdict, Source::Local, limits()))
     }
 
     /// The decision by units that were taken ahead.
@@ -215,7 +236,8 @@ impl Limiter {
     }
 
     fn remember(&self, checks: &[Check<'_, '_>], verdict: &Verdict, asked: Instant) {
-        let Some(denials) = self.ledger.denials.as_ref().filter(|_| verdict.granted == 0) else { return };
+        let certain = verdict.granted == 0 && verdict.instants.is_empty();
+        let Some(denials) = self.ledger.denials.as_ref().filter(|_| certain) else { return };
         for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| check.is_memorable()) {
             let known = Known { now_us: verdict.now_us, outcome: *outcome };
             denials.note(check.key().local(), check.plan.id, check.needs(), known, asked, longest(check));
@@ -252,6 +274,10 @@ impl Limiter {
         Debts::new(self.ledger.clone(), decision.source, owed.collect())
     }
 }
+
+/// So long after an outage the store may not know of all concurrency permits that other gateways hold: they register them when they find
+/// that it answers again, a probe (1.1 s) and a timeout later at most. Until then this gateway's share counts as well.
+const SETTLING: Duration = Duration::from_secs(2);
 
 /// Of a limit that has no part in a denial.
 const UNTOUCHED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };

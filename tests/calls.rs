@@ -38,7 +38,13 @@ fn held() -> (FakeRedis, mpsc::Sender<()>) {
 }
 
 async fn connected(fake: &FakeRedis, timeout: Duration) -> RedisStore {
-    let settings = RedisSettings { prefix: "rl".to_owned(), connections: 1, timeout, algorithms: Parts::default() };
+    let settings = RedisSettings {
+        prefix: "rl".to_owned(),
+        connections: 1,
+        timeout,
+        connect_timeout: PATIENCE,
+        algorithms: Parts::default(),
+    };
     let server = Server::Fixed(redis::Client::open(fake.url()).unwrap());
     let store = RedisStore::new(&settings, server, Clock::Store, Arc::default());
     store.connect().await.unwrap();
@@ -139,7 +145,7 @@ async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_bus
     let check = move || {
         let (coalescer, ledger, plan) = (coalescer.clone(), ledger.clone(), plan.clone());
         async move {
-            let pending = Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1 };
+            let pending = Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1, advance: 0 };
             let key = Key { identity: Identity(1), bucket: &plan.bucket };
             let charge = Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0 };
             let set = Set { id: 1, advance: 0 };

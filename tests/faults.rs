@@ -431,8 +431,12 @@ fn a_connection_that_breaks_costs_its_calls_and_is_replaced() {
     assert!(is_decided(&ask(&gateway, "/deny", "a")));
 }
 
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
+#[tokio::test]
+async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
+    const ASKED: usize = 20_000;
+    // The queue, and the window of calls in flight.
+    const QUEUED: usize = 16_384;
+    const IN_FLIGHT: std::ops::RangeInclusive<usize> = 0..=16 * 128;
     let (release, released) = mpsc::channel::<()>();
     let released = Mutex::new(released);
     let fake = FakeRedis::start(move |command| {
@@ -445,33 +449,38 @@ async fn beyond_a_thousand_calls_in_flight_the_store_is_not_asked() {
     let timeout = Duration::from_secs(60);
     let guard = Guard::new(store(&fake, timeout), Arc::<Breaker>::default());
     let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
-    let full = Arc::<AtomicUsize>::default();
-    let tasks: Vec<_> = (0..1100)
+    let (asked, overloaded) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+    let tasks: Vec<_> = (0..ASKED as u128)
         .map(|identity| {
-            let (guard, limit, full) = (guard.clone(), limit.clone(), full.clone());
+            let (guard, limit) = (guard.clone(), limit.clone());
+            let (asked, overloaded) = (asked.clone(), overloaded.clone());
             tokio::spawn(async move {
-                let answer = guard.call(Operation::Check, &[limit.charge(identity, 1)]).await;
-                if let Err(StoreError::Full) = answer {
-                    full.fetch_add(1, Ordering::SeqCst);
+                asked.fetch_add(1, Ordering::SeqCst);
+                match guard.call(Operation::Check, &[limit.charge(identity, 1)]).await {
+                    Ok(_) => true,
+                    Err(StoreError::Overloaded) => {
+                        overloaded.fetch_add(1, Ordering::SeqCst);
+                        false
+                    }
+                    Err(error) => panic!("{error}"),
                 }
-                answer.is_ok()
             })
         })
         .collect();
-    eventually("those beyond are turned away at once", || full.load(Ordering::SeqCst) == 1100 - 1024);
+    while asked.load(Ordering::SeqCst) < ASKED {
+        tokio::task::yield_now().await;
+    }
+    tokio::task::yield_now().await;
+    let rejected = overloaded.load(Ordering::SeqCst);
+    assert!(IN_FLIGHT.contains(&(ASKED - QUEUED - rejected)), "{rejected} rejected at once");
     drop(release);
     let mut answered = 0;
     for task in tasks {
         answered += usize::from(task.await.unwrap());
     }
-    assert_eq!((answered, full.load(Ordering::SeqCst)), (1024, 76));
-    assert_eq!(fake.requests(), 1024, "the others were not sent");
-    for identity in 0..10 {
-        guard
-            .call(Operation::Check, &[limit.charge(identity, 1)])
-            .await
-            .expect("the breaker is closed, and places are free");
-    }
+    assert_eq!((answered, overloaded.load(Ordering::SeqCst)), (ASKED - rejected, rejected));
+    assert_eq!(fake.requests(), answered, "the others were not sent");
+    assert!(!guard.is_open());
 }
 
 #[tokio::test]
@@ -492,6 +501,12 @@ async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
 }
 
 fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
-    let settings = RedisSettings { prefix: "rl".to_owned(), connections: 1, timeout, algorithms: Parts::default() };
+    let settings = RedisSettings {
+        prefix: "rl".to_owned(),
+        connections: 1,
+        timeout,
+        connect_timeout: Duration::from_secs(1),
+        algorithms: Parts::default(),
+    };
     RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Clock::Store, Arc::default())
 }

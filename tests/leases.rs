@@ -119,11 +119,11 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
             }
             Act::Renew(ago) => {
                 stores.call(Operation::Renew, &[held(slots, next - ago)]).await;
-                if let Some(ends) = in_flight.get_mut(&(next - ago)) {
-                    *ends = now + LEASE;
-                } else if !back {
+                in_flight.insert(next - ago, now + LEASE);
+                if !back {
                     let live = stores.call(Operation::Peek, &[held(slots, 1)]).await.outcomes[0];
-                    assert_eq!(live.remaining, most.saturating_sub(in_flight.len() as u64), "none is created: {what}");
+                    let left = most.saturating_sub(in_flight.len() as u64);
+                    assert_eq!(live.remaining, left, "one that was lost is added: {what}");
                 }
             }
             Act::Peek | Act::Resize(_) => {

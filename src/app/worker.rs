@@ -7,6 +7,7 @@ use std::sync::mpsc::Sender;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
+use tokio::time::{Duration, timeout};
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
@@ -31,6 +32,9 @@ use crate::runtime::Runtime;
 use crate::server::Server;
 use crate::server::connections::Connections;
 use crate::tally::Family;
+
+/// A worker that is about to serve waits so long for its first connection to the store.
+const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 
 /// What a worker takes along to its thread.
 pub(super) struct Worker {
@@ -65,7 +69,7 @@ impl Worker {
         runtime.block_on(async {
             let listener = |(place, socket)| Ok((place, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
-            let (limiter, counts) = (self.limiter(), (self.tallies, self.index));
+            let (limiter, counts) = (self.limiter().await, (self.tallies, self.index));
             let gateway = self.roster.enrol(&self.configuration, |running| {
                 Gateway::new(running.runtime.clone(), limiter, &running.fleets, self.sinks, counts)
             });
@@ -78,14 +82,19 @@ impl Worker {
         })
     }
 
-    fn limiter(&self) -> Limiter {
+    async fn limiter(&self) -> Limiter {
         let backend = match &self.runtime.store.redis {
             None => Backend::Memory(self.memory.clone()),
             Some(redis) => {
                 let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
                 let tallies = self.limits.of("", self.index);
                 let store = Shared::new(redis, breaker, topology, tallies.clone());
-                store.warm_up();
+                let connecting = tokio::spawn({
+                    let store = store.clone();
+                    async move { store.connect().await }
+                });
+                // The first request shall find a connection. A store that does not answer is not waited for.
+                let _ = timeout(FIRST_CONNECTION, connecting).await;
                 if self.index == 0 {
                     let (overrides, store) = (self.overrides.clone(), store.clone());
                     let key = records::key(&redis.1.prefix);

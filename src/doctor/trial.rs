@@ -51,8 +51,13 @@ pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check,
 
 /// One decision of each algorithm of the configuration, charged and given back. The keys expire, whatever happens.
 pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, Failure> {
-    let settings =
-        RedisSettings { prefix: needs.prefix.clone(), connections: 1, timeout: PATIENCE, algorithms: Parts::default() };
+    let settings = RedisSettings {
+        prefix: needs.prefix.clone(),
+        connections: 1,
+        timeout: PATIENCE,
+        connect_timeout: PATIENCE,
+        algorithms: Parts::default(),
+    };
     // It was seen to be of the right kind before.
     let store = RedisStore::new(&settings, server.target.clone(), Clock::Store, Arc::default());
     let hasher = IdentityHasher::new("doctor");

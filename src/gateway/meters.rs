@@ -75,7 +75,7 @@ impl Judgement {
         if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {
             return Some(Judgement::ShadowDenied);
         }
-        if local && check.limit.on_store_error != OnStoreError::Local {
+        if decision.overloaded || local && check.limit.on_store_error != OnStoreError::Local {
             return Some(Judgement::StoreError);
         }
         match (decision.admitted, local) {

@@ -3,7 +3,8 @@
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -19,8 +20,17 @@ use super::key::{Identity, Key};
 use super::plan::Plan;
 use super::store::{Charge, Mode, Operation, StoreError, Verdict};
 
-/// A release that may have come before what it releases, or did not reach the store, is repeated after this time.
-const RELEASE_AGAIN: Duration = Duration::from_secs(1);
+/// How often a release or a refund that did not reach the store is repeated while the store is asked; also when a release that may have
+/// come before what it releases is made again.
+const REPEAT: Duration = Duration::from_secs(1);
+
+const RELEASE: Operation = Operation::Refund { charged_at: 0 };
+
+/// The same for what was not sent because too many checks were queued.
+const REPEAT_OVERLOADED: Duration = Duration::from_millis(50);
+
+/// A charge or refund that cannot be sent because of overload is given up after this time.
+const LONGEST_DELIVERY: Duration = Duration::from_secs(30);
 
 /// What remains to be done for a limit when the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +65,8 @@ pub struct Pending {
     pub identity: Identity,
     /// How many; for a lease its id.
     pub units: u64,
+    /// Units of this state that the gateway may have prefetched at a time.
+    pub advance: u64,
 }
 
 /// What the requests of one worker leave behind: calls that nobody waits for.
@@ -81,12 +93,59 @@ impl Ledger {
     /// # Errors
     /// See [`StoreError`].
     pub async fn call(&self, source: Source, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
+        self.call_since(source, monotonic(), operation, pending).await
+    }
+
+    /// The same for requests that have waited since then.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn call_since(
+        &self,
+        source: Source,
+        since: Instant,
+        operation: Operation,
+        pending: &[Pending],
+    ) -> Result<Verdict, StoreError> {
         let charge = |pending| Pending::charge(pending, source);
-        self.backend.call(source, operation, &pending.iter().map(charge).collect::<Vec<_>>()).await
+        self.backend.call(source, since, operation, &pending.iter().map(charge).collect::<Vec<_>>()).await
+    }
+
+    /// The same for charges that nobody waits for: while too many checks are queued, it is repeated.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn deliver(
+        &self,
+        source: Source,
+        operation: Operation,
+        pending: Vec<Pending>,
+    ) -> Result<Verdict, StoreError> {
+        let began = monotonic();
+        loop {
+            match self.call(source, operation, &pending).await {
+                Err(StoreError::Overloaded) if began.elapsed() < LONGEST_DELIVERY => sleep(REPEAT_OVERLOADED).await,
+                result => return result,
+            }
+        }
+    }
+
+    /// Counts permits in this process' share as well, where there is a store that may fail: in an outage the share is to count all
+    /// requests that run here.
+    fn count_here(&self, operation: Operation, permits: &[Pending]) {
+        if let Backend::Redis { fallback, .. } = &self.backend {
+            let charge = |permit| Pending::charge(permit, Source::Local);
+            fallback.decide(operation, &permits.iter().map(charge).collect::<Vec<_>>());
+        }
     }
 }
 
 impl Pending {
+    /// Names the state.
+    pub fn key(&self) -> Key<'_> {
+        Key { identity: self.identity, bucket: &self.plan.bucket }
+    }
+
     fn rule(&self, source: Source) -> &Rule {
         match source {
             Source::Store => &self.plan.rule,
@@ -95,31 +154,67 @@ impl Pending {
     }
 
     fn charge(&self, source: Source) -> Charge<'_> {
-        let key = Key { identity: self.identity, bucket: &self.plan.bucket };
-        let rule = self.rule(source);
+        let (key, rule) = (self.key(), self.rule(source));
         let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
         Charge { key, rule, cost, mode: Mode::Binding, lease }
     }
 }
 
-/// The leases of a request. Dropping them releases them, also while it is not known whether they were granted.
+/// The permits of a request. Dropping them releases them, also while it is not known whether they were granted.
+///
+/// The store counts them for all gateways. A renewal registers a permit again that the store has lost, or that was granted by the
+/// share of an outage. This process counts them as well: its share in an outage has to know of all requests that run here.
 #[derive(Debug)]
 pub struct Leases {
     ledger: Arc<Ledger>,
     source: Source,
     held: Arc<[Pending]>,
     renewal: Option<AbortHandle>,
+    known: Arc<Known>,
+    /// Whether this process counts them.
+    here: bool,
+}
+
+/// What the store may know of the permits of a request.
+#[derive(Debug, Default)]
+struct Known {
+    /// Whether it may count them.
+    counted: AtomicBool,
+    /// Whether a call that counts them may still run: its release has to be made again, later.
+    unsettled: AtomicBool,
 }
 
 impl Leases {
-    /// Leases that are about to be asked for.
+    /// Permits that are about to be asked for.
     pub fn asked(ledger: Arc<Ledger>, source: Source, asked: Vec<Pending>) -> Self {
-        Leases { ledger, source, held: asked.into(), renewal: None }
+        let asks = source == Source::Store;
+        let known = Known { counted: AtomicBool::new(asks), unsettled: AtomicBool::new(asks) };
+        Leases {
+            ledger,
+            source,
+            held: asked.into(),
+            renewal: None,
+            known: Arc::new(known),
+            here: source == Source::Local,
+        }
     }
 
-    /// They were refused: there is nothing to release.
+    /// This process counts them already.
+    pub fn counted_here(mut self) -> Self {
+        self.here = true;
+        self
+    }
+
+    /// They were refused: the store has nothing to release.
     pub fn refused(mut self) {
+        self.release_here();
         self.held = Arc::new([]);
+    }
+
+    fn release_here(&mut self) {
+        if mem::take(&mut self.here) {
+            self.ledger.count_here(RELEASE, &self.held);
+        }
     }
 
     /// How long each of them lasts.
@@ -134,15 +229,40 @@ impl Leases {
         self.lengths().max().unwrap_or_default()
     }
 
-    /// They were granted: each is renewed when a third of it has passed.
+    /// They were granted: each is renewed when a third of it has passed, and when the store answers again after an outage.
     pub fn granted(mut self) -> Self {
         let Some(shortest) = self.lengths().min() else { return self };
-        let (ledger, source, held) = (self.ledger.clone(), self.source, self.held.clone());
+        if self.source == Source::Store {
+            self.known.unsettled.store(false, Ordering::Relaxed);
+            if !mem::replace(&mut self.here, true) {
+                self.ledger.count_here(Operation::Charge, &self.held);
+            }
+        }
+        let (ledger, held, known) = (self.ledger.clone(), self.held.clone(), self.known.clone());
         self.renewal = self.ledger.spawn(async move {
+            let mut pause = shortest / 3;
             loop {
-                sleep(shortest / 3).await;
-                if let Err(error) = ledger.call(source, Operation::Renew, &held).await {
-                    debug!(%error, "a lease was not renewed");
+                ledger.backend.recovery_within(pause).await;
+                ledger.count_here(Operation::Renew, &held);
+                known.unsettled.store(true, Ordering::Relaxed);
+                let renewed = ledger.call(Source::Store, Operation::Renew, &held).await;
+                pause = shortest / 3;
+                match renewed {
+                    Ok(_) => {
+                        known.counted.store(true, Ordering::Relaxed);
+                        known.unsettled.store(false, Ordering::Relaxed);
+                    }
+                    Err(error) => {
+                        if error.nothing_ran() {
+                            known.unsettled.store(false, Ordering::Relaxed);
+                        } else {
+                            known.counted.store(true, Ordering::Relaxed);
+                        }
+                        if error.is_overload() {
+                            pause = pause.min(REPEAT);
+                        }
+                        debug!(%error, "a concurrency permit was not renewed");
+                    }
                 }
             }
         });
@@ -158,18 +278,29 @@ impl Drop for Leases {
         if self.held.is_empty() {
             return;
         }
-        let (ledger, source, held) = (self.ledger.clone(), self.source, self.held.clone());
+        self.release_here();
+        let unsettled = self.known.unsettled.load(Ordering::Relaxed);
+        if !unsettled && !self.known.counted.load(Ordering::Relaxed) {
+            return;
+        }
+        let (ledger, held) = (self.ledger.clone(), self.held.clone());
         // A call that nobody waited for may run after its release, on another connection or in a store that hung.
-        let (mut certain, longest) = (self.renewal.is_some(), self.longest());
+        let (mut certain, longest) = (!unsettled, self.longest());
         self.ledger.spawn(async move {
-            let began = monotonic();
-            while began.elapsed() < longest {
-                match ledger.call(source, Operation::Refund { charged_at: 0 }, &held).await {
+            // One life after the store answers again the permits have ended by themselves.
+            let mut answering = monotonic();
+            while answering.elapsed() < longest {
+                match ledger.call(Source::Store, RELEASE, &held).await {
                     Ok(_) if certain => return,
                     Ok(_) => certain = true,
-                    Err(error) => debug!(%error, "a lease is not released yet"),
+                    Err(error) => {
+                        debug!(%error, "a concurrency permit is not released yet");
+                        if error.is_outage() && !ledger.tasks.is_closed() {
+                            answering = monotonic();
+                        }
+                    }
                 }
-                sleep(RELEASE_AGAIN).await;
+                ledger.backend.recovery_within(REPEAT).await;
             }
         });
     }
@@ -231,7 +362,13 @@ impl Debts {
                     Ok(verdict) => {
                         standings.extend(pending.iter().map(|pending| pending.place).zip(verdict.outcomes));
                     }
-                    Err(error) => failure = Some(error),
+                    Err(error) => {
+                        if let StoreError::Overloaded = error {
+                            // The response does not wait for it.
+                            ledger.spawn(deliver(ledger.clone(), source, operation, pending));
+                        }
+                        failure = Some(error);
+                    }
                 }
             }
             failure.map_or(Ok(standings), Err)
@@ -248,11 +385,12 @@ impl Drop for Debts {
         if owed.is_empty() {
             return;
         }
-        let (ledger, source) = (self.ledger.clone(), self.source);
-        self.ledger.spawn(async move {
-            if let Err(error) = ledger.call(source, Operation::Charge, &owed).await {
-                debug!(%error, "the cost of an abandoned request was not charged");
-            }
-        });
+        self.ledger.spawn(deliver(self.ledger.clone(), self.source, Operation::Charge, owed));
+    }
+}
+
+async fn deliver(ledger: Arc<Ledger>, source: Source, operation: Operation, pending: Vec<Pending>) {
+    if let Err(error) = ledger.deliver(source, operation, pending).await {
+        debug!(%error, ?operation, "what a response made of a cost was not counted");
     }
 }

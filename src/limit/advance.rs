@@ -1,7 +1,8 @@
 //! Advances: units of hot sets of states that are charged ahead of the requests that will use them.
 //!
-//! For each set the process keeps at most one advance at a time, whatever the number of its workers: this is what the bounds
-//! of the manual rest on. Time comes in as a value.
+//! For each set the process keeps at most one advance at a time, whatever the number of its workers. Sets may share states, as a global
+//! limit and one of each client do: of each state the process holds at most the prefetch of its limit, in all its sets together.
+//! This is what the bounds of the manual rest on. Time comes in as a value.
 
 use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -28,11 +29,15 @@ struct Sets {
     kept: HashMap<u128, Advance, RandomState>,
     /// Those for which an advance is being asked for.
     asked: HashSet<u128, RandomState>,
+    /// Units of each state that are kept or being asked for, in all sets.
+    outstanding: HashMap<u128, u64, RandomState>,
 }
 
 #[derive(Debug)]
 struct Advance {
     left: u64,
+    /// What each unit was charged to.
+    states: Arc<[u128]>,
     /// From here on they are not used any more.
     until: Instant,
     /// When the verdict was here.
@@ -46,6 +51,9 @@ struct Advance {
 pub struct Reservation {
     advances: Arc<Advances>,
     set: u128,
+    states: Arc<[u128]>,
+    /// Not kept yet.
+    units: u64,
 }
 
 /// Units that nobody used, and when they were charged, µs.
@@ -61,8 +69,10 @@ impl Advances {
     /// One unit of a set, and when it was charged: the verdict that a call for it would have got.
     pub fn draw(&self, set: u128, now: Instant) -> Option<(Verdict, u64)> {
         let mut sets = self.lock();
-        let advance = sets.kept.get_mut(&set).filter(|advance| advance.left > 0 && now < advance.until)?;
+        let Sets { kept, outstanding, .. } = &mut *sets;
+        let advance = kept.get_mut(&set).filter(|advance| advance.left > 0 && now < advance.until)?;
         advance.left -= 1;
+        release(outstanding, &advance.states, 1);
         let elapsed_us = now.saturating_duration_since(advance.decided).as_micros() as u64;
         let told = |outcome: &Outcome| Outcome {
             // The units that are kept are there for callers, too.
@@ -80,11 +90,29 @@ impl Advances {
         self.lock().kept.get(&set).is_some_and(|advance| advance.left == 0 && now < advance.until)
     }
 
-    /// The right to ask for an advance, if none is kept or asked for.
-    pub fn reserve(self: &Arc<Self>, set: u128) -> Option<Reservation> {
+    /// The right to ask for an advance, if none of the set is kept or asked for; of as many units as each of its `states` still may
+    /// have outstanding.
+    pub fn reserve(self: &Arc<Self>, set: u128, states: impl Iterator<Item = (u128, u64)>) -> Option<Reservation> {
         let mut sets = self.lock();
         let room = sets.kept.get(&set).map_or(sets.kept.len() + sets.asked.len() < SETS, |advance| advance.left == 0);
-        (room && sets.asked.insert(set)).then(|| Reservation { advances: self.clone(), set })
+        if !room || sets.asked.contains(&set) {
+            return None;
+        }
+        let mut units = u64::MAX;
+        let states: Arc<[u128]> = states
+            .map(|(state, most)| {
+                units = units.min(most.saturating_sub(sets.outstanding.get(&state).copied().unwrap_or(0)));
+                state
+            })
+            .collect();
+        if units == 0 || states.is_empty() {
+            return None;
+        }
+        for state in &*states {
+            *sets.outstanding.entry(*state).or_default() += units;
+        }
+        sets.asked.insert(set);
+        Some(Reservation { advances: self.clone(), set, states, units })
     }
 
     /// Ends the advance of a set that has lapsed.
@@ -109,19 +137,34 @@ impl Advances {
 
 impl Sets {
     fn remove(&mut self, set: u128) -> Unused {
-        let removed = self.kept.remove(&set);
-        removed.map_or(Unused { units: 0, charged_at: 0 }, |advance| Unused {
-            units: advance.left,
-            charged_at: advance.verdict.now_us,
-        })
+        let Some(advance) = self.kept.remove(&set) else { return Unused { units: 0, charged_at: 0 } };
+        release(&mut self.outstanding, &advance.states, advance.left);
+        Unused { units: advance.left, charged_at: advance.verdict.now_us }
+    }
+}
+
+/// Units are used or given back: others of their states may be asked for.
+fn release(outstanding: &mut HashMap<u128, u64, RandomState>, states: &[u128], units: u64) {
+    for state in states {
+        if let Entry::Occupied(mut held) = outstanding.entry(*state) {
+            *held.get_mut() -= units.min(*held.get());
+            if *held.get() == 0 {
+                held.remove();
+            }
+        }
     }
 }
 
 impl Reservation {
+    /// How many units may be asked for.
+    pub fn units(&self) -> u64 {
+        self.units
+    }
+
     /// Keeps `units` of a call that was made at `asked`, of limits with these rules; whether somebody has to see to their end,
     /// because nobody does yet.
     pub fn keep<'r>(
-        self,
+        mut self,
         units: u64,
         verdict: Verdict,
         rules: impl Iterator<Item = &'r Rule>,
@@ -129,7 +172,10 @@ impl Reservation {
         decided: Instant,
     ) -> bool {
         let until = asked + rules.zip(&verdict.outcomes).map(usable).min().unwrap_or_default();
-        let advance = Advance { left: units, until, decided, verdict };
+        // No more than was asked for; the rest of it is released with the reservation.
+        let units = units.min(self.units);
+        self.units -= units;
+        let advance = Advance { left: units, states: self.states.clone(), until, decided, verdict };
         match self.advances.lock().kept.entry(self.set) {
             Entry::Occupied(mut spent) => {
                 spent.insert(advance);
@@ -145,7 +191,9 @@ impl Reservation {
 
 impl Drop for Reservation {
     fn drop(&mut self) {
-        self.advances.lock().asked.remove(&self.set);
+        let mut sets = self.advances.lock();
+        sets.asked.remove(&self.set);
+        release(&mut sets.outstanding, &self.states, self.units);
     }
 }
 
@@ -184,9 +232,14 @@ mod tests {
         Verdict::new(9, 1000, vec![outcome])
     }
 
+    /// The states of a set of one limit, of which this many units may be outstanding.
+    fn state(most: u64) -> impl Iterator<Item = (u128, u64)> {
+        std::iter::once((1, most))
+    }
+
     /// An advance of one limit that was asked for and given at `at`.
     fn keep(advances: &Arc<Advances>, rule: &Rule, units: u64, reset_us: u64, at: Instant) -> bool {
-        advances.reserve(SET).unwrap().keep(units, verdict(20, reset_us), std::iter::once(rule), at, at)
+        advances.reserve(SET, state(100)).unwrap().keep(units, verdict(20, reset_us), std::iter::once(rule), at, at)
     }
 
     #[test]
@@ -231,7 +284,7 @@ mod tests {
             let verdict = Verdict { outcomes: vec![outcome; rules.len()], ..verdict(20, reset_us) };
             // The answer took its time: the window was that much closer to its end.
             let decided = start + Duration::from_millis(100);
-            advances.reserve(SET).unwrap().keep(5, verdict, rules.iter(), start, decided);
+            advances.reserve(SET, state(100)).unwrap().keep(5, verdict, rules.iter(), start, decided);
             let until = start + Duration::from_micros(usable_us);
             assert!(advances.draw(SET, until - Duration::from_micros(1)).is_some(), "{rules:?}");
             assert_eq!(advances.draw(SET, until), None, "{rules:?}");
@@ -241,32 +294,106 @@ mod tests {
     #[test]
     fn a_set_never_has_two_advances() {
         let (advances, start) = (Arc::<Advances>::default(), monotonic());
-        let first = advances.reserve(SET).unwrap();
-        assert!(advances.reserve(SET).is_none(), "one is asked for");
-        assert!(advances.reserve(8).is_some(), "another set is another matter");
+        let reserve = |set| advances.reserve(set, std::iter::once((set, 100)));
+        let first = reserve(SET).unwrap();
+        assert!(reserve(SET).is_none(), "one is asked for");
+        assert!(reserve(8).is_some(), "another set is another matter");
         drop(first);
         keep(&advances, &log(), 2, SECOND, start);
-        assert!(advances.reserve(SET).is_none(), "one is kept");
+        assert!(reserve(SET).is_none(), "one is kept");
         advances.draw(SET, start).unwrap();
-        assert!(advances.reserve(SET).is_none() && !advances.is_spent(SET, start), "one unit is");
+        assert!(reserve(SET).is_none() && !advances.is_spent(SET, start), "one unit is");
         advances.draw(SET, start).unwrap();
         assert!(advances.is_spent(SET, start));
         assert!(!keep(&advances, &log(), 2, SECOND, start + LONGEST / 2), "who sees to its end goes on doing so");
         assert_eq!(advances.end(SET, start + LONGEST), Err(LONGEST / 2), "the second lasts longer");
         assert_eq!(advances.break_off(SET), Unused { units: 2, charged_at: 1000 });
-        assert!(!advances.is_spent(SET, start) && advances.reserve(SET).is_some());
+        assert!(!advances.is_spent(SET, start) && reserve(SET).is_some());
+    }
+
+    /// A global limit of which 50 units may be outstanding, and a limit of each client.
+    #[test]
+    fn sets_that_share_a_state_share_what_may_be_outstanding_of_it() {
+        let (advances, start) = (Arc::<Advances>::default(), monotonic());
+        let reserve = |client: u128| advances.reserve(client, [(0, 50), (client, 30)].into_iter());
+        let keep = |reservation: Reservation, units| {
+            reservation.keep(units, verdict(20, SECOND), [log(), log()].iter(), start, start)
+        };
+        let first = reserve(1).unwrap();
+        assert_eq!(first.units(), 30, "as many as the client's own limit may have");
+        let second = reserve(2).unwrap();
+        assert_eq!(second.units(), 20, "the rest of the global one's");
+        assert!(reserve(3).is_none(), "there is none left");
+        keep(first, 25);
+        assert_eq!(reserve(3).unwrap().units(), 5, "what was not granted");
+        drop(second);
+        assert_eq!(reserve(3).unwrap().units(), 25, "what was asked for in vain");
+        for _ in 0..10 {
+            advances.draw(1, start).unwrap();
+        }
+        assert_eq!(reserve(3).unwrap().units(), 30, "what is drawn is not outstanding any more");
+        assert_eq!(advances.break_off(1).units, 15);
+        assert!(advances.lock().outstanding.is_empty());
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn no_state_ever_has_more_outstanding_than_its_prefetch(
+            steps in proptest::collection::vec((0u128..6, 0u64..40, 0u8..5), 1..200)
+        ) {
+            // Sets of one to three of four states, each with a prefetch of its own.
+            let prefetch = [10, 25, 40, 7];
+            let states = |set: u128| (0..4).filter(move |state| (set + 2) >> state & 1 == 1).map(|state| state as usize);
+            let (advances, start) = (Arc::<Advances>::default(), monotonic());
+            let (mut asked, mut kept) = (HashMap::<u128, Reservation>::new(), HashMap::<u128, u64>::new());
+            for (set, units, action) in steps {
+                match action {
+                    0 | 1 => {
+                        let wanted = states(set).map(|state| (state as u128, prefetch[state]));
+                        if let Some(reservation) = advances.reserve(set, wanted) {
+                            asked.insert(set, reservation);
+                        }
+                    }
+                    2 => {
+                        if let Some(reservation) = asked.remove(&set) {
+                            let units = units.min(reservation.units());
+                            let rules: Vec<_> = states(set).map(|_| log()).collect();
+                            reservation.keep(units, verdict(20, SECOND), rules.iter(), start, start);
+                            kept.insert(set, units);
+                        }
+                    }
+                    3 => {
+                        if advances.draw(set, start).is_some() {
+                            *kept.get_mut(&set).unwrap() -= 1;
+                        }
+                    }
+                    _ => {
+                        let unused = advances.break_off(set).units;
+                        proptest::prop_assert_eq!(unused, kept.remove(&set).unwrap_or(0));
+                    }
+                }
+                for (state, most) in prefetch.into_iter().enumerate() {
+                    let of = |set: &u128| states(*set).any(|other| other == state);
+                    let asked: u64 = asked.iter().filter(|(set, _)| of(set)).map(|(_, asked)| asked.units()).sum();
+                    let kept: u64 = kept.iter().filter(|(set, _)| of(set)).map(|(_, units)| units).sum();
+                    let counted = advances.lock().outstanding.get(&(state as u128)).copied().unwrap_or(0);
+                    proptest::prop_assert_eq!(counted, asked + kept);
+                    proptest::prop_assert!(counted <= most, "{} of state {}", counted, state);
+                }
+            }
+        }
     }
 
     #[test]
     fn the_number_of_sets_is_bounded() {
         let (advances, start) = (Arc::<Advances>::default(), monotonic());
         for set in 0..2 * SETS as u128 {
-            if let Some(reservation) = advances.reserve(set) {
+            if let Some(reservation) = advances.reserve(set, std::iter::once((set, 1))) {
                 reservation.keep(1, verdict(1, SECOND), std::iter::once(&log()), start, start);
             }
         }
         assert_eq!(advances.lock().kept.len(), SETS);
         advances.draw(3, start).unwrap();
-        assert!(advances.reserve(3).is_some(), "one that has its place keeps it");
+        assert!(advances.reserve(3, std::iter::once((3, 1))).is_some(), "one that has its place keeps it");
     }
 }

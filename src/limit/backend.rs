@@ -1,17 +1,18 @@
 //! Where the counters of one worker live, and who decided.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use redis::{Cmd, Value};
-use tokio::time::Duration;
+use tokio::time::{Duration, sleep, timeout};
 
 use super::clock::{Clock, monotonic};
 use super::cluster::topology::Topology;
 use super::cluster::{self, Cluster};
-use super::guard::{Breaker, Guard};
+use super::guard::{Breaker, Guard, Recovery};
 use super::memory::MemoryStore;
 use super::redis::{RedisSettings, RedisStore, Servers};
-use super::store::{Charge, Operation, Store, StoreError, Verdict};
+use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::{Answered, Tallies};
 
 /// Where the counters of this worker live.
@@ -59,23 +60,39 @@ impl Shared {
     }
 
     /// Connects, so that the first request finds connections.
-    pub fn warm_up(&self) {
+    pub async fn connect(&self) {
         match self {
-            Shared::One(guard) => guard.warm_up(),
-            Shared::Cluster(cluster) => cluster.warm_up(),
+            Shared::One(guard) => guard.connect().await,
+            Shared::Cluster(cluster) => cluster.connect().await,
         }
     }
 
-    /// Decides; see [`Store::call`].
+    /// Told each time that a server answers again after an outage.
+    pub fn recovery(&self) -> &Arc<Recovery> {
+        match self {
+            Shared::One(guard) => guard.recovery(),
+            Shared::Cluster(cluster) => cluster.recovery(),
+        }
+    }
+
+    /// Decides by `due`; see [`Store::call`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn ask(&self, due: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        match self {
+            Shared::One(store) => store.ask(due, false, operation, charges).await,
+            // On the heap: the others should not have to carry its size.
+            Shared::Cluster(store) => Box::pin(store.ask(due, operation, charges)).await,
+        }
+    }
+
+    /// The same within the timeout.
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        match self {
-            Shared::One(store) => store.call(operation, charges).await,
-            // On the heap: the others should not have to carry its size.
-            Shared::Cluster(store) => Box::pin(store.call(operation, charges)).await,
-        }
+        self.ask(monotonic() + self.timeout(), operation, charges).await
     }
 
     /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
@@ -84,16 +101,16 @@ impl Shared {
     /// See [`StoreError`].
     pub async fn aside(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
-            Shared::One(guard) => guard.aside(guard.deadline(), false, command).await,
+            Shared::One(guard) => guard.aside(guard.timeout(), false, command).await,
             Shared::Cluster(cluster) => Box::pin(cluster.aside(slot, command)).await,
         }
     }
 
-    /// Bound of a call.
-    pub fn deadline(&self) -> Duration {
+    /// Maximum time from when a request asks to its verdict.
+    pub fn timeout(&self) -> Duration {
         match self {
-            Shared::One(guard) => guard.deadline(),
-            Shared::Cluster(cluster) => cluster.deadline(),
+            Shared::One(guard) => guard.timeout(),
+            Shared::Cluster(cluster) => cluster.timeout(),
         }
     }
 }
@@ -118,13 +135,14 @@ impl Source {
 }
 
 impl Backend {
-    /// Asks the store, or the counters that stand in for it.
+    /// Asks the store, or the counters that stand in for it. The time of the store counts from `since`.
     ///
     /// # Errors
     /// See [`StoreError`]; what is local does not fail.
     pub async fn call(
         &self,
         source: Source,
+        since: Instant,
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
@@ -133,15 +151,30 @@ impl Backend {
             | (Backend::Memory(memory), Source::Store) => return Ok(memory.decide(operation, charges)),
             (Backend::Redis { store, tallies, .. }, Source::Store) => (store, tallies),
         };
-        let asked = monotonic();
         // On the heap: checks that stay in this process should not have to carry its size.
-        let answer = Box::pin(store.call(operation, charges)).await;
+        let answer = Box::pin(store.ask(since + store.timeout(), operation, charges)).await;
         match &answer {
-            Ok(_) => tallies.round_trips.note(asked.elapsed()),
-            Err(StoreError::Open | StoreError::Full) => tallies.failures.count(1),
+            Ok(_) => tallies.round_trips.note(since.elapsed()),
+            Err(StoreError::Open | StoreError::Overloaded) => tallies.failures.count(1),
             Err(_) => tallies.failures.count(0),
         }
         answer
+    }
+
+    /// Returns after this time, or before that when the store answers again after an outage.
+    pub async fn recovery_within(&self, time: Duration) {
+        match self {
+            Backend::Memory(_) => sleep(time).await,
+            Backend::Redis { store, .. } => drop(timeout(time, store.recovery().next()).await),
+        }
+    }
+
+    /// Whether the store answered again within this time after an outage.
+    pub fn has_recovered_within(&self, time: Duration) -> bool {
+        match self {
+            Backend::Memory(_) => false,
+            Backend::Redis { store, .. } => store.recovery().is_within(time),
+        }
     }
 
     /// Notes who answered a check.

@@ -4,13 +4,15 @@ mod apart;
 pub mod topology;
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
+use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Duration, sleep, timeout};
 
 use super::clock::{Clock, monotonic, unix_us};
-use super::guard::Guard;
+use super::guard::{Guard, Recovery};
 use super::redis::server::{Address, Login, Server};
 use super::redis::slots::{Slots, slot};
 use super::redis::{RedisSettings, RedisStore};
@@ -66,29 +68,38 @@ impl Cluster {
         Cluster(Arc::new(Inner { settings, seeds, login, topology, tallies, known: Mutex::default() }))
     }
 
-    /// Bound of a call.
-    pub fn deadline(&self) -> Duration {
+    /// Maximum time from when a request asks to its verdict.
+    pub fn timeout(&self) -> Duration {
         self.0.settings.timeout
     }
 
+    /// Told each time that a node answers again after an outage.
+    pub fn recovery(&self) -> &Arc<Recovery> {
+        self.0.topology.recovery()
+    }
+
     /// Connects to all masters, so that the first request finds connections.
-    pub fn warm_up(&self) {
-        let cluster = self.clone();
-        tokio::spawn(async move {
-            let Ok(slots) = cluster.slots().await else {
-                // Those that cannot be reached are found out before the first request.
-                cluster.0.seeds.iter().filter_map(|seed| cluster.guard(seed).ok()).for_each(|guard| guard.warm_up());
-                return;
-            };
-            slots.masters().iter().filter_map(|master| cluster.guard(master).ok()).for_each(|guard| guard.warm_up());
-        });
+    pub async fn connect(&self) {
+        // Connecting to the node that is asked takes longer than a call.
+        let found = timeout(self.0.settings.connect_timeout, self.0.topology.discovered_by(|| self.discover())).await;
+        let nodes = match &found {
+            Ok(Ok(slots)) => slots.masters(),
+            // Those that cannot be reached are found out before the first request.
+            Ok(Err(_)) | Err(_) => &self.0.seeds,
+        };
+        self.connect_to(nodes).await;
+    }
+
+    async fn connect_to(&self, nodes: &[Address]) {
+        let guards: Vec<_> = nodes.iter().filter_map(|node| self.guard(node).ok()).collect();
+        join_all(guards.iter().map(Guard::connect)).await;
     }
 
     /// Asks the master of the one identity that these charges have, wherever it may be by now.
-    async fn follow(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+    async fn follow(&self, due: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         let Some(charge) = charges.first() else { return Err(StoreError::Malformed) };
-        let ask = |guard: Guard, within, asking| async move { guard.ask(within, asking, operation, charges).await };
-        self.at_the_owner(slot(charge.key.identity), ask).await
+        let ask = |guard: Guard, asking| async move { guard.ask(due, asking, operation, charges).await };
+        self.at_the_owner(slot(charge.key.identity), due, ask).await
     }
 
     /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
@@ -96,28 +107,30 @@ impl Cluster {
     /// # Errors
     /// See [`StoreError`].
     pub async fn aside(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
-        let ask = |guard: Guard, within, asking| async move { guard.aside(within, asking, command).await };
-        self.at_the_owner(slot, ask).await
+        let due = monotonic() + self.timeout();
+        let ask = |guard: Guard, asking| async move {
+            guard.aside(due.saturating_duration_since(monotonic()), asking, command).await
+        };
+        self.at_the_owner(slot, due, ask).await
     }
 
     /// Asks the master of a slot.
     async fn at_the_owner<T, F: Future<Output = Result<T, StoreError>>>(
         &self,
         slot: u16,
-        ask: impl Fn(Guard, Duration, bool) -> F,
+        due: Instant,
+        ask: impl Fn(Guard, bool) -> F,
     ) -> Result<T, StoreError> {
-        let began = monotonic();
         let mut address = self.owner(slot).await?;
         let mut asking = false;
         for redirections in 0_u32.. {
             if redirections > REDIRECTIONS {
                 sleep(PAUSE).await;
             }
-            let within = self.deadline().saturating_sub(began.elapsed());
-            if within.is_zero() {
+            if monotonic() >= due {
                 break;
             }
-            let error = match ask(self.guard(&address)?, within, asking).await {
+            let error = match ask(self.guard(&address)?, asking).await {
                 Ok(answer) => return Ok(answer),
                 Err(error) => error,
             };
@@ -154,7 +167,7 @@ impl Cluster {
         if let Some(slots) = topology.slots() {
             return Ok(slots);
         }
-        let found = timeout(self.deadline(), topology.discovered_by(|| self.discover())).await;
+        let found = timeout(self.timeout(), topology.discovered_by(|| self.discover())).await;
         found.unwrap_or(Err(StoreError::Timeout))
     }
 
@@ -183,17 +196,26 @@ impl Cluster {
         let cluster = self.clone();
         tokio::spawn(async move {
             if let Ok(slots) = cluster.discover().await {
+                let masters = slots.masters().to_vec();
                 cluster.0.topology.replace(slots);
+                // Before the first request needs them: a replica that was promoted has not been asked yet.
+                let known = |master: &Address| cluster.known().guards.contains_key(master);
+                let new: Vec<_> = masters.into_iter().filter(|master| !known(master)).collect();
+                cluster.connect_to(&new).await;
             }
             turn.over().await;
         });
+    }
+
+    fn known(&self) -> MutexGuard<'_, Known> {
+        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The guard of a node; those of nodes that left the cluster are forgotten.
     fn guard(&self, address: &Address) -> Result<Guard, StoreError> {
         let Inner { settings, login, topology, .. } = &*self.0;
         let slots = topology.slots();
-        let mut known = self.0.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self.known();
         if known.of.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_there = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
             // A node that left and came back has a new breaker; nobody probes for the old one any more.
@@ -211,17 +233,27 @@ impl Cluster {
     }
 }
 
-impl Store for Cluster {
-    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+impl Cluster {
+    /// Decides by `due`; see [`Store::call`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn ask(&self, due: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         if !is_one_call(charges) {
             let same = |one: &Charge<'_>, other: &Charge<'_>| one.key.identity == other.key.identity;
-            return self.apart(operation, charges, same).await;
+            return self.apart(due, operation, charges, same).await;
         }
-        match self.follow(operation, charges).await {
+        match self.follow(due, operation, charges).await {
             // The slot is on its way to another node, some of its keys before others.
-            Err(error) if is_of_multiple_keys(&error) => self.apart(operation, charges, |_, _| false).await,
+            Err(error) if is_of_multiple_keys(&error) => self.apart(due, operation, charges, |_, _| false).await,
             result => result,
         }
+    }
+}
+
+impl Store for Cluster {
+    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        self.ask(monotonic() + self.timeout(), operation, charges).await
     }
 }
 

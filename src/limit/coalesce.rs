@@ -1,25 +1,27 @@
-//! Coalescing: while a check of a set of states is under way, further checks of the very same set wait, and the next call
-//! takes units for all of them. A hot key costs one call for each round trip, whatever its traffic. Where its limits allow, that
-//! call takes an advance as well, and the checks after it cost none.
+//! Coalescing: while a check of a set of states is in flight, further checks of the very same set wait, and the next call
+//! takes units for all of them. They leave when the call in flight is answered, or a sixteenth of the timeout after it left: a hot
+//! key costs Redis one call for each round trip or, if Redis is far, at most sixteen within the timeout, whatever its traffic. Where
+//! its limits allow, such a call prefetches units as well, and the checks after it cost none.
 
 mod ahead;
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
 use std::mem;
-use std::pin::pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::yield_now;
-use tokio::time::{Duration, timeout_at};
+use tokio::time::{Duration, timeout};
 use tokio_util::sync::CancellationToken;
+use tracing::debug;
 
 use super::admission::{Ledger, Pending};
 use super::advance::Advances;
 use super::backend::Source;
+use super::redis::SOON;
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::Answered;
 use ahead::units;
@@ -27,6 +29,9 @@ use ahead::units;
 /// Those who wait for a hot key let the worker go round so often before their call leaves with all who have come. With nothing else
 /// to do it is through at once; a busy one makes fewer calls, each of which takes Redis and the gateway as much as a request.
 const ROUNDS: usize = 4;
+
+/// Checks of one worker that may wait for a call of their set. Further ones are rejected at once.
+const MOST_WAITING: usize = 16_384;
 
 type Answer = Result<Verdict, StoreError>;
 
@@ -46,15 +51,24 @@ struct Waiting {
     since: Instant,
 }
 
-/// The checks of one worker that are under way.
+/// A set of which a check is in flight.
+#[derive(Debug, Default)]
+struct Flight {
+    /// Those that leave with the next call, oldest first.
+    waiting: Vec<Waiting>,
+    /// Told when the check that found the set idle is answered; none as long as no task makes calls for those that wait.
+    landed: Option<Arc<Notify>>,
+}
+
+/// The checks of one worker that are in flight.
 #[derive(Debug)]
 pub struct Coalescer {
-    /// For each set of states the checks that wait for the one under way.
-    flights: Mutex<HashMap<u128, Vec<Waiting>, RandomState>>,
-    /// Nobody waits longer for a verdict.
-    deadline: Duration,
-    /// Whether the last call took so long that waiting for it and for one more may exceed the deadline.
-    slow: AtomicBool,
+    /// By the id of their set.
+    flights: Mutex<HashMap<u128, Flight, RandomState>>,
+    /// Checks that wait, of all sets.
+    waiting: AtomicUsize,
+    /// Maximum time from when a check is asked to its verdict.
+    timeout: Duration,
     /// What is taken ahead, by all workers of the process.
     advances: Arc<Advances>,
     /// Nothing more is needed.
@@ -62,14 +76,15 @@ pub struct Coalescer {
 }
 
 impl Coalescer {
-    /// Without checks under way.
-    pub fn new(deadline: Duration, advances: Arc<Advances>) -> Self {
-        let (flights, slow, ending) = Default::default();
-        Coalescer { flights, deadline, slow, advances, ending }
+    /// Without checks in flight.
+    pub fn new(timeout: Duration, advances: Arc<Advances>) -> Self {
+        let (flights, waiting, ending) = Default::default();
+        Coalescer { flights, waiting, timeout, advances, ending }
     }
 
     /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
-    /// it would have got alone, but for the reset, which is that of all. It is `asked` now. `pending` makes the charges that outlive this call.
+    /// it would have got alone, but for the reset, which is that of all. It is `asked` now. `pending` makes the charges that outlive
+    /// this call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -82,103 +97,156 @@ impl Coalescer {
         pending: impl Fn() -> Vec<Pending>,
     ) -> Answer {
         let turn = match self.lock().entry(set.id) {
-            Entry::Vacant(vacant) if set.advance > 0 && self.advances.is_spent(set.id, asked) => {
-                // Still hot: the next advance is due, and this check goes with it.
-                let (answer, turn) = oneshot::channel();
-                vacant.insert(vec![Waiting { answer, since: asked }]);
-                let (coalescer, book, pending) = (self.clone(), ledger.clone(), pending());
-                ledger.spawn(async move { coalescer.serve(&book, set, pending).await });
-                Turn::Behind(turn)
+            Entry::Vacant(vacant) if set.advance == 0 || !self.advances.is_spent(set.id, asked) => {
+                vacant.insert(Flight::default());
+                None
             }
-            Entry::Vacant(vacant) => {
-                vacant.insert(Vec::new());
-                Turn::First
-            }
-            Entry::Occupied(_) if self.slow.load(Ordering::Relaxed) => Turn::Alone,
-            Entry::Occupied(mut waiting) => {
+            // One is in flight; or its prefetched units are used up: more are due, and this check goes with them.
+            flight => {
+                if self.waiting.fetch_add(1, Ordering::Relaxed) >= MOST_WAITING {
+                    self.waiting.fetch_sub(1, Ordering::Relaxed);
+                    return Err(StoreError::Overloaded);
+                }
                 let (answer, turn) = oneshot::channel();
-                waiting.get_mut().push(Waiting { answer, since: asked });
-                Turn::Behind(turn)
+                let idle = matches!(flight, Entry::Vacant(_));
+                let flight = flight.or_default();
+                flight.waiting.push(Waiting { answer, since: asked });
+                self.serve(flight, idle, ledger, set, &pending);
+                Some(turn)
             }
         };
-        ledger.backend.count(match turn {
-            Turn::First | Turn::Alone => Answered::Alone,
-            Turn::Behind(_) => Answered::Together,
-        });
-        match turn {
-            Turn::First => {}
-            // In the pipe, beside the one under way.
-            Turn::Alone => {
-                if let Some(reservation) = self.reserve(set) {
-                    let (coalescer, book, mut pending) = (self.clone(), ledger.clone(), pending());
-                    ledger.spawn(
-                        async move { drop(coalescer.take_ahead(&book, reservation, &mut pending, 0, set).await) },
-                    );
-                }
-                return ledger.backend.call(Source::Store, Operation::Check, charges).await;
-            }
-            Turn::Behind(turn) => return turn.await.unwrap_or(Err(StoreError::Timeout)),
-        }
-        // Dropped at the end, and also when the client leaves while its call is under way.
-        let _landing = Landing { coalescer: self, ledger, set, pending };
-        let answer = ledger.backend.call(Source::Store, Operation::Check, charges).await;
-        self.slow.store(asked.elapsed() > self.deadline / 4, Ordering::Relaxed);
-        answer
+        let Some(turn) = turn else {
+            ledger.backend.count(Answered::Alone);
+            // Dropped at the end, and also when the client leaves while its call is in flight.
+            let _landing = Landing { coalescer: self, set: set.id };
+            return ledger.backend.call(Source::Store, asked, Operation::Check, charges).await;
+        };
+        ledger.backend.count(Answered::Together);
+        turn.await.unwrap_or(Err(StoreError::Overloaded))
     }
 
-    /// Those who wait for the set; when nobody does, it is no longer under way.
-    fn take(&self, set: u128) -> Vec<Waiting> {
-        let mut flights = self.lock();
-        let Entry::Occupied(mut waiting) = flights.entry(set) else { return Vec::new() };
-        waiting.get_mut().retain(|waiting| !waiting.answer.is_closed());
-        if waiting.get().is_empty() { waiting.remove() } else { mem::take(waiting.get_mut()) }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Vec<Waiting>, RandomState>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Flight, RandomState>> {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Asks for all who wait, as long as somebody does.
-    async fn serve(&self, ledger: &Arc<Ledger>, set: Set, mut pending: Vec<Pending>) {
-        // In the order of their arrival; those whom a call left without an answer come first in the next.
-        let mut waiting = Vec::new();
-        loop {
-            waiting.retain(|waiting: &Waiting| !waiting.answer.is_closed());
-            if waiting.is_empty() {
-                for _ in 0..ROUNDS {
-                    yield_now().await;
-                }
-                waiting = self.take(set.id);
-            }
-            let Some(first) = waiting.first() else { return };
-            let due = first.since + self.deadline;
-            let mut call = pin!(self.ask(ledger, set, &mut pending, waiting.len() as u64));
-            if let Ok(answer) = timeout_at(due.into(), call.as_mut()).await {
-                waiting = share_out(&answer, waiting);
-            } else {
-                share_out(&Err(StoreError::Timeout), mem::take(&mut waiting));
-                // Not dropped: that it fails is to be counted.
-                let _ = call.await;
-            }
+    /// Has a task make the calls for those that wait, if none does yet: at once if the set is `idle`, else when its call is answered.
+    fn serve(
+        self: &Arc<Self>,
+        flight: &mut Flight,
+        idle: bool,
+        ledger: &Arc<Ledger>,
+        set: Set,
+        pending: &impl Fn() -> Vec<Pending>,
+    ) {
+        if flight.landed.is_some() {
+            return;
         }
+        let landed = flight.landed.insert(Arc::default()).clone();
+        let (coalescer, pending) = (self.clone(), pending());
+        let calls = Calls { coalescer, ledger: ledger.clone(), set, pending };
+        // A task of its own: no client that leaves takes the others with it.
+        ledger.spawn(async move {
+            if !idle {
+                let _ = timeout(calls.coalescer.timeout / SOON, landed.notified()).await;
+            }
+            Arc::new(calls).make().await;
+        });
     }
 
-    /// Asks for so many units, and an advance if one is due.
-    async fn ask(&self, ledger: &Arc<Ledger>, set: Set, pending: &mut [Pending], waiting: u64) -> Answer {
-        match self.reserve(set) {
-            Some(reservation) => self.take_ahead(ledger, reservation, pending, waiting, set).await,
-            None => {
-                let operation = if waiting == 1 { Operation::Check } else { Operation::Take };
-                ledger.call(Source::Store, operation, units(pending, waiting)).await
+    /// Those that wait for the next call of a set; when there are none, the set is idle.
+    fn take(&self, set: u128) -> Vec<Waiting> {
+        let mut flights = self.lock();
+        let Entry::Occupied(mut flight) = flights.entry(set) else { return Vec::new() };
+        let mut waiting = mem::take(&mut flight.get_mut().waiting);
+        self.waiting.fetch_sub(waiting.len(), Ordering::Relaxed);
+        waiting.retain(|one| !one.answer.is_closed());
+        if waiting.is_empty() {
+            flight.remove();
+        }
+        waiting
+    }
+}
+
+/// The end of the check that found its set idle.
+struct Landing<'a> {
+    coalescer: &'a Coalescer,
+    set: u128,
+}
+
+impl Drop for Landing<'_> {
+    fn drop(&mut self) {
+        if let Entry::Occupied(flight) = self.coalescer.lock().entry(self.set) {
+            match &flight.get().landed {
+                Some(landed) => landed.notify_one(),
+                None => drop(flight.remove()),
             }
         }
     }
 }
 
-/// Gives the units of a call to those who came first; whoever is left without an answer asks again.
-fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> Vec<Waiting> {
+/// What the calls for a set are made of.
+#[derive(Debug)]
+struct Calls {
+    coalescer: Arc<Coalescer>,
+    ledger: Arc<Ledger>,
+    set: Set,
+    pending: Vec<Pending>,
+}
+
+impl Calls {
+    /// Makes calls for all that wait, as long as any do.
+    async fn make(self: Arc<Self>) {
+        loop {
+            for _ in 0..ROUNDS {
+                yield_now().await;
+            }
+            let waiting = self.coalescer.take(self.set.id);
+            let Some(oldest) = waiting.iter().map(|one| one.since).min() else { return };
+            let calls = self.clone();
+            let call = self.ledger.tasks.spawn(async move { calls.call(waiting, oldest).await });
+            // The next ones leave with the answer, or beside a call that takes longer.
+            let _ = timeout(self.coalescer.timeout / SOON, call).await;
+        }
+    }
+
+    /// Asks for those that wait, the oldest since then.
+    async fn call(self: Arc<Self>, waiting: Vec<Waiting>, oldest: Instant) {
+        let answer = self.ask(waiting.len() as u64, oldest).await;
+        let (left, unclaimed) = share_out(&answer, waiting);
+        if let (Ok(verdict), 1..) = (&answer, unclaimed) {
+            let refund = Operation::Refund { charged_at: verdict.now_us };
+            if let Err(error) = self.ledger.call(Source::Store, refund, &units(&self.pending, unclaimed)).await {
+                debug!(%error, "units of requests that were abandoned may not have been given back");
+            }
+        }
+        if left.is_empty() {
+            return;
+        }
+        let mut flights = self.coalescer.lock();
+        let flight = flights.entry(self.set.id);
+        let idle = matches!(flight, Entry::Vacant(_));
+        let flight = flight.or_default();
+        self.coalescer.waiting.fetch_add(left.len(), Ordering::Relaxed);
+        flight.waiting.splice(..0, left);
+        self.coalescer.serve(flight, idle, &self.ledger, self.set, &|| self.pending.clone());
+    }
+
+    /// Asks for so many units, and prefetches some if that is due.
+    async fn ask(&self, waiting: u64, since: Instant) -> Answer {
+        match self.coalescer.reserve(self.set, &self.pending) {
+            Some(reservation) => self.prefetch(reservation, waiting, since).await,
+            None => {
+                let operation = if waiting == 1 { Operation::Check } else { Operation::Take };
+                self.ledger.call_since(Source::Store, since, operation, &units(&self.pending, waiting)).await
+            }
+        }
+    }
+}
+
+/// Gives the units of a call to those that came first: those left without an answer, who ask again, and how many units nobody took.
+fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> (Vec<Waiting>, u64) {
     let granted = answer.as_ref().map_or(0, |verdict| verdict.granted) as usize;
-    let mut waiting = waiting.into_iter();
+    let (mut waiting, mut unclaimed) = (waiting.into_iter(), 0);
     for (index, one) in waiting.by_ref().take(granted).enumerate() {
         let answer = answer.clone().map(|mut verdict| {
             verdict.granted = 1;
@@ -188,8 +256,7 @@ fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> Vec<Waiting> {
             }
             verdict
         });
-        // Who has gone by now was charged and not forwarded, as with a call of its own.
-        let _ = one.answer.send(answer);
+        unclaimed += u64::from(one.answer.send(answer).is_err());
     }
     if granted == 0 {
         // Nothing was left, and the answer says when something will be; or there is none.
@@ -197,42 +264,5 @@ fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> Vec<Waiting> {
             let _ = one.answer.send(answer.clone());
         }
     }
-    waiting.collect()
-}
-
-/// How a check is made.
-enum Turn {
-    /// None of its set is under way.
-    First,
-    /// One is, but waiting for it would take too long.
-    Alone,
-    /// With the others that wait for the one under way.
-    Behind(oneshot::Receiver<Answer>),
-}
-
-/// The end of a check that others may be waiting for.
-struct Landing<'a, P: Fn() -> Vec<Pending>> {
-    coalescer: &'a Arc<Coalescer>,
-    ledger: &'a Arc<Ledger>,
-    set: Set,
-    pending: P,
-}
-
-impl<P: Fn() -> Vec<Pending>> Drop for Landing<'_, P> {
-    fn drop(&mut self) {
-        let nobody = match self.coalescer.lock().entry(self.set.id) {
-            Entry::Occupied(waiting) if waiting.get().is_empty() => {
-                waiting.remove();
-                true
-            }
-            Entry::Occupied(_) | Entry::Vacant(_) => false,
-        };
-        if nobody {
-            return;
-        }
-        let (coalescer, ledger, set, pending) =
-            (self.coalescer.clone(), self.ledger.clone(), self.set, (self.pending)());
-        // A task of its own: no client that leaves takes the others with it.
-        self.ledger.spawn(async move { coalescer.serve(&ledger, set, pending).await });
-    }
+    (waiting.collect(), unclaimed)
 }

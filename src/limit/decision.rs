@@ -50,6 +50,8 @@ pub struct Decision<'a> {
     pub source: Source,
     /// Whether it is an earlier denial that still holds.
     pub remembered: bool,
+    /// Whether it was not checked for overload: all of its limits are shadow limits.
+    pub overloaded: bool,
     /// The instant of the decision, µs since the Unix epoch.
     pub now_us: u64,
     /// Each limit that had a say, with its answer.
@@ -110,7 +112,8 @@ impl<'a> Check<'a, '_> {
 
     /// The part of it that outlives the decision.
     pub fn pending(&self, units: u64) -> Pending {
-        Pending { place: self.place, plan: self.plan.clone(), identity: self.identity, units }
+        let advance = self.limit.advance;
+        Pending { place: self.place, plan: self.plan.clone(), identity: self.identity, units, advance }
     }
 
     fn judged(&self, outcome: Outcome) -> Judged<'a> {
@@ -145,7 +148,8 @@ impl<'a> Decision<'a> {
             }
         }
         let admitted = granted > 0;
-        Decision { admitted, source, remembered: false, now_us, limits, shadow_denied, leases: None, debts: None }
+        let (remembered, overloaded, leases, debts) = Default::default();
+        Decision { admitted, source, remembered, overloaded, now_us, limits, shadow_denied, leases, debts }
     }
 
     /// Of a request that no limit is asked about.

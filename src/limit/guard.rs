@@ -1,21 +1,21 @@
-//! Keeps a failing store from costing requests more than a deadline: timeout, circuit breaker, bound of the calls in flight.
+//! The circuit breaker of a store: while it is open, requests cost nothing and follow `on_store_error`.
 
 mod failures;
 mod reasons;
 mod writes;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Instant;
 
 use redis::{Cmd, Value};
+use tokio::sync::Notify;
 use tokio::time::{Duration, sleep, timeout};
-use tracing::warn;
 
-use super::clock::{Seldom, monotonic, unix_us};
+use super::clock::{monotonic, unix_us};
 use super::redis::server::Address;
 use super::redis::slots::Slots;
-use super::redis::{RedisStore, Sample};
+use super::redis::{Judge, RedisStore, Sample};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
 use failures::Failures;
 use reasons::Reasons;
@@ -25,11 +25,44 @@ use writes::Writes;
 const FIRST_PROBE: Duration = Duration::from_millis(100);
 const SLOWEST_PROBE: Duration = Duration::from_secs(1);
 
-/// Calls of one worker that may be under way: ten times what a pipe with a round trip of 1 ms carries at 100,000 a second.
-const MOST_IN_FLIGHT: usize = 1024;
+/// A store that was silent is probed again after this, until it is known whether it works.
+const SUSPECTED_PROBE: Duration = Duration::from_millis(10);
 
-/// That there are more is logged once in this time.
-const FULL_SAID: Duration = Duration::from_secs(10);
+/// How often it is looked whether the server has closed an idle connection.
+const IDLE_LOOK: Duration = Duration::from_millis(250);
+
+/// A store that answers again after an outage: told to those that have something to put right.
+#[derive(Debug)]
+pub struct Recovery {
+    notify: Notify,
+    made: Instant,
+    /// When it was last, µs since this was made; 0 = never.
+    last_us: AtomicU64,
+}
+
+impl Default for Recovery {
+    fn default() -> Self {
+        Recovery { notify: Notify::new(), made: monotonic(), last_us: AtomicU64::new(0) }
+    }
+}
+
+impl Recovery {
+    /// Returns when the store answers again.
+    pub async fn next(&self) {
+        self.notify.notified().await;
+    }
+
+    /// Whether it was within this time.
+    pub fn is_within(&self, time: Duration) -> bool {
+        let last = self.last_us.load(Ordering::Relaxed);
+        last != 0 && self.made.elapsed() < Duration::from_micros(last) + time
+    }
+
+    fn tell(&self) {
+        self.last_us.store(self.made.elapsed().as_micros().max(1) as u64, Ordering::Relaxed);
+        self.notify.notify_waiters();
+    }
+}
 
 /// Whether the store is asked at all; one for all workers, so that one of them probes.
 #[derive(Debug)]
@@ -37,55 +70,61 @@ pub struct Breaker {
     /// Odd while it is open. Calls of an earlier era say nothing about this one.
     era: AtomicU32,
     failures: Failures,
+    /// Whether a call found the store silent, and probes find out whether it is.
+    suspected: AtomicBool,
     writes: Writes,
-    full: Seldom,
+    recovery: Arc<Recovery>,
     made: Instant,
 }
 
-/// A store behind a deadline and the breaker.
+/// A store behind the breaker.
 #[derive(Debug, Clone)]
 pub struct Guard {
     store: Arc<RedisStore>,
+    watch: Arc<Watch>,
+}
+
+/// What one worker knows of a store to judge it.
+#[derive(Debug)]
+struct Watch {
+    /// A node that left its cluster is dropped, and never answers again.
+    store: Weak<RedisStore>,
     breaker: Arc<Breaker>,
-    deadline: Duration,
-    in_flight: Arc<AtomicUsize>,
+    timeout: Duration,
     /// Where it is, if it is one of several, to which it may refer.
     node: Option<Address>,
 }
 
-/// One of the calls in flight.
-struct Place<'a>(&'a AtomicUsize);
-
-impl<'a> Place<'a> {
-    fn take(in_flight: &'a AtomicUsize) -> Option<Self> {
-        let before = in_flight.fetch_add(1, Ordering::Relaxed);
-        let place = Place(in_flight);
-        (before < MOST_IN_FLIGHT).then_some(place)
-    }
-}
-
-impl Drop for Place<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Default for Breaker {
     fn default() -> Self {
-        let (era, failures, writes, full) = Default::default();
-        Breaker { era, failures, writes, full, made: monotonic() }
+        Breaker::new(Arc::default())
     }
 }
 
 impl Breaker {
+    /// A closed breaker; `recovery` is told each time that it closes again.
+    pub fn new(recovery: Arc<Recovery>) -> Self {
+        let (era, failures, suspected, writes) = Default::default();
+        Breaker { era, failures, suspected, writes, recovery, made: monotonic() }
+    }
+
     /// Whether calls fail at once.
     pub fn is_open(&self) -> bool {
-        self.era.load(Ordering::Acquire) % 2 == 1
+        self.era().is_none()
     }
 
     /// How often it has opened.
     pub fn openings(&self) -> u64 {
         u64::from(self.era.load(Ordering::Relaxed).div_ceil(2))
+    }
+
+    /// Told each time that the breaker closes again.
+    pub fn recovery(&self) -> &Arc<Recovery> {
+        &self.recovery
+    }
+
+    fn era(&self) -> Option<u32> {
+        Some(self.era.load(Ordering::Acquire)).filter(|era| era % 2 == 0)
     }
 
     fn age(&self) -> Duration {
@@ -96,58 +135,85 @@ impl Breaker {
 impl Guard {
     /// Guards one worker's store.
     pub fn new(store: RedisStore, breaker: Arc<Breaker>) -> Self {
-        let deadline = store.deadline();
-        Guard { store: Arc::new(store), breaker, deadline, in_flight: Arc::default(), node: None }
+        Guard::watched(store, breaker, None)
     }
 
     /// The same for a node of a cluster, which does not fail when it refers to another one.
     pub fn of_node(store: RedisStore, breaker: Arc<Breaker>, address: Address) -> Self {
-        Guard { node: Some(address), ..Guard::new(store, breaker) }
+        Guard::watched(store, breaker, Some(address))
     }
 
-    /// Bound of a call.
-    pub fn deadline(&self) -> Duration {
-        self.deadline
+    fn watched(store: RedisStore, breaker: Arc<Breaker>, node: Option<Address>) -> Self {
+        let store = Arc::new(store);
+        let watch = Arc::new(Watch { store: Arc::downgrade(&store), breaker, timeout: store.timeout(), node });
+        store.judged_by(watch.clone());
+        Guard { store, watch }
     }
 
-    /// Connects, so that the first request finds a connection; a store that cannot be reached opens the breaker at once.
-    pub fn warm_up(&self) {
-        let guard = self.clone();
-        let era = guard.breaker.era.load(Ordering::Acquire);
+    /// Maximum time from when a request asks to its verdict.
+    pub fn timeout(&self) -> Duration {
+        self.watch.timeout
+    }
+
+    /// Told each time that the store answers again after an outage.
+    pub fn recovery(&self) -> &Arc<Recovery> {
+        self.watch.breaker.recovery()
+    }
+
+    /// Connects, so that the first request finds a connection, and keeps it so; a store that cannot be reached opens the breaker
+    /// at once.
+    pub async fn connect(&self) {
+        let era = self.watch.breaker.era.load(Ordering::Acquire);
+        if let Err(error) = self.store.connect().await {
+            self.watch.open(era, &error, None);
+        }
+        let watch = self.watch.clone();
         tokio::spawn(async move {
-            let connected = timeout(guard.deadline, guard.store.connect()).await;
-            if let Err(error) = connected.unwrap_or(Err(StoreError::Timeout)) {
-                guard.open(era, &error, None);
+            loop {
+                sleep(IDLE_LOOK).await;
+                let Some(store) = watch.store.upgrade() else { return };
+                if !watch.breaker.is_open() {
+                    store.renew_connections().await;
+                }
             }
         });
     }
 
     /// Whether this is its breaker.
     pub fn is_behind(&self, breaker: &Arc<Breaker>) -> bool {
-        Arc::ptr_eq(&self.breaker, breaker)
+        Arc::ptr_eq(&self.watch.breaker, breaker)
     }
 
     /// Whether calls fail at once.
     pub fn is_open(&self) -> bool {
-        self.breaker.era.load(Ordering::Acquire) % 2 == 1
+        self.watch.breaker.is_open()
     }
 
-    /// Decides `within` this time; see [`RedisStore::ask`].
+    /// Decides by `due`; see [`RedisStore::ask`].
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn ask(
         &self,
-        within: Duration,
+        due: Instant,
         asking: bool,
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
+        let Some(era) = self.watch.breaker.era() else { return Err(StoreError::Open) };
         // On the heap: inside the request's future it would be moved with it, for every request.
-        let call = Box::pin(self.store.ask(within, asking, operation, charges));
-        let result = self.guarded(charges, call).await;
-        self.breaker.writes.learn(operation, charges, &result, unix_us);
-        result
+        let result = Box::pin(self.store.ask(due, asking, operation, charges)).await;
+        self.watch.breaker.writes.learn(operation, charges, &result, unix_us);
+        result.map_err(|error| {
+            if self.watch.is_of_the_reply(&error) {
+                self.watch.failed(era, &error, charges.first().map(Sample::of));
+            }
+            match error {
+                StoreError::Late if self.is_open() => StoreError::Timeout,
+                StoreError::Overloaded if self.is_open() => StoreError::Open,
+                error => error,
+            }
+        })
     }
 
     /// Sends a command for an operator. What fails of these says nothing about requests, but while the breaker is open
@@ -167,52 +233,78 @@ impl Guard {
     /// # Errors
     /// See [`StoreError`].
     pub async fn slots(&self, address: &Address) -> Result<Slots, StoreError> {
-        let slots = timeout(self.deadline, self.store.slots(address));
-        self.guarded(&[], async { slots.await.unwrap_or(Err(StoreError::Timeout)) }).await
-    }
-
-    /// Makes a call that ends in time, unless calls fail at once.
-    async fn guarded<T>(
-        &self,
-        charges: &[Charge<'_>],
-        call: impl Future<Output = Result<T, StoreError>>,
-    ) -> Result<T, StoreError> {
-        let era = self.breaker.era.load(Ordering::Acquire);
-        if era % 2 == 1 {
-            return Err(StoreError::Open);
-        }
-        let Some(_place) = Place::take(&self.in_flight) else {
-            if self.breaker.full.unsaid_for(FULL_SAID) {
-                warn!(most = MOST_IN_FLIGHT, "too many calls to the store are under way: more follow on_store_error");
-            }
-            return Err(StoreError::Full);
+        let Some(era) = self.watch.breaker.era() else { return Err(StoreError::Open) };
+        let slots = async {
+            // Connecting takes longer than a call and has a limit of its own.
+            self.store.connect().await?;
+            timeout(self.watch.timeout, self.store.slots(address)).await.unwrap_or(Err(StoreError::Timeout))
         };
-        let result = call.await;
-        if self.breaker.era.load(Ordering::Relaxed) == era {
-            match &result {
-                Err(error) if self.is_failure(error) => {
-                    if self.breaker.failures.failed(self.breaker.age()) {
-                        self.open(era, error, charges.first().map(Sample::of));
-                    }
-                }
-                Ok(_) | Err(_) => self.breaker.failures.succeeded(|| self.breaker.age()),
-            }
+        let slots = slots.await;
+        match &slots {
+            Err(error) if self.watch.is_failure(error) => self.watch.failed(era, error, None),
+            Ok(_) | Err(_) => self.watch.answered(era),
         }
-        result
+        slots
     }
+}
 
+impl Watch {
     /// Whether an error says that the store cannot be used, rather than this call not be made.
     fn is_failure(&self, error: &StoreError) -> bool {
+        self.is_of_the_reply(error) || matches!(error, StoreError::Unreachable(_) | StoreError::Timeout)
+    }
+
+    /// Whether the store replied, and its reply says that it cannot be used. Of calls without a reply the batcher tells.
+    fn is_of_the_reply(&self, error: &StoreError) -> bool {
         match error {
-            StoreError::Unreachable(_) | StoreError::Timeout | StoreError::Refused(_) | StoreError::Malformed => true,
+            StoreError::Refused(_) | StoreError::Malformed => true,
             StoreError::Elsewhere(_) => self.node.is_none(),
-            StoreError::Open | StoreError::Full | StoreError::Unwritable(_) | StoreError::Broken(_) => false,
+            StoreError::Unreachable(_)
+            | StoreError::Timeout
+            | StoreError::Late
+            | StoreError::Open
+            | StoreError::Overloaded
+            | StoreError::Unwritable(_)
+            | StoreError::Broken(_) => false,
         }
     }
 
-    async fn probe(&self, like: Option<&Sample>) -> Result<(), StoreError> {
-        let answer = timeout(self.deadline, self.store.probe(like)).await.unwrap_or(Err(StoreError::Timeout));
+    async fn probe(&self, store: &RedisStore, like: Option<&Sample>) -> Result<(), StoreError> {
+        // Connecting takes longer than a call and has a limit of its own.
+        store.connect().await?;
+        let answer = timeout(self.timeout, store.probe(like)).await.unwrap_or(Err(StoreError::Timeout));
         answer.or_else(|error| if self.is_failure(&error) { Err(error) } else { Ok(()) })
+    }
+
+    /// Probes a store that was silent until it answers or the breaker opens: where requests are rare, an outage must not cost each of
+    /// the first ones its timeout.
+    fn suspect(&self, era: u32, like: Option<Sample>) {
+        if self.breaker.suspected.swap(true, Ordering::Relaxed) {
+            return;
+        }
+        let watch = self.again();
+        tokio::spawn(async move {
+            while watch.breaker.era() == Some(era)
+                && let Some(store) = watch.store.upgrade()
+            {
+                match watch.probe(&store, like.as_ref()).await {
+                    Ok(()) => {
+                        watch.answered(era);
+                        break;
+                    }
+                    Err(error) if watch.breaker.failures.failed(watch.breaker.age()) => {
+                        watch.open(era, &error, like.clone());
+                    }
+                    Err(_) => sleep(SUSPECTED_PROBE).await,
+                }
+            }
+            watch.breaker.suspected.store(false, Ordering::Relaxed);
+        });
+    }
+
+    fn again(&self) -> Self {
+        let Watch { store, breaker, timeout, node } = self;
+        Watch { store: store.clone(), breaker: breaker.clone(), timeout: *timeout, node: node.clone() }
     }
 
     /// Opens the breaker, if it has been closed since `era`, until a call `like` the one that failed is answered.
@@ -223,31 +315,52 @@ impl Guard {
         }
         let mut reasons = Reasons::new(self.node.clone());
         reasons.say(error);
-        let Guard { store, breaker, deadline, in_flight, node } = self.clone();
-        // A node that left its cluster is dropped, and never answers again.
-        let store = Arc::downgrade(&store);
+        let watch = self.again();
         tokio::spawn(async move {
             let mut pause = FIRST_PROBE;
             loop {
                 // Up to a tenth more, so that gateways that lost the store together do not come back together.
                 sleep(pause + pause.mul_f64((unix_us() % 1000) as f64 / 10_000.0)).await;
-                let Some(store) = store.upgrade() else { return };
-                let (breaker, in_flight, node) = (breaker.clone(), in_flight.clone(), node.clone());
-                match (Guard { store, breaker, deadline, in_flight, node }).probe(like.as_ref()).await {
+                let Some(store) = watch.store.upgrade() else { return };
+                match watch.probe(&store, like.as_ref()).await {
                     Ok(()) => break,
                     Err(error) => reasons.say(&error),
                 }
                 pause = (pause * 2).min(SLOWEST_PROBE);
             }
-            breaker.failures.forget();
-            breaker.era.fetch_add(1, Ordering::Release);
+            watch.breaker.failures.forget();
+            watch.breaker.era.fetch_add(1, Ordering::Release);
+            watch.breaker.recovery.tell();
             reasons.over();
         });
     }
 }
 
+impl Judge for Watch {
+    fn era(&self) -> Option<u32> {
+        self.breaker.era()
+    }
+
+    fn answered(&self, era: u32) {
+        if self.breaker.era.load(Ordering::Relaxed) == era {
+            self.breaker.failures.succeeded(|| self.breaker.age());
+        }
+    }
+
+    fn failed(&self, era: u32, error: &StoreError, like: Option<Sample>) {
+        if self.breaker.era.load(Ordering::Relaxed) != era {
+            return;
+        }
+        if self.breaker.failures.failed(self.breaker.age()) {
+            self.open(era, error, like);
+        } else if let StoreError::Timeout = error {
+            self.suspect(era, like);
+        }
+    }
+}
+
 impl Store for Guard {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.ask(self.deadline, false, operation, charges).await
+        self.ask(monotonic() + self.timeout(), false, operation, charges).await
     }
 }

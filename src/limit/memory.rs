@@ -204,7 +204,7 @@ impl Shard {
                 }
             }
             Change::Leases(edit) => {
-                if edit.action == Action::Acquire {
+                if let Action::Acquire | Action::Renew = edit.action {
                     self.make_room(key, now, capacity);
                     let fresh = Entry { state: State::Leases(Vec::new()), expires_us: 0 };
                     self.entries.entry(key).or_insert(fresh);

@@ -4,11 +4,11 @@ use tokio::time::Duration;
 use tracing::warn;
 
 use super::backend::Source;
-use super::clock::Seldom;
+use super::clock::{Seldom, unix_us};
 use super::decision::{Check, Decision};
 use super::memory::MemoryStore;
 use super::plan::OnStoreError;
-use super::store::{Operation, StoreError};
+use super::store::{Operation, StoreError, Verdict};
 
 /// The store could not answer and a limit of the request says `deny`.
 #[derive(Debug, thiserror::Error)]
@@ -17,6 +17,23 @@ pub struct Unavailable(#[source] pub StoreError);
 
 /// A state that cannot be used is logged once in this time, however many requests meet it.
 const BROKEN_SAID: Duration = Duration::from_secs(10);
+
+/// That checks are rejected for overload is logged once in this time.
+const OVERLOAD_SAID: Duration = Duration::from_secs(10);
+
+/// A check that was not decided in time by a store that works is rejected, whatever its limits say of outages: otherwise a client
+/// could exceed a limit by asking more. Shadow limits reject nothing.
+pub(super) fn overloaded<'a>(checks: &[Check<'a, '_>], error: StoreError) -> Result<Decision<'a>, Unavailable> {
+    static SAID: Seldom = Seldom::new();
+    if SAID.unsaid_for(OVERLOAD_SAID) {
+        warn!(%error, "checks are rejected for overload; docs/redis.md says what helps");
+    }
+    if checks.iter().any(|check| !check.limit.shadow) {
+        return Err(Unavailable(error));
+    }
+    let verdict = Verdict::new(1, unix_us(), Vec::new());
+    Ok(Decision { overloaded: true, ..Decision::new(verdict, Source::Local, std::iter::empty()) })
+}
 
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
 pub(super) fn without_store<'a>(

@@ -11,12 +11,14 @@ pub mod records;
 pub mod script;
 pub mod server;
 pub mod slots;
+mod window;
 pub mod wire;
 
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Instant;
 
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
-use tokio::time::{Duration, sleep, timeout};
+use tokio::time::{Duration, sleep, timeout, timeout_at};
 use uuid::Uuid;
 
 use super::algorithm::{Kind, Rule};
@@ -24,8 +26,9 @@ use super::clock::{Clock, monotonic};
 use super::key::{Bucket, Identity, IdentityHasher, Key};
 use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
 use super::tallies::Tallies;
-use batch::Refusal;
+use batch::{Purpose, Refusal};
 use caller::{Caller, Question};
+pub use caller::{Judge, SOON};
 use connection::checkout;
 use fault::{Fault, Pauses};
 use script::Parts;
@@ -39,8 +42,10 @@ pub struct RedisSettings {
     pub prefix: String,
     /// Connections of one worker.
     pub connections: u32,
-    /// Bound of a call; connecting included.
+    /// Maximum time from when a request asks to its verdict.
     pub timeout: Duration,
+    /// Maximum time to connect, several round trips. Requests do not wait longer for it than `timeout`.
+    pub connect_timeout: Duration,
     /// What the scripts to load on every new connection must know.
     pub algorithms: Parts,
 }
@@ -107,8 +112,6 @@ async fn slots_of(seed: &Address, login: &Login, within: Duration) -> Result<Slo
 #[derive(Debug)]
 pub struct RedisStore {
     caller: Arc<Caller>,
-    /// Whether all keys may go into one call.
-    together: bool,
     /// How long a call that Redis turns away is made again: not until its deadline, so that the reason is told.
     patience: Duration,
 }
@@ -123,12 +126,23 @@ pub struct Sample {
 impl RedisStore {
     /// A store that connects when it is first used. Make one for each runtime: connections live on the one that made them.
     pub fn new(settings: &RedisSettings, server: Server, clock: Clock, tallies: Arc<Tallies>) -> Self {
-        let RedisSettings { prefix, connections, timeout: deadline, algorithms } = settings.clone();
+        let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms } = settings.clone();
         // In a cluster each identity has a slot of its own.
         let together = !matches!(server, Server::Node(_));
-        let connections = connection::pool(server, algorithms, connections, deadline);
-        let caller = Caller { connections, prefix, clock, algorithms, deadline, tallies, next: Mutex::default() };
-        RedisStore { caller: Arc::new(caller), together, patience: deadline.mul_f64(0.8) }
+        let connections = connection::pool(server, algorithms, connections, connect_timeout);
+        let (judge, queue) = (OnceLock::new(), Mutex::default());
+        let caller = Caller { connections, prefix, clock, algorithms, timeout, together, tallies, judge, queue };
+        RedisStore { caller: Arc::new(caller), patience: timeout.mul_f64(0.8) }
+    }
+
+    /// Tells `judge` how calls end, from now on. Only the first one is told.
+    pub fn judged_by(&self, judge: Arc<dyn Judge>) {
+        let _ = self.caller.judge.set(judge);
+    }
+
+    /// Replaces connections that the server closed while they were idle.
+    pub async fn renew_connections(&self) {
+        self.caller.connections.renew().await;
     }
 
     /// Makes a connection, if there is none.
@@ -157,7 +171,8 @@ impl RedisStore {
         let bucket = Bucket::new(&IdentityHasher::new(""), "~probe", &rule.shape());
         let key = Key { identity: *identity, bucket: &bucket };
         let charge = Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 };
-        self.call(Operation::Check, &[charge]).await.map(drop)
+        let due = monotonic() + self.timeout();
+        self.decide(due, Purpose::Probe, Operation::Check, &[charge]).await.map(drop)
     }
 
     /// Sends a command that is no decision; `asking` where another node said to ask this one.
@@ -190,59 +205,54 @@ impl Sample {
 
 impl Store for RedisStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.ask(self.deadline(), false, operation, charges).await
+        self.ask(monotonic() + self.timeout(), false, operation, charges).await
     }
 }
 
 impl RedisStore {
-    /// Bound of a call.
-    pub fn deadline(&self) -> Duration {
-        self.caller.deadline
+    /// Maximum time from when a request asks to its verdict.
+    pub fn timeout(&self) -> Duration {
+        self.caller.timeout
     }
 
-    /// Decides `within` this time; `asking` where another node said to ask this one, which is just taking the slot over.
+    /// Decides by `due`; `asking` where another node said to ask this one, which is importing the slot.
     ///
     /// # Errors
     /// See [`StoreError`].
     pub async fn ask(
         &self,
-        within: Duration,
+        due: Instant,
         asking: bool,
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
-        let began = monotonic();
+        let purpose = if asking { Purpose::Asking } else { Purpose::Requests };
+        self.decide(due, purpose, operation, charges).await
+    }
+
+    async fn decide(
+        &self,
+        due: Instant,
+        purpose: Purpose,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
         // Only calendar windows ask for the time; Redis corrects us if ours is far from its own.
         let calendar = charges.iter().any(|charge| charge.rule.kind() == Kind::Calendar);
         let near_us = if calendar { self.caller.clock.now_us() } else { 0 };
-        let question = Question { operation, charges, near_us, text: false };
-        let answer = match self.together && !asking {
-            // It ends with the call that it leaves in, and has no timer of its own.
-            true => self.caller.ask_together(question).await,
-            // On the heap: inside this future it would be moved with it, where nobody asks alone.
-            false => match timeout(within, Box::pin(self.caller.ask_alone(asking, question))).await {
-                Ok(answer) => answer,
-                Err(_) => return Err(StoreError::Timeout),
-            },
-        };
-        match answer {
+        let question = Question { operation, charges, near_us, text: false, purpose, due };
+        match self.caller.ask(question).await {
             Ok(verdict) => Ok(verdict),
             Err(Refusal::Store(error)) => Err(error),
             Err(Refusal::Reply(error)) => {
-                let again =
-                    timeout(within.saturating_sub(began.elapsed()), Box::pin(self.again(asking, question, error)));
-                again.await.unwrap_or(Err(StoreError::Timeout))
+                let again = timeout_at(due.into(), Box::pin(self.again(question, error)));
+                again.await.unwrap_or(Err(StoreError::Late))
             }
         }
     }
 
     /// Asks again as long as what it is told proves that nothing ran; what has no reply is not sent again.
-    async fn again(
-        &self,
-        asking: bool,
-        mut question: Question<'_>,
-        mut error: RedisError,
-    ) -> Result<Verdict, StoreError> {
+    async fn again(&self, mut question: Question<'_>, mut error: RedisError) -> Result<Verdict, StoreError> {
         let (mut asked_time, mut pauses) = (false, None);
         loop {
             if !question.text && error.kind() == ErrorKind::Server(ServerErrorKind::NoScript) {
@@ -257,11 +267,7 @@ impl RedisStore {
             } else {
                 return Err(Fault::store_error(error));
             }
-            let answer = match self.together && !asking {
-                true => self.caller.ask_together(question).await,
-                false => self.caller.ask_alone(asking, question).await,
-            };
-            error = match answer {
+            error = match self.caller.ask(question).await {
                 Ok(verdict) => return Ok(verdict),
                 Err(Refusal::Store(error)) => return Err(error),
                 Err(Refusal::Reply(error)) => error,

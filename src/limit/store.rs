@@ -21,7 +21,7 @@ pub enum Operation {
     },
     /// As many single units, up to the cost, as all limits still have; not for leases.
     Take,
-    /// Let leases that are live end later; all charges are leases.
+    /// Let leases end later, and add those that are gone; all charges are leases.
     Renew,
 }
 
@@ -98,7 +98,8 @@ pub struct Verdict {
     pub now_us: u64,
     /// One for each charge, in their order. Of a denied request or a peek: what is there uncharged.
     pub outcomes: Vec<Outcome>,
-    /// Where several servers decided: the instant of each charge, by the clock of its own server. Else empty.
+    /// Where several servers decided: the instant of each charge, by the clock of its own server. Else empty. A denial by several
+    /// may end at any time: units that another request was granted by one of them and denied by another are given back.
     pub instants: Vec<u64>,
 }
 
@@ -115,15 +116,18 @@ pub enum StoreError {
     /// No connection, or it broke. The call may or may not have run.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
-    /// No answer within `store.timeout`. The call may still run.
+    /// No reply within `store.timeout` from a store that fails otherwise, too. The call may still run.
     #[error("the store did not answer in time")]
     Timeout,
+    /// No reply within `store.timeout` while the store answers others. The call may still run; what it charges is given back.
+    #[error("the store did not answer in time, as it did for others")]
+    Late,
     /// The breaker is open: the store was not asked.
     #[error("the store is failing and is not asked")]
     Open,
-    /// As many calls as may be are under way: the store was not asked.
-    #[error("too many calls to the store are under way")]
-    Full,
+    /// The queue is full, or the check was not sent within `store.timeout`: the store was not asked.
+    #[error("more checks are queued than the store can decide in time")]
+    Overloaded,
     /// An error that is not about this call: others get the same.
     #[error("the store refuses calls: {}", reply(_0))]
     Refused(#[source] redis::RedisError),
@@ -145,9 +149,10 @@ impl StoreError {
     /// Whether it is certain that the call did not run and will not.
     pub fn nothing_ran(&self) -> bool {
         match self {
-            StoreError::Open | StoreError::Full | StoreError::Elsewhere(_) | StoreError::Unwritable(_) => true,
+            StoreError::Open | StoreError::Overloaded | StoreError::Elsewhere(_) | StoreError::Unwritable(_) => true,
             StoreError::Unreachable(_)
             | StoreError::Timeout
+            | StoreError::Late
             | StoreError::Refused(_)
             | StoreError::Broken(_)
             | StoreError::Malformed => false,
@@ -165,10 +170,21 @@ impl StoreError {
             | StoreError::Broken(error) => Some(error),
             StoreError::Unreachable(_)
             | StoreError::Timeout
+            | StoreError::Late
             | StoreError::Open
-            | StoreError::Full
+            | StoreError::Overloaded
             | StoreError::Malformed => None,
         }
+    }
+
+    /// Whether the store as a whole cannot be used.
+    pub fn is_outage(&self) -> bool {
+        matches!(self, StoreError::Unreachable(_) | StoreError::Timeout | StoreError::Open | StoreError::Refused(_))
+    }
+
+    /// Whether the check came too late while the store works. That is no outage: it does not follow `on_store_error`.
+    pub fn is_overload(&self) -> bool {
+        matches!(self, StoreError::Overloaded | StoreError::Late)
     }
 }
 

@@ -22,6 +22,7 @@ pub(super) fn instances(store: &config::Store, reader: &mut Reader<'_>) -> u64 {
 
 pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Reader<'_>) -> StoreSettings {
     let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
+    let connect_timeout = reader.duration(store.connect_timeout.as_ref(), Duration::from_secs(1)).max(timeout);
     let connections = reader.number(store.connections.as_ref(), 1..9, 1) as u32;
     let memory_identities = reader.number(store.memory_identities.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
@@ -49,7 +50,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.metering.limits);
             let algorithms = Parts::of(limits.map(|metered| &metered.limit.standard.rule));
-            let redis = RedisSettings { prefix, connections, timeout, algorithms };
+            let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms };
             settings.redis = Some((servers, redis));
         }
         Err(place::Wrong { what, hint }) => reader.issue(Issue::at(text.span(), what).hint(hint)),

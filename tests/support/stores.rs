@@ -94,8 +94,13 @@ pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Outp
 
 /// A store on a server that loads its scripts when they are missed.
 pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
-    let settings =
-        RedisSettings { prefix: prefix.to_owned(), connections: 1, timeout: PATIENCE, algorithms: Parts::default() };
+    let settings = RedisSettings {
+        prefix: prefix.to_owned(),
+        connections: 1,
+        timeout: PATIENCE,
+        connect_timeout: PATIENCE,
+        algorithms: Parts::default(),
+    };
     RedisStore::new(&settings, Server::Fixed(server.client()), clock, Arc::default())
 }
 

@@ -63,7 +63,7 @@ impl Concurrency {
 pub enum Action {
     /// A lease is added.
     Acquire,
-    /// A lease that is live ends later.
+    /// A lease ends later; one that is gone is added, over the limit if need be: its request is running.
     Renew,
     /// A lease ends now.
     Release,
@@ -85,12 +85,9 @@ impl LeaseEdit {
         for lease in leases.iter_mut().rev().take_while(|lease| lease.ends > ends) {
             lease.ends = ends;
         }
-        let known = leases.iter().position(|lease| lease.id == id);
         if let Action::Acquire | Action::Renew = self.action {
-            known.map(|index| leases.remove(index));
-            if known.is_some() || self.action == Action::Acquire {
-                leases.push(Lease { ends, id });
-            }
+            leases.retain(|lease| lease.id != id);
+            leases.push(Lease { ends, id });
         }
     }
 }

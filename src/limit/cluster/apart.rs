@@ -1,16 +1,25 @@
-//! A decision by several calls: one for each identity, or for each key while a slot is on its way to another node.
+//! A decision by several calls: one for each identity, or for each key while a slot is being migrated.
 //!
-//! All are asked at the same time. If one denies, what the others granted is given back: never more is admitted than the
-//! limits allow, and a denied request holds units of the other limits for about one round trip.
+//! All are asked first and charged only when none of them denies, so that a denied request rarely holds units of other limits. When two
+//! requests race for the last unit, the loser gives back what the other groups granted it and asks again: what it is told is true
+//! without its own charges. It may still be denied by units that another request gives back a round trip later; such a denial is
+//! never cached (see [`Verdict::instants`]).
+
+use std::time::Instant;
 
 use futures_util::future::join_all;
+use tokio::time::sleep;
 use tracing::debug;
 
-use super::{Cluster, is_of_multiple_keys};
+use super::{Cluster, PAUSE, is_of_multiple_keys};
 use crate::limit::algorithm::{Outcome, Rule, Status};
+use crate::limit::clock::monotonic;
 use crate::limit::key::{Bucket, Identity, Key};
 use crate::limit::redis::slots::slot;
 use crate::limit::store::{Charge, Mode, Operation, StoreError, Verdict};
+
+/// How often a request that lost a race asks again, and a refund that was not made is repeated.
+const ROUNDS: usize = 3;
 
 /// A charge that outlives whoever asks for it.
 #[derive(Debug)]
@@ -45,6 +54,7 @@ impl Cluster {
     /// Decides with a call for each group of charges of which each is the `same` as the first.
     pub(super) async fn apart(
         &self,
+        due: Instant,
         operation: Operation,
         charges: &[Charge<'_>],
         same: impl Fn(&Charge<'_>, &Charge<'_>) -> bool,
@@ -59,11 +69,17 @@ impl Cluster {
         }
         // A task of its own: a client that leaves now must not keep what is to be given back.
         let (cluster, places) = (self.clone(), charges.len());
-        let decided = tokio::spawn(async move { cluster.decide(operation, &groups, places).await });
+        let decided = tokio::spawn(async move { cluster.decide(due, operation, &groups, places).await });
         decided.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    async fn decide(&self, operation: Operation, groups: &[Group], places: usize) -> Result<Verdict, StoreError> {
+    async fn decide(
+        &self,
+        due: Instant,
+        operation: Operation,
+        groups: &[Group],
+        places: usize,
+    ) -> Result<Verdict, StoreError> {
         for group in groups {
             // Without this one the others would be asked in vain.
             if self.guard(&self.owner(slot(group[0].1.identity)).await?)?.is_open() {
@@ -71,30 +87,62 @@ impl Cluster {
                 return Err(StoreError::Open);
             }
         }
-        let mut answers = self.ask_all(operation, groups.iter().map(Vec::as_slice)).await;
-        let in_pieces = answers.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_of_multiple_keys));
-        let in_pieces: Vec<_> = in_pieces.map(|(group, _)| group).collect();
-        answers.extend(self.ask_all(operation, in_pieces.iter().flat_map(|group| group.chunks(1))).await);
-        let granted = answers.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted)).min();
-        let granted = granted.unwrap_or(0);
-        if matches!(operation, Operation::Check | Operation::Take) {
-            join_all(answers.iter().map(|answer| self.give_back(operation, answer, granted))).await;
-            if answers.iter().any(|(_, answer)| answer.as_ref().is_ok_and(|verdict| verdict.granted == 0)) {
-                // Denied, whatever those would have said that could not answer.
-                answers.retain(|(_, answer)| answer.is_ok());
+        if !matches!(operation, Operation::Check | Operation::Take) {
+            let answers = self.ask_all(due, operation, groups).await;
+            let granted = least(&answers);
+            return merge(answers, granted, places);
+        }
+        for _ in 0..ROUNDS {
+            let mut asked = self.ask_all(due, Operation::Peek, groups).await;
+            if least(&asked) == 0 {
+                if asked.iter().any(is_denial) {
+                    // Denied, whatever those would have said that could not answer.
+                    asked.retain(|(_, answer)| answer.is_ok());
+                }
+                return merge(asked, 0, places);
+            }
+            let charged = self.ask_all(due, operation, groups).await;
+            let granted = least(&charged);
+            join_all(charged.iter().map(|answer| self.give_back(operation, answer, granted))).await;
+            if granted > 0 || !charged.iter().any(is_denial) {
+                return merge(charged, granted, places);
             }
         }
-        merge(answers, granted, places)
+        // Others were quicker each time. What is left changes from one round trip to the next.
+        let mut asked = self.ask_all(due, Operation::Peek, groups).await;
+        asked.retain(|(_, answer)| answer.is_ok());
+        let mut verdict = merge(asked, 0, places)?;
+        if verdict.outcomes.iter().all(|outcome| outcome.status == Status::Ok)
+            && let Some(outcome) = verdict.outcomes.first_mut()
+        {
+            (outcome.status, outcome.retry_us) = (Status::Busy, self.timeout().as_micros() as u64);
+        }
+        Ok(verdict)
     }
 
-    async fn ask_all<'a>(
+    /// Asks each group, and where its keys are on two nodes each of its charges.
+    async fn ask_all<'a>(&self, due: Instant, operation: Operation, groups: &'a [Group]) -> Vec<Answer<'a>> {
+        let mut answers = self.ask_each(due, operation, groups.iter().map(Vec::as_slice)).await;
+        let in_pieces = answers.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_of_multiple_keys));
+        let in_pieces: Vec<_> = in_pieces.map(|(group, _)| group).collect();
+        answers.extend(self.ask_each(due, operation, in_pieces.iter().flat_map(|group| group.chunks(1))).await);
+        answers
+    }
+
+    async fn ask_each<'a>(
         &self,
+        due: Instant,
         operation: Operation,
         groups: impl Iterator<Item = &'a [(usize, Owned)]>,
     ) -> Vec<Answer<'a>> {
+        let cost = |owned: &Owned| match operation {
+            // What is charged after the response needs one unit now; of many units any number is taken.
+            Operation::Peek if owned.mode.is_post_paid() => 1,
+            _ => owned.cost,
+        };
         join_all(groups.map(async |group| {
-            let charges: Vec<_> = group.iter().map(|(_, owned)| owned.charge(owned.cost)).collect();
-            (group, self.follow(operation, &charges).await)
+            let charges: Vec<_> = group.iter().map(|(_, owned)| owned.charge(cost(owned))).collect();
+            (group, self.follow(due, operation, &charges).await)
         }))
         .await
     }
@@ -109,12 +157,27 @@ impl Cluster {
         });
         join_all(charged.map(async |((_, owned), _)| {
             let cost = if operation == Operation::Take { verdict.granted - granted } else { owned.cost };
-            if let Err(error) = self.follow(refund, &[owned.charge(cost)]).await {
-                debug!(%error, "a denied request keeps what it was granted elsewhere");
+            for _ in 0..ROUNDS {
+                match self.follow(monotonic() + self.timeout(), refund, &[owned.charge(cost)]).await {
+                    Ok(_) => return,
+                    Err(error) if error.nothing_ran() => sleep(PAUSE).await,
+                    Err(error) => return debug!(%error, "a denied request may keep what it was granted elsewhere"),
+                }
             }
+            debug!("a denied request keeps what it was granted elsewhere");
         }))
         .await;
     }
+}
+
+/// What all groups grant.
+fn least(answers: &[Answer<'_>]) -> u64 {
+    let granted = answers.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
+    granted.min().unwrap_or(0)
+}
+
+fn is_denial((_, answer): &Answer<'_>) -> bool {
+    answer.as_ref().is_ok_and(|verdict| verdict.granted == 0)
 }
 
 /// One verdict of several.

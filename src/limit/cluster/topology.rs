@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use arc_swap::ArcSwapOption;
 use tokio::time::{Duration, sleep};
 
-use crate::limit::guard::Breaker;
+use crate::limit::guard::{Breaker, Recovery};
 use crate::limit::redis::server::Address;
 use crate::limit::redis::slots::Slots;
 use crate::limit::store::StoreError;
@@ -26,6 +26,8 @@ pub struct Topology {
     breakers: Mutex<HashMap<Address, Arc<Breaker>>>,
     /// How often those of nodes that have left have opened.
     gone: AtomicU64,
+    /// Told each time that a node answers again.
+    recovery: Arc<Recovery>,
 }
 
 /// The right to ask for the slots.
@@ -80,7 +82,13 @@ impl Topology {
 
     /// The breaker of a node.
     pub fn breaker(&self, address: &Address) -> Arc<Breaker> {
-        self.breakers().entry(address.clone()).or_default().clone()
+        let new = || Arc::new(Breaker::new(self.recovery.clone()));
+        self.breakers().entry(address.clone()).or_insert_with(new).clone()
+    }
+
+    /// Told each time that a node answers again after an outage.
+    pub fn recovery(&self) -> &Arc<Recovery> {
+        &self.recovery
     }
 
     /// The right to ask for the slots again, unless somebody has it.

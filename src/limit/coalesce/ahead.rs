@@ -1,12 +1,12 @@
-//! Taking ahead: the calls that get an advance for a hot set, and those that give back what nobody has used of it.
+//! Prefetching: the calls that take units of a hot set ahead, and those that give back what nobody has used of them.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::{Answer, Coalescer, Set};
+use super::{Answer, Calls, Coalescer, Set};
 use crate::limit::admission::{Ledger, Pending};
 use crate::limit::advance::Reservation;
 use crate::limit::backend::Source;
@@ -25,35 +25,33 @@ impl Coalescer {
         self.ending.cancel();
     }
 
-    pub(super) fn reserve(&self, set: Set) -> Option<Reservation> {
-        if set.advance == 0 { None } else { self.advances.reserve(set.id) }
+    pub(super) fn reserve(&self, set: Set, pending: &[Pending]) -> Option<Reservation> {
+        if set.advance == 0 {
+            return None;
+        }
+        self.advances.reserve(set.id, pending.iter().map(|pending| (pending.key().local(), pending.advance)))
     }
+}
 
-    /// Asks for the units of those who wait and an advance, and keeps what is not theirs.
-    pub(super) async fn take_ahead(
-        &self,
-        ledger: &Arc<Ledger>,
-        reservation: Reservation,
-        pending: &mut [Pending],
-        waiting: u64,
-        set: Set,
-    ) -> Answer {
+impl Calls {
+    /// Asks for the units of those that wait and for those of a reservation, and keeps what is not theirs.
+    pub(super) async fn prefetch(&self, reservation: Reservation, waiting: u64, since: Instant) -> Answer {
         let asked = monotonic();
-        let answer = ledger.call(Source::Store, Operation::Take, units(pending, waiting + set.advance)).await;
-        let decided = monotonic();
-        self.slow.store(decided - asked > self.deadline / 4, Ordering::Relaxed);
-        let verdict = answer?;
+        let all = units(&self.pending, waiting + reservation.units());
+        let verdict = self.ledger.call_since(Source::Store, since, Operation::Take, &all).await?;
         if verdict.granted > waiting {
-            let rules = pending.iter().map(|pending| &pending.plan.rule);
-            if reservation.keep(verdict.granted - waiting, verdict.clone(), rules, asked, decided) {
-                self.watch(ledger, set.id, pending.to_vec());
+            let rules = self.pending.iter().map(|pending| &pending.plan.rule);
+            if reservation.keep(verdict.granted - waiting, verdict.clone(), rules, asked, monotonic()) {
+                self.coalescer.watch(&self.ledger, self.set.id, self.pending.clone());
             }
         }
         Ok(verdict)
     }
+}
 
-    /// Sees to the end of an advance: what nobody has used is given back.
-    fn watch(&self, ledger: &Arc<Ledger>, set: u128, mut pending: Vec<Pending>) {
+impl Coalescer {
+    /// Sees to the end of prefetched units: what nobody has used is given back.
+    fn watch(&self, ledger: &Arc<Ledger>, set: u128, pending: Vec<Pending>) {
         let (book, advances, ending) = (ledger.clone(), self.advances.clone(), self.ending.clone());
         ledger.spawn(async move {
             let unused = loop {
@@ -70,7 +68,7 @@ impl Coalescer {
                 return;
             }
             let refund = Operation::Refund { charged_at: unused.charged_at };
-            if let Err(error) = book.call(Source::Store, refund, units(&mut pending, unused.units)).await {
+            if let Err(error) = book.deliver(Source::Store, refund, units(&pending, unused.units)).await {
                 debug!(%error, "units that were taken ahead may not have been given back");
             }
         });
@@ -78,9 +76,6 @@ impl Coalescer {
 }
 
 /// The same charges, of so many units.
-pub(super) fn units(pending: &mut [Pending], units: u64) -> &[Pending] {
-    for pending in &mut *pending {
-        pending.units = units;
-    }
-    pending
+pub(super) fn units(pending: &[Pending], units: u64) -> Vec<Pending> {
+    pending.iter().map(|pending| Pending { units, ..pending.clone() }).collect()
 }

@@ -3,9 +3,11 @@
 use redis::{Cmd, RedisError, Value};
 use tokio::sync::oneshot::{self, Receiver, Sender};
 
+use super::Sample;
 use super::fault::is_of_the_connection;
 use super::script::{Frame, Parts, Script, script};
 use super::wire::{self, Reply, Terms};
+use crate::limit::algorithm::Status;
 use crate::limit::store::{Charge, Operation, StoreError, Verdict};
 
 /// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
@@ -31,6 +33,33 @@ pub(super) struct Batch {
     algorithms: Parts,
     /// Whether Redis may not know the script by its name.
     text: bool,
+    purpose: Purpose,
+    /// Bytes of keys.
+    bytes: usize,
+    /// The first charge: a probe after a failure makes a call like this one.
+    sample: Option<Sample>,
+}
+
+/// Why a call is made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Requests wait for it.
+    #[default]
+    Requests,
+    /// The same, but another node of the cluster referred them to this one, which is importing their slot: `ASKING` goes before it.
+    Asking,
+    /// To find out whether the server works again. It is made while the breaker is open, and judges nothing.
+    Probe,
+}
+
+/// What became of a batch whose reply arrived.
+pub(super) struct Answered {
+    /// Whether the reply fits the call, and comes from a server that decides.
+    pub(super) good: bool,
+    /// Whether at least one request got a verdict.
+    pub(super) decided: bool,
+    /// What was charged for requests that no longer wait: it is given back.
+    pub(super) unclaimed: Option<(Batch, Vec<Receiver<Answer>>)>,
 }
 
 /// Requests that differ in their keys only.
@@ -55,6 +84,31 @@ impl Batch {
         !self.is_empty() && self.keys + keys > MOST_KEYS
     }
 
+    /// How many keys are in it.
+    pub(super) fn keys(&self) -> usize {
+        self.keys
+    }
+
+    /// How many bytes their names take.
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    /// The first charge.
+    pub(super) fn sample(&self) -> Option<Sample> {
+        self.sample.clone()
+    }
+
+    /// A batch of no requests as yet, for calls made for this.
+    pub(super) fn of(purpose: Purpose) -> Self {
+        Batch { purpose, ..Batch::default() }
+    }
+
+    /// Why the call is made.
+    pub(super) fn purpose(&self) -> Purpose {
+        self.purpose
+    }
+
     /// How many are in it.
     pub(super) fn requests(&self) -> usize {
         self.groups.iter().map(|group| group.waiting.len()).sum()
@@ -73,10 +127,29 @@ impl Batch {
         charges: &[Charge<'_>],
         near_us: u64,
     ) -> Receiver<Answer> {
-        let (answer, waiting) = oneshot::channel();
         self.algorithms = self.algorithms.and(Parts::of(charges.iter().map(|charge| charge.rule)));
-        self.keys += charges.len();
+        if self.sample.is_none() {
+            self.sample = charges.first().map(Sample::of);
+        }
         let terms = || charges.iter().map(|charge| Terms::of(charge, near_us));
+        let (group, waiting) = self.join(operation, terms);
+        let before = group.keys.len();
+        for charge in charges {
+            charge.key.write(prefix, &mut group.keys);
+            group.ends.push(group.keys.len());
+        }
+        let written = group.keys.len() - before;
+        self.bytes += written;
+        waiting
+    }
+
+    /// Adds a request with these terms, whose keys are still to be written, to the group of its kind.
+    fn join<T: Iterator<Item = Terms>>(
+        &mut self,
+        operation: Operation,
+        terms: impl Fn() -> T,
+    ) -> (&mut Group, Receiver<Answer>) {
+        let (answer, waiting) = oneshot::channel();
         let alike = |group: &Group| group.operation == operation && terms().eq(group.terms.iter().copied());
         let place = self.groups.iter().position(alike).unwrap_or_else(|| {
             let (terms, keys, ends, waiting) = (terms().collect(), Vec::new(), Vec::new(), Vec::new());
@@ -84,12 +157,9 @@ impl Batch {
             self.groups.len() - 1
         });
         let group = &mut self.groups[place];
-        for charge in charges {
-            charge.key.write(prefix, &mut group.keys);
-            group.ends.push(group.keys.len());
-        }
+        self.keys += group.terms.len();
         group.waiting.push(answer);
-        waiting
+        (group, waiting)
     }
 
     /// Forgets those who wait no longer; whether anybody is left.
@@ -141,16 +211,26 @@ impl Batch {
         }
     }
 
-    /// Tells everybody what the reply says to him; whether it fits the call, and comes from where it should.
-    pub(super) fn answer(self, reply: Value) -> bool {
+    /// Tells all that wait that there was no reply in time. What a late reply grants them is unclaimed.
+    pub(super) fn give_up(&mut self, refusal: &Refusal) {
+        for waiting in self.groups.iter_mut().flat_map(|group| &mut group.waiting) {
+            let (closed, _) = oneshot::channel();
+            let _ = std::mem::replace(waiting, closed).send(Err(refusal.clone()));
+        }
+    }
+
+    /// Tells each request what the reply says to it.
+    pub(super) fn answer(self, reply: Value) -> Answered {
         let limits = self.groups.iter().map(|group| group.ends.len()).sum();
         let Some(mut reply) = Reply::new(reply, limits) else {
             self.refuse(&Refusal::Store(StoreError::Malformed));
-            return false;
+            return Answered { good: false, decided: false, unclaimed: None };
         };
-        let mut good = true;
-        for group in self.groups {
-            for waiting in group.waiting {
+        let (mut good, mut decided) = (true, false);
+        let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
+        let mut receivers = Vec::new();
+        for mut group in self.groups {
+            for (index, waiting) in std::mem::take(&mut group.waiting).into_iter().enumerate() {
                 let answer = match reply.next(group.terms.len()) {
                     Some(Ok(verdict)) => Ok(verdict),
                     Some(Err(error)) => Err(Refusal::Reply(error.into())),
@@ -161,14 +241,48 @@ impl Batch {
                     Err(Refusal::Reply(error)) => !is_of_the_connection(error),
                     Err(Refusal::Store(_)) => false,
                 };
-                let _ = waiting.send(answer);
+                decided |= answer.is_ok();
+                if let Err(Ok(verdict)) = waiting.send(answer) {
+                    receivers.extend(refunds.give_back(&group, index, &verdict));
+                }
             }
         }
-        good
+        let unclaimed = (!receivers.is_empty()).then_some((refunds, receivers));
+        Answered { good, decided, unclaimed }
+    }
+
+    /// Adds the refund of what a request of `group` was charged.
+    fn give_back(&mut self, group: &Group, request: usize, verdict: &Verdict) -> Option<Receiver<Answer>> {
+        if !matches!(group.operation, Operation::Check | Operation::Take) || verdict.granted == 0 {
+            return None;
+        }
+        let first = request * group.terms.len();
+        let charged: Vec<_> = (group.terms.iter().zip(&verdict.outcomes).enumerate())
+            // A shadow limit may have had no room; a post-paid cost is charged after the response.
+            .filter(|(_, (terms, outcome))| outcome.status == Status::Ok && !terms.is_post_paid())
+            .map(|(limit, (terms, _))| {
+                let terms = if group.operation == Operation::Take { terms.costing(verdict.granted) } else { *terms };
+                (terms, group.key(first + limit))
+            })
+            .collect();
+        if charged.is_empty() {
+            return None;
+        }
+        let refund = Operation::Refund { charged_at: verdict.now_us };
+        let (group, receiver) = self.join(refund, || charged.iter().map(|(terms, _)| *terms));
+        for (_, key) in charged {
+            group.keys.extend_from_slice(key);
+            group.ends.push(group.keys.len());
+        }
+        Some(receiver)
     }
 }
 
 impl Group {
+    fn key(&self, index: usize) -> &[u8] {
+        key(&self.keys, &self.ends, index)
+    }
+
     fn retain_waiting(&mut self) {
         let limits = self.terms.len();
         let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.ends));
@@ -176,11 +290,16 @@ impl Group {
         for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
             let first = request * limits;
             for end in first..first + limits {
-                let begin = if end == 0 { 0 } else { ends[end - 1] };
-                self.keys.extend_from_slice(&keys[begin..ends[end]]);
+                self.keys.extend_from_slice(key(&keys, &ends, end));
                 self.ends.push(self.keys.len());
             }
             self.waiting.push(answer);
         }
     }
+}
+
+/// The key at this index of all that are written one after the other.
+fn key<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
+    let begin = if index == 0 { 0 } else { ends[index - 1] };
+    &keys[begin..ends[index]]
 }

@@ -1,28 +1,48 @@
-//! Calls Redis: what comes while the worker is busy with other events leaves in one call, at the end of its round; while many
-//! are under way to a server that answers soon, what comes leaves together when it has.
+//! The batcher: a bounded queue of checks in front of one server, and the calls that take them there.
+//!
+//! The checks of one event-loop tick leave in one EVALSHA. With [`MANY`] or more requests in flight and a server that replies soon,
+//! new checks wait for the next reply and share a call. At most a window of calls is in flight: it shrinks when replies
+//! slow down, so that a busy server meets larger batches and not more of them. What does not fit waits in the queue, within its
+//! deadline; overload is not an outage, and nothing here is counted against the server but its own silence.
 
-use std::mem;
-use std::pin::pin;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::VecDeque;
+use std::fmt::Debug;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::Poll;
 use std::time::Instant;
 
+use futures_util::poll;
+use redis::{RedisResult, Value};
+use tokio::sync::oneshot::Receiver;
 use tokio::task::yield_now;
-use tokio::time::{Duration, timeout_at};
+use tokio::time::{Duration, sleep_until, timeout_at};
+use tracing::debug;
 
-use super::batch::{Answer, Batch, Refusal};
-use super::connection::{Connections, checkout};
-use super::fault::is_of_the_connection;
+use super::Sample;
+use super::batch::{Answer, Batch, Purpose, Refusal};
+use super::connection::{Connection, Connections, checkout};
+use super::fault::{Fault, is_of_the_connection};
 use super::script::Parts;
+use super::window::Window;
 use crate::limit::clock::{Clock, monotonic};
 use crate::limit::store::{Charge, Operation, StoreError};
 use crate::limit::tallies::Tallies;
 
-/// With so many requests under way the next call waits for an answer. A call costs Redis as much as another request in it, and
-/// the gateway as well; with fewer under way there would be few to share that.
+/// With so many requests in flight the next call waits for a reply. A call costs Redis as much as another request in it, and
+/// the gateway as well; with fewer in flight there would be few to share that.
 const MANY: usize = 8;
 
-/// Answers within this part of the deadline are worth waiting for, later ones would be felt: 3 ms of 50.
-const SOON: u32 = 16;
+/// Replies within this part of the timeout are worth waiting for, later ones would be felt: 3 ms of 50.
+pub const SOON: u32 = 16;
+
+/// Requests and bytes of keys that one worker queues for one server: what it can decide within the default timeout, and more.
+/// Further ones are rejected at once.
+const MOST_QUEUED: usize = 16_384;
+const MOST_QUEUED_BYTES: usize = 4 << 20;
+
+/// A timer that fires later than this was held up by other tasks of the worker: tokio's timers have a resolution of 1 ms.
+const LATE: Duration = Duration::from_millis(2);
 
 /// What one worker calls a server with.
 #[derive(Debug)]
@@ -35,40 +55,67 @@ pub(super) struct Caller {
     pub(super) clock: Clock,
     /// What connections have loaded.
     pub(super) algorithms: Parts,
-    /// Bound of a call; connecting included.
-    pub(super) deadline: Duration,
+    /// Maximum time from when a request asks to its verdict, and from when a call is written to its reply.
+    pub(super) timeout: Duration,
+    /// Whether requests of all identities may share a call. In a cluster each identity has a slot of its own.
+    pub(super) together: bool,
     /// Where calls are counted.
     pub(super) tallies: Arc<Tallies>,
-    /// What leaves with the next call.
-    pub(super) next: Mutex<Next>,
+    /// Who is told how calls end.
+    pub(super) judge: OnceLock<Arc<dyn Judge>>,
+    /// What waits, and what it waits for.
+    pub(super) queue: Mutex<Queue>,
 }
 
-/// Requests that wait for their call, and what it waits for.
+/// Judges the server by its calls: the circuit breaker.
+pub trait Judge: Debug + Send + Sync {
+    /// Names the time since the breaker was opened or closed last; none while it is open.
+    fn era(&self) -> Option<u32>;
+    /// A call of this era got a reply.
+    fn answered(&self, era: u32);
+    /// A call of this era got none: the connection broke, or the server was silent for the timeout. A probe is to be made `like` it.
+    fn failed(&self, era: u32, error: &StoreError, like: Option<Sample>);
+}
+
+/// Batches that wait for their call, and what they wait for.
 #[derive(Debug, Default)]
-pub(super) struct Next {
-    batch: Batch,
-    /// When the first of them came.
-    since: Option<Instant>,
-    /// Whether a task takes them along at the end of the round.
+pub(super) struct Queue {
+    /// Oldest first; the last one takes further requests in.
+    waiting: VecDeque<Departure>,
+    /// Requests and bytes of keys in `waiting`.
+    requests: usize,
+    bytes: usize,
+    /// Whether a task sends the first of them at the end of the tick.
     leaves: bool,
-    /// Requests whose call is under way.
-    under_way: usize,
+    /// Whether a task rejects those whose time is over.
+    swept: bool,
+    in_flight: Flights,
+    window: Window,
     /// Whether the last call was not answered soon.
     far: bool,
 }
 
-/// Requests that leave in one call.
-#[derive(Debug)]
-struct Departure {
-    batch: Batch,
-    /// When the first of them came.
-    since: Instant,
+/// What is in flight.
+#[derive(Debug, Default)]
+struct Flights {
+    calls: usize,
+    requests: usize,
+    weight: usize,
 }
 
-/// A call under way, until it is dropped.
-struct UnderWay<'a> {
+/// Requests that leave in one call.
+#[derive(Debug, Default)]
+struct Departure {
+    batch: Batch,
+    /// When the first of them is to have its verdict.
+    due: Option<Instant>,
+}
+
+/// A call in flight, until it is dropped.
+struct InFlight<'a> {
     caller: &'a Caller,
     requests: usize,
+    weight: usize,
     began: Instant,
 }
 
@@ -81,122 +128,113 @@ pub(super) struct Question<'a> {
     pub(super) near_us: u64,
     /// Whether Redis may not know the script by its name.
     pub(super) text: bool,
+    /// Why the call is made.
+    pub(super) purpose: Purpose,
+    /// When there must be a verdict.
+    pub(super) due: Instant,
 }
 
 impl Caller {
-    /// Asks together with whoever else asks in this round of the worker, or until an answer comes.
-    pub(super) async fn ask_together(self: &Arc<Self>, question: Question<'_>) -> Answer {
+    /// Queues a question; its answer comes with that of the call it shares.
+    pub(super) async fn ask(self: &Arc<Self>, question: Question<'_>) -> Answer {
         let answer = {
-            let mut next = self.next();
-            if next.batch.is_full_for(question.charges.len()) {
-                self.serve(next.depart());
-            }
-            next.since.get_or_insert_with(monotonic);
-            let answer = self.add(&mut next.batch, question);
-            if next.may_leave() {
-                next.leaves = true;
+            let mut queue = self.queue();
+            let Some(answer) = queue.add(self, question) else {
+                return Err(Refusal::Store(StoreError::Overloaded));
+            };
+            if queue.claim(self.together) {
                 let caller = self.clone();
                 // The worker comes to it when it has been through what is ready now.
-                tokio::spawn(async move {
-                    let departure = caller.next().depart();
-                    caller.make(departure).await;
-                });
+                tokio::spawn(async move { caller.work().await });
             }
             answer
         };
-        answer.await.unwrap_or(Err(Refusal::Store(StoreError::Timeout)))
+        answer.await.unwrap_or(Err(Refusal::Store(StoreError::Overloaded)))
     }
 
-    /// Asks at once; `asking` where another node said to ask this one, which is just taking the slot over.
-    pub(super) async fn ask_alone(&self, asking: bool, question: Question<'_>) -> Answer {
-        let mut batch = Batch::default();
-        let answer = self.add(&mut batch, question);
-        self.exchange(asking, batch).await;
-        answer.await.unwrap_or(Err(Refusal::Store(StoreError::Timeout)))
+    fn queue(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn add(&self, batch: &mut Batch, question: Question<'_>) -> tokio::sync::oneshot::Receiver<Answer> {
-        let Question { operation, charges, near_us, text } = question;
-        if text {
-            batch.carry_text();
-        }
-        batch.add(&self.prefix, operation, charges, near_us)
-    }
-
-    fn next(&self) -> MutexGuard<'_, Next> {
-        self.next.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Has a task make a call.
-    fn serve(self: &Arc<Self>, departure: Departure) {
-        let caller = self.clone();
-        tokio::spawn(async move { caller.make(departure).await });
-    }
-
-    /// Makes a call, and then those that waited for it.
-    async fn make(self: &Arc<Self>, mut departure: Departure) {
+    /// Makes the call that was claimed, and then those that waited for its reply.
+    async fn work(self: Arc<Self>) {
         loop {
+            let Some(departure) = self.queue().depart() else { return };
+            self.work_beside();
             self.send(departure).await;
-            {
-                let mut next = self.next();
-                if !next.may_leave() {
-                    return;
-                }
-                next.leaves = true;
+            if !self.queue().claim(self.together) {
+                return;
             }
             // What the worker has yet to read goes along.
             yield_now().await;
-            departure = self.next().depart();
         }
     }
 
-    /// Makes one call within the time of those in it; those who wait for its answer may go before.
-    async fn send(self: &Arc<Self>, Departure { mut batch, since }: Departure) {
+    /// Has another task make the next call, if there is one that need not wait.
+    fn work_beside(self: &Arc<Self>) {
+        if self.queue().claim(self.together) {
+            let caller = self.clone();
+            tokio::spawn(async move { caller.work().await });
+        }
+    }
+
+    /// Makes one call within the time of the requests in it; those that wait for its reply may go before.
+    async fn send(self: &Arc<Self>, Departure { mut batch, due }: Departure) {
         let began = monotonic();
-        let _under_way = UnderWay { caller: self, requests: batch.requests(), began };
-        let due = since + self.deadline;
-        if began >= due || !batch.retain_waiting() {
+        let due = due.unwrap_or(began);
+        let mut in_flight =
+            InFlight { caller: self, requests: batch.requests(), weight: Window::weight(batch.keys()), began };
+        let judge = self.judge.get().filter(|_| batch.purpose() != Purpose::Probe);
+        let judging = judge.map(|judge| (judge, judge.era()));
+        if let Some((_, None)) = judging {
+            return batch.refuse(&Refusal::Store(StoreError::Open));
+        }
+        if began >= due {
+            // Nothing was sent for them.
+            return batch.refuse(&Refusal::Store(StoreError::Overloaded));
+        }
+        if !batch.retain_waiting() {
             return;
         }
-        let mut exchange = pin!(self.exchange(false, batch));
-        if timeout_at(due.min(began + self.soon()).into(), exchange.as_mut()).await.is_err() {
-            self.wait_no_longer();
-            // Dropped without a reply, it tells the connection so.
-            let _ = timeout_at(due.into(), exchange).await;
-        }
-    }
-
-    /// Lets those go who wait for an answer.
-    fn wait_no_longer(self: &Arc<Self>) {
-        let mut next = self.next();
-        next.far = true;
-        if next.may_leave() {
-            self.serve(next.depart());
-        }
-    }
-
-    fn soon(&self) -> Duration {
-        self.deadline / SOON
-    }
-
-    async fn exchange(&self, asking: bool, batch: Batch) {
-        let mut connection = match checkout(&self.connections).await {
-            Ok(connection) => connection,
-            Err(error) => return batch.refuse(&Refusal::Store(error)),
+        let judging = judging.and_then(|(judge, era)| Some((judge, era?)));
+        let failed = |error: &StoreError, batch: &Batch| {
+            if let Some((judge, era)) = judging {
+                judge.failed(era, error, batch.sample());
+            }
         };
-        self.tallies.calls.count(0);
-        let command = batch.command(self.algorithms, self.clock.argument_us());
-        let reply = if asking { connection.send_asking(&command).await } else { connection.send(&command).await };
+        let reply = match self.exchange(&mut batch, due, &mut in_flight.began).await {
+            Ok(reply) => reply,
+            Err(error) => {
+                failed(&error, &batch);
+                return batch.refuse(&Refusal::Store(error));
+            }
+        };
+        let answered = monotonic().saturating_duration_since(in_flight.began);
+        drop(in_flight);
         match reply {
-            Ok(reply) => {
-                if !batch.answer(reply) {
+            None => failed(&StoreError::Timeout, &batch),
+            Some((Ok(reply), connection)) => {
+                self.queue().window.answered(answered, self.timeout);
+                let answered = batch.answer(reply);
+                if let (true, Some((judge, era))) = (answered.decided, judging) {
+                    judge.answered(era);
+                }
+                if !answered.good {
                     // It may be the answer to something else, or of somebody else.
                     connection.retire();
                 }
+                if let Some((refunds, receivers)) = answered.unclaimed {
+                    self.give_back(refunds, receivers);
+                }
             }
-            Err(error) => {
+            Some((Err(error), connection)) => {
                 if is_of_the_connection(&error) {
                     connection.retire();
+                }
+                if error.is_unrecoverable_error() {
+                    let error = Fault::store_error(error);
+                    failed(&error, &batch);
+                    return batch.refuse(&Refusal::Store(error));
                 }
                 batch.refuse(&Refusal::Reply(error));
             }
@@ -204,25 +242,204 @@ impl Caller {
     }
 }
 
-impl Next {
-    /// Whether somebody waits whom nobody takes along, and nothing holds back.
-    fn may_leave(&self) -> bool {
-        !self.batch.is_empty() && !self.leaves && (self.far || self.under_way < MANY)
+impl Caller {
+    /// Hands a batch to a connection and waits for the reply; none if it does not come within the time of the requests in it nor within
+    /// the timeout of the call. The call counts as begun when it was `written`.
+    async fn exchange(
+        self: &Arc<Self>,
+        batch: &mut Batch,
+        due: Instant,
+        written: &mut Instant,
+    ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
+        let command = batch.command(self.algorithms, self.clock.argument_us());
+        let asking = batch.purpose() == Purpose::Asking;
+        let mut connection = self.connection(due).await?;
+        self.tallies.calls.count(0);
+        let mut call = Box::pin(connection.clone().call(asking, command.clone()));
+        let mut handed = poll!(call.as_mut());
+        if let Poll::Ready(Err(error)) = &handed
+            && error.is_unrecoverable_error()
+        {
+            // The connection was closed while it was idle: it takes no command, so no byte of this one was written.
+            connection = self.connection(due).await?;
+            call = Box::pin(connection.clone().call(asking, command));
+            handed = poll!(call.as_mut());
+        }
+        if let Poll::Ready(reply) = handed {
+            return Ok(Some((reply, connection)));
+        }
+        // The task of the connection writes before the worker comes back to this one.
+        yield_now().await;
+        *written = monotonic();
+        Ok(self.reply(call.as_mut(), batch, due, *written).await.map(|reply| (reply, connection)))
     }
 
-    /// Lets go what there is.
-    fn depart(&mut self) -> Departure {
-        self.leaves = false;
-        let batch = mem::take(&mut self.batch);
-        self.under_way += batch.requests();
-        Departure { batch, since: self.since.take().unwrap_or_else(monotonic) }
+    /// A connection, made if there is none.
+    async fn connection(&self, due: Instant) -> Result<Connection, StoreError> {
+        let checkout = timeout_at(due.into(), checkout(&self.connections)).await;
+        checkout.unwrap_or_else(|_| Err(self.connections.silence()))
+    }
+
+    /// Waits for the reply to a call that was written. Requests that are not answered by `due` are told so.
+    async fn reply<T>(
+        self: &Arc<Self>,
+        mut call: Pin<&mut impl Future<Output = T>>,
+        batch: &mut Batch,
+        due: Instant,
+        written: Instant,
+    ) -> Option<T> {
+        let soon = written + self.timeout / SOON;
+        if let Ok(reply) = timeout_at(due.min(soon).into(), call.as_mut()).await {
+            return Some(reply);
+        }
+        self.wait_no_longer();
+        if let Some(reply) = self.by(due, call.as_mut()).await {
+            return Some(reply);
+        }
+        batch.give_up(&Refusal::Store(StoreError::Late));
+        self.by(written + self.timeout, call).await
+    }
+
+    /// Waits until `end`, and as much longer as the worker was late to look: what arrived meanwhile is still unread.
+    async fn by<T>(&self, end: Instant, mut call: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+        let mut until = end;
+        loop {
+            if let Ok(reply) = timeout_at(until.into(), call.as_mut()).await {
+                return Some(reply);
+            }
+            let now = monotonic();
+            let late = now.saturating_duration_since(until);
+            if late < LATE || until >= end + self.timeout {
+                return None;
+            }
+            until = now + late.min(self.timeout);
+        }
+    }
+
+    /// Lets the checks go that wait for a reply.
+    fn wait_no_longer(self: &Arc<Self>) {
+        self.queue().far = true;
+        self.work_beside();
+    }
+
+    /// Gives back what a late reply charged for requests that had been rejected by then.
+    fn give_back(self: &Arc<Self>, refunds: Batch, receivers: Vec<Receiver<Answer>>) {
+        self.queue().push(Departure { batch: refunds, due: Some(monotonic() + self.timeout) });
+        self.work_beside();
+        tokio::spawn(async move {
+            for refunded in receivers {
+                if let Ok(Err(refusal)) = refunded.await {
+                    debug!(?refusal, "a rejected request may remain charged");
+                }
+            }
+        });
+    }
+
+    /// Rejects requests whose time is over while they wait for room in the window.
+    async fn sweep(self: Arc<Self>) {
+        loop {
+            let due = {
+                let mut queue = self.queue();
+                let now = monotonic();
+                while let Some(first) = queue.waiting.pop_front_if(|first| first.is_over(now)) {
+                    queue.forget(&first.batch);
+                    first.batch.refuse(&Refusal::Store(StoreError::Overloaded));
+                }
+                match queue.waiting.front().and_then(|first| first.due) {
+                    Some(due) => due,
+                    None => {
+                        queue.swept = false;
+                        return;
+                    }
+                }
+            };
+            sleep_until(due.into()).await;
+        }
     }
 }
 
-impl Drop for UnderWay<'_> {
+impl Queue {
+    /// Adds a question to the last batch, and says where its answer comes; none if the queue is full.
+    fn add(&mut self, caller: &Arc<Caller>, question: Question<'_>) -> Option<Receiver<Answer>> {
+        let Question { operation, charges, near_us, text, purpose, due } = question;
+        if self.requests >= MOST_QUEUED || self.bytes >= MOST_QUEUED_BYTES {
+            return None;
+        }
+        let fits = |last: &Departure| {
+            let alike = purpose == Purpose::Requests && last.batch.purpose() == purpose;
+            caller.together && alike && !last.batch.is_full_for(charges.len())
+        };
+        if !self.waiting.back().is_some_and(fits) {
+            self.waiting.push_back(Departure { batch: Batch::of(purpose), due: None });
+        }
+        let last = self.waiting.back_mut()?;
+        let before = last.batch.bytes();
+        let answer = last.batch.add(&caller.prefix, operation, charges, near_us);
+        if text {
+            last.batch.carry_text();
+        }
+        last.due = Some(last.due.map_or(due, |other| other.min(due)));
+        self.requests += 1;
+        self.bytes += last.batch.bytes() - before;
+        if !self.swept && !self.has_room() {
+            self.swept = true;
+            let caller = caller.clone();
+            tokio::spawn(async move { caller.sweep().await });
+        }
+        Some(answer)
+    }
+
+    fn push(&mut self, departure: Departure) {
+        self.requests += departure.batch.requests();
+        self.bytes += departure.batch.bytes();
+        self.waiting.push_back(departure);
+    }
+
+    fn forget(&mut self, batch: &Batch) {
+        self.requests -= batch.requests();
+        self.bytes -= batch.bytes();
+    }
+
+    /// Whether the first batch fits into the window.
+    fn has_room(&self) -> bool {
+        self.waiting.front().is_none_or(|first| {
+            self.in_flight.calls == 0 || self.window.has_room(self.in_flight.weight, first.batch.keys())
+        })
+    }
+
+    /// Whether there is a call to be made that nobody makes yet; then the caller of this does.
+    fn claim(&mut self, together: bool) -> bool {
+        // A full batch, or one that cannot grow, has nothing to wait for.
+        let ready = self.far || !together || self.waiting.len() > 1 || self.in_flight.requests < MANY;
+        let claimed = !self.leaves && !self.waiting.is_empty() && ready && self.has_room();
+        self.leaves |= claimed;
+        claimed
+    }
+
+    /// Lets the first batch go.
+    fn depart(&mut self) -> Option<Departure> {
+        self.leaves = false;
+        let departure = self.waiting.pop_front()?;
+        self.forget(&departure.batch);
+        self.in_flight.calls += 1;
+        self.in_flight.requests += departure.batch.requests();
+        self.in_flight.weight += Window::weight(departure.batch.keys());
+        Some(departure)
+    }
+}
+
+impl Departure {
+    fn is_over(&self, now: Instant) -> bool {
+        self.due.is_some_and(|due| due <= now)
+    }
+}
+
+impl Drop for InFlight<'_> {
     fn drop(&mut self) {
-        let mut next = self.caller.next();
-        next.under_way -= self.requests;
-        next.far = self.began.elapsed() > self.caller.soon();
+        let mut queue = self.caller.queue();
+        queue.in_flight.calls -= 1;
+        queue.in_flight.requests -= self.requests;
+        queue.in_flight.weight -= self.weight;
+        queue.far = self.began.elapsed() > self.caller.timeout / SOON;
     }
 }

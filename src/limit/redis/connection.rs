@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
+use futures_util::FutureExt;
 use futures_util::future::try_join_all;
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, RedisResult, Value};
@@ -85,13 +86,32 @@ pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Durat
         .max_size(size)
         .test_on_check_out(false)
         .retry_connection(false)
-        // Shorter than the deadline of the decision, so that the reason is told and not the deadline.
-        .connection_timeout(connect_timeout.mul_f64(0.9))
+        // Longer than an attempt, so that its reason is told.
+        .connection_timeout(connect_timeout + connect_timeout / 8)
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
         .build_unchecked(Manager { server, algorithms, connect_timeout, pace: Arc::default() });
     Connections { pool, failure, silence }
+}
+
+impl Connections {
+    /// There is no connection yet, and it is not known why.
+    pub fn silence(&self) -> StoreError {
+        StoreError::Unreachable(self.silence.to_string())
+    }
+
+    /// Replaces connections that the server closed while they were idle, as long as `wanted`, so that no request waits for a new one.
+    pub async fn renew(&self) {
+        let idle = self.pool.state().connections > 0;
+        if !idle {
+            let _ = checkout(self).await;
+        } else if let Ok(connection) = checkout(self).await
+            && connection.is_closed()
+        {
+            let _ = checkout(self).await;
+        }
+    }
 }
 
 /// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
@@ -193,6 +213,24 @@ impl Connection {
         if self.health.pace.may_retire(monotonic()) {
             self.health.retired.store(true, Ordering::Relaxed);
         }
+    }
+
+    /// Whether its task has ended: the server closed it. Nothing is sent.
+    fn is_closed(&self) -> bool {
+        let mut pipe = self.pipe.clone();
+        let ping = redis::cmd("PING");
+        // A task that runs skips commands of which nobody awaits the reply.
+        let refused = pipe.send_packed_command(&ping).now_or_never();
+        let closed = refused.is_some_and(|refused| refused.is_err_and(|error| error.is_unrecoverable_error()));
+        if closed {
+            self.health.unanswered.store(UNANSWERED, Ordering::Relaxed);
+        }
+        closed
+    }
+
+    /// Sends a command, with `ASKING` before it where another node said to ask this one.
+    pub async fn call(mut self, asking: bool, command: Cmd) -> RedisResult<Value> {
+        if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
 
     /// Sends one command and waits for its reply; an error reply is an error, but not one inside of an array.

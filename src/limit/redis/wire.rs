@@ -29,6 +29,16 @@ impl Terms {
         let last = if kind == Kind::Concurrency { charge.lease.to_le_bytes() } else { number(d) };
         Terms { kind, mode: charge.mode, cost: charge.cost, numbers: [a, b, c], last }
     }
+
+    /// The same with this cost.
+    pub fn costing(self, cost: u64) -> Self {
+        Terms { cost, ..self }
+    }
+
+    /// Whether the cost is charged after the response.
+    pub fn is_post_paid(&self) -> bool {
+        self.mode.is_post_paid()
+    }
 }
 
 /// The frame that decides such requests at the least cost.
