@@ -33,7 +33,7 @@ use admission::{Debts, Later, Leases, Ledger, Owed};
 use advance::Advances;
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
-use clock::{monotonic, unix_us};
+use clock::{monotonic, since, unix_us};
 use coalesce::{Coalescer, Set};
 use decision::{Check, Decision};
 use denials::{Denials, Known};
@@ -118,7 +118,7 @@ impl Limiter {
         let places = wait.places.min(usize::try_from(most).unwrap_or(usize::MAX).max(1));
         // Whoever finds no place, or has none any more, must not take what those before are waiting for.
         let Some(place) = self.lines.join(key, places) else { return Ok(turned_away(checks, first, wait)) };
-        let turn = timeout(wait.most.saturating_sub(arrived.elapsed()), pin!(place.turn())).await;
+        let turn = timeout(wait.most.saturating_sub(since(arrived)), pin!(place.turn())).await;
         let Ok(_turn) = turn else { return Ok(turned_away(checks, first, wait)) };
         loop {
             let decision = self.decide(checks).await?;

@@ -14,7 +14,7 @@ use tracing::debug;
 
 use super::algorithm::{Outcome, Rule};
 use super::backend::{Backend, Source};
-use super::clock::monotonic;
+use super::clock::{monotonic, since};
 use super::denials::Denials;
 use super::key::{Identity, Key};
 use super::plan::Plan;
@@ -124,7 +124,7 @@ impl Ledger {
         let began = monotonic();
         loop {
             match self.call(source, operation, &pending).await {
-                Err(StoreError::Overloaded) if began.elapsed() < LONGEST_DELIVERY => sleep(REPEAT_OVERLOADED).await,
+                Err(StoreError::Overloaded) if since(began) < LONGEST_DELIVERY => sleep(REPEAT_OVERLOADED).await,
                 result => return result,
             }
         }
@@ -289,7 +289,7 @@ impl Drop for Leases {
         self.ledger.spawn(async move {
             // One life after the store answers again the permits have ended by themselves.
             let mut answering = monotonic();
-            while answering.elapsed() < longest {
+            while since(answering) < longest {
                 match ledger.call(Source::Store, RELEASE, &held).await {
                     Ok(_) if certain => return,
                     Ok(_) => certain = true,

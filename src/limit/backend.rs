@@ -6,7 +6,7 @@ use std::time::Instant;
 use redis::{Cmd, Value};
 use tokio::time::{Duration, sleep, timeout};
 
-use super::clock::{Clock, monotonic};
+use super::clock::{self, Clock, monotonic};
 use super::cluster::topology::Topology;
 use super::cluster::{self, Cluster};
 use super::guard::{Breaker, Guard, Recovery};
@@ -154,7 +154,7 @@ impl Backend {
         // On the heap: checks that stay in this process should not have to carry its size.
         let answer = Box::pin(store.ask(since + store.timeout(), operation, charges)).await;
         match &answer {
-            Ok(_) => tallies.round_trips.note(since.elapsed()),
+            Ok(_) => tallies.round_trips.note(clock::since(since)),
             Err(StoreError::Open | StoreError::Overloaded) => tallies.failures.count(1),
             Err(_) => tallies.failures.count(0),
         }

@@ -18,12 +18,19 @@ pub enum Clock {
     Skewed(i64),
     /// An instant set by hand, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
+    /// So many µs since the Unix epoch at an instant, and on from there as [`monotonic`] goes.
+    Running(Instant, u64),
 }
 
 impl Clock {
     /// A clock that stands still until it is set.
     pub fn manual(now_us: u64) -> Self {
         Clock::Manual(Arc::new(AtomicU64::new(now_us)))
+    }
+
+    /// A clock that shows `now_us` now and runs with [`monotonic`], also where a test pauses that.
+    pub fn running(now_us: u64) -> Self {
+        Clock::Running(monotonic(), now_us)
     }
 
     /// Moves a manual clock; the store's own cannot be moved.
@@ -37,6 +44,7 @@ impl Clock {
     pub fn now_us(&self) -> u64 {
         match self {
             Clock::Manual(now) => now.load(Ordering::SeqCst),
+            Clock::Running(start, start_us) => start_us + since(*start).as_micros() as u64,
             Clock::Store => unix_us(),
             Clock::Skewed(by_us) => unix_us().saturating_add_signed(*by_us),
         }
@@ -45,7 +53,7 @@ impl Clock {
     /// Now as the script's argument: 0 leaves it to the server.
     pub fn argument_us(&self) -> u64 {
         match self {
-            Clock::Manual(now) => now.load(Ordering::SeqCst),
+            Clock::Manual(_) | Clock::Running(..) => self.now_us(),
             Clock::Store | Clock::Skewed(_) => 0,
         }
     }
@@ -61,9 +69,15 @@ pub fn certain(wait: Duration) -> Duration {
     wait - wait / DRIFT
 }
 
-/// A clock that never goes back, for deadlines and durations.
+/// A clock that never goes back, for deadlines and durations. It is tokio's, which the timers follow: the clock of the system,
+/// but where a test pauses it.
 pub fn monotonic() -> Instant {
-    Instant::now()
+    tokio::time::Instant::now().into_std()
+}
+
+/// The time since an instant of [`monotonic`]. [`Instant::elapsed`] does not stand still where that is paused.
+pub fn since(instant: Instant) -> Duration {
+    monotonic().saturating_duration_since(instant)
 }
 
 /// Lets something that may happen often be said now and then.

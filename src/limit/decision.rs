@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::admission::{Debts, Later, Leases, Pending};
 use super::algorithm::{Outcome, Rule, Status};
 use super::backend::Source;
+use super::clock::since;
 use super::key::{Identity, Key};
 use super::plan::{Limit, Plan};
 use super::quota::Quota;
@@ -180,8 +181,7 @@ impl<'a> Decision<'a> {
     /// How long a denied request that came at `arrived` is to wait before it asks again, if its limits let it wait so long.
     pub fn pause(&self, arrived: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
-        let patient =
-            |judged: &Judged<'_>| judged.limit.wait.is_some_and(|wait| arrived.elapsed() + pause <= wait.most);
+        let patient = |judged: &Judged<'_>| judged.limit.wait.is_some_and(|wait| since(arrived) + pause <= wait.most);
         self.violated().all(patient).then_some(pause)
     }
 }

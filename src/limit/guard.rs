@@ -12,7 +12,7 @@ use redis::{Cmd, Value};
 use tokio::sync::Notify;
 use tokio::time::{Duration, sleep, timeout};
 
-use super::clock::{monotonic, unix_us};
+use super::clock::{monotonic, since, unix_us};
 use super::redis::server::Address;
 use super::redis::slots::Slots;
 use super::redis::{Judge, RedisStore, Sample};
@@ -55,11 +55,11 @@ impl Recovery {
     /// Whether it was within this time.
     pub fn is_within(&self, time: Duration) -> bool {
         let last = self.last_us.load(Ordering::Relaxed);
-        last != 0 && self.made.elapsed() < Duration::from_micros(last) + time
+        last != 0 && since(self.made) < Duration::from_micros(last) + time
     }
 
     fn tell(&self) {
-        self.last_us.store(self.made.elapsed().as_micros().max(1) as u64, Ordering::Relaxed);
+        self.last_us.store(since(self.made).as_micros().max(1) as u64, Ordering::Relaxed);
         self.notify.notify_waiters();
     }
 }
@@ -128,7 +128,7 @@ impl Breaker {
     }
 
     fn age(&self) -> Duration {
-        self.made.elapsed()
+        since(self.made)
     }
 }
 
@@ -320,7 +320,8 @@ impl Watch {
             let mut pause = FIRST_PROBE;
             loop {
                 // Up to a tenth more, so that gateways that lost the store together do not come back together.
-                sleep(pause + pause.mul_f64((unix_us() % 1000) as f64 / 10_000.0)).await;
+                let jitter = (watch.breaker.age().as_micros() % 1000) as f64 / 10_000.0;
+                sleep(pause + pause.mul_f64(jitter)).await;
                 let Some(store) = watch.store.upgrade() else { return };
                 match watch.probe(&store, like.as_ref()).await {
                     Ok(()) => break,

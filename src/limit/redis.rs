@@ -4,6 +4,7 @@ pub mod advice;
 mod batch;
 mod caller;
 pub mod connection;
+pub mod dial;
 pub mod fault;
 pub mod hello;
 pub mod pace;
@@ -31,6 +32,7 @@ use caller::{Caller, Question};
 pub use caller::{Judge, SOON};
 use connection::checkout;
 use fault::{Fault, Pauses};
+use hello::Mode as ServerMode;
 use script::Parts;
 use server::{Address, Login, NoConnection, Server};
 use slots::Slots;
@@ -128,7 +130,7 @@ impl RedisStore {
     pub fn new(settings: &RedisSettings, server: Server, clock: Clock, tallies: Arc<Tallies>) -> Self {
         let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms } = settings.clone();
         // In a cluster each identity has a slot of its own.
-        let together = !matches!(server, Server::Node(_));
+        let together = server.mode() != ServerMode::Cluster;
         let connections = connection::pool(server, algorithms, connections, connect_timeout);
         let (judge, queue) = (OnceLock::new(), Mutex::default());
         let caller = Caller { connections, prefix, clock, algorithms, timeout, together, tallies, judge, queue };

@@ -25,7 +25,7 @@ use super::connection::{Connection, Connections, checkout};
 use super::fault::{Fault, is_of_the_connection};
 use super::script::Parts;
 use super::window::Window;
-use crate::limit::clock::{Clock, monotonic};
+use crate::limit::clock::{Clock, monotonic, since};
 use crate::limit::store::{Charge, Operation, StoreError};
 use crate::limit::tallies::Tallies;
 
@@ -440,6 +440,6 @@ impl Drop for InFlight<'_> {
         queue.in_flight.calls -= 1;
         queue.in_flight.requests -= self.requests;
         queue.in_flight.weight -= self.weight;
-        queue.far = self.began.elapsed() > self.caller.timeout / SOON;
+        queue.far = since(self.began) > self.caller.timeout / SOON;
     }
 }

@@ -14,7 +14,7 @@ use tokio::time::{Duration, timeout};
 use super::pace::Pace;
 use super::script::{Frame, Parts, script};
 use super::server::{NoConnection, Server};
-use super::{advice, hello};
+use super::{advice, dial, hello};
 use crate::limit::clock::monotonic;
 use crate::limit::store::StoreError;
 
@@ -159,7 +159,10 @@ impl Manager {
             .set_connection_timeout(Some(self.connect_timeout))
             .set_response_timeout(None)
             .set_pipeline_buffer_size(PIPELINE);
-        let mut pipe = client.get_multiplexed_async_connection_with_config(&config).await?;
+        let mut pipe = match self.server.dial() {
+            None => client.get_multiplexed_async_connection_with_config(&config).await?,
+            Some(dial) => dial::connect(dial, client, config).await?,
+        };
         hello::expect(&mut pipe, self.server.mode(), client.get_connection_info().addr()).await?;
         let frames = Frame::ALL.iter().filter(|_| !self.algorithms.is_empty());
         // In the pipe: one round trip for all.

@@ -8,6 +8,7 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use tokio::time::Duration;
 
 use super::advice::{of_connecting, of_silence};
+use super::dial::Dial;
 use super::hello::{self, Mode};
 
 /// A host and a port.
@@ -52,12 +53,21 @@ impl NoConnection {
 
 /// How to log on at any address: credentials, database, TLS.
 #[derive(Debug, Clone)]
-pub struct Login(ConnectionInfo);
+pub struct Login {
+    info: ConnectionInfo,
+    /// Opens the streams, if the redis crate does not.
+    dial: Option<Arc<dyn Dial>>,
+}
 
 impl Login {
     /// As this client does.
     pub fn of(client: &Client) -> Self {
-        Login(client.get_connection_info().clone())
+        Login { info: client.get_connection_info().clone(), dial: None }
+    }
+
+    /// The same over streams that `dial` opens.
+    pub fn over(self, dial: Arc<dyn Dial>) -> Self {
+        Login { dial: Some(dial), ..self }
     }
 
     /// A client for an address.
@@ -66,13 +76,13 @@ impl Login {
     /// The certificates cannot be used.
     pub fn at(&self, address: &Address) -> RedisResult<Client> {
         let (host, port) = (address.host.to_string(), address.port);
-        let address = match self.0.addr().clone() {
+        let address = match self.info.addr().clone() {
             ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
                 ConnectionAddr::TcpTls { host, port, insecure, tls_params }
             }
             _ => ConnectionAddr::Tcp(host, port),
         };
-        Client::open(self.0.clone().set_addr(address))
+        Client::open(self.info.clone().set_addr(address))
     }
 
     /// A node of a cluster.
@@ -80,7 +90,11 @@ impl Login {
     /// # Errors
     /// The certificates cannot be used.
     pub fn node(&self, address: &Address) -> Result<Server, NoConnection> {
-        self.at(address).map(Server::Node).map_err(|error| NoConnection::new(&error.to_string()))
+        let client = self.at(address).map_err(|error| NoConnection::new(&error.to_string()))?;
+        Ok(match &self.dial {
+            None => Server::Node(client),
+            Some(dial) => Server::Dialed { client, mode: Mode::Cluster, dial: dial.clone() },
+        })
     }
 }
 
@@ -93,6 +107,15 @@ pub enum Server {
     Master(Arc<Sentinels>),
     /// To a node of a cluster.
     Node(Client),
+    /// To any of these, over streams that the redis crate does not open.
+    Dialed {
+        /// The address and the login.
+        client: Client,
+        /// What it has to be.
+        mode: Mode,
+        /// Opens the streams.
+        dial: Arc<dyn Dial>,
+    },
 }
 
 impl Server {
@@ -101,6 +124,15 @@ impl Server {
         match self {
             Server::Fixed(_) | Server::Master(_) => Mode::Standalone,
             Server::Node(_) => Mode::Cluster,
+            Server::Dialed { mode, .. } => *mode,
+        }
+    }
+
+    /// Opens its streams, if the redis crate does not.
+    pub(super) fn dial(&self) -> Option<&Arc<dyn Dial>> {
+        match self {
+            Server::Dialed { dial, .. } => Some(dial),
+            Server::Fixed(_) | Server::Master(_) | Server::Node(_) => None,
         }
     }
 
@@ -110,7 +142,7 @@ impl Server {
     /// No Sentinel can be asked, or none knows the master.
     pub async fn client(&self, within: Duration) -> Result<Client, NoConnection> {
         match self {
-            Server::Fixed(client) | Server::Node(client) => Ok(client.clone()),
+            Server::Fixed(client) | Server::Node(client) | Server::Dialed { client, .. } => Ok(client.clone()),
             Server::Master(sentinels) => sentinels.master(within).await,
         }
     }
@@ -118,7 +150,9 @@ impl Server {
     /// Why there is no connection when nobody said so in time.
     pub fn silence(&self) -> NoConnection {
         NoConnection::new(&match self {
-            Server::Fixed(client) | Server::Node(client) => of_silence(client.get_connection_info().addr()),
+            Server::Fixed(client) | Server::Node(client) | Server::Dialed { client, .. } => {
+                of_silence(client.get_connection_info().addr())
+            }
             Server::Master(sentinels) => {
                 format!("neither a Sentinel nor the master `{}` answers in time; are they stopped?", sentinels.name)
             }
