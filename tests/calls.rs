@@ -19,7 +19,7 @@ use sluicegate::limit::redis::{RedisSettings, RedisStore};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store};
 use support::PATIENCE;
 use support::resp::{Answer, FakeRedis};
-use support::stores::{Limit, SECOND, bucket, quota};
+use support::stores::{Limit, SECOND, all as all_of, bucket, quota};
 use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
@@ -131,6 +131,85 @@ async fn the_time_of_those_who_wait_begins_when_they_ask() {
         _ = all(later) => panic!("the ninth waits longer than its timeout"),
     }
     drop(words);
+}
+
+#[tokio::test]
+async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_with_their_own_keys() {
+    // Two limits for each request, and two costs: two groups in one call. The last digits of `remaining` name the key.
+    let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
+    let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
+    let named: Vec<_> = (0..20).flat_map(|identity| limits.iter().map(move |limit| (limit, identity))).collect();
+    let names: Vec<_> = named.iter().map(|(limit, identity)| key(limit, *identity)).collect();
+    let known = names.clone();
+    let (sender, replies) = mpsc::channel::<()>();
+    let replies = Mutex::new(replies);
+    let fake = FakeRedis::start(move |command| {
+        if !command.is_script() {
+            return Answer::Usual;
+        }
+        let _ = replies.lock().unwrap().recv();
+        command.admitted_with(|key| known.iter().position(|known| known == key).unwrap_or(99) as u64)
+    });
+    let store = Arc::new(connected(&fake, PATIENCE).await);
+    let in_flight = one_by_one(&store, 8).await;
+    let mut waiting = Vec::new();
+    for identity in 8..18 {
+        let store = store.clone();
+        waiting.push(tokio::spawn(async move {
+            let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
+            let charges = limits.each_ref().map(|limit| limit.charge(identity, 1 + identity as u64 % 2));
+            let verdict = store.call(Operation::Check, &charges).await.unwrap();
+            verdict.outcomes.iter().map(|outcome| outcome.remaining as usize).collect::<Vec<_>>()
+        }));
+        yield_now().await;
+    }
+    // Of each group one from the middle; the first of one group and the last of the other.
+    let cancelled = [8, 11, 12, 17];
+    for identity in cancelled {
+        let task = &mut waiting[identity - 8];
+        task.abort();
+        assert!(task.await.unwrap_err().is_cancelled());
+    }
+    drop(sender);
+    assert!(all(in_flight).await);
+    for (identity, task) in (8..18).zip(waiting) {
+        if !cancelled.contains(&identity) {
+            let remaining = timeout(PATIENCE, task).await.expect("the call is answered").unwrap();
+            assert_eq!(remaining, [2 * identity, 2 * identity + 1], "identity {identity} has its own reply");
+        }
+    }
+    let calls = fake.calls();
+    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 6], "one call for those that still wait");
+    let charged =
+        [10, 14, 16, 9, 13, 15].map(|identity| [names[2 * identity].clone(), names[2 * identity + 1].clone()]);
+    assert_eq!(calls[8].keys(), charged.concat(), "the keys of those that still wait, group by group");
+    assert_eq!(calls[8].requests(), [2; 6]);
+}
+
+#[tokio::test]
+async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
+    const READONLY: &str = "READONLY You can't write against a read only replica.";
+    for all_fail in [true, false] {
+        // A replica at first: calls that write fail inside the reply, calls that write nothing are answered.
+        let fake = FakeRedis::start(move |command| match command.connection {
+            1 if !command.is_script() => Answer::Usual,
+            1 if all_fail => command.refused(READONLY),
+            1 => command.first_refused(READONLY),
+            _ => Answer::Usual,
+        });
+        let store = connected(&fake, PATIENCE).await;
+        let limit = Limit::new("l", bucket(10, SECOND, 10));
+        let charges = [1, 2, 3].map(|identity| [limit.charge(identity, 1)]);
+        let verdicts = all_of(charges.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        assert!(verdicts.iter().all(Result::is_ok), "the master has decided: {verdicts:?}");
+        let calls = fake.calls();
+        let by: Vec<_> = calls.iter().map(|call| (call.connection, call.requests().len())).collect();
+        let repeated = if all_fail { 3 } else { 1 };
+        assert_eq!(by[0], (1, 3), "one call for all");
+        assert!(by[1..].iter().all(|(connection, _)| *connection == 2), "the replica is not asked again: {by:?}");
+        assert_eq!(by[1..].iter().map(|(_, requests)| requests).sum::<usize>(), repeated, "each failure once more");
+        assert_eq!(fake.connections(), 2);
+    }
 }
 
 #[tokio::test]

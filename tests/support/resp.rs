@@ -92,6 +92,40 @@ impl Command {
         }
         Answer::Bytes(reply)
     }
+
+    /// An error reply to the first request of a script call; the others are admitted.
+    pub fn first_refused(&self, text: &str) -> Answer {
+        let mut reply = b"*3\r\n".to_vec();
+        reply.extend(bulk(&self.outcomes(|_| 5)));
+        reply.extend(format!(":0\r\n-{text}\r\n").bytes());
+        Answer::Bytes(reply)
+    }
+
+    /// The reply to a script call of which each request is admitted; `remaining` is by key.
+    pub fn admitted_with(&self, remaining: impl Fn(&str) -> u64) -> Answer {
+        Answer::Bytes(bulk(&self.outcomes(remaining)))
+    }
+
+    /// The reply to a script call for one request of which each unit is granted.
+    pub fn granted_in_full(&self) -> Answer {
+        let mut numbers = self.outcomes(|_| 0);
+        numbers[1] = self.cost() as f64;
+        Answer::Bytes(bulk(&numbers))
+    }
+
+    /// The reply to a script call for one request that every limit denies for this time.
+    pub fn denied_for(&self, retry_s: u64) -> Answer {
+        let retry_us = retry_s as f64 * 1e6;
+        let outcome = |_: &String| [0.0, 1.0, 0.0, retry_us, retry_us];
+        let numbers: Vec<_> =
+            [1_800_000_000_000_000.0].into_iter().chain(self.keys().iter().flat_map(outcome)).collect();
+        Answer::Bytes(bulk(&numbers))
+    }
+
+    fn outcomes(&self, remaining: impl Fn(&str) -> u64) -> Vec<f64> {
+        let outcome = |key: &String| [1.0, 0.0, remaining(key) as f64, 1_000_000.0, 0.0];
+        [1_800_000_000_000_000.0].into_iter().chain(self.keys().iter().flat_map(outcome)).collect()
+    }
 }
 
 fn packed(argument: &[u8], at: usize) -> usize {
