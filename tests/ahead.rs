@@ -2,15 +2,19 @@
 
 mod support;
 
+use std::collections::HashSet;
 use std::net::SocketAddr;
 use std::ops::RangeInclusive;
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
 use sluicegate::limit::clock::{monotonic, unix_us};
 use support::client::{Client, load};
 use support::eventually;
 use support::gateway::{Gateway, binary};
+use support::operator::{metric, with_admin};
 use support::redis::Redis;
+use support::resp::{Answer, FakeRedis};
 use support::upstream::Upstream;
 
 /// One limit for all, in a store that is never given up: whatever is admitted was charged.
@@ -324,4 +328,62 @@ fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
     assert_eq!(said.matches("does nothing").count(), 1, "{said}");
     let said = check("memory:");
     assert!(said.contains("the `lease` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
+}
+
+/// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.
+#[test]
+fn prefetched_units_are_used_before_the_denial_cache_answers() {
+    // The first call for each identity waits for a word; what is prefetched is all that there is.
+    let (word, words) = mpsc::channel::<()>();
+    let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));
+    let fake = FakeRedis::start(move |command| {
+        if !command.is_script() || command.is_probe() {
+            return Answer::Usual;
+        }
+        if known.lock().unwrap().insert(command.keys()[0].clone()) {
+            let _ = words.lock().unwrap().recv();
+        }
+        match command.keys() {
+            [_] => command.granted_in_full(),
+            _ => command.denied_for(3600),
+        }
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"60s\"\n\
+         [limit.l]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\nlease = 50\n\
+         [limit.m]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\n\
+         [[route]]\nname = \"one\"\npath = \"/one\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n\
+         [[route]]\nname = \"both\"\npath = \"/both\"\nlimits = [\"l\", \"m\"]\nrespond = {{ status = 200 }}\n",
+        fake.url()
+    )));
+    let mut clients = [gateway.client(), gateway.client()];
+    let mut numbers = 0..;
+    // Prefetched units are used for a second: where this machine took longer for five requests, nothing is learned.
+    eventually("five requests within the second of a prefetch", || {
+        let id = format!("id-{}", numbers.next().unwrap());
+        let request = format!("GET /one HTTP/1.1\r\nHost: a\r\nX-Id: {id}\r\n\r\n");
+        let (calls, waiting) =
+            (fake.calls().len(), || metric(&gateway, "sluicegate_checks_total{answered_by=\"coalesced\"}"));
+        let before = waiting();
+        clients[0].send(request.as_bytes());
+        eventually("the first request is in flight", || fake.calls().len() > calls);
+        clients[1].send(request.as_bytes());
+        eventually("the second one waits for it", || waiting() > before);
+        let prefetched = monotonic();
+        word.send(()).unwrap();
+        for client in &mut clients {
+            assert_eq!(client.reply().unwrap().status, 200);
+        }
+        let denied = clients[0].get_with("/both", &[("x-id", &id)]).status;
+        let calls = fake.calls().len();
+        let denied_again = clients[0].get_with("/both", &[("x-id", &id)]).status;
+        let called = fake.calls().len() - calls;
+        let status = clients[0].get_with("/one", &[("x-id", &id)]).status;
+        let in_time = prefetched.elapsed() < Duration::from_secs(1);
+        if in_time {
+            assert_eq!((denied, denied_again, called), (429, 429, 0), "the denial is cached");
+            assert_eq!(status, 200, "a prefetched unit is there");
+        }
+        in_time
+    });
 }
