@@ -10,6 +10,7 @@ use sluicegate::limit::clock;
 use support::certificates::{Authority, FUTURE, NOW, PAST, Pair, TlsClient, ask, tls};
 use support::eventually;
 use support::gateway::Gateway;
+use support::reload::{reloads, with_admin};
 use support::upstream::Upstream;
 
 const NAME: &str = "gate.test";
@@ -247,4 +248,54 @@ fn fields_about_certificates_are_not_a_clients_to_set() {
     let mut proxy = support::client::Client::connect_from([127, 0, 0, 9].into(), gateway.address);
     assert_eq!(proxy.get_with("/", &[(fields[0], ":YQ==:")]).status, 200);
     assert_eq!(upstream.last().headers("client-cert"), [":YQ==:"], "a trusted proxy may pass them on");
+}
+
+#[test]
+fn reload_that_names_another_client_ca_ends_the_sessions_of_the_old_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let server = Pair::server(NAME, NOW);
+    std::fs::write(folder.path().join("new.pem"), new.pem()).unwrap();
+    let alice = [(DnType::CommonName, "alice")];
+    for (version, auth) in [(&TLS12, "required"), (&TLS13, "required"), (&TLS12, "optional"), (&TLS13, "optional")] {
+        let before = format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), Some(auth)));
+        let gateway = Gateway::start(&with_admin(&before));
+        let connect = |client| {
+            let connection = TlsClient::shake(client, gateway.address, NAME).ok();
+            connection.map(|connection| shaken(&connection))
+        };
+        let [of_old, of_new] =
+            [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[version]));
+        let accepted = |client| ask(client, gateway.address, NAME, "/who").is_some();
+        assert!(accepted(&of_old) && !accepted(&of_new), "before the reload, {version:?}, {auth}");
+        // A reload that changes nothing about client certificates keeps the sessions.
+        reloads(&gateway, &format!("{before}[[route]]\nname = \"x\"\npath = \"/x\"\nrespond = {{ status = 200 }}\n"));
+        assert_eq!(connect(&of_old), Some(rustls::HandshakeKind::Resumed), "{version:?}, {auth}");
+
+        reloads(&gateway, &before.replace("ca.pem", "new.pem"));
+        assert!(!accepted(&of_old), "a session of the old CA is not resumed, {version:?}, {auth}");
+        assert!(accepted(&of_new), "the new CA is trusted, {version:?}, {auth}");
+    }
+}
+
+#[test]
+fn reload_that_requires_client_certificates_ends_sessions_without_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let config = |auth| {
+        let route = "[[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
+        format!("{route}{}", listener(folder.path(), &server, &ours.pem(), auth))
+    };
+    let [optional, required, without_ca] = [Some("optional"), Some("required"), None].map(config);
+    for (version, before) in [(&TLS12, &optional), (&TLS13, &optional), (&TLS12, &without_ca), (&TLS13, &without_ca)] {
+        let gateway = Gateway::start(&with_admin(before));
+        let anonymous = tls(&[&server.der], None, &[version]);
+        for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
+            let mut connection = TlsClient::shake(&anonymous, gateway.address, NAME).unwrap();
+            assert_eq!((connection.get("/open").status, shaken(&connection)), (200, kind), "{version:?}");
+        }
+        reloads(&gateway, &required);
+        assert!(ask(&anonymous, gateway.address, NAME, "/open").is_none(), "{version:?}");
+    }
 }
