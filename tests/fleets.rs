@@ -4,6 +4,7 @@
 mod support;
 
 use std::collections::HashMap;
+use std::io::Write;
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -392,4 +393,82 @@ fn a_place_is_taken_until_the_body_is_gone() {
         client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
         client.head().unwrap().status == 200
     });
+}
+
+#[test]
+fn dead_idle_connections_do_not_eject_their_server() {
+    // Answers one request on each connection and closes it when the second one has come.
+    let address = support::upstream::serve(|mut stream| {
+        if support::upstream::read_request(&mut stream).is_some() {
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
+            support::upstream::read_request(&mut stream);
+        }
+    });
+    let gateway = gateway_of(&format!("\"http://{address}\""), "eject = { errors = 1, for = \"60s\" }");
+    let mut client = gateway.client();
+    let statuses: Vec<_> = (0..10).map(|_| client.get("/").status).collect();
+    assert_eq!(statuses, [200; 10], "a GET is sent again on a new connection");
+    // A POST is not sent twice: every second one meets the connection that the first one has left in the pool.
+    let statuses: Vec<_> = (0..4).map(|_| client.request("POST", "/", &[], b"x").status).collect();
+    assert!(statuses.contains(&502) && statuses.contains(&200), "{statuses:?}");
+    assert!(!gateway.log().contains("is ejected"), "new connections are answered: {}", gateway.log());
+}
+
+#[test]
+fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
+    let servers @ [failing, _, _] = &Server::fleet();
+    let gateway = gateway_by_one_worker(servers, "eject = { errors = 2, for = \"60s\" }");
+    let mut client = gateway.client();
+    (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert_eq!(servers.each_ref().map(Server::accepted), [1; 3], "each has one idle connection");
+    failing.set(Mood::Resets);
+    let failed = (0..30).filter(|_| client.get("/").status == 502).count();
+    // The first request fails on the idle connection, which is no error of the server, and on a new one. The second
+    // request fails on a new one only.
+    assert_eq!((failed, failing.count()), (2, 2 + 3), "two requests fail: {}", gateway.log());
+    assert!(gateway.log().contains("a server is ejected after 2 errors in a row"), "{}", gateway.log());
+}
+
+#[test]
+fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
+    let servers @ [gone, _, _] = &Server::fleet();
+    let gateway = gateway_by_one_worker(servers, "eject = { errors = 1, for = \"60s\" }");
+    let mut client = gateway.client();
+    (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
+    gone.down();
+    for method in ["POST", "GET"] {
+        (0..12).for_each(|_| drop(client.request(method, "/", &[], b"")));
+    }
+    assert!(gateway.log().contains("a server is ejected after 1 errors in a row"), "{}", gateway.log());
+    gone.up();
+    let before = gone.count();
+    (0..12).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert_eq!(gone.count(), before, "it is ejected for a minute");
+}
+
+#[test]
+fn half_of_two_servers_may_be_ejected_and_not_both() {
+    let servers @ [one, other] = &Server::fleet();
+    let gateway = gateway_by_one_worker(servers, "eject = { errors = 1, for = \"60s\" }");
+    let mut client = gateway.client();
+    one.set(Mood::Answers(503));
+    let failed = (0..20).filter(|_| client.get("/").status == 503).count();
+    assert_eq!((failed, one.count(), other.count()), (1, 1, 19), "the one is ejected by its first error");
+    assert!(!gateway.log().contains("more than half"), "{}", gateway.log());
+    other.set(Mood::Answers(503));
+    assert_eq!(client.get("/").status, 503);
+    assert!(gateway.log().contains("more than half of the servers are out"), "{}", gateway.log());
+    let before = [one.count(), other.count()];
+    (0..20).for_each(|_| assert_eq!(client.get("/").status, 503));
+    assert_eq!([one.count(), other.count()], before.map(|count| count + 10), "both are used all the same");
+}
+
+/// The servers take turns, and each has one connection at most.
+fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
+    let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+    Gateway::start(&format!(
+        "[server]\nworkers = 1\n[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n{lines}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+        urls.join(", ")
+    ))
 }
