@@ -304,3 +304,31 @@ fn max_connections_grows_and_shrinks() {
     assert_eq!(waiting_again.reply().unwrap().status, 200, "now there is");
     assert_eq!(figures(), (1.0, 1.0));
 }
+
+#[test]
+fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
+    let config = |most: u32| format!("[server]\nmax_connections = {most}\nworkers = 1\n{}", says("x"));
+    for steps in [&[1, 4][..], &[1, 2, 3, 4], &[3, 1, 4], &[1, 6, 4]] {
+        let gateway = Gateway::start(&with_admin(&config(4)));
+        let figures = || (metric(&gateway, "connections"), metric(&gateway, "connections_max"));
+        let answered = |client: &mut Client| client.get("/says").status == 200;
+        let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+        assert!(clients.iter_mut().all(answered));
+        for most in steps {
+            reloads(&gateway, &config(*most));
+            assert_eq!(figures(), (4.0, f64::from(*most)), "{steps:?}");
+        }
+        clients.pop();
+        eventually("one is closed", || figures() == (3.0, 4.0));
+        clients.clear();
+        eventually("all are closed", || figures() == (0.0, 4.0));
+        let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+        assert!(clients.iter_mut().all(answered), "{steps:?}: as many as before are served at the same time");
+        let mut fifth = gateway.client();
+        fifth.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
+        eventually("the fifth waits", || gateway.log().contains("max_connections"));
+        assert_eq!(figures(), (4.0, 4.0), "{steps:?}: and no more");
+        drop(clients);
+        assert_eq!(fifth.reply().unwrap().status, 200);
+    }
+}
