@@ -333,3 +333,24 @@ fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
         }
     }
 }
+
+#[test]
+fn local_share_that_does_not_divide_evenly_is_rounded_up() {
+    let nowhere = format!("redis://127.0.0.1:{}", free_port());
+    let algorithms = ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"];
+    for (instances, share) in [(3, 7), (20, 1), (21, 1), (19, 2)] {
+        let limits = algorithms.map(|name| {
+            format!(
+                "[limit.{name}]\nby = \"ip\"\nquota = \"20/24h\"\nalgorithm = \"{name}\"\n\
+                 [[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [\"{name}\"]\nrespond = {{ status = 200 }}\n"
+            )
+        });
+        let store = format!("[store]\nurl = \"{nowhere}\"\ninstances = {instances}\n");
+        let gateway = Gateway::start(&(store + &limits.concat()));
+        for name in algorithms {
+            let statuses = load(&[gateway.address], 1, 21, &format!("/{name}"), &[]);
+            let counts = (count(&statuses, 200), count(&statuses, 429));
+            assert_eq!(counts, (share, 21 - share), "{name}, {instances} gateways");
+        }
+    }
+}
