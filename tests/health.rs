@@ -160,3 +160,30 @@ fn http2_is_checked_by_http2_and_fails_over_as_well() {
         assert_eq!(client.get("/healthz").status, 200, "GET {number}");
     }
 }
+
+#[test]
+fn reload_that_removes_health_brings_a_server_that_was_down_back() {
+    let [ill, well, new] = &Server::fleet();
+    let config = |servers: &[&Server], health: &str| {
+        let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+        format!(
+            "[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n{health}\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+            urls.join(", ")
+        )
+    };
+    let health = format!("health = {{ path = \"/healthz\", {QUICK} }}");
+    for servers in [&[ill, well][..], &[well, ill, new]] {
+        ill.set(Mood::Answers(500));
+        let gateway = Gateway::start(&with_admin(&config(&[ill, well], &health)));
+        eventually("it is found to be unhealthy", || gateway.log().contains("a server is not healthy"));
+        assert_eq!(share(&gateway, ill, 20), 0);
+        reloads(&gateway, &config(servers, ""));
+        // It answers 500 still: no check can have brought it back.
+        let before = ill.count();
+        let mut client = gateway.client();
+        let failed = (0..30).filter(|_| client.get("/").status == 500).count();
+        assert_eq!((failed, ill.count() - before), (30 / servers.len(), 30 / servers.len()), "its turn comes again");
+        assert!(!gateway.log().contains("healthy again"), "{}", gateway.log());
+    }
+}
