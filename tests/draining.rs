@@ -10,12 +10,15 @@ use std::sync::{Arc, Condvar, Mutex};
 
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::version::TLS13;
 use socket2::{Domain, Socket, Type};
+use support::certificates::{NOW, Pair, TlsClient, tls};
+use support::client::Client;
 use support::gateway::Gateway;
 use support::reload::says;
 use support::server::{Mood, Server};
 use support::upstream;
-use support::{Raise, eventually};
+use support::{Raise, eventually, signal};
 
 const HTTP1: usize = 100;
 const HTTP2: usize = 60;
@@ -118,4 +121,38 @@ fn clients_that_keep_connecting_do_not_keep_it_from_ending() {
         assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
         drop(end);
     });
+}
+
+#[test]
+fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
+    const QUEUED: usize = 300;
+    let pair = Pair::server("gate.test", NOW);
+    let tls_client = tls(&[&pair.der], None, &[&TLS13]);
+    for secure in [false, true] {
+        let certificates = if secure { "tls.certificates = [{ cert = \"a.pem\", key = \"a.key\" }]\n" } else { "" };
+        let mut gateway = Gateway::start_with(
+            &format!("[server]\nworkers = 1\n{}[[listener]]\naddress = \"127.0.0.1:0\"\n{certificates}", says("x")),
+            &[("a.pem", &*pair.cert), ("a.key", &*pair.key)],
+        );
+        // While the process is stopped the kernel completes the connections and queues them.
+        signal(&gateway.child, "STOP");
+        let mut queued: Vec<_> = (0..QUEUED).map(|_| gateway.client()).collect();
+        if !secure {
+            queued.iter_mut().for_each(|client| client.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n"));
+        }
+        gateway.terminate();
+        signal(&gateway.child, "CONT");
+        let status = |mut client: Client| match secure {
+            false => client.reply().map(|reply| reply.status),
+            true => {
+                let stream = client.stream.into_inner();
+                TlsClient::shake_over(stream, &tls_client, "gate.test")
+                    .ok()
+                    .map(|mut client| client.get("/says").status)
+            }
+        };
+        let served = queued.into_iter().map(status).filter(|status| *status == Some(200)).count();
+        assert_eq!(served, QUEUED, "TLS: {secure}");
+        assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    }
 }
