@@ -21,6 +21,7 @@ use tracing::debug;
 use super::admission::{Ledger, Pending};
 use super::advance::Advances;
 use super::backend::Source;
+use super::clock::monotonic;
 use super::redis::SOON;
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::Answered;
@@ -153,13 +154,18 @@ impl Coalescer {
         });
     }
 
-    /// Those that wait for the next call of a set; when there are none, the set is idle.
-    fn take(&self, set: u128) -> Vec<Waiting> {
+    /// Those that wait for the next call of a set; when there are none, the set is idle. Those whose time is all but over are
+    /// rejected: all that share a call wait no longer than the oldest of them.
+    fn take(&self, set: u128, now: Instant) -> Vec<Waiting> {
         let mut flights = self.lock();
         let Entry::Occupied(mut flight) = flights.entry(set) else { return Vec::new() };
         let mut waiting = mem::take(&mut flight.get_mut().waiting);
         self.waiting.fetch_sub(waiting.len(), Ordering::Relaxed);
         waiting.retain(|one| !one.answer.is_closed());
+        let most = self.timeout - self.timeout / 8;
+        for late in waiting.extract_if(.., |one| now.saturating_duration_since(one.since) >= most) {
+            let _ = late.answer.send(Err(StoreError::Overloaded));
+        }
         if waiting.is_empty() {
             flight.remove();
         }
@@ -200,7 +206,7 @@ impl Calls {
             for _ in 0..ROUNDS {
                 yield_now().await;
             }
-            let waiting = self.coalescer.take(self.set.id);
+            let waiting = self.coalescer.take(self.set.id, monotonic());
             let Some(oldest) = waiting.iter().map(|one| one.since).min() else { return };
             let calls = self.clone();
             let call = self.ledger.tasks.spawn(async move { calls.call(waiting, oldest).await });
