@@ -1,0 +1,442 @@
+//! What must hold for every schedule, checked on what the clients observed and on what the store has decided.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::time::Duration;
+
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::backend::Source;
+use sluicegate::limit::clock::Clock;
+use sluicegate::limit::key::{Identity, Key};
+use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::plan::OnStoreError;
+use sluicegate::limit::store::{Charge, Mode, Operation};
+
+use crate::gateway::{Held, Observed, Told};
+use crate::network::START_US;
+use crate::schedule::{Class, LimitSpec, Schedule, Use};
+use crate::store::{Done, StateName, Store, by_state};
+
+/// A check takes no longer than the timeout and this: timers have a resolution of a millisecond.
+const SLACK: Duration = Duration::from_millis(15);
+
+/// Refunds that the store runs within this time were on their way.
+const ON_THE_WAY_US: u64 = 300_000;
+
+/// An invariant that does not hold.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Violation {
+    pub invariant: &'static str,
+    pub message: String,
+}
+
+impl Violation {
+    pub fn new(invariant: &'static str, message: String) -> Self {
+        Violation { invariant, message }
+    }
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(out, "{}: {}", self.invariant, self.message)
+    }
+}
+
+/// What happened in a schedule.
+pub struct History<'a> {
+    pub schedule: &'a Schedule,
+    /// Now, when all requests have ended and all refunds are made.
+    pub now_us: u64,
+    pub store: &'a Store,
+    pub observed: &'a [Observed],
+    pub held: &'a BTreeMap<StateName, Held>,
+    /// How often the breaker of each gateway has opened.
+    pub openings: Vec<u64>,
+}
+
+/// The units of a state at their instants, in order.
+type Units = Vec<(u64, u64)>;
+
+impl History<'_> {
+    pub fn check(&self) -> Vec<Violation> {
+        let mut violations = Vec::new();
+        let mut violated = |invariant, message| violations.push(Violation::new(invariant, message));
+        self.every_check_ends(&mut violated);
+        self.store_decides_while_it_is_up(&mut violated);
+        self.denials_are_true(&mut violated);
+        self.admitted_within_bounds(&mut violated);
+        self.charged_once(&mut violated);
+        self.prefetched_within_bounds(&mut violated);
+        self.refunds_are_complete(&mut violated);
+        self.running_within_bounds(&mut violated);
+        violations
+    }
+
+    fn spec(&self, state: &StateName) -> &LimitSpec {
+        self.schedule.limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit of the schedule")
+    }
+
+    /// Whether requests were decided and none was left without a decision: nothing is uncertain.
+    fn is_certain(&self) -> bool {
+        self.schedule.is_up()
+            && self.observed.iter().all(|observed| {
+                matches!(observed.told, Told::Admitted(Source::Store) | Told::Denied { source: Source::Store, .. })
+            })
+    }
+
+    fn every_check_ends(&self, violated: &mut impl FnMut(&'static str, String)) {
+        for observed in self.observed {
+            if observed.took > self.schedule.timeout + SLACK {
+                let message = format!("the request of {:?} was decided after {:?}", observed.began, observed.took);
+                violated("every check ends within the timeout", message);
+            }
+        }
+    }
+
+    fn store_decides_while_it_is_up(&self, violated: &mut impl FnMut(&'static str, String)) {
+        let Schedule { class, limits, .. } = self.schedule;
+        for observed in self.observed {
+            let parts = || observed.parts.iter().map(|part| &limits[part.limit].limit);
+            let when = format!("the request of {:?} at gateway {}", observed.began, observed.gateway);
+            let admitted_without_store = observed.told == Told::Admitted(Source::Local);
+            let denies = parts().any(|limit| limit.on_store_error == OnStoreError::Deny && !limit.shadow);
+            if admitted_without_store && denies {
+                violated("a limit with on_store_error = deny admits nothing without the store", when.clone());
+            }
+            let shadow_only = parts().all(|limit| limit.shadow);
+            let without_store =
+                matches!(observed.told, Told::Admitted(Source::Local) | Told::Denied { source: Source::Local, .. });
+            let closed = *class != Class::Slow || observed.breaker_closed;
+            if self.schedule.is_up() && without_store && !shadow_only && closed {
+                let message = format!("{when}: {:?}", observed.told);
+                violated("nothing is decided without the store while it is up", message);
+            }
+            if self.schedule.is_prompt() && observed.told == Told::Unavailable {
+                violated("a store that replies in time decides every request", when);
+            }
+        }
+        if *class == Class::Far {
+            let by_store = |observed: &&Observed| {
+                matches!(observed.told, Told::Admitted(Source::Store) | Told::Denied { source: Source::Store, .. })
+            };
+            let (decided, all) = (self.observed.iter().filter(by_store).count(), self.observed.len());
+            if 2 * decided < all {
+                let message =
+                    format!("it replies after {:?}, and decided {decided} of {all}", self.schedule.round_trip);
+                violated("a store that replies within the timeout is used", message);
+            }
+        }
+        if matches!(class, Class::Healthy | Class::Far | Class::Overload | Class::IdleClose) {
+            for (gateway, openings) in self.openings.iter().enumerate().filter(|(_, openings)| **openings > 0) {
+                let message = format!("gateway {gateway}, {openings} times");
+                violated("the breaker stays closed while the store replies", message);
+            }
+        }
+    }
+
+    fn denials_are_true(&self, violated: &mut impl FnMut(&'static str, String)) {
+        for observed in self.observed.iter().filter(|observed| observed.stale_denial) {
+            if self.schedule.state_losses() == 0 {
+                let message = format!("the request of {:?} is denied, and the store would admit it", observed.began);
+                violated("a remembered denial is true", message);
+            }
+        }
+    }
+
+    /// What was admitted and not refunded, by state and source; of a share by gateway as well.
+    fn admitted(&self) -> BTreeMap<(&StateName, Option<usize>), Units> {
+        let mut all: BTreeMap<_, Units> = BTreeMap::new();
+        for observed in self.observed {
+            let Told::Admitted(source) = observed.told else { continue };
+            for part in &observed.parts {
+                let spec = &self.schedule.limits[part.limit];
+                let shared = source == Source::Local && spec.limit.on_store_error == OnStoreError::Local;
+                if part.refunded || part.shadow_denied || !(shared || source == Source::Store) {
+                    continue;
+                }
+                let units = all.entry((&part.state, shared.then_some(observed.gateway))).or_default();
+                units.push((observed.now_us, spec.cost));
+            }
+        }
+        for units in all.values_mut() {
+            units.sort_unstable();
+        }
+        all
+    }
+
+    fn admitted_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
+        for ((state, gateway), units) in self.admitted() {
+            let spec = self.spec(state);
+            if spec.limit.shadow || spec.used == Use::PostPaid || spec.permits().is_some() {
+                continue;
+            }
+            let (rule, times) = match gateway {
+                None => (spec.rule(), 1 + self.schedule.state_losses()),
+                Some(_) => (&spec.limit.standard.share, 1),
+            };
+            let aligned = matches!(rule, Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. }, .. }));
+            let fixed = matches!(rule, Rule::FixedWindow(_));
+            let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.advance };
+            for (window_us, most) in bounds(rule, spec) {
+                let most = most * times + prefetched;
+                let (at_us, admitted) = match aligned {
+                    true => most_in_a_window(&units, window_us),
+                    false => most_in_any_window(&units, window_us),
+                };
+                if admitted > most {
+                    let message = format!(
+                        "{state:x?}, {}: {admitted} units in {window_us} µs from {:?} on, at most {most}",
+                        gateway
+                            .map_or("by the store".to_owned(), |gateway| format!("by the share of gateway {gateway}")),
+                        Duration::from_micros(at_us.saturating_sub(START_US)),
+                    );
+                    violated("no more is admitted than the limit's bound", message);
+                    break;
+                }
+            }
+        }
+    }
+
+    /// Units charged by the store and units admitted, by state and gateway.
+    fn charged_once(&self, violated: &mut impl FnMut(&'static str, String)) {
+        let mut charged: BTreeMap<(&StateName, usize), u64> = BTreeMap::new();
+        for done in &self.store.history {
+            for (index, asked) in done.asked.iter().enumerate() {
+                let units = u64::try_from(done.charged(index)).unwrap_or(0);
+                *charged.entry((&asked.name, done.gateway)).or_default() += units;
+            }
+        }
+        let mut asked: BTreeMap<(&StateName, usize), (u64, u64)> = BTreeMap::new();
+        for observed in self.observed {
+            for part in &observed.parts {
+                let spec = &self.schedule.limits[part.limit];
+                let (asked, admitted) = asked.entry((&part.state, observed.gateway)).or_default();
+                let cost = if spec.used == Use::PostPaid { part.paid } else { spec.cost };
+                *asked += cost;
+                let by_store = observed.told == Told::Admitted(Source::Store) && !part.shadow_denied;
+                *admitted += if by_store && spec.used != Use::PostPaid { cost } else { 0 };
+            }
+        }
+        for ((state, gateway), (asked, admitted)) in asked {
+            let spec = self.spec(state);
+            if spec.permits().is_some() {
+                continue;
+            }
+            let charged = charged.get(&(state, gateway)).copied().unwrap_or(0);
+            if charged > asked && spec.limit.advance == 0 {
+                let message = format!("{state:x?} at gateway {gateway}: {charged} units charged, {asked} asked for");
+                violated("a request is charged at most once", message);
+            }
+            if admitted > charged {
+                let message = format!("{state:x?} at gateway {gateway}: {admitted} units admitted, {charged} charged");
+                violated("nothing is admitted without a charge", message);
+            }
+        }
+    }
+
+    /// Of each state a gateway has at most the prefetch of the limit, and what is asked for by requests that wait.
+    fn prefetched_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
+        if !self.is_certain() {
+            return;
+        }
+        for (state, done) in by_state(&self.store.history) {
+            let spec = self.spec(state);
+            if spec.limit.advance == 0 || spec.used != Use::Plain {
+                continue;
+            }
+            for gateway in 0..self.schedule.gateways {
+                let own = |(done, index): &(usize, usize)| {
+                    let done = &self.store.history[*done];
+                    (done.gateway == gateway).then(|| (done.at_us, done.charged(*index)))
+                };
+                let moves: Vec<_> = done.iter().filter_map(own).collect();
+                let mut outstanding = 0;
+                for (number, (at_us, units)) in moves.iter().enumerate() {
+                    outstanding += units;
+                    let (mut used, mut waiting) = (0, 0);
+                    for observed in self.observed.iter().filter(|observed| observed.gateway == gateway) {
+                        if observed.parts.iter().all(|part| part.state != *state) {
+                            continue;
+                        }
+                        let began_us = START_US + observed.began.as_micros() as u64;
+                        let told_us = began_us + observed.took.as_micros() as u64;
+                        match observed.told {
+                            Told::Admitted(_) if told_us < *at_us => used += 1,
+                            _ if began_us <= *at_us && told_us >= *at_us => waiting += 1,
+                            _ => {}
+                        }
+                    }
+                    let returning =
+                        moves[number + 1..].iter().take_while(|(later_us, _)| *later_us <= at_us + ON_THE_WAY_US);
+                    let returning: i64 = returning.filter(|(_, units)| *units < 0).map(|(_, units)| -units).sum();
+                    let most = spec.limit.advance as i64 + waiting + returning;
+                    if outstanding - used > most {
+                        let message = format!(
+                            "gateway {gateway} has {} units of {state:x?} at {:?}, at most {most}",
+                            outstanding - used,
+                            Duration::from_micros(at_us - START_US),
+                        );
+                        violated("a gateway prefetches no more than the limit allows", message);
+                        break;
+                    }
+                }
+            }
+        }
+    }
+
+    /// What is charged in the end is what was admitted and not refunded.
+    fn refunds_are_complete(&self, violated: &mut impl FnMut(&'static str, String)) {
+        if !self.is_certain() {
+            return;
+        }
+        let mut expected: BTreeMap<&StateName, i64> = BTreeMap::new();
+        for observed in self.observed.iter().filter(|observed| observed.told == Told::Admitted(Source::Store)) {
+            for part in observed.parts.iter().filter(|part| !part.shadow_denied) {
+                let spec = &self.schedule.limits[part.limit];
+                let cost = match spec.used {
+                    Use::PostPaid => part.paid,
+                    Use::Plain | Use::Refundable => spec.cost * u64::from(!part.refunded),
+                };
+                *expected.entry(&part.state).or_default() += cost as i64;
+            }
+        }
+        let admitted = self.admitted();
+        for (state, done) in by_state(&self.store.history) {
+            let spec = self.spec(state);
+            if spec.permits().is_some() || state.0 == "heartbeat" {
+                continue;
+            }
+            let charged: i64 = done.iter().map(|(done, index)| self.store.history[*done].charged(*index)).sum();
+            let expected = expected.get(state).copied().unwrap_or(0);
+            if charged != expected {
+                let message = format!("{state:x?}: {charged} units are charged in the end, {expected} were admitted");
+                violated("the charges of requests that are not admitted are given back", message);
+            }
+            if spec.used == Use::PostPaid || spec.limit.shadow || spec.limit.advance > 0 {
+                continue;
+            }
+            let key = Key { identity: Identity(state.1), bucket: &spec.limit.standard.bucket };
+            let charge = |cost| Charge { key, rule: spec.rule(), cost, mode: Mode::Binding, lease: 0 };
+            let remaining = self.store.peek(self.now_us, &[charge(0)]).outcomes[0].remaining;
+            // As if requests that are refunded had not come. They open windows of the kind that the first request opens.
+            let most = match spec.rule() {
+                Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) => continue,
+                rule => {
+                    let clock = Clock::manual(START_US);
+                    let ideal = MemoryStore::new(1 << 10, clock.clone());
+                    for (at_us, cost) in admitted.get(&(state, None)).into_iter().flatten() {
+                        clock.set(*at_us);
+                        ideal.decide(Operation::Charge, &[Charge { rule, ..charge(*cost) }]);
+                    }
+                    clock.set(self.now_us);
+                    ideal.decide(Operation::Peek, &[charge(0)]).outcomes[0].remaining
+                }
+            };
+            let least = match spec.rule() {
+                Rule::TokenBucket(_) => self.bucket_remaining(spec, &done),
+                _ => most,
+            };
+            if remaining > most || remaining < least {
+                let message = format!("{state:x?}: {remaining} units remain, expected {least} to {most}");
+                violated("refunds give back what was charged", message);
+            }
+        }
+    }
+
+    /// What remains in a bucket where a refund credits the tokens that have not refilled meanwhile. The refill has first
+    /// paid what the bucket lacked before the charge.
+    fn bucket_remaining(&self, spec: &LimitSpec, done: &[(usize, usize)]) -> u64 {
+        let Rule::TokenBucket(rule) = spec.rule() else { return 0 };
+        let (mut debt, mut last_us) = (0_u64, START_US);
+        // What the bucket lacked before the charges of an instant.
+        let mut before: BTreeMap<u64, u64> = BTreeMap::new();
+        for (done, index) in done {
+            let each: &Done = &self.store.history[*done];
+            debt = debt.saturating_sub((each.at_us - last_us) * rule.refill);
+            last_us = each.at_us;
+            let units = each.charged(*index);
+            if let Operation::Refund { charged_at } = each.operation {
+                let flowed = (each.at_us - charged_at) * rule.refill;
+                let lacked = before.get(&charged_at).copied().unwrap_or(0);
+                let given = (units.unsigned_abs() * rule.parts).saturating_sub(flowed.saturating_sub(lacked));
+                debt = debt.saturating_sub(given);
+            } else {
+                before.entry(each.at_us).or_insert(debt);
+                debt += units.unsigned_abs() * rule.parts;
+            }
+        }
+        debt = debt.saturating_sub((self.now_us - last_us) * rule.refill);
+        (rule.burst * rule.parts).saturating_sub(debt) / rule.parts
+    }
+
+    fn running_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
+        let Schedule { class, gateways, incidents, .. } = self.schedule;
+        for (state, held) in self.held {
+            let spec = self.spec(state);
+            let Some(rule) = spec.permits() else { continue };
+            if spec.limit.shadow || spec.limit.on_store_error == OnStoreError::Allow {
+                continue;
+            }
+            let most = match class {
+                Class::Faulty => {
+                    // A store that was away for longer than two thirds of a permit's TTL may have forgotten all of them.
+                    let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.lease / 2;
+                    let lost = incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.lasts)).count();
+                    let shares = *gateways as u64 * rule.limit.div_ceil(*gateways as u64);
+                    rule.limit * (1 + lost as u64) + shares
+                }
+                _ => rule.limit,
+            };
+            if held.most > most {
+                let message = format!("{state:x?}: {} requests run at {:?}, at most {most}", held.most, held.most_at);
+                violated("no more requests run than there are permits", message);
+            }
+        }
+    }
+}
+
+/// The most units that a rule admits, in windows of so many µs.
+fn bounds(rule: &Rule, spec: &LimitSpec) -> Vec<(u64, u64)> {
+    // A request that is refunded may have opened the window that others then fill.
+    let refundable = if spec.used == Use::Refundable { spec.cost } else { 0 };
+    match rule {
+        Rule::TokenBucket(rule) => {
+            let within = |us: u64| (us, rule.burst + (us - 1) * rule.refill / rule.parts);
+            [spec.window_us() / 4, spec.window_us(), 4 * spec.window_us()].map(within).to_vec()
+        }
+        Rule::FixedWindow(FixedWindow { limit, window, start: Start::FirstRequest }) => {
+            vec![(*window, 2 * limit - 1 + refundable)]
+        }
+        Rule::FixedWindow(rule) => vec![(rule.window, rule.limit)],
+        Rule::SlidingWindow(rule) => vec![(rule.window, 2 * rule.limit - 1 + refundable)],
+        Rule::SlidingBuckets(rule) => vec![(rule.window, rule.limit)],
+        Rule::SlidingLog(rule) => vec![(rule.window, rule.limit)],
+        Rule::Concurrency(_) => Vec::new(),
+    }
+}
+
+/// The most units in any half-open window, and when it begins.
+fn most_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
+    let (mut first, mut sum, mut most) = (0, 0, (0, 0));
+    for (at_us, cost) in units {
+        sum += cost;
+        while units[first].0 + window_us <= *at_us {
+            sum -= units[first].1;
+            first += 1;
+        }
+        if sum > most.1 {
+            most = (units[first].0, sum);
+        }
+    }
+    most
+}
+
+/// The most units in a window of those that are aligned with the epoch.
+fn most_in_a_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
+    let mut windows: BTreeMap<u64, u64> = BTreeMap::new();
+    for (at_us, cost) in units {
+        *windows.entry(at_us / window_us * window_us).or_default() += cost;
+    }
+    windows.into_iter().max_by_key(|(_, units)| *units).unwrap_or_default()
+}

@@ -1,0 +1,94 @@
+//! A deterministic simulation of the whole limiter: gateways with their real queues, batches, caches, breakers and permits, over
+//! a simulated network and store, in virtual time.
+//!
+//! A seed gives a schedule of limits, requests and faults. `SCHEDULES=n` plays so many; `SEED=s` plays one and prints what
+//! happens in it.
+
+#![allow(unreachable_pub, clippy::disallowed_methods)] // a test of its own, with tokio's clock
+
+mod gateway;
+mod invariants;
+mod network;
+mod random;
+mod run;
+mod schedule;
+mod store;
+
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::num::NonZero;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+
+use run::{Played, collect_panics, play};
+
+/// What a run on each change can afford.
+const SCHEDULES: u64 = 2000;
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|text| text.parse().unwrap_or_else(|_| panic!("{name} is a number")))
+}
+
+#[test]
+fn limits_hold_in_every_schedule() {
+    collect_panics();
+    if let Some(seed) = number("SEED") {
+        let played = play(seed, true);
+        println!("{}", report(seed, &played));
+        assert!(played.violations.is_empty(), "seed {seed}: {} violations", played.violations.len());
+        return;
+    }
+    let schedules = number("SCHEDULES").unwrap_or(SCHEDULES);
+    let (next, requests) = (AtomicU64::new(0), AtomicUsize::new(0));
+    let failed = Mutex::new(BTreeMap::new());
+    std::thread::scope(|scope| {
+        for _ in 0..std::thread::available_parallelism().map_or(1, NonZero::get) {
+            scope.spawn(|| {
+                loop {
+                    let seed = next.fetch_add(1, Ordering::Relaxed);
+                    if seed >= schedules {
+                        return;
+                    }
+                    let played = play(seed, false);
+                    requests.fetch_add(played.requests, Ordering::Relaxed);
+                    if !played.violations.is_empty() {
+                        failed.lock().unwrap().insert(seed, played.violations);
+                    }
+                }
+            });
+        }
+    });
+    let (failed, requests) = (failed.into_inner().unwrap(), requests.into_inner());
+    println!("{schedules} schedules with {requests} requests, {} fail", failed.len());
+    let Some((seed, violations)) = failed.first_key_value() else { return };
+    let again = play(*seed, true);
+    let mut summary = report(*seed, &again);
+    let mut invariants: BTreeMap<_, Vec<u64>> = BTreeMap::new();
+    for (seed, violations) in &failed {
+        for violation in violations {
+            let seeds = invariants.entry(violation.invariant).or_default();
+            if seeds.last() != Some(seed) {
+                seeds.push(*seed);
+            }
+        }
+    }
+    for (invariant, seeds) in invariants {
+        let first = &seeds[..seeds.len().min(8)];
+        writeln!(summary, "{:6} schedules: {invariant}; seeds {first:?}", seeds.len()).unwrap();
+    }
+    println!("{summary}");
+    assert_eq!(&again.violations, violations, "SEED={seed} repeats the schedule exactly");
+    panic!("{} of {schedules} schedules fail; SEED={seed} repeats the first one", failed.len());
+}
+
+/// What happened in a schedule, and what is wrong with it.
+fn report(seed: u64, played: &Played) -> String {
+    let mut text = format!("SEED={seed}\n{:#?}\n", schedule::Schedule::new(seed).summary());
+    for (at, event) in &played.trace {
+        writeln!(text, "{:10.3} ms  {event}", at.as_secs_f64() * 1000.0).unwrap();
+    }
+    for violation in &played.violations {
+        writeln!(text, "VIOLATED {violation}").unwrap();
+    }
+    text
+}

@@ -1,0 +1,370 @@
+//! The network between the gateways and the store, and the faults of both, in virtual time.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use redis::ConnectionAddr;
+use sluicegate::limit::redis::dial::{Dial, Dialing, Stream};
+use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
+use tokio::time::{Duration, Instant, sleep, sleep_until, timeout_at};
+use tokio_util::sync::CancellationToken;
+
+use crate::random::Random;
+use crate::schedule::{Fault, Schedule};
+use crate::store::Store;
+
+/// The instant of the store's clock at which a schedule begins: a whole number of minutes in 2027.
+pub const START_US: u64 = 30_000_000 * 60_000_000;
+
+type Command = Vec<Vec<u8>>;
+
+/// The store, the way to it, and what happens.
+#[derive(Debug)]
+pub struct World {
+    began: Instant,
+    round_trip: Duration,
+    jitter: Duration,
+    service_us: u64,
+    idle_close: Option<Duration>,
+    /// Instants at which requests come: idle connections are closed at others.
+    arrivals: Vec<Duration>,
+    state: Mutex<State>,
+    runs: watch::Sender<bool>,
+}
+
+#[derive(Debug)]
+pub struct State {
+    pub store: Store,
+    random: Random,
+    active: Vec<Fault>,
+    /// When the store has decided all that it was asked.
+    busy_until: Instant,
+    connections: BTreeMap<u64, Connection>,
+    next: u64,
+    /// The trace, if it is wanted.
+    trace: Option<Vec<(Duration, String)>>,
+}
+
+/// What becomes of an open connection.
+#[derive(Debug, Clone)]
+struct Connection {
+    /// It ends at once.
+    reset: CancellationToken,
+    /// It ends when the store has run what came by it.
+    ends: CancellationToken,
+    lose_requests: Arc<AtomicBool>,
+    lose_replies: Arc<AtomicBool>,
+}
+
+/// The way of one gateway to the store.
+pub struct Way {
+    pub gateway: usize,
+    pub world: Arc<World>,
+}
+
+impl fmt::Debug for Way {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Way").field("gateway", &self.gateway).finish_non_exhaustive()
+    }
+}
+
+impl Dial for Way {
+    fn dial(&self, _: &ConnectionAddr) -> Dialing {
+        let (gateway, world) = (self.gateway, self.world.clone());
+        Box::pin(async move {
+            let delay: Duration = world.state().active.iter().map(connect_delay).sum();
+            sleep(delay + world.half_trip() * 2).await;
+            if world.state().active.iter().any(|fault| refuses_connections(*fault)) {
+                world.note(|| format!("gateway {gateway}: connection refused"));
+                return Err(io::ErrorKind::ConnectionRefused.into());
+            }
+            Ok(Box::new(world.connect(gateway)) as Box<dyn Stream>)
+        })
+    }
+}
+
+fn connect_delay(fault: &Fault) -> Duration {
+    match fault {
+        Fault::SlowConnects(delay) | Fault::Delay(delay) => *delay,
+        _ => Duration::ZERO,
+    }
+}
+
+fn refuses_connections(fault: Fault) -> bool {
+    matches!(fault, Fault::RestartEmpty | Fault::RestartKept | Fault::Failover(_) | Fault::RefuseConnects)
+}
+
+impl World {
+    pub fn new(schedule: &Schedule, trace: bool) -> World {
+        let state = State {
+            store: Store::new(START_US),
+            random: Random::new(!schedule.seed),
+            active: Vec::new(),
+            busy_until: Instant::now(),
+            connections: BTreeMap::new(),
+            next: 0,
+            trace: trace.then(Vec::new),
+        };
+        World {
+            began: Instant::now(),
+            round_trip: schedule.round_trip,
+            jitter: schedule.jitter,
+            service_us: schedule.service_us,
+            idle_close: schedule.idle_close,
+            arrivals: schedule.requests.iter().map(|request| request.at).collect(),
+            state: Mutex::new(state),
+            runs: watch::Sender::new(true),
+        }
+    }
+
+    pub fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Virtual time since the schedule began.
+    pub fn now(&self) -> Duration {
+        self.began.elapsed()
+    }
+
+    pub fn now_us(&self) -> u64 {
+        START_US + self.now().as_micros() as u64
+    }
+
+    /// Adds an event to the trace.
+    pub fn note(&self, event: impl FnOnce() -> String) {
+        let now = self.now();
+        if let Some(trace) = &mut self.state().trace {
+            trace.push((now, event()));
+        }
+    }
+
+    pub fn trace(&self) -> Vec<(Duration, String)> {
+        self.state().trace.take().unwrap_or_default()
+    }
+
+    /// Half of a round trip, as long as it takes just now.
+    fn half_trip(&self) -> Duration {
+        let state = &mut *self.state();
+        let jitter_us = self.jitter.as_micros() as u64;
+        let jitter = if jitter_us == 0 { 0 } else { state.random.of(0..jitter_us) };
+        (self.round_trip + Duration::from_micros(jitter)) / 2
+    }
+
+    /// Begins a fault.
+    pub fn begin(&self, fault: Fault) {
+        self.note(|| format!("fault begins: {fault:?}"));
+        let now_us = self.now_us();
+        let state = &mut *self.state();
+        let all = state.connections.values();
+        match fault {
+            Fault::Delay(_) => {}
+            Fault::LoseReplies => all.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
+            Fault::LoseRequests => all.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
+            Fault::ResetAfter => all.for_each(|each| each.ends.cancel()),
+            Fault::Hang => drop(self.runs.send_replace(false)),
+            Fault::OutOfMemory => state.store.out_of_memory = true,
+            Fault::ResetBefore | Fault::RefuseConnects | Fault::SlowConnects(_) => {
+                all.for_each(|each| each.reset.cancel())
+            }
+            Fault::RestartEmpty | Fault::RestartKept | Fault::Failover(_) => {
+                all.for_each(|each| each.reset.cancel());
+                let lost_us = match fault {
+                    Fault::RestartEmpty => None,
+                    Fault::Failover(lost) => Some(lost.as_micros() as u64),
+                    _ => Some(0),
+                };
+                state.store.restart(now_us, lost_us);
+            }
+        }
+        state.active.push(fault);
+    }
+
+    /// Ends a fault.
+    pub fn end(&self, fault: Fault) {
+        self.note(|| format!("fault ends: {fault:?}"));
+        let mut state = self.state();
+        state.active.retain(|active| *active != fault);
+        state.store.out_of_memory = state.active.contains(&Fault::OutOfMemory);
+        self.runs.send_replace(!state.active.contains(&Fault::Hang));
+    }
+
+    fn connect(self: &Arc<Self>, gateway: usize) -> DuplexStream {
+        let (near, far) = tokio::io::duplex(1 << 22);
+        let (number, connection) = {
+            let state = &mut *self.state();
+            let flag = |fault| Arc::new(AtomicBool::new(state.active.contains(&fault)));
+            let connection = Connection {
+                reset: CancellationToken::new(),
+                ends: CancellationToken::new(),
+                lose_requests: flag(Fault::LoseRequests),
+                lose_replies: flag(Fault::LoseReplies),
+            };
+            state.next += 1;
+            state.connections.insert(state.next, connection.clone());
+            (state.next, connection)
+        };
+        self.note(|| format!("gateway {gateway}: connection {number} open"));
+        let (reads, writes) = tokio::io::split(far);
+        let ((to_store, commands), (to_gateway, replies)) = (unbounded_channel(), unbounded_channel());
+        let world = self.clone();
+        tokio::spawn(async move {
+            let served = async {
+                tokio::join!(
+                    world.receive(reads, &connection, to_store),
+                    world.serve(gateway, number, &connection, commands, to_gateway),
+                    world.reply(writes, &connection, replies),
+                );
+            };
+            tokio::select! {
+                biased;
+                () = connection.reset.cancelled() => {}
+                () = served => {}
+            }
+            world.state().connections.remove(&number);
+            world.note(|| format!("gateway {gateway}: connection {number} closed"));
+        });
+        near
+    }
+
+    /// Reads commands, each of which reaches the store half a round trip later.
+    async fn receive(
+        &self,
+        mut reads: ReadHalf<DuplexStream>,
+        connection: &Connection,
+        to_store: UnboundedSender<(Instant, Command)>,
+    ) {
+        let (mut bytes, mut arrives) = (Vec::new(), Instant::now());
+        loop {
+            while let Some((command, length)) = parse(&bytes) {
+                bytes.drain(..length);
+                arrives = arrives.max(Instant::now() + self.half_trip() + self.delay());
+                if !connection.lose_requests.load(Ordering::Relaxed) {
+                    let _ = to_store.send((arrives, command));
+                }
+            }
+            match reads.read_buf(&mut bytes).await {
+                Ok(1..) => {}
+                Ok(0) | Err(_) => return,
+            }
+        }
+    }
+
+    fn delay(&self) -> Duration {
+        let delay = |fault: &Fault| if let Fault::Delay(delay) = fault { *delay } else { Duration::ZERO };
+        self.state().active.iter().map(delay).sum()
+    }
+
+    /// Runs commands in their order.
+    async fn serve(
+        &self,
+        gateway: usize,
+        number: u64,
+        connection: &Connection,
+        mut commands: UnboundedReceiver<(Instant, Command)>,
+        to_gateway: UnboundedSender<(Instant, Vec<u8>)>,
+    ) {
+        let mut arrives = Instant::now();
+        loop {
+            let command = tokio::select! {
+                biased;
+                command = commands.recv() => command,
+                () = connection.ends.cancelled() => None,
+                () = self.is_idle() => {
+                    self.note(|| format!("gateway {gateway}: the store closes the idle connection {number}"));
+                    None
+                }
+            };
+            let Some((at, command)) = command else {
+                connection.reset.cancel();
+                return;
+            };
+            sleep_until(at).await;
+            let mut runs = self.runs.subscribe();
+            // The world ends with the schedule.
+            let _ = runs.wait_for(|runs| *runs).await;
+            let until = self.state().busy_until;
+            if until > Instant::now() {
+                sleep_until(until).await;
+            }
+            let reply = {
+                let (now, now_us) = (Instant::now(), self.now_us());
+                let state = &mut *self.state();
+                let before = state.store.history.len();
+                let (reply, limits) = state.store.run(now_us, gateway, &command);
+                state.busy_until = state.busy_until.max(now) + Duration::from_micros(self.service_us * limits);
+                if let Some(trace) = &mut state.trace {
+                    for done in &state.store.history[before..] {
+                        let asked = done.asked.iter().map(|asked| {
+                            let lease =
+                                if asked.lease == 0 { String::new() } else { format!(" permit {:x}", asked.lease) };
+                            format!("{} of {:04x}, {} units{lease}", asked.name.0, asked.name.1 as u16, asked.cost)
+                        });
+                        let asked = asked.collect::<Vec<_>>().join("; ");
+                        let event = format!(
+                            "store: gateway {gateway}, {:?} {asked}: granted {}",
+                            done.operation, done.verdict.granted
+                        );
+                        trace.push((self.began.elapsed(), event));
+                    }
+                    if before == state.store.history.len() && limits > 0 {
+                        trace.push((self.began.elapsed(), format!("store: gateway {gateway}, error reply")));
+                    }
+                }
+                reply
+            };
+            arrives = arrives.max(Instant::now() + self.half_trip());
+            if !connection.ends.is_cancelled() {
+                let _ = to_gateway.send((arrives, reply));
+            }
+        }
+    }
+
+    /// Ends when a connection has been idle for so long that the store closes it.
+    async fn is_idle(&self) {
+        let Some(idle) = self.idle_close else { return std::future::pending().await };
+        sleep(idle).await;
+        while self.arrivals.contains(&self.now()) {
+            sleep(Duration::from_millis(1)).await;
+        }
+    }
+
+    async fn reply(
+        &self,
+        mut writes: WriteHalf<DuplexStream>,
+        connection: &Connection,
+        mut replies: UnboundedReceiver<(Instant, Vec<u8>)>,
+    ) {
+        while let Some((at, reply)) = replies.recv().await {
+            // Replies that are on their way when the connection ends are lost.
+            let lost = timeout_at(at, connection.ends.cancelled()).await.is_ok();
+            if !lost && !connection.lose_replies.load(Ordering::Relaxed) && writes.write_all(&reply).await.is_err() {
+                return;
+            }
+        }
+    }
+}
+
+/// The first command of these bytes, an array of bulk strings, and its length.
+fn parse(bytes: &[u8]) -> Option<(Command, usize)> {
+    let mut at = 0;
+    let line = |mark: u8, at: &mut usize| {
+        let end = *at + bytes.get(*at..)?.iter().position(|byte| *byte == b'\r')?;
+        assert_eq!(bytes[*at], mark, "a command");
+        let number: usize = std::str::from_utf8(&bytes[*at + 1..end]).ok()?.parse().ok()?;
+        *at = end + 2;
+        Some(number)
+    };
+    let count = line(b'*', &mut at)?;
+    let mut words = Vec::with_capacity(count);
+    for _ in 0..count {
+        let length = line(b'$', &mut at)?;
+        words.push(bytes.get(at..at + length)?.to_vec());
+        at += length + 2;
+    }
+    (at <= bytes.len()).then_some((words, at))
+}

@@ -1,0 +1,269 @@
+//! Plays a schedule: load and faults, then recovery, then probes of what the limits admit.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::concurrency::Concurrency;
+use sluicegate::limit::backend::Source;
+use sluicegate::limit::key::Key;
+use sluicegate::limit::store::{Charge, Mode};
+use tokio::runtime::Builder;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio_util::sync::CancellationToken;
+
+use crate::gateway::{Client, Gateway, Observed, Told};
+use crate::invariants::{self, Violation};
+use crate::network::World;
+use crate::schedule::{Class, Fault, Incident, Request, Schedule, Use};
+use crate::store::StateName;
+
+/// A schedule that was played.
+pub struct Played {
+    pub violations: Vec<Violation>,
+    pub requests: usize,
+    /// Events with their virtual times.
+    pub trace: Vec<(Duration, String)>,
+}
+
+thread_local! {
+    /// Panics of the schedule that this thread plays, in tasks of the limiter as well.
+    static PANICS: RefCell<Option<Vec<String>>> = const { RefCell::new(None) };
+}
+
+/// Collects panics of the threads that play schedules.
+pub fn collect_panics() {
+    let usual = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        let collected = PANICS.with_borrow_mut(|panics| panics.as_mut().map(|panics| panics.push(info.to_string())));
+        if collected.is_none() {
+            usual(info);
+        }
+    }));
+}
+
+/// Play a schedule from its beginning.
+pub fn play(seed: u64, trace: bool) -> Played {
+    PANICS.set(Some(Vec::new()));
+    let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
+    let whole = || {
+        let schedule = Arc::new(Schedule::new(seed));
+        runtime.block_on(async { Play::new(schedule, trace).play().await })
+    };
+    let nothing = |_| Played { violations: Vec::new(), requests: 0, trace: Vec::new() };
+    let mut played = catch_unwind(AssertUnwindSafe(whole)).unwrap_or_else(nothing);
+    drop(runtime);
+    for panic in PANICS.take().unwrap_or_default() {
+        played.violations.push(Violation::new("no panic", panic));
+    }
+    played
+}
+
+struct Play {
+    client: Arc<Client>,
+    began: Instant,
+    observed: Vec<Observed>,
+    violations: Vec<Violation>,
+}
+
+impl Play {
+    fn new(schedule: Arc<Schedule>, trace: bool) -> Play {
+        let began = Instant::now();
+        let world = Arc::new(World::new(&schedule, trace));
+        let gateways = (0..schedule.gateways).map(|index| Gateway::start(index, &schedule, &world)).collect();
+        let held = Mutex::default();
+        let client = Arc::new(Client { schedule, world, gateways, ends: CancellationToken::new(), held });
+        Play { client, began, observed: Vec::new(), violations: Vec::new() }
+    }
+
+    fn schedule(&self) -> &Schedule {
+        &self.client.schedule
+    }
+
+    fn violated(&mut self, invariant: &'static str, message: String) {
+        self.violations.push(Violation::new(invariant, message));
+    }
+
+    async fn play(mut self) -> Played {
+        let client = self.client.clone();
+        let schedule = client.schedule.clone();
+        let requests: Vec<_> = schedule.requests.iter().map(|request| self.send_at(request.clone())).collect();
+        let faults = tokio::spawn(bring_about(client.world.clone(), schedule.incidents.clone()));
+        sleep_until(self.began + schedule.last_request() + 2 * schedule.timeout).await;
+        faults.await.expect("the faults end");
+        if matches!(schedule.class, Class::Faulty | Class::Slow) {
+            self.recover().await;
+        }
+        if self.has_permits() {
+            self.check_permits("recovery");
+            if schedule.class == Class::Faulty {
+                let longest = schedule.limits.iter().filter_map(|spec| spec.permits()).map(|rule| rule.lease).max();
+                sleep(Duration::from_micros(longest.unwrap_or_default()) + Duration::from_secs(2)).await;
+                self.check_permits("one permit TTL after recovery");
+            }
+        }
+        client.ends.cancel();
+        for request in requests {
+            // A panic is reported by the hook.
+            self.observed.extend(request.await);
+        }
+        // Unused units are returned after a second, and releases are repeated after a second.
+        sleep(Duration::from_millis(2500) + 4 * schedule.timeout).await;
+        if self.has_permits() {
+            self.check_permits("the end of all requests");
+        }
+        let checked = invariants::History {
+            schedule: &schedule,
+            now_us: client.world.now_us(),
+            store: &client.world.state().store,
+            observed: &self.observed,
+            held: &client.held.lock().unwrap(),
+            openings: client.gateways.iter().map(|gateway| gateway.breaker.openings()).collect(),
+        }
+        .check();
+        self.violations.extend(checked);
+        self.probe().await;
+        for (index, limiter) in client.gateways.iter().flat_map(|gateway| &gateway.workers).enumerate() {
+            if timeout(Duration::from_secs(60), limiter.settle()).await.is_err() {
+                self.violated("no hang", format!("limiter {index} does not settle within 60 s"));
+            }
+        }
+        Played { violations: self.violations, requests: self.observed.len(), trace: client.world.trace() }
+    }
+
+    fn send_at(&self, request: Request) -> JoinHandle<Observed> {
+        let (client, at) = (self.client.clone(), self.began + request.at);
+        tokio::spawn(async move {
+            sleep_until(at).await;
+            client.request(&request).await
+        })
+    }
+
+    fn has_permits(&self) -> bool {
+        self.schedule().limits.iter().any(|spec| spec.permits().is_some())
+    }
+
+    /// Some requests from each worker, so that breakers close and dead connections are replaced.
+    async fn recover(&mut self) {
+        let schedule = self.client.schedule.clone();
+        let dead = |incident: &Incident| matches!(incident.fault, Fault::LoseReplies | Fault::LoseRequests);
+        let seconds = if schedule.incidents.iter().any(dead) { 15 } else { 4 };
+        let heartbeat = schedule.limits.len() - 1;
+        for _ in 0..10 * seconds {
+            for gateway in 0..schedule.gateways {
+                for worker in 0..schedule.workers {
+                    let request = self.single(heartbeat, gateway, worker, 0, Some(Duration::ZERO));
+                    let client = self.client.clone();
+                    drop(tokio::spawn(async move { client.request(&request).await }));
+                }
+            }
+            sleep(Duration::from_millis(100)).await;
+        }
+    }
+
+    fn single(&self, limit: usize, gateway: usize, worker: usize, client: u64, holds: Option<Duration>) -> Request {
+        let (at, route) = (Duration::ZERO, vec![limit]);
+        Request { at, gateway, worker, route, client, holds, leaves: None, pays: 1, refunds: false }
+    }
+
+    /// The store counts the requests that run, and no others.
+    fn check_permits(&mut self, when: &str) {
+        let held: BTreeMap<_, _> = self.client.held.lock().unwrap().clone();
+        for (state, held) in held {
+            let live = self.live_permits(&state);
+            let running = held.by_store + held.by_share;
+            if live > running {
+                let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
+                self.violated("permits of requests that have ended are released", message);
+            }
+            if live < held.by_store && when != "recovery"
+                || live < held.by_store && self.schedule().class != Class::Faulty
+            {
+                let message = format!(
+                    "{when}: the store counts {live} permits of {state:x?}, {} requests run that it admitted",
+                    held.by_store
+                );
+                self.violated("permits of running requests are kept", message);
+            }
+        }
+    }
+
+    fn live_permits(&self, state: &StateName) -> u64 {
+        const MANY: u64 = 1 << 20;
+        let spec = self.schedule().limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit");
+        let lease = spec.permits().expect("permits").lease;
+        let rule = Rule::Concurrency(Concurrency { limit: MANY, lease });
+        let key = Key { identity: sluicegate::limit::key::Identity(state.1), bucket: &spec.limit.standard.bucket };
+        let charge = Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 0 };
+        let now_us = self.client.world.now_us();
+        MANY - self.client.world.state().store.peek(now_us, &[charge]).outcomes[0].remaining
+    }
+
+    /// After all windows every limit admits its quota, and a client that waits as told is admitted.
+    async fn probe(&mut self) {
+        let schedule = self.client.schedule.clone();
+        let longest = schedule.limits.iter().map(|spec| spec.reset_us()).max().unwrap_or_default();
+        sleep(Duration::from_micros(longest) + Duration::from_secs(2)).await;
+        for (index, spec) in schedule.limits.iter().enumerate() {
+            if spec.limit.shadow || spec.used == Use::PostPaid || spec.limit.name.starts_with("heartbeat") {
+                continue;
+            }
+            let permits = spec.permits().is_some();
+            let most = (spec.rule().capacity() / spec.cost).min(40);
+            for number in 0..most {
+                let told = self.ask(index).await;
+                if told != Told::Admitted(Source::Store) {
+                    let message = format!("request {number} of {most} on limit {index} in an empty window: {told:?}");
+                    self.violated("nobody starves", message);
+                    break;
+                }
+            }
+            let Told::Denied { retry_us: Some(retry_us), .. } = self.ask(index).await else { continue };
+            if permits {
+                continue;
+            }
+            sleep(Duration::from_micros(retry_us)).await;
+            let told = self.ask(index).await;
+            if told != Told::Admitted(Source::Store) {
+                let message =
+                    format!("limit {index}: denied for {retry_us} µs, after which the same client is told {told:?}");
+                self.violated("a denial is not longer than told", message);
+            }
+        }
+    }
+
+    /// What a further client of a limit is told. A permit is held for a second.
+    async fn ask(&self, limit: usize) -> Told {
+        let checks = self.client.checks(&[limit], 0);
+        match self.client.gateways[0].workers[0].check(&checks).await {
+            Ok(decision) if decision.admitted => {
+                let leases = decision.leases;
+                tokio::spawn(async move {
+                    sleep(Duration::from_secs(1)).await;
+                    drop(leases);
+                });
+                Told::Admitted(decision.source)
+            }
+            Ok(decision) => {
+                let (source, remembered, retry_us) = (decision.source, decision.remembered, decision.retry_us());
+                Told::Denied { source, remembered, retry_us }
+            }
+            Err(_) => Told::Unavailable,
+        }
+    }
+}
+
+async fn bring_about(world: Arc<World>, mut incidents: Vec<Incident>) {
+    incidents.sort_by_key(|incident| incident.at);
+    let began = Instant::now() - world.now();
+    for Incident { at, lasts, fault } in incidents {
+        sleep_until(began + at).await;
+        world.begin(fault);
+        sleep(lasts).await;
+        world.end(fault);
+    }
+}

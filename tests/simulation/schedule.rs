@@ -1,0 +1,462 @@
+//! A schedule: gateways, limits, requests and faults, all chosen by a seed.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use sluicegate::limit::algorithm::Rule;
+use sluicegate::limit::algorithm::concurrency::Concurrency;
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limit::algorithm::sliding_log::SlidingLog;
+use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limit::algorithm::token_bucket::TokenBucket;
+use sluicegate::limit::key::{Identity, IdentityHasher};
+use sluicegate::limit::plan::{Division, Limit, OnStoreError, Plan};
+use sluicegate::limit::quota::Quota;
+
+use crate::random::Random;
+
+/// What the store is like while the requests come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Class {
+    /// It replies within a quarter of the timeout.
+    Healthy,
+    /// It replies within half of the timeout, but connecting takes longer than the timeout.
+    Far,
+    /// It replies within a quarter of the timeout, but for some time it takes longer than the timeout.
+    Slow,
+    /// It is healthy, and more requests come at once than it can decide within the timeout.
+    Overload,
+    /// It is healthy, and closes idle connections.
+    IdleClose,
+    /// It fails.
+    Faulty,
+}
+
+/// A fault of the store or of the network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Fault {
+    /// Replies take this long in addition.
+    Delay(Duration),
+    /// Connections that are open lose what the store says, and those that are opened meanwhile.
+    LoseReplies,
+    /// The same for what the gateways say.
+    LoseRequests,
+    /// All connections are reset; calls that the store has not run are lost.
+    ResetBefore,
+    /// All connections are reset; calls on them run, and their replies are lost.
+    ResetAfter,
+    /// The store stops, as by SIGSTOP, and then runs all that is buffered.
+    Hang,
+    /// The store ends, and comes back without its state.
+    RestartEmpty,
+    /// The store ends, and comes back with its state.
+    RestartKept,
+    /// The store ends, and a replica takes over without the writes of so long before.
+    Failover(Duration),
+    /// Writes are rejected with OOM.
+    OutOfMemory,
+    /// Connections are reset, and new ones are refused.
+    RefuseConnects,
+    /// Connections are reset, and new ones take this long.
+    SlowConnects(Duration),
+}
+
+impl Fault {
+    /// Whether the store forgets writes.
+    pub fn loses_state(self) -> bool {
+        matches!(self, Fault::RestartEmpty | Fault::Failover(_))
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+pub struct Incident {
+    pub at: Duration,
+    pub lasts: Duration,
+    pub fault: Fault,
+}
+
+/// How a limit is used by all of its requests.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Use {
+    /// The cost is charged by the check.
+    Plain,
+    /// The cost is charged by the check, and may be refunded.
+    Refundable,
+    /// The cost is charged after the response.
+    PostPaid,
+}
+
+#[derive(Debug)]
+pub struct LimitSpec {
+    pub limit: Arc<Limit>,
+    pub used: Use,
+    /// Whether all clients share one state.
+    pub global: bool,
+    pub cost: u64,
+}
+
+impl LimitSpec {
+    pub fn rule(&self) -> &Rule {
+        &self.limit.standard.rule
+    }
+
+    pub fn window_us(&self) -> u64 {
+        self.limit.standard.quota.window_us.unwrap_or(0)
+    }
+
+    pub fn identity(&self, client: u64) -> Identity {
+        let client = if self.global { u64::MAX } else { client };
+        IdentityHasher::new("simulation").hash(&client.to_le_bytes())
+    }
+
+    pub fn permits(&self) -> Option<&Concurrency> {
+        if let Rule::Concurrency(rule) = self.rule() { Some(rule) } else { None }
+    }
+
+    /// How long until a state means nothing any more, in µs.
+    pub fn reset_us(&self) -> u64 {
+        match self.rule() {
+            Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
+            Rule::Concurrency(rule) => rule.lease,
+            _ => 2 * self.window_us(),
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+pub struct Request {
+    pub at: Duration,
+    pub gateway: usize,
+    pub worker: usize,
+    /// The limits that it meets.
+    pub route: Vec<usize>,
+    pub client: u64,
+    /// How long the response takes. None: until the end of the schedule.
+    pub holds: Option<Duration>,
+    /// When the client leaves, counted from its request.
+    pub leaves: Option<Duration>,
+    /// What the response costs, where it is post-paid.
+    pub pays: u64,
+    /// Whether the response is one that is not charged.
+    pub refunds: bool,
+}
+
+#[derive(Debug)]
+pub struct Schedule {
+    pub seed: u64,
+    pub class: Class,
+    pub gateways: usize,
+    pub workers: usize,
+    pub connections: u32,
+    pub timeout: Duration,
+    /// From a gateway to the store and back.
+    pub round_trip: Duration,
+    /// Added at random, at most so much.
+    pub jitter: Duration,
+    /// What the store takes to decide one limit, µs.
+    pub service_us: u64,
+    /// After so long without a call the store closes a connection.
+    pub idle_close: Option<Duration>,
+    pub limits: Vec<LimitSpec>,
+    pub requests: Vec<Request>,
+    pub incidents: Vec<Incident>,
+}
+
+/// What the limits of a schedule are mostly like.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Theme {
+    Mixed,
+    Prefetch,
+    Permits,
+    Refunds,
+}
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// The requests begin after this time: the gateways have connected.
+pub const WARM_UP: Duration = ms(2000);
+
+impl Schedule {
+    pub fn new(seed: u64) -> Schedule {
+        let random = &mut Random::new(seed);
+        let class = match random.of(0..100) {
+            0..35 => Class::Healthy,
+            35..40 => Class::Far,
+            40..48 => Class::Slow,
+            48..50 => Class::Overload,
+            50..56 => Class::IdleClose,
+            _ => Class::Faulty,
+        };
+        let theme = match random.of(0..100) {
+            0..30 => Theme::Mixed,
+            30..50 => Theme::Prefetch,
+            50..75 => Theme::Permits,
+            _ => Theme::Refunds,
+        };
+        let timeout = ms(random.pick(&[50, 50, 100, 250]));
+        let (round_trip, jitter) = match class {
+            Class::Far => (timeout * 35 / 100, Duration::ZERO),
+            _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
+        };
+        let mut schedule = Schedule {
+            seed,
+            class,
+            gateways: random.of(1..4) as usize,
+            workers: random.of(1..3) as usize,
+            connections: random.of(1..3) as u32,
+            timeout,
+            round_trip,
+            jitter,
+            service_us: if class == Class::Overload { 60 } else { random.pick(&[0, 5]) },
+            idle_close: (class == Class::IdleClose).then(|| ms(random.of(50..1500))),
+            limits: Vec::new(),
+            requests: Vec::new(),
+            incidents: Vec::new(),
+        };
+        schedule.add_limits(random, theme);
+        schedule.add_requests(random, theme);
+        match class {
+            Class::Overload => schedule.overload(random),
+            Class::Slow => {
+                let fault = Fault::Delay(timeout + ms(random.of(1..2000)));
+                schedule.incidents.push(Incident {
+                    at: schedule.some_time(random),
+                    lasts: ms(random.of(20..1500)),
+                    fault,
+                });
+            }
+            Class::Faulty => schedule.add_faults(random),
+            Class::Healthy | Class::Far | Class::IdleClose => {}
+        }
+        schedule.requests.sort_by_key(|request| request.at);
+        schedule.limits.push(heartbeat(schedule.gateways as u64));
+        schedule
+    }
+
+    /// What it is like, in some lines.
+    pub fn summary(&self) -> Vec<String> {
+        let Schedule { class, gateways, workers, connections, timeout, round_trip, jitter, .. } = self;
+        let mut lines = vec![format!(
+            "{class:?}: {gateways} gateways with {workers} workers of {connections} connections, timeout {timeout:?}, \
+             round trip {round_trip:?} + {jitter:?}, idle connections closed after {:?}",
+            self.idle_close
+        )];
+        for LimitSpec { limit, used, global, cost } in &self.limits {
+            let (of, shadow) =
+                (if *global { "all" } else { "each client" }, if limit.shadow { ", shadow" } else { "" });
+            let (name, on_store_error, advance) = (&limit.name, limit.on_store_error, limit.advance);
+            let rule = &limit.standard.rule;
+            lines.push(format!(
+                "{name} of {of}{shadow}: {rule:?}, {used:?} cost {cost}, {on_store_error:?}, prefetch {advance}"
+            ));
+        }
+        lines.extend(self.incidents.iter().map(|incident| format!("{incident:?}")));
+        lines
+    }
+
+    /// When the last request comes.
+    pub fn last_request(&self) -> Duration {
+        self.requests.iter().map(|request| request.at).max().unwrap_or(WARM_UP)
+    }
+
+    /// Whether the store is there all the time, however slow.
+    pub fn is_up(&self) -> bool {
+        self.class != Class::Faulty
+    }
+
+    /// Whether every check can be decided within the timeout.
+    pub fn is_prompt(&self) -> bool {
+        matches!(self.class, Class::Healthy | Class::IdleClose)
+    }
+
+    pub fn state_losses(&self) -> u64 {
+        self.incidents.iter().filter(|incident| incident.fault.loses_state()).count() as u64
+    }
+
+    fn some_time(&self, random: &mut Random) -> Duration {
+        WARM_UP + ms(random.of(0..(self.last_request() - WARM_UP).as_millis() as u64 + 1))
+    }
+
+    fn add_limits(&mut self, random: &mut Random, theme: Theme) {
+        let count = if theme == Theme::Prefetch { random.of(1..3) } else { random.of(1..4) };
+        for index in 0..count {
+            let permits = match theme {
+                Theme::Permits => index == 0,
+                Theme::Mixed => random.percent(15),
+                Theme::Prefetch | Theme::Refunds => false,
+            };
+            let used = match theme {
+                _ if permits => Use::Plain,
+                Theme::Refunds => random.pick(&[Use::Refundable, Use::Refundable, Use::PostPaid]),
+                Theme::Prefetch => random.pick(&[Use::Plain, Use::Plain, Use::Refundable]),
+                Theme::Mixed | Theme::Permits => random.pick(&[Use::Plain, Use::Plain, Use::Refundable, Use::PostPaid]),
+            };
+            let cost = match (theme, permits) {
+                (_, true) | (Theme::Prefetch, _) => 1,
+                _ => random.pick(&[1, 1, 2, 3]),
+            };
+            let (quota, rule) = match permits {
+                true => permit_rule(random),
+                false => counting_rule(random, cost, theme),
+            };
+            let advance = match theme {
+                Theme::Prefetch => random.of(1..5).min(rule.capacity()),
+                _ => 0,
+            };
+            // The first one of a pair is shared by all, the second one is of each client.
+            let global = if theme == Theme::Prefetch { index == 0 } else { random.percent(50) };
+            let division = Division { gateways: self.gateways as u64, dearest: cost };
+            let (name, hasher) = (format!("limit{index}"), IdentityHasher::new("simulation"));
+            let plan = Plan::new(&hasher, &name, quota, rule, division).expect("the share can be counted");
+            let limit = Limit {
+                name: name.into(),
+                standard: Arc::new(plan),
+                tiers: BTreeMap::new(),
+                on_store_error: random.pick(&[
+                    OnStoreError::Local,
+                    OnStoreError::Local,
+                    OnStoreError::Allow,
+                    OnStoreError::Deny,
+                ]),
+                shadow: theme != Theme::Prefetch && random.percent(8),
+                wait: None,
+                advance,
+                division,
+            };
+            self.limits.push(LimitSpec { limit: Arc::new(limit), used, global, cost });
+        }
+    }
+
+    fn add_requests(&mut self, random: &mut Random, theme: Theme) {
+        let clients = if theme == Theme::Prefetch { random.of(2..10) } else { random.of(1..6) };
+        let lasts = random.pick(&[500, 2000, 4000, 8000]);
+        let groups = random.of(5..40);
+        let bursts = random.pick(&[0, 20, 60]).max(if theme == Theme::Prefetch { 60 } else { 0 });
+        let leaves = random.pick(&[0, 0, 0, 20]);
+        let all: Vec<usize> = (0..self.limits.len()).collect();
+        for _ in 0..groups {
+            let at = WARM_UP + ms(random.of(0..lasts));
+            let client = random.of(0..clients);
+            let (gateway, worker) =
+                (random.of(0..self.gateways as u64) as usize, random.of(0..self.workers as u64) as usize);
+            // Mostly all limits: the states of the clients then have one limit in common.
+            let route = if random.percent(70) { all.clone() } else { vec![random.of(0..all.len() as u64) as usize] };
+            let size = if random.percent(bursts) { random.of(2..9) } else { 1 };
+            for _ in 0..size {
+                let holds = match random.of(0..10) {
+                    0 if theme == Theme::Permits => None,
+                    0..3 if theme == Theme::Permits => Some(ms(random.of(500..12_000))),
+                    _ => Some(ms(random.of(0..400))),
+                };
+                self.requests.push(Request {
+                    at,
+                    gateway,
+                    worker,
+                    route: route.clone(),
+                    client,
+                    holds,
+                    leaves: random.percent(leaves).then(|| ms(random.of(0..self.timeout.as_millis() as u64))),
+                    pays: random.of(0..4),
+                    refunds: random.percent(50),
+                });
+            }
+        }
+    }
+
+    /// So many requests at one instant that they cannot be decided in time, mostly of different clients.
+    fn overload(&mut self, random: &mut Random) {
+        let (at, route) = (self.some_time(random), vec![0]);
+        for client in 0..random.of(1100..2500) {
+            self.requests.push(Request {
+                at,
+                gateway: 0,
+                worker: 0,
+                route: route.clone(),
+                client: 1000 + client,
+                holds: Some(ms(10)),
+                leaves: None,
+                pays: 1,
+                refunds: false,
+            });
+        }
+    }
+
+    fn add_faults(&mut self, random: &mut Random) {
+        let mut from = WARM_UP;
+        for _ in 0..random.of(1..3) {
+            let at = from.max(self.some_time(random));
+            let fault = match random.of(0..12) {
+                0 => Fault::Delay(self.timeout + ms(random.of(1..500))),
+                1 => Fault::LoseReplies,
+                2 => Fault::LoseRequests,
+                3 => Fault::ResetBefore,
+                4 => Fault::ResetAfter,
+                5 | 6 => Fault::Hang,
+                7 => Fault::RestartEmpty,
+                8 => Fault::RestartKept,
+                9 => Fault::Failover(ms(random.of(10..1000))),
+                10 => Fault::OutOfMemory,
+                _ if random.percent(50) => Fault::RefuseConnects,
+                _ => Fault::SlowConnects(ms(random.of(20..900))),
+            };
+            let lasts = match fault {
+                Fault::ResetBefore | Fault::ResetAfter => Duration::ZERO,
+                _ => ms(random.pick(&[
+                    random.clone().of(10..300),
+                    random.clone().of(300..2000),
+                    random.clone().of(2000..9000),
+                ])),
+            };
+            self.incidents.push(Incident { at, lasts, fault });
+            from = at + lasts + ms(random.of(10..3000));
+        }
+    }
+}
+
+/// A limit that nobody exceeds: its requests show that the store is used.
+fn heartbeat(gateways: u64) -> LimitSpec {
+    let quota = Quota { count: 1_000_000, window_us: Some(1_000_000), calendar: None };
+    let rule = Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap());
+    let division = Division { gateways, dearest: 1 };
+    let plan = Plan::new(&IdentityHasher::new("simulation"), "heartbeat", quota, rule, division).unwrap();
+    let limit = Limit {
+        name: "heartbeat".into(),
+        standard: Arc::new(plan),
+        tiers: BTreeMap::new(),
+        on_store_error: OnStoreError::Deny,
+        shadow: false,
+        wait: None,
+        advance: 0,
+        division,
+    };
+    LimitSpec { limit: Arc::new(limit), used: Use::Plain, global: true, cost: 1 }
+}
+
+fn permit_rule(random: &mut Random) -> (Quota, Rule) {
+    let limit = random.of(1..6);
+    let lease = random.pick(&[3, 6, 12]) * 1_000_000;
+    (Quota { count: limit, window_us: None, calendar: None }, Rule::Concurrency(Concurrency { limit, lease }))
+}
+
+fn counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) {
+    let count = random.of(cost..cost * 12 + 1).max(if theme == Theme::Prefetch { random.clone().of(4..30) } else { 1 });
+    let window = match theme {
+        Theme::Prefetch => random.pick(&[500, 1000, 2000, 10_000]),
+        Theme::Refunds => random.pick(&[1000, 10_000, 30_000]),
+        Theme::Mixed | Theme::Permits => random.pick(&[500, 1000, 2000, 10_000, 30_000]),
+    } * 1000;
+    let quota = Quota { count, window_us: Some(window), calendar: None };
+    let rule = match random.of(0..if theme == Theme::Refunds { 9 } else { 6 }) {
+        1 => Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap()),
+        2 => Rule::FixedWindow(FixedWindow::new(quota, Start::FirstRequest).unwrap()),
+        3 => Rule::SlidingWindow(SlidingWindow::new(quota).unwrap()),
+        4 => Rule::SlidingBuckets(SlidingBuckets::new(quota, random.pick(&[1, 4, 10])).unwrap()),
+        5 => Rule::SlidingLog(SlidingLog::new(quota).unwrap()),
+        _ => Rule::TokenBucket(TokenBucket::new(quota, random.of(cost..count.max(cost) + 1)).unwrap()),
+    };
+    (quota, rule)
+}
