@@ -121,10 +121,12 @@ pub struct Client {
 }
 
 /// The requests that run and hold a permit of a state.
-#[derive(Debug, Default, Clone, Copy)]
+#[derive(Debug, Default, Clone)]
 pub struct Held {
     pub by_store: u64,
     pub by_share: u64,
+    /// When requests ended.
+    pub ended: Vec<Duration>,
     pub most: u64,
     pub most_at: Duration,
 }
@@ -286,6 +288,9 @@ impl Client {
             let held = held.entry(part.state.clone()).or_default();
             let count = if source == Source::Store { &mut held.by_store } else { &mut held.by_share };
             *count = if begins { *count + 1 } else { *count - 1 };
+            if !begins {
+                held.ended.push(self.world.now());
+            }
             let running = held.by_store + held.by_share;
             if running > held.most {
                 (held.most, held.most_at) = (running, self.world.now());

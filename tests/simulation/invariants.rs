@@ -8,15 +8,14 @@ use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::backend::Source;
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Identity, Key};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::plan::OnStoreError;
-use sluicegate::limit::store::{Charge, Mode, Operation};
+use sluicegate::limit::store::Operation;
 
 use crate::gateway::{Held, Observed, Told};
 use crate::network::START_US;
 use crate::schedule::{Class, LimitSpec, Schedule, Use};
-use crate::store::{Done, StateName, Store, by_state};
+use crate::store::{Done, StateName, Store, by_state, charge};
 
 /// A check takes no longer than the timeout and this: timers have a resolution of a millisecond.
 const SLACK: Duration = Duration::from_millis(15);
@@ -77,11 +76,13 @@ impl History<'_> {
         self.schedule.limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit of the schedule")
     }
 
-    /// Whether requests were decided and none was left without a decision: nothing is uncertain.
+    /// Whether the store has decided every request in time, but for those whose clients have left.
     fn is_certain(&self) -> bool {
-        self.schedule.is_up()
-            && self.observed.iter().all(|observed| {
-                matches!(observed.told, Told::Admitted(Source::Store) | Told::Denied { source: Source::Store, .. })
+        self.schedule.is_prompt()
+            && self.observed.iter().all(|observed| match observed.told {
+                Told::Admitted(source) | Told::Denied { source, .. } => source == Source::Store,
+                Told::Unavailable => false,
+                Told::Nothing => true,
             })
     }
 
@@ -263,6 +264,8 @@ impl History<'_> {
                         let told_us = began_us + observed.took.as_micros() as u64;
                         match observed.told {
                             Told::Admitted(_) if told_us < *at_us => used += 1,
+                            // What is charged for clients that have left is not given back.
+                            Told::Nothing if began_us <= *at_us => waiting += 1,
                             _ if began_us <= *at_us && told_us >= *at_us => waiting += 1,
                             _ => {}
                         }
@@ -291,9 +294,17 @@ impl History<'_> {
             return;
         }
         let mut expected: BTreeMap<&StateName, i64> = BTreeMap::new();
-        for observed in self.observed.iter().filter(|observed| observed.told == Told::Admitted(Source::Store)) {
+        // What may have been charged for clients that have left.
+        let mut uncertain: BTreeMap<&StateName, i64> = BTreeMap::new();
+        for observed in self.observed {
             for part in observed.parts.iter().filter(|part| !part.shadow_denied) {
                 let spec = &self.schedule.limits[part.limit];
+                if observed.told == Told::Nothing {
+                    *uncertain.entry(&part.state).or_default() += spec.cost as i64;
+                }
+                if observed.told != Told::Admitted(Source::Store) {
+                    continue;
+                }
                 let cost = match spec.used {
                     Use::PostPaid => part.paid,
                     Use::Plain | Use::Refundable => spec.cost * u64::from(!part.refunded),
@@ -309,31 +320,34 @@ impl History<'_> {
             }
             let charged: i64 = done.iter().map(|(done, index)| self.store.history[*done].charged(*index)).sum();
             let expected = expected.get(state).copied().unwrap_or(0);
-            if charged != expected {
-                let message = format!("{state:x?}: {charged} units are charged in the end, {expected} were admitted");
+            let uncertain = uncertain.get(state).copied().unwrap_or(0);
+            if !(expected..=expected + uncertain).contains(&charged) {
+                let message = format!(
+                    "{state:x?}: {charged} units are charged in the end, {expected} were admitted and {uncertain} may have been"
+                );
                 violated("the charges of requests that are not admitted are given back", message);
             }
             if spec.used == Use::PostPaid || spec.limit.shadow || spec.limit.advance > 0 {
                 continue;
             }
-            let key = Key { identity: Identity(state.1), bucket: &spec.limit.standard.bucket };
-            let charge = |cost| Charge { key, rule: spec.rule(), cost, mode: Mode::Binding, lease: 0 };
+            let charge = |cost| charge(state, &spec.limit.standard.bucket, spec.rule(), cost);
             let remaining = self.store.peek(self.now_us, &[charge(0)]).outcomes[0].remaining;
             // As if requests that are refunded had not come. They open windows of the kind that the first request opens.
             let most = match spec.rule() {
                 Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) => continue,
-                rule => {
+                _ => {
                     let clock = Clock::manual(START_US);
                     let ideal = MemoryStore::new(1 << 10, clock.clone());
                     for (at_us, cost) in admitted.get(&(state, None)).into_iter().flatten() {
                         clock.set(*at_us);
-                        ideal.decide(Operation::Charge, &[Charge { rule, ..charge(*cost) }]);
+                        ideal.decide(Operation::Charge, &[charge(*cost)]);
                     }
                     clock.set(self.now_us);
                     ideal.decide(Operation::Peek, &[charge(0)]).outcomes[0].remaining
                 }
             };
             let least = match spec.rule() {
+                _ if uncertain > 0 => 0,
                 Rule::TokenBucket(_) => self.bucket_remaining(spec, &done),
                 _ => most,
             };

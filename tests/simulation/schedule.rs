@@ -197,7 +197,11 @@ impl Schedule {
             50..75 => Theme::Permits,
             _ => Theme::Refunds,
         };
-        let timeout = ms(random.pick(&[50, 50, 100, 250]));
+        let timeout = match class {
+            // Connecting takes no longer than a second, also while the store is slow.
+            Class::Slow => ms(random.pick(&[50, 100])),
+            _ => ms(random.pick(&[50, 50, 100, 250])),
+        };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
             _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
@@ -222,7 +226,7 @@ impl Schedule {
         match class {
             Class::Overload => schedule.overload(random),
             Class::Slow => {
-                let fault = Fault::Delay(timeout + ms(random.of(1..2000)));
+                let fault = Fault::Delay(timeout + ms(random.of(1..50)));
                 schedule.incidents.push(Incident {
                     at: schedule.some_time(random),
                     lasts: ms(random.of(20..1500)),
@@ -282,7 +286,7 @@ impl Schedule {
     }
 
     fn add_limits(&mut self, random: &mut Random, theme: Theme) {
-        let count = if theme == Theme::Prefetch { random.of(1..3) } else { random.of(1..4) };
+        let count = if theme == Theme::Prefetch { random.pick(&[1, 2, 2]) } else { random.of(1..4) };
         for index in 0..count {
             let permits = match theme {
                 Theme::Permits => index == 0,
@@ -405,6 +409,11 @@ impl Schedule {
             };
             let lasts = match fault {
                 Fault::ResetBefore | Fault::ResetAfter => Duration::ZERO,
+                Fault::Hang => ms(random.pick(&[
+                    random.clone().of(10..300),
+                    random.clone().of(300..4000),
+                    random.clone().of(4000..15_000),
+                ])),
                 _ => ms(random.pick(&[
                     random.clone().of(10..300),
                     random.clone().of(300..2000),

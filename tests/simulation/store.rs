@@ -32,9 +32,13 @@ pub struct Asked {
 
 impl Asked {
     fn charge(&self) -> Charge<'_> {
-        let key = Key { identity: Identity(self.name.1), bucket: &self.bucket };
-        Charge { key, rule: &self.rule, cost: self.cost, mode: self.mode, lease: self.lease }
+        Charge { mode: self.mode, lease: self.lease, ..charge(&self.name, &self.bucket, &self.rule, self.cost) }
     }
+}
+
+/// A charge of so many units.
+pub fn charge<'a>(name: &StateName, bucket: &'a Bucket, rule: &'a Rule, cost: u64) -> Charge<'a> {
+    Charge { key: Key { identity: Identity(name.1), bucket }, rule, cost, mode: Mode::Binding, lease: 0 }
 }
 
 /// A request that the store has decided.
