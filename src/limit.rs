@@ -40,7 +40,7 @@ use denials::{Denials, Known};
 use line::Lines;
 use outage::{Unavailable, overloaded, without_store};
 use overrides::Overrides;
-use plan::{OnStoreError, Wait};
+use plan::{Limit, OnStoreError, Wait};
 use store::{Operation, Verdict};
 use tallies::Answered;
 use tokio::time::{sleep, timeout};
@@ -195,7 +195,11 @@ impl Limiter {
             }
         };
         match (leases, decision.admitted) {
-            (Some(leases), true) => decision.leases = Some(Box::new(leases.granted())),
+            (Some(leases), true) => {
+                let denied = |limit: &Limit| decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit));
+                let granted = |place| checks.iter().any(|check| check.place == place && !denied(check.limit));
+                decision.leases = Some(Box::new(leases.granted(granted)));
+            }
             (Some(leases), false) => leases.refused(),
             (None, _) => {}
         }
@@ -240,7 +244,7 @@ impl Limiter {
         let Some(denials) = self.ledger.denials.as_ref().filter(|_| certain) else { return };
         for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| check.is_memorable()) {
             let known = Known { now_us: verdict.now_us, outcome: *outcome };
-            denials.note(check.key().local(), check.plan.id, check.needs(), known, asked, longest(check));
+            denials.note(check.key().local(), check.plan.id, check.needs(), known, asked);
         }
     }
 
@@ -299,9 +303,4 @@ fn set(checks: &[Check<'_, '_>]) -> Option<Set> {
     let id = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ name(check));
     let advance = || checks.iter().map(|check| check.limit.advance).min().unwrap_or(0);
     checks.iter().all(Check::is_plain).then(|| Set { id: id(), advance: advance() })
-}
-
-/// How long a denial may be remembered: what others have taken ahead comes back within the time of an advance.
-fn longest(check: &Check<'_, '_>) -> Duration {
-    if check.limit.advance > 0 { advance::LONGEST } else { denials::LONGEST }
 }

@@ -111,9 +111,9 @@ async fn an_answer_that_does_not_come_is_waited_for_a_part_of_the_time_and_the_n
     let store = Arc::new(connected(&fake, Duration::from_secs(8)).await);
     let mut asked = one_by_one(&store, 30).await;
     come(&fake, 30).await;
-    asked.extend(one_by_one(&store, 4).await);
-    come(&fake, 34).await;
-    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1, 1]);
+    asked.extend(one_by_one(&store, 3).await);
+    come(&fake, 33).await;
+    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1]);
     assert!(!asked.iter().any(JoinHandle::is_finished), "their own time is not over");
 }
 

@@ -229,8 +229,12 @@ impl Leases {
         self.lengths().max().unwrap_or_default()
     }
 
-    /// They were granted: each is renewed when a third of it has passed, and when the store answers again after an outage.
-    pub fn granted(mut self) -> Self {
+    /// Those of the limits at these places were granted; a shadow limit may have had none left. Each is renewed when a third of it
+    /// has passed, and when the store answers again after an outage.
+    pub fn granted(mut self, places: impl Fn(usize) -> bool) -> Self {
+        if !self.held.iter().all(|held| places(held.place)) {
+            self.held = self.held.iter().filter(|held| places(held.place)).cloned().collect();
+        }
         let Some(shortest) = self.lengths().min() else { return self };
         if self.source == Source::Store {
             self.known.unsettled.store(false, Ordering::Relaxed);

@@ -20,6 +20,7 @@ use tracing::debug;
 
 use super::admission::{Ledger, Pending};
 use super::advance::Advances;
+use super::algorithm::Status;
 use super::backend::Source;
 use super::clock::monotonic;
 use super::redis::SOON;
@@ -30,6 +31,10 @@ use ahead::units;
 /// Those who wait for a hot key let the worker go round so often before their call leaves with all who have come. With nothing else
 /// to do it is through at once; a busy one makes fewer calls, each of which takes Redis and the gateway as much as a request.
 const ROUNDS: usize = 4;
+
+/// A check that so many calls in a row granted to others only is denied, although more calls would find a unit that has come back
+/// meanwhile: it would not wait for one if it were alone.
+const MOST_MISSED: u32 = 2;
 
 /// Checks of one worker that may wait for a call of their set. Further ones are rejected at once.
 const MOST_WAITING: usize = 16_384;
@@ -50,6 +55,8 @@ pub struct Set {
 struct Waiting {
     answer: oneshot::Sender<Answer>,
     since: Instant,
+    /// Calls that had no unit left for it after others got theirs.
+    missed: u32,
 }
 
 /// A set of which a check is in flight.
@@ -111,7 +118,7 @@ impl Coalescer {
                 let (answer, turn) = oneshot::channel();
                 let idle = matches!(flight, Entry::Vacant(_));
                 let flight = flight.or_default();
-                flight.waiting.push(Waiting { answer, since: asked });
+                flight.waiting.push(Waiting { answer, since: asked, missed: 0 });
                 self.serve(flight, idle, ledger, set, &pending);
                 Some(turn)
             }
@@ -270,5 +277,21 @@ fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> (Vec<Waiting>, u64) {
             let _ = one.answer.send(answer.clone());
         }
     }
-    (waiting.collect(), unclaimed)
+    let mut left: Vec<_> = waiting.map(|one| Waiting { missed: one.missed + 1, ..one }).collect();
+    if let Ok(verdict) = answer {
+        for one in left.extract_if(.., |one| one.missed >= MOST_MISSED) {
+            let _ = one.answer.send(Ok(used_up(verdict)));
+        }
+    }
+    (left, unclaimed)
+}
+
+/// The denial by limits that have nothing left.
+fn used_up(verdict: &Verdict) -> Verdict {
+    let mut denial = Verdict { granted: 0, ..verdict.clone() };
+    for outcome in denial.outcomes.iter_mut().filter(|outcome| outcome.remaining == 0) {
+        // When a unit comes back is not known.
+        outcome.status = Status::Busy;
+    }
+    denial
 }

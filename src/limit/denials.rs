@@ -1,7 +1,8 @@
 //! The denial cache: what Redis has denied, and for how long, is denied here without asking again.
 //!
-//! After "over, retry in r" nothing but a refund or a reset can admit the same cost earlier. Limits that give back are not
-//! remembered. So nothing is denied that Redis would admit, and an abusive client costs Redis nothing.
+//! After "over, retry in r" only a refund or a reset can admit the same cost earlier. Limits with `refund_on` are not cached, nor are
+//! denials by several servers of a cluster, whose charges are given back when one of them denies. An abusive client costs Redis a
+//! call each second.
 
 use std::time::{Duration, Instant};
 
@@ -10,8 +11,9 @@ use quick_cache::sync::Cache;
 use super::algorithm::{Outcome, Status};
 use super::clock::{certain, monotonic};
 
-/// Entries are not older, so that a reset by hand shows.
-pub const LONGEST: Duration = Duration::from_secs(60);
+/// Entries are not older: a client that keeps asking costs the store a call each second. Until then a denial may have become untrue, by a
+/// reset, by prefetched units that another gateway gives back, and by those of a request that it could not answer in time.
+pub const LONGEST: Duration = Duration::from_secs(1);
 
 /// What was denied lately, bounded in number; shared by the workers of a process.
 #[derive(Debug)]
@@ -64,14 +66,14 @@ impl Denials {
         self.0.clear();
     }
 
-    /// Remembers a denial that was asked for at `asked` and is known now, but not for longer than `longest`.
-    pub fn note(&self, key: u128, plan: u64, cost: u64, known: Known, asked: Instant, longest: Duration) {
+    /// Remembers a denial that was asked for at `asked` and is known now.
+    pub fn note(&self, key: u128, plan: u64, cost: u64, known: Known, asked: Instant) {
         let Known { now_us, outcome } = known;
         // Busy may end at any time; what never fits is not asked for again and again.
         if outcome.status != Status::Over {
             return;
         }
-        let until = asked + certain(Duration::from_micros(outcome.retry_us)).min(longest);
+        let until = asked + certain(Duration::from_micros(outcome.retry_us)).min(LONGEST);
         self.0.insert(key, Denial { plan, cost, until, decided: monotonic(), now_us, outcome });
     }
 }
@@ -88,7 +90,7 @@ mod tests {
     #[test]
     fn what_was_denied_is_denied_for_the_same_size_and_cost() {
         let denials = Denials::new(100);
-        denials.note(7, 1, 5, over(60_000_000), monotonic(), LONGEST);
+        denials.note(7, 1, 5, over(60_000_000), monotonic());
         let known = denials.find(7, 1, 5).unwrap();
         assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Over, 3));
         assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
@@ -101,10 +103,10 @@ mod tests {
     #[test]
     fn the_wait_is_counted_from_when_it_was_asked_for() {
         let denials = Denials::new(100);
-        let long_ago = monotonic().checked_sub(Duration::from_secs(10)).unwrap();
-        denials.note(7, 1, 1, over(9_000_000), long_ago, LONGEST);
+        let before = monotonic().checked_sub(Duration::from_millis(500)).unwrap();
+        denials.note(7, 1, 1, over(490_000), before);
         assert_eq!(denials.find(7, 1, 1), None, "it may have passed");
-        denials.note(7, 1, 1, over(11_000_000), long_ago, LONGEST);
+        denials.note(7, 1, 1, over(900_000), before);
         assert!(denials.find(7, 1, 1).is_some());
     }
 
@@ -113,22 +115,19 @@ mod tests {
         let denials = Denials::new(100);
         for status in [Status::Busy, Status::Never, Status::Ok] {
             let known = Known { outcome: Outcome { status, ..over(60_000_000).outcome }, ..over(60_000_000) };
-            denials.note(7, 1, 1, known, monotonic(), LONGEST);
+            denials.note(7, 1, 1, known, monotonic());
             assert_eq!(denials.find(7, 1, 1), None, "{status:?}");
         }
-        let a_minute_ago = monotonic().checked_sub(LONGEST).unwrap();
-        denials.note(7, 1, 1, over(3_600_000_000), a_minute_ago, LONGEST);
-        assert_eq!(denials.find(7, 1, 1), None, "entries live a minute");
-        let a_second_ago = monotonic().checked_sub(Duration::from_secs(1)).unwrap();
-        denials.note(7, 1, 1, over(3_600_000_000), a_second_ago, Duration::from_secs(1));
-        assert_eq!(denials.find(7, 1, 1), None, "where units may come back, only so long");
+        let a_second_ago = monotonic().checked_sub(LONGEST).unwrap();
+        denials.note(7, 1, 1, over(3_600_000_000), a_second_ago);
+        assert_eq!(denials.find(7, 1, 1), None, "units may have come back");
     }
 
     #[test]
     fn the_cache_is_bounded() {
         let denials = Denials::new(1000);
         for key in 0..100_000 {
-            denials.note(key, 1, 1, over(60_000_000), monotonic(), LONGEST);
+            denials.note(key, 1, 1, over(60_000_000), monotonic());
         }
         assert!(denials.0.len() <= 1000, "{}", denials.0.len());
     }

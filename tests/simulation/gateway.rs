@@ -44,13 +44,15 @@ impl Gateway {
             prefix: "rl".to_owned(),
             connections: schedule.connections,
             timeout: schedule.timeout,
+            connect_timeout: std::time::Duration::from_secs(1),
             algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
         };
         let servers = (Servers::One(server), settings);
         let worker = |worker: usize| {
             let tallies = Arc::<sluicegate::limit::tallies::Tallies>::default();
             let store = Shared::new(&servers, breaker.clone(), Arc::clone(&topology), tallies.clone());
-            store.warm_up();
+            let connecting = store.clone();
+            tokio::spawn(async move { connecting.connect().await });
             let backend = Backend::Redis { store, fallback: fallback.clone(), tallies };
             let first_lease = (index as u64) << 40 | (worker as u64 + 1) << 32;
             let (advances, lines) = (Arc::clone(&advances), Arc::clone(&lines));

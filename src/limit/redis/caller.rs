@@ -41,8 +41,14 @@ pub const SOON: u32 = 16;
 const MOST_QUEUED: usize = 16_384;
 const MOST_QUEUED_BYTES: usize = 4 << 20;
 
+/// Connections that may all have been closed while they were idle.
+const MOST_CONNECTIONS: u32 = 8;
+
 /// A timer that fires later than this was held up by other tasks of the worker: tokio's timers have a resolution of 1 ms.
 const LATE: Duration = Duration::from_millis(2);
+
+/// A worker that is held up waits for a reply so much longer at most: a server that hangs is found out in the end.
+const LATEST: Duration = Duration::from_secs(1);
 
 /// What one worker calls a server with.
 #[derive(Debug)]
@@ -147,6 +153,7 @@ impl Caller {
                 // The worker comes to it when it has been through what is ready now.
                 tokio::spawn(async move { caller.work().await });
             }
+            self.sweep_if_limited(&mut queue);
             answer
         };
         answer.await.unwrap_or(Err(Refusal::Store(StoreError::Overloaded)))
@@ -172,9 +179,20 @@ impl Caller {
 
     /// Has another task make the next call, if there is one that need not wait.
     fn work_beside(self: &Arc<Self>) {
-        if self.queue().claim(self.together) {
+        let mut queue = self.queue();
+        if queue.claim(self.together) {
             let caller = self.clone();
             tokio::spawn(async move { caller.work().await });
+        }
+        self.sweep_if_limited(&mut queue);
+    }
+
+    /// Has a task reject those whose time is over while they wait for room in the window, if none does yet.
+    fn sweep_if_limited(self: &Arc<Self>, queue: &mut Queue) {
+        if !queue.swept && queue.is_limited() {
+            queue.swept = true;
+            let caller = self.clone();
+            tokio::spawn(async move { caller.sweep().await });
         }
     }
 
@@ -205,16 +223,19 @@ impl Caller {
         let reply = match self.exchange(&mut batch, due, &mut in_flight.began).await {
             Ok(reply) => reply,
             Err(error) => {
-                failed(&error, &batch);
+                if !error.is_overload() {
+                    failed(&error, &batch);
+                }
                 return batch.refuse(&Refusal::Store(error));
             }
         };
-        let answered = monotonic().saturating_duration_since(in_flight.began);
+        let (answered, weight) = (since(in_flight.began), in_flight.weight);
+        let limited = self.queue().is_limited();
         drop(in_flight);
         match reply {
             None => failed(&StoreError::Timeout, &batch),
             Some((Ok(reply), connection)) => {
-                self.queue().window.answered(answered, self.timeout);
+                self.queue().window.answered(weight, answered, self.timeout, limited);
                 let answered = batch.answer(reply);
                 if let (true, Some((judge, era))) = (answered.decided, judging) {
                     judge.answered(era);
@@ -253,21 +274,18 @@ impl Caller {
     ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
         let command = batch.command(self.algorithms, self.clock.argument_us());
         let asking = batch.purpose() == Purpose::Asking;
-        let mut connection = self.connection(due).await?;
         self.tallies.calls.count(0);
-        let mut call = Box::pin(connection.clone().call(asking, command.clone()));
-        let mut handed = poll!(call.as_mut());
-        if let Poll::Ready(Err(error)) = &handed
-            && error.is_unrecoverable_error()
-        {
-            // The connection was closed while it was idle: it takes no command, so no byte of this one was written.
-            connection = self.connection(due).await?;
-            call = Box::pin(connection.clone().call(asking, command));
-            handed = poll!(call.as_mut());
-        }
-        if let Poll::Ready(reply) = handed {
-            return Ok(Some((reply, connection)));
-        }
+        let mut refused = 0;
+        let (mut call, connection) = loop {
+            let connection = self.connection(due).await?;
+            let mut call = Box::pin(connection.clone().call(asking, command.clone()));
+            match poll!(call.as_mut()) {
+                Poll::Pending => break (call, connection),
+                // The connection was closed while it was idle: it takes no command, so no byte of this one was written.
+                Poll::Ready(Err(error)) if error.is_unrecoverable_error() && refused < MOST_CONNECTIONS => refused += 1,
+                Poll::Ready(reply) => return Ok(Some((reply, connection))),
+            }
+        };
         // The task of the connection writes before the worker comes back to this one.
         yield_now().await;
         *written = monotonic();
@@ -309,10 +327,10 @@ impl Caller {
             }
             let now = monotonic();
             let late = now.saturating_duration_since(until);
-            if late < LATE || until >= end + self.timeout {
+            if late < LATE || until >= end + LATEST {
                 return None;
             }
-            until = now + late.min(self.timeout);
+            until = (now + late).min(end + LATEST);
         }
     }
 
@@ -381,11 +399,6 @@ impl Queue {
         last.due = Some(last.due.map_or(due, |other| other.min(due)));
         self.requests += 1;
         self.bytes += last.batch.bytes() - before;
-        if !self.swept && !self.has_room() {
-            self.swept = true;
-            let caller = caller.clone();
-            tokio::spawn(async move { caller.sweep().await });
-        }
         Some(answer)
     }
 
@@ -405,6 +418,11 @@ impl Queue {
         self.waiting.front().is_none_or(|first| {
             self.in_flight.calls == 0 || self.window.has_room(self.in_flight.weight, first.batch.keys())
         })
+    }
+
+    /// Whether checks wait because the window has no room.
+    fn is_limited(&self) -> bool {
+        !self.waiting.is_empty() && !self.has_room()
     }
 
     /// Whether there is a call to be made that nobody makes yet; then the caller of this does.

@@ -56,6 +56,8 @@ pub struct Connections {
     failure: LastFailure,
     /// What to say when not even a failure came in time.
     silence: NoConnection,
+    /// Whether there was one yet.
+    connected: AtomicBool,
 }
 
 /// Why the last attempt to connect failed. The pool itself lets those who wait for it wait on.
@@ -92,25 +94,25 @@ pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Durat
         .idle_timeout(None)
         .max_lifetime(None)
         .build_unchecked(Manager { server, algorithms, connect_timeout, pace: Arc::default() });
-    Connections { pool, failure, silence }
+    Connections { pool, failure, silence, connected: AtomicBool::new(false) }
 }
 
 impl Connections {
-    /// There is no connection yet, and it is not known why.
+    /// There is no connection in time, and no attempt has failed. A server that was there is still being connected to, which takes
+    /// several round trips; that is no outage.
     pub fn silence(&self) -> StoreError {
-        StoreError::Unreachable(self.silence.to_string())
+        if self.connected.load(Ordering::Relaxed) {
+            StoreError::Overloaded
+        } else {
+            StoreError::Unreachable(self.silence.to_string())
+        }
     }
 
-    /// Replaces connections that the server closed while they were idle, as long as `wanted`, so that no request waits for a new one.
+    /// Replaces connections that the server closed while they were idle, so that no request waits for a new one.
     pub async fn renew(&self) {
-        let idle = self.pool.state().connections > 0;
-        if !idle {
-            let _ = checkout(self).await;
-        } else if let Ok(connection) = checkout(self).await
+        while let Ok(connection) = checkout(self).await
             && connection.is_closed()
-        {
-            let _ = checkout(self).await;
-        }
+        {}
     }
 }
 
@@ -132,6 +134,7 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
         })?;
         // A broken one is thrown away by the pool when it comes back.
         if !pooled.is_broken() {
+            connections.connected.store(true, Ordering::Relaxed);
             return Ok(pooled.clone());
         }
     }

@@ -6,7 +6,7 @@ use tokio::time::Duration;
 /// A call without keys weighs as much as so many keys: what it costs Redis to run the smallest script.
 const CALL: usize = 8;
 
-/// The smallest window holds one full batch.
+/// The smallest window, and the first one, holds one full batch.
 const SMALLEST: usize = 128 + CALL;
 
 /// The largest holds sixteen: with a round trip of 40 ms they carry 50,000 checks a second.
@@ -19,6 +19,8 @@ const FORGOTTEN: u32 = 10_000;
 #[derive(Debug)]
 pub(super) struct Window {
     size: usize,
+    /// Whether no reply was slow yet: until then the window grows by all that is answered (slow start).
+    starting: bool,
     /// The shortest of the last round trips.
     shortest: Duration,
     replies: u32,
@@ -26,7 +28,7 @@ pub(super) struct Window {
 
 impl Default for Window {
     fn default() -> Self {
-        Window { size: LARGEST / 2, shortest: Duration::MAX, replies: 0 }
+        Window { size: SMALLEST, starting: true, shortest: Duration::MAX, replies: 0 }
     }
 }
 
@@ -41,18 +43,18 @@ impl Window {
         in_flight + Window::weight(keys) <= self.size
     }
 
-    /// Learns from a reply after this time: a delay of more than a quarter of what the timeout leaves over the shortest round
-    /// trip halves the window, a smaller one lets it grow.
-    pub(super) fn answered(&mut self, after: Duration, timeout: Duration) {
+    /// Learns from a reply to a call of this weight after this time: a delay of more than a quarter of what the timeout leaves over
+    /// the shortest round trip halves the window. A smaller one lets it grow, where it was the window that `limited` what is in flight.
+    pub(super) fn answered(&mut self, weight: usize, after: Duration, timeout: Duration, limited: bool) {
         self.replies += 1;
         if self.replies == FORGOTTEN {
             (self.replies, self.shortest) = (0, Duration::MAX);
         }
         self.shortest = self.shortest.min(after);
         if after - self.shortest > timeout.saturating_sub(self.shortest) / 4 {
-            self.size = (self.size / 2).max(SMALLEST);
-        } else {
-            self.size = (self.size + CALL).min(LARGEST);
+            (self.size, self.starting) = ((self.size / 2).max(SMALLEST), false);
+        } else if limited {
+            self.size = (self.size + if self.starting { weight } else { CALL }).min(LARGEST);
         }
     }
 }
@@ -64,18 +66,29 @@ mod tests {
     const TIMEOUT: Duration = Duration::from_millis(50);
 
     fn answered(window: &mut Window, ms: &[u64]) -> usize {
-        ms.iter().for_each(|ms| window.answered(Duration::from_millis(*ms), TIMEOUT));
+        ms.iter().for_each(|ms| window.answered(SMALLEST, Duration::from_millis(*ms), TIMEOUT, true));
         window.size
     }
 
     #[test]
     fn grows_while_replies_are_prompt_and_halves_when_they_slow_down() {
         let mut window = Window::default();
+        assert!(window.has_room(0, 128) && !window.has_room(1, 128), "a full batch always fits");
+        assert_eq!(answered(&mut window, &[1; 3]), 4 * SMALLEST, "slow start");
+        assert_eq!(answered(&mut window, &[13]), 5 * SMALLEST, "12 ms more than the shortest of 1 ms");
+        assert_eq!(answered(&mut window, &[14]), 5 * SMALLEST / 2);
+        assert_eq!(answered(&mut window, &[1; 2]), 5 * SMALLEST / 2 + 2 * CALL, "additive from then on");
         assert_eq!(answered(&mut window, &[1; 1000]), LARGEST);
-        assert_eq!(answered(&mut window, &[13]), LARGEST, "12 ms more than the shortest of 1 ms");
-        assert_eq!(answered(&mut window, &[14]), LARGEST / 2);
-        assert_eq!(answered(&mut window, &[20; 10]), SMALLEST, "a full batch always fits");
-        assert!(window.has_room(0, 128) && !window.has_room(1, 128));
+        assert_eq!(answered(&mut window, &[20; 10]), SMALLEST);
+    }
+
+    #[test]
+    fn does_not_grow_while_there_is_room_in_it() {
+        let mut window = Window::default();
+        for _ in 0..1000 {
+            window.answered(CALL, Duration::from_millis(1), TIMEOUT, false);
+        }
+        assert_eq!(window.size, SMALLEST);
     }
 
     #[test]
