@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test test-long test-clients test-ops test-page check bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures profile reference certs tools peers
+.PHONY: run test simulation test-long test-clients test-ops test-page check bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures profile reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -9,10 +9,16 @@ run:
 test: tools
 	cargo test --locked
 
-# The property tests of the limiter and its bounds with a million operations instead of 50,000, the edge in full size, and the fuzz
+# Plays random schedules of load and faults against the whole limiter, in virtual time: SCHEDULES of them (2000), or the one of
+# SEED with all that happens in it.
+simulation:
+	cargo test --locked --test simulation -- --nocapture
+
+# The property tests of the limiter and its bounds with a million operations instead of 50,000, 100,000 schedules of the simulation, the edge in full size, and the fuzz
 # targets for ten minutes, side by side: about three quarters of an hour with the soak (`SOAK_SECONDS`, 900).
 test-long: tools
 	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
+	SCHEDULES=100000 $(MAKE) simulation
 	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
 	cargo test --locked --test soak -- --nocapture
 	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture

@@ -8,6 +8,7 @@ use sluicegate::limit::admission::{Due, Later};
 use sluicegate::limit::algorithm::Status;
 use sluicegate::limit::backend::{Backend, Shared, Source};
 use sluicegate::limit::clock::Clock;
+use sluicegate::limit::cluster::topology::Topology;
 use sluicegate::limit::decision::{Check, Decision};
 use sluicegate::limit::denials::Denials;
 use sluicegate::limit::guard::Breaker;
@@ -16,17 +17,19 @@ use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::overrides::Overrides;
 use sluicegate::limit::redis::hello::Mode;
 use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::redis::server::Server;
+use sluicegate::limit::redis::server::{Address, Login, Server};
 use sluicegate::limit::redis::{RedisSettings, Servers};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::network::{START_US, Way, World};
-use crate::schedule::{LimitSpec, Request, Schedule, Use};
-use crate::store::StateName;
+use crate::schedule::{Class, LimitSpec, Request, Schedule, Use};
+use crate::store::{PORT, StateName, node_name};
 
 pub struct Gateway {
-    pub breaker: Arc<Breaker>,
+    breaker: Arc<Breaker>,
+    /// In a cluster it has the breakers.
+    topology: Arc<Topology>,
     pub workers: Vec<Arc<Limiter>>,
 }
 
@@ -36,10 +39,10 @@ impl Gateway {
         let fallback = Arc::new(MemoryStore::new(1 << 16, Clock::running(START_US)));
         let denials = Some(Arc::new(Denials::new(10_000)));
         let overrides = Arc::new(Overrides::new(IdentityHasher::new("simulation"), |_| None, denials.clone()));
-        let (topology, lines, advances) = Default::default();
+        let topology = Arc::<Topology>::default();
+        let (lines, advances) = Default::default();
         let way = Arc::new(Way { gateway: index, world: world.clone() });
-        let client = redis::Client::open("redis://store").expect("a URL");
-        let server = Server::Dialed { client, mode: Mode::Standalone, dial: way };
+        let client = redis::Client::open(format!("redis://{}:{PORT}", node_name(0))).expect("a URL");
         let settings = RedisSettings {
             prefix: "rl".to_owned(),
             connections: schedule.connections,
@@ -47,10 +50,17 @@ impl Gateway {
             connect_timeout: std::time::Duration::from_secs(1),
             algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
         };
-        let servers = (Servers::One(server), settings);
+        let servers = match schedule.class {
+            Class::Cluster => {
+                let seed = Address { host: node_name(0).into(), port: PORT };
+                Servers::Cluster { seeds: vec![seed], login: Login::of(&client).over(way) }
+            }
+            _ => Servers::One(Server::Dialed { client, mode: Mode::Standalone, dial: way }),
+        };
+        let servers = (servers, settings);
         let worker = |worker: usize| {
             let tallies = Arc::<sluicegate::limit::tallies::Tallies>::default();
-            let store = Shared::new(&servers, breaker.clone(), Arc::clone(&topology), tallies.clone());
+            let store = Shared::new(&servers, breaker.clone(), topology.clone(), tallies.clone());
             let connecting = store.clone();
             tokio::spawn(async move { connecting.connect().await });
             let backend = Backend::Redis { store, fallback: fallback.clone(), tallies };
@@ -59,7 +69,12 @@ impl Gateway {
             Arc::new(Limiter::new(backend, denials.clone(), advances, lines, overrides.clone(), first_lease))
         };
         let workers = (0..schedule.workers).map(worker).collect();
-        Gateway { breaker, workers }
+        Gateway { breaker, topology, workers }
+    }
+
+    /// How often a breaker has opened.
+    pub fn openings(&self) -> u64 {
+        self.breaker.openings() + self.topology.openings()
     }
 
     /// How often the breaker has changed.
@@ -224,9 +239,10 @@ impl Client {
         }
         let charges: Vec<_> = checks.iter().filter(denying).map(|check| check.charge(Source::Store, 0)).collect();
         let now_us = self.world.now_us();
-        let verdict = self.world.state().store.peek(now_us, &charges);
+        let state = self.world.state();
         // Post-paid limits admit while one unit is left.
-        charges.iter().zip(&verdict.outcomes).all(|(charge, outcome)| {
+        charges.iter().all(|charge| {
+            let outcome = state.store.peek(now_us, *charge);
             if charge.mode.is_post_paid() { outcome.remaining > 0 } else { outcome.status == Status::Ok }
         })
     }

@@ -131,7 +131,7 @@ impl History<'_> {
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        if matches!(class, Class::Healthy | Class::Far | Class::Overload | Class::IdleClose) {
+        if matches!(class, Class::Healthy | Class::Far | Class::Overload | Class::IdleClose | Class::Cluster) {
             for (gateway, openings) in self.openings.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
                 violated("the breaker stays closed while the store replies", message);
@@ -334,7 +334,7 @@ impl History<'_> {
                 continue;
             }
             let charge = |cost| charge(state, &spec.limit.standard.bucket, spec.rule(), cost);
-            let remaining = self.store.peek(self.now_us, &[charge(0)]).outcomes[0].remaining;
+            let remaining = self.store.peek(self.now_us, charge(0)).remaining;
             // As if requests that are refunded had not come. They open windows of the kind that the first request opens.
             let most = match spec.rule() {
                 Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) => continue,

@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::random::Random;
 use crate::schedule::{Fault, Schedule};
-use crate::store::Store;
+use crate::store::{Store, node_name};
 
 /// The instant of the store's clock at which a schedule begins: a whole number of minutes in 2027.
 pub const START_US: u64 = 30_000_000 * 60_000_000;
@@ -27,6 +27,7 @@ type Command = Vec<Vec<u8>>;
 #[derive(Debug)]
 pub struct World {
     began: Instant,
+    nodes: usize,
     round_trip: Duration,
     jitter: Duration,
     service_us: u64,
@@ -42,8 +43,8 @@ pub struct State {
     pub store: Store,
     random: Random,
     active: Vec<Fault>,
-    /// When the store has decided all that it was asked.
-    busy_until: Instant,
+    /// When each server has decided all that it was asked.
+    busy_until: Vec<Instant>,
     connections: BTreeMap<u64, Connection>,
     next: u64,
     /// The trace, if it is wanted.
@@ -74,8 +75,10 @@ impl fmt::Debug for Way {
 }
 
 impl Dial for Way {
-    fn dial(&self, _: &ConnectionAddr) -> Dialing {
+    fn dial(&self, address: &ConnectionAddr) -> Dialing {
         let (gateway, world) = (self.gateway, self.world.clone());
+        let is_at = |node: &usize| matches!(address, ConnectionAddr::Tcp(host, _) if *host == node_name(*node));
+        let node = (0..world.nodes).find(is_at).expect("the address of a server");
         Box::pin(async move {
             let delay: Duration = world.state().active.iter().map(connect_delay).sum();
             sleep(delay + world.half_trip() * 2).await;
@@ -83,7 +86,7 @@ impl Dial for Way {
                 world.note(|| format!("gateway {gateway}: connection refused"));
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
-            Ok(Box::new(world.connect(gateway)) as Box<dyn Stream>)
+            Ok(Box::new(world.connect(gateway, node)) as Box<dyn Stream>)
         })
     }
 }
@@ -102,16 +105,17 @@ fn refuses_connections(fault: Fault) -> bool {
 impl World {
     pub fn new(schedule: &Schedule, trace: bool) -> World {
         let state = State {
-            store: Store::new(START_US),
+            store: Store::new(schedule.nodes, START_US),
             random: Random::new(!schedule.seed),
             active: Vec::new(),
-            busy_until: Instant::now(),
+            busy_until: vec![Instant::now(); schedule.nodes],
             connections: BTreeMap::new(),
             next: 0,
             trace: trace.then(Vec::new),
         };
         World {
             began: Instant::now(),
+            nodes: schedule.nodes,
             round_trip: schedule.round_trip,
             jitter: schedule.jitter,
             service_us: schedule.service_us,
@@ -193,7 +197,7 @@ impl World {
         self.runs.send_replace(!state.active.contains(&Fault::Hang));
     }
 
-    fn connect(self: &Arc<Self>, gateway: usize) -> DuplexStream {
+    fn connect(self: &Arc<Self>, gateway: usize, node: usize) -> DuplexStream {
         let (near, far) = tokio::io::duplex(1 << 22);
         let (number, connection) = {
             let state = &mut *self.state();
@@ -216,7 +220,7 @@ impl World {
             let served = async {
                 tokio::join!(
                     world.receive(reads, &connection, to_store),
-                    world.serve(gateway, number, &connection, commands, to_gateway),
+                    world.serve((gateway, node, number), &connection, commands, to_gateway),
                     world.reply(writes, &connection, replies),
                 );
             };
@@ -262,8 +266,7 @@ impl World {
     /// Runs commands in their order.
     async fn serve(
         &self,
-        gateway: usize,
-        number: u64,
+        (gateway, node, number): (usize, usize, u64),
         connection: &Connection,
         mut commands: UnboundedReceiver<(Instant, Command)>,
         to_gateway: UnboundedSender<(Instant, Vec<u8>)>,
@@ -287,7 +290,7 @@ impl World {
             let mut runs = self.runs.subscribe();
             // The world ends with the schedule.
             let _ = runs.wait_for(|runs| *runs).await;
-            let until = self.state().busy_until;
+            let until = self.state().busy_until[node];
             if until > Instant::now() {
                 sleep_until(until).await;
             }
@@ -295,8 +298,9 @@ impl World {
                 let (now, now_us) = (Instant::now(), self.now_us());
                 let state = &mut *self.state();
                 let before = state.store.history.len();
-                let (reply, limits) = state.store.run(now_us, gateway, &command);
-                state.busy_until = state.busy_until.max(now) + Duration::from_micros(self.service_us * limits);
+                let (reply, limits) = state.store.run(now_us, gateway, node, &command);
+                state.busy_until[node] =
+                    state.busy_until[node].max(now) + Duration::from_micros(self.service_us * limits);
                 if let Some(trace) = &mut state.trace {
                     for done in &state.store.history[before..] {
                         let asked = done.asked.iter().map(|asked| {

@@ -127,7 +127,7 @@ impl Play {
             store: &client.world.state().store,
             observed: &self.observed,
             held: &client.held.lock().unwrap(),
-            openings: client.gateways.iter().map(|gateway| gateway.breaker.openings()).collect(),
+            openings: client.gateways.iter().map(|gateway| gateway.openings()).collect(),
         }
         .check();
         self.violations.extend(checked);
@@ -210,8 +210,7 @@ impl Play {
             .world
             .state()
             .store
-            .peek(now_us, &[charge(state, &spec.limit.standard.bucket, &rule, 1)])
-            .outcomes[0]
+            .peek(now_us, charge(state, &spec.limit.standard.bucket, &rule, 1))
             .remaining
     }
 
@@ -234,6 +233,9 @@ impl Play {
                     break;
                 }
             }
+            // The second denial is mostly a remembered one.
+            sleep(Duration::from_millis(3)).await;
+            self.ask(index).await;
             let Told::Denied { retry_us: Some(retry_us), .. } = self.ask(index).await else { continue };
             if permits {
                 continue;

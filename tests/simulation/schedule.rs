@@ -30,6 +30,8 @@ pub enum Class {
     Overload,
     /// It is healthy, and closes idle connections.
     IdleClose,
+    /// It is a healthy cluster of three masters.
+    Cluster,
     /// It fails.
     Faulty,
 }
@@ -149,6 +151,8 @@ pub struct Schedule {
     pub class: Class,
     pub gateways: usize,
     pub workers: usize,
+    /// Servers of the store.
+    pub nodes: usize,
     pub connections: u32,
     pub timeout: Duration,
     /// From a gateway to the store and back.
@@ -184,11 +188,12 @@ impl Schedule {
     pub fn new(seed: u64) -> Schedule {
         let random = &mut Random::new(seed);
         let class = match random.of(0..100) {
-            0..35 => Class::Healthy,
-            35..40 => Class::Far,
-            40..48 => Class::Slow,
-            48..50 => Class::Overload,
-            50..56 => Class::IdleClose,
+            0..32 => Class::Healthy,
+            32..36 => Class::Far,
+            36..44 => Class::Slow,
+            44..46 => Class::Overload,
+            46..51 => Class::IdleClose,
+            51..60 => Class::Cluster,
             _ => Class::Faulty,
         };
         let theme = match random.of(0..100) {
@@ -204,6 +209,8 @@ impl Schedule {
         };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
+            // What one master charges and another denies takes two round trips.
+            Class::Cluster => (timeout / 100 * random.of(0..12) as u32, Duration::ZERO),
             _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
         };
         let mut schedule = Schedule {
@@ -211,6 +218,7 @@ impl Schedule {
             class,
             gateways: random.of(1..4) as usize,
             workers: random.of(1..3) as usize,
+            nodes: if class == Class::Cluster { 3 } else { 1 },
             connections: random.of(1..3) as u32,
             timeout,
             round_trip,
@@ -234,7 +242,7 @@ impl Schedule {
                 });
             }
             Class::Faulty => schedule.add_faults(random),
-            Class::Healthy | Class::Far | Class::IdleClose => {}
+            Class::Healthy | Class::Far | Class::IdleClose | Class::Cluster => {}
         }
         schedule.requests.sort_by_key(|request| request.at);
         schedule.limits.push(heartbeat(schedule.gateways as u64));
@@ -274,7 +282,7 @@ impl Schedule {
 
     /// Whether every check can be decided within the timeout.
     pub fn is_prompt(&self) -> bool {
-        matches!(self.class, Class::Healthy | Class::IdleClose)
+        matches!(self.class, Class::Healthy | Class::IdleClose | Class::Cluster)
     }
 
     pub fn state_losses(&self) -> u64 {
@@ -338,7 +346,7 @@ impl Schedule {
     fn add_requests(&mut self, random: &mut Random, theme: Theme) {
         let clients = if theme == Theme::Prefetch { random.of(2..10) } else { random.of(1..6) };
         let lasts = random.pick(&[500, 2000, 4000, 8000]);
-        let groups = random.of(5..40);
+        let groups = if theme == Theme::Prefetch { random.of(10..60) } else { random.of(5..40) };
         let bursts = random.pick(&[0, 20, 60]).max(if theme == Theme::Prefetch { 60 } else { 0 });
         let leaves = random.pick(&[0, 0, 0, 20]);
         let all: Vec<usize> = (0..self.limits.len()).collect();
@@ -452,7 +460,13 @@ fn permit_rule(random: &mut Random) -> (Quota, Rule) {
 }
 
 fn counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) {
-    let count = random.of(cost..cost * 12 + 1).max(if theme == Theme::Prefetch { random.clone().of(4..30) } else { 1 });
+    let count = match theme {
+        Theme::Prefetch => {
+            let most = random.pick(&[10, 30]);
+            random.of(4..most)
+        }
+        _ => random.of(cost..cost * 12 + 1),
+    };
     let window = match theme {
         Theme::Prefetch => random.pick(&[500, 1000, 2000, 10_000]),
         Theme::Refunds => random.pick(&[1000, 10_000, 30_000]),

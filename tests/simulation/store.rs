@@ -14,7 +14,14 @@ use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::redis::slots::slot;
 use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+
+/// Hash slots of a cluster.
+const SLOTS: usize = 16_384;
+
+/// The port of every server.
+pub const PORT: u16 = 6379;
 
 /// A state: the name of its limit and its identity.
 pub type StateName = (String, u128);
@@ -71,14 +78,21 @@ impl Done {
 /// A reply in the bytes of the protocol.
 pub type Reply = Vec<u8>;
 
+/// One server, or the masters of a cluster.
 #[derive(Debug)]
 pub struct Store {
-    memory: MemoryStore,
+    nodes: Vec<Node>,
     clock: Clock,
-    scripts: BTreeSet<String>,
     pub out_of_memory: bool,
     /// All that was decided, also what a failover lost.
     pub history: Vec<Done>,
+}
+
+/// One server.
+#[derive(Debug)]
+struct Node {
+    memory: MemoryStore,
+    scripts: BTreeSet<String>,
     /// What the state consists of: indices of the history.
     kept: Vec<usize>,
 }
@@ -88,58 +102,69 @@ fn memory(clock: &Clock) -> MemoryStore {
 }
 
 impl Store {
-    pub fn new(now_us: u64) -> Store {
+    /// A store of so many servers.
+    pub fn new(nodes: usize, now_us: u64) -> Store {
         let clock = Clock::manual(now_us);
-        let (scripts, history, kept) = Default::default();
-        Store { memory: memory(&clock), clock, scripts, out_of_memory: false, history, kept }
+        let node = |_| Node { memory: memory(&clock), scripts: BTreeSet::new(), kept: Vec::new() };
+        Store { nodes: (0..nodes).map(node).collect(), clock, out_of_memory: false, history: Vec::new() }
+    }
+
+    /// The server that keeps the states of an identity.
+    fn node_of(&self, identity: Identity) -> &Node {
+        &self.nodes[usize::from(slot(identity)) * self.nodes.len() / SLOTS]
     }
 
     /// The store ends: scripts are lost, and the state of the last `lost_us`; all of it with `None`.
     pub fn restart(&mut self, now_us: u64, lost_us: Option<u64>) {
-        self.scripts.clear();
-        self.memory = memory(&self.clock);
         let from_us = now_us.saturating_sub(lost_us.unwrap_or(u64::MAX));
-        self.kept.retain(|index| self.history[*index].at_us < from_us);
-        for index in &self.kept {
-            let Done { at_us, operation, asked, .. } = &self.history[*index];
-            self.clock.set(*at_us);
-            let charges: Vec<_> = asked.iter().map(Asked::charge).collect();
-            self.memory.decide(*operation, &charges);
+        for node in &mut self.nodes {
+            node.scripts.clear();
+            node.memory = memory(&self.clock);
+            node.kept.retain(|index| self.history[*index].at_us < from_us);
+            for index in &node.kept {
+                let Done { at_us, operation, asked, .. } = &self.history[*index];
+                self.clock.set(*at_us);
+                let charges: Vec<_> = asked.iter().map(Asked::charge).collect();
+                node.memory.decide(*operation, &charges);
+            }
         }
     }
 
-    /// What a check of these limits would get now; nothing is written.
-    pub fn peek(&self, now_us: u64, charges: &[Charge<'_>]) -> Verdict {
+    /// What a check of this limit would get now; nothing is written.
+    pub fn peek(&self, now_us: u64, charge: Charge<'_>) -> Outcome {
         self.clock.set(now_us);
-        self.memory.decide(Operation::Peek, charges)
+        self.node_of(charge.key.identity).memory.decide(Operation::Peek, &[charge]).outcomes[0]
     }
 
-    /// Run a command, and return the reply and how many limits it decided.
-    pub fn run(&mut self, now_us: u64, gateway: usize, command: &[Vec<u8>]) -> (Reply, u64) {
+    /// Run a command on a server, and return the reply and how many limits it decided.
+    pub fn run(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
+        let mode = if self.nodes.len() > 1 { "cluster" } else { "standalone" };
+        let scripts = &mut self.nodes[node].scripts;
         let word = |index: usize| command.get(index).map_or("", |word| std::str::from_utf8(word).unwrap_or(""));
         let reply = match (word(0), word(1)) {
-            ("HELLO", _) => array(&["server", "redis", "version", "7.4.0", "mode", "standalone", "role", "master"]),
+            ("HELLO", _) => array(&["server", "redis", "version", "7.4.0", "mode", mode, "role", "master"]),
             ("SCRIPT", "LOAD") => {
                 let sha = sha_of(word(2));
-                self.scripts.insert(sha.clone());
+                scripts.insert(sha.clone());
                 format!("${}\r\n{sha}\r\n", sha.len()).into_bytes()
             }
             ("EVAL", "return 1") => b":1\r\n".to_vec(),
             ("EVAL", script) => {
-                self.scripts.insert(sha_of(script));
-                return self.evaluate(now_us, gateway, command);
+                scripts.insert(sha_of(script));
+                return self.evaluate(now_us, gateway, node, command);
             }
-            ("EVALSHA", sha) if !self.scripts.contains(sha) => {
+            ("EVALSHA", sha) if !scripts.contains(sha) => {
                 b"-NOSCRIPT No matching script. Please use EVAL.\r\n".to_vec()
             }
-            ("EVALSHA", _) => return self.evaluate(now_us, gateway, command),
+            ("EVALSHA", _) => return self.evaluate(now_us, gateway, node, command),
+            ("CLUSTER", "SLOTS") => self.slots(),
             ("PING", _) => b"+PONG\r\n".to_vec(),
             _ => b"+OK\r\n".to_vec(),
         };
         (reply, 0)
     }
 
-    fn evaluate(&mut self, now_us: u64, gateway: usize, command: &[Vec<u8>]) -> (Reply, u64) {
+    fn evaluate(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
         let (requests, limits) = decode(command);
         let mut numbers = vec![now_us as f64];
         let mut failures = Vec::new();
@@ -147,11 +172,11 @@ impl Store {
         self.clock.set(now_us);
         for (operation, asked) in requests {
             let charges: Vec<_> = asked.iter().map(Asked::charge).collect();
-            if self.out_of_memory && self.would_write(operation, &charges) {
+            if self.out_of_memory && would_write(&self.nodes[node].memory, operation, &charges) {
                 failures.push(before);
                 numbers.extend(asked.iter().flat_map(|_| [-1.0, 0.0, 0.0, 0.0, 0.0]));
             } else {
-                let verdict = self.memory.decide(operation, &charges);
+                let verdict = self.nodes[node].memory.decide(operation, &charges);
                 for Outcome { status, remaining, reset_us, retry_us } in &verdict.outcomes {
                     let (status, retry) = match status {
                         Status::Ok => (0.0, 0.0),
@@ -162,7 +187,7 @@ impl Store {
                     numbers.extend([verdict.granted as f64, status, *remaining as f64, *reset_us as f64, retry]);
                 }
                 before += asked.len();
-                self.kept.push(self.history.len());
+                self.nodes[node].kept.push(self.history.len());
                 self.history.push(Done { at_us: now_us, gateway, operation, asked, verdict });
                 continue;
             }
@@ -181,19 +206,36 @@ impl Store {
         (reply, limits)
     }
 
-    /// Whether Redis would reject a command of the script while it is out of memory. Releases of permits only free some.
-    fn would_write(&self, operation: Operation, charges: &[Charge<'_>]) -> bool {
-        let all_permits = charges.iter().all(|charge| matches!(charge.rule, Rule::Concurrency(_)));
-        match operation {
-            Operation::Peek => false,
-            Operation::Check => self.memory.decide(Operation::Peek, charges).granted > 0,
-            Operation::Take => {
-                let one: Vec<_> = charges.iter().map(|charge| Charge { cost: 1, ..*charge }).collect();
-                self.memory.decide(Operation::Peek, &one).granted > 0
-            }
-            Operation::Charge | Operation::Renew => true,
-            Operation::Refund { .. } => !all_permits,
+    /// The reply to `CLUSTER SLOTS`.
+    fn slots(&self) -> Reply {
+        let count = self.nodes.len();
+        let range = |node: usize| {
+            // The first slots whose number times `count` reaches that of the node.
+            let [first, next] = [node, node + 1].map(|node| (node * SLOTS).div_ceil(count));
+            let host = node_name(node);
+            format!("*3\r\n:{first}\r\n:{}\r\n*2\r\n${}\r\n{host}\r\n:{PORT}\r\n", next - 1, host.len())
+        };
+        format!("*{count}\r\n{}", (0..count).map(range).collect::<String>()).into_bytes()
+    }
+}
+
+/// The host of a server.
+pub fn node_name(node: usize) -> String {
+    format!("node{node}")
+}
+
+/// Whether Redis would reject a command of the script while it is out of memory. Releases of permits only free some.
+fn would_write(memory: &MemoryStore, operation: Operation, charges: &[Charge<'_>]) -> bool {
+    let all_permits = charges.iter().all(|charge| matches!(charge.rule, Rule::Concurrency(_)));
+    match operation {
+        Operation::Peek => false,
+        Operation::Check => memory.decide(Operation::Peek, charges).granted > 0,
+        Operation::Take => {
+            let one: Vec<_> = charges.iter().map(|charge| Charge { cost: 1, ..*charge }).collect();
+            memory.decide(Operation::Peek, &one).granted > 0
         }
+        Operation::Charge | Operation::Renew => true,
+        Operation::Refund { .. } => !all_permits,
     }
 }
 
