@@ -172,6 +172,7 @@ pub struct Schedule {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Theme {
     Mixed,
+    Denials,
     Prefetch,
     Permits,
     Refunds,
@@ -197,8 +198,10 @@ impl Schedule {
             _ => Class::Faulty,
         };
         let theme = match random.of(0..100) {
-            0..30 => Theme::Mixed,
-            30..50 => Theme::Prefetch,
+            // Limits of one kind, whose denials are remembered, kept by several servers.
+            0..50 if class == Class::Cluster => Theme::Denials,
+            0..25 => Theme::Mixed,
+            25..50 => Theme::Prefetch,
             50..75 => Theme::Permits,
             _ => Theme::Refunds,
         };
@@ -294,21 +297,25 @@ impl Schedule {
     }
 
     fn add_limits(&mut self, random: &mut Random, theme: Theme) {
-        let count = if theme == Theme::Prefetch { random.pick(&[1, 2, 2]) } else { random.of(1..4) };
+        let count = match theme {
+            Theme::Prefetch => random.pick(&[1, 2, 2]),
+            Theme::Denials => 2,
+            Theme::Mixed | Theme::Permits | Theme::Refunds => random.of(1..4),
+        };
         for index in 0..count {
             let permits = match theme {
                 Theme::Permits => index == 0,
                 Theme::Mixed => random.percent(15),
-                Theme::Prefetch | Theme::Refunds => false,
+                Theme::Prefetch | Theme::Refunds | Theme::Denials => false,
             };
             let used = match theme {
-                _ if permits => Use::Plain,
+                _ if permits || theme == Theme::Denials => Use::Plain,
                 Theme::Refunds => random.pick(&[Use::Refundable, Use::Refundable, Use::PostPaid]),
                 Theme::Prefetch => random.pick(&[Use::Plain, Use::Plain, Use::Refundable]),
-                Theme::Mixed | Theme::Permits => random.pick(&[Use::Plain, Use::Plain, Use::Refundable, Use::PostPaid]),
+                _ => random.pick(&[Use::Plain, Use::Plain, Use::Refundable, Use::PostPaid]),
             };
             let cost = match (theme, permits) {
-                (_, true) | (Theme::Prefetch, _) => 1,
+                (_, true) | (Theme::Prefetch | Theme::Denials, _) => 1,
                 _ => random.pick(&[1, 1, 2, 3]),
             };
             let (quota, rule) = match permits {
@@ -320,7 +327,10 @@ impl Schedule {
                 _ => 0,
             };
             // The first one of a pair is shared by all, the second one is of each client.
-            let global = if theme == Theme::Prefetch { index == 0 } else { random.percent(50) };
+            let global = match theme {
+                Theme::Prefetch | Theme::Denials => index == 0,
+                _ => random.percent(50),
+            };
             let division = Division { gateways: self.gateways as u64, dearest: cost };
             let (name, hasher) = (format!("limit{index}"), IdentityHasher::new("simulation"));
             let plan = Plan::new(&hasher, &name, quota, rule, division).expect("the share can be counted");
@@ -462,7 +472,7 @@ fn permit_rule(random: &mut Random) -> (Quota, Rule) {
 fn counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) {
     let count = match theme {
         Theme::Prefetch => {
-            let most = random.pick(&[10, 30]);
+            let most = random.pick(&[10, 30, 30]);
             random.of(4..most)
         }
         _ => random.of(cost..cost * 12 + 1),
@@ -470,7 +480,7 @@ fn counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) 
     let window = match theme {
         Theme::Prefetch => random.pick(&[500, 1000, 2000, 10_000]),
         Theme::Refunds => random.pick(&[1000, 10_000, 30_000]),
-        Theme::Mixed | Theme::Permits => random.pick(&[500, 1000, 2000, 10_000, 30_000]),
+        Theme::Mixed | Theme::Permits | Theme::Denials => random.pick(&[500, 1000, 2000, 10_000, 30_000]),
     } * 1000;
     let quota = Quota { count, window_us: Some(window), calendar: None };
     let rule = match random.of(0..if theme == Theme::Refunds { 9 } else { 6 }) {
