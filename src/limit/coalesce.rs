@@ -22,8 +22,8 @@ use super::admission::{Ledger, Pending};
 use super::advance::Advances;
 use super::algorithm::Status;
 use super::backend::Source;
-use super::clock::monotonic;
-use super::redis::SOON;
+use super::clock::{monotonic, since};
+use super::redis::{LATEST, SOON};
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::Answered;
 use ahead::units;
@@ -31,6 +31,9 @@ use ahead::units;
 /// Those who wait for a hot key let the worker go round so often before their call leaves with all who have come. With nothing else
 /// to do it is through at once; a busy one makes fewer calls, each of which takes Redis and the gateway as much as a request.
 const ROUNDS: usize = 4;
+
+/// A worker that takes longer than this for a round is busy: all that were ready have come.
+const BUSY: Duration = Duration::from_millis(2);
 
 /// A check that so many calls in a row granted to others only is denied, although more calls would find a unit that has come back
 /// meanwhile: it would not wait for one if it were alone.
@@ -210,11 +213,17 @@ impl Calls {
     /// Makes calls for all that wait, as long as any do.
     async fn make(self: Arc<Self>) {
         loop {
+            let began = monotonic();
             for _ in 0..ROUNDS {
                 yield_now().await;
+                if since(began) > BUSY {
+                    break;
+                }
             }
-            let waiting = self.coalescer.take(self.set.id, monotonic());
-            let Some(oldest) = waiting.iter().map(|one| one.since).min() else { return };
+            // What the worker did meanwhile is no delay of the store.
+            let late = since(began).min(LATEST);
+            let waiting = self.coalescer.take(self.set.id, monotonic() - late);
+            let Some(oldest) = waiting.iter().map(|one| one.since + late).min() else { return };
             let calls = self.clone();
             let call = self.ledger.tasks.spawn(async move { calls.call(waiting, oldest).await });
             // The next ones leave with the answer, or beside a call that takes longer.

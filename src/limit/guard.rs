@@ -348,6 +348,12 @@ impl Judge for Watch {
         }
     }
 
+    fn late(&self, era: u32) {
+        if self.breaker.era.load(Ordering::Relaxed) == era && self.breaker.failures.late(self.breaker.age()) {
+            self.open(era, &StoreError::Timeout, None);
+        }
+    }
+
     fn failed(&self, era: u32, error: &StoreError, like: Option<Sample>) {
         if self.breaker.era.load(Ordering::Relaxed) != era {
             return;

@@ -15,7 +15,7 @@ pub mod slots;
 mod window;
 pub mod wire;
 
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::Arc;
 use std::time::Instant;
 
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
@@ -29,7 +29,7 @@ use super::store::{Charge, Mode, Operation, Store, StoreError, Verdict};
 use super::tallies::Tallies;
 use batch::{Purpose, Refusal};
 use caller::{Caller, Question};
-pub use caller::{Judge, SOON};
+pub use caller::{Judge, LATEST, SOON};
 use connection::checkout;
 use fault::{Fault, Pauses};
 use hello::Mode as ServerMode;
@@ -132,8 +132,9 @@ impl RedisStore {
         // In a cluster each identity has a slot of its own.
         let together = server.mode() != ServerMode::Cluster;
         let connections = connection::pool(server, algorithms, connections, connect_timeout);
-        let (judge, queue) = (OnceLock::new(), Mutex::default());
-        let caller = Caller { connections, prefix, clock, algorithms, timeout, together, tallies, judge, queue };
+        let (judge, queue, replies) = Default::default();
+        let caller =
+            Caller { connections, prefix, clock, algorithms, timeout, together, tallies, judge, queue, replies };
         RedisStore { caller: Arc::new(caller), patience: timeout.mul_f64(0.8) }
     }
 

@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::fmt::Debug;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::Poll;
 use std::time::Instant;
@@ -47,8 +48,9 @@ const MOST_CONNECTIONS: u32 = 8;
 /// A timer that fires later than this was held up by other tasks of the worker: tokio's timers have a resolution of 1 ms.
 const LATE: Duration = Duration::from_millis(2);
 
-/// A worker that is held up waits for a reply so much longer at most: a server that hangs is found out in the end.
-const LATEST: Duration = Duration::from_secs(1);
+/// A worker that is held up by other tasks gives a check and a call so much more time at most: a server that hangs is found out in
+/// the end.
+pub const LATEST: Duration = Duration::from_secs(1);
 
 /// What one worker calls a server with.
 #[derive(Debug)]
@@ -71,6 +73,8 @@ pub(super) struct Caller {
     pub(super) judge: OnceLock<Arc<dyn Judge>>,
     /// What waits, and what it waits for.
     pub(super) queue: Mutex<Queue>,
+    /// Replies so far.
+    pub(super) replies: AtomicU64,
 }
 
 /// Judges the server by its calls: the circuit breaker.
@@ -79,6 +83,8 @@ pub trait Judge: Debug + Send + Sync {
     fn era(&self) -> Option<u32>;
     /// A call of this era got a reply.
     fn answered(&self, era: u32);
+    /// A call of this era got none in time, while others were answered.
+    fn late(&self, era: u32);
     /// A call of this era got none: the connection broke, or the server was silent for the timeout. A probe is to be made `like` it.
     fn failed(&self, era: u32, error: &StoreError, like: Option<Sample>);
 }
@@ -149,9 +155,8 @@ impl Caller {
                 return Err(Refusal::Store(StoreError::Overloaded));
             };
             if queue.claim(self.together) {
-                let caller = self.clone();
                 // The worker comes to it when it has been through what is ready now.
-                tokio::spawn(async move { caller.work().await });
+                self.spawn_work();
             }
             self.sweep_if_limited(&mut queue);
             answer
@@ -163,26 +168,32 @@ impl Caller {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes the call that was claimed, and then those that waited for its reply.
-    async fn work(self: Arc<Self>) {
+    /// Makes the call that was `claimed`, and then those that waited for its reply.
+    async fn work(self: Arc<Self>, mut claimed: Instant) {
         loop {
-            let Some(departure) = self.queue().depart() else { return };
+            let Some(mut departure) = self.queue().depart() else { return };
+            // What the worker did meanwhile is no delay of the store.
+            departure.due = departure.due.map(|due| due + since(claimed).min(LATEST));
             self.work_beside();
             self.send(departure).await;
             if !self.queue().claim(self.together) {
                 return;
             }
+            claimed = monotonic();
             // What the worker has yet to read goes along.
             yield_now().await;
         }
+    }
+
+    fn spawn_work(self: &Arc<Self>) {
+        tokio::spawn(self.clone().work(monotonic()));
     }
 
     /// Has another task make the next call, if there is one that need not wait.
     fn work_beside(self: &Arc<Self>) {
         let mut queue = self.queue();
         if queue.claim(self.together) {
-            let caller = self.clone();
-            tokio::spawn(async move { caller.work().await });
+            self.spawn_work();
         }
         self.sweep_if_limited(&mut queue);
     }
@@ -220,6 +231,7 @@ impl Caller {
                 judge.failed(era, error, batch.sample());
             }
         };
+        let replies = self.replies.load(Ordering::Relaxed);
         let reply = match self.exchange(&mut batch, due, &mut in_flight.began).await {
             Ok(reply) => reply,
             Err(error) => {
@@ -229,11 +241,19 @@ impl Caller {
                 return batch.refuse(&Refusal::Store(error));
             }
         };
+        if reply.is_some() {
+            self.replies.fetch_add(1, Ordering::Relaxed);
+        }
         let (answered, weight) = (since(in_flight.began), in_flight.weight);
         let limited = self.queue().is_limited();
         drop(in_flight);
         match reply {
-            None => failed(&StoreError::Timeout, &batch),
+            None if self.replies.load(Ordering::Relaxed) == replies => failed(&StoreError::Timeout, &batch),
+            None => {
+                if let Some((judge, era)) = judging {
+                    judge.late(era);
+                }
+            }
             Some((Ok(reply), connection)) => {
                 self.queue().window.answered(weight, answered, self.timeout, limited);
                 let answered = batch.answer(reply);
