@@ -225,8 +225,8 @@ impl Cluster {
         if let Some(guard) = known.guards.get(address) {
             return Ok(guard.clone());
         }
-        let client = login.at(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
-        let store = RedisStore::new(settings, Server::Node(client), Clock::Store, self.0.tallies.clone());
+        let server = login.node(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
+        let store = RedisStore::new(settings, server, Clock::Store, self.0.tallies.clone());
         let guard = Guard::of_node(store, topology.breaker(address), address.clone());
         known.guards.insert(address.clone(), guard.clone());
         Ok(guard)
