@@ -187,9 +187,9 @@ impl Play {
                 let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
                 self.violated("permits of requests that have ended are released", message);
             }
-            if live < held.by_store && when != "recovery"
-                || live < held.by_store && self.schedule().class != Class::Faulty
-            {
+            // In an outage permits end.
+            let may_be_lost = when == "recovery" && self.schedule().class == Class::Faulty;
+            if live < held.by_store && !may_be_lost {
                 let message = format!(
                     "{when}: the store counts {live} permits of {state:x?}, {} requests run that it admitted",
                     held.by_store
