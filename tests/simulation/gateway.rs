@@ -24,7 +24,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::network::{START_US, Way, World};
 use crate::schedule::{Class, LimitSpec, Request, Schedule, Use};
-use crate::store::{PORT, StateName, node_name};
+use crate::store::{HOST, StateName, port_of};
 
 pub struct Gateway {
     breaker: Arc<Breaker>,
@@ -42,7 +42,7 @@ impl Gateway {
         let topology = Arc::<Topology>::default();
         let (lines, advances) = Default::default();
         let way = Arc::new(Way { gateway: index, world: world.clone() });
-        let client = redis::Client::open(format!("redis://{}:{PORT}", node_name(0))).expect("a URL");
+        let client = redis::Client::open(format!("redis://{HOST}:{}", port_of(0))).expect("a URL");
         let settings = RedisSettings {
             prefix: "rl".to_owned(),
             connections: schedule.connections,
@@ -52,7 +52,7 @@ impl Gateway {
         };
         let servers = match schedule.class {
             Class::Cluster => {
-                let seed = Address { host: node_name(0).into(), port: PORT };
+                let seed = Address { host: HOST.into(), port: port_of(0) };
                 Servers::Cluster { seeds: vec![seed], login: Login::of(&client).over(way) }
             }
             _ => Servers::One(Server::Dialed { client, mode: Mode::Standalone, dial: way }),

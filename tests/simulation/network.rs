@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::random::Random;
 use crate::schedule::{Fault, Schedule};
-use crate::store::{Store, node_name};
+use crate::store::{Store, port_of};
 
 /// The instant of the store's clock at which a schedule begins: a whole number of minutes in 2027.
 pub const START_US: u64 = 30_000_000 * 60_000_000;
@@ -77,7 +77,7 @@ impl fmt::Debug for Way {
 impl Dial for Way {
     fn dial(&self, address: &ConnectionAddr) -> Dialing {
         let (gateway, world) = (self.gateway, self.world.clone());
-        let is_at = |node: &usize| matches!(address, ConnectionAddr::Tcp(host, _) if *host == node_name(*node));
+        let is_at = |node: &usize| matches!(address, ConnectionAddr::Tcp(_, port) if *port == port_of(*node));
         let node = (0..world.nodes).find(is_at).expect("the address of a server");
         Box::pin(async move {
             let delay: Duration = world.state().active.iter().map(connect_delay).sum();

@@ -23,6 +23,9 @@ use crate::store::{StateName, charge};
 /// The permit of a request that has ended is released within this time, also when the first attempt fails.
 const RELEASED_WITHIN: Duration = Duration::from_millis(1500);
 
+/// No schedule takes longer than this, in virtual time.
+const LONGEST: Duration = Duration::from_secs(24 * 3600);
+
 /// A schedule that was played.
 pub struct Played {
     pub violations: Vec<Violation>,
@@ -53,7 +56,16 @@ pub fn play(seed: u64, trace: bool) -> Played {
     let runtime = Builder::new_current_thread().enable_time().start_paused(true).build().expect("a runtime");
     let whole = || {
         let schedule = Arc::new(Schedule::new(seed));
-        runtime.block_on(async { Play::new(schedule, trace).play().await })
+        runtime.block_on(async {
+            let play = Play::new(schedule, trace);
+            let world = play.client.world.clone();
+            // Without this a schedule in which everything waits would wait in real time.
+            timeout(LONGEST, play.play()).await.unwrap_or_else(|_| Played {
+                violations: vec![Violation::new("no hang", format!("the schedule does not end within {LONGEST:?}"))],
+                requests: 0,
+                trace: world.trace(),
+            })
+        })
     };
     let nothing = |_| Played { violations: Vec::new(), requests: 0, trace: Vec::new() };
     let mut played = catch_unwind(AssertUnwindSafe(whole)).unwrap_or_else(nothing);

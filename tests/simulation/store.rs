@@ -20,8 +20,8 @@ use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
 /// Hash slots of a cluster.
 const SLOTS: usize = 16_384;
 
-/// The port of every server.
-pub const PORT: u16 = 6379;
+/// The host of every server. A gateway that does not connect by the simulated network is refused there.
+pub const HOST: &str = "127.0.0.1";
 
 /// A state: the name of its limit and its identity.
 pub type StateName = (String, u128);
@@ -212,16 +212,16 @@ impl Store {
         let range = |node: usize| {
             // The first slots whose number times `count` reaches that of the node.
             let [first, next] = [node, node + 1].map(|node| (node * SLOTS).div_ceil(count));
-            let host = node_name(node);
-            format!("*3\r\n:{first}\r\n:{}\r\n*2\r\n${}\r\n{host}\r\n:{PORT}\r\n", next - 1, host.len())
+            let port = port_of(node);
+            format!("*3\r\n:{first}\r\n:{}\r\n*2\r\n${}\r\n{HOST}\r\n:{port}\r\n", next - 1, HOST.len())
         };
         format!("*{count}\r\n{}", (0..count).map(range).collect::<String>()).into_bytes()
     }
 }
 
-/// The host of a server.
-pub fn node_name(node: usize) -> String {
-    format!("node{node}")
+/// The port of a server.
+pub fn port_of(node: usize) -> u16 {
+    1 + node as u16
 }
 
 /// Whether Redis would reject a command of the script while it is out of memory. Releases of permits only free some.
