@@ -212,8 +212,8 @@ impl Schedule {
         };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
-            // What one master charges and another denies takes two round trips.
-            Class::Cluster => (timeout / 100 * random.of(0..12) as u32, Duration::ZERO),
+            // What one master charges and another denies takes two round trips; connecting takes four.
+            Class::Cluster | Class::IdleClose => (timeout / 100 * random.of(0..12) as u32, Duration::ZERO),
             _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
         };
         let mut schedule = Schedule {
