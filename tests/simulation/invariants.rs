@@ -106,8 +106,9 @@ impl History<'_> {
                 violated("a limit with on_store_error = deny admits nothing without the store", when.clone());
             }
             let shadow_only = parts().all(|limit| limit.shadow);
-            let without_store =
-                matches!(observed.told, Told::Admitted(Source::Local) | Told::Denied { source: Source::Local, .. });
+            // After an outage requests may be denied for permits of the share that others still hold.
+            let denied_without_store = matches!(observed.told, Told::Denied { source: Source::Local, .. });
+            let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
             let closed = *class != Class::Slow || observed.breaker_closed;
             // After an outage the share decides about permits as well, until all gateways have registered theirs.
             let settling = matches!(observed.told, Told::Denied { .. })
