@@ -152,7 +152,7 @@ impl Operate {
             Operate::Inspect { .. } => tables::standings(&answer, out),
             Operate::Reset { .. } => tables::reset(&answer, out),
             Operate::Override { what: Override::Set { .. } } => tables::overrides(&answer["override"], out),
-            Operate::Override { what: Override::List { .. } } => tables::overrides(&answer["overrides"], out),
+            Operate::Override { what: Override::List { .. } } => tables::all_overrides(&answer, out),
             Operate::Override { what: Override::Remove { .. } } => tables::removed(&answer, out),
         }?;
         Ok(())

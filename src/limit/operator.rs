@@ -2,16 +2,18 @@
 
 use std::sync::Arc;
 
+use redis::Cmd;
 use tokio::time::Duration;
 
 use super::backend::Shared;
+use super::clock::monotonic;
 use super::denials::LONGEST;
 use super::key::{Bucket, Identity, Key};
 use super::memory::MemoryStore;
 use super::overrides::{EVERYWHERE, MOST, Override, Overrides, Size, reset_field, size_field};
 use super::plan::{Limit, Plan};
 use super::quota::QuotaError;
-use super::redis::records::{self, Written, written};
+use super::redis::records::{self, Known, Written, written};
 use super::redis::slots::{slot, slot_of};
 use super::store::{Charge, Mode, Operation, StoreError, Verdict};
 
@@ -85,10 +87,12 @@ impl Operator {
             self.memory.forget(key.local());
         }
         let (hash, field) = (records::key(prefix), reset_field(limit, identity));
-        let told = store.aside(slot_of(hash.as_bytes()), &records::write(&hash, &field, "", TOLD, MOST)).await;
+        let told =
+            store.aside(slot_of(hash.as_bytes()), &records::set(&hash, &field, "", TOLD, Known::default(), MOST)).await;
         let refreshed = self.overrides.refresh(store, &hash).await;
-        let everywhere_within = match (told.and_then(|reply| written(&reply)), refreshed) {
-            (Ok(Written::Done), Ok(())) => EVERYWHERE,
+        let told = told.and_then(|reply| written(reply, &field, ""));
+        let everywhere_within = match (told, refreshed) {
+            (Ok((Written::Done, _)), Ok(())) => EVERYWHERE,
             // They find out when what they remember is over.
             _ => LONGEST,
         };
@@ -113,14 +117,32 @@ impl Operator {
         };
         let (hash, field) = (records::key(prefix), size_field(limit, identity));
         let says = serde_json::to_string(&new.size).map_err(|_| StoreError::Malformed)?;
-        let reply = store.aside(slot_of(hash.as_bytes()), &records::write(&hash, &field, &says, lasts, MOST)).await?;
-        match written(&reply)? {
-            Written::Done => {}
-            Written::TooMany | Written::Nothing => return Err(Refused::TooMany),
+        let command = records::set(&hash, &field, &says, lasts, self.overrides.knows(&field), MOST);
+        match self.write(store, &hash, &command, &field, &says).await? {
+            Written::Done => Ok(Arc::new(new)),
+            Written::TooMany | Written::Nothing => Err(Refused::TooMany),
         }
-        // If that fails, this gateway follows like all others.
-        let _ = self.overrides.refresh(store, &hash).await;
-        Ok(Arc::new(new))
+    }
+
+    /// Send a command that sets or removes a field, and put its result in force.
+    async fn write(
+        &self,
+        store: &Shared,
+        hash: &str,
+        command: &Cmd,
+        field: &str,
+        text: &str,
+    ) -> Result<Written, StoreError> {
+        let asked = monotonic();
+        let reply = store.aside(slot_of(hash.as_bytes()), command).await?;
+        let (written, record) = written(reply, field, text)?;
+        if let Some(record) = record {
+            // At once: Redis may lose the record before it is read again.
+            self.overrides.take_over(&record, asked, false);
+        }
+        // If this fails, the next poll reads the rest.
+        let _ = self.overrides.refresh(store, hash).await;
+        Ok(written)
     }
 
     /// Ends an override; whether there was one.
@@ -129,22 +151,17 @@ impl Operator {
     /// See [`StoreError`].
     pub async fn remove(&self, limit: &Limit, identity: Identity) -> Result<bool, StoreError> {
         let Some((store, prefix)) = &self.shared else { return Ok(self.overrides.remove(limit, identity)) };
-        let hash = records::key(prefix);
-        let command = records::remove(&hash, &size_field(limit, identity));
-        let reply = store.aside(slot_of(hash.as_bytes()), &command).await?;
-        let removed = written(&reply)? == Written::Done;
-        let _ = self.overrides.refresh(store, &hash).await;
-        Ok(removed)
+        let (hash, field) = (records::key(prefix), size_field(limit, identity));
+        let command = records::remove(&hash, &field, self.overrides.knows(&field), MOST);
+        Ok(self.write(store, &hash, &command, &field, "").await? == Written::Done)
     }
 
-    /// All that are in force, as the store has them now.
-    ///
-    /// # Errors
-    /// See [`StoreError`].
-    pub async fn overrides(&self) -> Result<Vec<Arc<Override>>, StoreError> {
-        if let Some((store, prefix)) = &self.shared {
-            self.overrides.refresh(store, &records::key(prefix)).await?;
-        }
-        Ok(self.overrides.current().map_or_else(Vec::new, |table| table.all()))
+    /// Return all overrides in force on this gateway, and why the store could not be read, if so.
+    pub async fn overrides(&self) -> (Vec<Arc<Override>>, Option<StoreError>) {
+        let read = match &self.shared {
+            Some((store, prefix)) => self.overrides.refresh(store, &records::key(prefix)).await,
+            None => Ok(()),
+        };
+        (self.overrides.current().map_or_else(Vec::new, |table| table.all()), read.err())
     }
 }

@@ -1,16 +1,15 @@
 //! Sizes that operators give single identities for a time: in force in this process, and followed as all gateways share them.
 
-use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
+use std::collections::{HashMap, HashSet};
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use arc_swap::ArcSwap;
 use serde::{Deserialize, Serialize};
-use tokio::sync::Mutex;
 use tokio::time::{Duration, sleep};
-use tracing::{debug, warn};
+use tracing::{debug, info, warn};
 
 use super::backend::Shared;
 use super::clock::{Seldom, monotonic};
@@ -19,7 +18,7 @@ use super::denials::Denials;
 use super::key::{Identity, IdentityHasher, Key};
 use super::plan::{Limit, Plan};
 use super::quota::QuotaError;
-use super::redis::records::{self, Record};
+use super::redis::records::{self, Record, Snapshot, Written, restored};
 use super::redis::slots::slot_of;
 use super::store::StoreError;
 
@@ -28,6 +27,12 @@ pub const MOST: usize = 1000;
 
 /// How often it is looked what other gateways were told.
 const POLL: Duration = Duration::from_secs(1);
+
+/// Pause after a read that failed. Shorter than [`POLL`], so that a store that lost its data gets the overrides back soon.
+const RETRY: Duration = Duration::from_millis(250);
+
+/// Records of one restore call: each call reads the whole hash and blocks Redis for it.
+const RESTORED_AT_ONCE: usize = 250;
 
 /// What is decided on one gateway is in force on all within this time: a poll, and what may come between.
 pub const EVERYWHERE: Duration = Duration::from_secs(2);
@@ -105,8 +110,18 @@ pub struct Overrides {
     hasher: IdentityHasher,
     limits: Find,
     denials: Option<Arc<Denials>>,
-    /// Who reads takes over what he read before the next one reads: nobody puts back what was there before.
-    reading: Mutex<()>,
+    /// The newest record of each field that this process has seen, until it is no longer kept. Held while the table changes.
+    known: Mutex<HashMap<String, Known>>,
+}
+
+/// A record that this process has seen.
+#[derive(Debug, Clone)]
+struct Known {
+    record: Record,
+    /// When it expires.
+    until: Instant,
+    /// When it is forgotten.
+    kept: Instant,
 }
 
 impl fmt::Debug for Overrides {
@@ -122,8 +137,8 @@ impl Overrides {
         limits: impl Fn(&str) -> Option<Arc<Limit>> + Send + Sync + 'static,
         denials: Option<Arc<Denials>>,
     ) -> Self {
-        let (table, reading) = Default::default();
-        Overrides { table, hasher, limits: Box::new(limits), denials, reading }
+        let (table, known) = Default::default();
+        Overrides { table, hasher, limits: Box::new(limits), denials, known }
     }
 
     /// Those in force now; none if there are none, as mostly.
@@ -178,54 +193,153 @@ impl Overrides {
         found
     }
 
-    /// Follows what all gateways share, until it is dropped.
+    /// Poll the records that all gateways share, until the future is dropped.
     pub async fn follow(&self, store: &Shared, key: &str) {
         static FAILED: Seldom = Seldom::new();
         loop {
-            if let Err(error) = self.refresh(store, key).await {
-                // Anything else is said by those who need the store.
-                if is_of_the_hash(&error) && FAILED.unsaid_for(SAID) {
+            let read = self.refresh(store, key).await;
+            if let Err(error) = &read {
+                // Rate limit checks report every other error.
+                if is_of_the_hash(error) && FAILED.unsaid_for(SAID) {
                     warn!(%error, "overrides are not followed; docs/redis.md has the rights that the gateway needs");
                 } else {
                     debug!(%error, "overrides are not followed just now");
                 }
             }
-            sleep(POLL).await;
+            sleep(if read.is_ok() { POLL } else { RETRY }).await;
         }
     }
 
-    /// Takes over what all gateways share now.
+    /// Read the records that all gateways share, and write back those that Redis lost.
     ///
     /// # Errors
-    /// See [`StoreError`].
+    /// See [`StoreError`]. Records that cannot be written back stay in force in this process and are no error.
     pub async fn refresh(&self, store: &Shared, key: &str) -> Result<(), StoreError> {
-        let _reading = self.reading.lock().await;
         let asked = monotonic();
         let slot = slot_of(key.as_bytes());
         let time = store.aside(slot, &records::time()).await?;
         let all = store.aside(slot, &records::all(key)).await?;
-        self.replace(records::read(time, all)?, asked);
+        let snapshot = records::read(time, all)?;
+        self.take_over(&snapshot, asked, true);
+        let lost = self.lost(&snapshot);
+        if !lost.is_empty()
+            && let Err(error) = self.restore(store, key, &lost).await
+        {
+            static FAILED: Seldom = Seldom::new();
+            if FAILED.unsaid_for(SAID) {
+                warn!(%error, lost = lost.len(), "overrides that the store lost cannot be written back");
+            }
+        }
         Ok(())
     }
 
-    /// Puts these in force in the place of what was. The time left of each is counted from `asked`.
-    fn replace(&self, records: Vec<Record>, asked: Instant) {
-        let (old, mut new, mut reset) = (self.table.load_full(), HashMap::default(), false);
-        for Record { field, says, left } in records {
-            let Some((about, limit, identity)) = read_field(&field) else { continue };
-            if about == RESET {
-                reset = true;
-                continue;
+    /// Write records back that Redis lost.
+    async fn restore(&self, store: &Shared, key: &str, lost: &[Record]) -> Result<(), StoreError> {
+        let (mut done, mut dropped) = (0, 0);
+        for lost in lost.chunks(RESTORED_AT_ONCE) {
+            let reply = store.aside(slot_of(key.as_bytes()), &records::restore(key, lost, MOST)).await?;
+            let mut known = self.known();
+            for (record, written) in lost.iter().zip(restored(reply)?) {
+                match written {
+                    Written::Done => done += 1,
+                    Written::Nothing => {}
+                    Written::TooMany => {
+                        dropped += 1;
+                        if known.get(&record.field).is_some_and(|known| known.record.revision == record.revision) {
+                            known.remove(&record.field);
+                        }
+                    }
+                }
             }
+        }
+        if done > 0 {
+            info!(records = done, "overrides that the store lost are written back");
+        }
+        if dropped > 0 {
+            warn!(overrides = dropped, most = MOST, "too many overrides: some that the store lost are dropped");
+        }
+        Ok(())
+    }
+
+    fn known(&self) -> MutexGuard<'_, HashMap<String, Known>> {
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What this process knows of a field.
+    pub fn knows(&self, field: &str) -> records::Known {
+        let now = monotonic();
+        let known = self.known();
+        let found = known.get(field).filter(|known| now < known.kept);
+        found.map_or_else(records::Known::default, |Known { record, until, .. }| records::Known {
+            revision: record.revision,
+            kept_us: record.kept_us,
+            in_force: now < *until,
+        })
+    }
+
+    /// Records that this process knows and that a snapshot lacks or has in an older revision, as they are written back:
+    /// they expire no later than before, even if the clock of the store was set back.
+    fn lost(&self, snapshot: &Snapshot) -> Vec<Record> {
+        let now = monotonic();
+        let stored: HashMap<_, _> = snapshot.records.iter().map(|record| (&*record.field, record.revision)).collect();
+        let is_lost = |record: &Record| stored.get(&*record.field).is_none_or(|stored| *stored < record.revision);
+        let earliest =
+            |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
+        // Without a revision, a removal deletes the field: it is not lost.
+        let known = self.known();
+        let lost = known.values().filter(|known| known.record.revision > 0 && is_lost(&known.record));
+        let lost = lost.map(|Known { record, until, kept }| Record {
+            expiry_us: earliest(record.expiry_us, *until),
+            kept_us: earliest(record.kept_us, *kept),
+            ..record.clone()
+        });
+        lost.collect()
+    }
+
+    /// Put the records of a snapshot in force, except those of which this process knows a newer revision. The time left of
+    /// each counts from `asked`. `complete`: the snapshot has all fields of the hash.
+    pub(super) fn take_over(&self, snapshot: &Snapshot, asked: Instant, complete: bool) {
+        let now = monotonic();
+        let mut known = self.known();
+        // Without a revision, a field that is missing was removed.
+        let stored: HashSet<_> = snapshot.records.iter().map(|record| &*record.field).collect();
+        let is_there = |field: &str| !complete || stored.contains(field);
+        known.retain(|field, known| now < known.kept && (known.record.revision > 0 || is_there(field)));
+        let mut reset = false;
+        for record in &snapshot.records {
+            match read_field(&record.field) {
+                Some((SIZE, ..)) => {}
+                Some((about, ..)) => {
+                    reset |= about == RESET;
+                    continue;
+                }
+                None => continue,
+            }
+            if known.get(&record.field).is_none_or(|known| known.record.revision <= record.revision) {
+                let at = |us: u64| asked + Duration::from_micros(us.saturating_sub(snapshot.now_us));
+                let (until, kept) = (at(record.expiry_us), at(record.kept_us));
+                known.insert(record.field.clone(), Known { record: record.clone(), until, kept });
+            }
+        }
+        forget_oldest_removals(&mut known, now);
+        self.replace(&known, now, reset);
+    }
+
+    /// Build the table from the known records. `reset`: denials that are remembered may no longer hold.
+    fn replace(&self, known: &HashMap<String, Known>, now: Instant, reset: bool) {
+        let (old, mut new) = (self.table.load_full(), HashMap::default());
+        for (field, Known { record, until, .. }) in known.iter().filter(|(_, known)| now < known.until) {
+            let Some((_, limit, identity)) = read_field(field) else { continue };
             // Another gateway may have other limits.
-            let (Some(limit), Ok(size)) = ((self.limits)(limit), serde_json::from_str::<Size>(&says)) else { continue };
-            let place = place(&limit, identity);
-            let until = asked + left;
+            let (Some(limit), Ok(size)) = ((self.limits)(limit), serde_json::from_str::<Size>(&record.text)) else {
+                continue;
+            };
+            let (place, until) = (place(&limit, identity), *until);
             // The same as before keeps its plan, which is what denials and calls under way go by.
             let same = old.0.get(&place).filter(|old| old.size == size && Arc::ptr_eq(&old.limit, &limit));
             let compiled = match same {
                 Some(old) => Ok(Override { limit, identity, size, plan: old.plan.clone(), until }),
-                None => self.compile(&limit, identity, size, left).map(|new| Override { until, ..new }),
+                None => self.compile(&limit, identity, size, until - now).map(|new| Override { until, ..new }),
             };
             match compiled {
                 Ok(compiled) => drop(new.insert(place, Arc::new(compiled))),
@@ -250,6 +364,17 @@ impl Overrides {
         {
             denials.forget();
         }
+    }
+}
+
+/// Keep the newest [`MOST`] records of removed and expired overrides, as the script does.
+fn forget_oldest_removals(known: &mut HashMap<String, Known>, now: Instant) {
+    let removed = known.values().filter(|known| known.until <= now);
+    let mut revisions: Vec<_> = removed.map(|known| known.record.revision).collect();
+    if revisions.len() > MOST {
+        revisions.sort_unstable_by(|one, other| other.cmp(one));
+        let oldest = revisions[MOST - 1];
+        known.retain(|_, known| now < known.until || known.record.revision >= oldest);
     }
 }
 

@@ -77,10 +77,14 @@ pub(super) async fn put(desk: &Desk<'_>, asked: ToPut) -> Result<Answer> {
 }
 
 pub(super) async fn all(desk: &Desk<'_>) -> Result<Answer> {
-    let mut all = desk.operator.overrides().await.map_err(|error| of_store(&error))?;
+    let (mut all, error) = desk.operator.overrides().await;
     all.sort_by(|one, other| (&one.limit.name, one.identity.0).cmp(&(&other.limit.name, other.identity.0)));
     let shown: Vec<_> = all.iter().map(|each| Shown::of(each)).collect();
-    Ok(json(&serde_json::json!({ "most": MOST, "overrides": shown })))
+    let mut answer = serde_json::json!({ "most": MOST, "overrides": shown });
+    if let Some(error) = error {
+        answer["store_error"] = error.to_string().into();
+    }
+    Ok(json(&answer))
 }
 
 pub(super) async fn remove(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {

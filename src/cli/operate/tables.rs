@@ -68,6 +68,16 @@ pub(super) fn reset(answer: &Value, out: &mut impl Write) -> io::Result<()> {
     writeln!(out, "{} of `{}` {was}{soon}", text(&answer["identity"]), text(&answer["limit"]))
 }
 
+/// All of `/api/overrides`
+pub(super) fn all_overrides(answer: &Value, out: &mut impl Write) -> io::Result<()> {
+    overrides(&answer["overrides"], out)?;
+    if answer["store_error"].is_string() {
+        let error = text(&answer["store_error"]);
+        writeln!(out, "the gateway cannot read the store and lists the overrides that it applies: {error}")?;
+    }
+    Ok(())
+}
+
 /// One or many of `/api/overrides`
 pub(super) fn overrides(answer: &Value, out: &mut impl Write) -> io::Result<()> {
     let all = if answer.is_array() { list(answer) } else { std::slice::from_ref(answer) };
