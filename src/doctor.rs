@@ -3,6 +3,7 @@
 mod keys;
 mod line;
 mod memory;
+mod persistence;
 mod rights;
 mod server;
 mod trial;
@@ -15,6 +16,7 @@ use crate::limit::algorithm::Rule;
 use crate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use crate::limit::redis::Servers;
 use crate::limit::redis::advice::{missing_right, of_call};
+use crate::limit::redis::hello::Mode;
 use crate::limit::redis::script::Parts;
 use crate::limit::redis::server::{NoConnection, Server as Target};
 use line::{Failure, Line, PATIENCE};
@@ -75,6 +77,8 @@ pub struct Needs {
     pub algorithms: Parts,
     /// The algorithms of the limits.
     pub rules: Vec<Rule>,
+    /// Whether operators can set overrides: the admin listener has a token.
+    pub overrides: bool,
 }
 
 /// What was found on a server.
@@ -170,6 +174,30 @@ pub async fn examine(server: &Server, needs: &Needs) -> Report {
     report
 }
 
+/// Check a server for `sluicegate check`: its round trip, and what it does with overrides. Return the checks that warn or
+/// fail; a command that Redis refuses is left out.
+///
+/// # Errors
+/// The server cannot be reached.
+pub async fn survey(server: &Target, needs: &Needs) -> Result<Vec<Check>, NoConnection> {
+    let client = server.client(PATIENCE).await?;
+    let mut line = Line::open(&client).await.map_err(|why| NoConnection::new(&why))?;
+    let mut checks = vec![server::round_trip(&mut line, needs.timeout).await];
+    checks.push(persistence::persistence(&mut line, &needs.prefix, needs.overrides).await);
+    if server.mode() == Mode::Cluster {
+        checks.push(persistence::full_coverage(&mut line).await);
+    }
+    let mut found = Vec::new();
+    for check in checks {
+        match check {
+            Ok(check) if matches!(check.status, Status::Warning | Status::Failed) => found.push(check),
+            Ok(_) | Err(Failure::Refused(_)) => {}
+            Err(Failure::Lost(why)) => return Err(NoConnection::new(&why)),
+        }
+    }
+    Ok(found)
+}
+
 async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(), Lost> {
     let address: &ConnectionAddr = server.client.get_connection_info().addr();
     let (mut line, hello) = match server::reach(&server.client).await {
@@ -194,6 +222,10 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
     report.note("policy", memory::policy(line).await)?;
     report.note("evictions", memory::evictions(line).await)?;
     report.note("keys", keys::keys(line, server, &needs.prefix).await)?;
+    report.note("persistence", persistence::persistence(line, &needs.prefix, needs.overrides).await)?;
+    if server.target.mode() == Mode::Cluster {
+        report.note("full coverage", persistence::full_coverage(line).await)?;
+    }
     report.note("round trip", server::round_trip(line, needs.timeout).await)?;
     report.note("clock", server::clock(line).await)?;
     report.note("rights", rights::rights(line, server, needs).await)?;

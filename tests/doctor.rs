@@ -25,6 +25,18 @@ struct Examined {
 
 /// Examines the store at this URL.
 fn examine(url: &str, timeout: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Examined {
+    run("doctor", "", url, timeout, arguments, variables)
+}
+
+/// Runs a command with a configuration that begins like this.
+fn run(
+    subcommand: &str,
+    begin: &str,
+    url: &str,
+    timeout: &str,
+    arguments: &[&str],
+    variables: &[(&str, &str)],
+) -> Examined {
     let limit = |kind: &&str| {
         let quota = if *kind == "concurrency" { "3" } else { "3/24h" };
         format!("[limit.{kind}]\nby = \"ip\"\nalgorithm = \"{kind}\"\nquota = \"{quota}\"\n")
@@ -33,12 +45,12 @@ fn examine(url: &str, timeout: &str, arguments: &[&str], variables: &[(&str, &st
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
     let config = format!(
-        "[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n{limits}\
+        "{begin}[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n{limits}\
          [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = {KINDS:?}\nrespond = {{ status = 200 }}\n"
     );
     std::fs::write(&path, config).unwrap();
     let mut command = binary();
-    command.arg("doctor").arg("--config").arg(&path).args(arguments);
+    command.arg(subcommand).arg("--config").arg(&path).args(arguments);
     let output =
         command.env_remove("NO_COLOR").env_remove("CLICOLOR_FORCE").envs(variables.iter().copied()).output().unwrap();
     assert_eq!(String::from_utf8(output.stderr).unwrap(), "");
@@ -104,6 +116,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         "policy",
         "evictions",
         "keys",
+        "persistence",
         "round trip",
         "clock",
         "rights",
@@ -117,6 +130,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         ("role", "master with 0 replicas"),
         ("policy", "noeviction"),
         ("keys", "0 keys under rl:, 0 without a TTL; the whole database (0 keys) was looked at"),
+        ("persistence", "none; 0 overrides stored"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
         ("rights", "24 commands"),
@@ -184,8 +198,9 @@ fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
         assert_eq!((code, status.as_str()), (Some(1), "failed"), "{found}");
         assert!(found.contains(why) && found.contains("8.0 MiB") && found.contains("noeviction"), "{found}");
     }
-    let large = "x".repeat(1 << 20);
-    for number in 0..12 {
+    // Small parts of the maximum: Redis evicts one at a time, and stays above the threshold.
+    let large = "x".repeat(1 << 17);
+    for number in 0..96 {
         command(&redis, &["SET", &format!("large-{number}"), &large, "EX", "1000"]);
     }
     let (_, status, found) = check(&redis.url(), "evictions");
@@ -210,7 +225,13 @@ fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
     let (code, checks) = checks(&url);
     assert_eq!(code, Some(0), "{checks:?}");
     let left_out: Vec<_> = checks.iter().filter(|check| check.1 != "ok").collect();
-    let expected = [("memory", "+info"), ("policy", "+config|get"), ("evictions", "+info"), ("keys", "+pttl")];
+    let expected = [
+        ("memory", "+info"),
+        ("policy", "+config|get"),
+        ("evictions", "+info"),
+        ("keys", "+pttl"),
+        ("persistence", "+config|get"),
+    ];
     assert_eq!(left_out.len(), expected.len(), "{left_out:?}");
     for (check, (name, right)) in left_out.iter().zip(expected) {
         assert_eq!((check.0.as_str(), check.1.as_str()), (name, "left out"), "{check:?}");
@@ -299,16 +320,102 @@ fn a_server_that_is_no_master_or_too_old_fails() {
 fn a_slow_round_trip_is_told_by_the_deadline() {
     let redis = Redis::start();
     let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(20)));
-    for (timeout, expected, advice) in
-        [("1ms", "failed", "bring it nearer"), ("10ms", "failed", "bring it nearer"), ("1h", "ok", "")]
-    {
+    for (timeout, expected, advice) in [
+        ("1ms", "failed", "Redis answers, but later than store.timeout"),
+        ("10ms", "failed", "Redis answers, but later than store.timeout"),
+        ("60ms", "warning", "too little headroom"),
+        ("1h", "ok", ""),
+    ] {
         let (_, checks) = checks_with(&url, timeout);
         let (_, status, found, said) = checks.iter().find(|check| check.0 == "round trip").unwrap();
         assert_eq!(status, expected, "{found}");
         assert!(said.as_deref().unwrap_or_default().contains(advice), "{said:?}");
         let median: f64 = found.strip_prefix("median ").unwrap().split(' ').next().unwrap().parse().unwrap();
         assert!(median >= 20.0, "{found}");
+        if expected != "ok" {
+            let needed = said.as_ref().unwrap().split("store.timeout to at least ").nth(1).unwrap();
+            let needed: f64 = needed.split_once("ms").unwrap().0.parse().unwrap();
+            assert!(needed >= 4.0 * median.floor() && needed <= 4.0 * median + 5.0, "{found}: {needed}");
+        }
     }
+}
+
+#[test]
+fn timeout_advice_is_at_least_50_ms() {
+    let redis = Redis::start();
+    let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(2)));
+    let (_, checks) = checks_with(&url, "1ms");
+    let (_, status, found, said) = checks.iter().find(|check| check.0 == "round trip").unwrap();
+    assert_eq!(status, "failed", "{found}");
+    assert!(said.as_ref().unwrap().contains("set store.timeout to at least 50ms"), "{said:?}");
+}
+
+#[test]
+fn slow_connecting_is_a_warning() {
+    let redis = Redis::start();
+    let url = relay(redis.port, |piece| {
+        if piece == 0 {
+            std::thread::park_timeout(Duration::from_millis(700));
+        }
+    });
+    let (_, status, found) = check(&url, "reachable");
+    assert!(status == "warning" && found.contains("set store.connect_timeout to at least 1"), "{found}");
+}
+
+#[test]
+fn check_warns_of_a_timeout_that_is_too_short_for_the_round_trip() {
+    let redis = Redis::start();
+    // Longer in all than a silent store is waited for: it answers, but late.
+    let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(30)));
+    let said = run("check", "", &url, "50ms", &[], &[]);
+    assert_eq!(said.code, Some(0), "{}", said.out);
+    let warned = |text: &str| said.out.contains(text);
+    assert!(warned("round trip: median 3") && warned("store.timeout is 50 ms"), "{}", said.out);
+    assert!(warned("store.timeout leaves too little headroom: set store.timeout to at least 1"), "{}", said.out);
+    assert!(!warned("does not answer in time"), "{}", said.out);
+    let fine = run("check", "", &url, "5s", &["--strict"], &[]);
+    assert!(!fine.out.contains("round trip"), "{}", fine.out);
+    let offline = run("check", "", &url, "50ms", &["--offline"], &[]);
+    assert!(!offline.out.contains("round trip"), "{}", offline.out);
+}
+
+#[test]
+fn overrides_without_persistence_are_a_warning() {
+    let directory = tempfile::tempdir().unwrap();
+    let redis = Redis::start_as(&["--dir", directory.path().to_str().unwrap()]);
+    let admin = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"secret\"\n";
+    let warns = |begin: &str, url: &str| {
+        let out = run("doctor", begin, url, "5s", &["--json"], &[]).out;
+        let report: Value = serde_json::from_str(&out).unwrap();
+        let checks = report["servers"][0]["checks"].as_array().unwrap();
+        let check = checks.iter().find(|check| check["name"] == "persistence").unwrap();
+        let checked = run("check", begin, url, "5s", &[], &[]).out;
+        let warns = check["status"] == "warning";
+        assert_eq!(checked.contains("persistence: none"), warns, "check says the same: {checked}");
+        if warns {
+            let advice = check["advice"].as_str().unwrap();
+            assert!(advice.contains("write back the overrides") && advice.contains("all gateways restart"), "{advice}");
+        }
+        (warns, check["found"].as_str().unwrap().to_owned())
+    };
+    let url = redis.url();
+    assert_eq!(warns("", &url), (false, "none; 0 overrides stored".to_owned()), "none can be set");
+    assert_eq!(warns(admin, &url), (true, "none; 0 overrides stored".to_owned()));
+    let far = 4_000_000_000_000_000_u64;
+    command(&redis, &["HSET", "rl:overrides", "size/a/1", &format!("{far} 5 {far} {{}}")]);
+    command(&redis, &["HSET", "rl:overrides", "size/a/2", &format!("0 5 {far} ")]);
+    assert_eq!(warns("", &url), (true, "none; 1 override stored".to_owned()), "others set them");
+    command(&redis, &["CONFIG", "SET", "save", "3600 1"]);
+    assert_eq!(warns(admin, &url), (false, "snapshots (save 3600 1), no append-only file".to_owned()));
+    command(&redis, &["CONFIG", "SET", "save", ""]);
+    command(&redis, &["CONFIG", "SET", "appendonly", "yes"]);
+    assert_eq!(warns(admin, &url), (false, "append-only file".to_owned()));
+    command(&redis, &["CONFIG", "SET", "appendonly", "no"]);
+    // Without INFO, CONFIG GET is enough.
+    let (url, _) = user_of_the_manual(&redis, "doctor");
+    command(&redis, &["ACL", "SETUSER", "doctor", "-info"]);
+    command(&redis, &["DEL", "rl:overrides"]);
+    assert!(warns(admin, &url).0);
 }
 
 #[test]

@@ -12,10 +12,11 @@ use guarantee::guarantees;
 use serde::Serialize;
 use tokio::time::Duration;
 
-use super::{BAD_CONFIG, environment};
+use super::{BAD_CONFIG, doctor, environment};
 use crate::config::Config;
 use crate::config::error::{FaultyFile, Issue};
 use crate::config::file::File;
+use crate::doctor::{Check, Needs, survey};
 use crate::limit::clock;
 use crate::limit::redis::connection::attempt;
 use crate::limit::redis::server::NoConnection;
@@ -24,11 +25,14 @@ use crate::lint;
 use crate::runtime::Runtime;
 use crate::words::counted;
 
-/// The store is tried for so long: a file can be right while its store is down.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// Maximum time for each step of reaching the store. A file can be valid while its store is down.
+const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Exit code of `--strict`.
 const WARNED: u8 = 1;
+
+/// Checks that warn, each with the address of its server.
+type Warnings = Vec<(String, Check)>;
 
 #[derive(Debug, Args)]
 pub(super) struct Options {
@@ -80,11 +84,16 @@ fn examine(path: &Path, runtime: &Runtime, file: File<Config>, options: &Options
     let File { value: written, text, .. } = file;
     let about = |issues| FaultyFile { path: path.to_owned(), text: text.clone(), issues };
     let mut warnings = lint::warnings(&written, runtime, Duration::from_micros(clock::unix_us()));
-    if let (Some((servers, redis)), false) = (&runtime.store.redis, options.offline)
-        && let Err(why) = reach(servers, redis)?
-    {
-        let place = written.store.url.as_ref().map(|url| url.span());
-        warnings.push(Issue { span: place, message: format!("store: {why}"), hint: None });
+    if let (Some((servers, redis)), false) = (&runtime.store.redis, options.offline) {
+        let (url, timeout) = (written.store.url.as_ref(), written.store.timeout.as_ref());
+        let url = url.map(|url| url.span());
+        match reach(servers, redis, &doctor::needs(runtime, redis))? {
+            Err(why) => warnings.push(Issue { span: url, message: format!("store: {why}"), hint: None }),
+            Ok(found) => warnings.extend(found.into_iter().map(|(server, Check { name, found, advice, .. })| {
+                let span = if name == "round trip" { timeout.map(|timeout| timeout.span()) } else { None };
+                Issue { span: span.or(url.clone()), message: format!("store: {server}: {name}: {found}"), hint: advice }
+            })),
+        }
     }
     let (warnings, notes) = (about(warnings), about(lint::notes(&written, runtime)));
     let denied = options.strict && !warnings.issues.is_empty();
@@ -144,14 +153,21 @@ fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -
     Ok(())
 }
 
-/// Whether a gateway that starts now would find its store; in words, why not.
-fn reach(servers: &Servers, redis: &RedisSettings) -> std::io::Result<Result<(), String>> {
+/// Connect to the store as a gateway does. Return what `sluicegate doctor` would warn of, with the address of each server; or
+/// why a gateway cannot use the store.
+fn reach(servers: &Servers, redis: &RedisSettings, needs: &Needs) -> std::io::Result<Result<Warnings, String>> {
     let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let answer = reactor.block_on(async {
+        let mut found = Vec::new();
         for (server, _) in servers.all(PATIENCE).await? {
-            attempt(server, redis.algorithms, PATIENCE).await?;
+            let surveyed = survey(&server, needs).await;
+            // Connecting takes several round trips: a store that answers late is not silent.
+            let within = if surveyed.is_ok() { 5 * PATIENCE } else { PATIENCE };
+            attempt(server.clone(), redis.algorithms, within).await?;
+            let address = server.client(PATIENCE).await?.get_connection_info().addr().to_string();
+            found.extend(surveyed?.into_iter().map(|check| (address.clone(), check)));
         }
-        Ok(())
+        Ok(found)
     });
     // A name that is being looked up on a thread of its own is not waited for.
     reactor.shutdown_background();

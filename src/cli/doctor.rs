@@ -7,6 +7,7 @@ use anstyle::{AnsiColor, Style};
 use serde::Serialize;
 
 use crate::doctor::{self, Needs, Report, Status, examine};
+use crate::limit::redis::RedisSettings;
 use crate::runtime::Runtime;
 
 #[derive(Debug, Serialize)]
@@ -18,12 +19,7 @@ struct Diagnosis {
 pub(super) fn doctor(runtime: &Runtime, json: bool) -> anyhow::Result<ExitCode> {
     let mut servers = Vec::new();
     if let Some((redis, settings)) = &runtime.store.redis {
-        let needs = Needs {
-            prefix: settings.prefix.clone(),
-            timeout: runtime.store.timeout,
-            algorithms: settings.algorithms,
-            rules: runtime.limits.values().map(|terms| terms.limit.standard.rule.clone()).collect(),
-        };
+        let needs = needs(runtime, settings);
         let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
         match reactor.block_on(doctor::servers(redis)) {
             Ok(found) => servers.extend(found.iter().map(|server| reactor.block_on(examine(server, &needs)))),
@@ -43,6 +39,17 @@ pub(super) fn doctor(runtime: &Runtime, json: bool) -> anyhow::Result<ExitCode> 
         table(&diagnosis, &mut anstream::stdout().lock())?;
     }
     Ok(if ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// What the gateway needs of the servers of a configuration.
+pub(super) fn needs(runtime: &Runtime, settings: &RedisSettings) -> Needs {
+    Needs {
+        prefix: settings.prefix.clone(),
+        timeout: runtime.store.timeout,
+        algorithms: settings.algorithms,
+        rules: runtime.limits.values().map(|terms| terms.limit.standard.rule.clone()).collect(),
+        overrides: runtime.admin.as_ref().is_some_and(|admin| admin.token.is_some()),
+    }
 }
 
 /// What stands behind "at" in the name of a store.

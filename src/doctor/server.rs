@@ -16,6 +16,12 @@ const OLDEST: (u32, u32) = (6, 2);
 const TESTED: (u32, u32) = (7, 0);
 const PINGS: usize = 50;
 const CLOCK_READINGS: usize = 5;
+/// `store.timeout` must be this many times the round trip: a call may wait for another one, and for the script itself.
+const HEADROOM: u32 = 4;
+/// The default of `store.timeout`.
+const LEAST_TIMEOUT: Duration = Duration::from_millis(50);
+/// Connecting takes several round trips. Half of the default of `store.connect_timeout`.
+const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
 /// Connects and asks for a sign of life.
 ///
@@ -24,7 +30,7 @@ const CLOCK_READINGS: usize = 5;
 pub(super) async fn reach(client: &Client) -> Result<(Line, Option<Hello>, Check), String> {
     let started = monotonic();
     let mut line = Line::open(client).await?;
-    let took = ms(started.elapsed());
+    let took = started.elapsed();
     // Without a password to check, connecting alone proves little: what listens may be anything.
     let hello: Result<Value, _> = line.ask(&redis::cmd("HELLO")).await;
     let hello = match hello {
@@ -35,7 +41,14 @@ pub(super) async fn reach(client: &Client) -> Result<(Line, Option<Hello>, Check
         }
         Err(Failure::Refused(_)) => None,
     };
-    Ok((line, hello, Check::ok("reachable", format!("connected in {took}"))))
+    let check = Check::ok("reachable", format!("connected in {}", ms(took)));
+    let check = if took > SLOW_CONNECT {
+        let advice = format!("set store.connect_timeout to at least {}", whole_ms(took * 2));
+        check.or(Status::Warning).advise(advice)
+    } else {
+        check
+    };
+    Ok((line, hello, check))
 }
 
 pub(super) async fn version(line: &mut Line, hello: Option<&Hello>) -> Result<Check, Failure> {
@@ -92,16 +105,29 @@ pub(super) async fn round_trip(line: &mut Line, bound: Duration) -> Result<Check
     let found =
         format!("median {}, worst {} of {} calls; store.timeout is {}", ms(median), ms(worst), times.len(), ms(bound));
     let check = Check::ok("round trip", found);
+    let needed = format!("set store.timeout to at least {}, or run Redis nearer", whole_ms(needed(median)));
     Ok(if median >= bound {
         check
             .or(Status::Failed)
-            .advise("most decisions would be made without Redis: bring it nearer, or raise store.timeout")
+            .advise(format!("Redis answers, but later than store.timeout: most checks follow on_store_error; {needed}"))
+    } else if bound < median * HEADROOM {
+        check.or(Status::Warning).advise(format!("store.timeout leaves too little headroom: {needed}"))
     } else if worst * 2 > bound {
         let advice = "some decisions will be made without Redis: raise store.timeout, or see what keeps Redis or the network busy";
         check.or(Status::Warning).advise(advice)
     } else {
         check
     })
+}
+
+/// `store.timeout` for a round trip: [`HEADROOM`] times as long, and at least [`LEAST_TIMEOUT`].
+fn needed(round_trip: Duration) -> Duration {
+    (round_trip * HEADROOM).max(LEAST_TIMEOUT)
+}
+
+/// A duration as the configuration has it, rounded up.
+fn whole_ms(duration: Duration) -> String {
+    format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
 /// How far its clock is from ours. A note: limits go by Redis' time alone.

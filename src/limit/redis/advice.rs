@@ -92,7 +92,10 @@ pub fn of_silence(address: &ConnectionAddr) -> String {
         ConnectionAddr::TcpTls { .. } => format!(
             "{address} does not answer the TLS handshake in time; a Redis without TLS is silent like that: use redis:// then"
         ),
-        _ => format!("{address} does not answer in time; is it stopped, overloaded or behind a firewall?"),
+        _ => format!(
+            "{address} does not answer in time; it is stopped, overloaded, behind a firewall or too far away for the timeout: \
+             `sluicegate doctor` measures the round trip"
+        ),
     }
 }
 
