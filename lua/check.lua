@@ -48,7 +48,7 @@ while at <= #said do
   end
   local size, op, charged_at, count, terms
   size, op, charged_at, count, at = unpack('<dc1dd', said, at)
-  if not (size >= 1 and count >= 1 and at + 42 * count - 1 <= #said) then
+  if not (size >= 1 and size % 1 == 0 and count >= 1 and count % 1 == 0 and at + 42 * count - 1 <= #said) then
     return redis.error_reply('RLARG wrong number of arguments')
   end
   if op ~= 'C' and op ~= 'P' and op ~= 'A' and op ~= 'R' and op ~= 'T' and op ~= 'N' then

@@ -9,32 +9,41 @@ if #ARGV ~= 1 or #said < 8 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 local now, at = unpack('<d', said)
--- Whole groups; what else is wrong with one is found when those before it are decided.
-local expected, after = 0, at
-while after <= #said do
-  if #said - after < 24 then break end
-  local size, _, _, count = unpack('<dc1dd', said, after)
-  if not (count >= 1 and count <= @n) then break end
-  expected, after = expected + size * count, after + 25 + 42 * count
+-- All groups are validated before the first is decided. The values of a single group are not unpacked twice.
+local groups, expected = 0, 0
+local size, op, _, count@[, kind@, flags@, cost@, a@, b@, c@, d@]@
+while at <= #said do
+  if #said - at < 24 then
+    return redis.error_reply('RLARG wrong number of arguments')
+  end
+  size, op, _, count, at = unpack('<dc1dd', said, at)
+  if op ~= 'C' or not (size >= 1 and size % 1 == 0 and count >= 1 and count <= @n and count % 1 == 0)
+    or #said - at < 42 * count - 1 then
+    return redis.error_reply('RLARG not checks of a few limits each')
+  end
+@[  if count >= @ then
+    kind@, flags@, cost@, a@, b@, c@, d@, at = unpack('<c1c1ddddc8', said, at)
+    if flags@ ~= '-' or kind@ ~= 'B' and kind@ ~= 'F' and kind@ ~= 'X' and kind@ ~= 'W' then
+      return redis.error_reply('RLARG not checks of a few limits each')
+    end
+  end
+]@  groups, expected = groups + 1, expected + size * count
 end
-if expected == 0 or expected ~= #keys or after ~= #said + 1 then
-  return redis.error_reply('RLARG not checks of a few limits each')
+if expected == 0 or expected ~= #keys then
+  return redis.error_reply('RLARG wrong number of keys')
 end
 if now == 0 then
   local time = call('TIME')
   now = time[1] * 1000000 + time[2]
 end
 local answers, answered, failures, first = {pack('<d', now)}, 1, nil, 0
-while at <= #said do
-  local size, op, _, count@[, kind@, flags@, cost@, a@, b@, c@, d@]@
-  size, op, _, count, at = unpack('<dc1dd', said, at)
-@[  if count >= @ then
-    kind@, flags@, cost@, a@, b@, c@, d@, at = unpack('<c1c1ddddc8', said, at)
-    if op ~= 'C' or flags@ ~= '-' or kind@ ~= 'B' and kind@ ~= 'F' and kind@ ~= 'X' and kind@ ~= 'W' then
-      return redis.error_reply('RLARG not checks of a few limits each')
-    end
-  end
-]@  for _ = 1, size do
+at = 9
+for group = 1, groups do
+  if groups > 1 then
+    size, op, _, count, at = unpack('<dc1dd', said, at)
+@[    if count >= @ then kind@, _, cost@, a@, b@, c@, d@, at = unpack('<c1c1ddddc8', said, at) end
+]@  end
+  for _ = 1, size do
     local admitted, failure = true, nil
 @[    local status@, remaining@, reset@, retry@, free@, free_reset@, value@, ttl@
     if count >= @ then

@@ -4,22 +4,32 @@
 -- commands are called by pcall, and no kind of these has errors of its own.
 local call, floor, ceil, format, pack, unpack = redis.pcall, math.floor, math.ceil, string.format, struct.pack, struct.unpack
 local keys, said, most, charged_at = KEYS, ARGV[1], 4503599627370496, 0
--- Whole groups; what else is wrong with one is found when those before it are decided.
+-- All groups are validated before the first is decided. The values of a single group are not unpacked twice.
 if #ARGV ~= 1 or #said < 8 or (#said - 8) % 67 ~= 0 then
   return redis.error_reply('RLARG wrong number of arguments')
 end
 local now, at = unpack('<d', said)
+local groups, expected = (#said - 8) / 67, 0
+local size, op, _, count, kind, flags, most_units, a, b, c, d
+for _ = 1, groups do
+  size, op, _, count, kind, flags, most_units, a, b, c, d, at = unpack('<dc1ddc1c1ddddc8', said, at)
+  if op ~= 'C' and (op ~= 'T' or not (most_units >= 1)) or count ~= 1 or flags ~= '-'
+    or kind ~= 'B' and kind ~= 'F' and kind ~= 'X' and kind ~= 'W' or not (size >= 1 and size % 1 == 0) then
+    return redis.error_reply('RLARG not checks of one limit each')
+  end
+  expected = expected + size
+end
+if expected == 0 or expected ~= #keys then
+  return redis.error_reply('RLARG wrong number of keys')
+end
 if now == 0 then
   local time = call('TIME')
   now = time[1] * 1000000 + time[2]
 end
 local answers, failures, first = {pack('<d', now)}, nil, 0
-while at <= #said do
-  local size, op, _, count, kind, flags, most_units, a, b, c, d, after = unpack('<dc1ddc1c1ddddc8', said, at)
-  if op ~= 'C' and (op ~= 'T' or most_units < 1) or count ~= 1 or flags ~= '-'
-    or kind ~= 'B' and kind ~= 'F' and kind ~= 'X' and kind ~= 'W' or not (first + size <= #keys) then
-    return redis.error_reply('RLARG not checks of one limit each')
-  end
+at = 9
+for group = 1, groups do
+  if groups > 1 then size, op, _, _, kind, _, most_units, a, b, c, d, at = unpack('<dc1ddc1c1ddddc8', said, at) end
   for i = first + 1, first + size do
     local key, asked, cost, granted = keys[i], 'C', most_units, 1
     local status, remaining, reset, retry, free, free_reset, lasts, ends, x, y, z, failure = 0, 0, 0, 0, 0, 0
@@ -61,10 +71,7 @@ while at <= #said do
       answers[i + 1] = pack('<ddddd', granted, 0, remaining < 0 and 0 or remaining, reset, 0)
     end
   end
-  first, at = first + size, after
-end
-if first == 0 or first ~= #keys then
-  return redis.error_reply('RLARG wrong number of keys')
+  first = first + size
 end
 answers = table.concat(answers)
 if failures then table.insert(failures, 1, answers) end

@@ -5,6 +5,7 @@ mod support;
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
+use redis::ConnectionLike;
 use sluicegate::limit::algorithm::fixed_window::Start;
 use sluicegate::limit::algorithm::{Rule, Status};
 use sluicegate::limit::clock::Clock;
@@ -174,6 +175,76 @@ async fn bad_arguments_write_nothing() {
         }
     }
     assert!(server.keys().is_empty());
+}
+
+/// Bytes of a group with one limit.
+const GROUP: usize = 25 + 42;
+
+#[tokio::test]
+async fn bad_group_after_a_good_one_charges_nothing() {
+    let server = Redis::start();
+    let mut connection = server.connection();
+    let limit = Limit::new("l", bucket(5, SECOND, 5));
+    let parts = Parts::of([&limit.rule]);
+    let terms = [Terms::of(&limit.charge(1, 1), 0)];
+    let mut good = wire::argument(0, 2, 2);
+    wire::add(&mut good, 1, Operation::Check, &terms);
+    wire::add(&mut good, 1, Operation::Check, &terms);
+    // Offsets within the second group: number of requests, operation, number of limits, kind, flags, cost.
+    let with = |at: usize, bytes: &[u8]| {
+        let mut argument = good.clone();
+        let at = 8 + GROUP + at;
+        argument[at..at + bytes.len()].copy_from_slice(bytes);
+        argument
+    };
+    let number = |at: usize, number: f64| with(at, &number.to_le_bytes());
+    let bad = [
+        ("truncated", good[..good.len() - 1].to_vec()),
+        ("header only", good[..8 + GROUP + 25].to_vec()),
+        ("a part of a header", good[..8 + GROUP + 7].to_vec()),
+        ("bytes after the end", [&good[..], b"1"].concat()),
+        ("no requests", number(0, 0.0)),
+        ("part of a request", number(0, 0.5)),
+        ("more requests than keys", number(0, 2.0)),
+        ("requests are no number", number(0, f64::NAN)),
+        ("requests without end", number(0, f64::INFINITY)),
+        ("unknown operation", with(8, b"Z")),
+        ("another operation", with(8, b"N")),
+        ("no limits", number(17, 0.0)),
+        ("part of a limit", number(17, 1.5)),
+        ("more limits than bytes", number(17, 2.0)),
+        ("far more limits than bytes", number(17, 1e300)),
+        ("limits are no number", number(17, f64::NAN)),
+        ("unknown kind", with(25, b"Z")),
+        ("kind without three numbers", with(25, b"L")),
+        ("shadow", with(26, b"s")),
+        ("post-paid", with(26, b"p")),
+        ("takes nothing", [&with(8, b"T")[..8 + GROUP + 27], &0f64.to_le_bytes(), &good[8 + GROUP + 35..]].concat()),
+    ];
+    for (what, argument) in bad {
+        for frame in Frame::ALL {
+            let text = &script(frame, parts).text;
+            let mut call = redis::cmd("EVAL");
+            let call = call.arg(text).arg(2).arg("good").arg("bad").arg(&argument);
+            // Not `query`, which tells an error of one request in an array as one of the whole call.
+            match connection.req_packed_command(&call.get_packed_command()).unwrap() {
+                redis::Value::ServerError(error) => {
+                    assert_eq!(error.code(), "RLARG", "{what}, {frame:?}: {error}");
+                    assert!(server.keys().is_empty(), "{what}, {frame:?}: an error of the whole call writes nothing");
+                }
+                // This frame knows shadow and post-paid limits, and rejects a request alone where only its kind is unknown.
+                _ => assert_eq!(frame, Frame::Any, "{what}"),
+            }
+            redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
+        }
+    }
+    for frame in Frame::ALL {
+        let mut call = redis::cmd("EVAL");
+        let call = call.arg(&script(frame, parts).text).arg(2).arg("one").arg("other").arg(&good);
+        call.exec(&mut connection).unwrap();
+        assert_eq!(server.keys().len(), 2, "{frame:?}: good groups are charged");
+        redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
+    }
 }
 
 /// What is asked in one round of a worker, of every algorithm and with several limits, and what the model says to it.
