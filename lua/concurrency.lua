@@ -12,20 +12,20 @@ elseif kind == 'C' then
     for j = 1, #far do call('ZADD', key, till, far[j]) end
     call('PEXPIRE', key, format('%d', ceil(b / 1000) + 1000))
   end
-  -- ZADD, after what has ended is swept out.
-  local function keep(...)
-    call('ZREMRANGEBYSCORE', key, '-inf', now_text)
-    call('ZADD', key, ...)
-    mend()
-  end
+  local function sweep() call('ZREMRANGEBYSCORE', key, '-inf', now_text) end
   if cost > 1 then cost = 1 end
   free, free_reset = a - live, live > 0 and b or 0
   remaining, reset = free, free_reset
   if asked == 'R' then
     value = function() call('ZREM', key, d) end
   elseif asked == 'N' then
-    -- Registers a lease again that the store has lost, over the limit if need be: its request is running.
-    value = function() keep(till, d) end
+    -- First the sweep: it makes Redis accept the ZADD beyond `maxmemory`, where a permit that is not renewed would expire before its
+    -- request ends. One that the store has lost is registered again, over the limit if need be: its request is running.
+    value = function()
+      sweep()
+      call('ZADD', key, till, d)
+      mend()
+    end
   elseif asked ~= 'A' and live + cost > a then
     local blocking = call('ZRANGEBYSCORE', key, '(' .. now_text, '+inf', 'WITHSCORES', 'LIMIT', format('%d', live + cost - a - 1), '1')
     status, retry = 3, tonumber(blocking[2]) - now
@@ -33,5 +33,10 @@ elseif kind == 'C' then
     if behind then value = mend end
   elseif cost > 0 then
     remaining, reset = free - 1, b
-    value = function() keep(till, d) end
+    -- First the ZADD, which Redis rejects beyond `maxmemory`.
+    value = function()
+      call('ZADD', key, till, d)
+      sweep()
+      mend()
+    end
   end

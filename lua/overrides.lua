@@ -26,7 +26,7 @@ local function kind(field, expiry)
   return expiry > now and match(field, '^%a+') or 'removed'
 end
 
-local records, counts = {}, {}
+local records, counts, ended = {}, {}, {}
 local function count(field, record, by)
   local of = kind(field, record.expiry)
   counts[of] = (counts[of] or 0) + by
@@ -39,7 +39,7 @@ for i = 1, #all, 2 do
   expiry = tonumber(expiry or match(value, '^(%d+) ')) or 0
   local record = { expiry = expiry, revision = tonumber(revision) or 0, kept = tonumber(kept) or expiry }
   if record.kept <= now then
-    call('HDEL', key, field)
+    ended[#ended + 1] = field
   else
     records[field] = record
     count(field, record, 1)
@@ -96,6 +96,8 @@ for i = 3, #ARGV, 5 do
   end
 end
 
+-- After the writes: once something is deleted, Redis accepts a write beyond `maxmemory`.
+for i = 1, #ended do call('HDEL', key, ended[i]) end
 -- The oldest removals are forgotten first.
 if (counts.removed or 0) > most then
   local removed = {}

@@ -20,12 +20,13 @@ elseif kind == 'L' then
   end
   free, free_reset = a - active, newest and newest + b - now or 0
   local function expire() call('PEXPIRE', key, format('%d', ceil(b / 1000) + 1000)) end
+  -- In all changes RPUSH comes first: Redis rejects it beyond `maxmemory`, but not after a command that deletes.
   local function mend()
     local all = call('LRANGE', key, '0', '-1')
-    call('DEL', key)
     for j = 1, #all do
       call('RPUSH', key, tonumber(all[j]) > now and format('%d', now) or all[j])
     end
+    call('LTRIM', key, format('%d', #all), '-1')
     expire()
   end
   remaining, reset = free, free_reset
@@ -46,8 +47,8 @@ elseif kind == 'L' then
     remaining, reset = free - cost, b
     value = function()
       if behind then mend() end
-      if low > 0 then call('LTRIM', key, format('%d', low), '-1') end
       for _ = 1, cost do call('RPUSH', key, format('%d', now)) end
+      if low > 0 then call('LTRIM', key, format('%d', low), '-1') end
       expire()
     end
   end

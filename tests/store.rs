@@ -353,6 +353,136 @@ async fn what_redis_does_not_write_is_an_error_of_its_request() {
     }
 }
 
+/// Limits `maxmemory`; 0 is no limit.
+fn max_memory(server: &Redis, bytes: &str) {
+    redis::cmd("CONFIG").arg(&["SET", "maxmemory", bytes]).exec(&mut server.connection()).unwrap();
+}
+
+/// Keys and what they hold.
+fn content(server: &Redis) -> Vec<(String, Vec<u8>)> {
+    let mut keys = server.keys();
+    keys.sort();
+    let dump = |key: &String| redis::cmd("DUMP").arg(key).query(&mut server.connection()).unwrap();
+    keys.iter().map(|key| (key.clone(), dump(key))).collect()
+}
+
+fn every_limit(size: u64, length: u64) -> Vec<Limit> {
+    let rules = every_algorithm(size, length).into_iter().chain([("concurrency", concurrency(size, length))]);
+    rules.map(|(name, rule)| Limit::new(name, rule)).collect()
+}
+
+#[tokio::test]
+async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
+    let server = Redis::start();
+    let clock = Clock::manual(START + 365 * 86_400 * SECOND);
+    let store = redis_store(&server, "full", clock.clone());
+    for limit in every_limit(9, 60 * SECOND) {
+        let start = clock.now_us();
+        let shape = limit.rule.shape();
+        let charge = |lease| Charge { lease, ..limit.charge(1, 1) };
+        for lease in 1..=3 {
+            store.call(Operation::Check, &[charge(lease)]).await.unwrap();
+        }
+        // On top of a state, where the first entries have expired, and where the clock was set back.
+        for now in [start + SECOND, start + 61 * SECOND, start - 10 * SECOND] {
+            clock.set(now);
+            let before = content(&server);
+            max_memory(&server, "1");
+            for (operation, identity) in
+                [(Operation::Check, 1), (Operation::Check, 2), (Operation::Charge, 1), (Operation::Charge, 2)]
+            {
+                let charge = Charge { lease: 9, ..limit.charge(identity, 1) };
+                let refused = store.call(operation, &[charge]).await;
+                assert!(matches!(refused, Err(StoreError::Unwritable(_))), "{shape} at {now}: {operation:?} {refused:?}");
+            }
+            max_memory(&server, "0");
+            assert_eq!(content(&server), before, "{shape} at {now}");
+        }
+        // A denied request may move a state from the future to the present.
+        clock.set(start - 1000);
+        let before = content(&server);
+        max_memory(&server, "1");
+        let refused = store.call(Operation::Check, &[Charge { cost: 9, ..charge(9) }]).await;
+        max_memory(&server, "0");
+        assert_eq!(content(&server), before, "{shape}: {refused:?}");
+        assert!(refused.as_ref().map_or(true, |verdict| verdict.granted == 0), "{shape}: {refused:?}");
+        clock.set(start);
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+    }
+}
+
+#[tokio::test]
+async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
+    let server = Redis::start();
+    let clock = Clock::manual(START);
+    let store = redis_store(&server, "full", clock.clone());
+    let limits = every_limit(9, 3600 * SECOND);
+    let concurrency = limits.last().unwrap();
+    for limit in &limits {
+        let held = |lease| Charge { lease, ..concurrency.charge(1, 1) };
+        for lease in 1..=3 {
+            store.call(Operation::Check, &[held(lease)]).await.unwrap();
+        }
+        store.call(Operation::Check, &[limit.charge(2, 3)]).await.unwrap();
+        let keys = server.keys().len();
+        max_memory(&server, "1");
+        let calls = server.calls("evalsha") + server.calls("eval");
+        let release = Operation::Refund { charged_at: 0 };
+        let asked = [
+            (release, held(1)),
+            (Operation::Renew, held(2)),
+            (Operation::Check, limit.charge(3, 1)),
+            (release, held(3)),
+            (Operation::Charge, limit.charge(4, 1)),
+            (Operation::Peek, Charge { cost: 0, ..held(9) }),
+            (Operation::Check, limit.charge(2, 1)),
+        ];
+        let asked = asked.map(|(operation, charge)| (operation, [charge]));
+        let answers = all(asked.iter().map(|(operation, charges)| store.call(*operation, charges))).await;
+        let calls = server.calls("evalsha") + server.calls("eval") - calls;
+        max_memory(&server, "0");
+        let shape = limit.rule.shape();
+        // The first call with this set of algorithms meets a server that does not know the script.
+        assert!(calls <= 2, "{shape}: all are in one call: {calls}");
+        for ((operation, charges), answer) in asked.iter().zip(&answers) {
+            let what = format!("{shape}: {operation:?} of {charges:?}: {answer:?}");
+            match operation {
+                Operation::Check | Operation::Charge => {
+                    assert!(matches!(answer, Err(StoreError::Unwritable(_))), "{what}");
+                }
+                // Decided after the charges, each request in its turn.
+                _ => assert_eq!(answer.as_ref().unwrap().granted, 1, "{what}"),
+            }
+        }
+        assert_eq!(server.keys().len(), keys, "{shape}: no key was added");
+        let left = store.call(Operation::Peek, &[held(9)]).await.unwrap().outcomes[0].remaining;
+        assert_eq!(left, 8, "{shape}: two of three permits were released, the third was renewed");
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+    }
+}
+
+#[test]
+fn override_beyond_maxmemory_fails_and_deletes_nothing() {
+    let server = Redis::start();
+    let put = |field: &str| -> redis::RedisResult<i64> {
+        let mut call = redis::cmd("EVAL");
+        call.arg(include_str!("../lua/overrides.lua")).arg(1).arg("overrides");
+        call.arg(field).arg(60 * SECOND).arg("1/s").arg(10).query(&mut server.connection())
+    };
+    put("limit one").unwrap();
+    // Over since 1970.
+    redis::cmd("HSET").arg(&["overrides", "limit ended", "1 1/s"]).exec(&mut server.connection()).unwrap();
+    let before = content(&server);
+    max_memory(&server, "1");
+    let refused = put("limit two").unwrap_err();
+    max_memory(&server, "0");
+    assert_eq!(refused.code(), Some("OOM"), "{refused}");
+    assert_eq!(content(&server), before);
+    put("limit two").unwrap();
+    let fields: Vec<String> = redis::cmd("HKEYS").arg("overrides").query(&mut server.connection()).unwrap();
+    assert_eq!(fields, ["limit one", "limit two"]);
+}
+
 #[tokio::test]
 async fn whoever_leaves_before_the_call_does_is_not_charged() {
     let server = Redis::start();

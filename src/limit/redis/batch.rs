@@ -27,7 +27,7 @@ pub(super) type Answer = Result<Verdict, Refusal>;
 /// The requests of one call.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// In the order of their first request.
+    /// Those that may take memory come first, see [`Group::may_delete`]; otherwise in the order of their first request.
     groups: Vec<Group>,
     keys: usize,
     algorithms: Parts,
@@ -153,8 +153,13 @@ impl Batch {
         let alike = |group: &Group| group.operation == operation && terms().eq(group.terms.iter().copied());
         let place = self.groups.iter().position(alike).unwrap_or_else(|| {
             let (terms, keys, ends, waiting) = (terms().collect(), Vec::new(), Vec::new(), Vec::new());
-            self.groups.push(Group { operation, terms, keys, ends, waiting });
-            self.groups.len() - 1
+            let group = Group { operation, terms, keys, ends, waiting };
+            let place = match group.may_delete() {
+                true => self.groups.len(),
+                false => self.groups.partition_point(|group| !group.may_delete()),
+            };
+            self.groups.insert(place, group);
+            place
         });
         let group = &mut self.groups[place];
         self.keys += group.terms.len();
@@ -281,6 +286,15 @@ impl Batch {
 impl Group {
     fn key(&self, index: usize) -> &[u8] {
         key(&self.keys, &self.ends, index)
+    }
+
+    /// Whether it may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that may take memory only
+    /// until a script has written: a release must not open the door to the charges in its call.
+    fn may_delete(&self) -> bool {
+        match self.operation {
+            Operation::Refund { .. } | Operation::Renew => true,
+            Operation::Check | Operation::Peek | Operation::Charge | Operation::Take => false,
+        }
     }
 
     fn retain_waiting(&mut self) {
