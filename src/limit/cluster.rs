@@ -13,7 +13,7 @@ use tokio::time::{Duration, sleep, timeout};
 
 use super::clock::{Clock, monotonic, unix_us};
 use super::guard::{Guard, Recovery};
-use super::redis::server::{Address, Login, Server};
+use super::redis::server::{Address, Login};
 use super::redis::slots::{Slots, slot};
 use super::redis::{RedisSettings, RedisStore};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
