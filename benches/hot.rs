@@ -36,7 +36,7 @@ fn decisions(criterion: &mut Criterion) {
                     let key = Key { identity, bucket: &bucket };
                     store.decide(
                         Operation::Check,
-                        &[Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 0 }],
+                        &[Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 }],
                     )
                 },
                 BatchSize::SmallInput,

@@ -80,7 +80,14 @@ impl Subject {
         let identity = hasher.hash(&identity.to_be_bytes());
         // The ids of leases are random; here a part of a hash.
         let lease = identity.0 as u64;
-        Charge { key: Key { identity, bucket: &self.bucket }, rule: &self.rule, cost, mode: Mode::Binding, lease }
+        Charge {
+            key: Key { identity, bucket: &self.bucket },
+            rule: &self.rule,
+            cost,
+            mode: Mode::Binding,
+            lease,
+            debt_before_us: 0,
+        }
     }
 }
 

@@ -60,7 +60,7 @@ fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], reques
     let bucket = |rule: &Rule| Bucket::new(&IdentityHasher::new(""), name, &rule.shape());
     let terms = |rule: &&Rule| {
         let key = Key { identity: Identity(0), bucket: &bucket(rule) };
-        Terms::of(&Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 }, 0)
+        Terms::of(&Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 }, 0)
     };
     let terms: Vec<_> = rules.iter().map(terms).collect();
     let script = script(wire::frame(Operation::Check, &terms), parts);

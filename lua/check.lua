@@ -7,7 +7,7 @@
 --          d   how many they are
 --          c1  operation: C check and commit | P peek | A charge unconditionally | R refund | T take up to cost (unit
 --              checks) | N renew (leases of kind C only; one that is gone is added)
---          d   R: when the refunded charge was made, in microseconds; else 0
+--          d   R: when the refunded charge was made, in microseconds; else 0. What it may give back of a bucket: token_bucket.lua
 --          d   how many limits each of them has
 --          and for each limit: c1 kind, c1 flags (- | s shadow | p post-paid | b both), d cost, d a, d b, d c, c8 d: the
 --          kind's file says what a to d mean

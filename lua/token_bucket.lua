@@ -1,5 +1,6 @@
 -- Kind B, token bucket (GCRA and the leaky bucket as a meter are the same thing).
--- a burst in tokens, b/c the refill rate in tokens per microsecond, reduced.
+-- a burst in tokens, b/c the refill rate in tokens per microsecond, reduced. d, of R: for how many microseconds the bucket refilled to
+-- pay the debt that it had before the refunded charge, rounded down.
 -- State: x, y, z: at x the bucket lacked y parts of 1/z token.
 elseif kind == 'B' then
   local debt, behind, capacity = 0, false, a * c
@@ -17,8 +18,8 @@ elseif kind == 'B' then
   local parts = cost > most / c and most or cost * c
   local owed = debt + parts
   if asked == 'R' then
-    -- What has flowed back since the charge is not given back once more.
-    local passed = now - charged_at
+    -- First the refill paid the debt before the charge. What it paid of the charge since is not given back again.
+    local passed = now - charged_at - unpack('<d', d)
     if passed >= parts / b then parts = 0
     elseif passed > 0 then parts = parts - passed * b end
     owed = debt > parts and debt - parts or 0

@@ -29,7 +29,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use admission::{Debts, Later, Leases, Ledger, Owed};
+use admission::{Debts, Later, Leases, Ledger, Owed, Pending};
 use advance::Advances;
 use algorithm::{Outcome, Status};
 use backend::{Backend, Source};
@@ -220,7 +220,8 @@ impl Limiter {
     fn drawn<'a>(&self, checks: &[Check<'a, '_>], (coalescer, set): (&Arc<Coalescer>, Set)) -> Option<Decision<'a>> {
         let (verdict, charged_at) = coalescer.draw(set)?;
         self.ledger.backend.count(Answered::Ahead);
-        let mut decision = Decision::new(verdict, Source::Store, checks.iter());
+        let elapsed_us = verdict.now_us - charged_at;
+        let mut decision = Decision::of_charged(verdict, Source::Store, checks.iter(), elapsed_us);
         self.owe(checks, &mut decision, Some(charged_at), &[]);
         Some(decision)
     }
@@ -270,10 +271,14 @@ impl Limiter {
         let counted = |check: &Check<'_, '_>| {
             check.later != Later::Nothing && !denied(check) && (decision.source == Source::Store || local(check))
         };
+        let debt_before_us = |check: &Check<'_, '_>| {
+            let mut known = decision.debts_before_us.iter();
+            known.find(|(place, _)| *place == check.place).map_or(0, |(_, us)| *us)
+        };
         let owed = checks.iter().enumerate().filter(|(_, check)| counted(check)).map(|(index, check)| Owed {
             later: check.later,
             charged_at: instants.get(index).copied().unwrap_or(charged_at),
-            pending: check.pending(check.cost),
+            pending: Pending { debt_before_us: debt_before_us(check), ..check.pending(check.cost) },
         });
         Debts::new(self.ledger.clone(), decision.source, owed.collect())
     }

@@ -224,9 +224,16 @@ async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_bus
     let check = move || {
         let (coalescer, ledger, plan) = (coalescer.clone(), ledger.clone(), plan.clone());
         async move {
-            let pending = Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1, advance: 0 };
+            let pending = Pending {
+                place: 0,
+                plan: plan.clone(),
+                identity: Identity(1),
+                units: 1,
+                advance: 0,
+                debt_before_us: 0,
+            };
             let key = Key { identity: Identity(1), bucket: &plan.bucket };
-            let charge = Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0 };
+            let charge = Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 };
             let set = Set { id: 1, advance: 0 };
             coalescer.check(&ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
         }

@@ -12,7 +12,8 @@
 //!  8. A clock that is set back locks nobody out for longer than a full state takes to clear.
 //!  9. Every key has a TTL: until everything is back, and a second.
 //! 10. Taking k units equals k requests of one unit, the state included.
-//! 11. A refund creates no key and gains no quota.
+//! 11. A refund creates no key and gains no quota: a bucket never owes less than without the charge. Where refunds overlap, what is
+//!     admitted in a span of time and not refunded exceeds the formula by no more than what was refunded of earlier charges.
 //! 12. Parallel clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
 //! 13. Every number stays exact.
 //! 14. Denials cost no memory; in the end the database is empty.
@@ -386,6 +387,15 @@ struct Admitted {
     at: u64,
     lease: u64,
     costs: Vec<u64>,
+    /// What a refund needs to know, for each limit.
+    debts_before_us: Vec<u64>,
+}
+
+/// A refund to one limit, with the instant of the charge.
+struct Refund {
+    at: u64,
+    charged_at: u64,
+    cost: u64,
 }
 
 #[test]
@@ -409,7 +419,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let mut play = Play::new(&Case { time: Time::GoesOn, ..case.clone() });
     let names: Vec<_> = play.limits.iter().map(|limit| limit.key(prefix, 0)).collect();
     let mut admitted: Vec<Admitted> = Vec::new();
-    let mut refunds = 0;
+    let mut refunds: Vec<Vec<Refund>> = play.limits.iter().map(|_| Vec::new()).collect();
     let leases = play.limits.iter().any(|limit| matches!(limit.rule, Rule::Concurrency(_)));
     for (number, step) in case.steps.into_iter().enumerate() {
         play.turn(&Step { size: None, ..step.clone() });
@@ -420,41 +430,50 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
             each.map(|(limit, cost)| Charge { lease, ..limit.charge(0, *cost) }).collect()
         };
         let lease = number as u64;
-        let costs = match step.kind {
+        let (costs, verdict) = match step.kind {
             Kind::Refund => {
                 let Refunded::Ago(ago) = step.refunded else { continue };
                 let Some(index) = admitted.len().checked_sub(ago + 1) else { continue };
-                let Admitted { at: charged_at, lease, costs } = admitted.remove(index);
-                stores.call(Operation::Refund { charged_at }, &charges(lease, &costs)).await;
+                let Admitted { at: charged_at, lease, costs, debts_before_us } = admitted.remove(index);
+                let each = charges(lease, &costs).into_iter().zip(debts_before_us);
+                let each: Vec<_> = each.map(|(charge, debt_before_us)| Charge { debt_before_us, ..charge }).collect();
+                stores.call(Operation::Refund { charged_at }, &each).await;
                 if keys.look(&names, asked).await.is_none() {
                     return number;
                 }
-                refunds += 1;
+                for (refunds, cost) in refunds.iter_mut().zip(costs) {
+                    refunds.push(Refund { at: play.now, charged_at, cost });
+                }
                 continue;
             }
             Kind::Take if !leases => {
                 let wanted = [step.costs[0]; 4];
-                [stores.call(Operation::Take, &charges(lease, &wanted)).await.granted; 4]
+                let verdict = stores.call(Operation::Take, &charges(lease, &wanted)).await;
+                ([verdict.granted; 4], verdict)
             }
             Kind::Check | Kind::Peek | Kind::Charge | Kind::Take | Kind::Renew => {
-                let granted = stores.call(Operation::Check, &charges(lease, &step.costs)).await.granted;
-                step.costs.map(|cost| cost * granted)
+                let verdict = stores.call(Operation::Check, &charges(lease, &step.costs)).await;
+                (step.costs.map(|cost| cost * verdict.granted), verdict)
             }
         };
         if keys.look(&names, asked).await.is_none() {
             return number;
         }
-        admitted.push(Admitted { at: play.now, lease, costs: costs[..play.limits.len()].to_vec() });
+        let each = play.limits.iter().zip(&verdict.outcomes).zip(costs);
+        let debts_before_us =
+            each.map(|((limit, outcome), cost)| limit.rule.debt_before_us(outcome, 0, cost)).collect();
+        admitted.push(Admitted { at: play.now, lease, costs: costs[..play.limits.len()].to_vec(), debts_before_us });
         for (index, limit) in play.limits.iter().enumerate() {
             let history: Vec<_> = admitted.iter().map(|request| (request.at, request.costs[index])).collect();
-            assert_within(&limit.rule, &history, refunds > 0);
+            assert_within(&limit.rule, &history, &refunds[index]);
         }
     }
     operations
 }
 
 /// Holds what was admitted up to the last entry, instants in µs with their costs, against the formula of the algorithm.
-fn assert_within(rule: &Rule, history: &[(u64, u64)], refunded: bool) {
+fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
+    let refunded = !refunds.is_empty();
     let now = history.last().unwrap().0;
     let since = |from: u64| -> u64 { history.iter().filter(|(at, _)| *at >= from).map(|(_, cost)| cost).sum() };
     let any_window = |window: u64| since((now + 1).saturating_sub(window));
@@ -464,7 +483,10 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunded: bool) {
             for &(from, _) in history {
                 let used = u128::from(since(from)) * u128::from(bucket.parts);
                 let refilled = u128::from(bucket.refill) * u128::from(now - from);
-                let most = u128::from(bucket.burst) * u128::from(bucket.parts) + refilled;
+                // What was charged earlier, and refunded since, may be used again.
+                let earlier = refunds.iter().filter(|refund| refund.at >= from && refund.charged_at < from);
+                let again: u64 = earlier.map(|refund| refund.cost).sum();
+                let most = u128::from(bucket.burst + again) * u128::from(bucket.parts) + refilled;
                 assert!(used <= most, "{name}: burst and refill since {from}: {rule:?} {history:?}");
             }
         }
@@ -501,6 +523,139 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunded: bool) {
             assert!(live <= *limit, "{name}: at most the limit at once: {rule:?} {history:?}");
         }
     }
+}
+
+// ---- 11: a refund among other charges ------------------------------------------------------------
+
+/// Charges to a bucket, of which some are refunded.
+#[derive(Debug, Clone)]
+struct Refunding {
+    rule: Rule,
+    /// Charges before, between charge and refund, and after: thousandths of the time in which the bucket refills, and a cost.
+    around: [Vec<(u64, u64)>; 3],
+    cost: u64,
+    how: How,
+}
+
+/// What is charged and refunded.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum How {
+    /// The cost, at once.
+    AtOnce,
+    /// The cost.
+    Late,
+    /// One of as many units as were taken together: with so many behind it.
+    One(u64),
+    /// All units that were taken together, one by one.
+    Each,
+    /// So many units of those that were taken together, the last ones.
+    Last(u64),
+}
+
+fn refunding() -> impl Strategy<Value = Refunding> {
+    let windows = prop_oneof![Just(1_000), Just(250_000), Just(SECOND), Just(90_000_900), Just(3600 * SECOND)];
+    let rule = (1..5000u64, windows, 1..12u64).prop_map(|(count, window, burst)| bucket(count, window, burst));
+    let others = || prop::collection::vec((0..300u64, prop_oneof![2 => Just(0), 3 => 0..4u64]), 0..5);
+    let how = prop_oneof![
+        Just(How::AtOnce),
+        Just(How::Late),
+        (0..12u64).prop_map(How::One),
+        Just(How::Each),
+        (0..12u64).prop_map(How::Last),
+    ];
+    (rule, [others(), others(), others()], 1..12u64, how).prop_map(|(rule, around, cost, how)| Refunding {
+        rule,
+        around,
+        cost,
+        how,
+    })
+}
+
+#[test]
+fn refund_never_leaves_less_debt_than_no_charge() {
+    let server = Rc::new(Redis::start());
+    let batch = prop::collection::vec(refunding(), 1..=AT_ONCE);
+    property(operations() / 5, 20 * AT_ONCE / 2, batch, |cases| {
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+        side_by_side(cases.into_iter().enumerate().map(|(number, case)| {
+            let server = server.clone();
+            async move { refunded(&server, &format!("case{number}"), &case).await.unwrap_or(0) }
+        }))
+    });
+}
+
+/// Plays a case with two identities: to the first everything is charged, to the other all but what is refunded. None if the machine
+/// stood still.
+async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usize> {
+    let stores = Stores::new(server, prefix);
+    let mut keys = Keys::new(server).await;
+    let limit = apart(vec![case.rule.clone()], 2).remove(0);
+    let Rule::TokenBucket(bucket) = limit.rule else { unreachable!() };
+    let names = [0, 1].map(|who| limit.key(prefix, who));
+    let full_us = bucket.burst * bucket.parts / bucket.refill;
+    let (mut now, mut operations) = (START, 0);
+    let mut call = async |now: u64, operation: Operation, charge: Charge<'_>| {
+        stores.clock.set(now);
+        let asked = monotonic();
+        let verdict = stores.call(operation, &[charge]).await;
+        operations += 1;
+        keys.look(&names, asked).await.map(|_| verdict)
+    };
+    // What an identity owes, in parts, as the replies say: to the µs.
+    let owed_us = |verdict: &Verdict| verdict.outcomes[0].reset_us;
+
+    for (parts, cost) in &case.around[0] {
+        now += full_us * parts / 1000;
+        for who in [0, 1] {
+            call(now, Operation::Charge, limit.charge(who, *cost)).await?;
+        }
+    }
+    let charged_at = now;
+    let before = call(now, Operation::Peek, limit.charge(0, 0)).await?;
+    let operation = if matches!(case.how, How::AtOnce | How::Late) { Operation::Check } else { Operation::Take };
+    let charged = call(now, operation, limit.charge(0, case.cost)).await?;
+    let granted = if operation == Operation::Check { case.cost * charged.granted } else { charged.granted };
+    // What is refunded, with the units of the call that were charged after each, and what is not.
+    let (refunds, kept) = match case.how {
+        How::AtOnce | How::Late => (vec![(granted, 0)], 0),
+        How::One(after) => (vec![(granted.min(1), after.min(granted.saturating_sub(1)))], granted.saturating_sub(1)),
+        How::Each => ((0..granted).map(|after| (1, after)).collect(), 0),
+        How::Last(units) => (vec![(units.min(granted), 0)], granted - units.min(granted)),
+    };
+    call(now, Operation::Charge, limit.charge(1, kept)).await?;
+    let between = if case.how == How::AtOnce { &[][..] } else { &case.around[1] };
+    for (parts, cost) in between {
+        now += full_us * parts / 1000;
+        for who in [0, 1] {
+            call(now, Operation::Charge, limit.charge(who, *cost)).await?;
+        }
+    }
+    for (cost, after) in &refunds {
+        let debt_before_us = limit.rule.debt_before_us(&charged.outcomes[0], 0, cost + after);
+        let charge = Charge { debt_before_us, ..limit.charge(0, *cost) };
+        call(now, Operation::Refund { charged_at }, charge).await?;
+    }
+    let [with, without] = [0, 1].map(|who| limit.charge(who, 0));
+    let with = owed_us(&call(now, Operation::Peek, with).await?);
+    let without = owed_us(&call(now, Operation::Peek, without).await?);
+    assert!(with >= without, "invariant 11, a refund mints nothing: {case:?}: {with} and {without} µs");
+    // Of units that were taken together, a refund of an earlier one does not count that the later ones keep the bucket from filling.
+    let last = !matches!(case.how, How::One(1..));
+    if last && between.iter().all(|(_, cost)| *cost == 0) {
+        // Rounded to whole µs, against the client.
+        let most = without + 2 * refunds.len() as u64;
+        assert!(with <= most, "invariant 11, all that may be is given back: {case:?}: {with} and {without} µs");
+    }
+    if case.how == How::AtOnce {
+        assert_eq!(with, owed_us(&before), "invariant 11, a refund at once leaves no trace: {case:?}");
+    }
+    for (parts, cost) in &case.around[2] {
+        now += full_us * parts / 1000;
+        let with = owed_us(&call(now, Operation::Charge, limit.charge(0, *cost)).await?);
+        let without = owed_us(&call(now, Operation::Charge, limit.charge(1, *cost)).await?);
+        assert!(with >= without, "invariant 11, nothing is minted later: {case:?}: {with} and {without} µs");
+    }
+    Some(operations)
 }
 
 /// The start of the day, week or month of an instant, reckoned from its date.

@@ -207,6 +207,23 @@ fn what_the_upstream_failed_at_is_given_back() {
 }
 
 #[test]
+fn refunds_of_slow_failures_deny_nobody() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(|_| {
+        std::thread::sleep(Duration::from_millis(200));
+        b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
+    });
+    for store in stores(&redis) {
+        // Within 200 ms four tokens refill, which pay the debt of other requests first.
+        let limit = "by = \"global\"\nalgorithm = \"token-bucket\"\nquota = \"20/s\"\nrefund_on = [\"503\"]";
+        let gateway = Gateway::start(&(store + &proxied(limit, &upstream)));
+        let statuses = load(&[gateway.address], 12, 120, "/r", &[]);
+        assert_eq!(statuses, [503; 120], "each failure is refunded: twelve tokens of twenty are in use");
+        assert!(gateway.get("/r").remaining("l") >= 19, "nothing was lost");
+    }
+}
+
+#[test]
 fn a_request_that_may_wait_is_held_until_its_turn() {
     let redis = Redis::start();
     for store in stores(&redis) {

@@ -393,7 +393,10 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
             {
                 let charge = Charge { lease: 9, ..limit.charge(identity, 1) };
                 let refused = store.call(operation, &[charge]).await;
-                assert!(matches!(refused, Err(StoreError::Unwritable(_))), "{shape} at {now}: {operation:?} {refused:?}");
+                assert!(
+                    matches!(refused, Err(StoreError::Unwritable(_))),
+                    "{shape} at {now}: {operation:?} {refused:?}"
+                );
             }
             max_memory(&server, "0");
             assert_eq!(content(&server), before, "{shape} at {now}");

@@ -4,7 +4,9 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
+use sluicegate::limit::clock::monotonic;
 use support::client::{Client, load};
 use support::cluster::Cluster;
 use support::eventually;
@@ -391,4 +393,32 @@ fn what_failed_is_given_back_by_every_master_that_charged_it() {
             assert_eq!(reply.remaining(limit), 3, "{limit}");
         }
     }
+}
+
+#[test]
+fn denied_flood_across_masters_takes_no_tokens_of_a_shared_bucket() {
+    let cluster = Cluster::start(3, 0);
+    let shared = "by = \"header:x-shared\"\nquota = \"100/5s\"\non_store_error = \"deny\"";
+    let own = "by = \"header:x-own\"\nalgorithm = \"fixed-window\"\nquota = \"1/3650d\"\non_store_error = \"deny\"";
+    let gateway = Gateway::start(&config(&cluster.url(), "5s", &[("shared", shared), ("own", own)]));
+    let ask = |client: &mut Client, own: &str| client.get_with("/r", &[("x-shared", "all"), ("x-own", own)]);
+    let mut client = gateway.client();
+    // Each of these has a limit of its own left.
+    for number in 0..90 {
+        assert_eq!(ask(&mut client, &number.to_string()).status, 200);
+    }
+    let (before, began) = (ask(&mut client, "before").remaining("shared"), monotonic());
+    std::thread::scope(|scope| {
+        for _ in 0..4 {
+            scope.spawn(|| {
+                let mut client = gateway.client();
+                while began.elapsed() < Duration::from_secs(2) {
+                    assert_eq!(ask(&mut client, "0").status, 429, "its own limit is used up");
+                }
+            });
+        }
+    });
+    let after = ask(&mut client, "after").remaining("shared");
+    let refilled = (20.0 * began.elapsed().as_secs_f64()) as u64;
+    assert!(after + 4 >= (before + refilled).min(100), "{before} and {refilled} that refilled, but {after} remain");
 }

@@ -70,8 +70,8 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
         kinds.push(rule.kind());
         let rule = brief(rule);
         let bucket = Bucket::new(&hasher, "doctor", &rule.shape());
-        let charge =
-            Charge { key: Key { identity, bucket: &bucket }, rule: &rule, cost: 1, mode: Mode::Binding, lease: 1 };
+        let key = Key { identity, bucket: &bucket };
+        let charge = Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 1, debt_before_us: 0 };
         let asked = monotonic();
         let verdict = match timeout(PATIENCE, store.call(Operation::Check, &[charge])).await {
             Ok(Ok(verdict)) => verdict,

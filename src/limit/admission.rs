@@ -67,6 +67,8 @@ pub struct Pending {
     pub units: u64,
     /// Units of this state that the gateway may have prefetched at a time.
     pub advance: u64,
+    /// Where they may be refunded: see [`Charge::debt_before_us`].
+    pub debt_before_us: u64,
 }
 
 /// What the requests of one worker leave behind: calls that nobody waits for.
@@ -156,7 +158,7 @@ impl Pending {
     fn charge(&self, source: Source) -> Charge<'_> {
         let (key, rule) = (self.key(), self.rule(source));
         let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
-        Charge { key, rule, cost, mode: Mode::Binding, lease }
+        Charge { key, rule, cost, mode: Mode::Binding, lease, debt_before_us: self.debt_before_us }
     }
 }
 

@@ -63,6 +63,8 @@ pub struct Unused {
     pub units: u64,
     /// The instant of their charge, by the store's clock.
     pub charged_at: u64,
+    /// What the limits said when they were charged, as the last units of their call.
+    pub outcomes: Vec<Outcome>,
 }
 
 impl Advances {
@@ -82,7 +84,8 @@ impl Advances {
         };
         let Verdict { now_us, outcomes, .. } = &advance.verdict;
         let outcomes = outcomes.iter().map(told).collect();
-        Some((Verdict::new(1, now_us + elapsed_us, outcomes), *now_us))
+        let verdict = Verdict::new(1, now_us + elapsed_us, outcomes);
+        Some((Verdict { charged_after: advance.verdict.charged_after + advance.left, ..verdict }, *now_us))
     }
 
     /// Whether an advance of the set was used up within its time: the set is as hot as it was.
@@ -137,9 +140,11 @@ impl Advances {
 
 impl Sets {
     fn remove(&mut self, set: u128) -> Unused {
-        let Some(advance) = self.kept.remove(&set) else { return Unused { units: 0, charged_at: 0 } };
+        let Some(advance) = self.kept.remove(&set) else {
+            return Unused { units: 0, charged_at: 0, outcomes: Vec::new() };
+        };
         release(&mut self.outstanding, &advance.states, advance.left);
-        Unused { units: advance.left, charged_at: advance.verdict.now_us }
+        Unused { units: advance.left, charged_at: advance.verdict.now_us, outcomes: advance.verdict.outcomes }
     }
 }
 
@@ -254,6 +259,7 @@ mod tests {
             let (verdict, charged_at) = drawn(after_ms).unwrap();
             assert_eq!((verdict.granted, charged_at, verdict.now_us), (1, 1000, 1000 + after_ms * 1000));
             assert_eq!((verdict.outcomes[0].remaining, verdict.outcomes[0].reset_us), (remaining, reset_us));
+            assert_eq!(verdict.charged_after, remaining - 20, "units of the call that are drawn later");
         }
         assert_eq!(drawn(999), None, "three were kept");
     }
@@ -263,10 +269,15 @@ mod tests {
         let (advances, start) = (Arc::<Advances>::default(), monotonic());
         keep(&advances, &log(), 3, 40 * SECOND, start);
         advances.draw(SET, start).unwrap();
+        let outcomes = verdict(20, 40 * SECOND).outcomes;
         assert_eq!(advances.end(SET, start + LONGEST / 4), Err(LONGEST * 3 / 4));
         assert_eq!(advances.draw(SET, start + LONGEST), None);
-        assert_eq!(advances.end(SET, start + LONGEST), Ok(Unused { units: 2, charged_at: 1000 }));
-        assert_eq!(advances.end(SET, start + LONGEST), Ok(Unused { units: 0, charged_at: 0 }), "given back once");
+        assert_eq!(advances.end(SET, start + LONGEST), Ok(Unused { units: 2, charged_at: 1000, outcomes }));
+        assert_eq!(
+            advances.end(SET, start + LONGEST),
+            Ok(Unused { units: 0, charged_at: 0, outcomes: vec![] }),
+            "given back once"
+        );
         assert_eq!(advances.draw(SET, start), None, "what is given back is nobody's");
     }
 
@@ -307,7 +318,8 @@ mod tests {
         assert!(advances.is_spent(SET, start));
         assert!(!keep(&advances, &log(), 2, SECOND, start + LONGEST / 2), "who sees to its end goes on doing so");
         assert_eq!(advances.end(SET, start + LONGEST), Err(LONGEST / 2), "the second lasts longer");
-        assert_eq!(advances.break_off(SET), Unused { units: 2, charged_at: 1000 });
+        let outcomes = verdict(20, SECOND).outcomes;
+        assert_eq!(advances.break_off(SET), Unused { units: 2, charged_at: 1000, outcomes });
         assert!(!advances.is_spent(SET, start) && reserve(SET).is_some());
     }
 

@@ -50,6 +50,22 @@ impl Rule {
         }
     }
 
+    /// For how many µs a token bucket refilled to pay the debt before the last `cost` units of a charge, which was made `elapsed_us`
+    /// before this outcome. Only what refills later counts against a refund of these units. Rounded down, against the client. 0 for
+    /// the other algorithms, which do not need it.
+    pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
+        match self {
+            // Otherwise all of it has been repaid since the charge.
+            Rule::TokenBucket(rule) if outcome.reset_us > 0 => rule.debt_before_us(outcome.reset_us + elapsed_us, cost),
+            Rule::TokenBucket(_)
+            | Rule::FixedWindow(_)
+            | Rule::SlidingWindow(_)
+            | Rule::SlidingBuckets(_)
+            | Rule::SlidingLog(_)
+            | Rule::Concurrency(_) => 0,
+        }
+    }
+
     /// The kind of the script contract.
     pub fn kind(&self) -> Kind {
         match self {

@@ -237,7 +237,11 @@ impl Calls {
         let (left, unclaimed) = share_out(&answer, waiting);
         if let (Ok(verdict), 1..) = (&answer, unclaimed) {
             let refund = Operation::Refund { charged_at: verdict.now_us };
-            if let Err(error) = self.ledger.call(Source::Store, refund, &units(&self.pending, unclaimed)).await {
+            let mut refunded = units(&self.pending, unclaimed);
+            for (pending, outcome) in refunded.iter_mut().zip(&verdict.outcomes) {
+                pending.debt_before_us = pending.plan.rule.debt_before_us(outcome, 0, verdict.granted);
+            }
+            if let Err(error) = self.ledger.call(Source::Store, refund, &refunded).await {
                 debug!(%error, "units of requests that were abandoned may not have been given back");
             }
         }
@@ -272,6 +276,7 @@ fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> (Vec<Waiting>, u64) {
     for (index, one) in waiting.by_ref().take(granted).enumerate() {
         let answer = answer.clone().map(|mut verdict| {
             verdict.granted = 1;
+            verdict.charged_after += (granted - 1 - index) as u64;
             for outcome in &mut verdict.outcomes {
                 // As it was before the units behind were taken.
                 outcome.remaining += (granted - 1 - index) as u64;

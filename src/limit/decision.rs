@@ -63,6 +63,8 @@ pub struct Decision<'a> {
     pub leases: Option<Box<Leases>>,
     /// What it owes until its response is known.
     pub debts: Option<Box<Debts>>,
+    /// Where it is admitted and a limit may refund: for each check that was decided, its place and [`Charge::debt_before_us`].
+    pub debts_before_us: Box<[(usize, u64)]>,
 }
 
 impl<'a> Check<'a, '_> {
@@ -91,19 +93,25 @@ impl<'a> Check<'a, '_> {
         self.later != Later::Refund && !self.limit.shadow
     }
 
-    /// What it asks of whoever decides. The leases of a request count from `first_lease` on.
-    pub fn charge(&self, source: Source, first_lease: u64) -> Charge<'_> {
-        let rule = match source {
+    /// The rule that decides.
+    fn rule(&self, source: Source) -> &Rule {
+        match source {
             Source::Store => &self.plan.rule,
             Source::Local => &self.plan.share,
-        };
+        }
+    }
+
+    /// What it asks of whoever decides. The leases of a request count from `first_lease` on.
+    pub fn charge(&self, source: Source, first_lease: u64) -> Charge<'_> {
+        let rule = self.rule(source);
         let mode = match (self.limit.shadow, self.later) {
             (true, Later::Pay) => Mode::ShadowPostPaid,
             (true, Later::Nothing | Later::Refund) => Mode::Shadow,
             (false, Later::Pay) => Mode::PostPaid,
             (false, Later::Nothing | Later::Refund) => Mode::Binding,
         };
-        Charge { key: self.key(), rule, cost: self.cost, mode, lease: self.lease(first_lease) }
+        let lease = self.lease(first_lease);
+        Charge { key: self.key(), rule, cost: self.cost, mode, lease, debt_before_us: 0 }
     }
 
     /// The id of its lease.
@@ -113,8 +121,8 @@ impl<'a> Check<'a, '_> {
 
     /// The part of it that outlives the decision.
     pub fn pending(&self, units: u64) -> Pending {
-        let advance = self.limit.advance;
-        Pending { place: self.place, plan: self.plan.clone(), identity: self.identity, units, advance }
+        let (advance, debt_before_us) = (self.limit.advance, 0);
+        Pending { place: self.place, plan: self.plan.clone(), identity: self.identity, units, advance, debt_before_us }
     }
 
     fn judged(&self, outcome: Outcome) -> Judged<'a> {
@@ -134,11 +142,32 @@ impl<'a> Decision<'a> {
     pub fn new<'b, 'p: 'b>(
         verdict: Verdict,
         source: Source,
-        checks: impl Iterator<Item = &'b Check<'a, 'p>>,
+        checks: impl Iterator<Item = &'b Check<'a, 'p>> + Clone,
     ) -> Decision<'a>
     where
         'a: 'b,
     {
+        Decision::of_charged(verdict, source, checks, 0)
+    }
+
+    /// The same, of what was charged `elapsed_us` before the verdict.
+    pub fn of_charged<'b, 'p: 'b>(
+        verdict: Verdict,
+        source: Source,
+        checks: impl Iterator<Item = &'b Check<'a, 'p>> + Clone,
+        elapsed_us: u64,
+    ) -> Decision<'a>
+    where
+        'a: 'b,
+    {
+        let mut debts_before_us = Box::default();
+        if verdict.granted > 0 && checks.clone().any(|check| check.later == Later::Refund) {
+            let before = checks.clone().zip(&verdict.outcomes).map(|(check, outcome)| {
+                let units = check.cost.saturating_add(verdict.charged_after);
+                (check.place, check.rule(source).debt_before_us(outcome, elapsed_us, units))
+            });
+            debts_before_us = before.collect();
+        }
         let Verdict { granted, now_us, outcomes, .. } = verdict;
         let (mut limits, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
         for (check, outcome) in checks.zip(outcomes) {
@@ -150,7 +179,18 @@ impl<'a> Decision<'a> {
         }
         let admitted = granted > 0;
         let (remembered, overloaded, leases, debts) = Default::default();
-        Decision { admitted, source, remembered, overloaded, now_us, limits, shadow_denied, leases, debts }
+        Decision {
+            admitted,
+            source,
+            remembered,
+            overloaded,
+            now_us,
+            limits,
+            shadow_denied,
+            leases,
+            debts,
+            debts_before_us,
+        }
     }
 
     /// Of a request that no limit is asked about.

@@ -127,7 +127,7 @@ fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operati
         Operation::Check | Operation::Peek | Operation::Take => Ask::Fit,
         Operation::Charge => Ask::Charge,
         Operation::Renew => Ask::Renew,
-        Operation::Refund { charged_at } => Ask::Refund { charged_at },
+        Operation::Refund { charged_at } => Ask::Refund { charged_at, debt_before_us: 0 },
     };
     let (admitted, steps) = ask(shards, now, how, operation == Operation::Check, units, charges);
     let mut outcomes = Vec::with_capacity(steps.len());
@@ -160,6 +160,10 @@ fn ask(
         let state = shards.shard(key).entries.get(&key).filter(|entry| entry.expires_us > now);
         let post_paid = charge.mode.is_post_paid() && may_pay_later;
         let cost = if post_paid { 1 } else { units.unwrap_or(charge.cost) };
+        let how = match how {
+            Ask::Refund { charged_at, .. } => Ask::Refund { charged_at, debt_before_us: charge.debt_before_us },
+            Ask::Fit | Ask::Charge | Ask::Renew => how,
+        };
         let mut step = charge.rule.step(state.map(|entry| &entry.state), now, how, cost);
         if post_paid && step.outcome.status == Status::Ok {
             (step.outcome.remaining, step.outcome.reset_us) = (step.free, step.free_reset_us);

@@ -59,7 +59,7 @@ impl Operator {
     /// See [`StoreError`].
     pub async fn peek(&self, plan: &Plan, identity: Identity, cost: u64) -> Result<Verdict, StoreError> {
         let key = Key { identity, bucket: &plan.bucket };
-        let charge = [Charge { key, rule: &plan.rule, cost, mode: Mode::Binding, lease: 0 }];
+        let charge = [Charge { key, rule: &plan.rule, cost, mode: Mode::Binding, lease: 0, debt_before_us: 0 }];
         match &self.shared {
             None => Ok(self.memory.decide(Operation::Peek, &charge)),
             Some((store, _)) => store.call(Operation::Peek, &charge).await,

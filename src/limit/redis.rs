@@ -173,7 +173,7 @@ impl RedisStore {
         // No limit can have this name.
         let bucket = Bucket::new(&IdentityHasher::new(""), "~probe", &rule.shape());
         let key = Key { identity: *identity, bucket: &bucket };
-        let charge = Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0 };
+        let charge = Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 };
         let due = monotonic() + self.timeout();
         self.decide(due, Purpose::Probe, Operation::Check, &[charge]).await.map(drop)
     }

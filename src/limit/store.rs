@@ -52,6 +52,8 @@ pub struct Charge<'a> {
     pub mode: Mode,
     /// The id of the lease, where the algorithm is concurrency.
     pub lease: u64,
+    /// Of a refund to a token bucket: see [`Rule::debt_before_us`]; else 0.
+    pub debt_before_us: u64,
 }
 
 /// How a charge counts towards the verdict.
@@ -101,12 +103,14 @@ pub struct Verdict {
     /// Where several servers decided: the instant of each charge, by the clock of its own server. Else empty. A denial by several
     /// may end at any time: units that another request was granted by one of them and denied by another are given back.
     pub instants: Vec<u64>,
+    /// Units that the same call charged after those of this verdict: the outcomes include them.
+    pub charged_after: u64,
 }
 
 impl Verdict {
     /// Of one server.
     pub fn new(granted: u64, now_us: u64, outcomes: Vec<Outcome>) -> Self {
-        Verdict { granted, now_us, outcomes, instants: Vec::new() }
+        Verdict { granted, now_us, outcomes, instants: Vec::new(), charged_after: 0 }
     }
 }
 

@@ -57,7 +57,7 @@ struct Due {
 enum What {
     Release,
     Pay,
-    Refund { charged_at: u64 },
+    Refund { charged_at: u64, debt_before_us: u64 },
 }
 
 /// One run of a log through its limits.
@@ -136,7 +136,11 @@ impl<'a> Simulation<'a> {
             let what = match check.later {
                 _ if check.takes_lease() => What::Release,
                 Later::Pay => What::Pay,
-                Later::Refund | Later::Nothing => What::Refund { charged_at: now },
+                Later::Refund | Later::Nothing => {
+                    let mut known = decision.debts_before_us.iter();
+                    let known = known.find(|(place, _)| *place == check.place);
+                    What::Refund { charged_at: now, debt_before_us: known.map_or(0, |(_, us)| *us) }
+                }
             };
             let asked = &asked[check.place];
             let refunds = self.view.subjects[usize::from(asked.subject)].refunds(moment.status);
@@ -170,11 +174,12 @@ impl<'a> Simulation<'a> {
                 cost: if in_flight { 1 } else { due.units },
                 mode: Mode::Binding,
                 lease: if in_flight { due.units } else { 0 },
+                debt_before_us: if let What::Refund { debt_before_us, .. } = due.what { debt_before_us } else { 0 },
             };
             let operation = match due.what {
                 What::Release => Operation::Refund { charged_at: 0 },
                 What::Pay => Operation::Charge,
-                What::Refund { charged_at } => Operation::Refund { charged_at },
+                What::Refund { charged_at, .. } => Operation::Refund { charged_at },
             };
             self.store.decide(operation, &[charge]);
         }

@@ -45,7 +45,7 @@ impl Asked {
 
 /// A charge of so many units.
 pub fn charge<'a>(name: &StateName, bucket: &'a Bucket, rule: &'a Rule, cost: u64) -> Charge<'a> {
-    Charge { key: Key { identity: Identity(name.1), bucket }, rule, cost, mode: Mode::Binding, lease: 0 }
+    Charge { key: Key { identity: Identity(name.1), bucket }, rule, cost, mode: Mode::Binding, lease: 0, debt_before_us: 0 }
 }
 
 /// A request that the store has decided.

@@ -85,7 +85,7 @@ fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
     let hasher = IdentityHasher::new("pictures");
     let bucket = Bucket::new(&hasher, "limit", &rule.shape());
     let key = Key { identity: hasher.hash(b"greedy"), bucket: &bucket };
-    let charge = |lease| Charge { key, rule, cost: 1, mode: Mode::Binding, lease };
+    let charge = |lease| Charge { key, rule, cost: 1, mode: Mode::Binding, lease, debt_before_us: 0 };
     let mut in_flight = VecDeque::new();
     let demand = std::iter::once(4_000).chain((11_500..LENGTH_MS).step_by(250));
     demand

@@ -229,7 +229,8 @@ pub struct Play {
     time: Time,
     latest: u64,
     windows: Vec<u64>,
-    admitted: Vec<u64>,
+    /// When requests were admitted, with what each limit needs to know of a refund.
+    admitted: Vec<(u64, Vec<u64>)>,
 }
 
 impl Play {
@@ -272,8 +273,12 @@ impl Play {
     /// What a step asks for. Units are taken of all limits alike, but leases are not taken by number and nothing else is
     /// renewed.
     pub fn ask(&self, step: &Step) -> (Operation, Vec<Charge<'_>>) {
+        let charged = match step.refunded {
+            Refunded::Ago(count) => self.admitted.iter().rev().nth(count),
+            Refunded::Off(_) | Refunded::Never => None,
+        };
         let charged_at = match step.refunded {
-            Refunded::Ago(count) => self.admitted.iter().rev().nth(count).copied().unwrap_or(self.now),
+            Refunded::Ago(_) => charged.map_or(self.now, |(charged_at, _)| *charged_at),
             Refunded::Off(us) => self.now.saturating_add_signed(us),
             Refunded::Never => 0,
         };
@@ -287,10 +292,12 @@ impl Play {
             Kind::Refund => Operation::Refund { charged_at },
             Kind::Take => Operation::Take,
         };
-        let each = self.limits.iter().zip(step.costs).zip(step.modes);
-        let charges = each.map(|((limit, cost), mode)| {
+        let each = self.limits.iter().zip(step.costs).zip(step.modes).enumerate();
+        let charges = each.map(|(index, ((limit, cost), mode))| {
+            let charged = charged.filter(|_| step.kind == Kind::Refund);
+            let debt_before_us = charged.and_then(|(_, debts)| debts.get(index)).copied().unwrap_or_default();
             let cost = if operation == Operation::Take { step.costs[0] } else { cost };
-            Charge { mode, lease: step.lease, ..limit.charge(step.identity, cost) }
+            Charge { mode, lease: step.lease, debt_before_us, ..limit.charge(step.identity, cost) }
         });
         (operation, charges.collect())
     }
@@ -298,7 +305,9 @@ impl Play {
     /// Remembers what may be refunded.
     pub fn saw(&mut self, operation: Operation, verdict: &Verdict) {
         if operation == Operation::Check && verdict.granted > 0 {
-            self.admitted.push(verdict.now_us);
+            let each = self.limits.iter().zip(&verdict.outcomes);
+            let debts = each.map(|(limit, outcome)| limit.rule.debt_before_us(outcome, 0, 1)).collect();
+            self.admitted.push((verdict.now_us, debts));
         }
     }
 }

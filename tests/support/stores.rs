@@ -232,6 +232,7 @@ impl Limit {
             cost,
             mode: Mode::Binding,
             lease: 0,
+            debt_before_us: 0,
         }
     }
 

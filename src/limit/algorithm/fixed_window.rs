@@ -111,7 +111,7 @@ impl FixedWindow {
             step(Outcome { status: Status::Ok, remaining, reset_us, retry_us: 0 }, change)
         };
 
-        if let Ask::Refund { charged_at } = ask {
+        if let Ask::Refund { charged_at, .. } = ask {
             let inside = charged_at >= start && charged_at < finish;
             return hold(if inside { count.saturating_sub(cost) } else { count });
         }

@@ -67,7 +67,7 @@ impl SlidingBuckets {
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, mended);
         }
         match ask {
-            Ask::Refund { charged_at } => {
+            Ask::Refund { charged_at, .. } => {
                 let age = index.checked_sub(charged_at / width).and_then(|age| counts.get_mut(age as usize));
                 if let Some(count) = age {
                     *count = count.saturating_sub(cost);

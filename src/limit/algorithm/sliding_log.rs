@@ -51,7 +51,7 @@ impl SlidingLog {
             change,
         };
 
-        if let Ask::Refund { charged_at } = ask {
+        if let Ask::Refund { charged_at, .. } = ask {
             let change = match cost {
                 0 => Change::None,
                 _ => Change::Log(LogEdit { mend: false, remove: Some((cost, charged_at)), ..edit }),

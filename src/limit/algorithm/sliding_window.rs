@@ -71,8 +71,10 @@ impl SlidingWindow {
             return step(Outcome { status, remaining: free, reset_us: free_reset_us, retry_us }, mended);
         }
         match ask {
-            Ask::Refund { charged_at } if charged_at >= start => current = current.saturating_sub(cost),
-            Ask::Refund { charged_at } if charged_at + self.window >= start => previous = previous.saturating_sub(cost),
+            Ask::Refund { charged_at, .. } if charged_at >= start => current = current.saturating_sub(cost),
+            Ask::Refund { charged_at, .. } if charged_at + self.window >= start => {
+                previous = previous.saturating_sub(cost)
+            }
             Ask::Refund { .. } => {}
             Ask::Fit | Ask::Charge | Ask::Renew => current = charged.min(MOST / 2 / units),
         }

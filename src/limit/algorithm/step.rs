@@ -56,6 +56,8 @@ pub enum Ask {
     Refund {
         /// The admitted reply's time, µs.
         charged_at: u64,
+        /// See [`Rule::debt_before_us`](super::Rule::debt_before_us).
+        debt_before_us: u64,
     },
     /// Let a lease end later.
     Renew,

@@ -42,6 +42,14 @@ impl TokenBucket {
         burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
     }
 
+    /// For how many µs the bucket refills to pay the debt before a charge of `cost`, if it takes `reset_us` to pay the debt after it.
+    pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
+        // The debt after the charge is more than (reset_us - 1) * refill parts.
+        let refill = u128::from(self.refill);
+        let charged_us = (u128::from(cost) * u128::from(self.parts) + refill - 1).div_ceil(refill);
+        u64::try_from(charged_us).map_or(0, |charged_us| reset_us.saturating_sub(charged_us))
+    }
+
     pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
         let (mut debt, mut behind) = (0, false);
         if let Some(&State::Bucket { last, debt: owed, parts }) = state {
@@ -62,10 +70,10 @@ impl TokenBucket {
         let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
         let held = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
-        if let Ask::Refund { charged_at } = ask {
-            // What has flowed back since the charge is not given back once more.
-            let flowed = now.saturating_sub(charged_at).saturating_mul(self.refill);
-            let given = cost.saturating_mul(self.parts).min(MOST).saturating_sub(flowed);
+        if let Ask::Refund { charged_at, debt_before_us } = ask {
+            // First the refill paid the debt before the charge. What it paid of the charge since is not given back again.
+            let paid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
+            let given = cost.saturating_mul(self.parts).min(MOST).saturating_sub(paid_us.saturating_mul(self.refill));
             let rest = debt.saturating_sub(given);
             return step(held(rest), put(rest));
         }

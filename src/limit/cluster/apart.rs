@@ -30,17 +30,19 @@ struct Owned {
     cost: u64,
     mode: Mode,
     lease: u64,
+    debt_before_us: u64,
 }
 
 impl Owned {
     fn of(charge: &Charge<'_>) -> Self {
-        let Charge { key: Key { identity, bucket }, rule, cost, mode, lease } = *charge;
-        Owned { identity, bucket: bucket.clone(), rule: rule.clone(), cost, mode, lease }
+        let Charge { key: Key { identity, bucket }, rule, cost, mode, lease, debt_before_us } = *charge;
+        Owned { identity, bucket: bucket.clone(), rule: rule.clone(), cost, mode, lease, debt_before_us }
     }
 
     fn charge(&self, cost: u64) -> Charge<'_> {
         let key = Key { identity: self.identity, bucket: &self.bucket };
-        Charge { key, rule: &self.rule, cost, mode: self.mode, lease: self.lease }
+        let Owned { mode, lease, debt_before_us, .. } = *self;
+        Charge { key, rule: &self.rule, cost, mode, lease, debt_before_us }
     }
 }
 
@@ -155,10 +157,12 @@ impl Cluster {
             // A shadow limit may have had no room; what is paid after the response is not charged yet.
             outcome.status == Status::Ok && !owned.mode.is_post_paid()
         });
-        join_all(charged.map(async |((_, owned), _)| {
+        join_all(charged.map(async |((_, owned), outcome)| {
             let cost = if operation == Operation::Take { verdict.granted - granted } else { owned.cost };
+            let debt_before_us = owned.rule.debt_before_us(outcome, 0, cost);
+            let charge = Charge { debt_before_us, ..owned.charge(cost) };
             for _ in 0..ROUNDS {
-                match self.follow(monotonic() + self.timeout(), refund, &[owned.charge(cost)]).await {
+                match self.follow(monotonic() + self.timeout(), refund, &[charge]).await {
                     Ok(_) => return,
                     Err(error) if error.nothing_ran() => sleep(PAUSE).await,
                     Err(error) => return debug!(%error, "a denied request may keep what it was granted elsewhere"),
@@ -183,7 +187,8 @@ fn is_denial((_, answer): &Answer<'_>) -> bool {
 /// One verdict of several.
 fn merge(answers: Vec<Answer<'_>>, granted: u64, places: usize) -> Result<Verdict, StoreError> {
     let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
-    let mut merged = Verdict { granted, now_us: 0, outcomes: vec![untouched; places], instants: vec![0; places] };
+    let verdict = Verdict::new(granted, 0, vec![untouched; places]);
+    let mut merged = Verdict { instants: vec![0; places], ..verdict };
     for (group, answer) in answers {
         let verdict = answer.map_err(|error| match error {
             // Here it did not run, but the others were asked.
@@ -191,6 +196,8 @@ fn merge(answers: Vec<Answer<'_>>, granted: u64, places: usize) -> Result<Verdic
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
+        // The outcomes include what was given back.
+        merged.charged_after = merged.charged_after.max(verdict.granted.saturating_sub(granted));
         for ((place, _), outcome) in group.iter().zip(verdict.outcomes) {
             merged.outcomes[*place] = outcome;
             merged.instants[*place] = verdict.now_us;

@@ -68,7 +68,11 @@ impl Coalescer {
                 return;
             }
             let refund = Operation::Refund { charged_at: unused.charged_at };
-            if let Err(error) = book.deliver(Source::Store, refund, units(&pending, unused.units)).await {
+            let mut refunded = units(&pending, unused.units);
+            for (pending, outcome) in refunded.iter_mut().zip(&unused.outcomes) {
+                pending.debt_before_us = pending.plan.rule.debt_before_us(outcome, 0, unused.units);
+            }
+            if let Err(error) = book.deliver(Source::Store, refund, refunded).await {
                 debug!(%error, "units that were taken ahead may not have been given back");
             }
         });

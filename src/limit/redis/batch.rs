@@ -265,9 +265,9 @@ impl Batch {
         let charged: Vec<_> = (group.terms.iter().zip(&verdict.outcomes).enumerate())
             // A shadow limit may have had no room; a post-paid cost is charged after the response.
             .filter(|(_, (terms, outcome))| outcome.status == Status::Ok && !terms.is_post_paid())
-            .map(|(limit, (terms, _))| {
-                let terms = if group.operation == Operation::Take { terms.costing(verdict.granted) } else { *terms };
-                (terms, group.key(first + limit))
+            .map(|(limit, (terms, outcome))| {
+                let cost = if group.operation == Operation::Take { verdict.granted } else { terms.cost() };
+                (terms.refunding(cost, outcome), group.key(first + limit))
             })
             .collect();
         if charged.is_empty() {

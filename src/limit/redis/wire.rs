@@ -3,7 +3,8 @@
 use redis::{ServerError, Value};
 
 use super::script::Frame;
-use crate::limit::algorithm::{Kind, Outcome, Status};
+use crate::limit::algorithm::token_bucket::TokenBucket;
+use crate::limit::algorithm::{Kind, Outcome, Rule, Status};
 use crate::limit::store::{Charge, Mode, Operation, Verdict};
 
 /// Bytes of a number: a double, which holds all integers up to 2^53.
@@ -26,13 +27,29 @@ impl Terms {
     /// Of this charge; calendar windows are reckoned for about `near_us`.
     pub fn of(charge: &Charge<'_>, near_us: u64) -> Self {
         let (kind, [a, b, c, d]) = (charge.rule.kind(), charge.rule.arguments(near_us));
-        let last = if kind == Kind::Concurrency { charge.lease.to_le_bytes() } else { number(d) };
+        let last = match kind {
+            Kind::Concurrency => charge.lease.to_le_bytes(),
+            Kind::TokenBucket => number(charge.debt_before_us),
+            _ => number(d),
+        };
         Terms { kind, mode: charge.mode, cost: charge.cost, numbers: [a, b, c], last }
     }
 
-    /// The same with this cost.
-    pub fn costing(self, cost: u64) -> Self {
-        Terms { cost, ..self }
+    /// For the refund of this cost, where the charge had this outcome.
+    pub fn refunding(self, cost: u64, outcome: &Outcome) -> Self {
+        let [burst, refill, parts] = self.numbers;
+        let last = match self.kind {
+            Kind::TokenBucket => {
+                number(Rule::TokenBucket(TokenBucket { burst, refill, parts }).debt_before_us(outcome, 0, cost))
+            }
+            _ => self.last,
+        };
+        Terms { cost, last, ..self }
+    }
+
+    /// What is charged.
+    pub fn cost(&self) -> u64 {
+        self.cost
     }
 
     /// Whether the cost is charged after the response.
