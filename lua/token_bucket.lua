@@ -6,8 +6,14 @@ elseif kind == 'B' then
   local debt, behind, capacity = 0, false, a * c
   if ends then
     debt = y
-    -- The rate was changed: the same debt, in parts of the new size.
-    if z ~= c then debt = math.min(ceil(debt / z * c), most) end
+    if z ~= c then
+      -- The rate was changed: the same debt, in parts of the new size, rounded up. Beyond 2^53 the product is not exact: then the
+      -- error of two operations is below one part, and one part more is never too few.
+      local rest = debt % z
+      local product = rest * c
+      local converted = product < 9007199254740992 and ceil(product / z) or ceil(rest / z * c) + 1
+      debt = math.min((debt - rest) / z * c + converted, most)
+    end
     local passed = now - x
     if passed < 0 then behind = true
     elseif passed >= debt / b then debt = 0

@@ -17,6 +17,7 @@
 //! 12. Parallel clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
 //! 13. Every number stays exact.
 //! 14. Denials cost no memory; in the end the database is empty.
+//! 15. A new rate forgives a bucket no debt: it is converted exactly, or up by at most 2 parts.
 //!
 //! `leases.rs` has more random cases for concurrency: what is released and renewed by whom.
 //! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats one.
@@ -41,7 +42,9 @@ use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::EXACT;
 use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
 use support::eventually;
-use support::random::{Case, Kind, Play, Refunded, STEPS, Step, Time, case, operations, property, rule};
+use support::random::{
+    Case, Kind, Play, Refunded, Resizing, STEPS, Step, Time, case, operations, property, resizing, rule,
+};
 use support::redis::Redis;
 use support::stores::{Limit, SECOND, START, Stores, apart, bucket, every_algorithm, extremes, longest_reset};
 
@@ -874,6 +877,61 @@ fn the_largest_limits_are_counted_exactly() {
             }
         }
     }
+}
+
+// ---- 15: another rate ----------------------------------------------------------------------------
+
+#[test]
+fn new_rate_converts_debt_exactly_and_forgives_none() {
+    let server = Rc::new(Redis::start());
+    let batch = prop::collection::vec(resizing(), 1..=AT_ONCE);
+    property(operations() / 5, 3 * AT_ONCE / 2, batch, |cases| {
+        redis::cmd("FLUSHALL").exec(&mut server.connection()).unwrap();
+        side_by_side(cases.into_iter().enumerate().map(|(number, case)| {
+            let server = server.clone();
+            async move { resized(&server, &format!("case{number}"), &case).await.unwrap_or(0) }
+        }))
+    });
+}
+
+/// Plays a case with both stores. None if the machine stood still.
+async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize> {
+    let Resizing { old, new, cost, .. } = *case;
+    let stores = Stores::new(server, prefix);
+    let mut keys = Keys::new(server).await;
+    // The same state: the name of a bucket does not tell its rate.
+    let [before, after] = [old, new].map(|rule| Limit::new("limit", Rule::TokenBucket(rule)));
+    let name = before.key(prefix, 0);
+    let mut call = async |now: u64, operation: Operation, charge: Charge<'_>| {
+        stores.clock.set(now);
+        let asked = monotonic();
+        let verdict = stores.call(operation, &[charge]).await;
+        keys.look(std::slice::from_ref(&name), asked).await.map(|_| verdict)
+    };
+    let charged = call(START, Operation::Charge, before.charge(0, cost)).await?;
+    let lasts = charged.outcomes[0].reset_us;
+    let passed = (u128::from(lasts) * u128::from(case.idle) / 1000) as u64;
+    let now = START + passed;
+    call(now, Operation::Charge, after.charge(0, 0)).await?;
+    let state = keys.state(&after.rule, &name).await;
+    let numbers: Vec<_> = state[0].as_chunks().0.iter().map(|bytes| u128::from(u64::from_le_bytes(*bytes))).collect();
+    // All was repaid, and nothing written.
+    let debt = if numbers[0] == u128::from(now) { numbers[1] } else { 0 };
+
+    let owed = u128::from(cost) * u128::from(old.parts);
+    let to_new = |parts: u128| (parts * u128::from(new.parts)).div_ceil(u128::from(old.parts));
+    let repaid = |rule: &TokenBucket| u128::from(passed) * u128::from(rule.refill);
+    let usual = to_new(owed).saturating_sub(repaid(&new));
+    let what = format!("{case:?}: {debt} parts, {usual} with the new rate");
+    assert!(debt >= usual, "invariant 15, no debt is forgiven: {what}");
+    assert!(
+        debt <= to_new(owed) + 2 - repaid(&new).min(to_new(owed) + 2),
+        "invariant 15, at most 2 parts more: {what}"
+    );
+    if new == old {
+        assert_eq!(debt, usual, "invariant 15, nothing to convert: {what}");
+    }
+    Some(2)
 }
 
 // ---- 14: a flood of denials ----------------------------------------------------------------------

@@ -14,7 +14,7 @@ use sluicegate::limit::quota::EXACT;
 use sluicegate::limit::redis::script::{Parts, script};
 use sluicegate::limit::redis::wire::{self, Reply, Terms};
 use sluicegate::limit::store::{Charge, Operation, Verdict};
-use support::random::{Case, Play, STEPS, Time, case, operations, property};
+use support::random::{Case, Play, Resizing, STEPS, Time, case, operations, property, resizing};
 use support::stores::{Limit, SECOND, START, extremes, longest_reset};
 
 /// The commands that the scripts use, on strings, lists and sorted sets in this process. Nothing expires.
@@ -237,6 +237,29 @@ fn lua_5_4_gives_the_same_replies() {
             play.saw(operation, &verdict);
         }
         case.steps.len()
+    });
+}
+
+#[test]
+fn lua_5_4_converts_debt_to_another_rate() {
+    property(operations() / 5, 5, resizing(), |Resizing { old, new, cost, idle }| {
+        let (lua, clock) = (Lua54::new(), Clock::manual(START));
+        let model = MemoryStore::new(1000, clock.clone());
+        let [before, after] = [old, new].map(|rule| Limit::new("limit", Rule::TokenBucket(rule)));
+        let call = |now: u64, operation, charge: Charge<'_>| {
+            clock.set(now);
+            let verdict = model.decide(operation, &[charge]);
+            let script = lua.call(now, operation, &[charge]);
+            assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charge:#?}");
+            verdict.outcomes[0].reset_us
+        };
+        let lasts = call(START, Operation::Charge, before.charge(1, cost));
+        let now = START + (u128::from(lasts) * u128::from(idle) / 1000) as u64;
+        call(now, Operation::Check, after.charge(1, new.burst));
+        call(now, Operation::Charge, after.charge(1, 0));
+        call(now, Operation::Refund { charged_at: now }, before.charge(1, 1));
+        call(now, Operation::Check, after.charge(1, 1));
+        5
     });
 }
 

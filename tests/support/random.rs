@@ -207,6 +207,28 @@ pub fn case() -> impl Strategy<Value = Case> {
         })
 }
 
+/// A bucket whose rate changes.
+#[derive(Debug, Clone)]
+pub struct Resizing {
+    pub old: TokenBucket,
+    pub new: TokenBucket,
+    /// Charged at the old rate.
+    pub cost: u64,
+    /// How long after the charge the rate changes: thousandths of the time in which the bucket refills.
+    pub idle: u64,
+}
+
+pub fn resizing() -> impl Strategy<Value = Resizing> {
+    const DAY: u64 = 86_400 * SECOND;
+    let bucket = || {
+        let windows = prop::sample::select(vec![1000, SECOND, 60 * SECOND, 90_000_900, DAY, 365 * DAY, 3650 * DAY]);
+        let accepted = |(count, window, burst)| TokenBucket::new(quota(count, window), burst).ok();
+        (1..5000u64, windows, 1..12u64).prop_filter_map("a bucket that can be counted", accepted)
+    };
+    (bucket(), prop_oneof![1 => Just(None), 9 => bucket().prop_map(Some)], 1..12u64, 0..1000u64)
+        .prop_map(|(old, new, cost, idle)| Resizing { old, new: new.unwrap_or(old), cost: cost.min(old.burst), idle })
+}
+
 /// The length of a limit's window, or of what comes near it, µs.
 fn length(rule: &Rule) -> u64 {
     match rule {

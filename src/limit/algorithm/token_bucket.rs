@@ -53,7 +53,7 @@ impl TokenBucket {
     pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
         let (mut debt, mut behind) = (0, false);
         if let Some(&State::Bucket { last, debt: owed, parts }) = state {
-            debt = if parts == self.parts { owed } else { rescale(owed, parts, self.parts) };
+            debt = if parts == self.parts { owed } else { convert(owed, parts, self.parts) };
             behind = last > now;
             debt = debt.saturating_sub(now.saturating_sub(last).saturating_mul(self.refill));
         }
@@ -94,9 +94,21 @@ impl TokenBucket {
     }
 }
 
-/// The same debt after the rate was changed. In doubles, as the script computes it: the exact product may leave 64 bits.
-fn rescale(debt: u64, from: u64, to: u64) -> u64 {
-    ((debt as f64 / from as f64 * to as f64).ceil() as u64).min(MOST)
+/// The same debt, in parts of another size.
+fn convert(debt: u64, from: u64, to: u64) -> u64 {
+    (debt / from).saturating_mul(to).saturating_add(scaled(debt % from, to, from)).min(MOST)
+}
+
+/// `value * to / from`, rounded up as the script does it: exactly where doubles hold the product, else at most 2 too many. `value` or
+/// `to` is less than `from`.
+fn scaled(value: u64, to: u64, from: u64) -> u64 {
+    let product = u128::from(value) * u128::from(to);
+    let exact = product.div_ceil(u128::from(from)) as u64;
+    if product < u128::from(EXACT) {
+        return exact;
+    }
+    // The numbers of a share may leave the exact integers of doubles.
+    exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
 }
 
 fn gcd(a: u64, b: u64) -> u64 {
