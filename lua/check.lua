@@ -33,7 +33,8 @@
 -- Redis rejects a command that may take memory (SET, SETRANGE, ZADD, RPUSH) while it holds more than `maxmemory`, but only as
 -- long as the script has written nothing. What charges therefore writes with such a command first, and the gateway puts the groups
 -- that delete (R, N) last.
--- With a status other than 0, the new state mends one that lies in the future because the clock was set back.
+-- With a status other than 0, the new state mends one that lies in the future because the clock was set back, or is that of a
+-- bucket at another rate, see token_bucket.lua.
 -- All arithmetic is on integers below 2^53: the loader of the configuration sees to that, and charges that ask for no room
 -- (A) stop adding where a state reaches 2^52 (most). Numbers become text by %d:
 -- `..` and tostring switch to 1e+15 notation, %.0f is three times as slow and writes -0.

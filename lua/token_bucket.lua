@@ -3,7 +3,7 @@
 -- pay the debt that it had before the refunded charge, rounded down.
 -- State: x, y, z: at x the bucket lacked y parts of 1/z token.
 elseif kind == 'B' then
-  local debt, behind, capacity = 0, false, a * c
+  local debt, behind, lowered, capacity = 0, false, false, a * c
   if ends then
     debt = y
     if z ~= c then
@@ -14,9 +14,20 @@ elseif kind == 'B' then
       local converted = product < 9007199254740992 and ceil(product / z) or ceil(rest / z * c) + 1
       debt = math.min((debt - rest) / z * c + converted, most)
     end
-    local passed = now - x
+    -- The rate at which the state was written repays the debt within `span`: the key lasts half a second longer, or up to 1.001 s.
+    local passed, needed, span = now - x, debt / b, ends - 500000 - x
     if passed < 0 then behind = true
-    elseif passed >= debt / b then debt = 0
+    elseif needed > span then
+      -- The rate was lowered: what the earlier one has repaid by now is not owed again. Rounded as above.
+      local left = span - passed
+      if left <= 0 then debt = 0
+      else
+        -- 1.0: a double also in Lua 5.4, whose integers overflow.
+        local product = 1.0 * debt * left
+        local owed = product < 9007199254740992 and ceil(product / span) or ceil(debt / span * left) + 1
+        debt, lowered = math.min(owed, debt - passed * b), true
+      end
+    elseif passed >= needed then debt = 0
     else debt = debt - passed * b end
   end
   free, free_reset = floor((capacity - debt) / c), ceil(debt / b)
@@ -34,7 +45,8 @@ elseif kind == 'B' then
     remaining, reset = free, free_reset
     if cost > a then status, retry = 2, -1
     else status, retry = 1, ceil((owed - capacity) / b) end
-    if behind then lasts, x, y, z = reset, now, debt, c end
+    -- The retry is told for the new rate, which applies from now on.
+    if behind or lowered then lasts, x, y, z = reset, now, debt, c end
   else
     if owed > most then owed = most end
     remaining, reset, lasts = floor((capacity - owed) / c), ceil(owed / b), false

@@ -98,6 +98,22 @@ async fn shadow_limits_never_deny_and_post_paid_ones_are_charged_later() {
 }
 
 #[tokio::test]
+async fn lower_rate_does_not_revive_repaid_debt() {
+    let server = Redis::start();
+    let stores = Stores::new(&server, "lowered");
+    let [fast, slow] = [100, 1].map(|rate| Limit::new("limit", bucket(rate, SECOND, 100)));
+    assert_eq!(stores.call(Operation::Check, &[fast.charge(1, 100)]).await.granted, 1);
+    // 99 of 100 tokens have refilled; by the state the rate may have been two thirds of what it was.
+    stores.clock.set(START + 990_000);
+    let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
+    assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 65));
+    // The lower rate applies from here on.
+    stores.clock.set(START + 990_000 + 3 * SECOND);
+    let verdict = stores.call(Operation::Check, &[slow.charge(1, 1)]).await;
+    assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, 67));
+}
+
+#[tokio::test]
 async fn calendar_windows_open_when_the_calendar_says() {
     let server = Redis::start();
     let stores = Stores::new(&server, "calendar");

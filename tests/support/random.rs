@@ -221,12 +221,26 @@ pub struct Resizing {
 pub fn resizing() -> impl Strategy<Value = Resizing> {
     const DAY: u64 = 86_400 * SECOND;
     let bucket = || {
-        let windows = prop::sample::select(vec![1000, SECOND, 60 * SECOND, 90_000_900, DAY, 365 * DAY, 3650 * DAY]);
+        // Those of years have as many parts of a token as are allowed, and mostly no common divisor.
+        let windows = prop_oneof![
+            prop::sample::select(vec![1000, SECOND, 60 * SECOND, 90_000_900, DAY, 3650 * DAY]),
+            (1..3650 * DAY / 1000).prop_map(|ms| ms * 1000),
+        ];
         let accepted = |(count, window, burst)| TokenBucket::new(quota(count, window), burst).ok();
         (1..5000u64, windows, 1..12u64).prop_filter_map("a bucket that can be counted", accepted)
     };
-    (bucket(), prop_oneof![1 => Just(None), 9 => bucket().prop_map(Some)], 1..12u64, 0..1000u64)
-        .prop_map(|(old, new, cost, idle)| Resizing { old, new: new.unwrap_or(old), cost: cost.min(old.burst), idle })
+    (
+        bucket(),
+        prop_oneof![1 => Just(None), 9 => bucket().prop_map(Some)],
+        1..12u64,
+        prop_oneof![1 => Just(0), 3 => 0..1000u64],
+    )
+        .prop_map(|(old, new, cost, idle)| Resizing {
+            old,
+            new: new.unwrap_or(old),
+            cost: cost.min(old.burst),
+            idle,
+        })
 }
 
 /// The length of a limit's window, or of what comes near it, µs.

@@ -15,6 +15,8 @@ pub enum State {
         debt: u64,
         /// Parts of a token.
         parts: u64,
+        /// When the key of the state ends in Redis, µs: between 0.5 s and 1.001 s after the debt is repaid.
+        ends: u64,
     },
     /// `count` units since the window opened at `start` (µs).
     Window {
@@ -144,6 +146,6 @@ pub struct Step {
     pub free: u64,
     /// µs until everything is back, without the charge.
     pub free_reset_us: u64,
-    /// On success the charge; otherwise the mending of a state that lies in the future.
+    /// On success the charge; otherwise the mending of a state that lies in the future, or of a bucket at another rate.
     pub change: Change,
 }

@@ -3,6 +3,10 @@
 use super::{Ask, Change, MOST, Outcome, State, Status, Step};
 use crate::limit::quota::{EXACT, Quota, QuotaError};
 
+/// For how long the key of a state stays in Redis when the state means nothing any more, µs.
+const LEAST_SLACK: u64 = 500_000;
+const MOST_SLACK: u64 = 1_001_000;
+
 /// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TokenBucket {
@@ -51,11 +55,21 @@ impl TokenBucket {
     }
 
     pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
-        let (mut debt, mut behind) = (0, false);
-        if let Some(&State::Bucket { last, debt: owed, parts }) = state {
+        let (mut debt, mut behind, mut lowered, mut kept_until) = (0, false, false, 0);
+        if let Some(&State::Bucket { last, debt: owed, parts, ends }) = state {
             debt = if parts == self.parts { owed } else { convert(owed, parts, self.parts) };
             behind = last > now;
-            debt = debt.saturating_sub(now.saturating_sub(last).saturating_mul(self.refill));
+            // The rate at which the state was written repays the debt within `span`.
+            let (passed, span) = (now.saturating_sub(last), ends.saturating_sub(LEAST_SLACK).saturating_sub(last));
+            let left = span.saturating_sub(passed);
+            let usual = debt.saturating_sub(passed.saturating_mul(self.refill));
+            (debt, lowered) = match !behind && debt.div_ceil(self.refill) > span {
+                // The rate was lowered: what the earlier one has repaid by now is not owed again.
+                true if left == 0 => (0, false),
+                true => (usual.min(scaled(debt, left, span)), true),
+                false => (usual, false),
+            };
+            kept_until = ends;
         }
         let capacity = self.burst * self.parts;
         let left = |debt: u64| capacity.saturating_sub(debt) / self.parts;
@@ -64,7 +78,14 @@ impl TokenBucket {
             if debt == 0 {
                 Change::Empty
             } else {
-                Change::Put(State::Bucket { last: now, debt, parts: self.parts }, reset(debt))
+                let lasts = reset(debt);
+                // The key ends as late as it does, or a second after the debt is repaid: the rule of `lua/check.lua`.
+                let fits = |slack: u64| (LEAST_SLACK..MOST_SLACK).contains(&slack);
+                let ends = match kept_until.checked_sub(now + lasts).is_some_and(fits) {
+                    true => kept_until,
+                    false => now + (lasts.div_ceil(1000) + 1000) * 1000,
+                };
+                Change::Put(State::Bucket { last: now, debt, parts: self.parts, ends }, lasts)
             }
         };
         let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
@@ -84,7 +105,8 @@ impl TokenBucket {
             } else {
                 (Status::Over, (charged - capacity).div_ceil(self.refill))
             };
-            let mended = if behind { put(debt) } else { Change::None };
+            // The retry is told for the new rate, which applies from now on.
+            let mended = if behind || lowered { put(debt) } else { Change::None };
             return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, mended);
         }
         let charged = charged.min(MOST);
