@@ -214,3 +214,69 @@ fn sessions_go_on_and_what_clients_would_refuse_is_refused() {
     assert!(reply.text().contains("b.pem: the certificate has expired"), "{}", reply.text());
     assert_eq!(ask("two"), HandshakeKind::Resumed);
 }
+
+#[test]
+fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
+    let server = Server::start();
+    let config = |most: usize, queue: usize| {
+        format!(
+            "[server]\nworkers = 1\n[upstream.api]\nservers = [\"{}\"]\nmax_requests = {most}\nmax_queue = {queue}\n\
+             connect_timeout = \"1m\"\n[[route]]\nname = \"api\"\npath = \"/\"\nupstream = \"api\"\n",
+            server.url()
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config(1, 0)));
+    server.set(Mood::Holds);
+    let mut clients = [(); 3].map(|()| gateway.client());
+    let [first, second, third] = &mut clients;
+    first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("one is in flight", || server.running() == 1);
+    assert_eq!(second.get("/").status, 503, "there is no queue");
+    reloads(&gateway, &config(1, 1));
+    second.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    third.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    // One of them is queued, the other one finds the queue full.
+    let mut rejected = None;
+    for client in [&mut *second, third] {
+        client.stream.get_mut().set_nonblocking(true).unwrap();
+    }
+    eventually("one is rejected", || {
+        let has_come = |client: &support::client::Client| client.stream.get_ref().peek(&mut [0]).is_ok();
+        rejected = [&*second, third].into_iter().position(has_come);
+        rejected.is_some()
+    });
+    for client in [&mut *second, third] {
+        client.stream.get_mut().set_nonblocking(false).unwrap();
+    }
+    let (rejected, queued) = if rejected == Some(0) { (second, third) } else { (third, second) };
+    assert_eq!(rejected.reply().unwrap().status, 503);
+    reloads(&gateway, &config(3, 0));
+    rejected.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("all are in flight", || server.running() == 3);
+    server.set(Mood::Answers(200));
+    for client in [first, queued, rejected] {
+        assert_eq!(client.reply().unwrap().status, 200);
+    }
+    assert_eq!(server.most(), 3);
+}
+
+#[test]
+fn reload_of_pool_idle_timeout_counts_for_connections_that_are_pooled() {
+    let server = Server::start();
+    let config = |idle: &str| {
+        format!(
+            "[server]\nworkers = 1\n[upstream.api]\nservers = [\"{}\"]\npool_idle_timeout = \"{idle}\"\n\
+             [[route]]\nname = \"api\"\npath = \"/\"\nupstream = \"api\"\n",
+            server.url()
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("1h")));
+    let mut client = gateway.client();
+    (0..3).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert_eq!(server.accepted(), 1);
+    reloads(&gateway, &config("1ms"));
+    eventually("idle connections are closed after a millisecond", || {
+        assert_eq!(client.get("/").status, 200);
+        server.accepted() > 4
+    });
+}

@@ -17,6 +17,7 @@ use rustls::SupportedProtocolVersion;
 use rustls::version::{TLS12, TLS13};
 use support::certificates::{Authority, FUTURE, NOW, PAST, Pair};
 use support::gateway::{Gateway, binary};
+use support::reload::{reloads, with_admin};
 use support::secured::{Secured, Shake, Stream, server, shake};
 use support::upstream::{Seen, read_head, read_request, serve};
 use support::{PATIENCE, eventually};
@@ -535,4 +536,30 @@ fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
 fn put(folder: &Path, name: &str, content: &str) {
     std::fs::write(folder.join("new"), content).unwrap();
     std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
+}
+
+#[test]
+fn reload_of_server_name_counts_for_the_next_request() {
+    let ca = Authority::new("ca");
+    let certificate = ca.server(&["one.internal", "other.internal"], NOW);
+    let by_http1 = ok(server(&certificate, None, &[], BOTH));
+    let (by_http2, seen) = http2(server(&certificate, None, &["h2"], BOTH));
+    for (protocol, address) in [("http1", by_http1.address), ("http2", by_http2)] {
+        let last = || match protocol {
+            "http1" => by_http1.shakes().pop().unwrap(),
+            _ => seen.lock().unwrap().last().unwrap().0.clone(),
+        };
+        let named = |name: &str| {
+            let tls = format!("tls = {{ ca = \"ca.pem\", server_name = \"{name}\" }}\n");
+            config(&url("127.0.0.1", address), &format!("protocol = \"{protocol}\"\n{tls}"))
+        };
+        let gateway = Gateway::start_with(&with_admin(&named("one.internal")), &[("ca.pem", &ca.pem())]);
+        for name in ["one.internal", "other.internal"] {
+            reloads(&gateway, &named(name));
+            for _ in 0..2 {
+                assert_eq!(gateway.get("/").status, 200, "{protocol}");
+            }
+            assert_eq!(last().name.as_deref(), Some(name), "{protocol}");
+        }
+    }
 }
