@@ -299,3 +299,38 @@ fn reload_that_requires_client_certificates_ends_sessions_without_one() {
         assert!(ask(&anonymous, gateway.address, NAME, "/open").is_none(), "{version:?}");
     }
 }
+
+#[test]
+fn reload_with_the_first_client_ca_again_ends_the_sessions_of_the_one_in_between() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, other) = (Authority::new("first"), Authority::new("other"));
+    let server = Pair::server(NAME, NOW);
+    let config = format!("{ROUTES}{}", listener(folder.path(), &server, &first.pem(), Some("required")));
+    let gateway = Gateway::start(&with_admin(&config));
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_first, of_other] =
+        [&first, &other].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[&TLS13]));
+    let accepted = |client| ask(client, gateway.address, NAME, "/open").is_some();
+    assert!(accepted(&of_first) && !accepted(&of_other), "at first");
+    std::fs::write(folder.path().join("ca.pem"), other.pem()).unwrap();
+    eventually("the other CA is trusted", || accepted(&of_other));
+    // With the reload, and not only when the file is seen to have changed.
+    std::fs::write(folder.path().join("ca.pem"), first.pem()).unwrap();
+    reloads(&gateway, &config);
+    assert!(!accepted(&of_other), "a session of the CA in between is not resumed");
+    assert!(accepted(&of_first));
+}
+
+#[test]
+fn running_connection_keeps_its_subject_when_a_reload_changes_trusted_proxies() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let config = format!("{ROUTES}{}", listener(folder.path(), &server, &ours.pem(), Some("required")));
+    let gateway = Gateway::start(&with_admin(&config));
+    let client = tls(&[&server.der], Some(&ours.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13]);
+    let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    assert_eq!(connection.get("/who").remaining("who"), 99);
+    reloads(&gateway, &format!("{config}[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\n"));
+    assert_eq!(connection.get("/who").remaining("who"), 98);
+}

@@ -9,6 +9,7 @@ use support::certificates::{NOW, Pair, TlsClient, tls};
 use support::client::Client;
 use support::eventually;
 use support::gateway::Gateway;
+use support::reload::{reloads, with_admin};
 use support::upstream::Upstream;
 
 /// The one that is trusted.
@@ -273,4 +274,36 @@ fn it_goes_before_tls_and_into_the_access_log() {
         let line = format!("\"client\":\"{}\"", client.parse::<IpAddr>().unwrap());
         eventually("the line is written", || std::fs::read_to_string(path("access.log")).unwrap().contains(&line));
     }
+}
+
+#[test]
+fn unknown_client_is_not_trusted_after_a_reload_either() {
+    let upstream = Upstream::start();
+    let config = |trusted: &str| {
+        format!(
+            "[client_ip]\ntrusted_proxies = [{trusted}]\n\
+             [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n[upstream.u]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\n",
+            upstream.url()
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("\"127.0.0.9\"")));
+    let mut connections: Vec<_> = [(&b"PROXY UNKNOWN\r\n"[..], false), (&v2(0x20, 0x00, &[]), true)]
+        .into_iter()
+        .map(|(header, trusted)| {
+            let mut client = from_proxy(gateway.address);
+            client.send(header);
+            (client, trusted)
+        })
+        .collect();
+    let mut check = |what: &str| {
+        for (client, trusted) in &mut connections {
+            assert_eq!(client.get_with("/", &[("x-forwarded-for", "203.0.113.7")]).status, 200, "{what}");
+            let expected = if *trusted { "203.0.113.7, 127.0.0.9" } else { "127.0.0.9" };
+            assert_eq!(upstream.last().headers("x-forwarded-for"), [expected], "{what}");
+        }
+    };
+    check("before the reload");
+    reloads(&gateway, &config("\"127.0.0.9\", \"192.0.2.1\""));
+    check("after the reload");
 }
