@@ -332,3 +332,22 @@ fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
         assert_eq!(fifth.reply().unwrap().status, 200);
     }
 }
+
+#[test]
+fn max_connections_per_ip_grows_and_shrinks() {
+    let config = |most: u32| format!("[server]\nmax_connections_per_ip = {most}\n{}", says("x"));
+    let gateway = Gateway::start(&with_admin(&config(1)));
+    let mut open = vec![gateway.client()];
+    assert_eq!(open[0].get("/says").status, 200);
+    gateway.client().assert_closed("a second connection");
+    reloads(&gateway, &config(2));
+    open.push(gateway.client());
+    assert_eq!(open[1].get("/says").status, 200, "two are allowed");
+    gateway.client().assert_closed("a third connection");
+    reloads(&gateway, &config(1));
+    assert!(open.iter_mut().all(|client| client.get("/says").status == 200), "those that are open stay");
+    gateway.client().assert_closed("another connection");
+    reloads(&gateway, &config(0));
+    let mut more: Vec<_> = (0..5).map(|_| gateway.client()).collect();
+    assert!(more.iter_mut().all(|client| client.get("/says").status == 200), "0 is no bound");
+}
