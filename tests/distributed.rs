@@ -13,6 +13,7 @@ use support::gateway::Gateway;
 use support::http2;
 use support::redis::{Redis, free_port};
 use support::relay::Relay;
+use support::server::{Mood, Server};
 
 /// A store whose late replies are not mistaken for over-admission: it may take its time, and an error denies.
 fn patient(url: &str, limit: &str) -> String {
@@ -352,5 +353,37 @@ fn local_share_that_does_not_divide_evenly_is_rounded_up() {
             let counts = (count(&statuses, 200), count(&statuses, 429));
             assert_eq!(counts, (share, 21 - share), "{name}, {instances} gateways");
         }
+    }
+}
+
+#[test]
+fn local_share_of_requests_in_flight_is_rounded_up() {
+    let server = Server::start();
+    server.set(Mood::Holds);
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"redis://127.0.0.1:{}\"\ninstances = 3\n\
+         [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"20\"\n\
+         [upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+        free_port(),
+        server.url()
+    ));
+    let mut clients: Vec<_> = (0..7).map(|_| gateway.client()).collect();
+    clients.iter_mut().for_each(|client| client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n"));
+    eventually("seven are in flight", || server.running() == 7);
+    assert_eq!(gateway.get("/r").status, 429, "a third of 20, rounded up");
+    server.set(Mood::Answers(200));
+    assert!(clients.iter_mut().all(|client| client.reply().unwrap().status == 200));
+}
+
+#[test]
+fn shadow_limit_denies_nothing_in_an_outage() {
+    for on_error in ["local", "allow", "deny"] {
+        let gateway = Gateway::start(&format!(
+            "[store]\nurl = \"redis://127.0.0.1:{}\"\n\
+             [limit.l]\nby = \"ip\"\nquota = \"1/24h\"\nshadow = true\non_store_error = \"{on_error}\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+            free_port()
+        ));
+        assert_eq!(load(&[gateway.address], 2, 10, "/r", &[]), [200; 10], "{on_error}");
     }
 }
