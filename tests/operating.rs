@@ -7,7 +7,8 @@ use support::client::{Client, Reply, load};
 use support::cluster::Cluster;
 use support::eventually;
 use support::gateway::Gateway;
-use support::redis::Redis;
+use support::redis::{Redis, free_port};
+use support::relay::Relay;
 
 const TOKEN: &str = "open-sesame";
 const ADMIN: &str = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"open-sesame\"\n";
@@ -573,4 +574,47 @@ fn a_store_that_does_not_answer_is_said() {
     let all = get(&gateway, "/api/overrides");
     assert_eq!((&all["overrides"][0]["quota"], all["store_error"].is_string()), (&json!("9/day"), true), "{all}");
     assert_eq!(get(&gateway, "/api/top")["window_seconds"], 300, "what this gateway saw it can tell");
+}
+
+#[test]
+fn reset_clears_the_local_share_of_an_outage_as_well() {
+    let (redis, nowhere) = (Redis::start(), free_port());
+    let relay = Relay::start(redis.port);
+    let store = format!("[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", relay.url());
+    let config = one_limit(&store, &format!("2/{LONG}"), "").replace("\"deny\"", "\"local\"");
+    let gateway = Gateway::start(&config);
+    relay.turn_to(nowhere);
+    assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429], "the local share");
+    relay.turn_to(redis.port);
+    let reset = json!({"limit": "one", "identity": {"header:x-id": "alice"}});
+    eventually("the store is there again", || {
+        ask(&gateway, "POST", "/api/reset", reset.to_string().as_bytes()).status == 200
+    });
+    relay.turn_to(nowhere);
+    assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429], "the local share, from the beginning");
+}
+
+#[test]
+fn reset_finds_the_state_of_a_consumer_with_a_size_of_its_own() {
+    let redis = Redis::start();
+    // printf %s secret-of-acme | sha256sum
+    let consumers = "[[consumer]]\nname = \"acme\"\n\
+                     keys = [\"sha256:KEY\"]\nlimit.one = { quota = \"2/365d\" }\n";
+    let consumers = consumers.replace("KEY", &sha256("secret-of-acme"));
+    for store in ["", &redis.store()] {
+        let config = one_limit(store, &format!("9/{LONG}"), "").replace("\"header:x-id\"", "\"api-key\"");
+        let config = format!("[api_key]\nconsumers = \"consumers.toml\"\n{config}");
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
+        let mut client = gateway.client();
+        let mut three = || [(); 3].map(|()| client.get_with("/r", &[("x-api-key", "secret-of-acme")]).status);
+        assert_eq!(three(), [200, 200, 429], "{store}");
+        let reset = json!({"limit": "one", "identity": {"api-key": "acme"}});
+        assert_eq!(post(&gateway, "/api/reset", &reset)["was_counted"], true, "{store}");
+        assert_eq!(three(), [200, 200, 429], "{store}");
+    }
+}
+
+fn sha256(text: &str) -> String {
+    let hash = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, text.as_bytes());
+    hash.as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
