@@ -11,6 +11,7 @@ use support::client::{Client, load};
 use support::cluster::Cluster;
 use support::eventually;
 use support::gateway::{Gateway, binary};
+use support::operator::{ask, with_admin};
 use support::redis::Redis;
 use support::sentinel::Sentinels;
 
@@ -86,9 +87,13 @@ fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
     let flight = "by = \"header:x-f\"\nalgorithm = \"concurrency\"\nquota = \"2\"\non_store_error = \"deny\"";
     let mut limits: Vec<_> = limits.iter().map(|(name, rest)| (*name, rest.as_str())).collect();
     limits.push(("flight", flight));
-    let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
+    let paid = by("x-g", 1000, "algorithm = \"fixed-window\"\ncost.response_header = \"x-cost\"");
+    limits.push(("paid", &paid));
+    let gateway = Gateway::start(&with_admin(&config(&cluster.url(), "5s", &limits)));
     let mut client = gateway.client();
-    let headers = |a: &'static str| [("x-a", a), ("x-b", "b"), ("x-c", "c"), ("x-d", "d"), ("x-e", "e"), ("x-f", "f")];
+    let headers = |a: &'static str| {
+        [("x-a", a), ("x-b", "b"), ("x-c", "c"), ("x-d", "d"), ("x-e", "e"), ("x-f", "f"), ("x-g", "g")]
+    };
     for left in [2, 1, 0] {
         let reply = client.get_with("/r", &headers("a"));
         assert_eq!((reply.status, reply.remaining("narrow")), (200, left));
@@ -100,6 +105,11 @@ fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
         let denied = client.get_with("/r", &headers("a"));
         denied.assert_problem(429, "the narrow one is exhausted");
         assert_eq!(denied.json()["violated-policies"], serde_json::json!(["narrow"]));
+    }
+    // What was not charged with the denied request is not given back either.
+    for (limit, header, remaining) in [("shadow", "x-e=e", 0), ("paid", "x-g=g", 997)] {
+        let reply = ask(&gateway, &format!("/api/identities?limit={limit}&header:{header}"));
+        assert_eq!(reply.json()["standings"][0]["remaining"], remaining, "{limit}: {}", reply.text());
     }
     let other = client.get_with("/r", &headers("another"));
     assert_eq!((other.status, other.remaining("narrow")), (200, 2));
@@ -377,11 +387,15 @@ fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
 #[test]
 fn what_failed_is_given_back_by_every_master_that_charged_it() {
     let cluster = Cluster::start(3, 0);
-    let by = |header: &str| {
-        format!("by = \"header:{header}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\"")
+    let by = |header: &str, algorithm: &str| {
+        format!(
+            "by = \"header:{header}\"\nalgorithm = \"{algorithm}\"\nquota = \"3/3650d\"\nrefund_on = [\"5xx\"]\non_store_error = \"deny\""
+        )
     };
-    let limits = [by("x-a"), by("x-b"), by("x-c")];
-    let limits = [("a", &*limits[0]), ("b", &*limits[1]), ("c", &*limits[2])];
+    // A log forgets the entry of the very instant at which its own master charged.
+    let limits = ["x-a", "x-b", "x-c"].map(|header| [by(header, "token-bucket"), by(header, "sliding-log")]);
+    let [[a, d], [b, e], [c, f]] = &limits;
+    let limits = [("a", &**a), ("b", b), ("c", c), ("d", d), ("e", e), ("f", f)];
     let fails = config(&cluster.url(), "5s", &limits).replace("status = 200", "status = 500");
     let gateway = Gateway::start(&fails);
     let mut client = gateway.client();
@@ -389,7 +403,7 @@ fn what_failed_is_given_back_by_every_master_that_charged_it() {
         // What is given back is known before the head goes out.
         let reply = client.get_with("/r", &[("x-a", "a"), ("x-b", "b"), ("x-c", "c")]);
         assert_eq!(reply.status, 500);
-        for limit in ["a", "b", "c"] {
+        for limit in ["a", "b", "c", "d", "e", "f"] {
             assert_eq!(reply.remaining(limit), 3, "{limit}");
         }
     }
