@@ -107,6 +107,20 @@ fn a_server_that_does_not_answer_checks_is_unhealthy() {
 }
 
 #[test]
+fn each_status_of_the_list_is_healthy_and_no_other() {
+    for (status, healthy) in [(200, true), (204, true), (401, true), (201, false), (403, false)] {
+        let [server, well] = &Server::fleet();
+        server.set(Mood::Answers(status));
+        let gateway = gateway(&[server, well], 1, &format!("{QUICK}, status = [200, 204, 401]"), "");
+        match healthy {
+            true => eventually("it is checked", || server.checks() > 4),
+            false => eventually("it is unhealthy", || gateway.log().contains(&format!("it answers {status}"))),
+        }
+        assert_eq!(gateway.log().contains("a server is not healthy"), !healthy, "{status}");
+    }
+}
+
+#[test]
 fn checks_come_once_for_all_workers() {
     let server = Server::start();
     let started = Instant::now();
