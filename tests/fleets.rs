@@ -463,6 +463,73 @@ fn half_of_two_servers_may_be_ejected_and_not_both() {
     assert_eq!([one.count(), other.count()], before.map(|count| count + 10), "both are used all the same");
 }
 
+#[test]
+fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
+    for (status, ejects) in
+        [(502, true), (503, true), (504, true), (500, false), (501, false), (429, false), (404, false)]
+    {
+        let servers @ [failing, _, _] = &Server::fleet();
+        failing.set(Mood::Answers(status));
+        let gateway = gateway_by_one_worker(servers, "eject = { errors = 2, for = \"60s\" }");
+        let mut client = gateway.client();
+        let failed = (0..30).filter(|_| client.get("/").status == status).count();
+        assert_eq!(failed, if ejects { 2 } else { 10 }, "{status}");
+        assert_eq!(gateway.log().contains("is ejected"), ejects, "{status}");
+    }
+}
+
+#[test]
+fn server_that_was_ejected_starts_slowly() {
+    let servers @ [failing, _] = &Server::fleet();
+    failing.set(Mood::Answers(503));
+    let lines = "eject = { errors = 1, for = \"100ms\" }\nslow_start = \"10m\"";
+    let gateway = gateway_by_one_worker(servers, lines);
+    let mut client = gateway.client();
+    eventually("it is ejected", || {
+        client.get("/");
+        gateway.log().contains("is ejected")
+    });
+    failing.set(Mood::Answers(200));
+    eventually("the ejection is over", || {
+        client.get("/");
+        gateway.log().contains("is used again")
+    });
+    let before = failing.count();
+    (0..220).for_each(|_| assert_eq!(client.get("/").status, 200));
+    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    let share = failing.count() - before;
+    assert!((19..40).contains(&share), "{share} of 220");
+}
+
+#[test]
+fn server_that_was_passed_over_is_tried_when_all_others_have_failed() {
+    let servers @ [one, other] = &Server::fleet();
+    let gateway = gateway_by_one_worker(servers, "retries = 1");
+    let mut client = gateway.client();
+    one.down();
+    eventually("it is passed over", || {
+        assert_eq!(client.get("/").status, 200);
+        gateway.log().contains("takes no connection")
+    });
+    other.set(Mood::Resets);
+    one.up();
+    assert_eq!(client.get("/").status, 200, "no other server is left for the retry");
+}
+
+#[test]
+fn drained_servers_do_not_count_for_the_bound_on_ejected_ones() {
+    let [one, two, drained, also_drained] = &Server::fleet();
+    let servers = weighted(&[(one, 1), (two, 1), (drained, 0), (also_drained, 0)]);
+    let gateway = gateway_of(&servers, "balance = \"round-robin\"\neject = { errors = 1, for = \"60s\" }");
+    [one, two].into_iter().for_each(|server| server.set(Mood::Answers(503)));
+    let mut client = gateway.client();
+    for _ in 0..20 {
+        assert_eq!(client.get("/").status, 503);
+    }
+    assert_eq!((one.count(), two.count()), (10, 10), "both are ejected, and used all the same");
+    assert_eq!((drained.count(), also_drained.count()), (0, 0));
+}
+
 /// The servers take turns, and each has one connection at most.
 fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
