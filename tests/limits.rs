@@ -286,3 +286,32 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     assert_eq!(redis.calls("evalsha"), 14, "one call for each request");
     redis.assert_every_key_expires();
 }
+
+#[test]
+fn binding_limit_is_the_one_with_the_smallest_share_left() {
+    let limits = "[limit.few]\nby = \"ip\"\nquota = \"2/hour\"\nalgorithm = \"sliding-log\"\n\
+                  [limit.many]\nby = \"ip\"\nquota = \"10/hour\"\nalgorithm = \"sliding-log\"\n";
+    let extra = "limits = [\"few\", \"many\"]\nratelimit_headers = [\"draft-03\"]\n\
+                 [[route]]\nname = \"many\"\npath = \"/many\"\nlimits = [\"many\"]\nrespond = { status = 200 }\n";
+    let gateway = Gateway::start(&routes(limits, extra));
+    let mut client = gateway.client();
+    (0..7).for_each(|_| assert_eq!(client.get("/many").status, 200));
+    let reply = client.get("/all");
+    // 2 of 10 are less than 1 of 2.
+    assert_eq!((reply.header("ratelimit-limit"), reply.header("ratelimit-remaining")), (Some("10"), Some("2")));
+}
+
+#[test]
+fn policy_names_the_limits_that_apply_and_no_other() {
+    let limits = "[limit.all]\nby = \"ip\"\nquota = \"9/hour\"\n\
+                  [limit.writes]\nby = \"ip\"\nquota = \"9/hour\"\nmethods = [\"POST\"]\n";
+    let gateway = Gateway::start(&routes(limits, "limits = [\"all\", \"writes\"]"));
+    let mut client = gateway.client();
+    for (method, expected) in [("GET", &["all"][..]), ("POST", &["all", "writes"])] {
+        let reply = client.request(method, "/all", &[], b"");
+        for field in ["ratelimit-policy", "ratelimit"] {
+            let names: Vec<_> = items(&reply, field).into_iter().map(|(name, _)| name).collect();
+            assert_eq!(names, expected, "{field} of {method}");
+        }
+    }
+}
