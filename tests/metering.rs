@@ -63,8 +63,10 @@ fn each_consumer_has_the_size_of_its_tier_or_its_own() {
         ];
         let gateway =
             Gateway::start_with(&(store + KEYS + &answered(limit)), &[("consumers.toml", &consumers.concat())]);
+        let told = gateway.client().get_with("/r", &[("x-api-key", "poor")]);
+        assert_eq!((told.status, told.header("ratelimit-policy")), (200, Some("\"l\";q=2;w=3600")), "its tier's size");
         for (key, expected) in
-            [(None, 1), (Some("plain"), 3), (Some("poor"), 2), (Some("rich"), 6), (Some("special"), 8)]
+            [(None, 1), (Some("plain"), 3), (Some("poor"), 1), (Some("rich"), 6), (Some("special"), 8)]
         {
             assert_eq!(admitted(&gateway, key, 12), expected, "{key:?}");
         }
@@ -361,4 +363,26 @@ fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
     }
     assert!(out.contains("l: at most 199 in any 3600 s, 100 at once"), "{out}");
     assert!(out.contains("l, tier free: at most 9 in any 3600 s, 5 at once"), "{out}");
+}
+
+#[test]
+fn request_that_the_queue_cannot_admit_in_time_for_its_cost_is_denied_at_once() {
+    // Two minutes bring 20 tokens: room for two requests that cost 10, though 1000 may be queued.
+    let limit = "by = \"global\"\nquota = \"10/min\"\nburst = 10\ncost = 10\nmax_wait = \"2m\"";
+    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
+    assert_eq!(gateway.get("/r").status, 200);
+    let mut clients = [(); 3].map(|()| gateway.client());
+    for client in &mut clients {
+        client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+        client.stream.get_mut().set_nonblocking(true).unwrap();
+    }
+    eventually("one of three is denied", || {
+        clients.iter().any(|client| client.stream.get_ref().peek(&mut [0]).is_ok())
+    });
+    for client in &mut clients {
+        if client.stream.get_ref().peek(&mut [0]).is_ok() {
+            client.stream.get_mut().set_nonblocking(false).unwrap();
+            assert_eq!(client.reply().unwrap().status, 429);
+        }
+    }
 }
