@@ -617,3 +617,44 @@ fn api_keys_and_user_headers_have_their_own_way_of_missing() {
     }
     assert_eq!(from(PROXY, &gateway).get_with("/named", &[("X-User-Id", "alice")]).remaining("user"), 99);
 }
+
+#[test]
+fn cookie_counts_in_whichever_line_it_stands() {
+    let gateway = Gateway::start(&format!("{}{}", limit("l", 100, "by = \"cookie:sid\""), route("r", "\"l\"")));
+    let mut client = gateway.client();
+    let mut ask = |lines: &[&str]| {
+        let headers: Vec<_> = lines.iter().map(|line| ("Cookie", *line)).collect();
+        client.get_with("/r", &headers)
+    };
+    for (lines, left) in [
+        (&["sid=a"][..], 99),
+        (&["x=1; sid=a"], 98),
+        (&["x=1", "sid=a"], 97),
+        (&["x=1", "y=2; sid=a", "z=3"], 96),
+        (&["sid=b", "x=1"], 99),
+    ] {
+        assert_eq!(ask(lines).remaining("l"), left, "{lines:?}");
+    }
+    for lines in [&["sid=a; sid=b"][..], &["sid=a", "sid=b"], &["sid=a", "x=1", "sid=a"]] {
+        ask(lines).assert_problem(400, "which of two is meant is not known");
+    }
+}
+
+#[test]
+fn exempt_network_covers_clients_without_a_key() {
+    let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
+    let config =
+        format!("{settings}{}{}", limit("l", 1, "by = \"api-key\"\nexempt = [\"127.0.0.2/32\"]"), route("r", "\"l\""));
+    let file = consumers(&[("alice", &["alice-1"])]);
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
+    for (address, key, expected) in [
+        ("127.0.0.2", None, [200, 200]),
+        ("127.0.0.3", None, [200, 429]),
+        // A consumer is known by its name, wherever it comes from.
+        ("127.0.0.2", Some("alice-1"), [200, 429]),
+    ] {
+        let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();
+        let mut client = from(address, &gateway);
+        assert_eq!([(); 2].map(|()| client.get_with("/r", &headers).status), expected, "{address}, {key:?}");
+    }
+}
