@@ -457,3 +457,26 @@ fn http_2_by_prior_knowledge_is_routed_alike() {
     let mut client = Client::connect(gateway.address);
     assert_eq!(client.get("/limited").remaining("hourly"), 97, "HTTP/1.1 on the same port counts in the same bucket");
 }
+
+#[test]
+fn allow_names_the_methods_of_all_hosts_that_the_request_matches() {
+    let routes: String = [("GET", "host = \"a.h.test\"\n"), ("POST", "host = \"*.h.test\"\n"), ("PUT", "")]
+        .map(|(method, host)| {
+            format!(
+                "[[route]]\nname = \"{method}\"\npath = \"/m\"\n{host}methods = [\"{method}\"]\nrespond = {{ status = 200 }}\n"
+            )
+        })
+        .concat();
+    let gateway = Gateway::start(&routes);
+    for (host, expected) in
+        [("a.h.test", &["GET", "POST", "PUT"][..]), ("b.h.test", &["POST", "PUT"]), ("c.test", &["PUT"])]
+    {
+        let reply = gateway.client().request("DELETE", "/m", &[("host", host)], b"");
+        reply.assert_problem(405, host);
+        let allowed: BTreeSet<_> = reply.header("allow").unwrap().split(", ").collect();
+        assert_eq!(allowed, expected.iter().copied().collect(), "{host}");
+        for method in expected {
+            assert_eq!(gateway.client().request(method, "/m", &[("host", host)], b"").status, 200, "{method} {host}");
+        }
+    }
+}
