@@ -592,3 +592,65 @@ fn the_manual_shows_a_report_as_it_is() {
     let busy = std::fs::read_to_string(logs().join("busy.txt")).unwrap();
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }
+
+/// What a request costs now is what the configuration says, whatever it was when the log was written.
+#[test]
+fn fixed_cost_is_that_of_the_configuration_and_not_of_the_log() {
+    let config = |cost: u32| {
+        format!(
+            "[log]\nformat = \"json\"\naccess = \"access.log\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+             [limit.l]\nby = \"ip\"\nquota = \"10/day\"\nalgorithm = \"sliding-log\"\ncost = {cost}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+        )
+    };
+    let mut gateway = Gateway::start(&config(1));
+    let mut client = gateway.client();
+    (0..10).for_each(|_| assert_eq!(client.get("/r").status, 200));
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    let proposed = gateway.directory().join("proposed.toml");
+    let log = gateway.directory().join("access.log");
+    for (cost, denied) in [(1, 0), (2, 5), (3, 7)] {
+        std::fs::write(&proposed, config(cost)).unwrap();
+        let report = report(&[log.to_str().unwrap(), "--config", proposed.to_str().unwrap()]);
+        assert_eq!(report["limits"]["l"]["denied"], denied, "cost {cost}: {report}");
+    }
+}
+
+/// A request that ends when another one begins has left its permit.
+#[test]
+fn permit_is_free_at_the_instant_at_which_its_request_ends() {
+    let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
+        [limit.at-once]\nby = \"global\"\nquota = \"1\"\nalgorithm = \"concurrency\"\n\
+        [[route]]\nname = \"slow\"\npath = \"/slow\"\nlimits = [\"at-once\"]\nrespond = { status = 200 }\n";
+    let line = |end: f64, took: f64| format!("{end:.3} {took:.3} 192.0.2.1 \"GET /slow HTTP/1.1\" 200\n");
+    // From 0 to 2 s, and from 2 s or from a millisecond before it to 3 s.
+    for (took, denied) in [(1.0, 0), (1.001, 1)] {
+        let (directory, path) = log((line(1e9 + 2.0, 2.0) + &line(1e9 + 3.0, took)).as_bytes());
+        let file = directory.path().join("gateway.toml");
+        std::fs::write(&file, config).unwrap();
+        let format = "$msec $request_time $remote_addr \"$request\" $status";
+        let report = report(&[path.as_str(), "--config", file.to_str().unwrap(), "--format", format]);
+        assert_eq!(report["limits"]["at-once"]["denied"], denied, "{took} s: {report}");
+    }
+}
+
+/// The gateway's own log has the client that trusted proxies named: it is not looked for once more.
+#[test]
+fn client_of_the_gateways_own_log_is_not_taken_for_a_proxy() {
+    let mut gateway = Gateway::start(
+        "[log]\nformat = \"json\"\naccess = \"access.log\"\n[client_ip]\ntrusted_proxies = [\"127.0.0.0/8\"]\n\
+         [limit.l]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"sliding-log\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = { status = 200 }\n",
+    );
+    let mut client = gateway.client();
+    let statuses = [(); 3].map(|()| client.get_with("/r", &[("x-forwarded-for", "127.0.0.7")]).status);
+    assert_eq!(statuses, [200, 200, 429]);
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    let [log, config] = ["access.log", "gateway.toml"].map(|name| gateway.directory().join(name).display().to_string());
+    let said = replay(&[&log, "--config", &config]);
+    assert_eq!(said.code, Some(0), "{}", said.err);
+    assert!(!(said.out + &said.err).contains("trusted proxies"), "the log names the client");
+    assert_eq!(report(&[&log, "--config", &config])["limits"]["l"]["denied"], 1);
+}
