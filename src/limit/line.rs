@@ -63,3 +63,20 @@ impl Drop for Place<'_> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn queue_is_gone_when_its_last_request_has_left() {
+        let lines = Lines::default();
+        let (one, other) = (lines.join(1, 2).unwrap(), lines.join(1, 2).unwrap());
+        assert!(lines.join(1, 2).is_none() && lines.join(2, 2).is_some(), "each queue has its own bound");
+        assert!(lines.is_waited_for(1) && !lines.is_waited_for(2));
+        drop(one);
+        assert!(lines.is_waited_for(1));
+        drop(other);
+        assert!(!lines.is_waited_for(1), "the next request is decided at once");
+    }
+}

@@ -123,6 +123,15 @@ mod tests {
     }
 
     #[test]
+    fn node_without_a_known_host_is_where_it_was_asked() {
+        // Redis says an empty host, `?` or null, as cluster-preferred-endpoint-type has it.
+        for host in ["$0\r\n\r\n", "$1\r\n?\r\n", "$-1\r\n"] {
+            let reply = format!("*1\r\n*3\r\n:0\r\n:16383\r\n*3\r\n{host}:7000\r\n$2\r\nid\r\n");
+            assert_eq!(read(reply.as_bytes()).unwrap().masters(), [at("seed:7000")], "{host:?}");
+        }
+    }
+
+    #[test]
     fn what_is_no_map_of_slots_is_none() {
         for reply in
             ["*0\r\n", "+OK\r\n", "*1\r\n*2\r\n:0\r\n:1\r\n", "*1\r\n*3\r\n:0\r\n:16384\r\n*2\r\n$1\r\na\r\n:1\r\n"]
