@@ -1,5 +1,5 @@
-//! SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams fails none (row 27), and SIGTERM while
-//! connections keep coming has an end.
+//! SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams fails none (row 27), SIGTERM while
+//! connections keep coming has an end, and connections in the listen backlog are served.
 
 mod support;
 
