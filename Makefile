@@ -127,9 +127,9 @@ certs:
 	  -addext "subjectAltName=DNS:localhost,IP:127.0.0.1,IP:::1" -addext "basicConstraints=critical,CA:FALSE" \
 	  -keyout certs/dev.key -out certs/dev.pem
 
-# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams, curl and hey for load.
+# What the tests start: a real Redis, which is a Sentinel and a node of a cluster as well, nginx, Node and Python as upstreams, curl, hey and wrk for load.
 tools:
-	@$(call ensure,redis-server hey nginx node python3 curl,redis-server hey nginx nodejs python3 curl)
+	@$(call ensure,redis-server hey wrk nginx node python3 curl,redis-server hey wrk nginx nodejs python3 curl)
 
 peers:
 	@$(call ensure,nginx haproxy wrk,nginx libnginx-mod-http-lua haproxy wrk)

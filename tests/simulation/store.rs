@@ -35,17 +35,26 @@ pub struct Asked {
     pub cost: u64,
     pub mode: Mode,
     pub lease: u64,
+    pub debt_before_us: u64,
 }
 
 impl Asked {
     fn charge(&self) -> Charge<'_> {
-        Charge { mode: self.mode, lease: self.lease, ..charge(&self.name, &self.bucket, &self.rule, self.cost) }
+        let Asked { mode, lease, debt_before_us, .. } = *self;
+        Charge { mode, lease, debt_before_us, ..charge(&self.name, &self.bucket, &self.rule, self.cost) }
     }
 }
 
 /// A charge of so many units.
 pub fn charge<'a>(name: &StateName, bucket: &'a Bucket, rule: &'a Rule, cost: u64) -> Charge<'a> {
-    Charge { key: Key { identity: Identity(name.1), bucket }, rule, cost, mode: Mode::Binding, lease: 0, debt_before_us: 0 }
+    Charge {
+        key: Key { identity: Identity(name.1), bucket },
+        rule,
+        cost,
+        mode: Mode::Binding,
+        lease: 0,
+        debt_before_us: 0,
+    }
 }
 
 /// A request that the store has decided.
@@ -308,12 +317,21 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<Asked>)>, u64) {
                 _ => panic!("unknown kind"),
             };
             let lease = if kind == b'C' { last } else { 0 };
-            terms.push((rule, cost, mode, lease));
+            let debt_before_us = if kind == b'B' { f64::from_bits(last) as u64 } else { 0 };
+            terms.push((rule, cost, mode, lease, debt_before_us));
         }
         for _ in 0..size {
-            let asked = terms.iter().map(|(rule, cost, mode, lease)| {
+            let asked = terms.iter().map(|(rule, cost, mode, lease, debt_before_us)| {
                 let (name, bucket) = state_of(&text(keys.next().expect("a key for each limit")));
-                Asked { name, bucket, rule: rule.clone(), cost: *cost, mode: *mode, lease: *lease }
+                Asked {
+                    name,
+                    bucket,
+                    rule: rule.clone(),
+                    cost: *cost,
+                    mode: *mode,
+                    lease: *lease,
+                    debt_before_us: *debt_before_us,
+                }
             });
             requests.push((operation, asked.collect()));
         }

@@ -5,6 +5,9 @@ use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU16, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use sluicegate::limit::clock::monotonic;
 
 use super::upstream::serve;
 
@@ -22,6 +25,11 @@ type Streams = Arc<Mutex<HashMap<usize, [TcpStream; 2]>>>;
 impl Relay {
     /// A relay to the server on this port.
     pub fn start(port: u16) -> Relay {
+        Relay::delayed(port, Duration::ZERO)
+    }
+
+    /// The same, with a round trip of this time.
+    pub fn delayed(port: u16, round_trip: Duration) -> Relay {
         let server = Arc::new(AtomicU16::new(port));
         let losing = Arc::<AtomicBool>::default();
         let (streams, number) = (Streams::default(), AtomicUsize::new(0));
@@ -36,12 +44,26 @@ impl Relay {
                 let _ = std::io::copy(&mut calls, &mut to_redis);
                 let _ = to_redis.shutdown(Shutdown::Both);
             });
+            // The other half of the line: what is read is written a round trip later, in its order.
+            let (sent, due) = std::sync::mpsc::channel::<(Instant, Vec<u8>)>();
+            let mut replies = gateway.try_clone().unwrap();
+            let deaf = deaf.clone();
+            let line = std::thread::spawn(move || {
+                for (at, bytes) in due {
+                    std::thread::sleep(at.saturating_duration_since(monotonic()));
+                    if !deaf.load(Ordering::SeqCst) && replies.write_all(&bytes).is_err() {
+                        return;
+                    }
+                }
+            });
             let mut buffer = [0; 4096];
             while let Ok(count @ 1..) = redis.read(&mut buffer) {
-                if !deaf.load(Ordering::SeqCst) && gateway.write_all(&buffer[..count]).is_err() {
+                if sent.send((monotonic() + round_trip, buffer[..count].to_vec())).is_err() {
                     break;
                 }
             }
+            drop(sent);
+            let _ = line.join();
             let _ = gateway.shutdown(Shutdown::Both);
             open.lock().unwrap().remove(&number);
         });
