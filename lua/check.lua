@@ -30,9 +30,8 @@
 -- lowest first. As text they would cost a fifth of a check.
 -- The TTL is garbage collection only: a second of slack, so that no decision depends on it. Where half of that is left the key
 -- is written into, which costs half of setting it.
--- Redis rejects a command that may take memory (SET, SETRANGE, ZADD, RPUSH) while it holds more than `maxmemory`, but only as
--- long as the script has written nothing. What charges therefore writes with such a command first, and the gateway puts the groups
--- that delete (R, N) last.
+-- Beyond `maxmemory` Redis rejects commands that may take memory (SET, SETRANGE, ZADD, RPUSH), but only until the script has
+-- written. A charge therefore begins with such a command, and the gateway puts groups that may delete first (R, N) last.
 -- With a status other than 0, the new state mends one that lies in the future because the clock was set back, or is that of a
 -- bucket at another rate, see token_bucket.lua.
 -- All arithmetic is on integers below 2^53: the loader of the configuration sees to that, and charges that ask for no room

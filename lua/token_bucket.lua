@@ -35,7 +35,7 @@ elseif kind == 'B' then
   local parts = cost > most / c and most or cost * c
   local owed = debt + parts
   if asked == 'R' then
-    -- First the refill paid the debt before the charge. What it paid of the charge since is not given back again.
+    -- Refill since the charge first pays the debt before it, for d microseconds. Later refill pays the charge and is subtracted.
     local passed = now - charged_at - unpack('<d', d)
     if passed >= parts / b then parts = 0
     elseif passed > 0 then parts = parts - passed * b end

@@ -209,7 +209,7 @@ fn what_the_upstream_failed_at_is_given_back() {
 }
 
 #[test]
-fn refunds_of_slow_failures_deny_nobody() {
+fn refunds_of_slow_failures_cause_no_denials() {
     let redis = Redis::start();
     let upstream = Upstream::answering(|_| {
         std::thread::sleep(Duration::from_millis(200));

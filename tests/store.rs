@@ -6,20 +6,27 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 
 use redis::ConnectionLike;
+use sluicegate::limit::admission::{Ledger, Pending};
 use sluicegate::limit::algorithm::fixed_window::Start;
 use sluicegate::limit::algorithm::{Rule, Status};
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::IdentityHasher;
+use sluicegate::limit::backend::{Backend, Shared};
+use sluicegate::limit::clock::{Clock, monotonic};
+use sluicegate::limit::coalesce::{Coalescer, Set};
+use sluicegate::limit::guard::Guard;
+use sluicegate::limit::key::{Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::plan::Plan;
 use sluicegate::limit::quota::Calendar;
 use sluicegate::limit::redis::script::{Frame, Parts, script};
 use sluicegate::limit::redis::wire::{self, Terms};
 use sluicegate::limit::store::{Charge, Mode, Operation, Store, StoreError};
+use support::PATIENCE;
 use support::redis::Redis;
 use support::stores::{
-    ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, concurrency, every_algorithm, log,
+    ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, concurrency, every_algorithm, log, quota,
     redis_store, sliding, window,
 };
+use tokio_util::task::TaskTracker;
 
 #[tokio::test]
 async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
@@ -500,6 +507,32 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
     put("limit two").unwrap();
     let fields: Vec<String> = redis::cmd("HKEYS").arg("overrides").query(&mut server.connection()).unwrap();
     assert_eq!(fields, ["limit one", "limit two"]);
+}
+
+#[tokio::test]
+async fn coalesced_units_tell_the_debt_before_each() {
+    let server = Redis::start();
+    let clock = Clock::manual(START);
+    let store = Shared::One(Guard::new(redis_store(&server, "coalesced", clock.clone()), Arc::default()));
+    let fallback = Arc::new(MemoryStore::new(1, clock));
+    let backend = Backend::Redis { store, fallback, tallies: Arc::default() };
+    let ledger = Arc::new(Ledger { backend, denials: None, tasks: TaskTracker::new() });
+    let coalescer = Arc::new(Coalescer::new(PATIENCE, Arc::default()));
+    let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
+    let plan = Arc::new(Plan { id: 1, quota: quota(10, SECOND), share: rule.clone(), rule: rule.clone(), bucket });
+    let pending =
+        Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1, advance: 0, debt_before_us: 0 };
+    let key = Key { identity: Identity(1), bucket: &plan.bucket };
+    let charge = [Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 }];
+    let pending = || vec![pending.clone()];
+    let set = Set { id: 1, advance: 0 };
+    // The first leaves alone, the others are taken together when it has its reply.
+    let checks = (0..6).map(|_| coalescer.check(&ledger, set, &charge, monotonic(), pending));
+    let verdicts: Vec<_> = all(checks).await.into_iter().map(Result::unwrap).collect();
+    assert_eq!(verdicts.iter().map(|verdict| verdict.charged_after).collect::<Vec<_>>(), [0, 4, 3, 2, 1, 0]);
+    let before = verdicts.iter().map(|verdict| rule.debt_before_us(&verdict.outcomes[0], 0, 1 + verdict.charged_after));
+    // A token refills in 100 ms.
+    assert_eq!(before.collect::<Vec<_>>(), [0, 100_000, 200_000, 300_000, 400_000, 500_000]);
 }
 
 #[tokio::test]

@@ -34,7 +34,7 @@ impl Relay {
         let losing = Arc::<AtomicBool>::default();
         let (streams, number) = (Streams::default(), AtomicUsize::new(0));
         let (target, deaf, open) = (server.clone(), losing.clone(), streams.clone());
-        let address = serve(move |mut gateway| {
+        let address = serve(move |gateway| {
             // Whom nobody serves is hung up on, as by a server that has died.
             let Ok(mut redis) = TcpStream::connect(("127.0.0.1", target.load(Ordering::SeqCst))) else { return };
             let (mut calls, mut to_redis) = (gateway.try_clone().unwrap(), redis.try_clone().unwrap());

@@ -92,7 +92,7 @@ impl TokenBucket {
         let held = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
         if let Ask::Refund { charged_at, debt_before_us } = ask {
-            // First the refill paid the debt before the charge. What it paid of the charge since is not given back again.
+            // Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
             let paid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
             let given = cost.saturating_mul(self.parts).min(MOST).saturating_sub(paid_us.saturating_mul(self.refill));
             let rest = debt.saturating_sub(given);

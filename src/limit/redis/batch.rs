@@ -27,7 +27,7 @@ pub(super) type Answer = Result<Verdict, Refusal>;
 /// The requests of one call.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// Those that may take memory come first, see [`Group::may_delete`]; otherwise in the order of their first request.
+    /// Groups that may take memory first, see [`Group::may_delete`]; then in the order of their first request.
     groups: Vec<Group>,
     keys: usize,
     algorithms: Parts,
@@ -289,7 +289,7 @@ impl Group {
     }
 
     /// Whether it may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that may take memory only
-    /// until a script has written: a release must not open the door to the charges in its call.
+    /// until a script has written: after a release it would accept the charges of the same call.
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
