@@ -21,6 +21,7 @@ elseif kind == 'C' then
   elseif asked == 'N' then
     -- First the sweep: it makes Redis accept the ZADD beyond `maxmemory`, where a permit that is not renewed would expire before its
     -- request ends. One that the store has lost is registered again, over the limit if need be: its request is running.
+    reset = b
     value = function()
       sweep()
       call('ZADD', key, till, d)

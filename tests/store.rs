@@ -492,8 +492,9 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
     let server = Redis::start();
     let put = |field: &str| -> redis::RedisResult<i64> {
         let mut call = redis::cmd("EVAL");
-        call.arg(include_str!("../lua/overrides.lua")).arg(1).arg("overrides");
-        call.arg(field).arg(60 * SECOND).arg("1/s").arg(10).query(&mut server.connection())
+        call.arg(include_str!("../lua/overrides.lua")).arg(1).arg("overrides").arg("set").arg(10);
+        call.arg(field).arg(60 * SECOND).arg(0).arg(0).arg("1/s");
+        call.query::<Vec<i64>>(&mut server.connection()).map(|reply| reply[0])
     };
     put("limit one").unwrap();
     // Over since 1970.

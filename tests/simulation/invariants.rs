@@ -117,7 +117,9 @@ impl History<'_> {
                 let message = format!("{when}: {:?}", observed.told);
                 violated("nothing is decided without the store while it is up", message);
             }
-            if self.schedule.is_prompt() && observed.told == Told::Unavailable {
+            // A simulated node takes a millisecond for each call, and a cluster's requests share none.
+            let prompt = self.schedule.is_prompt() && *class != Class::Cluster;
+            if prompt && observed.told == Told::Unavailable {
                 violated("a store that replies in time decides every request", when);
             }
         }

@@ -39,7 +39,10 @@ impl Concurrency {
         let edit = |action| Change::Leases(LeaseEdit { now, lease: self.lease, action });
         match ask {
             Ask::Refund { .. } => held(edit(Action::Release)),
-            Ask::Renew => held(edit(Action::Renew)),
+            Ask::Renew => {
+                let outcome = Outcome { status: Status::Ok, remaining: free, reset_us: self.lease, retry_us: 0 };
+                step(outcome, edit(Action::Renew))
+            }
             Ask::Fit if live + cost > self.limit => {
                 let blocking = leases[first + (live + cost - self.limit) as usize - 1];
                 let retry_us = (blocking.ends - now).min(self.lease);

@@ -192,6 +192,7 @@ fn merge(answers: Vec<Answer<'_>>, granted: u64, places: usize) -> Result<Verdic
     for (group, answer) in answers {
         let verdict = answer.map_err(|error| match error {
             // Here it did not run, but the others were asked.
+            error if error.is_overload() => StoreError::Late,
             error if error.nothing_ran() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;

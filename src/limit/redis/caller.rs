@@ -292,7 +292,7 @@ impl Caller {
         due: Instant,
         written: &mut Instant,
     ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
-        let command = batch.command(self.algorithms, self.clock.argument_us());
+        let command = Arc::new(batch.command(self.algorithms, self.clock.argument_us()));
         let asking = batch.purpose() == Purpose::Asking;
         self.tallies.calls.count(0);
         let mut refused = 0;

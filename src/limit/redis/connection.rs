@@ -235,7 +235,7 @@ impl Connection {
     }
 
     /// Sends a command, with `ASKING` before it where another node said to ask this one.
-    pub async fn call(mut self, asking: bool, command: Cmd) -> RedisResult<Value> {
+    pub async fn call(mut self, asking: bool, command: Arc<Cmd>) -> RedisResult<Value> {
         if asking { self.send_asking(&command).await } else { self.send(&command).await }
     }
 
