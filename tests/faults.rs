@@ -72,6 +72,30 @@ const PASSING: [&str; 5] = [
 ];
 
 #[test]
+fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store_error() {
+    let slow = Arc::<std::sync::atomic::AtomicBool>::default();
+    let told = slow.clone();
+    // It takes longer than the timeout for requests, and answers the probes that follow: it works.
+    let fake = FakeRedis::start(move |command| {
+        if command.is_script() && !command.is_probe() && told.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(400));
+        }
+        Answer::Usual
+    });
+    let gateway = gateway(&fake.url(), "300ms");
+    decides(&gateway);
+    slow.store(true, Ordering::SeqCst);
+    for path in ["/deny", "/allow", "/local"] {
+        let reply = ask(&gateway, path, "a");
+        assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "{path}");
+    }
+    assert_eq!(ask(&gateway, "/shadow", "a").status, 200, "a shadow limit rejects nothing");
+    assert_eq!(said(&gateway, "the store fails"), 0, "{}", gateway.log());
+    slow.store(false, Ordering::SeqCst);
+    decides(&gateway);
+}
+
+#[test]
 fn a_call_that_was_turned_away_is_made_again_and_charged_once() {
     for text in PASSING {
         let (left, granted) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));

@@ -202,3 +202,27 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
         running.len() == LIMIT
     });
 }
+
+#[test]
+fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
+    // The upstream's response timeout and five seconds.
+    const PERMIT: Duration = Duration::from_secs(15);
+    let redis = Redis::start();
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"{}\"\n\
+         [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"12\"\non_store_error = \"deny\"\n\
+         [upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"10s\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+        redis.url(),
+        endless()
+    ));
+    signal(&redis.child, "STOP");
+    for _ in 0..3 {
+        assert_eq!(gateway.get("/r").status, 503, "the check is written, and not answered");
+    }
+    signal(&redis.child, "CONT");
+    let answers = sluicegate::limit::clock::monotonic();
+    eventually("Redis runs what was written", || redis.calls("zadd") > 0);
+    eventually("all permits are released", || redis.keys().iter().all(|key| key.contains("~probe")));
+    assert!(answers.elapsed() < PERMIT / 2, "released after {:?}, not expired", answers.elapsed());
+}

@@ -113,7 +113,7 @@ impl Ledger {
         self.backend.call(source, since, operation, &pending.iter().map(charge).collect::<Vec<_>>()).await
     }
 
-    /// The same for charges that nobody waits for: while too many checks are queued, it is repeated.
+    /// The same for charges that no request waits for: repeated while too many checks are queued.
     ///
     /// # Errors
     /// See [`StoreError`].

@@ -155,7 +155,7 @@ impl Coalescer {
         let landed = flight.landed.insert(Arc::default()).clone();
         let (coalescer, pending) = (self.clone(), pending());
         let calls = Calls { coalescer, ledger: ledger.clone(), set, pending };
-        // A task of its own: no client that leaves takes the others with it.
+        // A separate task: a request that is cancelled does not cancel the others.
         ledger.spawn(async move {
             if !idle {
                 let _ = timeout(calls.coalescer.timeout / SOON, landed.notified()).await;
@@ -164,7 +164,7 @@ impl Coalescer {
         });
     }
 
-    /// Those that wait for the next call of a set; when there are none, the set is idle. Those whose time is all but over are
+    /// Take the checks that wait for the next call of a set; without any, the set is idle. Checks whose time is all but over are
     /// rejected: all that share a call wait no longer than the oldest of them.
     fn take(&self, set: u128, now: Instant) -> Vec<Waiting> {
         let mut flights = self.lock();
@@ -269,7 +269,8 @@ impl Calls {
     }
 }
 
-/// Gives the units of a call to those that came first: those left without an answer, who ask again, and how many units nobody took.
+/// Gives the units of a call to the checks that came first. Return the checks without an answer, which ask again, and the number of
+/// units of requests that were cancelled.
 fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> (Vec<Waiting>, u64) {
     let granted = answer.as_ref().map_or(0, |verdict| verdict.granted) as usize;
     let (mut waiting, mut unclaimed) = (waiting.into_iter(), 0);

@@ -1,4 +1,4 @@
-//! Prefetching: the calls that take units of a hot set ahead, and those that give back what nobody has used of them.
+//! Prefetching: the calls that take units of a hot set in advance, and those that give back unused units.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -50,7 +50,7 @@ impl Calls {
 }
 
 impl Coalescer {
-    /// Sees to the end of prefetched units: what nobody has used is given back.
+    /// Gives back prefetched units that are not used within their time.
     fn watch(&self, ledger: &Arc<Ledger>, set: u128, pending: Vec<Pending>) {
         let (book, advances, ending) = (ledger.clone(), self.advances.clone(), self.ending.clone());
         ledger.spawn(async move {

@@ -445,7 +445,7 @@ impl Queue {
         !self.waiting.is_empty() && !self.has_room()
     }
 
-    /// Whether there is a call to be made that nobody makes yet; then the caller of this does.
+    /// Claim the next call, if one is due and no task has claimed it. The caller of this makes it.
     fn claim(&mut self, together: bool) -> bool {
         // A full batch, or one that cannot grow, has nothing to wait for.
         let ready = self.far || !together || self.waiting.len() > 1 || self.in_flight.requests < MANY;

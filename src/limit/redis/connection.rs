@@ -225,7 +225,7 @@ impl Connection {
     fn is_closed(&self) -> bool {
         let mut pipe = self.pipe.clone();
         let ping = redis::cmd("PING");
-        // A task that runs skips commands of which nobody awaits the reply.
+        // A running task skips commands whose reply is not awaited.
         let refused = pipe.send_packed_command(&ping).now_or_never();
         let closed = refused.is_some_and(|refused| refused.is_err_and(|error| error.is_unrecoverable_error()));
         if closed {
