@@ -436,3 +436,42 @@ fn denied_flood_across_masters_takes_no_tokens_of_a_shared_bucket() {
     let refilled = (20.0 * began.elapsed().as_secs_f64()) as u64;
     assert!(after + 4 >= (before + refilled).min(100), "{before} and {refilled} that refilled, but {after} remain");
 }
+
+#[test]
+fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
+    let sentinels = Sentinels::start();
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"1000000000/24h\"\non_store_error = \"deny\"";
+    let gateway = Gateway::start(&config(&sentinels.url(), "5s", &[("a", limit)]));
+    let old = sentinels.master();
+    let (finish, finished) = std::sync::mpsc::channel::<()>();
+    let finished = std::sync::Mutex::new(finished);
+    let goes_on = || finished.lock().unwrap().try_recv() == Err(std::sync::mpsc::TryRecvError::Empty);
+    std::thread::scope(|scope| {
+        let ask = || {
+            let mut client = gateway.client();
+            let mut statuses = std::collections::BTreeSet::new();
+            while goes_on() {
+                statuses.insert(client.get("/r").status);
+            }
+            statuses
+        };
+        let clients: Vec<_> = (0..8).map(|_| scope.spawn(ask)).collect();
+        let finish = finish;
+        eventually("the first master decides", || old.calls("evalsha") > 0);
+        sentinels.fail_over_by_command();
+        eventually("the new master decides", || sentinels.master().calls("evalsha") > 0);
+        eventually("the old master is not asked", || {
+            let before = (old.calls("evalsha"), sentinels.master().calls("evalsha"));
+            eventually("requests are decided", || sentinels.master().calls("evalsha") > before.1 + 100);
+            old.calls("evalsha") == before.0
+        });
+        assert!(old.info("replication").contains("role:master"), "no connection has been closed yet");
+        eventually("Sentinel makes it a replica", || old.info("replication").contains("role:slave"));
+        let before = sentinels.master().calls("evalsha");
+        eventually("requests are decided", || sentinels.master().calls("evalsha") > before + 100);
+        drop(finish);
+        for client in clients {
+            assert_eq!(client.join().unwrap(), [200].into());
+        }
+    });
+}

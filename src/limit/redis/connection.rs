@@ -1,13 +1,13 @@
 //! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
 use futures_util::FutureExt;
 use futures_util::future::try_join_all;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, RedisResult, Value};
+use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, Pipeline, RedisError, RedisResult, Value};
 use tokio::sync::Notify;
 use tokio::time::{Duration, timeout};
 
@@ -25,7 +25,7 @@ pub const UNANSWERED: u32 = 5;
 const PIPELINE: usize = 1024;
 
 /// Makes connections with all scripts of the configuration loaded.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Manager {
     server: Server,
     algorithms: Parts,
@@ -40,9 +40,14 @@ pub struct Connection {
     health: Arc<Health>,
 }
 
+/// A connection of the pool. It can be replaced while requests use the earlier one.
+#[derive(Debug, Clone)]
+pub struct Pooled(Arc<Mutex<Connection>>);
+
 /// What is known of a connection.
 #[derive(Debug)]
 struct Health {
+    address: ConnectionAddr,
     unanswered: AtomicU32,
     /// Whether it works, but no longer leads to where it should.
     retired: AtomicBool,
@@ -53,6 +58,7 @@ struct Health {
 #[derive(Debug)]
 pub struct Connections {
     pool: Pool<Manager>,
+    manager: Manager,
     failure: LastFailure,
     /// What to say when not even a failure came in time.
     silence: NoConnection,
@@ -84,6 +90,7 @@ impl ErrorSink<NoConnection> for LastFailure {
 /// A pool that connects when it is first used.
 pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Duration) -> Connections {
     let (failure, silence) = (LastFailure::default(), server.silence());
+    let manager = Manager { server, algorithms, connect_timeout, pace: Arc::default() };
     let pool = Pool::builder()
         .max_size(size)
         .test_on_check_out(false)
@@ -93,8 +100,8 @@ pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Durat
         .error_sink(failure.boxed_clone())
         .idle_timeout(None)
         .max_lifetime(None)
-        .build_unchecked(Manager { server, algorithms, connect_timeout, pace: Arc::default() });
-    Connections { pool, failure, silence, connected: AtomicBool::new(false) }
+        .build_unchecked(manager.clone());
+    Connections { pool, manager, failure, silence, connected: AtomicBool::new(false) }
 }
 
 impl Connections {
@@ -108,11 +115,37 @@ impl Connections {
         }
     }
 
-    /// Replaces connections that the server closed while they were idle, so that no request waits for a new one.
+    /// Replaces idle connections that the server has closed, and those to a server that is not the master any more. Requests use the
+    /// earlier connection until the new one is open.
     pub async fn renew(&self) {
-        while let Ok(connection) = checkout(self).await
-            && connection.is_closed()
-        {}
+        let master = self.manager.server.named(self.manager.connect_timeout).await;
+        let leads_elsewhere = |connection: &Connection| {
+            master.as_ref().is_some_and(|master| *master.get_connection_info().addr() != connection.health.address)
+        };
+        for _ in 0..self.pool.state().connections {
+            // The pool hands out the connection that was given back first.
+            let Some(Ok(pooled)) = self.pool.get().now_or_never() else { return };
+            let pooled = Pooled::clone(&pooled);
+            let connection = pooled.current();
+            if connection.is_closed() || leads_elsewhere(&connection) {
+                let Ok(replacement) = self.manager.connect().await else { return };
+                pooled.replace(&replacement);
+            }
+        }
+    }
+}
+
+impl Pooled {
+    fn current(&self) -> Connection {
+        self.lock().clone()
+    }
+
+    fn replace(&self, other: &Pooled) {
+        *self.lock() = other.current();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -133,9 +166,10 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
             StoreError::Unreachable(failure.unwrap_or_else(|| connections.silence.clone()).to_string())
         })?;
         // A broken one is thrown away by the pool when it comes back.
-        if !pooled.is_broken() {
+        let connection = pooled.current();
+        if !connection.is_broken() {
             connections.connected.store(true, Ordering::Relaxed);
-            return Ok(pooled.clone());
+            return Ok(connection);
         }
     }
 }
@@ -175,28 +209,34 @@ impl Manager {
             async move { pipe.send_packed_command(&load).await?.extract_error() }
         }))
         .await?;
-        let health = Health { unanswered: AtomicU32::new(0), retired: AtomicBool::new(false), pace: self.pace.clone() };
+        let health = Health {
+            address: client.get_connection_info().addr().clone(),
+            unanswered: AtomicU32::new(0),
+            retired: AtomicBool::new(false),
+            pace: self.pace.clone(),
+        };
         Ok(Connection { pipe, health: Arc::new(health) })
     }
 }
 
 impl ManageConnection for Manager {
-    type Connection = Connection;
+    type Connection = Pooled;
     type Error = NoConnection;
 
-    async fn connect(&self) -> Result<Connection, NoConnection> {
+    async fn connect(&self) -> Result<Pooled, NoConnection> {
         // A server that hangs half-way must not keep the pool's place for good.
         let attempt = timeout(self.connect_timeout, self.open());
-        self.pace.connect(async { attempt.await.map_err(|_| self.server.silence())? }).await
+        let connection = self.pace.connect(async { attempt.await.map_err(|_| self.server.silence())? }).await?;
+        Ok(Pooled(Arc::new(Mutex::new(connection))))
     }
 
-    async fn is_valid(&self, connection: &mut Connection) -> Result<(), NoConnection> {
-        let answer = connection.send(&redis::cmd("PING")).await;
+    async fn is_valid(&self, pooled: &mut Pooled) -> Result<(), NoConnection> {
+        let answer = pooled.current().send(&redis::cmd("PING")).await;
         answer.map(drop).map_err(|error| NoConnection::new(&advice::of_call(&error)))
     }
 
-    fn has_broken(&self, connection: &mut Connection) -> bool {
-        connection.is_broken()
+    fn has_broken(&self, pooled: &mut Pooled) -> bool {
+        pooled.current().is_broken()
     }
 }
 

@@ -1,15 +1,22 @@
 //! Where connections go: a server, the master that Sentinels name, or a node of a cluster.
 
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
-use futures_util::future::select_ok;
+use futures_util::future::{join_all, select_ok};
+use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisResult};
 use tokio::time::Duration;
 
 use super::advice::{of_connecting, of_silence};
 use super::dial::Dial;
 use super::hello::{self, Mode};
+use crate::limit::clock::monotonic;
+
+/// How often the Sentinels are asked whether another server is the master by now.
+const ASK_AGAIN: Duration = Duration::from_secs(1);
 
 /// A host and a port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -147,6 +154,14 @@ impl Server {
         }
     }
 
+    /// The master that the Sentinels name now, asked once a second for all workers; none for other servers.
+    pub async fn named(&self, within: Duration) -> Option<Client> {
+        match self {
+            Server::Fixed(_) | Server::Node(_) | Server::Dialed { .. } => None,
+            Server::Master(sentinels) => sentinels.login.at(&sentinels.named(within).await?).ok(),
+        }
+    }
+
     /// Why there is no connection when nobody said so in time.
     pub fn silence(&self) -> NoConnection {
         NoConnection::new(&match self {
@@ -169,9 +184,58 @@ pub struct Sentinels {
     pub name: String,
     /// How to log on at the master.
     pub login: Login,
+    latest: Mutex<Latest>,
+}
+
+/// The master that the Sentinels named last, and when they were asked.
+#[derive(Debug, Default)]
+struct Latest {
+    asked: Option<Instant>,
+    master: Option<Address>,
 }
 
 impl Sentinels {
+    /// `sentinels` watch a master that they call `name`.
+    pub fn new(sentinels: Vec<Client>, name: String, login: Login) -> Self {
+        Sentinels { sentinels, name, login, latest: Mutex::default() }
+    }
+
+    /// The master of the latest failover. After a graceful failover the earlier master stays writable for about ten seconds, then its
+    /// Sentinels close all connections to it: connections have to move before.
+    async fn named(&self, within: Duration) -> Option<Address> {
+        if self.is_due(monotonic()) {
+            let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.ask_epoch(sentinel, within)));
+            let latest = join_all(replies).await.into_iter().flatten().max_by_key(|(epoch, _)| *epoch);
+            if let Some((_, master)) = latest {
+                self.latest().master = Some(master);
+            }
+        }
+        self.latest().master.clone()
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        let mut latest = self.latest();
+        let due = latest.asked.is_none_or(|asked| now.saturating_duration_since(asked) >= ASK_AGAIN);
+        if due {
+            latest.asked = Some(now);
+        }
+        due
+    }
+
+    fn latest(&self) -> MutexGuard<'_, Latest> {
+        self.latest.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The master, and the epoch of the failover that made it one.
+    async fn ask_epoch(&self, sentinel: &Client, within: Duration) -> Option<(u64, Address)> {
+        let mut connection = self.connect(sentinel, within).await.ok()?;
+        let mut question = redis::cmd("SENTINEL");
+        let state: HashMap<String, String> =
+            question.arg("MASTER").arg(&self.name).query_async(&mut connection).await.ok()?;
+        let master = Address { host: state.get("ip")?.as_str().into(), port: state.get("port")?.parse().ok()? };
+        Some((state.get("config-epoch")?.parse().ok()?, master))
+    }
+
     /// Asks all of them at the same time; the first that knows the master is believed. One that is behind names a server
     /// that is a replica by now, which whoever connects finds out.
     async fn master(&self, within: Duration) -> Result<Client, NoConnection> {
@@ -192,11 +256,16 @@ impl Sentinels {
         }
     }
 
-    async fn ask(&self, sentinel: &Client, within: Duration) -> RedisResult<Option<Address>> {
+    async fn connect(&self, sentinel: &Client, within: Duration) -> RedisResult<MultiplexedConnection> {
         let config =
             AsyncConnectionConfig::new().set_connection_timeout(Some(within)).set_response_timeout(Some(within));
         let mut connection = sentinel.get_multiplexed_async_connection_with_config(&config).await?;
         hello::expect(&mut connection, Mode::Sentinel, sentinel.get_connection_info().addr()).await?;
+        Ok(connection)
+    }
+
+    async fn ask(&self, sentinel: &Client, within: Duration) -> RedisResult<Option<Address>> {
+        let mut connection = self.connect(sentinel, within).await?;
         let mut question = redis::cmd("SENTINEL");
         question.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.name);
         let master: Option<(String, u16)> = question.query_async(&mut connection).await?;

@@ -126,7 +126,7 @@ fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> R
         client(info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(|error| unusable(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();
     let log_name = format!("redis master {name} by Sentinels at {}", hosts.join(", "));
-    let sentinels = Sentinels { sentinels, name, login: Login::of(&template) };
+    let sentinels = Sentinels::new(sentinels, name, Login::of(&template));
     Ok((log_name, Servers::One(Server::Master(Arc::new(sentinels)))))
 }
 
