@@ -47,6 +47,8 @@ pub struct State {
     busy_until: Vec<Instant>,
     connections: BTreeMap<u64, Connection>,
     next: u64,
+    /// How many each gateway has opened.
+    opened: BTreeMap<usize, u64>,
     /// The trace, if it is wanted.
     trace: Option<Vec<(Duration, String)>>,
 }
@@ -54,6 +56,8 @@ pub struct State {
 /// What becomes of an open connection.
 #[derive(Debug, Clone)]
 struct Connection {
+    /// How many the gateway had opened before.
+    earlier: u64,
     /// It ends at once.
     reset: CancellationToken,
     /// It ends when the store has run what came by it.
@@ -111,6 +115,7 @@ impl World {
             busy_until: vec![Instant::now(); schedule.nodes],
             connections: BTreeMap::new(),
             next: 0,
+            opened: BTreeMap::new(),
             trace: trace.then(Vec::new),
         };
         World {
@@ -166,7 +171,7 @@ impl World {
         let state = &mut *self.state();
         let all = state.connections.values();
         match fault {
-            Fault::Delay(_) => {}
+            Fault::Delay(_) | Fault::DelayHalf(_) | Fault::Stall(_) => {}
             Fault::LoseReplies => all.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
             Fault::LoseRequests => all.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
             Fault::ResetAfter => all.for_each(|each| each.ends.cancel()),
@@ -202,7 +207,10 @@ impl World {
         let (number, connection) = {
             let state = &mut *self.state();
             let flag = |fault| Arc::new(AtomicBool::new(state.active.contains(&fault)));
+            let opened = state.opened.entry(gateway).or_default();
+            *opened += 1;
             let connection = Connection {
+                earlier: *opened - 1,
                 reset: CancellationToken::new(),
                 ends: CancellationToken::new(),
                 lose_requests: flag(Fault::LoseRequests),
@@ -260,6 +268,14 @@ impl World {
 
     fn delay(&self) -> Duration {
         let delay = |fault: &Fault| if let Fault::Delay(delay) = fault { *delay } else { Duration::ZERO };
+        self.state().active.iter().map(delay).sum()
+    }
+
+    fn delay_of(&self, connection: &Connection) -> Duration {
+        let delay = |fault: &Fault| match fault {
+            Fault::DelayHalf(delay) if connection.earlier % 2 == 1 => *delay,
+            _ => Duration::ZERO,
+        };
         self.state().active.iter().map(delay).sum()
     }
 
@@ -321,7 +337,7 @@ impl World {
                 }
                 reply
             };
-            arrives = arrives.max(Instant::now() + self.half_trip());
+            arrives = arrives.max(Instant::now() + self.half_trip() + self.delay_of(connection));
             if !connection.ends.is_cancelled() {
                 let _ = to_gateway.send((arrives, reply));
             }

@@ -11,7 +11,7 @@ use sluicegate::limit::algorithm::concurrency::Concurrency;
 use sluicegate::limit::backend::Source;
 use tokio::runtime::Builder;
 use tokio::task::JoinHandle;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::gateway::{Client, Gateway, Observed, Told};
@@ -108,7 +108,7 @@ impl Play {
         let faults = tokio::spawn(bring_about(client.world.clone(), schedule.incidents.clone()));
         sleep_until(self.began + schedule.last_request() + 2 * schedule.timeout).await;
         faults.await.expect("the faults end");
-        if matches!(schedule.class, Class::Faulty | Class::Slow) {
+        if matches!(schedule.class, Class::Faulty | Class::Slow | Class::Stalled | Class::Uneven) {
             self.recover().await;
         }
         if self.has_permits() {
@@ -289,7 +289,17 @@ async fn bring_about(world: Arc<World>, mut incidents: Vec<Incident>) {
     for Incident { at, lasts, fault } in incidents {
         sleep_until(began + at).await;
         world.begin(fault);
-        sleep(lasts).await;
+        match fault {
+            Fault::Stall(length) => {
+                let end = Instant::now() + lasts;
+                while Instant::now() < end {
+                    // No task runs meanwhile: timers and replies are late together.
+                    advance(length).await;
+                    sleep(Duration::from_millis(5)).await;
+                }
+            }
+            _ => sleep(lasts).await,
+        }
         world.end(fault);
     }
 }

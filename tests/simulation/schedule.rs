@@ -32,6 +32,10 @@ pub enum Class {
     IdleClose,
     /// It is a healthy cluster of three masters.
     Cluster,
+    /// It is healthy, and the event loops of the gateways stand still for longer than the timeout, again and again.
+    Stalled,
+    /// Of its two connections to each gateway one is healthy, and replies on the other take longer than the timeout.
+    Uneven,
     /// It fails.
     Faulty,
 }
@@ -41,6 +45,10 @@ pub enum Class {
 pub enum Fault {
     /// Replies take this long in addition.
     Delay(Duration),
+    /// The same on every second connection of each gateway.
+    DelayHalf(Duration),
+    /// Event loops stand still for so long, then run for some milliseconds.
+    Stall(Duration),
     /// Connections that are open lose what the store says, and those that are opened meanwhile.
     LoseReplies,
     /// The same for what the gateways say.
@@ -195,6 +203,8 @@ impl Schedule {
             44..46 => Class::Overload,
             46..51 => Class::IdleClose,
             51..60 => Class::Cluster,
+            60..63 => Class::Stalled,
+            63..66 => Class::Uneven,
             _ => Class::Faulty,
         };
         let theme = match random.of(0..100) {
@@ -220,9 +230,9 @@ impl Schedule {
             seed,
             class,
             gateways: random.of(1..4) as usize,
-            workers: random.of(1..3) as usize,
+            workers: if class == Class::Uneven { 1 } else { random.of(1..3) as usize },
             nodes: if class == Class::Cluster { 3 } else { 1 },
-            connections: random.of(1..3) as u32,
+            connections: if class == Class::Uneven { 2 } else { random.of(1..3) as u32 },
             timeout,
             round_trip,
             jitter,
@@ -244,6 +254,8 @@ impl Schedule {
                     fault,
                 });
             }
+            Class::Stalled => schedule.add_under_load(random, Fault::Stall),
+            Class::Uneven => schedule.add_under_load(random, Fault::DelayHalf),
             Class::Faulty => schedule.add_faults(random),
             Class::Healthy | Class::Far | Class::IdleClose | Class::Cluster => {}
         }
@@ -399,6 +411,25 @@ impl Schedule {
                 worker: 0,
                 route: route.clone(),
                 client: 1000 + client,
+                holds: Some(ms(10)),
+                leaves: None,
+                pays: 1,
+                refunds: false,
+            });
+        }
+    }
+
+    /// Adds a fault that lasts longer than the timeout, and clients that make a request every other millisecond meanwhile.
+    fn add_under_load(&mut self, random: &mut Random, fault: impl Fn(Duration) -> Fault) {
+        let (at, lasts) = (self.some_time(random), ms(random.of(300..1500)));
+        self.incidents.push(Incident { at, lasts, fault: fault(self.timeout + ms(random.of(1..50))) });
+        for index in 0..lasts.as_millis() as u64 / 2 {
+            self.requests.push(Request {
+                at: at + ms(2 * index),
+                gateway: 0,
+                worker: 0,
+                route: vec![0],
+                client: 1000 + index,
                 holds: Some(ms(10)),
                 leaves: None,
                 pays: 1,
