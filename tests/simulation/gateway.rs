@@ -47,7 +47,7 @@ impl Gateway {
             prefix: "rl".to_owned(),
             connections: schedule.connections,
             timeout: schedule.timeout,
-            connect_timeout: schedule.timeout,
+            connect_timeout: std::time::Duration::from_secs(1),
             algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
         };
         let servers = match schedule.class {

@@ -34,7 +34,7 @@ pub enum Class {
     Cluster,
     /// It is healthy, and the event loops of the gateways stand still for longer than the timeout, again and again.
     Stalled,
-    /// Of its two connections to each gateway one is healthy, and replies on the other take longer than the timeout.
+    /// Of three connections of each gateway one is healthy, and replies on the others take longer than the timeout.
     Uneven,
     /// It fails.
     Faulty,
@@ -45,8 +45,8 @@ pub enum Class {
 pub enum Fault {
     /// Replies take this long in addition.
     Delay(Duration),
-    /// The same on every second connection of each gateway.
-    DelayHalf(Duration),
+    /// The same on two of three connections of each gateway.
+    DelaySome(Duration),
     /// Event loops stand still for so long, then run for some milliseconds.
     Stall(Duration),
     /// Connections that are open lose what the store says, and those that are opened meanwhile.
@@ -218,21 +218,25 @@ impl Schedule {
         let timeout = match class {
             // Connecting takes no longer than a second, also while the store is slow.
             Class::Slow => ms(random.pick(&[50, 100])),
+            // With more calls in flight when it becomes slow, nine in ten of them would be late.
+            Class::Uneven => ms(50),
             _ => ms(random.pick(&[50, 50, 100, 250])),
         };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
             // What one master charges and another denies takes two round trips; connecting takes four.
-            Class::Cluster | Class::IdleClose => (timeout / 100 * random.of(0..12) as u32, Duration::ZERO),
+            Class::Cluster | Class::IdleClose | Class::Uneven => {
+                (timeout / 100 * random.of(0..12) as u32, Duration::ZERO)
+            }
             _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
         };
         let mut schedule = Schedule {
             seed,
             class,
-            gateways: random.of(1..4) as usize,
+            gateways: if class == Class::Uneven { 1 } else { random.of(1..4) as usize },
             workers: if class == Class::Uneven { 1 } else { random.of(1..3) as usize },
             nodes: if class == Class::Cluster { 3 } else { 1 },
-            connections: if class == Class::Uneven { 2 } else { random.of(1..3) as u32 },
+            connections: if class == Class::Uneven { 3 } else { random.of(1..3) as u32 },
             timeout,
             round_trip,
             jitter,
@@ -254,8 +258,8 @@ impl Schedule {
                     fault,
                 });
             }
-            Class::Stalled => schedule.add_under_load(random, Fault::Stall),
-            Class::Uneven => schedule.add_under_load(random, Fault::DelayHalf),
+            Class::Stalled => schedule.add_under_load(random, 2, Fault::Stall),
+            Class::Uneven => schedule.add_under_load(random, 4, Fault::DelaySome),
             Class::Faulty => schedule.add_faults(random),
             Class::Healthy | Class::Far | Class::IdleClose | Class::Cluster => {}
         }
@@ -372,13 +376,14 @@ impl Schedule {
         let bursts = random.pick(&[0, 20, 60]).max(if theme == Theme::Prefetch { 60 } else { 0 });
         let leaves = random.pick(&[0, 0, 0, 20]);
         let all: Vec<usize> = (0..self.limits.len()).collect();
+        let whole = if theme == Theme::Denials { random.pick(&[70, 100]) } else { 70 };
         for _ in 0..groups {
             let at = WARM_UP + ms(random.of(0..lasts));
             let client = random.of(0..clients);
             let (gateway, worker) =
                 (random.of(0..self.gateways as u64) as usize, random.of(0..self.workers as u64) as usize);
             // Mostly all limits: the states of the clients then have one limit in common.
-            let route = if random.percent(70) { all.clone() } else { vec![random.of(0..all.len() as u64) as usize] };
+            let route = if random.percent(whole) { all.clone() } else { vec![random.of(0..all.len() as u64) as usize] };
             let size = if random.percent(bursts) { random.of(2..9) } else { 1 };
             for _ in 0..size {
                 let holds = match random.of(0..10) {
@@ -419,13 +424,13 @@ impl Schedule {
         }
     }
 
-    /// Adds a fault that lasts longer than the timeout, and clients that make a request every other millisecond meanwhile.
-    fn add_under_load(&mut self, random: &mut Random, fault: impl Fn(Duration) -> Fault) {
+    /// Adds a fault that lasts longer than the timeout, and clients that make a request every `gap` ms meanwhile.
+    fn add_under_load(&mut self, random: &mut Random, gap: u64, fault: impl Fn(Duration) -> Fault) {
         let (at, lasts) = (self.some_time(random), ms(random.of(300..1500)));
         self.incidents.push(Incident { at, lasts, fault: fault(self.timeout + ms(random.of(1..50))) });
-        for index in 0..lasts.as_millis() as u64 / 2 {
+        for index in 0..lasts.as_millis() as u64 / gap {
             self.requests.push(Request {
-                at: at + ms(2 * index),
+                at: at + ms(gap * index),
                 gateway: 0,
                 worker: 0,
                 route: vec![0],

@@ -93,6 +93,8 @@ pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Durat
     let manager = Manager { server, algorithms, connect_timeout, pace: Arc::default() };
     let pool = Pool::builder()
         .max_size(size)
+        // A checkout gives its connection back at once: without this there would never be a second one.
+        .min_idle(Some(size))
         .test_on_check_out(false)
         .retry_connection(false)
         // Longer than an attempt, so that its reason is told.
