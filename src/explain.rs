@@ -13,7 +13,7 @@ use http::{HeaderMap, Request};
 use crate::gateway::Peer;
 use crate::gateway::addressed::{Addressed, origin_form};
 use crate::gateway::ask::{Question, checks};
-use crate::http::headers::is_grpc;
+use crate::http::headers::is_grpc_call;
 use crate::limit::decision::Check;
 use crate::limit::store::Verdict;
 use crate::reply::Rejection;
@@ -112,7 +112,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                     decision,
                     dialects: &route.metering.dialects,
                     expose: route.metering.expose.as_ref(),
-                    grpc: is_grpc(request.headers()),
+                    grpc: is_grpc_call(request),
                 });
             }
             other => other,

@@ -16,15 +16,16 @@ pub mod tell;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
+use http::header::CONTENT_LENGTH;
 use http::uri::PathAndQuery;
-use http::{Request, Response};
+use http::{HeaderValue, Method, Request, Response, Version};
 use http_body::Body as _;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
 use crate::account::{Arrival, Record, Sinks};
 use crate::http::body::Body;
-use crate::http::headers::is_grpc;
+use crate::http::headers::is_grpc_call;
 use crate::http::upload::RequestBody;
 use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
@@ -103,6 +104,7 @@ impl Gateway {
             met.identify(&request, peer);
         }
         let early = early::is_possible(&request);
+        let is_head = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
         let (mut response, outcome) = match self.serve(&generation, request, peer, &mut met).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
@@ -121,6 +123,9 @@ impl Gateway {
         generation.meters.answered(met.route, response.status(), arrived.elapsed());
         if early {
             early::say_close(&mut response);
+        }
+        if is_head && let Some(length) = response.body_mut().withhold() {
+            response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length));
         }
         match met.record {
             Some(record) => record.attach(response, outcome),
@@ -226,7 +231,7 @@ impl Gateway {
                 decision,
                 dialects: &route.metering.dialects,
                 expose: route.metering.expose.as_ref(),
-                grpc: is_grpc(request.headers()),
+                grpc: is_grpc_call(request),
             });
         }
         let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());

@@ -4,6 +4,8 @@
 //! identities ([`identity`]), asks its limits ([`limit`]) and sends it on ([`upstream`]) or turns it down ([`reply`]).
 //! [`config`] is the file as written, [`runtime`] the same ready to use.
 
+// The futures of a connection are nested deeper than the 128 types that rustc follows to see that they are `Send`.
+#![recursion_limit = "256"]
 // Tests and benches may; the library returns errors and writes where it is told to.
 #![warn(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)]
 

@@ -4,7 +4,7 @@ mod problem;
 
 use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
     WWW_AUTHENTICATE,
 };
 use http::{Method, Response, StatusCode};
@@ -79,6 +79,13 @@ impl Rejection<'_> {
     /// The response, and one word for the access log. With `request_id` those that are not the client's doing say which request
     /// it was, for whoever reads our log or the upstream's.
     pub fn into_response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
+        let (mut response, outcome) = self.response(request_id);
+        // It is about this request and this moment: no shared cache may give it to others.
+        response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+        (response, outcome)
+    }
+
+    fn response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
         match self {
             Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
             Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),

@@ -9,6 +9,7 @@ use sluicegate::limit::clock::monotonic;
 use support::client::{Client, load};
 use support::eventually;
 use support::gateway::Gateway;
+use support::http2::{self, Answer};
 use support::redis::Redis;
 use support::upstream::{Seen, Upstream};
 
@@ -308,25 +309,52 @@ fn who_would_wait_too_long_is_denied_at_once() {
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
 }
 
+/// A gRPC call is POST over HTTP/2 with its content type. In all other responses the status of the rejection counts:
+/// a shared cache stores a 200.
 #[test]
-fn grpc_clients_are_told_in_their_own_words() {
+fn only_grpc_calls_are_rejected_by_grpc_status() {
     let gateway = Gateway::start(&answered("by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\""));
-    let mut client = gateway.client();
-    for (kind, status, grpc) in [
-        ("application/grpc", 200, None),
-        ("application/grpc", 200, Some("8")),
-        ("application/grpc+proto", 200, Some("8")),
-        ("application/json", 429, None),
+    assert_eq!(gateway.get("/r").status, 200);
+    let mut checked = 0;
+    for (kind, is_grpc) in [
+        (Some("application/grpc"), true),
+        (Some("application/grpc+proto"), true),
+        (Some("application/grpc;x=y"), true),
+        (Some("application/grpc-web"), false),
+        (Some("application/grpc-web+proto"), false),
+        (Some("application/grpcx"), false),
+        (Some("application/json"), false),
+        (None, false),
     ] {
-        let reply = client.request("POST", "/r", &[("content-type", kind), ("te", "trailers")], b"");
-        assert_eq!((reply.status, reply.header("grpc-status")), (status, grpc), "{kind}");
-        if grpc.is_some() {
-            assert_eq!(reply.header("content-type"), Some("application/grpc"));
-            assert!(reply.header("grpc-message").unwrap().contains("try again in"), "{reply:?}");
-            assert!(reply.header("retry-after").is_some() && reply.header("ratelimit").is_some(), "{reply:?}");
-            assert!(reply.body.is_empty());
+        for method in ["POST", "GET", "HEAD", "PUT", "OPTIONS", "DELETE", "CUSTOM"] {
+            let mut client = gateway.client();
+            let headers: Vec<_> = kind.iter().map(|kind| ("content-type", *kind)).collect();
+            let reply = client.request(method, "/r", &headers, b"");
+            let what = format!("{method} with {kind:?}");
+            assert_eq!((reply.status, reply.header("grpc-status")), (429, None), "{what} over HTTP/1.1");
+            assert_eq!(reply.header("cache-control"), Some("no-store"), "{what} over HTTP/1.1");
+            let mut request = http::Request::builder().method(method).uri("http://a.test/r");
+            if let Some(kind) = kind {
+                request = request.header("content-type", kind);
+            }
+            let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
+            let [Answer::Response(status, headers, body)] = &answers[..] else { panic!("{what}: {answers:?}") };
+            let call = is_grpc && method == "POST";
+            let expected = if call { (200, Some("8")) } else { (429, None) };
+            let field = |name| headers.get(name).map(|value| value.to_str().unwrap());
+            assert_eq!((status.as_u16(), field("grpc-status")), expected, "{what} over HTTP/2");
+            assert_eq!(field("cache-control"), Some("no-store"), "{what} over HTTP/2");
+            assert_eq!(field("content-length").is_some_and(|length| length != "0"), !call, "{what} over HTTP/2");
+            assert_eq!(body.is_empty(), call || method == "HEAD", "{what} over HTTP/2");
+            assert!(field("retry-after").is_some() && field("ratelimit").is_some(), "{what}: {headers:?}");
+            if call {
+                assert_eq!(field("content-type"), Some("application/grpc"), "{what}");
+                assert!(field("grpc-message").unwrap().contains("try again in") && body.is_empty(), "{what}");
+            }
+            checked += 2;
         }
     }
+    assert_eq!(checked, 8 * 7 * 2);
 }
 
 #[test]

@@ -123,6 +123,14 @@ impl Body {
         self.kept = Some(kept);
     }
 
+    /// Drops the content of a body of our own and returns its length. hyper does so for HEAD in HTTP/1.1; in HTTP/2 it would
+    /// send the content (RFC 9110 §9.3.2).
+    pub fn withhold(&mut self) -> Option<u64> {
+        let Source::Own(bytes) = &mut self.source else { return None };
+        self.complete = true;
+        Some(bytes.take()?.len() as u64)
+    }
+
     fn notice_end(&mut self) {
         if self.is_end_stream() {
             self.complete = true;

@@ -6,7 +6,7 @@ use http::header::{
     CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, FORWARDED, HeaderMap, HeaderName, HeaderValue, TE, TRAILER,
     TRANSFER_ENCODING, UPGRADE, VIA,
 };
-use http::{Method, Version};
+use http::{Method, Request, Version};
 
 /// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
 pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
@@ -212,7 +212,13 @@ pub fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
-/// Whether a message is of gRPC.
+/// Whether a request is a gRPC call: POST over HTTP/2 with its content type. All others are ordinary requests, whose
+/// responses caches may store by their status.
+pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
+    *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
+}
+
+/// Whether the content of a message is gRPC.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
     let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
     // Not application/grpc-web, which is another protocol.

@@ -1,6 +1,6 @@
 //! Problem documents (RFC 9457): what an answer of ours says of itself.
 
-use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
+use http::header::{CONTENT_TYPE, HeaderValue};
 use http::{Response, StatusCode};
 use serde::Serialize;
 
@@ -33,7 +33,6 @@ impl Problem<'_> {
         let mut response = Response::new(Body::full(body));
         *response.status_mut() = self.status;
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
-        response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
         response
     }
 }

@@ -158,6 +158,7 @@ impl Reply {
     pub fn assert_problem(&self, status: u16, what: &str) {
         assert_eq!(self.status, status, "{what}: {}", String::from_utf8_lossy(&self.body));
         assert_eq!(self.header("content-type"), Some("application/problem+json"), "{what}");
+        assert_eq!(self.header("cache-control"), Some("no-store"), "{what}");
         let problem = self.json();
         assert_eq!(problem["status"], status, "{what}: {problem}");
         for field in ["type", "title", "detail"] {

@@ -1,8 +1,10 @@
-//! Load over HTTP/2.
+//! Load over HTTP/2, and single requests with any header.
 
 use std::net::SocketAddr;
 
-use http_body_util::{BodyExt, Empty};
+use bytes::Bytes;
+use http::{HeaderMap, Request, StatusCode};
+use http_body_util::{BodyExt, Empty, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::net::TcpStream;
 use tokio::task::JoinSet;
@@ -44,4 +46,54 @@ pub fn load(addresses: &[SocketAddr], connections: usize, total: usize, path: &s
         }
         tasks.join_all().await.concat()
     })
+}
+
+/// What becomes of a request over HTTP/2.
+#[derive(Debug)]
+pub enum Answer {
+    /// Status, headers and body of the response.
+    Response(StatusCode, HeaderMap, Bytes),
+    /// The stream was reset.
+    Reset(h2::Reason),
+}
+
+impl Answer {
+    /// The status of the response; none if the stream was reset as malformed (RFC 9113 §8.1.1).
+    #[track_caller]
+    pub fn status(&self) -> Option<u16> {
+        match self {
+            Answer::Response(status, ..) => Some(status.as_u16()),
+            Answer::Reset(reason) => {
+                assert_eq!(*reason, h2::Reason::PROTOCOL_ERROR);
+                None
+            }
+        }
+    }
+}
+
+/// Sends requests one after the other on one connection.
+pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'static [u8]>>) -> Vec<Answer> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let talk = async {
+        let stream = TcpStream::connect(address).await.unwrap();
+        let handshake = hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream));
+        let (mut sender, connection) = handshake.await.unwrap();
+        tokio::spawn(connection);
+        let mut answers = Vec::new();
+        for request in requests {
+            let answer = sender.send_request(request.map(|body| Full::new(Bytes::from_static(body)))).await;
+            answers.push(match answer {
+                Ok(response) => {
+                    let (parts, body) = response.into_parts();
+                    Answer::Response(parts.status, parts.headers, body.collect().await.unwrap().to_bytes())
+                }
+                Err(error) => {
+                    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<h2::Error>());
+                    Answer::Reset(source.and_then(h2::Error::reason).unwrap_or_else(|| panic!("{error:?}")))
+                }
+            });
+        }
+        answers
+    };
+    runtime.block_on(async { tokio::time::timeout(super::PATIENCE, talk).await.expect("HTTP/2 is answered") })
 }
