@@ -4,8 +4,8 @@ mod problem;
 
 use bytes::Bytes;
 use http::header::{
-    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue, RETRY_AFTER,
-    WWW_AUTHENTICATE,
+    ACCESS_CONTROL_EXPOSE_HEADERS, ALLOW, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HeaderName, HeaderValue,
+    RETRY_AFTER, WWW_AUTHENTICATE,
 };
 use http::{Method, Response, StatusCode};
 

@@ -7,6 +7,7 @@ use std::net::TcpStream;
 
 use support::PATIENCE;
 use support::gateway::Gateway;
+use support::http2;
 use support::upstream::Upstream;
 
 const DATA: u8 = 0;
@@ -159,6 +160,9 @@ const FIELDS: &[(&str, &str, &[Field<'_>], End)] = &[
     ("a value with CR", "9113 8.2.1", &[(b"x", b"1\rx-user-id: bob")], Gone(PROTOCOL_ERROR)),
     ("a value with LF", "9113 8.2.1", &[(b"x", b"1\nx-user-id: bob")], Gone(PROTOCOL_ERROR)),
     ("a value with NUL", "9113 8.2.1", &[(b"x", b"1\0")], Gone(PROTOCOL_ERROR)),
+    ("a value that begins with a space", "9113 8.2.1", &[(b"x", b" 1")], Reset(PROTOCOL_ERROR)),
+    ("a value that ends in a tab", "9113 8.2.1", &[(b"x", b"1\t")], Reset(PROTOCOL_ERROR)),
+    ("a value of one space", "9113 8.2.1", &[(b"x", b" ")], Reset(PROTOCOL_ERROR)),
     (
         "a value with two line ends",
         "9113 8.2.1",
@@ -522,7 +526,6 @@ const DOWNGRADES: &[Downgrade] = &[
         b"",
         &[("x-forwarded-for", &["127.0.0.1"]), ("x_forwarded_for", &[])],
     ),
-    ("GET", &[(b"x", b"  padded\t")], b"", &[]),
     ("GET", &[(b"x", b": y"), (b"x", b"\xc3\xa9")], b"", &[]),
     ("M-SEARCH", &[(b"via", b"1.1 p")], b"", &[("via", &["1.1 p, 2.0 sluicegate"])]),
 ];
@@ -570,4 +573,92 @@ fn http_2_becomes_one_good_request_of_http_1() {
     assert_eq!((seen.target(), &seen.body[..]), ("/spoiled", &b"hello"[..]), "{}", seen.head);
     assert_eq!((seen.headers("host"), seen.headers("x-trailer")), (vec!["a.test"], vec![]), "{}", seen.head);
     println!("row 5: {} requests from HTTP/2 to HTTP/1.1, 0 second requests", DOWNGRADES.len());
+}
+
+/// What stands before and behind a value, and is no part of it in HTTP/1.1 (RFC 9110 §5.5).
+const EDGES: [(&str, &str); 8] =
+    [("", " "), (" ", ""), (" ", " "), ("", "\t"), ("\t", ""), ("\t ", " \t"), ("   ", ""), ("", "   ")];
+
+/// A header of which the gateway makes something, and the remaining requests of the limit that it counts for, if any.
+const USES: [(&str, &str); 9] = [
+    ("x-api-key", "k1"),
+    ("x-tenant", "t1"),
+    ("cookie", "sid=s1"),
+    ("authorization", "Bearer abc"),
+    ("x-plan", "free"),
+    ("content-type", "application/grpc"),
+    ("x-cost", "5"),
+    ("x-forwarded-for", "192.0.2.1"),
+    ("x-other", "1"),
+];
+
+#[test]
+fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() {
+    let upstream = Upstream::start();
+    let limit = |name: &str, by: &str| {
+        format!(
+            "[limit.{name}]\nby = \"{by}\"\non_missing = \"ip\"\nalgorithm = \"fixed-window\"\n\
+             start = \"first-request\"\nquota = \"1000/hour\"\n"
+        )
+    };
+    let route = |name: &str, rest: &str| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
+             limits = [\"key\", \"tenant\", \"session\"]\nresponse_headers = {{ set = {{ x-route = \"{name}\" }} }}\n{rest}"
+        )
+    };
+    let gateway = Gateway::start(&format!(
+        "[server]\nworkers = 1\n[api_key]\non_unknown = \"accept\"\n{}{}{}{}{}[upstream.api]\nservers = [\"{}\"]\n",
+        limit("key", "api-key"),
+        limit("tenant", "header:x-tenant"),
+        limit("session", "cookie:sid"),
+        route("others", ""),
+        route("free", "headers = { x-plan = \"free\" }\n"),
+        upstream.url()
+    ));
+    let plain: Vec<_> = USES.iter().filter(|(name, _)| *name != "x-forwarded-for").copied().collect();
+    let mut left = 1000;
+    let mut refused = 0;
+    for (name, value) in USES {
+        for (before, behind) in EDGES {
+            let what = format!("{name}: {:?}", format!("{before}{value}{behind}"));
+            let request = |edges: bool| {
+                let mut request = http::Request::get("http://a.test/x");
+                for (other, value) in USES {
+                    let (before, behind) = if edges && other == name { (before, behind) } else { ("", "") };
+                    request = request.header(other, format!("{before}{value}{behind}"));
+                }
+                request.body(&b""[..]).unwrap()
+            };
+            let count = upstream.count();
+            let answers = http2::ask(gateway.address, [request(true), request(false)]);
+            assert_eq!((answers[0].status(), answers[1].status()), (None, Some(200)), "{what}");
+            assert_eq!(upstream.count(), count + 1, "{what}: nothing is forwarded of a malformed request");
+            refused += 1;
+            // In HTTP/1.1 it is the same request: same limits, same route, same bytes.
+            let lines: Vec<_> = USES
+                .iter()
+                .map(|(other, value)| match *other == name {
+                    true => (*other, format!("{before}{value}{behind}")),
+                    false => (*other, (*value).to_owned()),
+                })
+                .collect();
+            let lines: Vec<_> = lines.iter().map(|(name, value)| (*name, value.as_str())).collect();
+            let reply = gateway.client().get_with("/x", &lines);
+            left -= 2;
+            for limit in ["key", "tenant", "session"] {
+                assert_eq!(reply.remaining(limit), left, "{what}: {limit}");
+            }
+            assert_eq!(reply.header("x-route"), Some("free"), "{what}");
+            for (name, value) in &plain {
+                assert_eq!(upstream.last().headers(name), [*value], "{what}: {}", upstream.last().head);
+            }
+        }
+    }
+    assert_eq!(refused, USES.len() * EDGES.len());
+    // The same holds for trailers.
+    let mut connection = Http2::connect(&gateway);
+    connection.send(&[frame(HEADERS, END_HEADERS, 1, &block(GOOD)), frame(DATA, 0, 1, b"hello")].concat());
+    connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(&[(b"x-trailer", b"1 ")])));
+    assert_eq!(connection.end_of(1), Status(400));
 }

@@ -23,6 +23,8 @@ pub struct Bounds {
 pub enum BodyError {
     #[error(transparent)]
     Broken(#[from] hyper::Error),
+    #[error("the trailer section of the request is malformed")]
+    Trailers,
     #[error("the request body is longer than the route allows")]
     TooLarge,
     #[error("the client stopped sending the request body")]

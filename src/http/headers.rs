@@ -212,6 +212,13 @@ pub fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
+/// Whether a value begins or ends with a space or a tab. HTTP/2 forbids that (RFC 9113 §8.2.1), and HTTP/1.1 cuts them off:
+/// the next server would see another value than the one that was routed and limited on.
+pub fn has_padding(headers: &HeaderMap) -> bool {
+    let is_padding = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
+    headers.values().map(HeaderValue::as_bytes).any(|value| is_padding(value.first()) || is_padding(value.last()))
+}
+
 /// Whether a request is a gRPC call: POST over HTTP/2 with its content type. All others are ordinary requests, whose
 /// responses caches may store by their status.
 pub fn is_grpc_call<B>(request: &Request<B>) -> bool {

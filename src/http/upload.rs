@@ -12,6 +12,7 @@ use hyper::body::Incoming;
 use super::body::Polled;
 use super::bounds::{BodyError, Bounds, Silence};
 use super::flow::Flow;
+use super::headers::has_padding;
 
 /// A request body on its way to an upstream. On the heap: most requests have none, and are moved often.
 pub struct RequestBody(Option<Box<Passing>>);
@@ -131,8 +132,14 @@ impl Passing {
 
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
         let mut polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
-        if !self.trailers && matches!(&polled, Poll::Ready(Some(Ok(frame))) if frame.is_trailers()) {
-            polled = Poll::Ready(None);
+        if let Poll::Ready(Some(Ok(frame))) = &polled
+            && let Some(trailers) = frame.trailers_ref()
+        {
+            if has_padding(trailers) {
+                polled = Poll::Ready(Some(Err(BodyError::Trailers)));
+            } else if !self.trailers {
+                polled = Poll::Ready(None);
+            }
         }
         match &polled {
             Poll::Pending if self.is_overdue(cx) => {
@@ -147,7 +154,8 @@ impl Passing {
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
-            Poll::Ready(Some(Err(_))) => {}
+            // Not at its end, even if nothing more comes.
+            Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
         self.silence.iter_mut().for_each(Silence::end);
         (if self.body.is_end_stream() { DONE } else { SENDING }, polled)

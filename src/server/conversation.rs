@@ -1,6 +1,5 @@
 //! HTTP on one connection, until it ends: requests, deadlines, the end of the gateway.
 
-use std::convert::Infallible;
 use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
@@ -9,7 +8,7 @@ use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
-use http::{Request, Response};
+use http::{Request, Response, Version};
 use hyper::body::Incoming;
 use hyper::rt::Executor;
 use hyper::server::conn::{http1, http2};
@@ -25,6 +24,7 @@ use crate::gateway::{Gateway, Peer};
 use crate::http::activity::{Activity, InFlight};
 use crate::http::body::Body;
 use crate::http::flow::Watch;
+use crate::http::headers::has_padding;
 use crate::http::upload::RequestBody;
 use crate::runtime::ServerSettings;
 
@@ -182,15 +182,20 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
     }
 }
 
-/// Answers a request. On the heap, as the request is: an HTTP/1.x connection keeps room for it from one request to the next.
+/// Answers a request; an error resets the stream. On the heap, as the request is: an HTTP/1.x connection keeps room for it from one request to the next.
 fn answer(
     gateway: impl Deref<Target = Gateway>,
     peer: impl Deref<Target = Peer>,
     in_flight: InFlight,
     request: Request<Incoming>,
-) -> Pin<Box<impl Future<Output = Result<Response<Body>, Infallible>>>> {
+) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
+    let is_malformed = request.version() == Version::HTTP_2 && has_padding(request.headers());
     let request = Box::new(request.map(RequestBody::new));
     Box::pin(async move {
+        // Before anything is made of it (RFC 9113 §8.1.1). hyper rejects what is malformed in HTTP/1.1.
+        if is_malformed {
+            return Err(h2::Reason::PROTOCOL_ERROR.into());
+        }
         let response = gateway.handle(request, &peer).await;
         Ok(in_flight.answer(response))
     })

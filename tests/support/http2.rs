@@ -88,7 +88,8 @@ pub fn ask(address: SocketAddr, requests: impl IntoIterator<Item = Request<&'sta
                     Answer::Response(parts.status, parts.headers, body.collect().await.unwrap().to_bytes())
                 }
                 Err(error) => {
-                    let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<h2::Error>());
+                    let source =
+                        std::error::Error::source(&error).and_then(|source| source.downcast_ref::<h2::Error>());
                     Answer::Reset(source.and_then(h2::Error::reason).unwrap_or_else(|| panic!("{error:?}")))
                 }
             });
