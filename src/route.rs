@@ -192,9 +192,11 @@ impl<T> Entry<T> {
 
     /// Whether one request could match both, with nothing to choose by.
     fn ties_with(&self, other: &Entry<T>) -> bool {
-        let share_a_method = self.methods.is_empty()
-            || other.methods.is_empty()
-            || self.methods.iter().any(|method| other.methods.contains(method));
+        // A list of methods comes before none.
+        let share_a_method = match (self.methods.is_empty(), other.methods.is_empty()) {
+            (false, false) => self.methods.iter().any(|method| other.methods.contains(method)),
+            (one, other) => one == other,
+        };
         // No request has both values of one field.
         let exclude = |(name, value): &(HeaderName, HeaderValue)| {
             other.headers.iter().any(|(other_name, other_value)| name == other_name && value != other_value)
@@ -323,7 +325,9 @@ mod tests {
         for (one, other, tied) in [
             (pattern("", "/{a}", &[], &[]), pattern("", "/{b}", &[], &[]), true),
             (pattern("", "/x", &["GET", "PUT"], &[]), pattern("", "/x", &["PUT"], &[]), true),
-            (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &[], &[]), true),
+            (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &[], &[]), false),
+            (pattern("", "/x", &[], &[]), pattern("", "/x", &["GET"], &[("a", "1")]), false),
+            (pattern("", "/x", &[], &[]), pattern("", "/x", &[], &[]), true),
             (pattern("", "/x", &[], &[("a", "1")]), pattern("", "/x", &[], &[("b", "1")]), true),
             (pattern("", "/x", &[], &[("a", "1")]), pattern("", "/x", &[], &[("a", "2")]), false),
             (pattern("", "/x", &["GET"], &[]), pattern("", "/x", &["PUT"], &[]), false),

@@ -264,7 +264,7 @@ fn http_1_0_needs_no_host() {
 fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
     let gateway = gateway();
     let mut client = gateway.client();
-    for method in ["DELETE", "PATCH", "OPTIONS", "PURGE", "get"] {
+    for method in ["DELETE", "PATCH", "OPTIONS", "PURGE", "G-ET"] {
         let reply = client.request(method, "/methods", &[], b"");
         reply.assert_problem(405, method);
         let allow = reply.header("allow").unwrap_or_else(|| panic!("{method}: a 405 has Allow"));
@@ -275,6 +275,37 @@ fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
     let reply = client.get("/nowhere");
     reply.assert_problem(404, "no route");
     assert_eq!(reply.header("allow"), None, "a 404 has no Allow");
+}
+
+#[test]
+fn route_with_methods_comes_before_one_without() {
+    let routes = [
+        ("rest", "/mixed", ""),
+        ("read", "/mixed", "methods = [\"GET\", \"HEAD\"]"),
+        ("write", "/mixed", "methods = [\"POST\"]"),
+        ("marked", "/mixed", "headers = { \"x-mark\" = \"1\" }"),
+    ];
+    let written = |(name, path, criteria): &(&str, &str, &str)| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"{path}\"\n{criteria}\nrespond = {{ status = 200, body = \"{name}\" }}\n"
+        )
+    };
+    for turn in 0..routes.len() {
+        let mut order = routes;
+        order.rotate_left(turn);
+        let gateway = Gateway::start(&order.iter().map(written).collect::<String>());
+        let mut client = gateway.client();
+        for (method, headers, expected) in [
+            ("GET", &[][..], "read"),
+            ("POST", &[], "write"),
+            ("DELETE", &[], "rest"),
+            ("OPTIONS", &[], "rest"),
+            ("GET", &[("x-mark", "1")], "read"),
+            ("DELETE", &[("x-mark", "1")], "marked"),
+        ] {
+            assert_eq!(client.request(method, "/mixed", headers, b"").text(), expected, "{method} {headers:?}");
+        }
+    }
 }
 
 #[test]
