@@ -67,7 +67,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// The way of a request through the gateway, with a note at each step.
     fn walk(&self, request: &Request<()>, peer: &Peer, facts: &mut Explanation) -> Result<Answer, Rejection<'_>> {
         let runtime = self.runtime;
-        let target = Addressed::read(request, runtime.server.max_uri)?;
+        let target = Addressed::read(request, &runtime.server)?;
         facts.host = Some(target.host.to_string());
         facts.path = Some(target.path.to_string());
         let route = target.route(runtime, request);
@@ -118,12 +118,12 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             other => other,
         };
         if let Target::Upstream(split) = &route.target {
-            let came = (path != request.uri().path()).then_some(path);
-            let target = rewritten.or_else(|| origin_form(request.uri(), came));
+            let other = (target.forwarded() != request.uri().path()).then(|| target.forwarded());
+            let target = rewritten.or_else(|| origin_form(request.uri(), other));
             let target = target.as_ref().or(request.uri().path_and_query());
             facts.upstream = Some(onward::onward(runtime, route, split, request, peer, (target, length)));
         }
-        Ok(answer::admitted(route, request, path, decision.as_ref()))
+        Ok(answer::admitted(route, request, target.forwarded(), decision.as_ref()))
     }
 
     fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {

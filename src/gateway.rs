@@ -209,7 +209,7 @@ impl Gateway {
         met: &mut Met,
     ) -> Result<Admitted<'g>, Rejection<'g>> {
         let Generation { runtime, meters, .. } = generation;
-        let target = Addressed::read(request, runtime.server.max_uri)?;
+        let target = Addressed::read(request, &runtime.server)?;
         let route = target.route(runtime, request)?;
         met.route = Some(route.index);
         if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
@@ -234,7 +234,7 @@ impl Gateway {
                 grpc: is_grpc_call(request),
             });
         }
-        let path = (*target.path != *request.uri().path()).then(|| target.path.into_owned());
+        let path = (target.forwarded() != request.uri().path()).then(|| target.forwarded().to_owned());
         Ok(Admitted { route, decision, path, rewritten, deadline })
     }
 }
@@ -268,7 +268,7 @@ impl Met {
 struct Admitted<'a> {
     route: &'a Route,
     decision: Decision<'a>,
-    /// Its path in canonical form, where it came in another.
+    /// The path that is forwarded, where it came in another form.
     path: Option<String>,
     /// What its route makes of path and query.
     rewritten: Option<PathAndQuery>,

@@ -18,8 +18,8 @@ use crate::limit::key::{Encoder, Identity, IdentityHasher};
 use crate::route::path::PathPattern;
 use api_key::{ApiKeys, Caller};
 use jwt::{Bearer, TokenError};
-pub use source::Source;
 use source::{ANONYMOUS, CONSUMER, IP, Part};
+pub use source::{Source, cookie_value};
 
 /// What happens to a request that lacks a part of an identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -95,6 +95,8 @@ pub enum IdentityError {
     UnknownKey,
     #[error("the {0} stands more than once")]
     Ambiguous(Source),
+    #[error("the {0} has a space behind its name")]
+    Malformed(Source),
     #[error("the {0} is needed")]
     Missing(Source),
     #[error(transparent)]

@@ -19,7 +19,7 @@ use crate::limit::algorithm::{Rule, Status};
 use crate::limit::decision::{Decision, Judged};
 use crate::limit::outage::Unavailable;
 use crate::upstream::UpstreamError;
-use problem::Problem;
+use problem::{NO_STORE, Problem};
 
 /// The ways in which a request ends without an upstream's answer.
 #[derive(Debug)]
@@ -34,6 +34,8 @@ pub enum Rejection<'a> {
     BodyTooLarge,
     /// CONNECT and TRACE are not for gateways.
     Method,
+    /// The method has letters in lower case.
+    MethodCase,
     /// The body is coded in a way that would be lost on the way.
     TransferCoding,
     /// No route matches.
@@ -79,13 +81,6 @@ impl Rejection<'_> {
     /// The response, and one word for the access log. With `request_id` those that are not the client's doing say which request
     /// it was, for whoever reads our log or the upstream's.
     pub fn into_response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
-        let (mut response, outcome) = self.response(request_id);
-        // It is about this request and this moment: no shared cache may give it to others.
-        response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-        (response, outcome)
-    }
-
-    fn response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
         match self {
             Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
             Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),
@@ -98,6 +93,9 @@ impl Rejection<'_> {
             }
             Rejection::Method => {
                 (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
+            }
+            Rejection::MethodCase => {
+                (problem(StatusCode::BAD_REQUEST, BLANK, "methods are in upper case"), "bad-method")
             }
             Rejection::TransferCoding => {
                 let detail = "the only transfer coding that the gateway understands is chunked";
@@ -154,7 +152,7 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
         // No registered scheme is for certificates, and a 401 has to name one.
         IdentityError::Missing(Source::ClientCert) => Some("ClientCertificate"),
         IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
-        IdentityError::Ambiguous(_) | IdentityError::Missing(_) => None,
+        IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
     };
     let status = if challenge.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::BAD_REQUEST };
     let mut response = problem(status, BLANK, &error.to_string());
@@ -266,6 +264,7 @@ fn resource_exhausted(message: &str) -> Response<Body> {
     let mut response = Response::new(Body::full(Bytes::new()));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(CACHE_CONTROL, NO_STORE);
     headers.insert("grpc-status", HeaderValue::from_static("8"));
     // Our own words, in ASCII: a valid value without percent-encoding.
     headers

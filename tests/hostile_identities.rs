@@ -110,6 +110,135 @@ fn a_path_has_one_bucket_in_all_its_spellings() {
     assert_eq!(total, QUOTA);
 }
 
+/// What stands for itself in a path, encoded or not (RFC 3986 §3.3).
+const DELIMITERS: &str = "!$&'()*+,;=:@";
+
+#[test]
+fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
+    let upstream = Upstream::start();
+    let limits = limit("all", 1000, "by = [\"route\", \"host\", \"method\"]\nmethods = [\"POST\"]")
+        + &limit("each", 1000, "by = \"path:id\"");
+    let mut routes = format!("[upstream.api]\nservers = [\"{}\"]\n", upstream.url());
+    let mut route = |name: &str, rest: &str| {
+        routes.push_str(&format!(
+            "[[route]]\nname = \"{name}\"\nupstream = \"api\"\nresponse_headers = {{ set = {{ x-route = \"{name}\" }} }}\n{rest}\n"
+        ));
+    };
+    route("others", "path = \"/{*rest}\"");
+    route("each", "path = \"/each/{id}\"\nlimits = [\"each\"]");
+    route("stripped", "path = \"/v1:x/s/{*rest}\"\nstrip_prefix = \"/v1:x\"");
+    route("rewritten", "path = \"/v1:x/r/{*rest}\"\nrewrite = \"/to%3A/{rest}\"");
+    for (index, byte) in DELIMITERS.chars().enumerate() {
+        // A route cannot have a star in a segment.
+        let segment = if byte == '*' { "{star}".to_owned() } else { format!("{byte}x") };
+        route(&format!("d{index}"), &format!("host = \"api.test.\"\npath = \"/d/{segment}\"\nlimits = [\"all\"]"));
+    }
+    let gateway = Gateway::start(&(limits + &routes));
+    let mut client = gateway.client();
+    let mut spellings = 0;
+    for (index, byte) in DELIMITERS.chars().enumerate() {
+        let (upper, lower) = (format!("%{:02X}", byte as u8), format!("%{:02x}", byte as u8));
+        let mut left = 1000;
+        let mut each = 1000;
+        for (spelling, forwarded) in
+            [(byte.to_string(), byte.to_string()), (upper.clone(), upper.clone()), (lower, upper.clone())]
+        {
+            for host in ["api.test", "API.test.", "api.test.:81", "Api.Test:81"] {
+                let path = format!("/d/{spelling}%78");
+                let reply = client.request("POST", &path, &[("Host", host)], b"");
+                left -= 1;
+                let what = format!("{host}{path}");
+                assert_eq!((reply.header("x-route"), reply.status), (Some(&*format!("d{index}")), 200), "{what}");
+                assert_eq!(reply.remaining("all"), left, "{what}");
+                let seen = upstream.last();
+                assert_eq!(seen.target(), format!("/d/{forwarded}x"), "{what}");
+                let expected = host.replace(".:", ":");
+                let expected = expected.strip_suffix('.').unwrap_or(&expected);
+                assert_eq!((seen.headers("host"), seen.headers("x-forwarded-host")), (vec![expected], vec![expected]));
+                spellings += 1;
+            }
+            each -= 1;
+            assert_eq!(client.get(&format!("/each/a{spelling}")).remaining("each"), each, "{spelling}");
+            assert_eq!(upstream.last().target(), format!("/each/a{forwarded}"));
+            for (path, target) in [
+                (format!("/v1{spelling}x/s/{spelling}"), format!("/s/{forwarded}")),
+                (format!("/v1{spelling}x/r/{spelling}"), format!("/to%3A/{forwarded}")),
+            ] {
+                let target = if byte == ':' { target } else { path.replace(&*spelling, &forwarded) };
+                client.get(&path);
+                assert_eq!(upstream.last().target(), target, "{path}");
+            }
+        }
+    }
+    // Methods are in upper case, as routes and limits name them.
+    let count = upstream.count();
+    for method in
+        ["post", "Post", "pOST", "POSt", "get", "Get", "delete", "put", "patch", "head", "options", "propfind"]
+    {
+        client.request(method, "/d/!x", &[("Host", "api.test")], b"").assert_problem(400, method);
+        let request = http::Request::builder().method(method).uri("http://api.test/d/!x").body(&b""[..]).unwrap();
+        assert_eq!(support::http2::ask(gateway.address, [request])[0].status(), Some(400), "{method} over HTTP/2");
+        spellings += 2;
+    }
+    for host in ["api.test..", ".api.test", "api..test", ".", "..", "[::1.]", "[1]"] {
+        client.request("POST", "/d/!x", &[("Host", host)], b"").assert_problem(400, host);
+        spellings += 1;
+    }
+    assert_eq!(upstream.count(), count, "nothing of them is forwarded");
+    println!("row 9: {spellings} spellings of resources");
+}
+
+/// The lines of cookies, and the status; a number is how many requests the bucket of `victim` has served after it.
+const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
+    (&["sid=victim"], Ok(1)),
+    (&["a=1;sid=victim"], Ok(2)),
+    (&["a=1;  sid=victim ;b=2"], Ok(3)),
+    (&["xsid=other; sid=victim; sidx=other; SID=other"], Ok(4)),
+    // Python, Go and PHP read these values alike.
+    (&["sid=\"victim\""], Ok(5)),
+    (&["sid=%76ict%69m"], Ok(6)),
+    (&["sid= victim"], Ok(7)),
+    // Names with spaces around them are the cookie itself for some servers, another one for others.
+    (&["sid=x; sid =victim"], Err(400)),
+    (&["sid =victim; sid=x"], Err(400)),
+    (&["sid\t=victim"], Err(400)),
+    (&["a=1; sid \t =victim"], Err(400)),
+    // Servers take the first one or the last one.
+    (&["sid=x; sid=victim"], Err(400)),
+    (&["sid=victim; sid=victim"], Err(400)),
+    (&["sid=; sid=victim"], Err(400)),
+    (&["sid; sid=victim"], Err(400)),
+    (&["sid=x", "sid=victim"], Err(400)),
+    (&["sid=x", "a=1; sid =victim"], Err(400)),
+    (&["sid="], Err(400)),
+    (&["sid"], Err(400)),
+    (&["xsid=victim"], Err(400)),
+];
+
+#[test]
+fn session_has_one_bucket_in_all_its_spellings() {
+    let gateway = Gateway::start(&format!(
+        "{}{}{}",
+        limit("per-session", 100, "by = \"cookie:sid\"\nexempt = [\"of%20a%20friend\"]"),
+        route("session", "/session", "\"per-session\""),
+        route("others", "/{*rest}", ""),
+    ));
+    let mut client = gateway.client();
+    for (lines, expected) in COOKIES {
+        let headers: Vec<_> = lines.iter().map(|line| ("Cookie", *line)).collect();
+        let reply = client.get_with("/session", &headers);
+        match expected {
+            Ok(served) => assert_eq!(reply.remaining("per-session"), 100 - served, "{lines:?}"),
+            Err(status) => reply.assert_problem(*status, &format!("{lines:?}")),
+        }
+        for exempt in ["sid=of%20a%20friend", "sid=\"of a friend\""] {
+            assert_eq!(client.get_with("/session", &[("Cookie", exempt)]).header("ratelimit"), None, "{exempt}");
+        }
+        // Routes without such a limit take them as they are.
+        assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
+    }
+}
+
 #[test]
 fn an_address_has_one_bucket_in_all_its_spellings() {
     const QUOTA: usize = 50;

@@ -2,7 +2,7 @@
 
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method};
-use sluicegate::http::path::canonical;
+use sluicegate::http::path::{canonical, forwarded};
 use sluicegate::route::path::PathPattern;
 use sluicegate::route::{Pattern, RouteTable};
 
@@ -25,10 +25,14 @@ pub(crate) fn run(data: &[u8]) {
         let digits = once.as_bytes().get(at + 1..at + 3).expect("two digits");
         assert!(digits.iter().all(|digit| matches!(digit, b'0'..=b'9' | b'A'..=b'F')), "{once:?} of {path:?}");
     }
-    // What is forwarded is what was matched.
-    if once.len() <= 65_534 {
-        let target = PathAndQuery::try_from(&*once).expect("a canonical path is a target");
-        assert_eq!(target.path(), once);
+    // What is forwarded is what was matched, but for the encoding of delimiters.
+    let sent = forwarded(path).expect("it has a canonical form");
+    assert_eq!(forwarded(&sent).as_deref(), Ok(&*sent), "the forwarded form of {path:?} is its own");
+    assert_eq!(canonical(&sent).as_deref(), Ok(&*once), "{sent:?} of {path:?}");
+    assert_eq!(sent.split('/').count(), segments.len() + 1, "{sent:?} of {path:?}");
+    for form in [&once, &sent].into_iter().filter(|form| form.len() <= 65_534) {
+        let target = PathAndQuery::try_from(&**form).expect("both forms are targets");
+        assert_eq!(target.path(), *form);
     }
     // A canonical request and one that was spelled otherwise take the same route, with the same parameters.
     let mut table = RouteTable::default();

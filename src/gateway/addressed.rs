@@ -7,10 +7,10 @@ use http::uri::{PathAndQuery, Uri};
 use http::{Method, Request};
 
 use crate::http::host;
-use crate::http::path::canonical;
+use crate::http::path::{canonical, forwarded};
 use crate::reply::Rejection;
 use crate::route::NoMatch;
-use crate::runtime::{Route, Runtime};
+use crate::runtime::{Route, Runtime, ServerSettings};
 
 /// Bytes of the longest target that `http::Uri` can say.
 const LONGEST_URI: usize = 65_534;
@@ -22,6 +22,8 @@ pub struct Addressed<'a> {
     pub host: Cow<'a, str>,
     /// In canonical form.
     pub path: Cow<'a, str>,
+    /// As it is forwarded, where that differs: with delimiters encoded as they came.
+    pub forwarded: Option<Box<str>>,
 }
 
 impl<'a> Addressed<'a> {
@@ -29,7 +31,7 @@ impl<'a> Addressed<'a> {
     ///
     /// # Errors
     /// The request goes nowhere.
-    pub fn read<B>(request: &'a Request<B>, max_uri: usize) -> Result<Self, Rejection<'static>> {
+    pub fn read<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
         // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
@@ -40,17 +42,33 @@ impl<'a> Addressed<'a> {
         if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
             return Err(Rejection::Method);
         }
+        // Servers that fold the case of methods take `post` for POST, which routes and limits name.
+        if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
+            return Err(Rejection::MethodCase);
+        }
         let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
-        if length > max_uri {
+        if length > settings.max_uri {
             return Err(Rejection::UriTooLong);
         }
         let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
         let path = canonical(uri.path()).map_err(Rejection::Path)?;
+        let forwarded = if uri.path().contains('%') {
+            let forwarded = forwarded(uri.path()).map_err(Rejection::Path)?;
+            (forwarded != path).then(|| forwarded.into())
+        } else {
+            None
+        };
+        let target = Addressed { host, path, forwarded };
         // Encoding makes some longer than they came, and longer than a target can be.
-        if length - uri.path().len().min(length) + path.len() > max_uri.min(LONGEST_URI) {
+        if length - uri.path().len().min(length) + target.forwarded().len() > settings.max_uri.min(LONGEST_URI) {
             return Err(Rejection::UriTooLong);
         }
-        Ok(Addressed { host, path })
+        Ok(target)
+    }
+
+    /// The path that is forwarded: its segments are those of the canonical one.
+    pub fn forwarded(&self) -> &str {
+        self.forwarded.as_deref().unwrap_or(&self.path)
     }
 
     /// The route that the request takes.
@@ -72,12 +90,12 @@ impl<'a> Addressed<'a> {
     pub fn rewritten(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         // Canonical again, and so a target unless it is longer than one can be.
-        let target = PathAndQuery::try_from(rewrite.target(&route.pattern, &self.path, query));
+        let target = PathAndQuery::try_from(rewrite.target(&route.pattern, self.forwarded(), query));
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
 }
 
-/// Path and query only, the path in canonical form; none where they came like that.
+/// Path and query only, with the path that is forwarded; none where they came like that.
 pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
     if path.is_none() && uri.authority().is_none() {
         return None;

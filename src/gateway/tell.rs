@@ -4,6 +4,7 @@ use http::header::{EXPECT, HOST, HeaderValue};
 use http::{Request, Version};
 
 use crate::http::headers::{self, Origin, X_REQUEST_ID};
+use crate::http::host;
 use crate::http::upgrade::Offer;
 use crate::observe::trace::Trace;
 use crate::runtime::{Route, Runtime};
@@ -43,7 +44,11 @@ pub fn tell<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, told:
     if let Some(host) = authority {
         headers.insert(HOST, host);
     }
-    let host = headers.get(HOST).cloned();
+    let mut host = headers.get(HOST).cloned();
+    if let Some(plain) = host.as_ref().and_then(host::without_dot) {
+        headers.insert(HOST, plain.clone());
+        host = Some(plain);
+    }
     if let (None, Ok(host)) = (&host, HeaderValue::from_str(told.authority)) {
         headers.insert(HOST, host);
     }

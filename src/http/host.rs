@@ -1,12 +1,13 @@
-//! The host that a request is routed on.
+//! The host that a request is routed on, and the one that the upstream is told.
 
 use std::borrow::Cow;
+use std::net::Ipv6Addr;
 
-use http::header::{HOST, HeaderMap};
+use http::header::{HOST, HeaderMap, HeaderValue};
 use http::uri::Scheme;
 use http::{Uri, Version};
 
-/// The host of a request, in lower case and without port: of the target if it names one (RFC 9112 §3.2.2), else the
+/// The host of a request, in lower case, without port and without a dot at its end; IPv6 addresses in their shortest form: of the target if it names one (RFC 9112 §3.2.2), else the
 /// one Host field; empty where HTTP/1.0 sends none.
 ///
 /// # Errors
@@ -34,23 +35,43 @@ pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Res
         (None, None) if version == Version::HTTP_10 => return Ok(Cow::Borrowed("")),
         (None, None) => return Err("the request has no Host"),
     };
-    if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
-        return Ok(Cow::Owned(host.to_ascii_lowercase()));
+    Ok(canonical(host))
+}
+
+/// The one form of a host without port.
+pub fn canonical(host: &str) -> Cow<'_, str> {
+    let inner = host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
+    if let Some(address) = inner.and_then(|inner| inner.parse::<Ipv6Addr>().ok()) {
+        return Cow::Owned(format!("[{address}]"));
     }
-    Ok(Cow::Borrowed(host))
+    // The root of all names (RFC 1034 §3.1): with and without it is the same host.
+    let host = host.strip_suffix('.').unwrap_or(host);
+    if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
+        return Cow::Owned(host.to_ascii_lowercase());
+    }
+    Cow::Borrowed(host)
+}
+
+/// A Host without the dot at the end of its name; none where there is no dot.
+pub fn without_dot(host: &HeaderValue) -> Option<HeaderValue> {
+    let bytes = host.as_bytes();
+    let end = bytes.iter().position(|byte| *byte == b':').unwrap_or(bytes.len());
+    let (name, port) = bytes.split_at(end);
+    HeaderValue::from_bytes(&[name.strip_suffix(b".")?, port].concat()).ok()
 }
 
 /// The host of `host`, `host:port`, `[v6]`, `[v6]:port`; none if it is something else, such as `user@host`.
 fn without_port(authority: &str) -> Option<&str> {
     let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
         Some((v6, rest)) => {
-            let fine = v6.bytes().all(|byte| byte.is_ascii_hexdigit() || matches!(byte, b':' | b'.'));
+            let fine = v6.parse::<Ipv6Addr>().is_ok();
             (fine.then(|| &authority[..v6.len() + 2])?, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
         }
         None => {
             let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
             let fine =
                 host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
+            let fine = fine && !host.starts_with('.') && !host.contains("..");
             (fine.then_some(host)?, port)
         }
     };
@@ -77,6 +98,12 @@ mod tests {
             ("host:port", None),
             ("[::1", None),
             ("[::1]x", None),
+            ("[1.2.3.4]", None),
+            ("a.test.", Some("a.test.")),
+            ("a.test..", None),
+            ("a..test", None),
+            (".a.test", None),
+            (".", None),
         ] {
             assert_eq!(without_port(authority), expected, "{authority}");
         }

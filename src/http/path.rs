@@ -1,4 +1,4 @@
-//! The canonical form of a path: the one that is routed on, limited by and forwarded.
+//! The canonical form of a path: the one that is routed on and limited by, and forwarded with its own encoding of delimiters.
 
 use std::borrow::Cow;
 
@@ -14,19 +14,33 @@ pub enum PathError {
     Forbidden,
 }
 
-/// Brings a path into canonical form: unreserved characters decoded, others encoded in upper case,
+/// Brings a path into canonical form: what stands for itself in a path decoded, all else encoded in upper case,
 /// dot segments resolved, `//` merged (RFC 3986 §6.2.2, with the merging that servers do).
 ///
 /// # Errors
 /// The path could mean different things to different servers, see [`PathError`].
 pub fn canonical(path: &str) -> Result<Cow<'_, str>, PathError> {
+    normalized(path, is_literal)
+}
+
+/// The same, but encoded delimiters (`%3A`, `%2B`, `%3B`, …) stay encoded: the form that is forwarded. Some servers give `;` and
+/// `+` a meaning that `%3B` and `%2B` do not have.
+///
+/// # Errors
+/// As [`canonical`].
+pub fn forwarded(path: &str) -> Result<Cow<'_, str>, PathError> {
+    normalized(path, is_unreserved)
+}
+
+/// `decoded` says of which characters the encoding is taken away.
+fn normalized(path: &str, decoded: fn(u8) -> bool) -> Result<Cow<'_, str>, PathError> {
     if !path.starts_with('/') {
         return Err(PathError::NoSlash);
     }
     if is_canonical(path.as_bytes()) {
         return Ok(Cow::Borrowed(path));
     }
-    let encoded = encode(path.as_bytes())?;
+    let encoded = encode(path.as_bytes(), decoded)?;
     let mut segments: Vec<&str> = Vec::new();
     // A path that ends in `/`, `/.` or `/..` names a folder.
     let mut folder = false;
@@ -73,7 +87,7 @@ fn is_unreserved(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
 }
 
-fn encode(path: &[u8]) -> Result<String, PathError> {
+fn encode(path: &[u8], decoded: fn(u8) -> bool) -> Result<String, PathError> {
     let mut out = String::with_capacity(path.len() + 8);
     let mut bytes = path.iter();
     while let Some(&byte) = bytes.next() {
@@ -90,7 +104,7 @@ fn encode(path: &[u8]) -> Result<String, PathError> {
         if byte.is_ascii_control() || byte == b'\\' || (was_encoded && byte == b'/') {
             return Err(PathError::Forbidden);
         }
-        if is_unreserved(byte) || (!was_encoded && is_literal(byte)) {
+        if if was_encoded { decoded(byte) } else { is_literal(byte) } {
             out.push(byte as char);
         } else {
             const HEX: &[u8; 16] = b"0123456789ABCDEF";
@@ -124,13 +138,30 @@ mod tests {
             ("/..a/.b", "/..a/.b"),
             ("/a%3fb%23c%25d", "/a%3Fb%23c%25d"),
             ("/a:b@c;d=e", "/a:b@c;d=e"),
-            ("/a%3Ab", "/a%3Ab"),
+            ("/a%3Ab", "/a:b"),
+            ("/%21%24%26%27%28%29%2a%2B%2C%3b%3D%3A%40", "/!$&'()*+,;=:@"),
+            ("/%3B/%2e%2e/%2525%20", "/%2525%20"),
             ("/caf\u{e9}", "/caf%C3%A9"),
             ("/{x}|\"", "/%7Bx%7D%7C%22"),
         ] {
             let once = canonical(path).unwrap();
             assert_eq!(once, expected, "{path}");
             assert_eq!(canonical(&once).unwrap(), once, "{path}: the canonical form is its own");
+        }
+    }
+
+    #[test]
+    fn delimiters_are_forwarded_as_they_came() {
+        for (path, expected) in [
+            ("/a%3ab", "/a%3Ab"),
+            ("/a:b", "/a:b"),
+            ("//%61;%3b/x/%2E%2e/%2b+", "/a;%3B/%2B+"),
+            ("/%21%24%26%27%28%29%2a%2B%2C%3b%3D%3A%40", "/%21%24%26%27%28%29%2A%2B%2C%3B%3D%3A%40"),
+        ] {
+            let once = forwarded(path).unwrap();
+            assert_eq!(once, expected, "{path}");
+            assert_eq!(forwarded(&once).unwrap(), once, "{path}: the forwarded form is its own");
+            assert_eq!(canonical(&once).unwrap(), canonical(path).unwrap(), "{path}: one canonical form");
         }
     }
 

@@ -10,7 +10,9 @@ use std::sync::Arc;
 
 use super::api_key::{ApiKeys, Caller, Consumers};
 use super::client_ip::ClientIp;
+use super::source::cookie_value;
 use super::{ANONYMOUS, Asker, By, IP, OnMissing, Part, Source, octets};
+use crate::http::host;
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
 
 /// Bytes of a value that are shown: whoever is limited may have chosen it.
@@ -200,7 +202,10 @@ impl By {
                     (source.tag(), name.as_bytes().to_vec(), nowhere)
                 }
                 // As they are when a request was routed.
-                (Source::Host, Some(name)) => (source.tag(), name.to_ascii_lowercase().into_bytes(), nowhere),
+                (Source::Host, Some(name)) => (source.tag(), host::canonical(name).into_owned().into_bytes(), nowhere),
+                (Source::Cookie(_), Some(value)) => {
+                    (source.tag(), cookie_value(value.as_bytes()).into_owned(), nowhere)
+                }
                 (_, value) => (source.tag(), value.unwrap_or_default().as_bytes().to_vec(), nowhere),
             };
             exempt |= self.exempt.covers(tag, &value, client);

@@ -5,7 +5,7 @@ use std::fmt;
 
 use http::HeaderName;
 use http::header::COOKIE;
-use percent_encoding::percent_decode_str;
+use percent_encoding::{percent_decode, percent_decode_str};
 
 use super::api_key::{ApiKeys, Caller};
 use super::{Asker, IdentityError};
@@ -81,6 +81,13 @@ fn form_decoded(text: &str) -> Cow<'_, [u8]> {
     }
 }
 
+/// What servers read as the value of a cookie: without spaces and quotes around it, and decoded.
+pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
+    let value = value.trim_ascii();
+    let value = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value);
+    percent_decode(value).into()
+}
+
 impl Source {
     pub(super) fn part<'a>(&self, asker: &'a Asker<'_>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
         let missing = || Part::Missing(IdentityError::Missing(self.clone()));
@@ -118,8 +125,16 @@ impl Source {
                 for pair in
                     asker.headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
                 {
-                    let value = pair.trim_ascii().strip_prefix(name.as_bytes());
-                    values.extend(value.and_then(|value| value.strip_prefix(b"=")).map(Cow::Borrowed));
+                    let Some(rest) = pair.trim_ascii().strip_prefix(name.as_bytes()) else { continue };
+                    match rest.trim_ascii_start() {
+                        // Without a value some servers take it for an empty one.
+                        [] => values.push(Cow::Borrowed(&b""[..])),
+                        // Some servers cut spaces off names, others do not.
+                        [b'=', ..] if !rest.starts_with(b"=") => return Err(IdentityError::Malformed(self.clone())),
+                        [b'=', value @ ..] => values.push(cookie_value(value)),
+                        // Another name that begins like this one.
+                        _ => {}
+                    }
                 }
                 only(b'o', values)
             }

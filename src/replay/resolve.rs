@@ -123,7 +123,7 @@ impl<'v> Resolver<'v> {
             return Resolved::Refused(Refused::NotHttp);
         }
         let runtime = &self.view.runtime;
-        let target = match Addressed::read(&self.request, runtime.server.max_uri) {
+        let target = match Addressed::read(&self.request, &runtime.server) {
             Ok(target) => target,
             Err(_) => return Resolved::Refused(Refused::Malformed),
         };

@@ -1,10 +1,13 @@
 //! Problem documents (RFC 9457): what an answer of ours says of itself.
 
-use http::header::{CONTENT_TYPE, HeaderValue};
+use http::header::{CACHE_CONTROL, CONTENT_TYPE, HeaderValue};
 use http::{Response, StatusCode};
 use serde::Serialize;
 
 use crate::http::body::Body;
+
+/// For the Cache-Control of every rejection: it is about one request and one moment, and a shared cache would give it to others.
+pub(super) const NO_STORE: HeaderValue = HeaderValue::from_static("no-store");
 
 /// A problem document (RFC 9457).
 #[derive(Serialize)]
@@ -33,6 +36,7 @@ impl Problem<'_> {
         let mut response = Response::new(Body::full(body));
         *response.status_mut() = self.status;
         response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/problem+json"));
+        response.headers_mut().insert(CACHE_CONTROL, NO_STORE);
         response
     }
 }

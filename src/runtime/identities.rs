@@ -14,7 +14,7 @@ use crate::identity::api_key::{ApiKeys, OnUnknown};
 use crate::identity::client_ip::ClientIp;
 use crate::identity::jwks::KeySet;
 use crate::identity::jwt::Verifier;
-use crate::identity::{By, Exempt, OnMissing, Source};
+use crate::identity::{By, Exempt, OnMissing, Source, cookie_value};
 use crate::watch::Snapshot;
 
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -> ClientIp {
@@ -54,6 +54,11 @@ pub(super) fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reade
             None => {}
         }
         exempt.values.push(text.get_ref().as_str().into());
+        if sources.iter().any(|source| matches!(source, Source::Cookie(_))) {
+            // As requests are compared.
+            let decoded = cookie_value(text.get_ref().as_bytes());
+            exempt.values.extend(std::str::from_utf8(&decoded).ok().map(Into::into));
+        }
     }
     let methods = reader.methods(limit.methods.as_deref(), place);
     By { sources, on_missing, methods, exempt }

@@ -132,7 +132,7 @@ impl Respond {
 }
 
 impl Redirect {
-    /// The answer to a request for this canonical path and this query. A canonical path has no two slashes and no backslash, so
+    /// The answer to a request for this path, as it is forwarded, and this query. It has no two slashes and no backslash, so
     /// none makes a browser read the name of a host.
     pub fn response(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Response<Body> {
         let mut location = self.origin.to_string();
@@ -154,13 +154,14 @@ impl Redirect {
 }
 
 impl Rewrite {
-    /// The target for a request for this canonical path, which the pattern matches, and this query.
+    /// The target for a request for this path, as it is forwarded, which the pattern matches, and this query.
     pub fn target(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         match self {
             Rewrite::To(template) => template.target(pattern, path, query),
             Rewrite::Strip(prefix) => {
-                let rest = path.strip_prefix(&**prefix).unwrap_or(path);
-                let rest = if rest.is_empty() { "/" } else { rest };
+                // By segments: what is forwarded may encode delimiters that the prefix has as they are.
+                let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
+                let rest = if end == path.len() { "/" } else { &path[end..] };
                 query.map_or_else(|| rest.to_owned(), |query| format!("{rest}?{query}"))
             }
         }

@@ -16,6 +16,7 @@ use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::cost::Cost;
 use crate::http::fields::{self, Dialect};
+use crate::http::host;
 use crate::http::path::canonical;
 use crate::http::rules::Section;
 use crate::identity::{By, Source};
@@ -99,7 +100,7 @@ fn timeout(route: &config::Route, reader: &mut Reader<'_>) -> Option<Duration> {
 }
 
 fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<Pattern> {
-    let host = route.host.as_ref().and_then(|host| match host.get_ref().to_ascii_lowercase() {
+    let host = route.host.as_ref().and_then(|host| match host::canonical(host.get_ref()).into_owned() {
         any if any == "*" => None,
         name if is_host(name.strip_prefix("*.").unwrap_or(&name)) => Some(name),
         _ => {
