@@ -46,6 +46,8 @@ pub struct RouteTable<T> {
     /// By what follows `*`, dot included.
     wildcard: HashMap<Box<str>, Node<T>>,
     any: Node<T>,
+    /// Those that routes ask for, each once.
+    headers: Vec<HeaderName>,
 }
 
 #[derive(Debug)]
@@ -67,7 +69,7 @@ struct Entry<T> {
 
 impl<T> Default for RouteTable<T> {
     fn default() -> Self {
-        RouteTable { exact: HashMap::new(), wildcard: HashMap::new(), any: Node::default() }
+        RouteTable { exact: HashMap::new(), wildcard: HashMap::new(), any: Node::default(), headers: Vec::new() }
     }
 }
 
@@ -90,6 +92,11 @@ impl<T: Clone> RouteTable<T> {
                 None => self.exact.entry(host.as_str().into()).or_default(),
             },
         };
+        for (name, _) in &pattern.headers {
+            if !self.headers.contains(name) {
+                self.headers.push(name.clone());
+            }
+        }
         let mut takes_rest = false;
         for segment in pattern.path.0 {
             match segment {
@@ -111,6 +118,11 @@ impl<T: Clone> RouteTable<T> {
 }
 
 impl<T> RouteTable<T> {
+    /// The headers that routes are told apart by.
+    pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
+        self.headers.iter()
+    }
+
     /// The best route for a request; `host` without port in lower case, `path` in canonical form.
     ///
     /// # Errors

@@ -27,13 +27,13 @@ use std::path::Path;
 use std::sync::Arc;
 
 use arc_swap::ArcSwap;
-use http::HeaderName;
 use tokio::time::Duration;
 
 use crate::config::Config;
 use crate::config::error::{ConfigError, FaultyFile};
 use crate::config::file::{self, Environment, File};
 use crate::cost::{Cost, RefundOn};
+use crate::http::headers::Guarded;
 use crate::identity::By;
 use crate::identity::api_key::{ApiKeys, Consumers};
 use crate::identity::client_ip::ClientIp;
@@ -84,8 +84,8 @@ pub struct Runtime {
     pub jwks_file: Option<Snapshot>,
     /// Makes keys of identities.
     pub hasher: IdentityHasher,
-    /// Headers that only trusted proxies may set, besides those of the X-Forwarded family.
-    pub trusted_headers: Vec<HeaderName>,
+    /// Headers that only trusted proxies may set, besides those of the X-Forwarded family, and those that identities and routes read.
+    pub guarded: Guarded,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
     /// TLS of those that have servers with it.
@@ -229,6 +229,8 @@ fn compile(file: Snapshot, config: &Config, reader: &mut Reader<'_>) -> Runtime 
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
+    let by = limits.values().flat_map(|terms| &terms.by.sources).filter_map(|source| source.header(&api_keys));
+    let guarded = Guarded::new(trusted_headers, by.chain(table.headers().cloned()));
     let store = store::store(&config.store, &routes, reader);
     let fixed = Fixed::of(config, &server, &listeners);
     Runtime {
@@ -245,7 +247,7 @@ fn compile(file: Snapshot, config: &Config, reader: &mut Reader<'_>) -> Runtime 
         verifier,
         jwks_file,
         hasher,
-        trusted_headers,
+        guarded,
         upstreams: upstreams.into_iter().map(Arc::new).collect(),
         upstream_tls: upstream_tls.into_iter().map(Arc::new).collect(),
         limits,

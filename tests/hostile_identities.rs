@@ -461,6 +461,96 @@ fn nobody_spends_what_a_user_of_another_has() {
     }
 }
 
+/// A header, what becomes of it, and what the upstream sees of one that a client sends.
+const GUARDED: [(&str, &str, Option<&str>); 8] = [
+    ("x-api-key", "identifies the client", Some("theirs")),
+    ("x-tenant", "is what a limit is by", Some("theirs")),
+    ("x_odd-name", "is what a limit is by", Some("theirs")),
+    ("x-plan", "chooses the route", Some("free")),
+    ("x-gateway", "is set by the route", Some("ours")),
+    ("x_under", "is set by the route", Some("ours")),
+    ("x-gone", "is removed by the route", None),
+    ("x-gone_too", "is removed by the route", None),
+];
+
+/// What stands in names besides letters and digits (RFC 9110 §5.6.2). CGI, WSGI, PHP and lighttpd fold some or all of it.
+const SEPARATORS: &str = "-_.!#$%&'*+^`|~";
+
+#[test]
+fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[api_key]\non_unknown = \"accept\"\n{}{}{}[upstream.api]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"others\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
+         [[route]]\nname = \"free\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\nlimits = [\"key\", \"tenant\", \"odd\"]\n\
+         headers = {{ x-plan = \"free\" }}\nrequest_headers = {{ set = {{ x-gateway = \"ours\", x_under = \"ours\" }}, remove = [\"x-gone\", \"x-gone_too\"] }}\n",
+        limit("key", 100_000, "by = \"api-key\""),
+        limit("tenant", 100_000, "by = \"header:x-tenant\""),
+        limit("odd", 100_000, "by = \"header:x_odd-name\""),
+        upstream.url(),
+    ));
+    let plain = |name: &str| name.replace(|letter: char| !letter.is_ascii_alphanumeric(), "-").to_lowercase();
+    let value = |name: &str| if name == "x-plan" { "free" } else { "theirs" };
+    let real: Vec<_> = GUARDED.iter().map(|(name, ..)| (*name, value(name))).collect();
+    let mut client = gateway.client();
+    let mut aliases = 0;
+    for (name, why, _) in GUARDED {
+        let spelled = |separator: char| name.replace(['-', '_'], &separator.to_string());
+        for alias in SEPARATORS.chars().map(spelled).filter(|alias| alias != name) {
+            for nominated in [false, true] {
+                let what = format!("{alias}, an alias of {name}, which {why}; nominated: {nominated}");
+                let title = alias.to_uppercase();
+                let mut lines = real.clone();
+                // In front and behind: servers take the first one or the last one.
+                lines.insert(0, (&alias, "alias"));
+                lines.push((&title, "alias"));
+                let nomination = format!("{name}, {alias}");
+                if nominated {
+                    lines.push(("Connection", &nomination));
+                }
+                assert_eq!(client.get_with("/x", &lines).status, 200, "{what}");
+                let mut heads = vec![upstream.last()];
+                if !nominated {
+                    let mut request = http::Request::get("http://a.test/x");
+                    for (name, value) in &lines {
+                        request = request.header(*name, *value);
+                    }
+                    let answers = support::http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
+                    assert_eq!(answers[0].status(), Some(200), "{what}");
+                    heads.push(upstream.last());
+                }
+                for seen in heads {
+                    for (name, why, expected) in GUARDED {
+                        let all = seen.head.lines().skip(1).filter_map(|line| line.split_once(": "));
+                        let all: Vec<_> = all.filter(|(other, _)| plain(other) == plain(name)).collect();
+                        let expected: Vec<_> = expected.iter().map(|value| (name, *value)).collect();
+                        assert_eq!(all, expected, "{what}: {name}, which {why}, in {}", seen.head);
+                    }
+                    aliases += 1;
+                }
+            }
+        }
+    }
+    // Names that are nobody's aliases stay.
+    client.get_with(
+        "/x",
+        &[
+            ("x_other", "1"),
+            ("x.api", "2"),
+            ("xapikey", "3"),
+            ("x-api-key-", "4"),
+            ("x-plan", "free"),
+            ("x-api-key", "k"),
+            ("x-tenant", "t"),
+            ("x_odd-name", "o"),
+        ],
+    );
+    for (name, value) in [("x_other", "1"), ("x.api", "2"), ("xapikey", "3"), ("x-api-key-", "4")] {
+        assert_eq!(upstream.last().headers(name), [value], "{name}");
+    }
+    println!("row 13: {aliases} requests with aliases, none forwarded");
+}
+
 /// What we set or believe stays, whoever names it (RFC 9110 §7.6.1): a proxy before us may pass Connection on.
 #[test]
 fn what_is_ours_cannot_be_named_doubled_or_aliased() {

@@ -14,7 +14,7 @@ use super::request_id::RequestId;
 use super::tell::{Told, tell};
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
-use crate::http::headers;
+use crate::http::headers::{self, Guarded};
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
 use crate::http::upload::RequestBody;
@@ -83,7 +83,7 @@ pub(super) async fn forward(
     // What ends with the connection hyper would call kept alive otherwise.
     let unframed = http_1_0 && response.body().size_hint().exact().is_none();
     *response.version_mut() = if unframed { Version::HTTP_10 } else { Version::HTTP_11 };
-    headers::strip_hop_by_hop(response.headers_mut(), &[]);
+    headers::strip_hop_by_hop(response.headers_mut(), &Guarded::default());
     Ok(response)
 }
 
@@ -98,7 +98,7 @@ fn switch(
     parts.version = Version::HTTP_11;
     let protocols = offer.accepted(&parts.headers)?;
     let upstream = parts.extensions.remove::<OnUpgrade>()?;
-    headers::strip_hop_by_hop(&mut parts.headers, &[]);
+    headers::strip_hop_by_hop(&mut parts.headers, &Guarded::default());
     upgrade::announce(&mut parts.headers, protocols);
     Some(Response::from_parts(parts, body.tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }

@@ -33,11 +33,11 @@ pub fn tell<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, told:
     // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
     let may_switch = route.websocket && version == Version::HTTP_11 && told.length == Some(0);
     let offer = if may_switch { Offer::read(headers) } else { None };
-    headers::strip_hop_by_hop(headers, &runtime.trusted_headers);
+    headers::strip_hop_by_hop(headers, &runtime.guarded);
     headers::set_framing(headers, told.length);
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
-    headers::strip_untrusted(headers, &runtime.trusted_headers, told.origin.trusted);
+    headers::strip_untrusted(headers, &runtime.guarded, told.origin.trusted);
     if version == Version::HTTP_2 {
         headers::join_cookies(headers);
     }

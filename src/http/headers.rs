@@ -47,10 +47,87 @@ impl Origin {
     }
 }
 
+/// The headers that the gateway makes something of: a client must not hide them by `Connection`, nor say them under another name.
+#[derive(Debug, Default)]
+pub struct Guarded {
+    /// Those that only trusted proxies may set come first.
+    names: Vec<HeaderName>,
+    /// How many these are.
+    trusted: usize,
+    aliases: Aliases,
+}
+
+impl Guarded {
+    /// `trusted`: those that only trusted proxies may set; `read`: those that the gateway reads from anybody.
+    pub fn new(mut trusted: Vec<HeaderName>, read: impl IntoIterator<Item = HeaderName>) -> Self {
+        let count = trusted.len();
+        for name in read {
+            if !trusted.contains(&name) {
+                trusted.push(name);
+            }
+        }
+        Guarded { aliases: Aliases::of(&trusted), names: trusted, trusted: count }
+    }
+
+    fn is_for_proxies(&self, name: &HeaderName) -> bool {
+        self.names[..self.trusted].contains(name)
+    }
+}
+
+/// What servers that fold names into variables take for certain headers (CGI, RFC 3875 §4.1.18): `X_User_Id`, `X.User.Id` and
+/// `X!User!Id` are all `HTTP_X_USER_ID`.
+#[derive(Debug, Default)]
+pub struct Aliases {
+    folded: Vec<Box<str>>,
+    /// Whether a name with nothing but letters, digits and hyphens may be the alias of another.
+    of_odd: bool,
+}
+
+impl Aliases {
+    /// Of these names.
+    pub fn of<'a>(names: impl IntoIterator<Item = &'a HeaderName>) -> Self {
+        let mut aliases = Aliases::default();
+        for name in names {
+            aliases.of_odd |= is_odd(name.as_str());
+            aliases.folded.push(folded(name.as_str()).into());
+        }
+        aliases
+    }
+
+    /// Whether there is no name.
+    pub fn is_empty(&self) -> bool {
+        self.folded.is_empty()
+    }
+
+    /// Whether a header is one of these, by its own name or by another that servers fold into it.
+    pub fn have(&self, name: &HeaderName) -> bool {
+        let name = name.as_str();
+        match (is_odd(name), self.of_odd) {
+            (true, _) => {
+                let name = folded(name);
+                self.folded.iter().any(|folded| **folded == *name)
+            }
+            // Most have no other name to be compared with.
+            (false, true) => self.folded.iter().any(|folded| **folded == *name),
+            (false, false) => false,
+        }
+    }
+}
+
+/// Whether servers fold a name into that of another header.
+fn is_odd(name: &str) -> bool {
+    name.bytes().any(|byte| !byte.is_ascii_alphanumeric() && byte != b'-')
+}
+
+/// A name as servers fold it, lighttpd all that is no letter or digit, with hyphens.
+pub(super) fn folded(name: &str) -> String {
+    name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
+}
+
 /// Removes the fields of one connection and those that `Connection` names; `TE: trailers` stays (RFC 9110 §10.1.4).
-/// Nobody gets rid of what a proxy before us set (`protected` and ours) by naming it: proxies pass `Connection` on that
-/// should not, and an upstream would take the request for its own.
-pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
+/// Nobody gets rid of what a proxy before us set or the gateway read (`guarded` and ours) by naming it: proxies pass `Connection`
+/// on that should not, and an upstream would take the request for its own, or for that of nobody.
+pub fn strip_hop_by_hop(headers: &mut HeaderMap, guarded: &Guarded) {
     // One look at those that are there, which are few, instead of one for each that may be.
     let mut found = [false; HOP_BY_HOP.len()];
     for name in headers.keys() {
@@ -71,7 +148,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &[HeaderName]) {
             // The usual one goes anyway.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
-            .filter(|name: &HeaderName| *name != TE && !is_ours(name.as_str()) && !protected.contains(name))
+            .filter(|name: &HeaderName| *name != TE && !is_ours(name.as_str()) && !guarded.names.contains(name))
             .collect();
         for name in named {
             headers.remove(name);
@@ -118,19 +195,15 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     }
 }
 
-/// Removes what a client must not say: from strangers, the fields that only trusted proxies may set (`protected` and ours);
-/// from anybody, their aliases: `X_User_Id` and `X.User.Id` become `X-User-Id` in servers that fold names into variables
-/// (CGI, RFC 3875 §4.1.18).
-pub fn strip_untrusted(headers: &mut HeaderMap, protected: &[HeaderName], trusted: bool) {
-    let folded = |name: &HeaderName| name.as_str().replace(['_', '.'], "-");
+/// Removes what a client must not say: from strangers, the fields that only trusted proxies may set (those of `guarded` and ours);
+/// from anybody, the aliases of all that are guarded or ours, see [`Aliases`].
+pub fn strip_untrusted(headers: &mut HeaderMap, guarded: &Guarded, trusted: bool) {
     let unwanted = |name: &&HeaderName| {
-        if protected.contains(name) || is_origin(name.as_str()) {
+        if guarded.is_for_proxies(name) || is_origin(name.as_str()) {
             return !trusted;
         }
-        name.as_str().bytes().any(|byte| matches!(byte, b'_' | b'.')) && {
-            let plain = folded(name);
-            is_ours(&plain) || protected.iter().any(|protected| folded(protected) == plain)
-        }
+        let is_alias = guarded.aliases.have(name) || is_odd(name.as_str()) && is_ours(&folded(name.as_str()));
+        is_alias && !guarded.names.contains(name)
     };
     let names: Vec<_> = headers.keys().filter(unwanted).cloned().collect();
     for name in names {
@@ -259,7 +332,7 @@ mod tests {
             ("upgrade", "h2c"),
             ("accept", "*/*"),
         ]);
-        strip_hop_by_hop(&mut headers, &[]);
+        strip_hop_by_hop(&mut headers, &Guarded::default());
         assert_eq!(headers, map(&[("te", "trailers"), ("accept", "*/*")]));
     }
 
@@ -277,7 +350,7 @@ mod tests {
         let mut headers = map(&kept);
         headers.insert(CONNECTION, "host, content-length, X-User-Id, x-forwarded-for, x-other".parse().unwrap());
         headers.insert("x-other", HeaderValue::from_static("1"));
-        strip_hop_by_hop(&mut headers, &[HeaderName::from_static("x-user-id")]);
+        strip_hop_by_hop(&mut headers, &Guarded::new(vec![HeaderName::from_static("x-user-id")], []));
         assert_eq!(headers, map(&kept));
     }
 
@@ -305,8 +378,18 @@ mod tests {
     fn aliases_of_protected_fields_go() {
         let mut headers =
             map(&[("x_user_id", "eve"), ("x.forwarded.for", "1"), ("x-user-id", "bob"), ("x_other", "1")]);
-        strip_untrusted(&mut headers, &[HeaderName::from_static("x-user-id")], true);
-        assert_eq!(headers, map(&[("x-user-id", "bob"), ("x_other", "1")]));
+        headers.extend(map(&[
+            ("x-api-key", "k"),
+            ("x!api*key", "v"),
+            ("x_tenant", "t"),
+            ("x-tenant", "v"),
+            ("x-api-keys", "1"),
+        ]));
+        let read = ["x-api-key", "x_tenant"].map(HeaderName::from_static);
+        let guarded = Guarded::new(vec![HeaderName::from_static("x-user-id")], read);
+        strip_untrusted(&mut headers, &guarded, true);
+        let kept = [("x-user-id", "bob"), ("x_other", "1"), ("x-api-key", "k"), ("x_tenant", "t"), ("x-api-keys", "1")];
+        assert_eq!(headers, map(&kept));
     }
 
     #[test]
@@ -334,7 +417,7 @@ mod tests {
         ] {
             let mut headers = map(&sent);
             let origin = Origin::new("127.0.0.1".parse().unwrap(), "http", trusted);
-            strip_untrusted(&mut headers, &[], trusted);
+            strip_untrusted(&mut headers, &Guarded::default(), trusted);
             set_forwarded(&mut headers, &origin, None, Version::HTTP_11);
             assert_eq!(headers, map(&expected), "trusted: {trusted}");
         }

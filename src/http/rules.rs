@@ -2,7 +2,7 @@
 
 use http::header::{CONTENT_LENGTH, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, VIA};
 
-use super::headers::{HOP_BY_HOP, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID};
+use super::headers::{Aliases, HOP_BY_HOP, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, folded};
 
 /// Where rules apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,6 +20,8 @@ pub struct Rules {
     pub set: Vec<(HeaderName, HeaderValue)>,
     /// Removed.
     pub remove: Vec<HeaderName>,
+    /// In requests the same headers under other names are removed, too.
+    pub aliases: Aliases,
 }
 
 impl Rules {
@@ -27,6 +29,12 @@ impl Rules {
     pub fn apply(&self, headers: &mut HeaderMap) {
         for name in &self.remove {
             headers.remove(name);
+        }
+        if !self.aliases.is_empty() {
+            let aliases: Vec<_> = headers.keys().filter(|name| self.aliases.have(name)).cloned().collect();
+            for name in aliases {
+                headers.remove(name);
+            }
         }
         for (name, value) in &self.set {
             headers.insert(name.clone(), value.clone());
@@ -37,7 +45,7 @@ impl Rules {
 /// Why a field is the gateway's own matter; none if rules may have it.
 pub fn reserved(name: &HeaderName, section: Section) -> Option<&'static str> {
     // Where servers fold names into variables, an alias is the field itself.
-    let plain = name.as_str().replace(['_', '.'], "-");
+    let plain = folded(name.as_str());
     let is = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == plain);
     if is(&HOP_BY_HOP) {
         return Some("it concerns one connection, which the gateway has its own of (RFC 9110 §7.6.1)");
@@ -87,6 +95,24 @@ mod tests {
     }
 
     #[test]
+    fn aliases_of_what_is_set_or_removed_go() {
+        let name = HeaderName::from_static;
+        let (set, remove) = (vec![(name("x-set"), HeaderValue::from_static("ours"))], vec![name("x_gone")]);
+        let aliases = Aliases::of(set.iter().map(|(name, _)| name).chain(&remove));
+        let mut headers = HeaderMap::new();
+        for field in ["x-set", "x_set", "x.set", "x!set", "x~set", "x-gone", "x_gone", "x.gone", "xset", "x-set-"] {
+            headers.append(name(field), HeaderValue::from_static("theirs"));
+        }
+        Rules { set, remove, aliases }.apply(&mut headers);
+        let left: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
+        let mut expected = [("x-set", "ours"), ("xset", "theirs"), ("x-set-", "theirs")];
+        expected.sort_unstable();
+        let mut left = left;
+        left.sort_unstable();
+        assert_eq!(left, expected);
+    }
+
+    #[test]
     fn all_lines_of_a_field_are_replaced_or_removed() {
         let name = HeaderName::from_static;
         let mut headers = HeaderMap::new();
@@ -94,7 +120,7 @@ mod tests {
             headers.append(name(field), HeaderValue::from_static(value));
         }
         let set = vec![(name("a"), HeaderValue::from_static("3")), (name("d"), HeaderValue::from_static("4"))];
-        Rules { set, remove: vec![name("b"), name("x")] }.apply(&mut headers);
+        Rules { set, remove: vec![name("b"), name("x")], ..Rules::default() }.apply(&mut headers);
         let expected = [("a", "3"), ("c", "1"), ("d", "4")].map(|(field, value)| (name(field), value.parse().unwrap()));
         assert_eq!(headers, HeaderMap::from_iter(expected));
     }

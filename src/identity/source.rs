@@ -4,7 +4,7 @@ use std::borrow::Cow;
 use std::fmt;
 
 use http::HeaderName;
-use http::header::COOKIE;
+use http::header::{AUTHORIZATION, COOKIE};
 use percent_encoding::{percent_decode, percent_decode_str};
 
 use super::api_key::{ApiKeys, Caller};
@@ -89,6 +89,18 @@ pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
 }
 
 impl Source {
+    /// The header that it reads, whoever sent it.
+    pub fn header(&self, keys: &ApiKeys) -> Option<HeaderName> {
+        match self {
+            Source::ApiKey => Some(keys.header.clone()),
+            Source::Header(name) => Some(name.clone()),
+            Source::Cookie(_) => Some(COOKIE),
+            Source::Jwt(_) => Some(AUTHORIZATION),
+            Source::User(_) | Source::Ip | Source::Query(_) | Source::Path(_) | Source::ClientCert => None,
+            Source::Host | Source::Method | Source::Global | Source::Route => None,
+        }
+    }
+
     pub(super) fn part<'a>(&self, asker: &'a Asker<'_>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
         let missing = || Part::Missing(IdentityError::Missing(self.clone()));
         // Two values for one name: the upstream may believe the other one.

@@ -8,6 +8,7 @@ use http::HeaderName;
 use super::reader::Reader;
 use crate::config::HeaderRules;
 use crate::config::error::Issue;
+use crate::http::headers::Aliases;
 use crate::http::rules::{Rules, Section, reserved};
 
 pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Section, reader: &mut Reader<'_>) -> Rules {
@@ -20,6 +21,9 @@ pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Section, re
     for (name, value) in &written.set {
         let name = field(value.span(), name, section, &mut seen, reader);
         rules.set.extend(name.zip(reader.header_value(value)));
+    }
+    if section == Section::Request {
+        rules.aliases = Aliases::of(rules.set.iter().map(|(name, _)| name).chain(&rules.remove));
     }
     rules
 }
