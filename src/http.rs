@@ -8,6 +8,7 @@ pub mod flow;
 pub mod headers;
 pub mod host;
 pub mod path;
+pub mod response;
 pub mod rules;
 pub mod tunnel;
 pub mod upgrade;

@@ -28,6 +28,8 @@ pub enum Rejection<'a> {
     Path(PathError),
     /// The host is missing, doubled or malformed.
     Host(&'static str),
+    /// HTTP/2 with more headers than `server.max_headers`.
+    TooManyHeaders,
     /// The target is longer than `server.max_uri`.
     UriTooLong,
     /// The body is longer than the route allows.
@@ -84,6 +86,10 @@ impl Rejection<'_> {
         match self {
             Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
             Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),
+            Rejection::TooManyHeaders => {
+                let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
+                (problem(status, BLANK, "the request has too many headers"), "too-many-headers")
+            }
             Rejection::UriTooLong => {
                 (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long")
             }
@@ -176,7 +182,7 @@ fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
         UpstreamError::ConnectTimeout { .. } => {
             (StatusCode::BAD_GATEWAY, "connecting to the upstream took longer than it may", "upstream-connect")
         }
-        UpstreamError::Broken { .. } => (
+        UpstreamError::Broken { .. } | UpstreamError::Malformed { .. } => (
             StatusCode::BAD_GATEWAY,
             "the upstream broke off before it answered, or sent no valid response",
             "upstream-broken",

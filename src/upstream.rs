@@ -64,6 +64,8 @@ pub enum UpstreamError {
     ConnectTimeout { upstream: Box<str> },
     #[error("upstream `{upstream}` broke off: {}", Reason(source))]
     Broken { upstream: Box<str>, source: hyper::Error },
+    #[error("upstream `{upstream}` sent no valid response: {fault}")]
+    Malformed { upstream: Box<str>, fault: &'static str },
     #[error("upstream `{upstream}` switched to a protocol that it was not asked for")]
     Switched { upstream: Box<str> },
     #[error("upstream `{upstream}` did not answer in time")]

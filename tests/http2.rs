@@ -195,6 +195,31 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
 }
 
 #[test]
+fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
+    let server = Server::start(
+        |_| Then::GoOn,
+        |_, request, mut respond| async move {
+            let value = match request.uri().path() {
+                "/before" => " 1",
+                "/behind" => "1 ",
+                "/tab" => "1\t",
+                "/nothing" => " ",
+                _ => "1 2",
+            };
+            respond.send_response(Response::builder().header("x", value).body(()).unwrap(), true).unwrap();
+        },
+    );
+    let gateway = gateway(server.address, "");
+    let mut client = gateway.client();
+    for path in ["/before", "/behind", "/tab", "/nothing"] {
+        client.get(path).assert_problem(502, path);
+        assert_eq!(client.get("/good").status, 200, "after {path}");
+    }
+    let connections: Vec<_> = server.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect();
+    assert_eq!(connections, [0; 8], "the fault of one stream leaves the connection to others");
+}
+
+#[test]
 fn grpc_calls_pass_with_their_trailers() {
     let server = Server::start(|_| Then::GoOn, grpc);
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n";

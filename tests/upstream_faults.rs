@@ -23,6 +23,144 @@ const TIMEOUT: Duration = Duration::from_secs(1);
 /// What a loaded machine may add.
 const LATE: Duration = Duration::from_secs(3);
 
+/// The status line and the lines of a response, and whether it is valid; its body is `ok`, in chunks where they say so.
+const FRAMINGS: &[(&str, &str, bool)] = &[
+    ("a length", "200 OK\r\nContent-Length: 2", true),
+    ("zeros in front of a length", "200 OK\r\nContent-Length: 002", true),
+    ("chunks", "200 OK\r\nTransfer-Encoding: Chunked", true),
+    ("a list of equal lengths", "200 OK\r\nContent-Length: 2, 2", false),
+    ("a list without spaces", "200 OK\r\nContent-Length: 2,2", false),
+    ("a list of different lengths", "200 OK\r\nContent-Length: 2, 3", false),
+    ("two equal lengths", "200 OK\r\nContent-Length: 2\r\nContent-Length: 2", false),
+    ("two lengths", "200 OK\r\nContent-Length: 2\r\nContent-Length: 3", false),
+    ("below zero", "200 OK\r\nContent-Length: -2", false),
+    ("a sign", "200 OK\r\nContent-Length: +2", false),
+    ("an empty length", "200 OK\r\nContent-Length:", false),
+    ("a word", "200 OK\r\nContent-Length: two", false),
+    ("gzip and chunked", "200 OK\r\nTransfer-Encoding: gzip, chunked", false),
+    ("gzip and chunked in two lines", "200 OK\r\nTransfer-Encoding: gzip\r\nTransfer-Encoding: chunked", false),
+    ("chunked twice", "200 OK\r\nTransfer-Encoding: chunked\r\nTransfer-Encoding: chunked", false),
+    ("gzip", "200 OK\r\nTransfer-Encoding: gzip", false),
+    ("identity", "200 OK\r\nTransfer-Encoding: identity", false),
+    ("a length and chunks", "200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked", false),
+    ("a length below zero of a 304", "304 Not Modified\r\nContent-Length: -2", false),
+    ("two lengths of a 204", "204 No Content\r\nContent-Length: 0\r\nContent-Length: 2", false),
+];
+
+#[test]
+fn responses_without_one_framing_are_502() {
+    let bad = Upstream::answering(|seen| {
+        let index: usize = seen.headers("x-case")[0].parse().unwrap();
+        let (_, lines, _) = FRAMINGS[index];
+        let empty = seen.head.starts_with("HEAD") || !lines.starts_with("200");
+        let body = match lines.to_lowercase().contains("chunked") {
+            _ if empty => "",
+            true => "2\r\nok\r\n0\r\n\r\n",
+            false => "ok",
+        };
+        format!("HTTP/1.1 {lines}\r\n\r\n{body}").into_bytes()
+    });
+    let good = Upstream::start();
+    let gateway = gateway(bad.address, good.address, TIMEOUT);
+    let mut client = gateway.client();
+    for (index, (name, lines, valid)) in FRAMINGS.iter().enumerate() {
+        for method in ["GET", "HEAD"] {
+            let what = format!("{name}, {method}");
+            let reply = client.request(method, "/bad", &[("x-case", &index.to_string())], b"");
+            let expected = if *valid { lines[..3].parse().unwrap() } else { 502 };
+            assert_eq!(reply.status, expected, "{what}");
+            if *valid && method == "GET" {
+                assert_eq!(reply.text(), "ok", "{what}");
+            }
+            if !valid && method == "GET" {
+                reply.assert_problem(502, &what);
+            }
+            assert!(
+                reply.headers.iter().filter(|(name, _)| name == "content-length").count() <= 1,
+                "{what}: {reply:?}"
+            );
+        }
+    }
+}
+
+#[test]
+fn response_head_beyond_the_bound_is_502() {
+    let bad = Upstream::answering(|seen| {
+        let length: usize = seen.headers("x-length")[0].parse().unwrap();
+        // In several lines, as real ones are.
+        let lines = format!("x: {}\r\n", "y".repeat(1019)).repeat(length >> 10);
+        format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{lines}\r\nok").into_bytes()
+    });
+    let good = Upstream::start();
+    let gateway = gateway(bad.address, good.address, TIMEOUT);
+    for (kib, expected) in [(1, 200), (60, 200), (65, 502), (80, 502), (99, 502)] {
+        let length = (kib << 10).to_string();
+        let reply = gateway.client().get_with("/bad", &[("x-length", &length)]);
+        assert_eq!(reply.status, expected, "a head of {kib} KiB");
+    }
+}
+
+/// A server that says that a response has a body where there is none may send it later.
+#[test]
+fn body_that_a_response_cannot_have_is_not_the_next_response() {
+    for lines in [
+        "304 Not Modified\r\nContent-Length: 5",
+        "304 Not Modified\r\nTransfer-Encoding: chunked",
+        "204 No Content\r\nContent-Length: 5",
+        "204 No Content\r\nTransfer-Encoding: chunked",
+    ] {
+        let bad = serve(move |mut stream| {
+            let Some(_) = read_head(&mut stream) else { return };
+            say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
+            // The rest comes when the connection has been used again, or never.
+            if read_head(&mut stream).is_some() {
+                say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
+                read_all(&mut stream);
+            }
+        });
+        let good = Upstream::start();
+        let gateway = gateway(bad, good.address, TIMEOUT);
+        let status = lines[..3].parse::<u16>().unwrap();
+        for request in 0..3 {
+            assert_eq!(gateway.get("/bad").status, status, "{lines}: request {request}");
+        }
+    }
+}
+
+/// What an upstream says on an idle connection closes it, and is nobody's response.
+#[test]
+fn bytes_on_an_idle_connection_are_not_the_next_response() {
+    for (method, lines) in [
+        ("GET", "304 Not Modified\r\nETag: \"e\""),
+        ("GET", "204 No Content\r\nX: y"),
+        ("HEAD", "200 OK\r\nContent-Length: 4"),
+        ("GET", "200 OK\r\nContent-Length: 0"),
+    ] {
+        let (go, wait) = channel();
+        let (sent, was_sent) = channel();
+        let wait = Mutex::new(wait);
+        let bad = serve(move |mut stream| {
+            let Some(_) = read_head(&mut stream) else { return };
+            say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
+            if wait.lock().unwrap().recv().is_ok() {
+                say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
+                let _ = sent.send(());
+                read_all(&mut stream);
+            }
+        });
+        let good = Upstream::start();
+        let gateway = gateway(bad, good.address, TIMEOUT);
+        let mut client = gateway.client();
+        let expected = lines.split("\r\n").next().unwrap()[..3].parse::<u16>().unwrap();
+        for request in 0..3 {
+            let reply = client.request(method, "/bad", &[], b"");
+            assert_eq!((reply.status, reply.body.len()), (expected, 0), "{method}, {lines}: request {request}");
+            go.send(()).unwrap();
+            was_sent.recv().unwrap();
+        }
+    }
+}
+
 // ---- row 23: what upstreams do -------------------------------------------------------------------
 
 /// What an upstream does with the connection of a request.

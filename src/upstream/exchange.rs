@@ -18,6 +18,7 @@ use super::{Again as Why, Choice, Protocol, Trail, Upstream, UpstreamError};
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
 use crate::http::headers::{is_grpc, is_safe};
+use crate::http::response;
 use crate::http::upload::{Progress, RequestBody};
 
 /// How a request may still be sent again.
@@ -99,6 +100,11 @@ impl Upstream {
             };
             let mut failure = match answer {
                 Ok(Ok(response)) => {
+                    if let Some(fault) = response::fault(&response) {
+                        let error = UpstreamError::Malformed { upstream: self.name().into(), fault };
+                        self.fleet.failed(place.member(), &error);
+                        return Err(error);
+                    }
                     if let Some(progress) = &progress {
                         progress.answered();
                     }

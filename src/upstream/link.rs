@@ -16,6 +16,7 @@ use super::queue::Place;
 use super::settings::UpstreamSettings;
 use crate::http::body::{Body, Ending};
 use crate::http::bounds::Bounds;
+use crate::http::response::announces_a_body_in_vain;
 use crate::http::upload::RequestBody;
 
 /// The way to one member.
@@ -44,6 +45,7 @@ pub(super) enum Connection {
 struct Lease {
     connection: pool::Connection,
     link: Arc<Link>,
+    reusable: bool,
     _place: Place,
 }
 
@@ -127,7 +129,8 @@ impl Connection {
         }
         match self {
             Connection::Http1(connection) => {
-                let lease = Box::new(Lease { connection, link, _place: place });
+                let reusable = !announces_a_body_in_vain(response.status(), response.headers());
+                let lease = Box::new(Lease { connection, link, reusable, _place: place });
                 response.map(|body| Body::upstream(body, bounds, lease))
             }
             Connection::Http2(..) => response.map(|body| Body::upstream(body, bounds, Box::new(place))),
@@ -162,7 +165,7 @@ impl Connection {
 
 impl Ending for Lease {
     fn ended(self: Box<Self>, _sent: u64, complete: bool) {
-        if let (true, Connections::Http1(pool)) = (complete, &self.link.connections) {
+        if let (true, Connections::Http1(pool)) = (complete && self.reusable, &self.link.connections) {
             pool.put(self.connection);
         }
     }

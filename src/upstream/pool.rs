@@ -50,6 +50,7 @@ pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
     let (sender, connection) = Builder::new()
         .writev(false)
         .max_buf_size(BUFFER)
+        .max_header_size(BUFFER)
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
