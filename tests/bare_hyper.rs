@@ -156,6 +156,11 @@ const HTTP_1: &[(&str, &str, &str)] = &[
         "200 POST /|host=a|transfer-encoding=chunked|body= / 200 GET /last|host=l|body=",
     ),
     (
+        "an LF in place of the last line takes the next request for trailers",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\nGET /swallowed HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body= / 200 GET /last|host=l|body=",
+    ),
+    (
         "a GET may have a body",
         "GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
         "200 GET /|host=a|transfer-encoding=chunked|body=x / 200 GET /last|host=l|body=",

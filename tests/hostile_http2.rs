@@ -662,3 +662,32 @@ fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() 
     connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(&[(b"x-trailer", b"1 ")])));
     assert_eq!(connection.end_of(1), Status(400));
 }
+
+#[test]
+fn headers_are_counted_alike_in_both_versions() {
+    let upstream = Upstream::start();
+    for (bound, config) in [(100, ""), (10, "max_headers = 10\n"), (200, "max_headers = 200\n")] {
+        let gateway = Gateway::start(&format!(
+            "[server]\nworkers = 1\n{config}[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
+             [upstream.api]\nservers = [\"{}\"]\n",
+            upstream.url()
+        ));
+        for (count, cookies, expected) in
+            [(bound, 0, 200), (bound + 1, 0, 431), (800, 0, 431), (bound - 1, 90, 200), (bound, 90, 431)]
+        {
+            let what = format!("{count} headers and {cookies} cookies of {bound}");
+            let before = upstream.count();
+            let request = (0..count).fold(http::Request::get("http://a.test/x"), |request, _| request.header("x", "y"));
+            let request = (0..cookies).fold(request, |request, index| request.header("cookie", format!("c{index}=1")));
+            let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
+            assert_eq!(answers[0].status(), Some(expected), "{what} over HTTP/2");
+            // Host is a header there, `:authority` none.
+            let lines = "x: y\r\n".repeat(count - 1);
+            let cookies = if cookies > 0 { "Cookie: c=1\r\n" } else { "" };
+            let mut client = gateway.client();
+            client.send(format!("GET /x HTTP/1.1\r\nHost: a\r\n{lines}{cookies}\r\n").as_bytes());
+            assert_eq!(client.head().unwrap().status, expected, "{what} over HTTP/1.1");
+            assert_eq!(upstream.count(), before + if expected == 200 { 2 } else { 0 }, "{what}");
+        }
+    }
+}

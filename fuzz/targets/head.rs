@@ -99,7 +99,7 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
     client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
     client.shutdown().await.expect("it is open");
     let service = service_fn(|request: Request<Incoming>| async move {
-        Ok::<_, Infallible>(gateway.handle(Box::new(request.map(RequestBody::new)), peer).await)
+        Ok::<_, Infallible>(gateway.handle(Box::new(request.map(|body| RequestBody::new(body, false))), peer).await)
     });
     let _ = http1::Builder::new()
         .half_close(true)

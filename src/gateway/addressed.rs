@@ -4,8 +4,9 @@ use std::borrow::Cow;
 
 use http::header::TRANSFER_ENCODING;
 use http::uri::{PathAndQuery, Uri};
-use http::{Method, Request};
+use http::{Method, Request, Version};
 
+use crate::http::headers::count;
 use crate::http::host;
 use crate::http::path::{canonical, forwarded};
 use crate::reply::Rejection;
@@ -45,6 +46,11 @@ impl<'a> Addressed<'a> {
         // Servers that fold the case of methods take `post` for POST, which routes and limits name.
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::MethodCase);
+        }
+        // hyper counts those of HTTP/1.1 itself.
+        let (headers, most) = (request.headers(), settings.max_headers);
+        if request.version() == Version::HTTP_2 && headers.len() > most && count(headers) > most {
+            return Err(Rejection::TooManyHeaders);
         }
         let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
         if length > settings.max_uri {

@@ -47,6 +47,7 @@ pub(super) fn say_close(response: &mut Response<Body>) {
 }
 
 async fn discard(mut body: RequestBody, flow: Arc<Flow>) {
+    body.watch(&flow);
     let read = timeout(PATIENCE, async { while let Some(Ok(_)) = body.frame().await {} }).await;
     if read.is_err() {
         flow.cut();

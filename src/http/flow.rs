@@ -4,10 +4,11 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::mem;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 
+use tokio::sync::Notify;
 use tokio::time::{Duration, Instant, Sleep, sleep};
 
 thread_local! {
@@ -27,6 +28,11 @@ pub struct Flow {
     cut: AtomicBool,
     /// The response has no end but that of the connection.
     unframed: AtomicBool,
+    /// Request bodies of unknown length that there were, and those of them that were read to their end or given up.
+    bodies: AtomicU32,
+    over: AtomicU32,
+    /// Wakes the next request when there is none left.
+    read: Notify,
     /// When the response is to be over, in µs after the epoch; 0 = when it is.
     end_us: AtomicU64,
 }
@@ -68,6 +74,35 @@ impl Flow {
     fn is_overdue(&self) -> bool {
         let end = self.end_us.load(Ordering::Relaxed);
         end > 0 && EPOCH.elapsed().as_micros() as u64 >= end
+    }
+
+    /// A request has a body whose end is not known.
+    pub(super) fn begin_body(&self) {
+        self.bodies.fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// It was read to its end, or is given up.
+    pub(super) fn end_body(&self) {
+        self.over.fetch_add(1, Ordering::Release);
+        self.read.notify_one();
+    }
+
+    /// The flow and the number of its bodies, if a request that comes now may not be one: see [`Flow::is_request`].
+    pub fn behind_body() -> Option<(Arc<Flow>, u32)> {
+        CURRENT.with_borrow(|current| {
+            let flow = current.as_ref()?;
+            let bodies = flow.bodies.load(Ordering::Relaxed);
+            (flow.is_cut() || flow.over.load(Ordering::Relaxed) != bodies).then(|| (flow.clone(), bodies))
+        })
+    }
+
+    /// Waits until so many bodies are over; whether what follows them is a request. hyper may read the end of a body and the
+    /// next head before the task that sends the body on has seen its trailers.
+    pub async fn is_request(&self, bodies: u32) -> bool {
+        while self.over.load(Ordering::Acquire) != bodies {
+            self.read.notified().await;
+        }
+        !self.is_cut()
     }
 
     /// The rest of a request is not wanted.

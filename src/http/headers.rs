@@ -285,6 +285,12 @@ pub fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
+/// Header lines of a request as HTTP/1.1 would have them: the cookies of HTTP/2 are one (RFC 9113 §8.2.3).
+pub fn count(headers: &HeaderMap) -> usize {
+    let crumbs = headers.get_all(http::header::COOKIE).iter().count();
+    headers.len() - crumbs.saturating_sub(1)
+}
+
 /// Whether a value begins or ends with a space or a tab. HTTP/2 forbids that (RFC 9113 §8.2.1), and HTTP/1.1 cuts them off:
 /// the next server would see another value than the one that was routed and limited on.
 pub fn has_padding(headers: &HeaderMap) -> bool {

@@ -28,6 +28,10 @@ struct Passing {
     flow: Option<Arc<Flow>>,
     /// Whether trailers go on.
     trailers: bool,
+    /// Whether frames say where it ends.
+    http2: bool,
+    /// Whether the next request of its flow waits for its end.
+    counted: bool,
 }
 
 /// How far a request body has come, for whoever waits for the response to it.
@@ -86,19 +90,25 @@ impl Progress {
 }
 
 impl RequestBody {
-    /// A body that has come, without bounds yet.
-    pub fn new(body: Incoming) -> Self {
+    /// A body that has come, over HTTP/2 or an earlier version, without bounds yet.
+    pub fn new(body: Incoming, http2: bool) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
         }
         let progress = Arc::default();
+        // Only chunks have trailers.
+        let flow = if http2 || body.size_hint().exact().is_some() { None } else { Flow::current() };
+        let counted = flow.is_some();
+        flow.iter().for_each(|flow| flow.begin_body());
         RequestBody(Some(Box::new(Passing {
             body,
             progress,
             silence: None,
             left: u64::MAX,
-            flow: None,
+            flow,
             trailers: false,
+            http2,
+            counted,
         })))
     }
 
@@ -116,6 +126,11 @@ impl RequestBody {
         RequestBody(None)
     }
 
+    /// Ends the connection unless the body is read to its end.
+    pub fn watch(&mut self, flow: &Arc<Flow>) {
+        self.0.iter_mut().for_each(|passing| passing.flow = Some(flow.clone()));
+    }
+
     /// Lets trailers through, where the connection can say them; without this they are dropped.
     pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|passing| passing.trailers = true);
@@ -130,15 +145,31 @@ impl Passing {
         due && self.silence.as_mut().is_some_and(|silence| silence.poll(cx).is_ready())
     }
 
+    /// Lets the next request of its flow go on.
+    fn end(&mut self) {
+        if let Some(flow) = self.flow.as_ref().filter(|_| self.counted) {
+            flow.end_body();
+        }
+        self.counted = false;
+    }
+
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
         let mut polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
         {
-            if has_padding(trailers) {
+            // hyper reads trailers up to CR LF CR LF: where a line ends in LF alone, the next request is among them, and other
+            // servers see two requests (RFC 9112 §7.1). A trailer section without a field can only be that.
+            if has_padding(trailers) || !self.http2 && trailers.is_empty() {
                 polled = Poll::Ready(Some(Err(BodyError::Trailers)));
-            } else if !self.trailers {
-                polled = Poll::Ready(None);
+            } else {
+                // Behind any other one nothing is taken for a request.
+                if let Some(flow) = self.flow.as_ref().filter(|_| !self.http2) {
+                    flow.cut();
+                }
+                if !self.trailers {
+                    polled = Poll::Ready(None);
+                }
             }
         }
         match &polled {
@@ -170,8 +201,10 @@ impl HttpBody for RequestBody {
         let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
         let (stage, polled) = passing.poll(cx);
         passing.progress.stage.store(stage, Ordering::Relaxed);
-        if let (TOO_LARGE | STALLED, Some(flow)) = (stage, &passing.flow) {
-            flow.cut();
+        match (stage, &passing.flow) {
+            (TOO_LARGE | STALLED, Some(flow)) => flow.cut(),
+            (DONE, _) => passing.end(),
+            _ => {}
         }
         passing.progress.frames.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
         polled
@@ -192,5 +225,6 @@ impl Drop for Passing {
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.cut();
         }
+        self.end();
     }
 }

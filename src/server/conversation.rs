@@ -23,7 +23,7 @@ use super::protocol::Protocol;
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::{Activity, InFlight};
 use crate::http::body::Body;
-use crate::http::flow::Watch;
+use crate::http::flow::{Flow, Watch};
 use crate::http::headers::has_padding;
 use crate::http::upload::RequestBody;
 use crate::runtime::ServerSettings;
@@ -58,6 +58,8 @@ pub(super) enum End {
 enum Event {
     /// Its end; none if its client does not take what there is.
     Ended(Option<hyper::Result<()>>),
+    /// A request is not read to its end: what follows it is not a request.
+    Cut,
     /// No new requests are wanted.
     Stopped,
     /// A deadline is to be looked at.
@@ -135,6 +137,9 @@ impl Conversation {
                 if let Poll::Ready(ended) = watch.poll(connection.as_mut(), cx) {
                     return Poll::Ready(Event::Ended(ended));
                 }
+                if wind_down.is_some() && watch.flow().is_cut() {
+                    return Poll::Ready(Event::Cut);
+                }
                 let Some(mut cx) = bell.answer(cx) else { return Poll::Pending };
                 if !is_stopped && stopped.as_mut().poll(&mut cx).is_ready() {
                     return Poll::Ready(Event::Stopped);
@@ -147,7 +152,13 @@ impl Conversation {
                 // The answer to a head that is too long, say, comes before its end.
                 Event::Ended(Some(Err(error))) if error.is_parse() => return Ok(End::Cut),
                 Event::Ended(Some(Err(_))) if watch.flow().is_unframed() => return Ok(End::Torn),
+                Event::Ended(Some(Err(error))) if error.is_user() && watch.flow().is_cut() => return Ok(End::Cut),
                 Event::Ended(Some(Err(error))) => return Err(error.into()),
+                Event::Cut => {
+                    if let Some(wind_down) = wind_down.take() {
+                        wind_down(connection.as_mut());
+                    }
+                }
                 Event::Stopped => {
                     is_stopped = true;
                     self.activity.say_farewell(!farewell.is_zero());
@@ -189,12 +200,20 @@ fn answer(
     in_flight: InFlight,
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
-    let is_malformed = request.version() == Version::HTTP_2 && has_padding(request.headers());
-    let request = Box::new(request.map(RequestBody::new));
+    let http2 = request.version() == Version::HTTP_2;
+    // Before this request has a body of its own.
+    let previous = if http2 { None } else { Flow::behind_body() };
+    let is_malformed = http2 && has_padding(request.headers());
+    let request = Box::new(request.map(|body| RequestBody::new(body, http2)));
     Box::pin(async move {
         // Before anything is made of it (RFC 9113 §8.1.1). hyper rejects what is malformed in HTTP/1.1.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
+        }
+        if let Some((flow, bodies)) = previous
+            && !flow.is_request(bodies).await
+        {
+            return Err(h2::Reason::CANCEL.into());
         }
         let response = gateway.handle(request, &peer).await;
         Ok(in_flight.answer(response))
