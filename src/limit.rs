@@ -140,8 +140,8 @@ impl Limiter {
             return Ok(decision);
         }
         let (mut leases, mut first_lease) = (None, 0);
-        if let Some(last) = checks.iter().rfind(|check| check.takes_lease()) {
-            first_lease = self.next_lease.fetch_add(last.place as u64 + 1, Ordering::Relaxed);
+        if checks.iter().any(|check| check.takes_lease()) {
+            first_lease = self.first_lease(checks);
             leases = Some(self.leases(checks, Source::Store, first_lease));
         }
         if let Some(asked) = leases.take_if(|_| self.ledger.backend.has_recovered_within(SETTLING)) {
@@ -187,6 +187,8 @@ impl Limiter {
                 if error.is_overload() {
                     return overloaded(checks, error);
                 }
+                // Another one: the release of what the store may have granted must not release these permits, once they are registered.
+                let first_lease = self.first_lease(checks);
                 let decision = without_store(fallback, checks, error, first_lease)?;
                 if checks.iter().any(Check::takes_lease) {
                     leases = Some(self.leases(checks, Source::Local, first_lease));
@@ -247,6 +249,12 @@ impl Limiter {
             let known = Known { now_us: verdict.now_us, outcome: *outcome };
             denials.note(check.key().local(), check.plan.id, check.needs(), known, asked);
         }
+    }
+
+    /// A number for each permit that a request may hold.
+    fn first_lease(&self, checks: &[Check<'_, '_>]) -> u64 {
+        let places = checks.last().map_or(0, |last| last.place as u64 + 1);
+        self.next_lease.fetch_add(places, Ordering::Relaxed)
     }
 
     fn leases(&self, checks: &[Check<'_, '_>], source: Source, first_lease: u64) -> Leases {

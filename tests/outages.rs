@@ -6,9 +6,11 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use sluicegate::limit::clock::monotonic;
+use support::client::{Client, load};
 use support::gateway::Gateway;
 use support::redis::{Redis, free_port};
-use support::upstream::serve;
+use support::relay::Relay;
+use support::upstream::{endless, serve};
 use support::{Raise, eventually, signal};
 
 /// A gateway on this store, with these limits on `/r`.
@@ -165,4 +167,116 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
     });
     println!("row 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
     assert_eq!(crossed, 0);
+}
+
+#[test]
+fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
+    let redis = Redis::start();
+    let limit = "by = \"global\"\nquota = \"1000/hour\"\non_store_error = \"allow\"";
+    let gateway = gateway(&format!("url = \"{}\"", redis.url()), &[limit]);
+    assert!(gateway.get("/r").header("ratelimit").is_some());
+    signal(&redis.child, "STOP");
+    let asked = monotonic();
+    gateway.get("/r").assert_problem(503, "it is not known yet whether the store is late or gone");
+    // No further request: the gateway itself finds out.
+    eventually("the breaker is open", || gateway.log().contains("the store fails"));
+    let opened = asked.elapsed();
+    println!("the breaker is open {opened:?} after a single request");
+    // Six timeouts are 0.3 s.
+    assert!(opened < Duration::from_secs(5), "{opened:?}");
+    let reply = gateway.get("/r");
+    assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "by on_store_error");
+}
+
+/// Three gateways, of which the first reaches Redis by a relay of its own.
+fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
+    [relay.url(), redis.url(), redis.url()].map(|url| {
+        Gateway::start(&format!(
+            "[store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ninstances = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\n{route}\n"
+        ))
+    })
+}
+
+#[test]
+fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
+    const LIMIT: usize = 30;
+    // A bucket gets a token back every 121 days.
+    for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
+        let redis = Redis::start();
+        let relay = Relay::start(redis.port);
+        let limit = format!("algorithm = \"{algorithm}\"\nquota = \"{LIMIT}/3650d\"");
+        let gateways = trio(&relay, &redis, &limit, "respond = { status = 200 }");
+        let admitted = |gateway: &Gateway, requests| {
+            let statuses = load(&[gateway.address], 4, requests, "/r", &[]);
+            assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{algorithm}: {statuses:?}");
+            statuses.iter().filter(|status| **status == 200).count()
+        };
+        let by_store: usize = gateways.iter().map(|gateway| admitted(gateway, 2)).sum();
+        assert_eq!(by_store, 6, "{algorithm}");
+        let [isolated, others @ ..] = &gateways;
+        relay.turn_to(free_port());
+        let share = admitted(isolated, 100);
+        assert!((LIMIT / 3..=LIMIT / 3 + 1).contains(&share), "{algorithm}: the isolated gateway admits {share}");
+        eventually("the breaker of the isolated gateway is open", || {
+            assert_eq!(isolated.get("/r").status, 429, "{algorithm}: its share is used up");
+            isolated.log().contains("the store fails")
+        });
+        let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
+        assert_eq!(by_store + rest, LIMIT, "{algorithm}: what the others admit");
+        relay.turn_to(redis.port);
+        eventually("the isolated gateway reaches the store again", || isolated.log().contains("the store answers"));
+        assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
+        assert!(others.iter().all(|gateway| !gateway.log().contains("the store fails")), "{algorithm}");
+    }
+}
+
+#[test]
+fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
+    const LIMIT: usize = 12;
+    let redis = Redis::start();
+    let relay = Relay::start(redis.port);
+    let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
+    // No permit ends while the test runs.
+    let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
+    let gateways = trio(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
+    let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {
+        let asked = (0..tries).filter_map(|_| {
+            let mut client = gateway.client();
+            client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+            let status = client.head().unwrap().status;
+            assert!([200, 429].contains(&status), "{status}");
+            (status == 200).then_some(client)
+        });
+        asked.collect()
+    };
+    let permits = || {
+        let key = redis.keys().into_iter().find(|key| !key.contains("~probe"));
+        key.map_or(0, |key| redis::cmd("ZCARD").arg(key).query::<usize>(&mut redis.connection()).unwrap())
+    };
+    let mut running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, 1)).collect();
+    assert_eq!((running.len(), permits()), (3, 3));
+    let [isolated, others @ ..] = &gateways;
+    relay.turn_to(free_port());
+    let share = open(isolated, LIMIT);
+    assert_eq!(share.len(), LIMIT / 3 - 1, "its share, less what runs");
+    eventually("the breaker of the isolated gateway is open", || {
+        assert!(open(isolated, 1).is_empty(), "its share is used up");
+        isolated.log().contains("the store fails")
+    });
+    running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));
+    assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "by the store");
+    running.extend(share);
+    relay.turn_to(redis.port);
+    eventually("all that run count", || permits() == running.len());
+    for gateway in &gateways {
+        assert!(open(gateway, LIMIT).is_empty(), "more run than the limit already");
+    }
+    running.clear();
+    eventually("all permits are released", || permits() == 0);
+    eventually("the store alone decides again", || {
+        let running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, LIMIT)).collect();
+        assert!(running.len() <= LIMIT, "{} run", running.len());
+        running.len() == LIMIT
+    });
 }

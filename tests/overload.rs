@@ -3,7 +3,6 @@
 
 mod support;
 
-use std::io::Write;
 use std::net::SocketAddr;
 use std::process::Command;
 use std::time::Duration;
@@ -12,7 +11,7 @@ use support::client::Client;
 use support::gateway::Gateway;
 use support::redis::Redis;
 use support::relay::Relay;
-use support::upstream::{read_head, serve};
+use support::upstream::endless;
 use support::{eventually, signal};
 
 /// Counts responses by status. wrk has a script state for each of its threads.
@@ -127,16 +126,6 @@ fn a_connection_that_was_closed_while_idle_costs_no_decision() {
         assert!(killed > 0, "round {round}");
     }
     assert!(!gateway.log().contains("the store fails"), "{}", gateway.log());
-}
-
-/// An upstream whose responses begin and do not end.
-fn endless() -> SocketAddr {
-    serve(|mut stream| {
-        if read_head(&mut stream).is_some() {
-            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n");
-            drop(std::io::copy(&mut stream, &mut std::io::sink()));
-        }
-    })
 }
 
 #[test]

@@ -127,3 +127,13 @@ fn read_body(stream: &mut impl Read, head: String) -> Option<Seen> {
     }
     Some(seen)
 }
+
+/// An upstream whose responses begin and do not end.
+pub fn endless() -> SocketAddr {
+    serve(|mut stream| {
+        if read_head(&mut stream).is_some() {
+            let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n");
+            drop(std::io::copy(&mut stream, &mut std::io::sink()));
+        }
+    })
+}
