@@ -175,3 +175,28 @@ fn the_first_page_names_every_command() {
         assert!(table.contains(&format!("`{command}`")), "README.md does not name `{command}`");
     }
 }
+
+#[test]
+fn every_situation_of_the_manual_names_tests_that_exist() {
+    let page = pages::read("docs/limits.md");
+    let section = page.split("\n### In every situation\n").nth(1).unwrap();
+    let table = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    let rows: Vec<_> = table.skip(2).collect();
+    assert!(rows.len() >= 12, "{rows:?}");
+    for row in rows {
+        let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
+        for test in tests.split(", ") {
+            let name = test.trim_matches('`').split_once("::");
+            let (file, function) = name.unwrap_or_else(|| panic!("`{test}` is not FILE::TEST: {row}"));
+            let paths = [format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
+            let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
+            let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
+            let first_line = format!("fn {function}() {{");
+            let begins = |rest: &str| {
+                rest.lines().find(|line| !line.starts_with("#[")).is_some_and(|line| line.ends_with(&first_line))
+            };
+            let is_there = text.split("test]\n").skip(1).any(begins);
+            assert!(is_there, "there is no test {test}: {row}");
+        }
+    }
+}

@@ -63,6 +63,89 @@ fn a_store_that_forgets_everything_gives_each_identity_one_fresh_limit() {
 }
 
 #[test]
+fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
+    const QUOTA: u64 = 10;
+    const IDENTITIES: u64 = 50;
+    const PADDING: u64 = 10_000;
+    for policy in ["allkeys-lru", "volatile-ttl", "volatile-random"] {
+        let redis = Redis::start();
+        let config = format!(
+            "{}denial_cache = 0\n[limit.l]\nby = \"header:x-id\"\nquota = \"{QUOTA}/3650d\"\nalgorithm = \"fixed-window\"\non_store_error = \"deny\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+            redis.store()
+        );
+        let gateways = [Gateway::start(&config), Gateway::start(&config)];
+        let mut connection = redis.connection();
+        let mut written = 0;
+        // Keys that live longer than those of the limit.
+        let mut pad = |count: u64| {
+            for _ in 0..count / 100 {
+                let mut pipe = redis::pipe();
+                for key in written..written + 100 {
+                    pipe.cmd("SET").arg(format!("pad:{key}")).arg("0".repeat(64)).arg("EX").arg(8000 * 86400).ignore();
+                }
+                pipe.exec(&mut connection).unwrap();
+                written += 100;
+            }
+            written
+        };
+        pad(PADDING);
+        let set = |name: &str, value: &str| {
+            redis::cmd("CONFIG").arg("SET").arg(name).arg(value).exec(&mut redis.connection()).unwrap();
+        };
+        set("maxmemory-policy", policy);
+        set("maxmemory", &redis.figure("memory", "used_memory:").to_string());
+        let evicted = || redis.figure("stats", "evicted_keys:");
+        // Of the states: what was evicted, less the padding that is gone.
+        let evicted_states = |written: u64| {
+            let states: Vec<String> = redis::cmd("KEYS").arg("rl:*").query(&mut redis.connection()).unwrap();
+            (evicted() + redis.keyspace().0 - states.len() as u64).saturating_sub(written)
+        };
+        let over = AtomicBool::new(false);
+        let admitted = AtomicUsize::new(0);
+        let all_padding = std::thread::scope(|scope| {
+            let raise = Raise(&over);
+            for gateway in &gateways {
+                let (over, admitted) = (&over, &admitted);
+                scope.spawn(move || {
+                    let mut client = gateway.client();
+                    for request in 0.. {
+                        if over.load(Ordering::SeqCst) {
+                            return;
+                        }
+                        let id = (request % IDENTITIES).to_string();
+                        match client.get_with("/r", &[("x-id", &id)]).status {
+                            200 => drop(admitted.fetch_add(1, Ordering::SeqCst)),
+                            status => assert_eq!(status, 429),
+                        }
+                    }
+                });
+            }
+            let mut all = PADDING;
+            eventually("states are evicted, and identities use their fresh limits", || {
+                all = pad(1000);
+                evicted_states(all) > IDENTITIES && admitted.load(Ordering::SeqCst) as u64 > QUOTA * IDENTITIES
+            });
+            drop(raise);
+            all
+        });
+        // Nothing is evicted any more while it is counted.
+        set("maxmemory", "0");
+        let (mut client, mut admitted) = (gateways[0].client(), admitted.into_inner() as u64);
+        for id in 0..IDENTITIES {
+            let ask = |_| client.get_with("/r", &[("x-id", &id.to_string())]).status;
+            let statuses: Vec<_> = (0..=QUOTA).map(ask).collect();
+            assert_eq!(statuses.last(), Some(&429), "{policy}: {statuses:?}");
+            admitted += statuses.iter().filter(|status| **status == 200).count() as u64;
+        }
+        let evictions = evicted_states(all_padding);
+        println!("{policy}: {admitted} admitted to {IDENTITIES} identities with {evictions} evictions");
+        assert!(admitted <= QUOTA * (IDENTITIES + evictions), "{policy}: {admitted}, {evictions} evictions");
+        assert!(admitted > QUOTA * IDENTITIES, "{policy}: {admitted}; an evicted state is a fresh limit");
+    }
+}
+
+#[test]
 fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
     // One that has heard everything, and one that has heard nothing.
     for in_sync in [true, false] {
