@@ -3,16 +3,21 @@
 
 mod support;
 
+use std::collections::BTreeSet;
+use std::io::Write;
 use std::net::SocketAddr;
 use std::process::Command;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 use support::client::Client;
+use support::cluster::Cluster;
 use support::gateway::Gateway;
 use support::redis::Redis;
 use support::relay::Relay;
-use support::upstream::endless;
-use support::{eventually, signal};
+use support::upstream::{endless, read_head, serve};
+use support::{Raise, eventually, signal};
 
 /// Counts responses by status. wrk has a script state for each of its threads.
 const SCRIPT: &str = r#"
@@ -35,14 +40,15 @@ function done()
 end
 "#;
 
-/// Responses with 200, 429, 503 and others.
-fn hammer(address: SocketAddr, connections: usize) -> [u64; 4] {
+/// Responses with 200, 429, 503 and others, to requests with these headers.
+fn hammer(address: SocketAddr, connections: usize, headers: &[&str]) -> [u64; 4] {
     let directory = tempfile::tempdir().unwrap();
     let script = directory.path().join("count.lua");
     std::fs::write(&script, SCRIPT).unwrap();
     let output = Command::new("wrk")
-        .args(["-t", "2", "-d", "2s", "--timeout", "10s", "-c", &connections.to_string(), "-s"])
+        .args(["-t", "2", "-d", "1s", "--timeout", "10s", "-c", &connections.to_string(), "-s"])
         .arg(&script)
+        .args(headers.iter().flat_map(|header| ["-H", header]))
         .arg(format!("http://{address}/r"))
         .output()
         .expect("wrk is installed by `make tools`");
@@ -51,44 +57,128 @@ fn hammer(address: SocketAddr, connections: usize) -> [u64; 4] {
     sums.split(' ').map(|sum| sum.parse().unwrap()).collect::<Vec<_>>().try_into().unwrap()
 }
 
-fn gateway(url: &str, store: &str, limits: &[&str], route: &str) -> Gateway {
+const RESPOND: &str = "respond = { status = 200 }";
+
+fn gateway(url: &str, store: &str, limits: &[&str], response: &str) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("l{n}")).collect();
     Gateway::start(&format!(
         "[store]\nurl = \"{url}\"\n{store}\n{named}\
-         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = {names:?}\nrespond = {{ status = 200 }}\n{route}\n"
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = {names:?}\n{response}\n"
     ))
+}
+
+/// What a run of the hammer is made of, and how many values each has.
+const FACTORS: [usize; 7] = [ALGORITHMS.len(), ON_STORE_ERROR.len(), 2, 2, 2, TIMEOUTS.len(), 2];
+const ALGORITHMS: [&str; 6] =
+    ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
+const ON_STORE_ERROR: [&str; 3] = ["local", "allow", "deny"];
+const TIMEOUTS: [&str; 3] = ["", "timeout = \"20ms\"", "timeout = \"5s\""];
+
+/// A value of each factor.
+type Run = [usize; FACTORS.len()];
+
+/// All runs there are; or few of them, which have each pair of values of two factors in common.
+fn runs(all: bool) -> Vec<Run> {
+    let product: Vec<Run> = (0..FACTORS.iter().product())
+        .map(|number: usize| {
+            let mut rest = number;
+            FACTORS.map(|values| {
+                let value = rest % values;
+                rest /= values;
+                value
+            })
+        })
+        .collect();
+    if all {
+        return product;
+    }
+    let pairs = |run: &Run| -> Vec<_> {
+        let values: Vec<_> = run.iter().copied().enumerate().collect();
+        (1..values.len()).flat_map(|at| values[..at].iter().map(|one| (*one, values[at])).collect::<Vec<_>>()).collect()
+    };
+    let mut missing: BTreeSet<_> = product.iter().flat_map(pairs).collect();
+    let mut chosen = Vec::new();
+    while !missing.is_empty() {
+        let news = |run: &&Run| pairs(run).iter().filter(|pair| missing.contains(pair)).count();
+        let run = *product.iter().max_by_key(news).unwrap();
+        missing.retain(|pair| !pairs(&run).contains(pair));
+        chosen.push(run);
+    }
+    chosen
+}
+
+/// An upstream that counts the requests that run, and the most that ever ran.
+fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
+    let counts = Arc::<[AtomicU64; 2]>::default();
+    let each = counts.clone();
+    let address = serve(move |mut stream| {
+        let [running, most] = &*each;
+        while read_head(&mut stream).is_some() {
+            most.fetch_max(running.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            // Others come while it runs.
+            std::thread::sleep(Duration::from_millis(5));
+            running.fetch_sub(1, Ordering::SeqCst);
+            if stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n").is_err() {
+                return;
+            }
+        }
+    });
+    (address, counts)
 }
 
 #[test]
 fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
     const LIMIT: u64 = 1000;
+    const PERMITS: u64 = 20;
     let redis = Redis::start();
-    let by_two =
-        "by = \"header:user-agent\"\non_missing = \"skip\"\nquota = \"1000000000/24h\"\non_store_error = \"allow\"";
-    let cases = [
-        ("token-bucket", "allow", "", "", 2000),
-        ("fixed-window", "allow", "denial_cache = 0", "cost = 2", 2000),
-        ("sliding-window", "local", "denial_cache = 0", "", 4000),
-        ("sliding-buckets", "allow", "timeout = \"5s\"\ndenial_cache = 0", "", 2000),
-        ("sliding-log", "allow", "timeout = \"20ms\"", "cost = 2", 2000),
-        ("fixed-window", "deny", "", "", 4000),
-    ];
-    for (algorithm, on_error, store, route, connections) in cases {
+    for run in runs(std::env::var_os("LONG").is_some()) {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
-        let limit = format!(
-            "by = \"ip\"\nalgorithm = \"{algorithm}\"\nquota = \"{LIMIT}/24h\"\non_store_error = \"{on_error}\""
-        );
-        let limits: &[&str] = if route.is_empty() { &[&limit, by_two] } else { &[&limit] };
-        let gateway = gateway(&redis.url(), store, limits, route);
-        let [admitted, denied, rejected, other] = hammer(gateway.address, connections);
-        let most = if route.is_empty() { LIMIT } else { LIMIT / 2 };
+        let [algorithm, on_error, connections, cached, cost, timeout, identities] = run;
+        let (algorithm, on_error) = (ALGORITHMS[algorithm], ON_STORE_ERROR[on_error]);
+        let permits = algorithm == "concurrency";
+        let quota = if permits { PERMITS.to_string() } else { format!("{LIMIT}/3650d") };
+        let limit =
+            format!("by = \"ip\"\nalgorithm = \"{algorithm}\"\nquota = \"{quota}\"\non_store_error = \"{on_error}\"");
+        let other = format!("by = \"header:x-id\"\nquota = \"1000000000/24h\"\non_store_error = \"{on_error}\"");
+        let (connections, cost) = ([2000, 4000][connections], [1, 2][cost]);
+        let store = format!("{}\n{}", TIMEOUTS[timeout], ["", "denial_cache = 0"][cached]);
+        let (upstream, counts) = counting();
+        let response = match permits {
+            true => format!("upstream = \"u\"\ncost = {cost}\n[upstream.u]\nservers = [\"http://{upstream}\"]"),
+            false => format!("respond = {{ status = 200 }}\ncost = {cost}"),
+        };
+        let limits: &[&str] = if identities == 1 { &[&limit, &other] } else { &[&limit] };
+        let gateway = gateway(&redis.url(), &store, limits, &response);
+        let [mut admitted, denied, rejected, other] = hammer(gateway.address, connections, &["x-id: a"]);
         let what = format!(
-            "{algorithm}, {on_error}, {connections} connections: {admitted} admitted, {denied} denied, {rejected} rejected"
+            "{algorithm}, {on_error}, {connections} connections, cost {cost}, {} identities, {store:?}: \
+             {admitted} admitted, {denied} denied, {rejected} rejected",
+            1 + identities
         );
         println!("{what}");
-        assert!(admitted <= most, "{what}");
         assert_eq!(other, 0, "{what}");
+        if permits {
+            let ended = || {
+                eventually("all permits are released", || !redis.keys().iter().any(|key| key.contains(":l0:")));
+            };
+            ended();
+            eventually("a client without competitors is admitted", || {
+                gateway.client().get_with("/r", &[("x-id", "a")]).status == 200
+            });
+            ended();
+            let most = counts[1].load(Ordering::SeqCst);
+            assert!((1..=PERMITS).contains(&most), "{what}: {most} ran at once");
+        } else {
+            // What is left, a client without competitors gets.
+            let mut client = gateway.client();
+            eventually("the limit is used up", || {
+                let status = client.get_with("/r", &[("x-id", "a")]).status;
+                admitted += u64::from(status == 200);
+                status == 429
+            });
+            assert!(admitted <= LIMIT / cost, "{what}, {admitted} in all");
+        }
         assert!(!gateway.log().contains("the store fails"), "{what}: overload is no outage: {}", gateway.log());
     }
 }
@@ -99,7 +189,7 @@ fn a_distant_store_decides_with_the_default_timeout() {
         let redis = Redis::start();
         let relay = Relay::delayed(redis.port, Duration::from_millis(ms));
         let limit = "by = \"global\"\nquota = \"5/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"";
-        let gateway = gateway(&relay.url(), "denial_cache = 0", &[limit], "");
+        let gateway = gateway(&relay.url(), "denial_cache = 0", &[limit], RESPOND);
         eventually("the store decides", || gateway.get("/r").header("ratelimit").is_some());
         let statuses: Vec<_> = (0..40).map(|_| gateway.get("/r").status).collect();
         let admitted = statuses.iter().filter(|status| **status == 200).count();
@@ -113,7 +203,7 @@ fn a_distant_store_decides_with_the_default_timeout() {
 fn a_connection_that_was_closed_while_idle_costs_no_decision() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nquota = \"1000/24h\"\non_store_error = \"deny\"";
-    let gateway = gateway(&redis.url(), "connections = 2", &[limit], "");
+    let gateway = gateway(&redis.url(), "connections = 2", &[limit], RESPOND);
     for round in 0..10 {
         for _ in 0..4 {
             // New connections reach all workers.
@@ -214,4 +304,51 @@ fn permit_whose_grant_was_lost_is_released_when_the_store_answers_again() {
     eventually("Redis runs what was written", || redis.calls("zadd") > 0);
     eventually("all permits are released", || redis.keys().iter().all(|key| key.contains("~probe")));
     assert!(answers.elapsed() < PERMIT / 2, "released after {:?}, not expired", answers.elapsed());
+}
+
+#[test]
+fn denied_flood_across_masters_leaves_other_clients_their_quota() {
+    const OWN: u64 = 20;
+    const CLIENTS: u64 = 10;
+    let cluster = Cluster::start(3, 0);
+    let by = |header: &str, quota: u64, rest: &str| {
+        format!("by = \"header:{header}\"\nquota = \"{quota}/3650d\"\non_store_error = \"deny\"\n{rest}")
+    };
+    let (own, shared) = (by("x-own", OWN, ""), by("x-shared", 1_000_000, "algorithm = \"fixed-window\""));
+    let gateway = gateway(&cluster.url(), "timeout = \"5s\"", &[&own, &shared], RESPOND);
+    let over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let flood = scope.spawn(|| {
+            let _raise = Raise(&over);
+            hammer(gateway.address, 1000, &["x-own: flood", "x-shared: all"])
+        });
+        let others: Vec<_> = (0..CLIENTS)
+            .map(|id| {
+                let (gateway, over, id) = (&gateway, &over, id.to_string());
+                scope.spawn(move || {
+                    let mut client = gateway.client();
+                    let mut admitted = 0;
+                    while admitted < OWN || !over.load(Ordering::SeqCst) {
+                        let reply = client.get_with("/r", &[("x-own", &id), ("x-shared", "all")]);
+                        let wait = reply.header("retry-after").map_or(0, |wait| wait.parse::<u64>().unwrap());
+                        match reply.status {
+                            200 => admitted += 1,
+                            // It came too late, or others were quicker each time.
+                            503 => assert_eq!(wait, 1, "{reply:?}"),
+                            429 if admitted < OWN => assert_eq!(wait, 1, "a unit is there: {reply:?}"),
+                            429 => assert!(wait > 86400, "its own limit is used up: {reply:?}"),
+                            status => panic!("{status}"),
+                        }
+                    }
+                    admitted
+                })
+            })
+            .collect();
+        let [admitted, denied, rejected, other] = flood.join().unwrap();
+        println!("cluster: {admitted} admitted, {denied} denied, {rejected} rejected");
+        assert!(admitted <= OWN && denied > 0 && other == 0, "{admitted} admitted, {denied} denied, {other} other");
+        for other in others {
+            assert_eq!(other.join().unwrap(), OWN);
+        }
+    });
 }
