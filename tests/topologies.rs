@@ -475,3 +475,85 @@ fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
         }
     });
 }
+
+#[test]
+fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
+    const IDENTITIES: usize = 20;
+    let cluster = Cluster::start(3, 0);
+    let by = |header: &str, rest: &str| format!("by = \"header:{header}\"\non_store_error = \"deny\"\n{rest}");
+    let counted = |algorithm: &str| format!("algorithm = \"{algorithm}\"\nquota = \"3/3650d\"");
+    let limits = [
+        ("a", by("x-a", &counted("fixed-window"))),
+        ("b", by("x-b", &counted("token-bucket"))),
+        ("c", by("x-b", &counted("sliding-log"))),
+        ("d", by("x-b", "algorithm = \"concurrency\"\nquota = \"1\"")),
+    ];
+    let limits = limits.each_ref().map(|(name, rest)| (*name, rest.as_str()));
+    let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
+    let mut client = gateway.client();
+    let mut ask = |id: usize| client.get_with("/r", &[("x-a", &format!("a{id}")), ("x-b", &format!("b{id}"))]);
+    let full = cluster.masters()[0];
+    let set_maxmemory = |bytes: &str| {
+        redis::cmd("CONFIG").arg("SET").arg("maxmemory").arg(bytes).exec(&mut full.connection()).unwrap();
+    };
+    // It grants a peek, and rejects the charge after it: nothing ran there.
+    set_maxmemory("1");
+    let statuses: Vec<_> = (0..IDENTITIES).map(|id| ask(id).status).collect();
+    assert!(count(&statuses, 200) > 0 && count(&statuses, 503) > 0, "{statuses:?}");
+    assert_eq!(count(&statuses, 200) + count(&statuses, 503), IDENTITIES, "{statuses:?}");
+    set_maxmemory("0");
+    for (id, before) in statuses.into_iter().enumerate() {
+        let mut reply = ask(id);
+        eventually("its permit is released", || {
+            let held = reply.status == 429 && reply.json()["violated-policies"] == serde_json::json!(["d"]);
+            if held {
+                reply = ask(id);
+            }
+            !held
+        });
+        assert_eq!(reply.status, 200, "{id}: {reply:?}");
+        let left = if before == 200 { 1 } else { 2 };
+        for limit in ["a", "b", "c"] {
+            assert_eq!(reply.remaining(limit), left, "limit {limit} of {id}, {before} before");
+        }
+    }
+}
+
+#[test]
+fn dead_master_affects_all_identities_with_full_coverage_and_else_its_own() {
+    const IDENTITIES: usize = 45;
+    for (coverage, affects_all) in [("yes", true), ("no", false)] {
+        let mut cluster = Cluster::start(3, 0);
+        for master in cluster.masters() {
+            let mut set = redis::cmd("CONFIG");
+            set.arg("SET").arg("cluster-require-full-coverage").arg(coverage).exec(&mut master.connection()).unwrap();
+        }
+        let limit = format!("{FIXED}quota = \"1000000/3650d\"");
+        let gateway = Gateway::start(&config(&cluster.url(), "1s", &[("a", &limit)]));
+        let mut client = gateway.client();
+        let mut ask = |id: usize| client.get_with("/r", &[("x-id", &id.to_string())]).status;
+        let mut of_dead = Vec::new();
+        for id in 0..IDENTITIES {
+            let before = cluster.masters()[0].keys().len();
+            assert_eq!(ask(id), 200, "{coverage}: {id}");
+            of_dead.push(cluster.masters()[0].keys().len() > before);
+        }
+        assert!(of_dead.contains(&true) && of_dead.contains(&false), "{of_dead:?}");
+        cluster.kill_master(0);
+        eventually("the others know that it is dead", || {
+            cluster.masters().iter().all(|master| {
+                let nodes: String = redis::cmd("CLUSTER").arg("NODES").query(&mut master.connection()).unwrap();
+                let info: String = redis::cmd("CLUSTER").arg("INFO").query(&mut master.connection()).unwrap();
+                nodes.contains("master,fail ") && info.contains("cluster_state:fail") == affects_all
+            })
+        });
+        let affected: Vec<_> = std::thread::scope(|scope| {
+            let ask = |id: usize| gateway.client().get_with("/r", &[("x-id", &id.to_string())]).status == 503;
+            let all: Vec<_> = (0..IDENTITIES).map(|id| scope.spawn(move || ask(id))).collect();
+            all.into_iter().map(|each| each.join().unwrap()).collect()
+        });
+        let expected = if affects_all { vec![true; IDENTITIES] } else { of_dead };
+        println!("{coverage}: {} of {IDENTITIES} affected", affected.iter().filter(|affected| **affected).count());
+        assert_eq!(affected, expected, "{coverage}");
+    }
+}

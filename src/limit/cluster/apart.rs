@@ -206,3 +206,36 @@ fn merge(answers: Vec<Answer<'_>>, granted: u64, places: usize) -> Result<Verdic
     }
     Ok(merged)
 }
+
+#[cfg(test)]
+mod tests {
+    use redis::{ErrorKind, ServerErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn error_of_one_group_is_that_of_all_and_never_says_that_nothing_ran() {
+        let refused = redis::RedisError::from((ErrorKind::Server(ServerErrorKind::ResponseError), "OOM"));
+        // Whether it is overload, and whether it is an outage.
+        let cases = [
+            (StoreError::Overloaded, true, false),
+            (StoreError::Late, true, false),
+            (StoreError::Open, false, true),
+            (StoreError::Timeout, false, true),
+            (StoreError::Unwritable(refused.clone()), false, true),
+            (StoreError::Elsewhere(refused.clone()), false, true),
+            (StoreError::Refused(refused), false, true),
+        ];
+        for (error, is_overload, is_outage) in cases {
+            for first in [true, false] {
+                let ran = || (&[][..], Ok(Verdict::new(1, 1, Vec::new())));
+                let failed = || (&[][..], Err(error.clone()));
+                let answers = if first { vec![failed(), ran()] } else { vec![ran(), failed()] };
+                assert_eq!(least(&answers), 0, "{error}: nothing is granted, so that what ran is given back");
+                let merged = merge(answers, 0, 2).unwrap_err();
+                assert_eq!((merged.is_overload(), merged.is_outage()), (is_overload, is_outage), "{error}: {merged}");
+                assert!(!merged.nothing_ran(), "{error}: {merged}");
+            }
+        }
+    }
+}
