@@ -11,7 +11,7 @@ use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Duration, sleep, timeout};
 
-use super::clock::{Clock, monotonic, unix_us};
+use super::clock::{Clock, monotonic};
 use super::guard::{Guard, Recovery};
 use super::redis::server::{Address, Login};
 use super::redis::slots::{Slots, slot};
@@ -176,7 +176,7 @@ impl Cluster {
         let slots = self.0.topology.slots();
         let (masters, all) = slots.as_ref().map_or((&[][..], &[][..]), |slots| (slots.masters(), slots.nodes()));
         // Not always the same one first: it may be behind the others. Replicas only where nobody else is left.
-        let first = unix_us() as usize % masters.len().max(1);
+        let first = self.0.topology.next_turn() % masters.len().max(1);
         let nodes = masters[first..].iter().chain(&masters[..first]).chain(&self.0.seeds);
         let replicas = all.iter().filter(|node| !masters.contains(node));
         let mut failure = StoreError::Open;

@@ -23,7 +23,7 @@ use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::network::{START_US, Way, World};
-use crate::schedule::{Class, LimitSpec, Request, Schedule, Use};
+use crate::schedule::{LimitSpec, Request, Schedule, Use};
 use crate::store::{HOST, StateName, port_of};
 
 pub struct Gateway {
@@ -50,8 +50,8 @@ impl Gateway {
             connect_timeout: std::time::Duration::from_secs(1),
             algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
         };
-        let servers = match schedule.class {
-            Class::Cluster => {
+        let servers = match schedule.nodes {
+            2.. => {
                 let seed = Address { host: HOST.into(), port: port_of(0) };
                 Servers::Cluster { seeds: vec![seed], login: Login::of(&client).over(way) }
             }

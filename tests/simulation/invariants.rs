@@ -8,12 +8,13 @@ use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::backend::Source;
 use sluicegate::limit::clock::Clock;
+use sluicegate::limit::key::Identity;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::plan::OnStoreError;
 use sluicegate::limit::redis::LATEST;
 use sluicegate::limit::store::Operation;
 
-use crate::gateway::{Held, Observed, Told};
+use crate::gateway::{Held, Observed, Part, Told};
 use crate::network::START_US;
 use crate::schedule::{Class, LimitSpec, Schedule, Use};
 use crate::store::{Done, StateName, Store, by_state, charge};
@@ -126,6 +127,7 @@ impl History<'_> {
                 violated("a store that replies in time decides every request", when);
             }
         }
+        self.other_masters_decide(violated);
         if *class == Class::Far {
             let by_store = |observed: &&Observed| {
                 matches!(observed.told, Told::Admitted(Source::Store) | Told::Denied { source: Source::Store, .. })
@@ -137,10 +139,28 @@ impl History<'_> {
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        if !matches!(class, Class::Slow | Class::Faulty) {
+        if !matches!(class, Class::Slow | Class::Faulty | Class::FaultyMaster) {
             for (gateway, openings) in self.openings.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
                 violated("the breaker stays closed while the store replies", message);
+            }
+        }
+    }
+
+    /// A fault of one master concerns only requests that have a limit there.
+    fn other_masters_decide(&self, violated: &mut impl FnMut(&'static str, String)) {
+        let Some(faulty) = self.schedule.incidents.iter().find_map(|incident| incident.node) else { return };
+        for observed in self.observed {
+            let is_there = |part: &Part| self.store.number_of(Identity(part.state.1)) == faulty;
+            let without_store =
+                matches!(observed.told, Told::Admitted(Source::Local) | Told::Denied { source: Source::Local, .. });
+            let parts = &observed.parts;
+            let limits = || parts.iter().map(|part| &self.schedule.limits[part.limit]);
+            // Shadow limits reject nothing, and permits follow the share as well for some time after an outage.
+            let exempt = limits().all(|spec| spec.limit.shadow) || limits().any(|spec| spec.permits().is_some());
+            if without_store && !exempt && !parts.iter().any(is_there) {
+                let message = format!("the request of {:?} at gateway {}", observed.began, observed.gateway);
+                violated("masters that work decide while another one fails", message);
             }
         }
     }
@@ -227,12 +247,14 @@ impl History<'_> {
 
     /// Units charged by the store and units admitted, by state and gateway.
     fn charged_once(&self, violated: &mut impl FnMut(&'static str, String)) {
+        // In all, and without what was given back: a request that lost a race for the last unit of one master gives back what
+        // another one charged, and asks again.
         let mut charged: BTreeMap<(&StateName, usize), (u64, i64)> = BTreeMap::new();
         for done in &self.store.history {
             for (index, asked) in done.asked.iter().enumerate() {
-                let (gross, net) = charged.entry((&asked.name, done.gateway)).or_default();
-                *gross += u64::try_from(done.charged(index)).unwrap_or(0);
-                *net += done.charged(index);
+                let (all, kept) = charged.entry((&asked.name, done.gateway)).or_default();
+                *all += u64::try_from(done.charged(index)).unwrap_or(0);
+                *kept += done.charged(index);
             }
         }
         let mut asked: BTreeMap<(&StateName, usize), (u64, u64)> = BTreeMap::new();
@@ -251,11 +273,10 @@ impl History<'_> {
             if spec.permits().is_some() {
                 continue;
             }
-            let (charged, net) = charged.get(&(state, gateway)).copied().unwrap_or_default();
-            // In a cluster what is charged on one server and denied on another is given back and asked for again.
-            let kept = if self.schedule.class == Class::Cluster { net } else { charged as i64 };
-            if kept > asked as i64 && spec.limit.advance == 0 {
-                let message = format!("{state:x?} at gateway {gateway}: {charged} units charged, {asked} asked for");
+            let (charged, kept) = charged.get(&(state, gateway)).copied().unwrap_or_default();
+            let once = if self.schedule.nodes > 1 { u64::try_from(kept).unwrap_or(0) } else { charged };
+            if once > asked && spec.limit.advance == 0 {
+                let message = format!("{state:x?} at gateway {gateway}: {once} units charged, {asked} asked for");
                 violated("a request is charged at most once", message);
             }
             if admitted > charged {
@@ -422,7 +443,7 @@ impl History<'_> {
                 continue;
             }
             let most = match class {
-                Class::Faulty => {
+                Class::Faulty | Class::FaultyMaster => {
                     // A store that was away for longer than two thirds of a permit's TTL may have forgotten all of them.
                     let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.lease / 2;
                     let lost = incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.lasts)).count();

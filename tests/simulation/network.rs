@@ -10,13 +10,12 @@ use redis::ConnectionAddr;
 use sluicegate::limit::redis::dial::{Dial, Dialing, Stream};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::sync::watch;
 use tokio::task::yield_now;
 use tokio::time::{Duration, Instant, sleep, sleep_until, timeout_at};
 use tokio_util::sync::CancellationToken;
 
 use crate::random::Random;
-use crate::schedule::{Fault, Schedule};
+use crate::schedule::{Fault, Incident, Schedule};
 use crate::store::{Store, port_of};
 
 /// The instant of the store's clock at which a schedule begins: a whole number of minutes in 2027.
@@ -34,14 +33,15 @@ pub struct World {
     service_us: u64,
     idle_close: Option<Duration>,
     state: Mutex<State>,
-    runs: watch::Sender<bool>,
 }
 
 #[derive(Debug)]
 pub struct State {
     pub store: Store,
     random: Random,
-    active: Vec<Fault>,
+    active: Vec<Incident>,
+    /// Cancelled while a server runs: tasks that wait for one go on in their order.
+    runs: Vec<CancellationToken>,
     /// When each server has decided all that it was asked.
     busy_until: Vec<Instant>,
     connections: BTreeMap<u64, Connection>,
@@ -57,6 +57,7 @@ pub struct State {
 struct Connection {
     /// How many the gateway had opened before.
     earlier: u64,
+    node: usize,
     /// It ends at once.
     reset: CancellationToken,
     /// It ends when the store has run what came by it.
@@ -83,9 +84,10 @@ impl Dial for Way {
         let is_at = |node: &usize| matches!(address, ConnectionAddr::Tcp(_, port) if *port == port_of(*node));
         let node = (0..world.nodes).find(is_at).expect("the address of a server");
         Box::pin(async move {
-            let delay: Duration = world.state().active.iter().map(connect_delay).sum();
+            let about = |incident: &&Incident| incident.is_about(node);
+            let delay: Duration = world.state().active.iter().filter(about).map(connect_delay).sum();
             sleep(delay + world.half_trip() * 2).await;
-            if world.state().active.iter().any(|fault| refuses_connections(*fault)) {
+            if world.state().active.iter().filter(about).any(|incident| refuses_connections(incident.fault)) {
                 world.note(|| format!("gateway {gateway}: connection refused"));
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
@@ -94,9 +96,9 @@ impl Dial for Way {
     }
 }
 
-fn connect_delay(fault: &Fault) -> Duration {
-    match fault {
-        Fault::SlowConnects(delay) | Fault::Delay(delay) => *delay,
+fn connect_delay(incident: &Incident) -> Duration {
+    match incident.fault {
+        Fault::SlowConnects(delay) | Fault::Delay(delay) => delay,
         _ => Duration::ZERO,
     }
 }
@@ -111,6 +113,7 @@ impl World {
             store: Store::new(schedule.nodes, START_US),
             random: Random::new(!schedule.seed),
             active: Vec::new(),
+            runs: (0..schedule.nodes).map(|_| running()).collect(),
             busy_until: vec![Instant::now(); schedule.nodes],
             connections: BTreeMap::new(),
             next: 0,
@@ -125,7 +128,6 @@ impl World {
             service_us: schedule.service_us,
             idle_close: schedule.idle_close,
             state: Mutex::new(state),
-            runs: watch::Sender::new(true),
         }
     }
 
@@ -163,17 +165,22 @@ impl World {
     }
 
     /// Begins a fault.
-    pub fn begin(&self, fault: Fault) {
-        self.note(|| format!("fault begins: {fault:?}"));
+    pub fn begin(&self, incident: Incident) {
+        self.note(|| format!("fault begins: {incident:?}"));
+        let fault = incident.fault;
         let now_us = self.now_us();
         let state = &mut *self.state();
-        let all = state.connections.values();
+        let all = state.connections.values().filter(|each| incident.is_about(each.node));
         match fault {
             Fault::Delay(_) | Fault::DelaySome(_) | Fault::Stall(_) => {}
             Fault::LoseReplies => all.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
             Fault::LoseRequests => all.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
             Fault::ResetAfter => all.for_each(|each| each.ends.cancel()),
-            Fault::Hang => drop(self.runs.send_replace(false)),
+            Fault::Hang => {
+                for (_, runs) in state.runs.iter_mut().enumerate().filter(|(node, _)| incident.is_about(*node)) {
+                    *runs = CancellationToken::new();
+                }
+            }
             Fault::OutOfMemory => state.store.out_of_memory = true,
             Fault::ResetBefore | Fault::RefuseConnects | Fault::SlowConnects(_) => {
                 all.for_each(|each| each.reset.cancel())
@@ -188,27 +195,32 @@ impl World {
                 state.store.restart(now_us, lost_us);
             }
         }
-        state.active.push(fault);
+        state.active.push(incident);
     }
 
     /// Ends a fault.
-    pub fn end(&self, fault: Fault) {
-        self.note(|| format!("fault ends: {fault:?}"));
+    pub fn end(&self, incident: Incident) {
+        self.note(|| format!("fault ends: {incident:?}"));
         let mut state = self.state();
-        state.active.retain(|active| *active != fault);
-        state.store.out_of_memory = state.active.contains(&Fault::OutOfMemory);
-        self.runs.send_replace(!state.active.contains(&Fault::Hang));
+        state.active.retain(|active| *active != incident);
+        state.store.out_of_memory = state.active.iter().any(|active| active.fault == Fault::OutOfMemory);
+        let hangs = |node| state.active.iter().any(|active| active.fault == Fault::Hang && active.is_about(node));
+        for (_, runs) in state.runs.iter().enumerate().filter(|(node, _)| !hangs(*node)) {
+            runs.cancel();
+        }
     }
 
     fn connect(self: &Arc<Self>, gateway: usize, node: usize) -> DuplexStream {
         let (near, far) = tokio::io::duplex(1 << 22);
         let (number, connection) = {
             let state = &mut *self.state();
-            let flag = |fault| Arc::new(AtomicBool::new(state.active.contains(&fault)));
+            let has = |fault| state.active.iter().any(|active| active.fault == fault && active.is_about(node));
+            let flag = |fault| Arc::new(AtomicBool::new(has(fault)));
             let opened = state.opened.entry(gateway).or_default();
             *opened += 1;
             let connection = Connection {
                 earlier: *opened - 1,
+                node,
                 reset: CancellationToken::new(),
                 ends: CancellationToken::new(),
                 lose_requests: flag(Fault::LoseRequests),
@@ -265,13 +277,13 @@ impl World {
     }
 
     fn delay(&self) -> Duration {
-        let delay = |fault: &Fault| if let Fault::Delay(delay) = fault { *delay } else { Duration::ZERO };
+        let delay = |active: &Incident| if let Fault::Delay(delay) = active.fault { delay } else { Duration::ZERO };
         self.state().active.iter().map(delay).sum()
     }
 
     fn delay_of(&self, connection: &Connection) -> Duration {
-        let delay = |fault: &Fault| match fault {
-            Fault::DelaySome(delay) if !connection.earlier.is_multiple_of(3) => *delay,
+        let delay = |active: &Incident| match active.fault {
+            Fault::DelaySome(delay) if !connection.earlier.is_multiple_of(3) => delay,
             _ => Duration::ZERO,
         };
         self.state().active.iter().map(delay).sum()
@@ -301,9 +313,8 @@ impl World {
                 return;
             };
             sleep_until(at).await;
-            let mut runs = self.runs.subscribe();
-            // The world ends with the schedule.
-            let _ = runs.wait_for(|runs| *runs).await;
+            let runs = self.state().runs[node].clone();
+            runs.cancelled().await;
             let until = self.state().busy_until[node];
             if until > Instant::now() {
                 sleep_until(until).await;
@@ -366,6 +377,13 @@ impl World {
             }
         }
     }
+}
+
+/// What a server that runs has among [`State::runs`].
+fn running() -> CancellationToken {
+    let runs = CancellationToken::new();
+    runs.cancel();
+    runs
 }
 
 /// The first command of these bytes, an array of bulk strings, and its length.

@@ -108,16 +108,16 @@ impl Play {
         let faults = tokio::spawn(bring_about(client.world.clone(), schedule.incidents.clone()));
         sleep_until(self.began + schedule.last_request() + 2 * schedule.timeout).await;
         faults.await.expect("the faults end");
-        if matches!(schedule.class, Class::Faulty | Class::Slow | Class::Stalled | Class::Uneven) {
+        if !schedule.is_up() || matches!(schedule.class, Class::Slow | Class::Stalled | Class::Uneven) {
             self.recover().await;
         }
         if self.has_permits() {
-            if schedule.class != Class::Faulty {
+            if schedule.is_up() {
                 // What came late is released.
                 sleep(Duration::from_secs(3)).await;
             }
             self.check_permits("recovery");
-            if schedule.class == Class::Faulty {
+            if !schedule.is_up() {
                 let longest = schedule.limits.iter().filter_map(|spec| spec.permits()).map(|rule| rule.lease).max();
                 sleep(Duration::from_micros(longest.unwrap_or_default()) + Duration::from_secs(2)).await;
                 self.check_permits("one permit TTL after recovery");
@@ -200,7 +200,7 @@ impl Play {
                 self.violated("permits of requests that have ended are released", message);
             }
             // In an outage permits end.
-            let may_be_lost = when == "recovery" && self.schedule().class == Class::Faulty;
+            let may_be_lost = when == "recovery" && !self.schedule().is_up();
             if live < held.by_store && !may_be_lost {
                 let message = format!(
                     "{when}: the store counts {live} permits of {state:x?}, {} requests run that it admitted",
@@ -286,20 +286,20 @@ impl Play {
 async fn bring_about(world: Arc<World>, mut incidents: Vec<Incident>) {
     incidents.sort_by_key(|incident| incident.at);
     let began = Instant::now() - world.now();
-    for Incident { at, lasts, fault } in incidents {
-        sleep_until(began + at).await;
-        world.begin(fault);
-        match fault {
+    for incident in incidents {
+        sleep_until(began + incident.at).await;
+        world.begin(incident);
+        match incident.fault {
             Fault::Stall(length) => {
-                let end = Instant::now() + lasts;
+                let end = Instant::now() + incident.lasts;
                 while Instant::now() < end {
                     // No task runs meanwhile: timers and replies are late together.
                     advance(length).await;
                     sleep(Duration::from_millis(5)).await;
                 }
             }
-            _ => sleep(lasts).await,
+            _ => sleep(incident.lasts).await,
         }
-        world.end(fault);
+        world.end(incident);
     }
 }

@@ -38,6 +38,8 @@ pub enum Class {
     Uneven,
     /// It fails.
     Faulty,
+    /// It is a cluster of three masters of which one fails.
+    FaultyMaster,
 }
 
 /// A fault of the store or of the network.
@@ -80,11 +82,19 @@ impl Fault {
     }
 }
 
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Incident {
     pub at: Duration,
     pub lasts: Duration,
     pub fault: Fault,
+    /// The server that it is about; none: all of them.
+    pub node: Option<usize>,
+}
+
+impl Incident {
+    pub fn is_about(&self, node: usize) -> bool {
+        self.node.is_none_or(|own| own == node)
+    }
 }
 
 /// How a limit is used by all of its requests.
@@ -205,11 +215,12 @@ impl Schedule {
             51..60 => Class::Cluster,
             60..63 => Class::Stalled,
             63..66 => Class::Uneven,
+            66..74 => Class::FaultyMaster,
             _ => Class::Faulty,
         };
         let theme = match random.of(0..100) {
             // Limits of one kind, whose denials are remembered, kept by several servers.
-            0..50 if class == Class::Cluster => Theme::Denials,
+            0..50 if matches!(class, Class::Cluster | Class::FaultyMaster) => Theme::Denials,
             0..25 => Theme::Mixed,
             25..50 => Theme::Prefetch,
             50..75 => Theme::Permits,
@@ -225,7 +236,7 @@ impl Schedule {
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
             // What one master charges and another denies takes two round trips; connecting takes four.
-            Class::Cluster | Class::IdleClose | Class::Uneven => {
+            Class::Cluster | Class::FaultyMaster | Class::IdleClose | Class::Uneven => {
                 (timeout / 100 * random.of(0..12) as u32, Duration::ZERO)
             }
             _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
@@ -235,7 +246,7 @@ impl Schedule {
             class,
             gateways: if class == Class::Uneven { 1 } else { random.of(1..4) as usize },
             workers: if class == Class::Uneven { 1 } else { random.of(1..3) as usize },
-            nodes: if class == Class::Cluster { 3 } else { 1 },
+            nodes: if matches!(class, Class::Cluster | Class::FaultyMaster) { 3 } else { 1 },
             connections: if class == Class::Uneven { 3 } else { random.of(1..3) as u32 },
             timeout,
             round_trip,
@@ -256,11 +267,13 @@ impl Schedule {
                     at: schedule.some_time(random),
                     lasts: ms(random.of(20..1500)),
                     fault,
+                    node: None,
                 });
             }
             Class::Stalled => schedule.add_under_load(random, 2, Fault::Stall),
             Class::Uneven => schedule.add_under_load(random, 4, Fault::DelaySome),
             Class::Faulty => schedule.add_faults(random),
+            Class::FaultyMaster => schedule.add_fault_of_a_master(random),
             Class::Healthy | Class::Far | Class::IdleClose | Class::Cluster => {}
         }
         schedule.requests.sort_by_key(|request| request.at);
@@ -296,7 +309,7 @@ impl Schedule {
 
     /// Whether the store is there all the time, however slow.
     pub fn is_up(&self) -> bool {
-        self.class != Class::Faulty
+        !matches!(self.class, Class::Faulty | Class::FaultyMaster)
     }
 
     /// Whether every check can be decided within the timeout.
@@ -427,7 +440,7 @@ impl Schedule {
     /// Adds a fault that lasts longer than the timeout, and clients that make a request every `gap` ms meanwhile.
     fn add_under_load(&mut self, random: &mut Random, gap: u64, fault: impl Fn(Duration) -> Fault) {
         let (at, lasts) = (self.some_time(random), ms(random.of(300..1500)));
-        self.incidents.push(Incident { at, lasts, fault: fault(self.timeout + ms(random.of(1..50))) });
+        self.incidents.push(Incident { at, lasts, fault: fault(self.timeout + ms(random.of(1..50))), node: None });
         for index in 0..lasts.as_millis() as u64 / gap {
             self.requests.push(Request {
                 at: at + ms(gap * index),
@@ -474,9 +487,27 @@ impl Schedule {
                     random.clone().of(2000..9000),
                 ])),
             };
-            self.incidents.push(Incident { at, lasts, fault });
+            self.incidents.push(Incident { at, lasts, fault, node: None });
             from = at + lasts + ms(random.of(10..3000));
         }
+    }
+
+    /// One master is silent, resets or refuses connections. It keeps its state.
+    fn add_fault_of_a_master(&mut self, random: &mut Random) {
+        let fault = random.pick(&[
+            Fault::Hang,
+            Fault::LoseReplies,
+            Fault::LoseRequests,
+            Fault::ResetBefore,
+            Fault::ResetAfter,
+            Fault::RefuseConnects,
+        ]);
+        let lasts = match fault {
+            Fault::ResetBefore | Fault::ResetAfter => Duration::ZERO,
+            _ => ms(random.of(10..4000)),
+        };
+        let (at, node) = (self.some_time(random), Some(random.of(0..self.nodes as u64) as usize));
+        self.incidents.push(Incident { at, lasts, fault, node });
     }
 }
 

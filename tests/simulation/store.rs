@@ -118,9 +118,13 @@ impl Store {
         Store { nodes: (0..nodes).map(node).collect(), clock, out_of_memory: false, history: Vec::new() }
     }
 
-    /// The server that keeps the states of an identity.
+    /// The number of the server that keeps the states of an identity.
+    pub fn number_of(&self, identity: Identity) -> usize {
+        usize::from(slot(identity)) * self.nodes.len() / SLOTS
+    }
+
     fn node_of(&self, identity: Identity) -> &Node {
-        &self.nodes[usize::from(slot(identity)) * self.nodes.len() / SLOTS]
+        &self.nodes[self.number_of(identity)]
     }
 
     /// The store ends: scripts are lost, and the state of the last `lost_us`; all of it with `None`.

@@ -8,6 +8,7 @@
 use std::time::Instant;
 
 use futures_util::future::join_all;
+use tokio::sync::oneshot;
 use tokio::time::sleep;
 use tracing::debug;
 
@@ -71,28 +72,42 @@ impl Cluster {
         }
         // A task of its own: a client that leaves now must not keep what is to be given back.
         let (cluster, places) = (self.clone(), charges.len());
-        let decided = tokio::spawn(async move { cluster.decide(due, operation, &groups, places).await });
-        decided.await.unwrap_or(Err(StoreError::Timeout))
+        let (told, verdict) = oneshot::channel();
+        tokio::spawn(async move {
+            let (result, in_vain) = cluster.decide(due, operation, &groups, places).await;
+            let _ = told.send(result);
+            // After the error: its time is over.
+            join_all(in_vain.iter().map(|answer| cluster.give_back(operation, answer, 0))).await;
+        });
+        verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
-    async fn decide(
-        &self,
-        due: Instant,
-        operation: Operation,
-        groups: &[Group],
-        places: usize,
-    ) -> Result<Verdict, StoreError> {
+    /// Whether all groups can be asked: without one of them the others would be asked in vain.
+    async fn all_work(&self, groups: &[Group]) -> Result<(), StoreError> {
         for group in groups {
-            // Without this one the others would be asked in vain.
             if self.guard(&self.owner(slot(group[0].1.identity)).await?)?.is_open() {
                 self.look_again();
                 return Err(StoreError::Open);
             }
         }
+        Ok(())
+    }
+
+    /// The verdict, and what is to be given back because another group failed.
+    async fn decide<'a>(
+        &self,
+        due: Instant,
+        operation: Operation,
+        groups: &'a [Group],
+        places: usize,
+    ) -> (Result<Verdict, StoreError>, Vec<Answer<'a>>) {
+        if let Err(error) = self.all_work(groups).await {
+            return (Err(error), Vec::new());
+        }
         if !matches!(operation, Operation::Check | Operation::Take) {
             let answers = self.ask_all(due, operation, groups).await;
             let granted = least(&answers);
-            return merge(answers, granted, places);
+            return (merge(answers, granted, places), Vec::new());
         }
         for _ in 0..ROUNDS {
             let mut asked = self.ask_all(due, Operation::Peek, groups).await;
@@ -101,25 +116,33 @@ impl Cluster {
                     // Denied, whatever those would have said that could not answer.
                     asked.retain(|(_, answer)| answer.is_ok());
                 }
-                return merge(asked, 0, places);
+                return (merge(asked, 0, places), Vec::new());
             }
             let charged = self.ask_all(due, operation, groups).await;
             let granted = least(&charged);
+            if granted == 0 && !charged.iter().any(is_denial) {
+                return (merge(charged.clone(), 0, places), charged);
+            }
             join_all(charged.iter().map(|answer| self.give_back(operation, answer, granted))).await;
-            if granted > 0 || !charged.iter().any(is_denial) {
-                return merge(charged, granted, places);
+            if granted > 0 {
+                return (merge(charged, granted, places), Vec::new());
             }
         }
         // Others were quicker each time. What is left changes from one round trip to the next.
         let mut asked = self.ask_all(due, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
-        let mut verdict = merge(asked, 0, places)?;
+        let busy = |verdict| self.busy(verdict);
+        (merge(asked, 0, places).map(busy), Vec::new())
+    }
+
+    /// The denial of a request that lost every race.
+    fn busy(&self, mut verdict: Verdict) -> Verdict {
         if verdict.outcomes.iter().all(|outcome| outcome.status == Status::Ok)
             && let Some(outcome) = verdict.outcomes.first_mut()
         {
             (outcome.status, outcome.retry_us) = (Status::Busy, self.timeout().as_micros() as u64);
         }
-        Ok(verdict)
+        verdict
     }
 
     /// Asks each group, and where its keys are on two nodes each of its charges.

@@ -1,7 +1,7 @@
 //! What is known of a cluster, shared by all workers of a process.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use arc_swap::ArcSwapOption;
@@ -23,6 +23,8 @@ pub struct Topology {
     discovery: tokio::sync::Mutex<()>,
     /// Whether somebody is asking for them again, or did so just now.
     looking: AtomicBool,
+    /// How often the slots were asked for.
+    turns: AtomicUsize,
     breakers: Mutex<HashMap<Address, Arc<Breaker>>>,
     /// How often those of nodes that have left have opened.
     gone: AtomicU64,
@@ -89,6 +91,11 @@ impl Topology {
     /// Told each time that a node answers again after an outage.
     pub fn recovery(&self) -> &Arc<Recovery> {
         &self.recovery
+    }
+
+    /// A number that each search for the slots has to itself: it begins at another master than the last one.
+    pub fn next_turn(&self) -> usize {
+        self.turns.fetch_add(1, Ordering::Relaxed)
     }
 
     /// The right to ask for the slots again, unless somebody has it.
