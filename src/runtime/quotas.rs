@@ -105,7 +105,8 @@ fn timed(
     })
 }
 
-/// Another size of a limit: its quota and, for a token bucket, its burst.
+/// Another size of a limit: its quota and, for a token bucket, its burst. With neither it is the standard size; a quota
+/// without a burst has its own count as the burst.
 pub(super) fn size(size: &config::Size, rule: &Rule, standard: Quota) -> Result<(Quota, Option<u64>), Issue> {
     let quota = match &size.quota {
         Some(text) => rule
@@ -113,7 +114,13 @@ pub(super) fn size(size: &config::Size, rule: &Rule, standard: Quota) -> Result<
             .map_err(|error| Issue::at(text.span(), error.to_string()).hint(hint(&error)))?,
         None => standard,
     };
-    let Some(burst) = &size.burst else { return Ok((quota, None)) };
+    let Some(burst) = &size.burst else {
+        let inherited = match rule {
+            Rule::TokenBucket(bucket) if size.quota.is_none() => Some(bucket.burst),
+            _ => None,
+        };
+        return Ok((quota, inherited));
+    };
     if !matches!(rule, Rule::TokenBucket(_)) {
         return Err(Issue::at(burst.span(), "`burst` goes with token-bucket only"));
     }
