@@ -50,8 +50,8 @@ pub struct By {
 pub struct Exempt {
     /// Clients in these networks, where the identity has the client's address in it.
     pub networks: Vec<IpNet>,
-    /// Any other part with one of these values; a consumer by its name.
-    pub values: Vec<Box<str>>,
+    /// Values of one source each; a consumer by its name. A value of another source never matches.
+    pub values: Vec<(Source, Box<str>)>,
 }
 
 /// A request, as far as identities are concerned.
@@ -159,7 +159,7 @@ impl By {
                     OnMissing::Ip => (IP, network(asker)),
                 },
             };
-            if self.exempt.covers(tag, &value, asker.client) {
+            if self.exempt.covers(source, tag, &value, asker.client) {
                 return Ok(Found::Exempt);
             }
             encoder.part(tag, &value);
@@ -169,10 +169,12 @@ impl By {
 }
 
 impl Exempt {
-    fn covers(&self, tag: u8, value: &[u8], client: IpAddr) -> bool {
+    /// The tag tells a consumer from an unknown API key: clients choose the latter.
+    fn covers(&self, source: &Source, tag: u8, value: &[u8], client: IpAddr) -> bool {
         match tag {
             IP | ANONYMOUS => self.networks.iter().any(|net| net.contains(&client)),
-            _ => self.values.iter().any(|exempt| exempt.as_bytes() == value),
+            _ if tag != source.tag() => false,
+            _ => self.values.iter().any(|(of, exempt)| of == source && exempt.as_bytes() == value),
         }
     }
 }
@@ -272,11 +274,11 @@ mod tests {
 
     #[test]
     fn exempt_identities_and_other_methods_are_not_limited() {
+        let header = Source::Header(HeaderName::from_static("x-a"));
         let exempt = |values: &[&str], networks: &[&str]| Exempt {
-            values: values.iter().map(|value| (*value).into()).collect(),
+            values: values.iter().map(|value| (header.clone(), (*value).into())).collect(),
             networks: networks.iter().map(|net| net.parse().unwrap()).collect(),
         };
-        let header = Source::Header(HeaderName::from_static("x-a"));
         for (source, exempt, methods, limited) in [
             (&header, exempt(&["7"], &[]), vec![], false),
             (&header, exempt(&["8"], &["192.0.2.0/24"]), vec![], true),

@@ -16,7 +16,7 @@ use support::upstream::Upstream;
 const NAME: &str = "gate.test";
 
 /// Each route for itself, so that one test's questions do not spend another's quota.
-const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"CN=monitor,O=Acme\"]\n\
+const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"client-cert=CN=monitor,O=Acme\"]\n\
                       [[route]]\nname = \"who\"\npath = \"/who\"\nlimits = [\"who\"]\nrespond = { status = 200 }\n\
                       [[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
 

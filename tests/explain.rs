@@ -60,7 +60,7 @@ const LIMITS: [(&str, &str); 9] = [
     ("ip", "by = \"ip\"\nquota = \"40/day\"\n"),
     ("key", "by = \"api-key\"\nquota = \"20/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
     ("needed", "by = \"header:x-user\"\nquota = \"30/day\"\nalgorithm = \"sliding-log\"\n"),
-    ("instead", "by = \"header:x-user\"\non_missing = \"ip\"\nquota = \"25/day\"\nexempt = [\"root\"]\n"),
+    ("instead", "by = \"header:x-user\"\non_missing = \"ip\"\nquota = \"25/day\"\nexempt = [\"header:x-user=root\"]\n"),
     ("pair", "by = [\"header:x-user\", \"ip\"]\non_missing = \"skip\"\nquota = \"9/day\"\n"),
     ("trial", "by = \"ip\"\nquota = \"5/day\"\nshadow = true\n"),
     ("writes", "by = \"ip\"\nquota = \"12/day\"\nmethods = [\"POST\", \"PUT\"]\ncost = 2\n"),

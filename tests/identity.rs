@@ -643,8 +643,11 @@ fn cookie_counts_in_whichever_line_it_stands() {
 #[test]
 fn exempt_network_covers_clients_without_a_key() {
     let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
-    let config =
-        format!("{settings}{}{}", limit("l", 1, "by = \"api-key\"\nexempt = [\"127.0.0.2/32\"]"), route("r", "\"l\""));
+    let config = format!(
+        "{settings}{}{}",
+        limit("l", 1, "by = \"api-key\"\nexempt = [\"ip=127.0.0.2/32\"]"),
+        route("r", "\"l\"")
+    );
     let file = consumers(&[("alice", &["alice-1"])]);
     let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
     for (address, key, expected) in [
@@ -656,5 +659,91 @@ fn exempt_network_covers_clients_without_a_key() {
         let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();
         let mut client = from(address, &gateway);
         assert_eq!([(); 2].map(|()| client.get_with("/r", &headers).status), expected, "{address}, {key:?}");
+    }
+}
+
+#[test]
+fn exempt_values_apply_to_their_source_alone() {
+    let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n";
+    let file = consumers(&[("batch", &["batch-key"]), ("other", &["other-key"])]);
+    let key = |key| ("x-api-key", key);
+    for (by, exempt, cases) in [
+        (
+            r#""api-key", "header:x-tenant""#,
+            "api-key=batch",
+            &[
+                (&[key("batch-key"), ("x-tenant", "t")][..], "/r", true),
+                (&[key("batch"), ("x-tenant", "t")], "/r", false),
+                (&[key("api-key=batch"), ("x-tenant", "t")], "/r", false),
+                (&[key("other-key"), ("x-tenant", "batch")], "/r", false),
+            ][..],
+        ),
+        // Two headers are two sources; names of headers have no case.
+        (
+            r#""header:x-tenant", "header:x-role""#,
+            "header:X-Role=a=b",
+            &[
+                (&[("x-tenant", "t"), ("x-role", "a=b")][..], "/r", true),
+                (&[("x-tenant", "a=b"), ("x-role", "r")], "/r", false),
+                (&[("x-tenant", "t"), ("x-role", "a")], "/r", false),
+            ],
+        ),
+        (
+            r#""cookie:a", "query:a""#,
+            "cookie:a=7",
+            &[(&[("cookie", "a=7")][..], "/r?a=1", true), (&[("cookie", "a=1")], "/r?a=7", false)],
+        ),
+        (
+            r#""host""#,
+            "host=Batch.Test",
+            &[(&[("host", "batch.test")][..], "/r", true), (&[("host", "a.test")], "/r", false)],
+        ),
+        (r#""ip", "header:x-tenant""#, "ip=127.0.0.0/8", &[(&[("x-tenant", "t")][..], "/r", true)]),
+        (r#""ip", "header:x-tenant""#, "ip=10.0.0.0/8", &[(&[("x-tenant", "10.0.0.1")][..], "/r", false)]),
+        (r#""ip""#, "127.0.0.1", &[(&[][..], "/r", true)]),
+    ] {
+        let terms = format!("by = [{by}]\nexempt = [\"{exempt}\"]");
+        let config = format!("{settings}{}{}", limit("l", 1, &terms), route("r", "\"l\""));
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
+        let mut client = gateway.client();
+        for (headers, path, is_exempt) in cases {
+            let statuses = [(); 2].map(|()| client.get_with(path, headers).status);
+            let expected = if *is_exempt { [200, 200] } else { [200, 429] };
+            assert_eq!(statuses, expected, "{exempt}: {headers:?} {path}");
+        }
+    }
+}
+
+#[test]
+fn sizes_inherit_quota_and_burst_unless_they_set_one() {
+    let sizes = [
+        ("neither", "", 9),
+        ("quota", "quota = \"120/min\"", 119),
+        ("burst", "burst = 3", 2),
+        ("both", "quota = \"120/min\", burst = 5", 4),
+    ];
+    let mut tiers = Vec::new();
+    let mut file = String::new();
+    for (name, size, _) in sizes {
+        tiers.push(format!("{name} = {{ {size} }}"));
+        // The same size as a tier, and as a consumer's own.
+        for (kind, line) in [("tier", format!("tier = \"{name}\"")), ("own", format!("limit.l = {{ {size} }}"))] {
+            let (consumer, key) = (format!("{kind}-{name}"), format!("{kind}-{name}-key"));
+            file.push_str(&consumers(&[(&consumer, &[&key])]));
+            file.push_str(&format!("{line}\n"));
+        }
+    }
+    let config = format!(
+        "[api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"60/min\"\nburst = 10\ntiers = {{ {} }}\n{}",
+        tiers.join(", "),
+        route("r", "\"l\"")
+    );
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &file)]);
+    let mut client = gateway.client();
+    for (name, size, left) in sizes {
+        for kind in ["tier", "own"] {
+            let key = format!("{kind}-{name}-key");
+            assert_eq!(client.get_with("/r", &[("x-api-key", &key)]).remaining("l"), left, "{kind} {{ {size} }}");
+        }
     }
 }

@@ -260,7 +260,7 @@ fn claims_of_any_name_count_in_every_limit_of_a_request() {
     let gateway = Gateway::start_with(
         &[
             "[jwt]\njwks_file = \"jwks.json\"\n".to_owned(),
-            limit("user", "by = \"jwt:user_id\"\nexempt = [\"0\", \"root\"]"),
+            limit("user", "by = \"jwt:user_id\"\nexempt = [\"jwt:user_id=0\", \"jwt:user_id=root\"]"),
             limit("tenant", "by = [\"jwt:https://example.com/tenant\", \"jwt:admin\"]"),
             limit("header", "by = \"header:x-user\""),
             route("limited", "\"user\", \"tenant\""),

@@ -138,7 +138,7 @@ fn shadow_limits_never_deny_and_are_not_told() {
 #[test]
 fn limits_apply_to_their_methods_and_not_to_the_exempt() {
     let limits = "[limit.writes]\nby = \"ip\"\nquota = \"1/hour\"\nmethods = [\"POST\"]\n\
-                  [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"1/hour\"\nexempt = [\"ours\"]\non_missing = \"skip\"\n";
+                  [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"1/hour\"\nexempt = [\"header:x-tenant=ours\"]\non_missing = \"skip\"\n";
     let gateway = Gateway::start(&routes(limits, "limits = [\"writes\", \"tenant\"]"));
     let mut client = gateway.client();
     for (method, tenant, expected) in [

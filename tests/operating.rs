@@ -209,7 +209,7 @@ fn an_identity_is_found_by_what_operators_know_of_it() {
         &format!(
             "{ADMIN}[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n\
              [limit.calls]\nby = \"api-key\"\nalgorithm = \"fixed-window\"\nquota = \"10/{LONG}\"\n\
-             tiers = {{ anonymous = {{ quota = \"2/{LONG}\" }}, pro = {{ quota = \"20/{LONG}\" }} }}\nexempt = [\"robot\"]\n\
+             tiers = {{ anonymous = {{ quota = \"2/{LONG}\" }}, pro = {{ quota = \"20/{LONG}\" }} }}\nexempt = [\"api-key=robot\"]\n\
              [limit.pair]\nby = [\"ip\", \"route\", \"host\", \"method\"]\nalgorithm = \"fixed-window\"\nquota = \"5/{LONG}\"\n\
              [limit.all]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"100/{LONG}\"\n\
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"calls\", \"pair\", \"all\"]\nrespond = {{ status = 200 }}\n"

@@ -47,8 +47,9 @@ pub struct Limit {
     pub shadow: bool,
     /// The methods that the limit is about, `["POST"]`; by default all.
     pub methods: Option<Vec<Text>>,
-    /// Never limited: networks for an identity by address, values for others (a consumer by its name, a client
-    /// certificate by its subject: `"CN=alice,O=Acme"`).
+    /// Never limited: `SOURCE=VALUE`, the source as in `by`, the value after the first `=` as the source has it:
+    /// `"api-key=batch"` (a consumer, never an unknown key), `"client-cert=CN=alice,O=Acme"`. `"ip=10.0.0.0/8"` also
+    /// where the address stands in; with `by = "ip"` a network alone will do.
     pub exempt: Vec<Text>,
     /// Other sizes for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`; with `api-key` in
     /// `by`.
@@ -74,10 +75,10 @@ pub struct Limit {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Size {
-    /// Instead of that of the limit.
+    /// Instead of that of the limit. Without `quota` and `burst` both are those of the limit.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,
-    /// token-bucket: how many at once; by default the quota's count.
+    /// token-bucket: how many at once; by default the count of a `quota` that stands beside it.
     #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
     pub burst: Option<Spanned<i64>>,
 }

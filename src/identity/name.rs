@@ -81,8 +81,16 @@ impl Source {
         }
     }
 
+    /// Whether `by` has it as this word; names of headers have no case.
+    pub fn is_called(&self, word: &str) -> bool {
+        match self {
+            Source::User(_) | Source::Header(_) => self.word().eq_ignore_ascii_case(word),
+            _ => self.word() == word,
+        }
+    }
+
     /// The tag of its values, but for addresses and what is no value of a consumer.
-    fn tag(&self) -> u8 {
+    pub(super) fn tag(&self) -> u8 {
         match self {
             Source::ApiKey => b'c',
             Source::Ip => IP,
@@ -208,7 +216,7 @@ impl By {
                 }
                 (_, value) => (source.tag(), value.unwrap_or_default().as_bytes().to_vec(), nowhere),
             };
-            exempt |= self.exempt.covers(tag, &value, client);
+            exempt |= self.exempt.covers(source, tag, &value, client);
             encoder.part(tag, &value);
         }
         Ok(Meant { identity: hasher.hash(encoder.bytes()), caller, exempt })

@@ -17,12 +17,15 @@ use crate::identity::jwt::Verifier;
 use crate::identity::{By, Exempt, OnMissing, Source, cookie_value};
 use crate::watch::Snapshot;
 
+/// The word of `by` for addresses.
+const IP: &str = "ip";
+
 pub(super) fn client_ip(client_ip: &config::ClientIp, reader: &mut Reader<'_>) -> ClientIp {
     let mut trusted = Vec::new();
     for text in client_ip.trusted_proxies.iter().flatten() {
         match network(text.get_ref()) {
             Some(net) => trusted.push(net),
-            None => not_a_network(text, reader),
+            None => not_a_network(text.get_ref(), text.span(), reader),
         }
     }
     let header = client_ip.header.as_ref().and_then(|text| reader.header_name(text.span(), text.get_ref()));
@@ -46,22 +49,54 @@ pub(super) fn by(limit: &config::Limit, place: &Range<usize>, reader: &mut Reade
             sources.extend(source(text, list.span(), reader));
         }
     }
-    let mut exempt = Exempt::default();
-    for text in &limit.exempt {
-        match network(text.get_ref()) {
-            Some(net) => exempt.networks.push(net),
-            None if sources == [Source::Ip] => not_a_network(text, reader),
-            None => {}
-        }
-        exempt.values.push(text.get_ref().as_str().into());
-        if sources.iter().any(|source| matches!(source, Source::Cookie(_))) {
-            // As requests are compared.
-            let decoded = cookie_value(text.get_ref().as_bytes());
-            exempt.values.extend(std::str::from_utf8(&decoded).ok().map(Into::into));
-        }
-    }
+    let exempt = exempt(limit, &sources, on_missing, reader);
     let methods = reader.methods(limit.methods.as_deref(), place);
     By { sources, on_missing, methods, exempt }
+}
+
+/// The sources of exempt values are those of `by`; `ip` as well where the address stands in for another source.
+fn exempt(limit: &config::Limit, sources: &[Source], on_missing: OnMissing, reader: &mut Reader<'_>) -> Exempt {
+    let mut exempt = Exempt::default();
+    let by_address = sources.contains(&Source::Ip) || sources.contains(&Source::ApiKey) || on_missing == OnMissing::Ip;
+    for text in &limit.exempt {
+        let written = text.get_ref();
+        let (word, value) = match written.split_once('=') {
+            Some((word, value)) => (word, value),
+            None if *sources == [Source::Ip] => (IP, written.as_str()),
+            None => ("", written.as_str()),
+        };
+        let source = match word {
+            IP => by_address.then_some(&Source::Ip),
+            _ => sources.iter().find(|source| source.is_called(word)),
+        };
+        match source {
+            None => {
+                let words: Vec<_> = sources.iter().map(|source| format!("\"{}={written}\"", source.word())).collect();
+                let issue = Issue::at(text.span(), format!("`{written}` does not name a source of `by`"));
+                let hint = match &*words {
+                    [] => "SOURCE=VALUE, the source as in `by`".to_owned(),
+                    words => format!("SOURCE=VALUE, the source as in `by`: {}", words.join(" or ")),
+                };
+                reader.issue(issue.hint(hint));
+            }
+            Some(_) if value.is_empty() => {
+                reader.issue(Issue::at(text.span(), format!("`{written}` has no value after `=`")));
+            }
+            Some(Source::Ip) => match network(value) {
+                Some(net) => exempt.networks.push(net),
+                None => not_a_network(value, text.span(), reader),
+            },
+            // Hosts are compared in lower case, as requests are routed.
+            Some(Source::Host) => exempt.values.push((Source::Host, value.to_ascii_lowercase().into())),
+            // Cookies are compared decoded, as in requests.
+            Some(source @ Source::Cookie(_)) => {
+                let decoded = String::from_utf8_lossy(&cookie_value(value.as_bytes())).as_ref().into();
+                exempt.values.push((source.clone(), decoded));
+            }
+            Some(source) => exempt.values.push((source.clone(), value.into())),
+        }
+    }
+    exempt
 }
 
 fn source(text: &str, span: Range<usize>, reader: &mut Reader<'_>) -> Option<Source> {
@@ -92,8 +127,8 @@ fn network(text: &str) -> Option<IpNet> {
     text.parse().ok().or_else(|| text.parse::<IpAddr>().ok().map(IpNet::from))
 }
 
-fn not_a_network(text: &config::Text, reader: &mut Reader<'_>) {
-    let issue = Issue::at(text.span(), format!("`{}` is not an address or a network", text.get_ref()));
+fn not_a_network(text: &str, span: Range<usize>, reader: &mut Reader<'_>) {
+    let issue = Issue::at(span, format!("`{text}` is not an address or a network"));
     reader.issue(issue.hint("such as \"10.0.0.0/8\" or \"2001:db8::/32\""));
 }
 
