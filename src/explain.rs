@@ -12,7 +12,7 @@ use http::{HeaderMap, Request};
 
 use crate::gateway::Peer;
 use crate::gateway::addressed::{Addressed, origin_form};
-use crate::gateway::ask::{Question, checks};
+use crate::gateway::ask::{Question, checks, checks_without_credential};
 use crate::http::headers::is_grpc_call;
 use crate::limit::decision::Check;
 use crate::limit::store::Verdict;
@@ -86,11 +86,16 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let consumers = consumers.as_deref().map(|consumers| &**consumers);
         let asker = asked.asker(runtime, route, facts.client.address, consumers);
         let overrides = self.counters.overrides();
+        let mut without_credential = None;
         let mut checks = match checks(runtime, &route.metering.identities, &route.metering.limits, &asker) {
             Ok(checks) => checks,
             Err(rejection) => {
                 facts.limits = limits::limited(runtime, route, &asker, &[], None);
-                return Err(rejection);
+                if !matches!(&rejection, Rejection::Identity(error) if error.is_about_credentials()) {
+                    return Err(rejection);
+                }
+                without_credential = Some(rejection);
+                checks_without_credential(runtime, &route.metering.identities, &route.metering.limits, &asker)
             }
         };
         if let Some(table) = &overrides {
@@ -117,6 +122,9 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             }
             other => other,
         };
+        if let Some(rejection) = without_credential {
+            return Err(rejection);
+        }
         if let Target::Upstream(split) = &route.target {
             let other = (target.forwarded() != request.uri().path()).then(|| target.forwarded());
             let target = rewritten.or_else(|| origin_form(request.uri(), other));

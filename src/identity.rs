@@ -103,6 +103,17 @@ pub enum IdentityError {
     Token(#[from] TokenError),
 }
 
+impl IdentityError {
+    /// Whether a credential is missing or does not count. Such requests are rejected with 401, and may be guesses.
+    pub fn is_about_credentials(&self) -> bool {
+        match self {
+            IdentityError::MissingKey(_) | IdentityError::UnknownKey | IdentityError::Token(_) => true,
+            IdentityError::Missing(source) => source.is_credential(),
+            IdentityError::Ambiguous(_) | IdentityError::Malformed(_) => false,
+        }
+    }
+}
+
 /// Whose units of a limit a request takes, or why of nobody's.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Found {
@@ -117,6 +128,13 @@ pub enum Found {
 }
 
 impl By {
+    /// Whether it counts a client before its credential is known: by its address, or by what a trusted proxy says of it. A
+    /// bucket that others share, or that a client chooses, is not for clients without a credential to empty.
+    pub fn counts_guesses(&self) -> bool {
+        let is_client = |source: &Source| matches!(source, Source::Ip | Source::User(_));
+        self.sources.iter().any(is_client) && !self.sources.iter().any(Source::is_credential)
+    }
+
     /// The identity of a request; none if the limit does not apply to it.
     ///
     /// # Errors

@@ -8,6 +8,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use support::client::{Client, Reply};
 use support::gateway::Gateway;
 use support::redis::Redis;
+use support::tokens::{Key, key_set};
 use support::upstream::Upstream;
 
 const PROXY: &str = "127.0.0.9";
@@ -331,9 +332,9 @@ fn a_consumer_has_one_bucket_for_all_its_keys() {
             assert!(!reply.text().contains(key), "{what}: a key is never repeated: {}", reply.text());
         }
     }
-    // Who was refused has used nothing.
+    // The seven that were rejected with 401 are charged to the address.
     let reply = client.get_with("/keyed", &[("X-Api-Key", "alice-1")]);
-    assert_eq!((reply.remaining("per-key"), reply.remaining("per-ip")), (96, 995));
+    assert_eq!((reply.remaining("per-key"), reply.remaining("per-ip")), (96, 988));
     // Where no limit asks for a key, none is looked at.
     for lines in [&[][..], &[("X-Api-Key", "mallory")], &two] {
         assert_eq!(client.get_with("/open", lines).status, 200, "{lines:?}");
@@ -744,6 +745,64 @@ fn sizes_inherit_quota_and_burst_unless_they_set_one() {
         for kind in ["tier", "own"] {
             let key = format!("{kind}-{name}-key");
             assert_eq!(client.get_with("/r", &[("x-api-key", &key)]).remaining("l"), left, "{kind} {{ {size} }}");
+        }
+    }
+}
+
+#[test]
+fn wrong_credentials_are_not_charged_to_limits_that_others_share() {
+    for by in ["\"global\"", "\"route\"", "\"header:x-tenant\""] {
+        let config = format!(
+            "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}",
+            limit("shared", 2, &format!("by = {by}")),
+            limit("who", 100, "by = \"api-key\""),
+            route("r", "\"shared\", \"who\"")
+        );
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers(&[("alice", &["alice-1"])]))]);
+        let mut client = gateway.client();
+        let ask = |client: &mut Client, key| client.get_with("/r", &[("x-api-key", key), ("x-tenant", "t")]).status;
+        assert_eq!([(); 5].map(|()| ask(&mut client, "guess")), [401; 5], "{by}");
+        assert_eq!([(); 3].map(|()| ask(&mut client, "alice-1")), [200, 200, 429], "{by}");
+    }
+}
+
+#[test]
+fn wrong_credentials_are_charged_to_limits_without_credentials() {
+    let jwks = key_set(&[&Key::ed("k")]);
+    let settings = "[api_key]\nconsumers = \"consumers.toml\"\n[jwt]\njwks_file = \"jwks.json\"\n";
+    let file = consumers(&[("alice", &["alice-1"])]);
+    let both = |by: &str, terms: &str| {
+        let per_ip = limit("per-ip", 3, &format!("by = \"ip\"\n{terms}"));
+        format!("{settings}{per_ip}{}", limit("who", 100, &format!("by = \"{by}\"")))
+    };
+    for (what, by, terms, limits, header) in [
+        ("unknown key", "api-key", "", "\"per-ip\", \"who\"", Some(("x-api-key", "guess"))),
+        ("the credential's limit first", "api-key", "", "\"who\", \"per-ip\"", Some(("x-api-key", "guess"))),
+        ("no key", "api-key", "", "\"per-ip\", \"who\"", None),
+        ("refunds", "api-key", "refund_on = [\"4xx\", \"401\"]", "\"per-ip\", \"who\"", Some(("x-api-key", "guess"))),
+        (
+            "post-paid",
+            "api-key",
+            "cost = { response_header = \"x-cost\" }",
+            "\"per-ip\", \"who\"",
+            Some(("x-api-key", "guess")),
+        ),
+        ("malformed token", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", "Bearer guess"))),
+        ("no token", "jwt:sub", "", "\"per-ip\", \"who\"", None),
+    ] {
+        let config = format!("{}{}", both(by, terms), route("r", limits));
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &file), ("jwks.json", &jwks)]);
+        let headers: Vec<_> = header.into_iter().collect();
+        let mut client = gateway.client();
+        let statuses = [(); 5].map(|()| client.get_with("/r", &headers).status);
+        assert_eq!(statuses, [401, 401, 401, 429, 429], "{what}");
+        assert_denied(&client.get_with("/r", &headers), "per-ip", what);
+        assert_eq!(from("127.0.0.2", &gateway).get_with("/r", &headers).status, 401, "{what}: another address");
+        if by == "api-key" {
+            // The right key does not open what guesses have closed; it is charged to all limits elsewhere.
+            assert_denied(&client.get_with("/r", &[("x-api-key", "alice-1")]), "per-ip", what);
+            let reply = from("127.0.0.3", &gateway).get_with("/r", &[("x-api-key", "alice-1")]);
+            assert_eq!(reply.status, 200, "{what}");
         }
     }
 }

@@ -246,3 +246,39 @@ fn waiting_for_a_turn_takes_of_its_time() {
     // Nobody asks on behalf of a request that is over, and breaks off: the connection is the one that it was.
     assert_eq!(counts.each_ref().map(|count| count.load(Ordering::SeqCst)), [1, 2]);
 }
+
+/// What a client sends, and after a pause the rest of it.
+type Upload = (&'static str, &'static str, Duration, &'static str, u16);
+
+#[test]
+fn a_client_that_holds_back_its_body_is_408_and_gets_no_refund() {
+    const AT_ONCE: Duration = Duration::ZERO;
+    // Later than half of the timeout, and before its end.
+    const BEFORE_THE_END: Duration = Duration::from_millis(750);
+    let cases: [Upload; 5] = [
+        ("no byte of the body", "Content-Length: 5\r\n\r\n", AT_ONCE, "", 408),
+        ("all but the last byte", "Content-Length: 5\r\n\r\nbody", AT_ONCE, "", 408),
+        ("chunks without an end", "Transfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n", AT_ONCE, "", 408),
+        ("the last byte just before the timeout", "Content-Length: 5\r\n\r\nbody", BEFORE_THE_END, "!", 408),
+        ("all of the body: the upstream is slow", "Content-Length: 5\r\n\r\nbody!", AT_ONCE, "", 504),
+    ];
+    for (what, first, pause, rest, status) in cases {
+        let (upstream, _ended) = dripping("", b"", AT_ONCE);
+        let limit = "limits = [\"l\"]\n[limit.l]\nby = \"ip\"\nalgorithm = \"fixed-window\"\n\
+                     start = \"first-request\"\nquota = \"100/hour\"\nrefund_on = [\"5xx\", \"4xx\"]\n";
+        let gateway = gateway(upstream, limit);
+        let mut stream = TcpStream::connect(gateway.address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(format!("POST /slow HTTP/1.1\r\nHost: a\r\n{first}").as_bytes()).unwrap();
+        if !rest.is_empty() {
+            std::thread::park_timeout(pause);
+            // A busy machine may be past the timeout already.
+            let _ = stream.write_all(rest.as_bytes());
+        }
+        let head = read_head(&mut stream).unwrap();
+        assert!(head.starts_with(&format!("HTTP/1.1 {status} ")), "{what}: {head}");
+        // Of the request before, nothing is left only where it was refunded.
+        let left = if status == 504 { 99 } else { 98 };
+        assert_eq!(gateway.get("/quick").remaining("l"), left, "{what}");
+    }
+}

@@ -85,6 +85,35 @@ where
     Ok(checks)
 }
 
+/// The same for a request whose credential does not count: the limits by address. It is charged what it costs at once, and
+/// nothing is given back: otherwise guessing credentials would be free. It needs no permit, since it is rejected at once.
+pub fn checks_without_credential<'a, 'p>(
+    runtime: &Runtime,
+    identities: &[By],
+    limits: &'a [Metered],
+    asker: &Asker<'p>,
+) -> Vec<Check<'a, 'p>>
+where
+    'a: 'p,
+{
+    let mut encoder = Encoder::default();
+    let mut checks = Vec::new();
+    for (place, metered) in limits.iter().enumerate() {
+        let by = &identities[metered.identity];
+        if !by.counts_guesses() {
+            continue;
+        }
+        // What lacks another part of an identity or its cost is rejected all the same.
+        if let Ok(Some(identity)) = by.identify(asker, &runtime.api_keys, &runtime.hasher, &mut encoder)
+            && let Ok(check) = check(place, metered, identity, asker)
+            && !check.takes_lease()
+        {
+            checks.push(Check { later: Later::Nothing, ..check });
+        }
+    }
+    checks
+}
+
 fn check<'a, 'p>(
     place: usize,
     metered: &'a Metered,

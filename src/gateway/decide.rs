@@ -4,7 +4,7 @@ use http::header::ACCESS_CONTROL_EXPOSE_HEADERS;
 use http::{HeaderMap, Response};
 use tracing::warn;
 
-use super::ask::{Question, checks};
+use super::ask::{Question, checks, checks_without_credential};
 use super::meters::Meters;
 use super::{Peer, noted};
 use crate::account::Record;
@@ -42,12 +42,19 @@ pub(super) async fn decide<'a>(
     let consumers = metering.by_key.then(|| runtime.consumers.load_full());
     let asker = asked.asker(runtime, route, client, consumers.as_deref());
     let overrides = limiter.overrides.current();
-    let mut checks = checks(runtime, &metering.identities, &metering.limits, &asker)?;
+    let mut rejection = None;
+    let mut checks = match checks(runtime, &metering.identities, &metering.limits, &asker) {
+        Err(Rejection::Identity(error)) if error.is_about_credentials() => {
+            rejection = Some(Rejection::Identity(error));
+            checks_without_credential(runtime, &metering.identities, &metering.limits, &asker)
+        }
+        checks => checks?,
+    };
     if let Some(table) = &overrides {
         table.apply(&mut checks);
     }
     if checks.is_empty() {
-        return Ok(Decision::unlimited());
+        return rejection.map_or_else(|| Ok(Decision::unlimited()), Err);
     }
     let began = monotonic();
     let decision = limiter.check(&checks).await;
@@ -59,7 +66,12 @@ pub(super) async fn decide<'a>(
     if let Some(record) = record {
         noted::decided(record, &checks, &decision, (began, took));
     }
-    decision.map_err(Rejection::Unavailable)
+    let decision = decision.map_err(Rejection::Unavailable)?;
+    // A client that is over a limit learns nothing of its credential.
+    match rejection.filter(|_| decision.admitted) {
+        Some(rejection) => Err(rejection),
+        None => Ok(decision),
+    }
 }
 
 /// Charges and gives back what the answer says; none if it says nothing.
@@ -71,7 +83,9 @@ pub(super) fn settle(debts: Debts, route: &Route, answer: &Result<Response<Body>
     };
     let due = |place: usize, later| {
         let metered = &route.metering.limits[place];
-        match (metered.refund_on.covers(status), later) {
+        // A client does not make its own refund.
+        let refunds = !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) && metered.refund_on.covers(status);
+        match (refunds, later) {
             (true, Later::Refund) => Due::Refund,
             (false, Later::Pay) => metered.cost.of_response(headers).map_or(Due::Nothing, Due::Pay),
             _ => Due::Nothing,

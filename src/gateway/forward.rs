@@ -68,11 +68,15 @@ pub(super) async fn forward(
         absolute_form(&mut request);
     }
     let bounds = Bounds { deadline, idle: runtime.server.body_idle_timeout, max_body: route.max_body };
+    let progress = deadline.and_then(|_| request.body().progress());
     let sent = pin!(upstream.send(request, bounds, trail));
     let mut response = match deadline {
         None => sent.await?,
         Some(deadline) => match timeout_at(deadline, sent).await {
             Ok(answer) => answer?,
+            Err(_) if progress.is_some_and(|progress| progress.is_clients_delay()) => {
+                return Err(UpstreamError::ClientStalled);
+            }
             Err(_) => return Err(UpstreamError::Overdue { upstream: upstream.name().into() }),
         },
     };

@@ -8,6 +8,7 @@ use std::task::{Context, Poll};
 use bytes::Bytes;
 use http_body::{Body as HttpBody, SizeHint};
 use hyper::body::Incoming;
+use tokio::time::Instant;
 
 use super::body::Polled;
 use super::bounds::{BodyError, Bounds, Silence};
@@ -40,6 +41,21 @@ pub struct Progress {
     frames: AtomicU64,
     stage: AtomicU8,
     answered: AtomicBool,
+    /// Time for which the connection waited for the client, µs.
+    waited_us: AtomicU64,
+    /// Since when it waits, µs after `began`; 0 = it does not.
+    since_us: AtomicU64,
+    began: Began,
+}
+
+/// When an upload began.
+#[derive(Debug)]
+struct Began(Instant);
+
+impl Default for Began {
+    fn default() -> Self {
+        Began(Instant::now())
+    }
 }
 
 /// The connection has what there was, and may or may not have sent it.
@@ -84,6 +100,26 @@ impl Progress {
         self.answered.store(true, Ordering::Relaxed);
     }
 
+    /// Whether a request that ran out of time did so because of its client: it waits for the body, or waited for it most of the
+    /// time. Otherwise a client could withhold its last byte until just before the timeout.
+    pub fn is_clients_delay(&self) -> bool {
+        let elapsed = self.began.0.elapsed().as_micros() as u64;
+        self.waits_for_client() || self.waited_us.load(Ordering::Relaxed) >= elapsed / 2
+    }
+
+    /// Notes that the connection waits for the client, or does no longer.
+    fn wait(&self, waits: bool) {
+        let since = self.since_us.load(Ordering::Relaxed);
+        if waits == (since > 0) {
+            return;
+        }
+        let now = (self.began.0.elapsed().as_micros() as u64).max(1);
+        if !waits {
+            self.waited_us.fetch_add(now.saturating_sub(since), Ordering::Relaxed);
+        }
+        self.since_us.store(if waits { now } else { 0 }, Ordering::Relaxed);
+    }
+
     fn stage(&self) -> u8 {
         self.stage.load(Ordering::Relaxed)
     }
@@ -119,6 +155,11 @@ impl RequestBody {
         passing.left = bounds.max_body.unwrap_or(u64::MAX);
         passing.flow = Flow::current();
         Some(passing.progress.clone())
+    }
+
+    /// How far it has come; none if it is empty.
+    pub fn progress(&self) -> Option<Arc<Progress>> {
+        Some(self.0.as_ref()?.progress.clone())
     }
 
     /// No body.
@@ -201,6 +242,7 @@ impl HttpBody for RequestBody {
         let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
         let (stage, polled) = passing.poll(cx);
         passing.progress.stage.store(stage, Ordering::Relaxed);
+        passing.progress.wait(stage == WAITING);
         match (stage, &passing.flow) {
             (TOO_LARGE | STALLED, Some(flow)) => flow.cut(),
             (DONE, _) => passing.end(),

@@ -101,6 +101,11 @@ impl Source {
         }
     }
 
+    /// Whether it is a credential that the gateway verifies.
+    pub(super) fn is_credential(&self) -> bool {
+        matches!(self, Source::ApiKey | Source::Jwt(_) | Source::ClientCert)
+    }
+
     pub(super) fn part<'a>(&self, asker: &'a Asker<'_>, keys: &'a ApiKeys) -> Result<Part<'a>, IdentityError> {
         let missing = || Part::Missing(IdentityError::Missing(self.clone()));
         // Two values for one name: the upstream may believe the other one.

@@ -95,7 +95,9 @@ impl Upstream {
                 let answer = pin!(self.exchange(response, connection.patience(), progress.as_deref()));
                 match bounds.deadline {
                     None => answer.await,
-                    Some(deadline) => timeout_at(deadline, answer).await.unwrap_or_else(|_| Err(self.overdue())),
+                    Some(deadline) => {
+                        timeout_at(deadline, answer).await.unwrap_or_else(|_| Err(self.overdue(progress.as_deref())))
+                    }
                 }
             };
             let mut failure = match answer {
@@ -182,7 +184,11 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    fn overdue(&self) -> UpstreamError {
+    /// What ran out of time: the client, or the upstream.
+    fn overdue(&self, progress: Option<&Progress>) -> UpstreamError {
+        if progress.is_some_and(Progress::is_clients_delay) {
+            return UpstreamError::ClientStalled;
+        }
         UpstreamError::Overdue { upstream: self.name().into() }
     }
 
