@@ -184,6 +184,7 @@ impl App {
             connections: connections.clone(),
             configuration: self.configuration.clone(),
             store: self.runtime.store.name.clone(),
+            memory: memory.clone(),
             breaker: breaker.clone(),
             topology: topology.clone(),
             sinks: self.sinks.clone(),

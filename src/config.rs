@@ -204,8 +204,9 @@ pub struct Store {
     /// identities; 0 = always ask.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
     pub denial_cache: Option<Spanned<i64>>,
-    /// Bound of the states kept in this process; beyond it the one that expires soonest gives way. A state takes
-    /// about 150 bytes; sliding-buckets 9 more for each part, sliding-log for each unit.
+    /// Maximum number of states kept in this process, of all limits together. Each limit is guaranteed an equal part
+    /// ([what happens when it is full](limits.md#what-you-can-rely-on)). A state takes about 150 bytes; sliding-buckets 9
+    /// more for each part, sliding-log for each unit.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
     pub memory_identities: Option<Spanned<i64>>,
 }

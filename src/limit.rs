@@ -41,7 +41,7 @@ use line::Lines;
 use outage::{Unavailable, overloaded, without_store};
 use overrides::Overrides;
 use plan::{Limit, OnStoreError, Wait};
-use store::{Operation, Verdict};
+use store::{Operation, StoreError, Verdict};
 use tallies::Answered;
 use tokio::time::{sleep, timeout};
 use tokio_util::task::TaskTracker;
@@ -166,6 +166,12 @@ impl Limiter {
                 self.ledger.backend.call(Source::Store, asked, Operation::Check, &charges).await
             }
         };
+        if let Some(full) = answer.as_ref().ok().map(|verdict| verdict.full).filter(|full| *full > 0) {
+            if let Some(leases) = leases {
+                leases.refused();
+            }
+            return self.without_room(checks, full, first_lease);
+        }
         let granted = answer.as_ref().is_ok_and(|verdict| verdict.granted > 0);
         // Meanwhile another worker may have taken ahead what the store no longer has.
         if !granted && let Some(decision) = drawn() {
@@ -209,13 +215,32 @@ impl Limiter {
         Ok(decision)
     }
 
+    /// Decides by the limits that have room in the memory store; the others follow `on_store_error`, since they cannot count.
+    fn without_room<'a>(
+        &self,
+        checks: &[Check<'a, '_>],
+        full: u64,
+        first_lease: u64,
+    ) -> Result<Decision<'a>, Unavailable> {
+        let Backend::Memory(memory) = &self.ledger.backend else { return Err(Unavailable(StoreError::Full)) };
+        let (verdict, counted) = outage::without_room(memory, checks.iter(), full, Source::Store, first_lease)?;
+        let mut decision = Decision::new(verdict, Source::Store, counted.into_iter());
+        if decision.admitted && checks.iter().any(Check::takes_lease) {
+            let leases = self.leases(checks, Source::Store, first_lease);
+            decision.leases = Some(Box::new(leases.granted(|_| true)));
+        }
+        self.owe(checks, &mut decision, None, &[]);
+        Ok(decision)
+    }
+
     /// Takes the permits of a request out of this gateway's shares of its concurrency limits, or denies it.
     fn take_share<'a>(&self, checks: &[Check<'a, '_>], first_lease: u64) -> Option<Decision<'a>> {
         let Backend::Redis { fallback, .. } = &self.ledger.backend else { return None };
         let limits = || checks.iter().filter(|check| check.takes_lease());
         let charges: Vec<_> = limits().map(|check| check.charge(Source::Local, first_lease)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
-        (verdict.granted == 0).then(|| Decision::new(verdict, Source::Local, limits()))
+        // Without room for the permits the store alone decides.
+        (verdict.granted == 0 && verdict.full == 0).then(|| Decision::new(verdict, Source::Local, limits()))
     }
 
     /// The decision by units that were taken ahead.

@@ -5,6 +5,7 @@ mod support;
 use sfv::{BareItem, List, ListEntry, Parser};
 use support::client::Reply;
 use support::gateway::Gateway;
+use support::operator::metric;
 use support::redis::Redis;
 
 fn routes(limits: &str, extra: &str) -> String {
@@ -313,5 +314,62 @@ fn policy_names_the_limits_that_apply_and_no_other() {
             let names: Vec<_> = items(&reply, field).into_iter().map(|(name, _)| name).collect();
             assert_eq!(names, expected, "{field} of {method}");
         }
+    }
+}
+
+/// A route `/login` with limit `login` by address, and one `/q` with limit `wide` by what the client sends.
+fn crowded(wide: &str) -> Gateway {
+    Gateway::start(&format!(
+        "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmemory_identities = 640\n\
+         [limit.login]\nby = \"ip\"\nalgorithm = \"sliding-log\"\nquota = \"5/15m\"\n\
+         [limit.wide]\nby = \"query:q\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n{wide}\n\
+         [[route]]\nname = \"login\"\npath = \"/login\"\nrespond = {{ status = 200 }}\nlimits = [\"login\"]\n\
+         [[route]]\nname = \"q\"\npath = \"/q\"\nrespond = {{ status = 200 }}\nlimits = [\"wide\"]\n"
+    ))
+}
+
+#[test]
+fn states_of_another_limit_do_not_evict_a_locked_out_client() {
+    // Few of the limit used, all of it used, and states that outlive those of `login`.
+    for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
+        let gateway = crowded(wide);
+        let mut client = gateway.client();
+        let login = [(); 6].map(|()| client.get("/login").status);
+        assert_eq!(login, [200, 200, 200, 200, 200, 429], "{wide}");
+        for number in 0..5000 {
+            client.get(&format!("/q?q={number}"));
+        }
+        assert_eq!(client.get("/login").status, 429, "{wide}");
+    }
+}
+
+#[test]
+fn a_limit_without_room_follows_on_store_error() {
+    for (terms, admitted) in [("local", false), ("deny", false), ("allow", true)] {
+        let gateway = crowded(&format!("quota = \"1/day\"\non_store_error = \"{terms}\""));
+        let mut client = gateway.client();
+        let mut statuses = [0; 3];
+        for number in 0..3000 {
+            let reply = client.get(&format!("/q?q={number}"));
+            match reply.status {
+                200 => statuses[0] += 1,
+                503 => {
+                    assert!(reply.header("retry-after").is_some());
+                    statuses[1] += 1;
+                }
+                _ => statuses[2] += 1,
+            }
+        }
+        assert_eq!(
+            (statuses[0] == 3000, statuses[1] > 0, statuses[2]),
+            (admitted, !admitted, 0),
+            "{terms}: {statuses:?}"
+        );
+        // Those that are counted stay counted: none has got another request in.
+        assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
+        let log = gateway.log();
+        assert!(log.contains("memory_identities") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");
+        assert!(metric(&gateway, "sluicegate_memory_states_refused_total") > 0.0, "{terms}");
+        assert!(metric(&gateway, "sluicegate_memory_states") <= 640.0, "{terms}");
     }
 }

@@ -97,6 +97,12 @@ impl Vitals {
         for (kind, count) in ["failed", "not_asked"].iter().zip(counts) {
             lines.count(&[("kind", kind)], count)?;
         }
+        let [evicted, refused] = self.memory.shortages();
+        page.gauge("memory_states", "States of identities in this process")?.state(&[], self.memory.len() as u64)?;
+        page.counter("memory_states_evicted", "Those of them that were evicted before they expired, for want of room")?
+            .count(&[], evicted)?;
+        page.counter("memory_states_refused", "New identities that a limit could not count, for want of room")?
+            .count(&[], refused)?;
         let failing = self.failing();
         page.gauge("store_up", "1 while the store answers; 0 while it, or a node of it, is given up")?
             .state(&[], u64::from(failing.is_empty()))?;

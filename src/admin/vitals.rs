@@ -8,6 +8,7 @@ use crate::account::Sinks;
 use crate::gateway::meters::Tallies;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::guard::Breaker;
+use crate::limit::memory::MemoryStore;
 use crate::limit::tallies;
 use crate::reload::configuration::Configuration;
 use crate::server::connections::Connections;
@@ -26,6 +27,8 @@ pub struct Vitals {
     pub store: String,
     /// What is served.
     pub configuration: Arc<Configuration>,
+    /// The counters in this process.
+    pub memory: Arc<MemoryStore>,
     /// Whether the one store fails.
     pub breaker: Arc<Breaker>,
     /// Whether nodes of a cluster do.

@@ -264,6 +264,7 @@ impl Watch {
             | StoreError::Late
             | StoreError::Open
             | StoreError::Overloaded
+            | StoreError::Full
             | StoreError::Unwritable(_)
             | StoreError::Broken(_) => false,
         }

@@ -99,6 +99,8 @@ pub struct Key<'a> {
 pub struct Bucket {
     name: Box<str>,
     tag: u128,
+    /// The limit, whatever the shape.
+    limit: u64,
 }
 
 impl Bucket {
@@ -106,7 +108,12 @@ impl Bucket {
     pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
         let name = format!("{limit}:{shape}");
         let tag = hasher.hash(name.as_bytes()).0;
-        Bucket { name: name.into(), tag }
+        Bucket { name: name.into(), tag, limit: hasher.hash(limit.as_bytes()).0 as u64 }
+    }
+
+    /// The name of the limit.
+    pub fn limit(&self) -> &str {
+        self.name.split_once(':').map_or(&*self.name, |(limit, _)| limit)
     }
 }
 
@@ -114,6 +121,11 @@ impl Key<'_> {
     /// The key in a local table: 128 bits that nobody without the secret can choose.
     pub fn local(&self) -> u128 {
         self.identity.0 ^ self.bucket.tag
+    }
+
+    /// Tells its limit from others, whatever its shape.
+    pub fn limit(&self) -> u64 {
+        self.bucket.limit
     }
 
     /// Appends `<prefix>:{<identity hash>}:<limit>:<shape>`; the braces put all limits of an identity into one cluster slot.

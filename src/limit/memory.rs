@@ -1,24 +1,23 @@
 //! The embedded store: the default, the fallback in an outage, and the model that the scripts are tested against.
 
-use std::collections::VecDeque;
-use std::collections::hash_map::RandomState;
+mod shard;
+
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use indexmap::IndexMap;
+use tracing::warn;
 
-use super::algorithm::concurrency::Action;
-use super::algorithm::{Ask, Change, State, Status, Step};
-use super::clock::Clock;
+use super::algorithm::{Ask, Change, Status, Step};
+use super::clock::{Clock, Seldom};
 use super::store::{Charge, Operation, Store, StoreError, Verdict};
+use shard::{Room, Shard, Writing};
 
 /// Enough that two workers rarely meet in one; a power of two.
 const SHARDS: usize = 64;
 
-/// Entries looked at for each one added: more than one, so that sweeping outruns growth.
-const SWEEP: usize = 2;
-
-/// Entries compared when room must be made; as in Redis' volatile-ttl, five find a good victim.
-const SAMPLE: usize = 5;
+/// A limit whose states do not fit is logged once in this time.
+const SAID: Duration = Duration::from_secs(10);
 
 /// Counters in this process, bounded in number.
 #[derive(Debug)]
@@ -26,31 +25,22 @@ pub struct MemoryStore {
     shards: Vec<Mutex<Shard>>,
     capacity: usize,
     clock: Clock,
-}
-
-#[derive(Debug, Default)]
-struct Shard {
-    // std's hasher: with the published secret, identities choose the keys.
-    entries: IndexMap<u128, Entry, RandomState>,
-    cursor: usize,
-}
-
-#[derive(Debug)]
-struct Entry {
-    state: State,
-    expires_us: u64,
+    evicted: AtomicU64,
+    refused: AtomicU64,
 }
 
 impl MemoryStore {
-    /// A store for about `identities` states; when it is full, the state that expires soonest gives way.
+    /// A store for about `identities` states of all limits together. When it is full, each limit that has states is guaranteed an
+    /// equal part, and within a limit the state that has used least of it gives way.
     pub fn new(identities: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
-        MemoryStore { shards, capacity: identities.div_ceil(SHARDS).max(1), clock }
+        let capacity = identities.div_ceil(SHARDS).max(1);
+        MemoryStore { shards, capacity, clock, evicted: AtomicU64::new(0), refused: AtomicU64::new(0) }
     }
 
     /// States held, expired ones included.
     pub fn len(&self) -> usize {
-        self.shards.iter().map(|shard| lock(shard).entries.len()).sum()
+        self.shards.iter().map(|shard| lock(shard).len()).sum()
     }
 
     /// Whether nothing is held.
@@ -60,7 +50,12 @@ impl MemoryStore {
 
     /// Drops a state; whether there was one.
     pub fn forget(&self, key: u128) -> bool {
-        lock(&self.shards[shard_of(key)]).entries.swap_remove(&key).is_some()
+        lock(&self.shards[shard_of(key)]).forget(key)
+    }
+
+    /// States that were evicted before they expired, and identities that were not counted for want of room.
+    pub fn shortages(&self) -> [u64; 2] {
+        [&self.evicted, &self.refused].map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Decides at once: nothing here waits.
@@ -76,7 +71,33 @@ impl MemoryStore {
         }
         // Read under the locks, so that decisions on one state happen in the order of their instants.
         let now = self.clock.now_us();
-        decide(&mut shards, self.capacity, now, operation, charges)
+        decide(self, &mut shards, now, operation, charges)
+    }
+
+    /// Sees that the states of these charges have room; the bits of those that have none.
+    fn make_room(&self, shards: &mut Locked<'_>, now: u64, charges: &[Charge<'_>], steps: &[Step]) -> u64 {
+        let mut full = 0;
+        for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
+            if step.outcome.status != Status::Ok {
+                continue;
+            }
+            match shards.shard(charge.key.local()).make_room(&charge.key, &step.change, now, self.capacity) {
+                Room::Made(0) => continue,
+                Room::Made(evicted) => {
+                    self.evicted.fetch_add(evicted, Ordering::Relaxed);
+                }
+                Room::Full => {
+                    full |= 1 << index.min(63);
+                    self.refused.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            static SEEN: Seldom = Seldom::new();
+            if SEEN.unsaid_for(SAID) {
+                let (limit, [evicted, refused]) = (charge.key.bucket.limit(), self.shortages());
+                warn!(limit, evicted, refused, "store.memory_identities is too small for the identities of a limit");
+            }
+        }
+        full
     }
 }
 
@@ -108,7 +129,13 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 }
 
 /// The rules of `lua/check.lua`.
-fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
+fn decide(
+    store: &MemoryStore,
+    shards: &mut Locked<'_>,
+    now: u64,
+    operation: Operation,
+    charges: &[Charge<'_>],
+) -> Verdict {
     let mut operation = operation;
     let mut granted = 1;
     let mut units = None;
@@ -130,19 +157,33 @@ fn decide(shards: &mut Locked<'_>, capacity: usize, now: u64, operation: Operati
         Operation::Refund { charged_at } => Ask::Refund { charged_at, debt_before_us: 0 },
     };
     let (admitted, steps) = ask(shards, now, how, operation == Operation::Check, units, charges);
+    let writes = admitted && operation != Operation::Peek;
+    let full = if writes { store.make_room(shards, now, charges, &steps) } else { 0 };
+    // All or nothing: where a check has no room for one limit, none is charged. Others are about requests that were admitted.
+    let is_check = matches!(operation, Operation::Check | Operation::Take);
+    let admitted = admitted && !(is_check && full > 0);
     let mut outcomes = Vec::with_capacity(steps.len());
-    for (charge, step) in charges.iter().zip(steps) {
+    for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
         let mut outcome = step.outcome;
         if operation == Operation::Peek || !admitted {
             (outcome.remaining, outcome.reset_us) = (step.free, step.free_reset_us);
         }
-        if operation != Operation::Peek && (admitted || outcome.status != Status::Ok) {
-            let key = charge.key.local();
-            shards.shard(key).apply(key, step.change, charge.lease, now, capacity);
+        let fits = full >> index.min(63) & 1 == 0;
+        if operation != Operation::Peek && (admitted && fits || outcome.status != Status::Ok) {
+            let used = used(charge, step.outcome.remaining);
+            let writing = Writing { lease: charge.lease, now, used };
+            shards.shard(charge.key.local()).apply(&charge.key, step.change, writing);
         }
         outcomes.push(outcome);
     }
-    Verdict::new(if admitted { granted } else { 0 }, now, outcomes)
+    Verdict { full: if is_check { full } else { 0 }, ..Verdict::new(if admitted { granted } else { 0 }, now, outcomes) }
+}
+
+/// How much of a limit is used when so much remains, of 255.
+fn used(charge: &Charge<'_>, remaining: u64) -> u8 {
+    let capacity = u128::from(charge.rule.capacity().max(1));
+    let left = u128::from(remaining) * 255 / capacity;
+    255 - u8::try_from(left).unwrap_or(u8::MAX)
 }
 
 fn ask(
@@ -156,15 +197,14 @@ fn ask(
     let mut admitted = true;
     let mut steps = Vec::with_capacity(charges.len());
     for charge in charges {
-        let key = charge.key.local();
-        let state = shards.shard(key).entries.get(&key).filter(|entry| entry.expires_us > now);
+        let state = shards.shard(charge.key.local()).state(&charge.key, now);
         let post_paid = charge.mode.is_post_paid() && may_pay_later;
         let cost = if post_paid { 1 } else { units.unwrap_or(charge.cost) };
         let how = match how {
             Ask::Refund { charged_at, .. } => Ask::Refund { charged_at, debt_before_us: charge.debt_before_us },
             Ask::Fit | Ask::Charge | Ask::Renew => how,
         };
-        let mut step = charge.rule.step(state.map(|entry| &entry.state), now, how, cost);
+        let mut step = charge.rule.step(state, now, how, cost);
         if post_paid && step.outcome.status == Status::Ok {
             (step.outcome.remaining, step.outcome.reset_us) = (step.free, step.free_reset_us);
             step.change = Change::None;
@@ -173,82 +213,4 @@ fn ask(
         steps.push(step);
     }
     (admitted, steps)
-}
-
-impl Shard {
-    fn apply(&mut self, key: u128, change: Change, lease: u64, now: u64, capacity: usize) {
-        match change {
-            Change::None => {}
-            Change::Empty => {
-                self.entries.swap_remove(&key);
-            }
-            Change::Put(state, lives_us) => {
-                self.make_room(key, now, capacity);
-                self.entries.insert(key, Entry { state, expires_us: now + lives_us });
-            }
-            Change::Log(edit) => {
-                if edit.remove.is_none() {
-                    self.make_room(key, now, capacity);
-                }
-                let fresh = || Entry { state: State::Log(VecDeque::new()), expires_us: 0 };
-                let entry = match edit.remove {
-                    Some(_) => self.entries.get_mut(&key),
-                    None => Some(self.entries.entry(key).or_insert_with(fresh)),
-                };
-                let Some(Entry { state: State::Log(log), expires_us }) = entry else { return };
-                if *expires_us <= now && edit.remove.is_none() {
-                    // What expired was not seen by the step either.
-                    log.clear();
-                }
-                edit.apply(log);
-                if edit.remove.is_none() {
-                    *expires_us = now + edit.window;
-                } else if log.is_empty() {
-                    self.entries.swap_remove(&key);
-                }
-            }
-            Change::Leases(edit) => {
-                if let Action::Acquire | Action::Renew = edit.action {
-                    self.make_room(key, now, capacity);
-                    let fresh = Entry { state: State::Leases(Vec::new()), expires_us: 0 };
-                    self.entries.entry(key).or_insert(fresh);
-                }
-                let Some(Entry { state: State::Leases(leases), expires_us }) = self.entries.get_mut(&key) else {
-                    return;
-                };
-                edit.apply(leases, lease);
-                if edit.action != Action::Release {
-                    *expires_us = now + edit.lease;
-                }
-                if leases.is_empty() {
-                    self.entries.swap_remove(&key);
-                }
-            }
-        }
-    }
-
-    /// Sweeps a little on every insertion, and evicts what expires soonest when the shard is full.
-    fn make_room(&mut self, key: u128, now: u64, capacity: usize) {
-        if self.entries.contains_key(&key) {
-            return;
-        }
-        for _ in 0..SWEEP {
-            if self.cursor >= self.entries.len() {
-                self.cursor = 0;
-            }
-            match self.entries.get_index(self.cursor) {
-                Some((_, entry)) if entry.expires_us <= now => {
-                    self.entries.swap_remove_index(self.cursor);
-                }
-                _ => self.cursor += 1,
-            }
-        }
-        while self.entries.len() >= capacity {
-            let soonest = (0..SAMPLE.min(self.entries.len()))
-                .map(|step| (self.cursor + step * 7919) % self.entries.len())
-                .min_by_key(|&index| self.entries.get_index(index).map(|(_, entry)| entry.expires_us));
-            self.entries.swap_remove_index(soonest.unwrap_or(0));
-            self.cursor += 1;
-        }
-    }
 }

@@ -59,5 +59,33 @@ pub(super) fn without_store<'a>(
     let local = |check: &&Check<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
     let charges: Vec<_> = checks.iter().filter(local).map(|check| check.charge(Source::Local, first_lease)).collect();
     let verdict = fallback.decide(Operation::Check, &charges);
-    Ok(Decision::new(verdict, Source::Local, checks.iter().filter(local)))
+    if verdict.full == 0 {
+        return Ok(Decision::new(verdict, Source::Local, checks.iter().filter(local)));
+    }
+    let (verdict, counted) =
+        without_room(fallback, checks.iter().filter(local), verdict.full, Source::Local, first_lease)?;
+    Ok(Decision::new(verdict, Source::Local, counted.into_iter()))
+}
+
+/// Decides by the checks whose limits have room in the memory store. The others cannot count: shadow limits and those that say
+/// allow pass.
+pub(super) fn without_room<'c, 'a: 'c, 'p: 'c>(
+    memory: &MemoryStore,
+    checks: impl Iterator<Item = &'c Check<'a, 'p>>,
+    full: u64,
+    source: Source,
+    first_lease: u64,
+) -> Result<(Verdict, Vec<&'c Check<'a, 'p>>), Unavailable> {
+    let mut counted = Vec::new();
+    for (index, check) in checks.enumerate() {
+        if full >> index.min(63) & 1 == 0 {
+            counted.push(check);
+        } else if !check.limit.shadow && check.limit.on_store_error != OnStoreError::Allow {
+            return Err(Unavailable(StoreError::Full));
+        }
+    }
+    let charges: Vec<_> = counted.iter().map(|check| check.charge(source, first_lease)).collect();
+    let verdict = memory.decide(Operation::Check, &charges);
+    // Otherwise another request has taken the room in between.
+    if verdict.full == 0 { Ok((verdict, counted)) } else { Err(Unavailable(StoreError::Full)) }
 }

@@ -105,12 +105,14 @@ pub struct Verdict {
     pub instants: Vec<u64>,
     /// Units that the same call charged after those of this verdict: the outcomes include them.
     pub charged_after: u64,
+    /// Of the memory store: the charges, as bits, whose limits have no room for another identity. Nothing was charged then.
+    pub full: u64,
 }
 
 impl Verdict {
     /// Of one server.
     pub fn new(granted: u64, now_us: u64, outcomes: Vec<Outcome>) -> Self {
-        Verdict { granted, now_us, outcomes, instants: Vec::new(), charged_after: 0 }
+        Verdict { granted, now_us, outcomes, instants: Vec::new(), charged_after: 0, full: 0 }
     }
 }
 
@@ -144,6 +146,9 @@ pub enum StoreError {
     /// The script failed on what it found; calls about other states do not.
     #[error("a state in the store cannot be used: {}", reply(_0))]
     Broken(#[source] redis::RedisError),
+    /// A limit has no room for another identity in the memory store. Nothing was charged.
+    #[error("`store.memory_identities` has no room for another identity of a limit")]
+    Full,
     /// The store answered something that is no verdict.
     #[error("the store's reply is not a verdict")]
     Malformed,
@@ -153,7 +158,11 @@ impl StoreError {
     /// Whether it is certain that the call did not run and will not.
     pub fn nothing_ran(&self) -> bool {
         match self {
-            StoreError::Open | StoreError::Overloaded | StoreError::Elsewhere(_) | StoreError::Unwritable(_) => true,
+            StoreError::Open
+            | StoreError::Overloaded
+            | StoreError::Elsewhere(_)
+            | StoreError::Unwritable(_)
+            | StoreError::Full => true,
             StoreError::Unreachable(_)
             | StoreError::Timeout
             | StoreError::Late
@@ -177,6 +186,7 @@ impl StoreError {
             | StoreError::Late
             | StoreError::Open
             | StoreError::Overloaded
+            | StoreError::Full
             | StoreError::Malformed => None,
         }
     }
