@@ -11,6 +11,7 @@ mod limit;
 mod masked;
 mod route;
 pub mod schema;
+mod secrets;
 pub mod shown;
 mod spanned;
 mod upstream;
@@ -156,7 +157,8 @@ pub struct Admin {
 #[derive(Debug, Default, Deserialize, Serialize, JsonSchema)]
 #[serde(default)]
 pub struct Log {
-    /// Of both logs; by default `"text"` on a terminal, else `"json"`.
+    /// Of both logs; by default `"json"` for an access log in a file; otherwise `"text"` if standard error is a terminal, else
+    /// `"json"`.
     #[schemars(extend("enum" = ["text", "json"]))]
     pub format: Option<Text>,
     /// The process' own log goes to standard error.

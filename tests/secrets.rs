@@ -10,7 +10,7 @@ use std::process::Command;
 use aws_lc_rs::digest::{SHA256, digest};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use prost::Message;
-use serde_json::json;
+use serde_json::{Value, json};
 use support::client::{Client, Reply};
 use support::eventually;
 use support::gateway::{Gateway, binary};
@@ -244,6 +244,14 @@ fn a_report_of_errors_shows_no_secret() {
         "[admin]\naddress = \"0.0.0.0:1\"\ntoken = \"${NOBODY_HAS_SET_THIS}planted\"",
         "[upstream.u]\nservers = [\"http://planted:planted@host:1/path\"]",
         "[log]\ntrace_endpoint = \"http://planted:planted@host:1\"",
+        "request_headers = { set = { authorization = \"Bearer planted\" }, foo = 1 }",
+        "[store]\nurl = \"redis://host:port/0?pass=planted\"",
+        "store = { timeout = \"x\", secret = \"planted\" }",
+        "store = { timeout = \"x\", secret = \"planted",
+        "[[route]]\nname = \"a\"\npath = \"a\"\nfoo = 1\nheaders = { x-a = \"b\", authorization = \"planted\", foo = 1 }",
+        "[[route]]\nname = \"a\"\npath = \"/a\"\nresponse_headers = { set-x = { set-cookie = \"planted\" } }",
+        "[[route]]\nname = \"a\"\npath = \"/a\"\nredirect = { to = \"/b?token=planted\", foo = 1 }",
+        "[server]\nmax_uri = \"http://planted@host/?pwd=planted\"",
     ] {
         let rest = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
         fs::write(&path, format!("{faulty}\n{rest}")).unwrap();
@@ -252,6 +260,70 @@ fn a_report_of_errors_shows_no_secret() {
             let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
             assert!(!output.status.success() && said.contains("error: "), "{faulty}:\n{said}");
             assert!(!said.contains("planted"), "{faulty}:\n{said}");
+        }
+    }
+}
+
+/// The keys of a schema that take a string, with the tables that lead to them; `[]` for a list, `NAME` for names of one's own.
+fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Vec<String>>) {
+    if path.len() > 8 {
+        return;
+    }
+    if let Some(name) = node["$ref"].as_str() {
+        return string_keys(schema, &schema["$defs"][name.trim_start_matches("#/$defs/")], path, found);
+    }
+    let below = |last: &str| [path, &[last.to_owned()]].concat();
+    let is_string =
+        node["type"] == "string" || node["type"].as_array().is_some_and(|all| all.contains(&json!("string")));
+    if is_string {
+        found.push(path.to_vec());
+    }
+    for kind in ["anyOf", "oneOf", "allOf"] {
+        node[kind].as_array().into_iter().flatten().for_each(|one| string_keys(schema, one, path, found));
+    }
+    for (key, value) in node["properties"].as_object().into_iter().flatten() {
+        string_keys(schema, value, &below(key), found);
+    }
+    if node["items"].is_object() {
+        string_keys(schema, &node["items"], &below("[]"), found);
+    }
+    if node["additionalProperties"].is_object() {
+        string_keys(schema, &node["additionalProperties"], &below("NAME"), found);
+    }
+}
+
+/// A value at the end of a path.
+fn nested(path: &[String], value: &str) -> Value {
+    match path.split_first() {
+        None => json!(value),
+        Some((first, rest)) if first == "[]" => json!([nested(rest, value)]),
+        Some((first, rest)) => json!({ first: nested(rest, value) }),
+    }
+}
+
+#[test]
+fn a_secret_at_any_key_of_the_schema_is_not_reported() {
+    let schema = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/gateway.schema.json")).unwrap();
+    let schema: Value = serde_json::from_str(&schema).unwrap();
+    let mut keys = Vec::new();
+    string_keys(&schema, &schema, &[], &mut keys);
+    keys.sort();
+    keys.dedup();
+    assert!(keys.len() > 80, "{} keys", keys.len());
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    for key in &keys {
+        for value in ["http://planted:planted@host/?pass=planted", "/?token=planted"] {
+            // Beside a key that nobody knows: there is always a report.
+            let mut written = nested(key, value);
+            written["foo"] = json!("redis://planted@host");
+            fs::write(&path, toml::to_string(&written).unwrap()).unwrap();
+            for arguments in [&["check", "--offline"][..], &["check", "--offline", "--json"]] {
+                let output = binary().args(arguments).arg("--config").arg(&path).output().unwrap();
+                let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+                assert!(!output.status.success() && said.contains("unknown key"), "{key:?}:\n{said}");
+                assert!(!said.contains("planted"), "{key:?} = {value}:\n{said}");
+            }
         }
     }
 }

@@ -52,20 +52,20 @@ pub(super) struct Options {
 struct Report<'a> {
     /// Whether the exit code is 0.
     ok: bool,
-    errors: Vec<Finding<'a>>,
-    warnings: Vec<Finding<'a>>,
-    notes: Vec<Finding<'a>>,
+    errors: Vec<Finding>,
+    warnings: Vec<Finding>,
+    notes: Vec<Finding>,
     limits: Vec<guarantee::Guarantee<'a>>,
 }
 
 #[derive(Debug, Serialize)]
-struct Finding<'a> {
+struct Finding {
     file: String,
     /// From 1; none = the file as a whole.
     line: Option<usize>,
     column: Option<usize>,
-    message: &'a str,
-    hint: Option<&'a str>,
+    message: String,
+    hint: Option<String>,
 }
 
 pub(super) fn check(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
@@ -117,11 +117,11 @@ fn print(report: &Report<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn findings(file: &FaultyFile) -> Vec<Finding<'_>> {
-    let issues = file.in_order().into_iter().map(|issue| {
+fn findings(file: &FaultyFile) -> Vec<Finding> {
+    let issues = file.shown().into_iter().map(|issue| {
         let (line, column) = issue.position(&file.text).unzip();
-        let name = file.path.display().to_string();
-        Finding { file: name, line, column, message: &issue.message, hint: issue.hint.as_deref() }
+        let name = file.name();
+        Finding { file: name, line, column, message: issue.message, hint: issue.hint }
     });
     issues.collect()
 }

@@ -6,7 +6,8 @@ use std::path::{Path, PathBuf};
 
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 
-use super::masked::masked;
+use super::masked::Masked;
+use super::secrets::redacted;
 
 /// One fault in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,6 +58,17 @@ impl FaultyFile {
         FaultyFile { path: path.to_owned(), text: String::new(), issues: vec![issue] }
     }
 
+    /// The path, as it may be shown: it may come from the configuration.
+    pub fn name(&self) -> String {
+        redacted(&self.path.display().to_string())
+    }
+
+    /// The faults in the order of the file, for output without the lines of the file.
+    pub fn shown(&self) -> Vec<Issue> {
+        let masked = Masked::of(&self.text);
+        self.in_order().into_iter().map(|issue| masked_issue(&masked, issue)).collect()
+    }
+
     /// What is wrong, in the order of the file, whatever the order in which it was checked.
     pub fn in_order(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
@@ -66,9 +78,10 @@ impl FaultyFile {
 
     /// The report on this file, with colours if the renderer has them.
     pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
-        let path = self.path.display().to_string();
-        let text = masked(&self.text);
-        let parts = self.in_order().into_iter().map(|issue| render(renderer, level, &path, &text, issue));
+        let path = self.name();
+        let masked = Masked::of(&self.text);
+        let said = |issue: &Issue| masked_issue(&masked, issue);
+        let parts = self.in_order().into_iter().map(|issue| render(renderer, level, &path, &masked.text, &said(issue)));
         parts.collect::<Vec<_>>().join("\n\n")
     }
 }
@@ -94,6 +107,11 @@ impl ConfigError {
         let parts: Vec<_> = self.files.iter().map(|file| file.report(&Level::ERROR, renderer)).collect();
         parts.join("\n\n")
     }
+}
+
+fn masked_issue(masked: &Masked, issue: &Issue) -> Issue {
+    let hint = issue.hint.as_ref().map(|hint| masked.say(hint));
+    Issue { span: issue.span.clone(), message: masked.say(&issue.message), hint }
 }
 
 fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue: &Issue) -> String {

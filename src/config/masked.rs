@@ -1,35 +1,98 @@
 //! The text of a configuration as it may be shown: reports of errors end up in logs.
 
-/// Keys whose values nobody is to see.
-const SECRETS: [&str; 3] = ["token", "secret", "password"];
+use std::ops::Range;
 
-/// The same text with asterisks for what is secret in it; every byte keeps its place.
-pub(super) fn masked(text: &str) -> String {
-    text.split_inclusive('\n').map(line).collect()
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use super::secrets::{MASK, is_secret, is_secret_name, parts, redacted};
+
+/// A text of which secrets are hidden.
+#[derive(Debug)]
+pub(super) struct Masked {
+    /// With asterisks for what is secret in it; every byte keeps its place.
+    pub(super) text: String,
+    /// The secrets, as the file has them.
+    secrets: Vec<String>,
+}
+
+impl Masked {
+    pub(super) fn of(text: &str) -> Self {
+        let mut masked = Masked { text: text.to_owned(), secrets: Vec::new() };
+        match DeTable::parse(text) {
+            Ok(table) => masked.table(text, table.get_ref(), &mut Vec::new()),
+            // What is no TOML is read by lines: what hides too much is better than what hides too little.
+            Err(_) => masked.text = text.split_inclusive('\n').map(line).collect(),
+        }
+        masked
+    }
+
+    /// The same words without the secrets, and without the parts of URLs that are.
+    pub(super) fn say(&self, words: &str) -> String {
+        let mut said = words.to_owned();
+        for secret in &self.secrets {
+            said = said.replace(secret, MASK);
+        }
+        let mut out = String::new();
+        for (index, quoted) in said.split('`').enumerate() {
+            out.push_str(if index == 0 { "" } else { "`" });
+            out.push_str(&redacted(quoted));
+        }
+        out
+    }
+
+    fn table<'t>(&mut self, text: &str, table: &'t DeTable<'_>, path: &mut Vec<&'t str>) {
+        for (key, value) in table {
+            path.push(key.get_ref());
+            self.value(text, value, path);
+            path.pop();
+        }
+    }
+
+    fn value<'t>(&mut self, text: &str, value: &'t Spanned<DeValue<'_>>, path: &mut Vec<&'t str>) {
+        let span = value.span();
+        match value.get_ref() {
+            DeValue::Table(table) => self.table(text, table, path),
+            DeValue::Array(items) => items.iter().for_each(|item| self.value(text, item, path)),
+            DeValue::String(string) if is_secret(path, string) => self.hide(span, string),
+            DeValue::String(string) => {
+                let found = parts(string);
+                let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
+                match within {
+                    // What is said of a URL has these parts in their place.
+                    Some(from) => found.into_iter().for_each(|part| {
+                        let start = span.start + from;
+                        self.text = hide(&self.text, start + part.start, start + part.end);
+                    }),
+                    // Written with escapes.
+                    None if !found.is_empty() => self.hide(span, string),
+                    None => {}
+                }
+            }
+            _ if is_secret(path, "") => self.hide(span, ""),
+            _ => {}
+        }
+    }
+
+    fn hide(&mut self, span: Range<usize>, secret: &str) {
+        self.text = hide(&self.text, span.start, span.end);
+        // Shorter ones stand in words that are no secret.
+        if secret.len() > 2 && !secret.contains("${") {
+            self.secrets.push(secret.to_owned());
+        }
+    }
 }
 
 fn line(line: &str) -> String {
-    let key = line.split('=').next().unwrap_or_default();
-    let is_secret = |word: &str| {
-        let word = word.trim_matches(['"', '\'']);
-        SECRETS.iter().any(|secret| word.contains(secret) || strsim::damerau_levenshtein(word, secret) <= 2)
-    };
-    if key.len() < line.len() && key.split(|sign: char| sign.is_whitespace() || ".{,".contains(sign)).any(is_secret) {
-        return hide(line, key.len(), line.len());
+    let Some(key) = line.find('=') else { return line.to_owned() };
+    let words = line.split(|sign: char| !sign.is_ascii_alphanumeric() && !"-_".contains(sign));
+    let rules = line.contains("_headers") || line.contains("set");
+    if rules || words.clone().any(|word| is_secret_name(word) || is_secret(&["", word], "")) {
+        return hide(line, key, line.len());
     }
     let mut shown = line.to_owned();
-    // Whatever stands before the last @ of a URL: a password may have any sign in it, above all where that is the fault.
-    for (scheme, _) in line.match_indices("://") {
-        let from = scheme + "://".len();
-        let end = line[from..].find(['"', '\'', '\n']).map_or(line.len(), |end| from + end);
-        if let Some(at) = line[from..end].rfind('@') {
-            shown = hide(&shown, from, from + at);
-        }
-    }
-    for (name, _) in line.match_indices("password=") {
-        let from = name + "password=".len();
-        let end = line[from..].find(['"', '\'', '&', '\n']).map_or(line.len(), |end| from + end);
-        shown = hide(&shown, from, end);
+    for part in parts(line.trim_end_matches(['"', '\'', '\n', ' ', ']', '}'])) {
+        shown = hide(&shown, part.start, part.end);
     }
     shown
 }
@@ -69,7 +132,10 @@ mod tests {
             ("admin.token = 'a b'\n", "admin.token = '* *'\n"),
             ("secret = \"${NAME}\"", "secret = \"${NAME}\""),
             ("secret = \"a${NAME:-dflt}b\"", "secret = \"*${NAME******}*\""),
+            ("token = 12", "token = **"),
+            ("store = { url = \"redis://h\", secret = \"abc\" }", "store = { url = \"redis://h\", secret = \"***\" }"),
             ("url = \"redis://me:p/a@ss@host:1/0\"", "url = \"redis://*********@host:1/0\""),
+            ("url = \"redis:/\\u002fa:b@c\"", ""),
             (
                 "url = \"redis+sentinel://a,b/m?sentinel_password=abc&db=1\"",
                 "url = \"redis+sentinel://a,b/m?sentinel_password=***&db=1\"",
@@ -77,9 +143,29 @@ mod tests {
             ("servers = [\"http://a:1\", \"http://u:p@b:1\"]", "servers = [\"http://a:1\", \"http://***@b:1\"]"),
             ("name = \"search\"\npath = \"/token\"\n", "name = \"search\"\npath = \"/token\"\n"),
             ("[limit.tokens]\nquota = \"1/s\"\n", "[limit.tokens]\nquota = \"1/s\"\n"),
+            // No TOML.
+            ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
+            ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
         ] {
-            assert_eq!(masked(text), shown);
-            assert_eq!(masked(text).len(), text.len(), "places stay what they were");
+            let masked = Masked::of(text).text;
+            assert_eq!(
+                masked.len(),
+                text.chars().map(char::len_utf8).sum::<usize>(),
+                "places stay what they were: {text}"
+            );
+            if !text.contains("\\u") {
+                assert_eq!(masked, shown);
+            }
+            assert!(!masked.contains("abc") && !masked.contains("a:b"), "{masked}");
         }
+    }
+
+    #[test]
+    fn words_about_a_value_do_not_repeat_a_secret() {
+        let masked = Masked::of("secret = \"hunter2\"\nurl = \"http://u:pw@h\"");
+        assert_eq!(
+            masked.say("`hunter2` is not a size; `http://${X}:pw2@h/?a=b` is no URL"),
+            "`***` is not a size; `http://***@h/?a=***` is no URL"
+        );
     }
 }

@@ -2,14 +2,7 @@
 
 use serde_json::Value;
 
-/// What stands for a secret.
-const MASK: &str = "***";
-
-/// Keys whose values are secrets, whatever table they stand in.
-const SECRETS: [&str; 2] = ["token", "secret"];
-
-/// Header fields that routes set: there may be credentials among them.
-const RULES: [&str; 2] = ["request_headers", "response_headers"];
+use super::secrets::{MASK, is_secret, redacted};
 
 /// What a file says, as it is written: variables by their names, secrets masked.
 ///
@@ -17,41 +10,29 @@ const RULES: [&str; 2] = ["request_headers", "response_headers"];
 /// It is no TOML.
 pub fn masked(text: &str) -> Result<Value, toml::de::Error> {
     let mut value = toml::from_str(text)?;
-    mask(&mut value);
+    mask(&mut value, &mut Vec::new());
     Ok(value)
 }
 
-fn mask(value: &mut Value) {
+fn mask<'k>(value: &'k mut Value, path: &mut Vec<&'k str>) {
     match value {
-        Value::String(text) => mask_url(text),
-        Value::Array(items) => items.iter_mut().for_each(mask),
-        Value::Object(table) => {
-            for (key, value) in table {
-                match value {
-                    Value::String(text) if SECRETS.contains(&key.as_str()) && !text.is_empty() => {
-                        *text = MASK.to_owned()
-                    }
-                    Value::Object(rules) if RULES.contains(&key.as_str()) => {
-                        if let Some(Value::Object(set)) = rules.get_mut("set") {
-                            set.values_mut().for_each(|value| *value = MASK.into());
-                        }
-                    }
-                    _ => mask(value),
-                }
+        Value::String(text) if text.is_empty() => {}
+        Value::String(text) if is_secret(path, text) => *text = MASK.to_owned(),
+        Value::String(text) => *text = redacted(text),
+        Value::Array(items) => {
+            for item in items {
+                mask(item, path);
             }
         }
+        Value::Object(table) => {
+            for (key, value) in table {
+                path.push(key);
+                mask(value, path);
+                path.pop();
+            }
+        }
+        Value::Bool(_) | Value::Number(_) if is_secret(path, "") => *value = MASK.into(),
         Value::Null | Value::Bool(_) | Value::Number(_) => {}
-    }
-}
-
-/// Who logs on where, and what is said behind the `?`: that may be a password as well.
-fn mask_url(text: &mut String) {
-    let Some(start) = text.find("://").map(|at| at + 3) else { return };
-    if let Some(query) = text[start..].find('?').map(|at| start + at + 1) {
-        text.replace_range(query.., MASK);
-    }
-    if let Some(host) = text[start..].rfind('@').map(|at| start + at) {
-        text.replace_range(start..host, MASK);
     }
 }
 
@@ -72,7 +53,7 @@ mod tests {
         for (pointer, expected) in [
             ("/admin/address", "127.0.0.1:9180"),
             ("/admin/token", "***"),
-            ("/store/url", "redis+sentinel://***@h1,h2/mymaster?***"),
+            ("/store/url", "redis+sentinel://***@h1,h2/mymaster?sentinel_password=***"),
             ("/store/secret", "***"),
             ("/api_key/consumers", "consumers.toml"),
             ("/upstream/api/servers/0", "http://${HOST}:80"),

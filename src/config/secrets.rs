@@ -1,0 +1,138 @@
+//! What is secret in a configuration: one list of words for reports of errors, the log and `/api/config`.
+
+use std::ops::Range;
+
+/// What stands for a secret.
+pub(super) const MASK: &str = "***";
+
+/// Words in names of keys, header fields and query parameters whose values are secrets. In a name, `-` and `_` are the same.
+const WORDS: [&str; 11] = [
+    "token",
+    "secret",
+    "pass",
+    "pwd",
+    "authorization",
+    "cookie",
+    "credential",
+    "api_key",
+    "apikey",
+    "session",
+    "signature",
+];
+
+/// Words that beginners misspell in keys of the file.
+const MISSPELLED: [&str; 3] = ["token", "secret", "password"];
+
+/// Header fields that routes set: there may be credentials among them, whatever their names.
+const RULES: [&str; 2] = ["request_headers", "response_headers"];
+
+/// Tables whose keys are names that operators choose.
+const NAMED: [&str; 3] = ["limit", "upstream", "tiers"];
+
+/// Query parameters of URLs that are no secrets.
+const HARMLESS: [&str; 2] = ["db", "protocol"];
+
+/// Whether a name says that its value is a secret.
+pub(super) fn is_secret_name(name: &str) -> bool {
+    let name = name.to_ascii_lowercase().replace('-', "_");
+    WORDS.iter().any(|word| name.contains(word))
+}
+
+/// Whether a value is a secret as a whole, by the keys that lead to it. What stands in a list has the keys of the list.
+pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
+    if path.contains(&RULES[0]) || path.contains(&RULES[1]) {
+        // Names to remove are none, where they stand as they should.
+        return path.last() != Some(&"remove");
+    }
+    if path.last() == Some(&"keys") {
+        // A key that was pasted instead of its hash.
+        return !text.starts_with("sha256:");
+    }
+    let misspelled = |key: &str| MISSPELLED.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
+    path.iter().enumerate().any(|(depth, key)| {
+        let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
+        let is_named = depth > 0 && NAMED.contains(&path[depth - 1]) && path.len() > depth + 1;
+        !is_table && !is_named && (is_secret_name(key) || misspelled(key))
+    })
+}
+
+/// The parts of a text that are secrets wherever it stands: who logs on in a URL, and query parameters.
+pub(super) fn parts(text: &str) -> Vec<Range<usize>> {
+    let mut found = Vec::new();
+    let scheme = text.find("://").map(|at| at + "://".len());
+    // Whatever stands before the last @: a password may have any sign in it, above all where that is the fault.
+    if let Some(from) = scheme
+        && let Some(at) = text[from..].rfind('@')
+    {
+        found.push(from..from + at);
+    }
+    let from = found.last().map_or(0, |part| part.end);
+    let Some(query) = text[from..].find('?').map(|at| from + at + 1) else { return found };
+    let mut start = query;
+    for pair in text[query..].split('&') {
+        if let Some((name, value)) = pair.split_once('=') {
+            let harmless = if scheme.is_some() { HARMLESS.contains(&name) } else { !is_secret_name(name) };
+            if !harmless && !value.is_empty() {
+                found.push(start + name.len() + 1..start + pair.len());
+            }
+        } else if scheme.is_some() && !pair.is_empty() {
+            found.push(start..start + pair.len());
+        }
+        start += pair.len() + 1;
+    }
+    found
+}
+
+/// A text without its parts that are secrets.
+pub(super) fn redacted(text: &str) -> String {
+    let mut shown = text.to_owned();
+    for part in parts(text).into_iter().rev() {
+        shown.replace_range(part, MASK);
+    }
+    shown
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_say_what_is_secret() {
+        for (path, text, expected) in [
+            (&["admin", "token"][..], "x", true),
+            (&["store", "sekret"], "x", true),
+            (&["store", "password"], "x", true),
+            (&["route", "request_headers", "set", "x-a"], "x", true),
+            (&["route", "response_headers", "x-a"], "x", true),
+            (&["route", "response_headers", "remove"], "server", false),
+            (&["route", "headers", "Authorization"], "x", true),
+            (&["route", "headers", "x-api-key"], "x", true),
+            (&["route", "headers", "x-version"], "x", false),
+            (&["consumer", "keys"], "my-key", true),
+            (&["consumer", "keys"], "sha256:00", false),
+            (&["limit", "tokens", "quota"], "1/s", false),
+            (&["limit", "l", "tiers", "secret", "quota"], "1/s", false),
+            (&["upstream", "session", "servers"], "http://a", false),
+            (&["api_key", "header"], "x-api-key", false),
+            (&["log", "access"], "stdout", false),
+        ] {
+            assert_eq!(is_secret(path, text), expected, "{path:?} {text}");
+        }
+    }
+
+    #[test]
+    fn urls_have_secret_parts() {
+        for (text, expected) in [
+            ("redis://me:p/a@ss@host:1/0", vec!["me:p/a@ss"]),
+            ("redis+sentinel://a,b/m?sentinel_password=abc&db=1", vec!["abc"]),
+            ("http://a/?pass=abc&x=y&z", vec!["abc", "y", "z"]),
+            ("http://a:b?c@host/?db=1", vec!["a:b?c"]),
+            ("/path?token=abc&page=2", vec!["abc"]),
+            ("/path/{id}", vec![]),
+            ("http://a:1", vec![]),
+        ] {
+            let found: Vec<_> = parts(text).into_iter().map(|part| &text[part]).collect();
+            assert_eq!(found, expected, "{text}");
+        }
+    }
+}
