@@ -283,5 +283,5 @@ fn access_log(runtime: &Runtime) -> Result<Option<AccessLog>, AppError> {
             (path.clone(), Box::new(file.map_err(|source| AppError::AccessLog { path: path.clone(), source })?))
         }
     };
-    AccessLog::start(runtime.log.format, out).map(Some).map_err(|source| AppError::AccessLog { path, source })
+    AccessLog::start(runtime.log.access_format, out).map(Some).map_err(|source| AppError::AccessLog { path, source })
 }

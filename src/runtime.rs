@@ -214,7 +214,7 @@ fn compile(file: Snapshot, config: &Config, reader: &mut Reader<'_>) -> Runtime 
     let log = settings::log(&config.log, reader);
     let client_ip = identities::client_ip(&config.client_ip, reader);
     let listeners = listeners::listeners(&config.listener, &client_ip, reader);
-    let admin = config.admin.as_ref().and_then(|admin| admin::admin(admin, reader));
+    let admin = config.admin.as_ref().and_then(|admin| admin::admin(admin, &listeners, reader));
     let api_keys = identities::api_keys(&config.api_key, reader);
     let (verifier, jwks_file) = identities::jwt(&config.jwt, reader);
     let secret = config.store.secret.as_ref().map_or("", |secret| secret.get_ref());

@@ -318,3 +318,25 @@ fn the_last_lines_are_written_before_the_process_ends() {
         assert_eq!(written(&gateway).lines().count(), 200);
     }
 }
+
+#[test]
+fn a_file_has_one_format_wherever_the_gateway_is_started() {
+    let config = "[log]\naccess = \"access.log\"\n[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
+    // `script` gives the gateway a terminal as its standard error, and copies what it says there. `timeout` ends one that is left.
+    let on_terminal = |path: &Path| {
+        let line = format!("exec timeout 60 {} --config {}", env!("CARGO_BIN_EXE_sluicegate"), path.display());
+        let mut outer = Command::new("sh");
+        outer.args(["-c", &format!("exec script -qefc '{line}' /dev/null >&2")]);
+        outer
+    };
+    for mut gateway in [Gateway::start(config), Gateway::start_by(config, on_terminal)] {
+        assert_eq!(gateway.get("/r").status, 200);
+        let path = gateway.directory().join("access.log");
+        let line = || fs::read_to_string(&path).ok().and_then(|text| Some(text.lines().next()?.to_owned()));
+        eventually("the record is written", || line().is_some());
+        let record = line().unwrap();
+        gateway.terminate();
+        gateway.wait();
+        assert!(serde_json::from_str::<Value>(&record).is_ok(), "{record}");
+    }
+}

@@ -379,3 +379,14 @@ fn a_side_that_is_down_keeps_its_share() {
     assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 100 - failed);
     assert!((22..=28).contains(&failed), "{failed} of 100");
 }
+
+#[test]
+fn own_responses_without_content_have_no_content_type() {
+    for (status, kind) in [(200, true), (404, true), (204, false), (205, false), (304, false)] {
+        let gateway = Gateway::start(&format!(
+            "[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = {{ status = {status}, content_type = \"text/plain\" }}\n"
+        ));
+        let reply = gateway.get("/r");
+        assert_eq!((reply.status, reply.header("content-type").is_some()), (status, kind));
+    }
+}

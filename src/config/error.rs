@@ -110,7 +110,7 @@ impl ConfigError {
 }
 
 fn masked_issue(masked: &Masked, issue: &Issue) -> Issue {
-    let hint = issue.hint.as_ref().map(|hint| masked.say(hint));
+    let hint = issue.hint.as_ref().map(|hint| masked.hint(hint));
     Issue { span: issue.span.clone(), message: masked.say(&issue.message), hint }
 }
 

@@ -29,16 +29,19 @@ impl Masked {
 
     /// The same words without the secrets, and without the parts of URLs that are.
     pub(super) fn say(&self, words: &str) -> String {
-        let mut said = words.to_owned();
-        for secret in &self.secrets {
-            said = said.replace(secret, MASK);
-        }
+        let said = self.hint(words);
         let mut out = String::new();
         for (index, quoted) in said.split('`').enumerate() {
             out.push_str(if index == 0 { "" } else { "`" });
-            out.push_str(&redacted(quoted));
+            // Values stand in backticks; other URLs are examples.
+            out.push_str(&if index % 2 == 1 { redacted(quoted) } else { quoted.to_owned() });
         }
         out
+    }
+
+    /// The same of a hint, in which other URLs are examples.
+    pub(super) fn hint(&self, hint: &str) -> String {
+        self.secrets.iter().fold(hint.to_owned(), |said, secret| said.replace(secret, MASK))
     }
 
     fn table<'t>(&mut self, text: &str, table: &'t DeTable<'_>, path: &mut Vec<&'t str>) {
@@ -59,10 +62,11 @@ impl Masked {
                 let found = parts(string);
                 let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
                 match within {
-                    // What is said of a URL has these parts in their place.
+                    // Short ones are often words, and what is said of a URL has them in their place.
                     Some(from) => found.into_iter().for_each(|part| {
                         let start = span.start + from;
                         self.text = hide(&self.text, start + part.start, start + part.end);
+                        self.keep(&string[part], 6);
                     }),
                     // Written with escapes.
                     None if !found.is_empty() => self.hide(span, string),
@@ -74,12 +78,16 @@ impl Masked {
         }
     }
 
-    fn hide(&mut self, span: Range<usize>, secret: &str) {
-        self.text = hide(&self.text, span.start, span.end);
-        // Shorter ones stand in words that are no secret.
-        if secret.len() > 2 && !secret.contains("${") {
+    /// Shorter ones stand in words that are no secret.
+    fn keep(&mut self, secret: &str, least: usize) {
+        if secret.len() >= least && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
         }
+    }
+
+    fn hide(&mut self, span: Range<usize>, secret: &str) {
+        self.text = hide(&self.text, span.start, span.end);
+        self.keep(secret, 3);
     }
 }
 

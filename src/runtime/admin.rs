@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use crate::config::Spanned;
 
+use super::Listener;
 use super::reader::Reader;
 use crate::config;
 use crate::config::error::Issue;
@@ -36,11 +37,24 @@ impl fmt::Debug for Token {
     }
 }
 
-pub(super) fn admin(admin: &Spanned<config::Admin>, reader: &mut Reader<'_>) -> Option<AdminSettings> {
+pub(super) fn admin(
+    admin: &Spanned<config::Admin>,
+    listeners: &[Listener],
+    reader: &mut Reader<'_>,
+) -> Option<AdminSettings> {
     let place = admin.span();
     let admin = admin.get_ref();
     let text = reader.required(admin.address.as_ref(), &place, "address", "\"127.0.0.1:9180\"")?;
     let address = reader.address(text)?;
+    // As the kernel has it: an unspecified address is every address of its port.
+    let takes = |other: SocketAddr| {
+        let everywhere = other.ip().is_unspecified() || address.ip().is_unspecified();
+        address.port() != 0 && other.port() == address.port() && (everywhere || other.ip() == address.ip())
+    };
+    if let Some(listener) = listeners.iter().find(|listener| takes(listener.address)) {
+        let message = format!("{address} is taken by the [[listener]] on {}", listener.address);
+        reader.issue(Issue::at(text.span(), message).hint("another port: the admin listener has one of its own"));
+    }
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
     if token.is_none() && !address.ip().is_loopback() {
         let issue = Issue::at(text.span(), format!("{address} can be reached from elsewhere: it needs a token"));

@@ -126,7 +126,10 @@ impl Respond {
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
         *response.status_mut() = self.status;
-        response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
+        // RFC 9110 §15.3.5, §15.3.6, §15.4.5: these have no content, and so no type of it.
+        if !matches!(self.status, StatusCode::NO_CONTENT | StatusCode::RESET_CONTENT | StatusCode::NOT_MODIFIED) {
+            response.headers_mut().insert(CONTENT_TYPE, self.content_type.clone());
+        }
         response
     }
 }

@@ -69,6 +69,8 @@ pub enum Layout {
 pub struct LogSettings {
     /// How lines look.
     pub format: Format,
+    /// How records of the access log look.
+    pub access_format: Format,
     /// From which level on.
     pub level: Level,
     /// The access log.
@@ -132,14 +134,21 @@ pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
         ("debug", Level::DEBUG),
         ("trace", Level::TRACE),
     ];
+    let access = match log.access.as_ref().map(|access| access.get_ref().as_str()) {
+        None | Some("stdout") => Access::Stdout,
+        Some("off") => Access::Off,
+        Some(path) => Access::File(reader.path(path)),
+    };
+    let format = reader.choice(log.format.as_ref(), by_terminal, &[("text", Format::Text), ("json", Format::Json)]);
     LogSettings {
-        format: reader.choice(log.format.as_ref(), by_terminal, &[("text", Format::Text), ("json", Format::Json)]),
-        level: reader.choice(log.level.as_ref(), Level::INFO, &levels),
-        access: match log.access.as_ref().map(|access| access.get_ref().as_str()) {
-            None | Some("stdout") => Access::Stdout,
-            Some("off") => Access::Off,
-            Some(path) => Access::File(reader.path(path)),
+        format,
+        // A file is read by programs, wherever the gateway was started.
+        access_format: match access {
+            Access::File(_) if log.format.is_none() => Format::Json,
+            _ => format,
         },
+        level: reader.choice(log.level.as_ref(), Level::INFO, &levels),
+        access,
         trace_endpoint: log.trace_endpoint.as_ref().and_then(|url| trace_endpoint(url, reader)),
     }
 }
