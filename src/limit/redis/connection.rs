@@ -58,6 +58,7 @@ struct Health {
 #[derive(Debug)]
 pub struct Connections {
     pool: Pool<Manager>,
+    size: u32,
     manager: Manager,
     failure: LastFailure,
     /// What to say when not even a failure came in time.
@@ -93,8 +94,6 @@ pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Durat
     let manager = Manager { server, algorithms, connect_timeout, pace: Arc::default() };
     let pool = Pool::builder()
         .max_size(size)
-        // A checkout gives its connection back at once: without this there would never be a second one.
-        .min_idle(Some(size))
         .test_on_check_out(false)
         .retry_connection(false)
         // Longer than an attempt, so that its reason is told.
@@ -103,7 +102,7 @@ pub fn pool(server: Server, algorithms: Parts, size: u32, connect_timeout: Durat
         .idle_timeout(None)
         .max_lifetime(None)
         .build_unchecked(manager.clone());
-    Connections { pool, manager, failure, silence, connected: AtomicBool::new(false) }
+    Connections { pool, size, manager, failure, silence, connected: AtomicBool::new(false) }
 }
 
 impl Connections {
@@ -117,14 +116,22 @@ impl Connections {
         }
     }
 
-    /// Replaces idle connections that the server has closed, and those to a server that is not the master any more. Requests use the
-    /// earlier connection until the new one is open.
+    /// Replaces idle connections that the server has closed, and those to a server that is not the master any more, and opens those that
+    /// are missing. Requests use the earlier connections until the new ones are open.
     pub async fn renew(&self) {
         let master = self.manager.server.named(self.manager.connect_timeout).await;
         let leads_elsewhere = |connection: &Connection| {
             master.as_ref().is_some_and(|master| *master.get_connection_info().addr() != connection.health.address)
         };
-        for _ in 0..self.pool.state().connections {
+        let open = self.pool.state().connections;
+        for _ in open..self.size {
+            // A checkout gives its connection back at once: the pool itself would never open a second one.
+            let Ok(further) = self.manager.connect().await else { return };
+            if self.pool.add(further).is_err() {
+                break;
+            }
+        }
+        for _ in 0..open {
             // The pool hands out the connection that was given back first.
             let Some(Ok(pooled)) = self.pool.get().now_or_never() else { return };
             let pooled = Pooled::clone(&pooled);
