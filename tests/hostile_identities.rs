@@ -219,7 +219,7 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
 fn session_has_one_bucket_in_all_its_spellings() {
     let gateway = Gateway::start(&format!(
         "{}{}{}",
-        limit("per-session", 100, "by = \"cookie:sid\"\nexempt = [\"of%20a%20friend\"]"),
+        limit("per-session", 100, "by = \"cookie:sid\"\nexempt = [\"cookie:sid=of%20a%20friend\"]"),
         route("session", "/session", "\"per-session\""),
         route("others", "/{*rest}", ""),
     ));
