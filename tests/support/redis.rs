@@ -1,5 +1,6 @@
 //! A real redis-server on a free port.
 
+use super::eventually;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
@@ -63,7 +64,13 @@ impl Redis {
     }
 
     pub fn connection(&self) -> redis::Connection {
-        self.client().get_connection().unwrap()
+        let mut open = None;
+        // A Sentinel that has just given it another role closes all connections.
+        eventually("Redis takes a connection", || {
+            open = self.client().get_connection().ok();
+            open.is_some()
+        });
+        open.unwrap()
     }
 
     pub fn keys(&self) -> Vec<String> {

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::eventually;
 use super::redis::Redis;
@@ -14,12 +15,16 @@ pub struct Sentinels {
     /// The master of the start, then its replicas.
     pub nodes: Vec<Redis>,
     pub sentinels: Vec<Redis>,
+    _alone: MutexGuard<'static, ()>,
     _directory: tempfile::TempDir,
 }
 
 impl Sentinels {
     /// Starts all of them and waits until they know each other and all replicas are in sync.
     pub fn start() -> Sentinels {
+        // Seven processes that watch the time: two such groups at once would take each other's delays for failures.
+        static ALONE: Mutex<()> = Mutex::new(());
+        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
         let directory = tempfile::tempdir().unwrap();
         let master = Redis::start();
         let replica = || replica_of(&master, &tempfile::tempdir_in(&directory).unwrap().keep());
@@ -37,7 +42,7 @@ impl Sentinels {
         };
         let sentinels = vec![sentinel(), sentinel(), sentinel()];
         let nodes = [master].into_iter().chain(replicas).collect();
-        let all = Sentinels { nodes, sentinels, _directory: directory };
+        let all = Sentinels { nodes, sentinels, _alone: alone, _directory: directory };
         all.wait_until_ready();
         all
     }
