@@ -2,6 +2,7 @@
 
 mod api;
 mod configuration;
+mod connections;
 mod health;
 mod history;
 mod live;
@@ -13,23 +14,24 @@ pub mod vitals;
 use std::convert::Infallible;
 use std::io;
 use std::net::{IpAddr, TcpListener as StdListener};
+use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use bytes::Bytes;
-use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
+use http::header::{ACCEPT, ALLOW, AUTHORIZATION, CACHE_CONTROL, CONNECTION, CONTENT_TYPE, HOST, WWW_AUTHENTICATE};
 use http::uri::Authority;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body_util::{Either, Full};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioIo, TokioTimer};
+use hyper_util::rt::TokioIo;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::sync::Semaphore;
 use tokio::time::{Duration, sleep, timeout};
 use tokio_util::sync::CancellationToken;
+use tokio_util::task::TaskTracker;
 use tracing::warn;
 
 use crate::limit::backend::Shared;
@@ -39,15 +41,10 @@ use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
 use crate::observe::metrics::{self as text_form, Form};
 use crate::runtime::{Runtime, Token};
+use connections::{Connection, Connections};
 use live::{Events, Live};
 use problem::Problem;
 use vitals::Vitals;
-
-/// Connections at the same time; more wait.
-const CONNECTIONS: usize = 64;
-
-/// From one request to the next.
-const HEAD_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// At the end, for those who are in.
 const LAST_ANSWERS: Duration = Duration::from_secs(1);
@@ -95,13 +92,13 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
     };
     let serve = move || {
         reactor.block_on(async {
-            let places = Arc::new(Semaphore::new(CONNECTIONS));
+            let tasks = TaskTracker::new();
             let looking = admin.clone();
-            let serving =
-                async { tokio::join!(admin.accept(listener, places.clone()), looking.live.run(&looking.vitals)) };
+            let serving = async { tokio::join!(admin.accept(listener, &tasks), looking.live.run(&looking.vitals)) };
             end.run_until_cancelled(serving).await;
             // Who has been let in has an answer.
-            let _ = timeout(LAST_ANSWERS, places.acquire_many(CONNECTIONS as u32)).await;
+            tasks.close();
+            let _ = timeout(LAST_ANSWERS, tasks.wait()).await;
         });
     };
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
@@ -118,15 +115,14 @@ fn shared(runtime: &Runtime, vitals: &Vitals) -> Option<(Shared, String)> {
 }
 
 impl Admin {
-    async fn accept(self: Arc<Self>, listener: TcpListener, places: Arc<Semaphore>) {
-        // It is never closed.
-        while let Ok(place) = places.clone().acquire_owned().await {
-            let admin = self.clone();
+    async fn accept(self: Arc<Self>, listener: TcpListener, tasks: &TaskTracker) -> Infallible {
+        let connections = Arc::<Connections>::default();
+        loop {
             match listener.accept().await {
-                Ok((stream, _)) => drop(tokio::spawn(async move {
-                    let _place = place;
-                    admin.converse(stream).await;
-                })),
+                Ok((stream, peer)) => {
+                    let (admin, connection) = (self.clone(), connections.open(peer.ip()));
+                    tasks.spawn(async move { admin.converse(stream, Arc::new(connection)).await });
+                }
                 Err(error) => {
                     warn!(%error, "a connection to the admin listener could not be accepted");
                     sleep(ACCEPT_PAUSE).await;
@@ -135,21 +131,40 @@ impl Admin {
         }
     }
 
-    async fn converse(&self, stream: TcpStream) {
-        let service = service_fn(|request: Request<Incoming>| async move {
-            let mut answer = self.answer(request).await;
-            answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-            page::guard(&mut answer);
-            Ok::<_, Infallible>(answer)
+    async fn converse(&self, stream: TcpStream, connection: Arc<Connection>) {
+        let service = service_fn(|request: Request<Incoming>| {
+            let connection = connection.clone();
+            async move {
+                connection.busy();
+                let mut answer = self.answer(request, &connection).await;
+                connection.idle();
+                answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+                page::guard(&mut answer);
+                Ok::<_, Infallible>(answer)
+            }
         });
-        let mut builder = http1::Builder::new();
-        builder.timer(TokioTimer::new()).header_read_timeout(HEAD_TIMEOUT);
-        // Its errors are the operator's connection's.
-        let _ = builder.serve_connection(TokioIo::new(stream), service).await;
+        let mut served = pin!(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
+        loop {
+            tokio::select! {
+                biased;
+                () = connection.closed.cancelled() => return,
+                // Its errors are the operator's connection's.
+                _ = &mut served => return,
+                () = sleep(connection.left()) => if connection.left().is_zero() { return },
+            }
+        }
     }
 
-    async fn answer(&self, request: Request<Incoming>) -> Answer {
+    async fn answer(&self, request: Request<Incoming>, connection: &Arc<Connection>) -> Answer {
         let (method, path, headers) = (request.method(), request.uri().path(), request.headers());
+        if connection.reserved && !matches!(path, "/healthz" | "/readyz") {
+            let mut answer = text(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "all connections of the admin listener are busy: only /healthz and /readyz are answered\n",
+            );
+            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            return answer;
+        }
         if self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
             // Names that others make lead to this machine, too, and browsers ask what they are told to.
             return text(
@@ -168,7 +183,7 @@ impl Admin {
             "/readyz" => self.ready(),
             "/metrics" => self.metrics(headers),
             "/api/config" => self.configuration(),
-            "/api/live" if method == Method::GET => return self.live.follow(self.vitals.end.clone()),
+            "/api/live" if method == Method::GET => return self.live.follow(self.vitals.end.clone(), connection),
             "/api/live" => return not_allowed("GET"),
             "/api/reload" if method == Method::POST => return self.reload(headers).await,
             "/api/reload" => return not_allowed("POST"),

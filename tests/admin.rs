@@ -2,12 +2,16 @@
 
 mod support;
 
+use std::io::{ErrorKind, Write};
+use std::net::{IpAddr, TcpStream};
+use std::time::Duration;
+
 use support::client::Client;
-use support::eventually;
 use support::gateway::Gateway;
 use support::operator::{HERE, ask, metric, with_admin};
 use support::redis::Redis;
 use support::upstream::Upstream;
+use support::{PATIENCE, eventually};
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
 
@@ -211,4 +215,87 @@ fn while_it_stops_it_is_not_ready() {
     release.send(()).unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
     assert!(gateway.wait().success());
+}
+
+/// Sends requests for metrics until neither side's socket takes more, and reads nothing.
+fn never_reads(stream: &mut TcpStream) {
+    stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+    let requests = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".repeat(10_000);
+    // The gateway may have closed it to make room for another one.
+    if let Err(error) = stream.write_all(&requests) {
+        use ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
+        assert!(matches!(error.kind(), WouldBlock | TimedOut | BrokenPipe | ConnectionReset), "{error}");
+    }
+}
+
+#[test]
+fn idle_admin_connections_are_shed_for_new_ones() {
+    let here: IpAddr = "127.0.0.1".parse().unwrap();
+    let others: Vec<IpAddr> = (2..6).map(|last| [127, 0, 0, last].into()).collect();
+    type Attack = fn(&mut TcpStream);
+    let attacks: &[(&str, &[IpAddr], usize, Attack)] = &[
+        ("silent, one peer", &[here], 200, |_| ()),
+        ("silent, several peers", &others, 200, |_| ()),
+        ("half a request", &[here], 200, |stream| stream.write_all(b"GET /healthz HTTP/1.1\r\nhost: lo").unwrap()),
+        ("answered and kept alive", &[here], 200, |stream| {
+            stream.write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
+        }),
+        ("never read, one peer", &[here], 70, never_reads),
+        ("never read, several peers", &others, 70, never_reads),
+    ];
+    for (what, peers, count, attack) in attacks {
+        let gateway = Gateway::start(&with_admin(HELLO));
+        let mut held = Vec::new();
+        for index in 0..*count {
+            let mut client = Client::connect_from(peers[index % peers.len()], gateway.admin());
+            attack(client.stream.get_mut());
+            held.push(client);
+        }
+        for path in ["/healthz", "/readyz", "/metrics"] {
+            let reply = ask(&gateway, path);
+            assert_eq!(reply.status, 200, "{what}: {path}: {}", reply.text());
+        }
+    }
+}
+
+#[test]
+fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
+    let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
+    let known = [HERE, ("authorization", "Bearer sesame")];
+    // The body never comes: each is busy until the gateway gives it up.
+    let unfinished = b"POST /api/reset HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sesame\r\n\
+                       content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n";
+    let busy = || {
+        let mut client = Client::connect(gateway.admin());
+        client.send(unfinished);
+        assert_eq!(client.head().unwrap().status, 100);
+        client
+    };
+    let held: Vec<_> = (0..32).map(|_| busy()).collect();
+    let mut late = Client::connect(gateway.admin());
+    let reply = late.get_with("/metrics", &known);
+    assert_eq!((reply.status, reply.header("connection")), (503, Some("close")), "{}", reply.text());
+    assert_eq!(Client::connect(gateway.admin()).get_with("/healthz", &known).status, 200);
+    let mut other = Client::connect_from([127, 0, 0, 2].into(), gateway.admin());
+    assert_eq!(other.get_with("/metrics", &known).status, 200);
+    drop(held);
+    eventually("there is room again", || Client::connect(gateway.admin()).get_with("/metrics", &known).status == 200);
+}
+
+#[test]
+fn an_idle_admin_connection_is_closed_at_its_deadline() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let mut silent = Client::connect(gateway.admin());
+    let mut kept = Client::connect(gateway.admin());
+    assert_eq!(kept.get_with("/healthz", &[HERE]).status, 200);
+    let mut full = Client::connect(gateway.admin());
+    never_reads(full.stream.get_mut());
+    for (what, client) in [("silent", &mut silent), ("kept alive", &mut kept)] {
+        client.stream.get_mut().set_read_timeout(Some(2 * PATIENCE)).unwrap();
+        client.assert_closed(what);
+    }
+    eventually(
+        "a client that never reads is closed",
+        || matches!(full.stream.get_mut().write(b"GET"), Err(error) if error.kind() != ErrorKind::WouldBlock),
+    );
 }

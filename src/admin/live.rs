@@ -19,6 +19,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::Answer;
 use super::configuration::instant;
+use super::connections::Connection;
 use super::health::Health;
 use super::history::{History, KEPT, Second};
 use super::metrics::sum;
@@ -26,7 +27,7 @@ use super::problem::Problem;
 use super::vitals::Vitals;
 use crate::gateway::meters::Judgement;
 
-/// Who follows at the same time: a quarter of the connections, so that there is always one for health and metrics.
+/// Who follows at the same time: a quarter of the connections, so that there are always some for health and metrics.
 pub(super) const FOLLOWERS: usize = 16;
 
 /// Seconds that a follower may be behind; then he misses some.
@@ -88,6 +89,7 @@ struct Follower {
     first: Option<Bytes>,
     events: Receiver<Bytes>,
     end: CancellationToken,
+    connection: Arc<Connection>,
     _place: OwnedSemaphorePermit,
 }
 
@@ -117,7 +119,7 @@ impl Live {
     }
 
     /// The events from now on, after those seconds that are over.
-    pub(super) fn follow(&self, end: CancellationToken) -> Answer {
+    pub(super) fn follow(&self, end: CancellationToken, connection: &Arc<Connection>) -> Answer {
         let Ok(place) = self.places.clone().try_acquire_owned() else {
             let full = format!("{FOLLOWERS} follow already: close one of the live pages");
             return Problem::new(StatusCode::SERVICE_UNAVAILABLE, full).into_answer();
@@ -128,7 +130,8 @@ impl Live {
             let seconds = history.seconds().iter().collect();
             let before = Before { version: env!("CARGO_PKG_VERSION"), window_seconds: KEPT, seconds };
             let first = Some(event("history", &before));
-            Follower { first, events: self.events.subscribe(), end, _place: place }
+            let (events, connection) = (self.events.subscribe(), connection.clone());
+            Follower { first, events, end, connection, _place: place }
         };
         let events: BoxStream<'static, _> = Box::pin(stream::unfold(follower, Follower::next));
         let mut answer = Response::new(Either::Right(StreamBody::new(events)));
@@ -147,7 +150,14 @@ impl Follower {
             Some(first) => first,
             None => self.end.run_until_cancelled(later(&mut self.events)).await??,
         };
+        self.connection.streaming();
         Some((Ok(Frame::data(event)), self))
+    }
+}
+
+impl Drop for Follower {
+    fn drop(&mut self) {
+        self.connection.idle();
     }
 }
 
