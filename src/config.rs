@@ -87,6 +87,18 @@ pub struct Server {
     /// How long a body may stand still because of whoever is to send or to take it.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub body_idle_timeout: Option<Text>,
+    /// Minimum bytes per second of a request body, after a grace of 5s; below it 408. Only the time for which the gateway waits for
+    /// the client counts. Not for gRPC. 0B = no minimum.
+    #[schemars(schema_with = "schema::size", extend("default" = "240B"))]
+    pub min_body_rate: Option<Text>,
+    /// Maximum time for a request body, from the first wait for the client to its end; beyond it 408. Not for gRPC. Default: no
+    /// maximum.
+    #[schemars(schema_with = "schema::duration")]
+    pub body_timeout: Option<Text>,
+    /// Request bodies with a `Content-Length` up to this size are read after the limits and before the request takes a connection to
+    /// an upstream. Not for gRPC. 0B = no body is.
+    #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
+    pub request_buffer: Option<Text>,
     /// Of a head; beyond it 431. At least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,

@@ -7,6 +7,7 @@ pub mod fields;
 pub mod flow;
 pub mod headers;
 pub mod host;
+pub mod pace;
 pub mod path;
 pub mod response;
 pub mod rules;

@@ -30,6 +30,7 @@ use std::sync::Arc;
 use arc_swap::{ArcSwap, Guard};
 use tokio::time::{Duration, timeout};
 
+use crate::http::bounds::BodyError;
 use balance::Dice;
 use fleet::Fleet;
 use link::Link;
@@ -77,7 +78,18 @@ pub enum UpstreamError {
     #[error("the request body is longer than the route allows")]
     BodyTooLarge,
     #[error("the client broke off the request body: {0}")]
-    ClientBroken(hyper::Error),
+    ClientBroken(Box<dyn Error + Send + Sync>),
+}
+
+impl From<BodyError> for UpstreamError {
+    /// A request body did not come as it should, before any upstream had to do with it.
+    fn from(error: BodyError) -> Self {
+        match error {
+            BodyError::TooLarge => UpstreamError::BodyTooLarge,
+            BodyError::Broken(_) | BodyError::Trailers => UpstreamError::ClientBroken(error.into()),
+            BodyError::ClientStalled | BodyError::UpstreamStalled | BodyError::Overdue => UpstreamError::ClientStalled,
+        }
+    }
 }
 
 impl UpstreamError {

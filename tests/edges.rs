@@ -613,3 +613,94 @@ fn a_stream_whose_client_does_not_read_ends_alone() {
         assert!(client.until(HEADERS, 5).is_some());
     }
 }
+
+/// Small bodies with a declared length are read before the request takes a permit of its upstream.
+#[test]
+fn slow_uploads_take_no_permit_of_an_upstream() {
+    const PERMITS: usize = 3;
+    let post = |length: usize| format!("POST /up/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\n\r\nx");
+    for (what, length, settings, is_free) in [
+        ("within request_buffer", 1000, "", true),
+        ("as long as request_buffer", 65_536, "", true),
+        ("longer than request_buffer", 65_537, "", false),
+        ("within a smaller request_buffer", 100, "request_buffer = \"100B\"", true),
+        ("longer than a smaller request_buffer", 101, "request_buffer = \"100B\"", false),
+        ("without request_buffer", 1000, "request_buffer = \"0B\"", false),
+    ] {
+        let upstream = Upstream::start();
+        let bound = format!("max_requests = {PERMITS}\nmax_queue = 0\n");
+        let config = format!("[server]\n{settings}\n{}{bound}", routes(upstream.address, ""));
+        let gateway = Gateway::start(&config);
+        let mut slow: Vec<_> = (0..PERMITS).map(|_| gateway.client()).collect();
+        slow.iter_mut().for_each(|client| client.send(post(length).as_bytes()));
+        if is_free {
+            // None of them is seen by the upstream, however often others are.
+            for _ in 0..20 {
+                assert_eq!(gateway.get("/up/").status, 200, "{what}");
+            }
+            assert_eq!(upstream.heads.lock().unwrap().len(), 20, "{what}");
+        } else {
+            eventually(what, || upstream.heads.lock().unwrap().len() == PERMITS);
+            assert_eq!(gateway.get("/up/").status, 503, "{what}");
+        }
+        let rest = vec![b'x'; length - 1];
+        for mut client in slow {
+            client.send(&rest);
+            assert_eq!(client.reply().unwrap().status, 200, "{what}");
+            assert_eq!(upstream.last().body.len(), length, "{what}");
+            assert_eq!(client.get("/up/").status, 200, "{what}: the connection goes on");
+        }
+    }
+}
+
+#[test]
+fn a_body_slower_than_min_body_rate_is_408() {
+    let upstream = Upstream::start();
+    let standard = Gateway::start(&routes(upstream.address, ""));
+    let any = Gateway::start(&format!("[server]\nmin_body_rate = \"0B\"\n{}", routes(upstream.address, "")));
+    let short = Gateway::start(&format!("[server]\nbody_timeout = \"2s\"\n{}", routes(upstream.address, "")));
+    let streamed = Gateway::start(&format!(
+        "[server]\nrequest_buffer = \"0B\"\nbody_timeout = \"1m\"\n{}",
+        routes(upstream.address, "")
+    ));
+    // How much every 100 ms, for 80 times.
+    for_each(vec![
+        ("a byte at a time", &standard, "Content-Length: 80", 1, 408),
+        ("a byte at a time of a large body", &standard, "Content-Length: 1000000", 1, 408),
+        ("a byte at a time, chunked", &standard, "Transfer-Encoding: chunked", 1, 408),
+        ("a byte at a time, streamed", &streamed, "Content-Length: 80", 1, 408),
+        ("fast enough", &standard, "Content-Length: 8000", 100, 200),
+        ("fast enough, streamed", &streamed, "Content-Length: 8000", 100, 200),
+        ("fast enough, chunked", &standard, "Transfer-Encoding: chunked", 100, 200),
+        ("at any rate", &any, "Content-Length: 80", 1, 200),
+        ("longer than body_timeout", &short, "Content-Length: 8000", 100, 408),
+        ("longer than body_timeout, chunked", &short, "Transfer-Encoding: chunked", 100, 408),
+    ]);
+}
+
+/// Uploads at the same time, each piece by piece.
+fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
+    std::thread::scope(|scope| {
+        for (what, gateway, framing, size, expected) in cases {
+            scope.spawn(move || {
+                let mut client = gateway.client();
+                client.send(format!("POST /up/ HTTP/1.1\r\nHost: a.test\r\n{framing}\r\n\r\n").as_bytes());
+                let piece = match framing.starts_with("Transfer") {
+                    true => format!("{size:x}\r\n{}\r\n", "x".repeat(size)),
+                    false => "x".repeat(size),
+                };
+                for _ in 0..80 {
+                    std::thread::park_timeout(Duration::from_millis(100));
+                    // The gateway may have closed the connection.
+                    if client.stream.get_mut().write_all(piece.as_bytes()).is_err() {
+                        break;
+                    }
+                }
+                if framing.starts_with("Transfer") {
+                    let _ = client.stream.get_mut().write_all(b"0\r\n\r\n");
+                }
+                assert_eq!(client.reply().expect("an answer").status, expected, "{what}");
+            });
+        }
+    });
+}

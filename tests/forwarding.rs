@@ -754,7 +754,8 @@ fn when_the_client_is_gone_the_upstream_hears_of_it() {
             let closed = wait_for_close(&mut stream);
             tell.send(if closed { "closed" } else { "still open" }).unwrap();
         });
-        let gateway = gateway(upstream);
+        // Half a body reaches it if bodies are not buffered.
+        let gateway = Gateway::start(&format!("[server]\nrequest_buffer = \"0B\"\n{}", config(upstream, "")));
         let mut client = gateway.client();
         client.send(request.as_bytes());
         assert_eq!(soon("the request arrives", &events), "thinking", "{what}");

@@ -194,6 +194,29 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
     stream.send_trailers(trailers).unwrap();
 }
 
+/// A server of calls may answer after the last message only; its client may be silent for longer than other uploads.
+#[test]
+fn a_call_may_pause_where_another_upload_is_too_slow() {
+    let server = Server::echo(|_| Then::GoOn);
+    let gateway = gateway(server.address, "");
+    within_patience(async {
+        let client = client(&gateway).await;
+        let upload = |request: Request<()>| {
+            let mut client = client.clone();
+            async move {
+                let (response, mut body) = client.send_request(request, false).unwrap();
+                body.send_data(message(b"first"), false).unwrap();
+                tokio::time::sleep(Duration::from_secs(7)).await;
+                // The stream may be over.
+                let _ = body.send_data(message(b"second"), true);
+                response.await.unwrap().status().as_u16()
+            }
+        };
+        let other = Request::post("http://grpc.test/pkg.Service/Other").body(()).unwrap();
+        assert_eq!(tokio::join!(upload(call("Collect")), upload(other)), (200, 408));
+    });
+}
+
 #[test]
 fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
     let server = Server::start(

@@ -598,7 +598,7 @@ fn row_25_clients_that_leave_leave_nothing_behind() {
     const EACH: usize = 50;
     let Leaving { address: upstream, begun, closed } = Leaving::start();
     let gateway = Gateway::start(&format!(
-        "[server]\nworkers = 1\n[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2000\"\n\
+        "[server]\nworkers = 1\nrequest_buffer = \"0B\"\n[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2000\"\n\
          [upstream.u]\nservers = [\"http://{upstream}\"]\n\
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"places\"]\n\
          [[route]]\nname = \"quick\"\npath = \"/quick\"\nlimits = [\"places\"]\nrespond = {{ status = 200 }}\n"

@@ -14,7 +14,8 @@ use super::request_id::RequestId;
 use super::tell::{Told, tell};
 use crate::http::body::Body;
 use crate::http::bounds::Bounds;
-use crate::http::headers::{self, Guarded};
+use crate::http::headers::{self, Guarded, is_grpc};
+use crate::http::pace::Demand;
 use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, Offer};
 use crate::http::upload::RequestBody;
@@ -67,9 +68,14 @@ pub(super) async fn forward(
     if upstream.protocol() == Protocol::Http2 {
         absolute_form(&mut request);
     }
-    let bounds = Bounds { deadline, idle: runtime.server.body_idle_timeout, max_body: route.max_body };
     let progress = deadline.and_then(|_| request.body().progress());
-    let sent = pin!(upstream.send(request, bounds, trail));
+    let (bounds, buffers) = bounds(runtime, route, upstream, &request, deadline);
+    let sent = pin!(async {
+        if buffers {
+            request.body_mut().buffer(bounds).await?;
+        }
+        upstream.send(request, bounds, trail).await
+    });
     let mut response = match deadline {
         None => sent.await?,
         Some(deadline) => match timeout_at(deadline, sent).await {
@@ -89,6 +95,28 @@ pub(super) async fn forward(
     *response.version_mut() = if unframed { Version::HTTP_10 } else { Version::HTTP_11 };
     headers::strip_hop_by_hop(response.headers_mut(), &Guarded::default());
     Ok(response)
+}
+
+/// The bounds of an exchange, and whether the body is read before it begins: a slow client then holds no connection and no
+/// permit of an upstream.
+fn bounds(
+    runtime: &Runtime,
+    route: &Route,
+    upstream: &Upstream,
+    request: &Request<RequestBody>,
+    deadline: Option<Instant>,
+) -> (Bounds, bool) {
+    let settings = &runtime.server;
+    // The sides of a call may talk in turn, and with pauses. Over HTTP/1.1 there is no gRPC, whatever the client says.
+    let streams = upstream.protocol() == Protocol::Http2 && is_grpc(request.headers());
+    let idle = settings.body_idle_timeout;
+    let demand = match streams {
+        true => Demand { idle, rate: 0, total: None },
+        false => Demand { idle, rate: settings.min_body_rate, total: settings.body_timeout },
+    };
+    let length = request.body().size_hint().exact().filter(|length| *length > 0);
+    let buffers = !streams && length.is_some_and(|length| length <= settings.request_buffer);
+    (Bounds { deadline, demand, idle, max_body: route.max_body }, buffers)
 }
 
 /// The switch that an upstream agrees to; none if it is not what was offered.

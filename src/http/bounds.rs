@@ -6,12 +6,16 @@ use std::task::{Context, Poll};
 
 use tokio::time::{Duration, Instant, Sleep, sleep, sleep_until};
 
+use super::pace::Demand;
+
 /// The bounds of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct Bounds {
     /// When all of it is to be over.
     pub deadline: Option<Instant>,
-    /// Time for which whoever is to send may be silent.
+    /// What is demanded of the client while it sends the request body.
+    pub demand: Demand,
+    /// Maximum silence of an upstream within a response of known length.
     pub idle: Duration,
     /// Bytes of a request body.
     pub max_body: Option<u64>,

@@ -5,25 +5,27 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
-use bytes::Bytes;
-use http_body::{Body as HttpBody, SizeHint};
+use bytes::{Bytes, BytesMut};
+use http_body::{Body as HttpBody, Frame, SizeHint};
+use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use tokio::time::Instant;
 
 use super::body::Polled;
-use super::bounds::{BodyError, Bounds, Silence};
+use super::bounds::{BodyError, Bounds};
 use super::flow::Flow;
 use super::headers::has_padding;
+use super::pace::Pace;
 
 /// A request body on its way to an upstream. On the heap: most requests have none, and are moved often.
 pub struct RequestBody(Option<Box<Passing>>);
 
 /// A body that is not empty.
 struct Passing {
-    body: Incoming,
+    source: Source,
     progress: Arc<Progress>,
-    /// How long the client may be silent; until the body is sent on nobody minds.
-    silence: Option<Silence>,
+    /// How slow the client may be; until the body is sent on nobody minds.
+    pace: Option<Pace>,
     /// Bytes that may still come.
     left: u64,
     flow: Option<Arc<Flow>>,
@@ -33,6 +35,13 @@ struct Passing {
     http2: bool,
     /// Whether the next request of its flow waits for its end.
     counted: bool,
+}
+
+/// Where a body comes from.
+enum Source {
+    Client(Incoming),
+    /// All of it is here; none once it was taken.
+    Buffer(Option<Bytes>),
 }
 
 /// How far a request body has come, for whoever waits for the response to it.
@@ -137,9 +146,9 @@ impl RequestBody {
         let counted = flow.is_some();
         flow.iter().for_each(|flow| flow.begin_body());
         RequestBody(Some(Box::new(Passing {
-            body,
+            source: Source::Client(body),
             progress,
-            silence: None,
+            pace: None,
             left: u64::MAX,
             flow,
             trailers: false,
@@ -151,7 +160,7 @@ impl RequestBody {
     /// Bounds a body that goes to an upstream from now on; its progress, if it is not empty.
     pub fn send_within(&mut self, bounds: Bounds) -> Option<Arc<Progress>> {
         let passing = self.0.as_mut()?;
-        passing.silence = Some(Silence::new(bounds.idle));
+        passing.pace = Some(Pace::new(bounds.demand));
         passing.left = bounds.max_body.unwrap_or(u64::MAX);
         passing.flow = Flow::current();
         Some(passing.progress.clone())
@@ -160,6 +169,31 @@ impl RequestBody {
     /// How far it has come; none if it is empty.
     pub fn progress(&self) -> Option<Arc<Progress>> {
         Some(self.0.as_ref()?.progress.clone())
+    }
+
+    /// Reads all of it from the client, so that sending it on keeps nobody waiting. What comes in one piece is not copied.
+    ///
+    /// # Errors
+    /// It breaks off, does not come in time, or is too long.
+    pub async fn buffer(&mut self, bounds: Bounds) -> Result<(), BodyError> {
+        self.send_within(bounds);
+        let mut whole = Bytes::new();
+        let mut pieces = BytesMut::new();
+        while let Some(frame) = self.frame().await {
+            let Ok(data) = frame?.into_data() else { continue };
+            if whole.is_empty() && pieces.is_empty() {
+                whole = data;
+                continue;
+            }
+            // Small pieces would each keep the buffer that they were read into.
+            pieces.extend_from_slice(&std::mem::take(&mut whole));
+            pieces.extend_from_slice(&data);
+        }
+        if let Some(passing) = &mut self.0 {
+            let whole = if pieces.is_empty() { whole } else { pieces.freeze() };
+            passing.source = Source::Buffer((!whole.is_empty()).then_some(whole));
+        }
+        Ok(())
     }
 
     /// No body.
@@ -182,8 +216,8 @@ impl Passing {
     /// Whether a client is silent for too long that owes something: once the response has begun, only one that has said how
     /// much is to come.
     fn is_overdue(&mut self, cx: &mut Context<'_>) -> bool {
-        let due = !self.progress.answered.load(Ordering::Relaxed) || self.body.size_hint().exact().is_some();
-        due && self.silence.as_mut().is_some_and(|silence| silence.poll(cx).is_ready())
+        let due = !self.progress.answered.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
+        due && self.pace.as_mut().is_some_and(|pace| pace.poll(cx).is_ready())
     }
 
     /// Lets the next request of its flow go on.
@@ -195,7 +229,10 @@ impl Passing {
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
-        let mut polled = Pin::new(&mut self.body).poll_frame(cx).map_err(BodyError::Broken);
+        let mut polled = match &mut self.source {
+            Source::Client(body) => Pin::new(body).poll_frame(cx).map_err(BodyError::Broken),
+            Source::Buffer(bytes) => return (DONE, Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes))))),
+        };
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
         {
@@ -221,7 +258,9 @@ impl Passing {
             // A body of known length is not asked again after its last byte.
             Poll::Ready(None) => return (DONE, polled),
             Poll::Ready(Some(Ok(frame))) => {
-                match self.left.checked_sub(frame.data_ref().map_or(0, Bytes::len) as u64) {
+                let length = frame.data_ref().map_or(0, Bytes::len);
+                self.pace.iter_mut().for_each(|pace| pace.received(length));
+                match self.left.checked_sub(length as u64) {
                     Some(left) => self.left = left,
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
@@ -229,8 +268,23 @@ impl Passing {
             // Not at its end, even if nothing more comes.
             Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
-        self.silence.iter_mut().for_each(Silence::end);
-        (if self.body.is_end_stream() { DONE } else { SENDING }, polled)
+        (if self.source.is_end_stream() { DONE } else { SENDING }, polled)
+    }
+}
+
+impl Source {
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Source::Client(body) => body.is_end_stream(),
+            Source::Buffer(bytes) => bytes.is_none(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Source::Client(body) => body.size_hint(),
+            Source::Buffer(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+        }
     }
 }
 
@@ -253,11 +307,11 @@ impl HttpBody for RequestBody {
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(|passing| passing.body.is_end_stream())
+        self.0.as_ref().is_none_or(|passing| passing.source.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.as_ref().map_or(SizeHint::with_exact(0), |passing| passing.body.size_hint())
+        self.0.as_ref().map_or(SizeHint::with_exact(0), |passing| passing.source.size_hint())
     }
 }
 

@@ -100,6 +100,15 @@ impl<'a> Reader<'a> {
 
     /// Bytes, between 1 and 1 GiB.
     pub(super) fn size(&mut self, text: Option<&Text>, default: usize) -> usize {
+        self.size_from(1, text, default)
+    }
+
+    /// The same; 0 = off.
+    pub(super) fn size_or_off(&mut self, text: Option<&Text>, default: usize) -> usize {
+        self.size_from(0, text, default)
+    }
+
+    fn size_from(&mut self, least: usize, text: Option<&Text>, default: usize) -> usize {
         let Some(text) = text else { return default };
         let split = text.get_ref().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.get_ref().len());
         let (count, unit) = text.get_ref().split_at(split);
@@ -111,7 +120,7 @@ impl<'a> Reader<'a> {
             _ => None,
         };
         let bytes = count.parse::<usize>().ok().zip(factor).and_then(|(count, factor)| count.checked_mul(factor));
-        match bytes.filter(|bytes| (1..=1 << 30).contains(bytes)) {
+        match bytes.filter(|bytes| (least..=1 << 30).contains(bytes)) {
             Some(bytes) => bytes,
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());

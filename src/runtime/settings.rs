@@ -35,6 +35,12 @@ pub struct ServerSettings {
     pub idle_timeout: Duration,
     /// Time for which a body may stand still because of whoever is to send or to take it.
     pub body_idle_timeout: Duration,
+    /// Minimum bytes per second of a request body; 0 = any.
+    pub min_body_rate: u64,
+    /// Maximum time for a request body.
+    pub body_timeout: Option<Duration>,
+    /// Bytes of a request body that is read before it is sent on; 0 = none is.
+    pub request_buffer: u64,
     /// Bytes of a head.
     pub max_header_size: usize,
     /// Lines of a head.
@@ -110,6 +116,9 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
         idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),
         body_idle_timeout: reader.duration(server.body_idle_timeout.as_ref(), Duration::from_secs(30)),
+        min_body_rate: reader.size_or_off(server.min_body_rate.as_ref(), 240) as u64,
+        body_timeout: server.body_timeout.as_ref().map(|text| reader.duration(Some(text), Duration::MAX)),
+        request_buffer: reader.size_or_off(server.request_buffer.as_ref(), 64 << 10) as u64,
         max_header_size,
         max_headers: reader.number(server.max_headers.as_ref(), 1..10_001, 100) as usize,
         max_uri: reader.size(server.max_uri.as_ref(), 8 << 10),

@@ -202,7 +202,7 @@ impl Upstream {
         // The body stream failed before its end: that was the client.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || fate(&error).0 == Fate::Ours) {
-            return UpstreamError::ClientBroken(error);
+            return UpstreamError::ClientBroken(error.into());
         }
         UpstreamError::Broken { upstream: self.name().into(), source: error }
     }
