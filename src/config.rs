@@ -75,8 +75,9 @@ pub struct Server {
     /// limit of open files.
     #[schemars(range(min = 1, max = 1000000))]
     pub max_connections: Option<Spanned<i64>>,
-    /// Of them for each client network (the prefixes of `[client_ip]`); more are closed at once. 0 = no cap.
-    #[schemars(range(min = 0, max = 1000000), extend("default" = 0))]
+    /// Of them for each client network (the prefixes of `[client_ip]`); more are closed at once. By default half of
+    /// `max_connections`, loopback addresses exempt. 0 = no cap.
+    #[schemars(range(min = 0, max = 1000000))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
     /// From accept to the first complete head, TLS handshake included.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
@@ -99,6 +100,10 @@ pub struct Server {
     /// an upstream. Not for gRPC. 0B = no body is.
     #[schemars(schema_with = "schema::size", extend("default" = "64KiB"))]
     pub request_buffer: Option<Text>,
+    /// Maximum bytes of bodies that the process buffers for HTTP/2 clients that do not read, and of request bodies
+    /// (`request_buffer`). Beyond it each HTTP/2 response has one piece in memory, and request bodies are streamed.
+    #[schemars(schema_with = "schema::size", extend("default" = "64MiB"))]
+    pub max_buffered: Option<Text>,
     /// Of a head; beyond it 431. At least 8KiB.
     #[schemars(schema_with = "schema::size", extend("default" = "32KiB"))]
     pub max_header_size: Option<Text>,

@@ -164,7 +164,7 @@ impl Server {
         let mut peer = timeout_at(deadline, self.peer(&mut stream, address, listener, &runtime)).await??;
         let connections = self.connections.clone();
         // A trusted proxy brings many clients.
-        let _seat = if connections.by_network() && !peer.origin.trusted {
+        let _seat = if connections.by_network() && !peer.origin.trusted && !settings.exempts(peer.address) {
             let network = runtime.client_ip.network(peer.address);
             let Some(seat) = connections.seat(network) else { return Ok(()) };
             Some(seat)
@@ -176,7 +176,9 @@ impl Server {
         // A connection may last, and must not keep a configuration that nobody serves any more.
         drop(runtime);
         let farewell = settings.farewell();
-        let talk = |peer| Conversation { gateway, peer: Arc::new(peer), settings, activity, stop: self.stop.clone() };
+        let budget = connections.budget();
+        let stop = self.stop.clone();
+        let talk = |peer| Conversation { gateway, peer: Arc::new(peer), settings, activity, budget, stop };
         // On the heap, each with its own size: a task keeps room for the largest of what it may ever do.
         let end = match acceptor {
             None => {

@@ -18,7 +18,9 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use support::client::Client;
-use support::frames::{DATA, END_HEADERS, HEADERS, Http2, INITIAL_WINDOW_SIZE, RST_STREAM, block, frame};
+use support::frames::{
+    DATA, END_HEADERS, HEADERS, Http2, INITIAL_WINDOW_SIZE, RST_STREAM, WINDOW_UPDATE, block, frame,
+};
 use support::gateway::Gateway;
 use support::upstream::{Upstream, read_head, read_request, serve};
 use support::{PATIENCE, eventually};
@@ -703,4 +705,118 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
             });
         }
     });
+}
+
+/// 12 connections with 100 streams each whose responses nobody reads: a release takes at most what HAProxy takes for the same.
+#[test]
+fn unread_http2_responses_take_little_memory() {
+    const CONNECTIONS: usize = 12;
+    const STREAMS: usize = 100;
+    /// Without optimizations the futures of 1,200 requests take some 20 MiB more.
+    const MOST: u64 = if cfg!(debug_assertions) { 64 << 20 } else { 37_000_000 };
+    // The largest windows that there are, so that only the socket is in the way; and none, so that only the streams are.
+    for window in [(1 << 31) - 1, 0] {
+        let growth = unread(CONNECTIONS, STREAMS, window);
+        println!("{} KiB for {} streams with a window of {window}", growth >> 10, CONNECTIONS * STREAMS);
+        assert!(growth <= MOST, "{} KiB with a window of {window}", growth >> 10);
+    }
+}
+
+/// The memory that is taken for streams that nobody reads.
+fn unread(connections: usize, streams: usize, window: u32) -> u64 {
+    let (upstream, _ended) = flood();
+    let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
+    assert_eq!(gateway.get("/respond").status, 200);
+    let before = gateway.memory();
+    let clients: Vec<_> = (0..connections)
+        .map(|_| {
+            let mut client = Http2::connect(gateway.address, &[(INITIAL_WINDOW_SIZE, window)]);
+            client.send(&frame(WINDOW_UPDATE, 0, 0, &(1u32 << 30).to_be_bytes())).unwrap();
+            (0..streams as u32).for_each(|index| client.get(2 * index + 1, "/up/"));
+            client
+        })
+        .collect();
+    // It has taken what it takes when it takes no more for a while.
+    let (mut most, mut since) = (0, Instant::now());
+    while since.elapsed() < Duration::from_secs(3) {
+        let memory = gateway.memory().saturating_sub(before);
+        if memory > most {
+            (most, since) = (memory, Instant::now());
+        }
+        std::thread::park_timeout(Duration::from_millis(20));
+    }
+    drop(clients);
+    most
+}
+
+/// What stalled streams hold is not taken from those that are read.
+#[test]
+fn a_stream_goes_on_beside_unread_ones_that_use_up_the_budget() {
+    for settings in ["", "max_buffered = \"1B\"\n"] {
+        let (upstream, _ended) = flood();
+        let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{settings}{}", routes(upstream, "")));
+        let mut client = Http2::connect(gateway.address, &[(INITIAL_WINDOW_SIZE, 1000)]);
+        client.send(&frame(WINDOW_UPDATE, 0, 0, &(1u32 << 30).to_be_bytes())).unwrap();
+        (0..99).for_each(|index| client.get(2 * index + 1, "/up/"));
+        client.get(199, "/up/");
+        client.send(&frame(WINDOW_UPDATE, 0, 199, &(1u32 << 30).to_be_bytes())).unwrap();
+        let mut received = 0;
+        while received < 8 << 20 {
+            received += client.until(DATA, 199).expect("the stream goes on").payload.len();
+        }
+    }
+}
+
+/// Beyond the budget request bodies are streamed, and what was taken from it comes back.
+#[test]
+fn request_bodies_are_buffered_within_the_budget() {
+    let upstream = Upstream::start();
+    let server = "[server]\nworkers = 1\nmax_buffered = \"100KiB\"\n";
+    let gateway = Gateway::start(&format!("{server}{}", routes(upstream.address, "")));
+    for _ in 0..3 {
+        let before = upstream.heads.lock().unwrap().len();
+        let mut slow: Vec<_> = (0..3).map(|_| gateway.client()).collect();
+        let head = b"POST /up/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: 60000\r\n\r\n";
+        slow.iter_mut().for_each(|client| client.send(head));
+        eventually("two of three are streamed", || upstream.heads.lock().unwrap().len() == before + 2);
+        slow.iter_mut().for_each(|client| client.send(&[b'x'; 60_000]));
+        for mut client in slow {
+            assert_eq!(client.reply().unwrap().status, 200);
+        }
+        assert_eq!(upstream.heads.lock().unwrap().len(), before + 3);
+    }
+}
+
+#[test]
+fn one_network_has_half_of_the_connections_by_default() {
+    let server = "[server]\nmax_connections = 11\n[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n";
+    let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n";
+    let gateway = Gateway::start(&format!("{server}{HELLO}{listeners}"));
+    let connect = |from: &str| {
+        let mut client = gateway.client();
+        client.send(format!("PROXY TCP4 {from} 192.0.2.9 1 80\r\nGET / HTTP/1.1\r\nHost: a.test\r\n\r\n").as_bytes());
+        let reply = client.reply();
+        (client, reply.map(|reply| reply.status))
+    };
+    let mut held = Vec::new();
+    for (from, expected) in [(Some(200), 6), (None, 1)] {
+        for _ in 0..expected {
+            let (client, status) = connect("192.0.2.1");
+            assert_eq!(status, from, "connection {}", held.len());
+            held.push(client);
+        }
+    }
+    // Others have room, and those of this machine are not counted.
+    for from in ["192.0.2.2", "127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"] {
+        let (client, status) = connect(from);
+        assert_eq!(status, Some(200), "{from}");
+        held.push(client);
+    }
+    drop(held);
+    let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    let gateway = Gateway::start(&format!("[server]\nmax_connections = 4\n{HELLO}{listeners}"));
+    let held: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+    for mut client in held {
+        assert_eq!(client.get("/").status, 200);
+    }
 }

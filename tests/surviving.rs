@@ -140,10 +140,10 @@ fn a_request_whose_body_is_under_way_goes_on() {
     };
     let gateway = Gateway::start(&with_admin(&config("/a")));
     let mut client = gateway.client();
-    client.send(b"POST /a HTTP/1.1\r\nHost: a\r\nContent-Length: 4\r\n\r\nab");
+    client.send(b"POST /a HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nab\r\n");
     eventually("it has a connection", || server.connections() == 1);
     reloads(&gateway, &config("/b"));
-    client.stream.get_mut().write_all(b"cd").unwrap();
+    client.stream.get_mut().write_all(b"2\r\ncd\r\n0\r\n\r\n").unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
     assert_eq!((client.get("/a").status, client.get("/b").status), (404, 200));
 }

@@ -12,7 +12,9 @@ use hyper::body::Incoming;
 
 use super::activity::InFlight;
 use super::bounds::{BodyError, Bounds, Deadline, Silence};
+use super::budget::Piece;
 use super::flow::Flow;
+use super::reads::Reads;
 use super::tunnel::Tunnel;
 
 /// Told when a response body is over.
@@ -20,6 +22,9 @@ pub trait Ending: Send {
     /// The body reached its end (`complete`) or was dropped before; `sent` bytes of data went out.
     fn ended(self: Box<Self>, sent: u64, complete: bool);
 }
+
+/// Bytes of a response of which little is read ahead.
+const READ_SMALL: u64 = 64 << 10;
 
 /// What a body has when it is asked for more.
 pub(super) type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
@@ -39,6 +44,8 @@ pub struct Body {
     in_flight: Option<InFlight>,
     /// Told what the client has to take.
     flow: Option<Arc<Flow>>,
+    /// What is read ahead of it.
+    reads: Option<Reads>,
     /// Freed when the body is gone.
     kept: Option<Box<dyn Any + Send>>,
 }
@@ -69,6 +76,7 @@ impl Body {
             record: None,
             in_flight: None,
             flow: None,
+            reads: None,
             kept: None,
         }
     }
@@ -79,6 +87,12 @@ impl Body {
         body.notice_end();
         body.deadline = bounds.deadline.filter(|_| !body.complete).map(Deadline::new);
         body
+    }
+
+    /// It is read from a connection that bounds its reads: as long as little of it was taken, or there is no room for more.
+    pub fn reading(mut self, reads: Reads) -> Self {
+        self.reads = Some(reads);
+        self
     }
 
     /// `lease` hears of its end.
@@ -131,6 +145,15 @@ impl Body {
         Some(bytes.take()?.len() as u64)
     }
 
+    /// What the protocol buffers until it is written.
+    fn piece(&self, frame: Frame<Bytes>) -> Frame<Piece> {
+        let flow = self.flow.as_ref().filter(|flow| flow.is_stream() && matches!(self.source, Source::Upstream(..)));
+        frame.map_data(|bytes| match flow {
+            Some(flow) => Piece::held(bytes, flow),
+            None => Piece::free(bytes),
+        })
+    }
+
     fn notice_end(&mut self) {
         if self.is_end_stream() {
             self.complete = true;
@@ -148,13 +171,23 @@ impl fmt::Debug for Body {
 }
 
 impl HttpBody for Body {
-    type Data = Bytes;
+    type Data = Piece;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Piece>, BodyError>>> {
         // Also while there always is something: those who read little by little take their time, too.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
             return Poll::Ready(Some(Err(BodyError::Overdue)));
+        }
+        if let Some(flow) = self.flow.as_ref().filter(|flow| flow.is_stream()) {
+            let waits = flow.poll_room(cx).is_pending();
+            if let Some(reads) = &self.reads {
+                reads.be_small(self.sent < READ_SMALL || !flow.has_room());
+            }
+            if waits {
+                // For its client, and not for its upstream.
+                return Poll::Pending;
+            }
         }
         let polled = self.source.poll(cx);
         if let Some(flow) = &self.flow {
@@ -166,8 +199,11 @@ impl HttpBody for Body {
         let frame = ready!(polled);
         match &frame {
             Some(Ok(frame)) => self.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
-            Some(Err(_)) => return Poll::Ready(frame),
+            Some(Err(_)) => {}
             None => self.complete = true,
+        }
+        if let Some(Err(error)) = frame {
+            return Poll::Ready(Some(Err(error)));
         }
         if frame.is_none() {
             if let Some(lease) = self.lease.take() {
@@ -176,7 +212,7 @@ impl HttpBody for Body {
         } else {
             self.notice_end();
         }
-        Poll::Ready(frame)
+        Poll::Ready(frame.map(|frame| frame.map(|frame| self.piece(frame))))
     }
 
     fn is_end_stream(&self) -> bool {

@@ -4,12 +4,15 @@ use std::cell::RefCell;
 use std::future::Future;
 use std::mem;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
 use std::task::{Context, Poll};
 
+use futures_util::task::AtomicWaker;
 use tokio::sync::Notify;
 use tokio::time::{Duration, Instant, Sleep, sleep};
+
+use super::budget::{Budget, Reserved};
 
 thread_local! {
     /// The flow that the running task serves. Tokio's own locals of a task would count one reference more with each poll.
@@ -20,8 +23,16 @@ thread_local! {
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
 
 /// What passes on a stream: one of HTTP/2, or an HTTP/1.x connection, which has one request at a time.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Flow {
+    /// What may be buffered for it, with others.
+    budget: Arc<Budget>,
+    /// Whether it is one of several on its connection, which buffer pieces of responses each for itself.
+    is_stream: bool,
+    /// Bytes of the response that are buffered.
+    held: AtomicUsize,
+    /// Woken when some of them are written.
+    written: AtomicWaker,
     /// Twice the number of pieces handed to the protocol; one more while the last one keeps it from taking the next.
     pieces: AtomicU64,
     /// A request was not read to its end.
@@ -41,6 +52,57 @@ impl Flow {
     /// The flow that the running task serves.
     pub fn current() -> Option<Arc<Flow>> {
         CURRENT.with_borrow(Option::clone)
+    }
+
+    fn new(budget: Arc<Budget>, is_stream: bool) -> Self {
+        let (held, written) = (AtomicUsize::new(0), AtomicWaker::new());
+        let (pieces, cut, unframed, bodies, over, read, end_us) = Default::default();
+        Flow { budget, is_stream, held, written, pieces, cut, unframed, bodies, over, read, end_us }
+    }
+
+    /// Whether the running task serves one of several streams of a connection.
+    pub fn is_of_stream() -> bool {
+        CURRENT.with_borrow(|flow| flow.as_ref().is_some_and(|flow| flow.is_stream))
+    }
+
+    /// Whether more of responses may be buffered.
+    pub(super) fn has_room(&self) -> bool {
+        self.budget.has_room()
+    }
+
+    /// Whether pieces of its response count.
+    pub(super) fn is_stream(&self) -> bool {
+        self.is_stream
+    }
+
+    /// Part of what may be buffered, for a request body; none if there is not so much.
+    pub(super) fn reserve(&self, bytes: usize) -> Option<Reserved> {
+        self.budget.reserve(bytes)
+    }
+
+    /// Ready when the response may go on: when all of it so far is written, or there is room for more. So each stream goes on
+    /// whatever others hold.
+    pub(super) fn poll_room(&self, cx: &Context<'_>) -> Poll<()> {
+        let has_room = || self.held.load(Ordering::Acquire) == 0 || self.budget.has_room();
+        if has_room() {
+            return Poll::Ready(());
+        }
+        self.written.register(cx.waker());
+        // It may have been written in between.
+        if has_room() { Poll::Ready(()) } else { Poll::Pending }
+    }
+
+    /// A piece is buffered.
+    pub(super) fn take(&self, bytes: usize) {
+        self.held.fetch_add(bytes, Ordering::Relaxed);
+        self.budget.add(bytes);
+    }
+
+    /// A piece is written, or dropped.
+    pub(super) fn give_back(&self, bytes: usize) {
+        self.budget.subtract(bytes);
+        self.held.fetch_sub(bytes, Ordering::Release);
+        self.written.wake();
     }
 
     /// The protocol has something for the client.
@@ -130,9 +192,18 @@ pub struct Watch {
 }
 
 impl Watch {
-    /// Of a flow that begins.
-    pub fn new(limit: Duration) -> Self {
-        let flow = Arc::<Flow>::default();
+    /// Of an HTTP/1.x connection that begins.
+    pub fn connection(limit: Duration, budget: Arc<Budget>) -> Self {
+        Watch::new(limit, Flow::new(budget, false))
+    }
+
+    /// Of a stream that begins.
+    pub fn stream(limit: Duration, budget: Arc<Budget>) -> Self {
+        Watch::new(limit, Flow::new(budget, true))
+    }
+
+    fn new(limit: Duration, flow: Flow) -> Self {
+        let flow = Arc::new(flow);
         Watch { turn: Some(flow.clone()), flow, limit, seen: 0, timer: None }
     }
 

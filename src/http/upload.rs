@@ -13,6 +13,7 @@ use tokio::time::Instant;
 
 use super::body::Polled;
 use super::bounds::{BodyError, Bounds};
+use super::budget::Reserved;
 use super::flow::Flow;
 use super::headers::has_padding;
 use super::pace::Pace;
@@ -41,7 +42,10 @@ struct Passing {
 enum Source {
     Client(Incoming),
     /// All of it is here; none once it was taken.
-    Buffer(Option<Bytes>),
+    Buffer {
+        bytes: Option<Bytes>,
+        _reserved: Option<Reserved>,
+    },
 }
 
 /// How far a request body has come, for whoever waits for the response to it.
@@ -171,12 +175,18 @@ impl RequestBody {
         Some(self.0.as_ref()?.progress.clone())
     }
 
-    /// Reads all of it from the client, so that sending it on keeps nobody waiting. What comes in one piece is not copied.
+    /// Reads all of it from the client, so that sending it on keeps nobody waiting; leaves it as it is where no more may be buffered. What comes in one piece is not copied.
     ///
     /// # Errors
     /// It breaks off, does not come in time, or is too long.
     pub async fn buffer(&mut self, bounds: Bounds) -> Result<(), BodyError> {
         self.send_within(bounds);
+        let length = self.size_hint().lower() as usize;
+        let reserved = match Flow::current().map(|flow| flow.reserve(length)) {
+            // It is streamed.
+            Some(None) => return Ok(()),
+            reserved => reserved.flatten(),
+        };
         let mut whole = Bytes::new();
         let mut pieces = BytesMut::new();
         while let Some(frame) = self.frame().await {
@@ -191,7 +201,7 @@ impl RequestBody {
         }
         if let Some(passing) = &mut self.0 {
             let whole = if pieces.is_empty() { whole } else { pieces.freeze() };
-            passing.source = Source::Buffer((!whole.is_empty()).then_some(whole));
+            passing.source = Source::Buffer { bytes: (!whole.is_empty()).then_some(whole), _reserved: reserved };
         }
         Ok(())
     }
@@ -231,7 +241,9 @@ impl Passing {
     fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
         let mut polled = match &mut self.source {
             Source::Client(body) => Pin::new(body).poll_frame(cx).map_err(BodyError::Broken),
-            Source::Buffer(bytes) => return (DONE, Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes))))),
+            Source::Buffer { bytes, .. } => {
+                return (DONE, Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))));
+            }
         };
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
@@ -276,14 +288,14 @@ impl Source {
     fn is_end_stream(&self) -> bool {
         match self {
             Source::Client(body) => body.is_end_stream(),
-            Source::Buffer(bytes) => bytes.is_none(),
+            Source::Buffer { bytes, .. } => bytes.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
             Source::Client(body) => body.size_hint(),
-            Source::Buffer(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            Source::Buffer { bytes, .. } => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
         }
     }
 }

@@ -1,6 +1,7 @@
 //! The tables that stand for themselves: server, log.
 
 use std::io::IsTerminal;
+use std::net::IpAddr;
 use std::path::PathBuf;
 
 use http::uri::{PathAndQuery, Uri};
@@ -29,6 +30,10 @@ pub struct ServerSettings {
     pub max_connections: usize,
     /// The same for each client network; 0 = as many as there may be.
     pub max_connections_per_ip: usize,
+    /// Whether that is the default, which is not for loopback addresses: proxies on the same machine bring many clients.
+    pub default_per_ip: bool,
+    /// Bytes of bodies that are buffered.
+    pub max_buffered: usize,
     /// Time from accept to the first head.
     pub header_timeout: Duration,
     /// Time between two requests of a connection.
@@ -58,6 +63,11 @@ impl ServerSettings {
     /// For so long connections that wait for a request stay when the gateway stops.
     pub fn farewell(&self) -> Duration {
         FAREWELL.min(self.drain_timeout / 2)
+    }
+
+    /// Whether connections of an address are not counted by `max_connections_per_ip`.
+    pub fn exempts(&self, address: IpAddr) -> bool {
+        self.default_per_ip && address.to_canonical().is_loopback()
     }
 }
 
@@ -107,11 +117,15 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
     if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < SMALLEST_HEAD) {
         reader.issue(Issue::at(text.span(), "`max_header_size` is too small").hint("8KiB or more"));
     }
+    let max_connections = reader.number(server.max_connections.as_ref(), 1..1_000_001, connections(workers));
+    let half = (max_connections + 1) / 2;
     ServerSettings {
         workers,
         layout: reader.choice(server.runtime.as_ref(), Layout::PerCore, &layouts),
-        max_connections: reader.number(server.max_connections.as_ref(), 1..1_000_001, connections(workers)) as usize,
-        max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, 0) as usize,
+        max_connections: max_connections as usize,
+        max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, half) as usize,
+        default_per_ip: server.max_connections_per_ip.is_none(),
+        max_buffered: reader.size(server.max_buffered.as_ref(), 64 << 20),
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
         idle_timeout: reader.duration(server.idle_timeout.as_ref(), Duration::from_secs(75)),

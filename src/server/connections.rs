@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
+use crate::http::budget::Budget;
 use crate::runtime::ServerSettings;
 use crate::tally::Tally;
 
@@ -22,6 +23,8 @@ pub struct Connections {
     /// Only those that have one: bounded by the connections. std's hasher, as clients choose the keys.
     networks: Mutex<HashMap<IpAddr, usize>>,
     per_network: AtomicUsize,
+    /// What they may buffer.
+    budget: Arc<Budget>,
     /// Connections that there were, and those of networks that had all they may.
     tally: Tally<2>,
 }
@@ -56,6 +59,7 @@ impl Connections {
             lingering: Arc::new(Semaphore::new(LINGERING)),
             networks: Mutex::default(),
             per_network: settings.max_connections_per_ip.into(),
+            budget: Arc::new(Budget::new(settings.max_buffered)),
             tally: Tally::default(),
         }
     }
@@ -71,6 +75,7 @@ impl Connections {
     /// As many as other settings say from now on; those that are open and too many stay until they end.
     pub fn resize(&self, settings: &ServerSettings) {
         self.per_network.store(settings.max_connections_per_ip, Ordering::Relaxed);
+        self.budget.resize(settings.max_buffered);
         let mut bound = self.bound();
         let (before, now) = (bound.most, settings.max_connections);
         bound.most = now;
@@ -98,6 +103,11 @@ impl Connections {
     /// Whether the next one has to wait.
     pub(super) fn are_full(&self) -> bool {
         self.open.available_permits() == 0
+    }
+
+    /// What they may buffer, all together.
+    pub(super) fn budget(&self) -> Arc<Budget> {
+        self.budget.clone()
     }
 
     /// Leave to linger.

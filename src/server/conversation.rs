@@ -23,6 +23,7 @@ use super::protocol::Protocol;
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::{Activity, InFlight};
 use crate::http::body::Body;
+use crate::http::budget::Budget;
 use crate::http::flow::{Flow, Watch};
 use crate::http::headers::has_padding;
 use crate::http::upload::RequestBody;
@@ -36,6 +37,10 @@ const HTTP2_WINDOW: u32 = 256 << 10;
 
 /// Bytes of a response that a stream holds for a client that does not take them, besides the piece that goes over it.
 const HTTP2_SEND_BUFFER: usize = 128 << 10;
+
+/// Bytes of responses and buffered requests that the streams of a connection hold together. Beyond it a stream goes on when all it
+/// has is written.
+const HTTP2_BUDGET: usize = 256 << 10;
 
 /// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
@@ -73,6 +78,8 @@ pub(super) struct Conversation {
     /// As they were when it began.
     pub(super) settings: Arc<ServerSettings>,
     pub(super) activity: Arc<Activity>,
+    /// What all connections may buffer.
+    pub(super) budget: Arc<Budget>,
     /// Cancelled when no new requests are wanted.
     pub(super) stop: CancellationToken,
 }
@@ -81,6 +88,7 @@ pub(super) struct Conversation {
 #[derive(Debug, Clone)]
 struct Streams {
     body_idle_timeout: Duration,
+    budget: Arc<Budget>,
 }
 
 impl Conversation {
@@ -104,7 +112,7 @@ impl Conversation {
                 let service = service_fn(|request| {
                     answer(self.gateway.clone(), self.peer.clone(), self.activity.enter(), request)
                 });
-                let connection = http2(settings).serve_connection(io, service);
+                let connection = http2(settings, self.budget.clone()).serve_connection(io, service);
                 // Its clients are told which of their requests are still answered (RFC 9113 §6.8).
                 // On the heap: it is twice as large as the other.
                 Box::pin(self.attend(connection, Duration::ZERO, |connection| connection.graceful_shutdown())).await
@@ -125,7 +133,7 @@ impl Conversation {
     {
         let settings = &self.settings;
         let mut connection = pin!(connection);
-        let mut watch = Watch::new(settings.body_idle_timeout);
+        let mut watch = Watch::connection(settings.body_idle_timeout, self.budget.clone());
         let mut stopped = pin!(self.stop.cancelled());
         let (mut wind_down, mut is_stopped) = (Some(wind_down), false);
         // One timer for a connection, looked at when it fires; none is set for each request.
@@ -186,7 +194,7 @@ impl Conversation {
 
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
     fn execute(&self, stream: F) {
-        let mut watch = Watch::new(self.body_idle_timeout);
+        let mut watch = Watch::stream(self.body_idle_timeout, self.budget.clone());
         let mut stream = Box::pin(stream);
         // Dropping the stream resets it.
         tokio::spawn(poll_fn(move |cx| watch.poll(stream.as_mut(), cx).map(drop)));
@@ -234,8 +242,9 @@ fn http1(settings: &ServerSettings) -> http1::Builder {
 }
 
 /// HTTP/2, likewise.
-fn http2(settings: &ServerSettings) -> http2::Builder<Streams> {
-    let mut builder = http2::Builder::new(Streams { body_idle_timeout: settings.body_idle_timeout });
+fn http2(settings: &ServerSettings, budget: Arc<Budget>) -> http2::Builder<Streams> {
+    let budget = Arc::new(Budget::within(budget, HTTP2_BUDGET));
+    let mut builder = http2::Builder::new(Streams { body_idle_timeout: settings.body_idle_timeout, budget });
     builder
         .max_concurrent_streams(settings.http2_max_streams)
         .initial_stream_window_size(HTTP2_WINDOW)

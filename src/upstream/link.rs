@@ -130,8 +130,9 @@ impl Connection {
         match self {
             Connection::Http1(connection) => {
                 let reusable = !announces_a_body_in_vain(response.status(), response.headers());
+                let reads = connection.reads.clone();
                 let lease = Box::new(Lease { connection, link, reusable, _place: place });
-                response.map(|body| Body::upstream(body, bounds, lease))
+                response.map(|body| Body::upstream(body, bounds, lease).reading(reads))
             }
             Connection::Http2(..) => response.map(|body| Body::upstream(body, bounds, Box::new(place))),
         }

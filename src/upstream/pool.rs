@@ -14,6 +14,8 @@ use hyper_util::rt::TokioIo;
 
 use super::member::Member;
 use super::patience::Patience;
+use crate::http::flow::Flow;
+use crate::http::reads::{Bounded, Reads};
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
@@ -28,6 +30,7 @@ pub(super) type Failure = TrySendError<Request<RequestBody>>;
 pub(super) struct Connection {
     sender: SendRequest<RequestBody>,
     pub(super) patience: Patience,
+    pub(super) reads: Reads,
 }
 
 /// Idle connections.
@@ -46,7 +49,7 @@ struct Idle {
 
 /// Connects and leaves the connection's work to a task of the running worker.
 pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
-    let stream = member.connect().await?;
+    let (stream, reads) = Bounded::new(member.connect().await?);
     let (sender, connection) = Builder::new()
         .writev(false)
         .max_buf_size(BUFFER)
@@ -56,7 +59,7 @@ pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
         .map_err(io::Error::other)?;
     // Its error reaches whoever waits for the response.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
-    Ok(Connection { sender, patience: Patience::default() })
+    Ok(Connection { sender, patience: Patience::default(), reads })
 }
 
 impl Pool {
@@ -96,6 +99,7 @@ impl Connection {
         &mut self,
         request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
+        self.reads.be_small(Flow::is_of_stream());
         self.sender.try_send_request(request)
     }
 }
