@@ -79,10 +79,10 @@ pub struct Server {
     /// `max_connections`, loopback addresses exempt. 0 = no cap.
     #[schemars(range(min = 0, max = 1000000))]
     pub max_connections_per_ip: Option<Spanned<i64>>,
-    /// From accept to the first complete head, TLS handshake included.
+    /// From accept to the first complete head, TLS handshake included; from the first byte of each further head to its end.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
     pub header_timeout: Option<Text>,
-    /// Between two requests of a connection; silence of a tunnel (`websocket`).
+    /// From the end of a request to the first byte of the next; silence of a tunnel (`websocket`).
     #[schemars(schema_with = "schema::duration", extend("default" = "75s"))]
     pub idle_timeout: Option<Text>,
     /// How long a body may stand still because of whoever is to send or to take it.

@@ -6,4 +6,5 @@ pub mod log_file;
 pub mod metrics;
 pub mod outbox;
 pub mod spans;
+mod throttle;
 pub mod trace;

@@ -7,6 +7,7 @@ mod lent;
 mod linger;
 mod protocol;
 pub mod proxy;
+mod watched;
 
 use std::future::{Future, poll_fn};
 use std::iter;

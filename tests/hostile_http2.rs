@@ -691,3 +691,84 @@ fn headers_are_counted_alike_in_both_versions() {
         }
     }
 }
+
+const PRIORITY: u8 = 2;
+const PING: u8 = 6;
+const ENHANCE_YOUR_CALM: u32 = 11;
+
+#[test]
+fn floods_of_frames_that_carry_no_request_end_the_connection() {
+    let upstream = Upstream::start();
+    // The request that is open stays so.
+    let gateway = Gateway::start(&format!(
+        "[server]\nworkers = 1\nmin_body_rate = \"0B\"\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n\
+         [upstream.api]\nservers = [\"{}\"]\n",
+        upstream.url()
+    ));
+    let open = frame(HEADERS, END_HEADERS, 1, &block(GOOD));
+    for (what, frame) in [
+        ("PING", frame(PING, 0, 0, &[0; 8])),
+        ("PING with ACK", frame(PING, 1, 0, &[0; 8])),
+        ("SETTINGS", frame(SETTINGS, 0, 0, b"")),
+        ("PRIORITY", frame(PRIORITY, 0, 1, &[0, 0, 0, 0, 1])),
+        ("WINDOW_UPDATE", frame(WINDOW_UPDATE, 0, 0, &[0, 0, 0, 1])),
+        ("WINDOW_UPDATE of a stream", frame(WINDOW_UPDATE, 0, 1, &[0, 0, 0, 1])),
+        ("a type that there is not", frame(0xfa, 0, 0, b"x")),
+        ("empty DATA", frame(DATA, 0, 1, b"")),
+    ] {
+        let mut connection = Http2::connect(&gateway);
+        connection.send(&open);
+        let mut sender = connection.stream.try_clone().unwrap();
+        let flood = std::thread::spawn(move || {
+            let _ = sender.write_all(&frame.repeat(20_000));
+        });
+        assert_eq!(connection.end_of(1), Gone(ENHANCE_YOUR_CALM), "{what}");
+        flood.join().unwrap();
+    }
+    assert_eq!(gateway.get("/after").status, 200);
+}
+
+#[test]
+fn frames_that_belong_to_traffic_do_not_end_the_connection() {
+    let body = vec![b'x'; 32 << 20];
+    let upstream = Upstream::answering(move |_| {
+        [format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len()).as_bytes(), &body].concat()
+    });
+    let gateway = gateway(&upstream);
+    let mut connection = Http2::connect(&gateway);
+    connection.send(&frame(PING, 0, 0, &[0; 8]).repeat(500));
+    let fields: &[Field<'_>] =
+        &[(b":method", b"GET"), (b":scheme", b"http"), (b":authority", b"a.test"), (b":path", b"/large")];
+    connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(fields)));
+    // As curl and browsers do, but for each 2 KiB: 32,000 frames.
+    let mut received = 0;
+    while received < 32 << 20 {
+        let mut head = [0; 9];
+        connection.stream.read_exact(&mut head).expect("the connection goes on");
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        connection.stream.read_exact(&mut payload).expect("the connection goes on");
+        assert_ne!(head[3], GOAWAY);
+        if head[3] == DATA {
+            received += payload.len();
+            for part in payload.chunks(2048) {
+                let size = (part.len() as u32).to_be_bytes();
+                connection.send(&[frame(WINDOW_UPDATE, 0, 0, &size), frame(WINDOW_UPDATE, 0, 1, &size)].concat());
+            }
+        }
+    }
+}
+
+#[test]
+fn libraries_do_not_fill_the_log() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream);
+    // h2 warns of each.
+    for _ in 0..5 {
+        let mut connection = Http2::connect(&gateway);
+        connection.send(&frame(PING, 1, 0, &[7; 8]).repeat(500));
+        connection.send(&frame(HEADERS, END_HEADERS | END_STREAM, 1, &block(GOOD)));
+        assert_eq!(connection.end_of(1), Status(200));
+    }
+    let lines = gateway.log().lines().filter(|line| line.contains("PING")).count();
+    assert!((1..=20).contains(&lines), "{lines} lines");
+}

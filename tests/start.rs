@@ -2,10 +2,12 @@
 
 mod support;
 
-use std::io::Read;
+use std::io::{ErrorKind, Read, Write};
 use std::net::TcpListener;
 use std::path::Path;
+use std::time::Duration;
 
+use support::frames;
 use support::gateway::{Gateway, binary};
 use support::redis::free_port;
 use support::upstream::{self, Upstream};
@@ -162,6 +164,65 @@ fn connections_that_never_ask_are_closed() {
     let mut client = gateway.client();
     assert_eq!(client.get("/hello").status, 200);
     assert!(client.reply().is_none(), "idle for too long");
+}
+
+/// A slow head has the same time on a connection that was used before, and the pause before it has `idle_timeout`.
+#[test]
+fn a_slow_head_on_a_kept_connection_has_header_timeout() {
+    let settings = "[server]\nheader_timeout = \"2s\"\nidle_timeout = \"1h\"\n";
+    let gateway = &Gateway::start(&format!("{settings}{HELLO}"));
+    let field = frames::block("GET", "/hello", &[]);
+    let (first, half) = field.split_at(10);
+    let head = |flags, part: &[u8]| frames::frame(frames::HEADERS, flags, 3, part);
+    let rest = frames::frame(frames::CONTINUATION, frames::END_HEADERS, 3, half);
+    let cases: &[(&str, bool, Vec<u8>)] = &[
+        ("half a line", false, b"GET /hel".to_vec()),
+        ("half a field", false, b"GET /hello HTTP/1.1\r\nHost: h\r\nx: ".to_vec()),
+        ("a first byte", false, b"G".to_vec()),
+        ("HEADERS without END_HEADERS", true, head(frames::END_STREAM, first)),
+        ("half a HEADERS frame", true, head(frames::END_STREAM | frames::END_HEADERS, &field)[..20].to_vec()),
+        ("half a CONTINUATION", true, [head(frames::END_STREAM, first), rest[..12].to_vec()].concat()),
+    ];
+    std::thread::scope(|scope| {
+        for (what, is_http2, part) in cases {
+            scope.spawn(move || {
+                let mut stream = match is_http2 {
+                    true => {
+                        let mut client = frames::Http2::connect(gateway.address, &[]);
+                        client.get(1, "/hello");
+                        assert!(client.until(frames::DATA, 1).is_some(), "{what}");
+                        client.stream
+                    }
+                    false => {
+                        let mut client = gateway.client();
+                        assert_eq!(client.get("/hello").status, 200, "{what}");
+                        client.stream.into_inner()
+                    }
+                };
+                // Silent for longer than a head may take; but not during one.
+                support::assert_silent_but_for_settings(&mut stream, Duration::from_secs(3), what);
+                stream.write_all(part).unwrap();
+                stream.set_read_timeout(Some(support::PATIENCE)).unwrap();
+                let end = stream.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
+                assert!(matches!(end, Ok(_) | Err(ErrorKind::ConnectionReset)), "{what} is kept open: {end:?}");
+            });
+        }
+    });
+}
+
+/// What comes of a body behind the answer is no head: the connection stays for `idle_timeout`.
+#[test]
+fn an_upload_that_is_thrown_away_is_no_slow_head() {
+    let settings = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
+    let gateway = Gateway::start(&format!("{settings}{HELLO}"));
+    let mut client = gateway.client();
+    client.send(b"POST /hello HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 200);
+    client.send(&[b'x'; 50]);
+    std::thread::park_timeout(Duration::from_millis(100));
+    client.send(&[b'x'; 50]);
+    support::assert_silent(client.stream.get_mut(), Duration::from_secs(3));
+    assert_eq!(client.get("/hello").status, 200);
 }
 
 #[test]

@@ -11,6 +11,7 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use tokio::time::Instant;
 
+use super::activity::InFlight;
 use super::body::Polled;
 use super::bounds::{BodyError, Bounds};
 use super::budget::Reserved;
@@ -36,6 +37,8 @@ struct Passing {
     http2: bool,
     /// Whether the next request of its flow waits for its end.
     counted: bool,
+    /// Its request is in flight, also after the response.
+    in_flight: Option<InFlight>,
 }
 
 /// Where a body comes from.
@@ -158,7 +161,14 @@ impl RequestBody {
             trailers: false,
             http2,
             counted,
+            in_flight: None,
         })))
+    }
+
+    /// Keeps its request in flight as long as there is something to read.
+    pub fn holding(mut self, in_flight: &InFlight) -> Self {
+        self.0.iter_mut().for_each(|passing| passing.in_flight = Some(in_flight.another()));
+        self
     }
 
     /// Bounds a body that goes to an upstream from now on; its progress, if it is not empty.
@@ -201,6 +211,7 @@ impl RequestBody {
         }
         if let Some(passing) = &mut self.0 {
             let whole = if pieces.is_empty() { whole } else { pieces.freeze() };
+            passing.in_flight = None;
             passing.source = Source::Buffer { bytes: (!whole.is_empty()).then_some(whole), _reserved: reserved };
         }
         Ok(())

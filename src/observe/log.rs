@@ -2,7 +2,11 @@
 
 use std::io::{IsTerminal, stderr};
 
-use tracing_subscriber::EnvFilter;
+use tracing_subscriber::layer::SubscriberExt;
+use tracing_subscriber::util::SubscriberInitExt;
+use tracing_subscriber::{EnvFilter, Layer, fmt};
+
+use super::throttle::Throttle;
 
 /// How lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -16,10 +20,11 @@ pub enum Format {
 /// Starts logging; a second call changes nothing.
 pub fn start(format: Format, level: tracing::Level) {
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
-    let lines = tracing_subscriber::fmt().with_env_filter(filter).with_target(false).with_writer(stderr);
-    // An earlier subscriber, as in a test, stays.
-    let _ = match format {
-        Format::Text => lines.with_ansi(stderr().is_terminal()).try_init(),
-        Format::Json => lines.json().flatten_event(true).try_init(),
+    let lines = fmt::layer().with_target(false).with_writer(stderr);
+    let lines = match format {
+        Format::Text => lines.with_ansi(stderr().is_terminal()).boxed(),
+        Format::Json => lines.json().flatten_event(true).boxed(),
     };
+    // An earlier subscriber, as in a test, stays.
+    let _ = tracing_subscriber::registry().with(filter).with(lines).with(Throttle::default()).try_init();
 }

@@ -20,6 +20,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::bell::Bell;
 use super::protocol::Protocol;
+use super::watched::Watched;
 use crate::gateway::{Gateway, Peer};
 use crate::http::activity::{Activity, InFlight};
 use crate::http::body::Body;
@@ -65,6 +66,8 @@ enum Event {
     Ended(Option<hyper::Result<()>>),
     /// A request is not read to its end: what follows it is not a request.
     Cut,
+    /// A part of a request head came after an earlier request.
+    Head(u64),
     /// No new requests are wanted.
     Stopped,
     /// A deadline is to be looked at.
@@ -98,7 +101,7 @@ impl Conversation {
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.settings;
-        let io = TokioIo::new(stream);
+        let io = TokioIo::new(Watched::new(stream, protocol, self.activity.clone()));
         match protocol {
             Protocol::Http1 => {
                 // What a connection has outlives its requests, so they need not count who refers to it.
@@ -140,6 +143,8 @@ impl Conversation {
         let grace = || self.activity.grace(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(grace().unwrap_or_default()));
         let mut bell = Bell::new();
+        // The head for which the deadline is set.
+        let mut head = 0;
         loop {
             let event = poll_fn(|cx| {
                 if let Poll::Ready(ended) = watch.poll(connection.as_mut(), cx) {
@@ -147,6 +152,9 @@ impl Conversation {
                 }
                 if wind_down.is_some() && watch.flow().is_cut() {
                     return Poll::Ready(Event::Cut);
+                }
+                if let Some(begun) = self.activity.partial_head().filter(|begun| *begun != head && !is_stopped) {
+                    return Poll::Ready(Event::Head(begun));
                 }
                 let Some(mut cx) = bell.answer(cx) else { return Poll::Pending };
                 if !is_stopped && stopped.as_mut().poll(&mut cx).is_ready() {
@@ -167,11 +175,16 @@ impl Conversation {
                         wind_down(connection.as_mut());
                     }
                 }
+                Event::Head(begun) => {
+                    head = begun;
+                    deadline.as_mut().reset(Instant::now() + settings.header_timeout);
+                }
                 Event::Stopped => {
                     is_stopped = true;
                     self.activity.say_farewell(!farewell.is_zero());
                     deadline.as_mut().reset(Instant::now() + farewell);
                 }
+                Event::Due if !is_stopped && self.activity.partial_head() == Some(head) => return Ok(End::Overdue),
                 Event::Due => {
                     if let Some(wind_down) = wind_down.take_if(|_| is_stopped) {
                         wind_down(connection.as_mut());
@@ -212,7 +225,7 @@ fn answer(
     // Before this request has a body of its own.
     let previous = if http2 { None } else { Flow::behind_body() };
     let is_malformed = http2 && has_padding(request.headers());
-    let request = Box::new(request.map(|body| RequestBody::new(body, http2)));
+    let request = Box::new(request.map(|body| RequestBody::new(body, http2).holding(&in_flight)));
     Box::pin(async move {
         // Before anything is made of it (RFC 9113 §8.1.1). hyper rejects what is malformed in HTTP/1.1.
         if is_malformed {

@@ -8,7 +8,7 @@ use tokio::io::AsyncReadExt;
 use super::lent::Lent;
 
 /// How every connection of HTTP/2 begins (RFC 9113 §3.4).
-const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
+pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// The name of HTTP/2 in ALPN (RFC 9113 §3.1).
 const H2: &[u8] = b"h2";

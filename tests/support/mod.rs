@@ -54,6 +54,18 @@ pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
 }
 
+/// The connection is not closed for so long; settings and the like may come.
+#[track_caller]
+pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, what: &str) {
+    let started = Instant::now();
+    while let Some(left) = time.checked_sub(started.elapsed()).filter(|left| !left.is_zero()) {
+        stream.set_read_timeout(Some(left)).unwrap();
+        let read = stream.read(&mut [0; 1024]);
+        let kind = read.as_ref().map_err(std::io::Error::kind);
+        assert!(matches!(kind, Ok(1..) | Err(ErrorKind::WouldBlock | ErrorKind::TimedOut)), "{what}: {read:?}");
+    }
+}
+
 /// Raises a flag when it is dropped, by a panic as well: threads that go on until then let the test end.
 pub struct Raise<'a>(pub &'a AtomicBool);
 
