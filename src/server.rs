@@ -3,6 +3,7 @@
 mod bell;
 pub mod connections;
 mod conversation;
+mod handshake;
 mod lent;
 mod linger;
 mod protocol;
@@ -172,8 +173,12 @@ impl Server {
         } else {
             None
         };
-        let (mut stream, mut back) = Lent::new(stream);
         let acceptor = listener.tls.as_ref().map(|tls| tls.tls.acceptor());
+        let hello = match acceptor {
+            Some(_) => timeout_at(deadline, Box::pin(handshake::first_bytes(&stream))).await??,
+            None => Vec::new(),
+        };
+        let (mut stream, mut back) = Lent::new(stream);
         // A connection may last, and must not keep a configuration that nobody serves any more.
         drop(runtime);
         let farewell = settings.farewell();
@@ -193,7 +198,9 @@ impl Server {
             }
             Some(acceptor) => {
                 let handshake = Box::pin(acceptor.accept(stream));
-                let stream = Box::new(timeout_at(deadline, handshake).await??);
+                let shaken = timeout_at(deadline, handshake).await?;
+                let stream = Box::new(shaken.inspect_err(|error| handshake::failed(error, peer.address, &hello))?);
+                drop(hello);
                 let session = stream.get_ref().1;
                 if let Some([certificate, ..]) = session.peer_certificates() {
                     peer.subject = client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;

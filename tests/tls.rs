@@ -153,3 +153,58 @@ fn a_client_that_never_shakes_hands_is_closed() {
         assert!(closed, "{start:?} is kept open: {read:?}");
     }
 }
+
+/// The bytes of a ClientHello whose server name is replaced by another one of the same length, which no library would send.
+fn hello_for(name: &str) -> Vec<u8> {
+    let valid = "x".repeat(name.len() - 5) + ".test";
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let config = builder.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth();
+    let server_name = ServerName::try_from(valid.clone()).unwrap();
+    let mut bytes = Vec::new();
+    rustls::ClientConnection::new(Arc::new(config), server_name).unwrap().write_tls(&mut bytes).unwrap();
+    let at = bytes.windows(valid.len()).position(|part| part == valid.as_bytes()).unwrap();
+    bytes[at..at + name.len()].copy_from_slice(name.as_bytes());
+    bytes
+}
+
+#[test]
+fn a_server_name_that_is_none_is_refused_and_said() {
+    for (name, what) in [
+        ("localhost:8443", "with a port, as `hey` sends it"),
+        ("one.test:443", "with a port"),
+        ("under score!.test", "with a space"),
+        ("line\nbreak.test", "with a line end"),
+    ] {
+        let gateway = gateway("");
+        for attempt in 0..20 {
+            let mut client = gateway.client();
+            // In two pieces as well.
+            let hello = hello_for(name);
+            let (first, rest) = hello.split_at(if attempt % 2 == 0 { hello.len() } else { 50 });
+            client.send(first);
+            client.send(rest);
+            let mut answer = Vec::new();
+            let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
+            assert!(matches!(answer[..], [21, _, _, 0, 2, 2, 47, ..]), "illegal_parameter, {what}: {answer:?}");
+        }
+        let log = gateway.log();
+        let lines: Vec<_> = log.lines().filter(|line| line.contains("SNI")).collect();
+        assert_eq!(lines.len(), 1, "{what}: {log}");
+        let line: serde_json::Value = serde_json::from_str(lines[0]).unwrap();
+        assert_eq!((&line["server_name"], &line["client"]), (&name.into(), &"127.0.0.1".into()), "{what}: {log}");
+        assert!(line["message"].as_str().unwrap().contains("without a port"), "{what}: {log}");
+    }
+}
+
+#[test]
+fn a_handshake_that_fails_is_said_once() {
+    let gateway = gateway("");
+    for _ in 0..20 {
+        let mut client = gateway.client();
+        client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n");
+        let _ = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new());
+    }
+    let log = gateway.log();
+    assert_eq!(log.lines().filter(|line| line.contains("TLS handshake")).count(), 1, "{log}");
+}

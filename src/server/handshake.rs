@@ -1,0 +1,93 @@
+//! Why TLS handshakes fail, for the log: what the client sent, and what to do about it.
+
+use std::io;
+use std::net::IpAddr;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustls::PeerMisbehaved;
+use tokio::net::TcpStream;
+use tracing::{info, warn};
+
+use crate::limit::clock::monotonic;
+
+/// Clients could fill the log: each kind of line is written at most so often.
+const AGAIN: Duration = Duration::from_secs(60);
+
+/// Bytes of a ClientHello that are looked at. Post-quantum key shares make it larger than a packet; the name comes before or behind.
+const LOOKED_AT: usize = 4 << 10;
+
+static NAME_SAID: Mutex<Option<Instant>> = Mutex::new(None);
+static FAILURE_SAID: Mutex<Option<Instant>> = Mutex::new(None);
+
+/// The first bytes of a connection, which stay where they are.
+pub(super) async fn first_bytes(stream: &TcpStream) -> io::Result<Vec<u8>> {
+    // A silent client takes no memory.
+    stream.readable().await?;
+    let mut bytes = vec![0; LOOKED_AT];
+    let count = stream.peek(&mut bytes).await?;
+    bytes.truncate(count);
+    Ok(bytes)
+}
+
+/// Says why a handshake failed, unless it was said just now. Connections that end are no failures.
+pub(super) fn failed(error: &io::Error, client: IpAddr, hello: &[u8]) {
+    let Some(reason) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) else { return };
+    if !matches!(reason, rustls::Error::PeerMisbehaved(PeerMisbehaved::ServerNameMustContainOneHostName)) {
+        if is_due(&FAILURE_SAID) {
+            info!(%client, error = %reason, "a TLS handshake failed; further ones within a minute are not logged");
+        }
+        return;
+    }
+    if is_due(&NAME_SAID) {
+        let name = server_name(hello).map(|name| String::from_utf8_lossy(name).into_owned());
+        warn!(
+            %client,
+            server_name = name,
+            "the client sent an invalid server name (SNI), and the TLS handshake was rejected: a server name is a DNS \
+             name without a port (RFC 6066); for hey, add `-host NAME`"
+        );
+    }
+}
+
+fn is_due(said: &Mutex<Option<Instant>>) -> bool {
+    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
+    let now = monotonic();
+    let due = said.is_none_or(|said| now - said >= AGAIN);
+    if due {
+        *said = Some(now);
+    }
+    due
+}
+
+/// The server name in a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3), if it is in the first record.
+fn server_name(record: &[u8]) -> Option<&[u8]> {
+    // Record: type, version, length; handshake: type, length; version, random.
+    let mut rest = record.get(5 + 4 + 2 + 32..)?;
+    // Session, cipher suites, compression methods.
+    for prefix in [1, 2, 1] {
+        take(&mut rest, prefix)?;
+    }
+    // Extensions, as far as they are here.
+    rest = rest.get(2..)?;
+    loop {
+        let kind = rest.get(..2)?;
+        rest = &rest[2..];
+        let mut extension = take(&mut rest, 2)?;
+        if kind == [0, 0] {
+            let mut names = take(&mut extension, 2)?;
+            // The type of a DNS name.
+            names = names.strip_prefix(&[0])?;
+            return take(&mut names, 2);
+        }
+    }
+}
+
+/// Takes a vector off, whose length stands before it in so many bytes.
+fn take<'a>(bytes: &mut &'a [u8], prefix: usize) -> Option<&'a [u8]> {
+    let (length, rest) = bytes.split_at_checked(prefix)?;
+    let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
+    let (taken, rest) = rest.split_at_checked(length)?;
+    *bytes = rest;
+    Some(taken)
+}
