@@ -40,10 +40,10 @@ impl Pace {
     /// Bytes came.
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waits_since.take().map_or(Duration::ZERO, |since| since.elapsed());
-        if self.demand.rate > 0 {
-            let earned = Duration::from_micros(bytes as u64 * 1_000_000 / self.demand.rate);
+        if let Some(earned_us) = (bytes as u64 * 1_000_000).checked_div(self.demand.rate) {
             // A client that was fast may pause as long as any client may.
-            self.left = (self.left.saturating_sub(waited) + earned).min(self.demand.idle.max(GRACE));
+            let most = self.demand.idle.max(GRACE);
+            self.left = (self.left.saturating_sub(waited) + Duration::from_micros(earned_us)).min(most);
         }
     }
 
