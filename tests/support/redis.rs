@@ -1,9 +1,9 @@
 //! A real redis-server on a free port.
 
-use super::eventually;
 use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 /// A running server without persistence; it is killed when the test is over.
 pub struct Redis {
@@ -64,13 +64,14 @@ impl Redis {
     }
 
     pub fn connection(&self) -> redis::Connection {
-        let mut open = None;
-        // A Sentinel that has just given it another role closes all connections.
-        eventually("Redis takes a connection", || {
-            open = self.client().get_connection().ok();
-            open.is_some()
-        });
-        open.unwrap()
+        let began = sluicegate::limit::clock::monotonic();
+        loop {
+            // A Sentinel that has just given it another role closes all connections.
+            match self.client().get_connection() {
+                Err(_) if began.elapsed() < Duration::from_secs(20) => std::thread::yield_now(),
+                connection => return connection.unwrap(),
+            }
+        }
     }
 
     pub fn keys(&self) -> Vec<String> {
