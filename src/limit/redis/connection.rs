@@ -124,7 +124,10 @@ impl Connections {
             master.as_ref().is_some_and(|master| *master.get_connection_info().addr() != connection.health.address)
         };
         let open = self.pool.state().connections;
-        for _ in open..self.size {
+        if open == 0 && checkout(self).await.is_err() {
+            return;
+        }
+        for _ in open.max(1)..self.size {
             // A checkout gives its connection back at once: the pool itself would never open a second one.
             let Ok(further) = self.manager.connect().await else { return };
             if self.pool.add(further).is_err() {
