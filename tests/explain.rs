@@ -18,7 +18,7 @@ use support::client::Client;
 use support::eventually;
 use support::gateway::{Gateway, binary};
 use support::operator::with_admin;
-use support::redis::Redis;
+use support::redis::{Redis, free_port};
 use support::upstream::Upstream;
 
 /// A run is repeated by its seed.
@@ -485,4 +485,36 @@ fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
     assert_eq!((&facts["decision"], &facts["answer"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
     let names: Vec<_> = facts["answer"]["fields"].as_array().unwrap().iter().map(|field| &field["name"]).collect();
     assert!(names.contains(&&json!(HeaderName::from_static("retry-after").as_str())), "{names:?}");
+}
+
+/// Wrong credentials are charged to limits by address: 401 as long as they allow it, 429 from then on.
+#[test]
+fn wrong_credentials_and_an_exhausted_limit_by_address_are_explained_as_they_are_answered() {
+    let keys = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\
+                algorithm = \"fixed-window\"\nstart = \"first-request\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/day\"\n\
+                tiers = { pro = { quota = \"60/day\" } }\n";
+    for (what, limits, header) in [
+        ("unknown key", "\"ip\", \"key\"", Some(("x-api-key", "key-of-nobody"))),
+        ("the credential's limit first", "\"key\", \"ip\"", Some(("x-api-key", "key-of-nobody"))),
+        ("no key", "\"ip\", \"key\"", None),
+    ] {
+        let admin = format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port());
+        let route =
+            format!("[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n");
+        let config = format!("{admin}{keys}{route}");
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
+        let explained = || -> Value {
+            let mut command = binary();
+            command.args(["explain", "GET", "http://a/", "--json", "--config"]);
+            command.arg(gateway.directory().join("gateway.toml"));
+            command.args(header.iter().flat_map(|(name, value)| ["-H".to_owned(), format!("{name}: {value}")]));
+            serde_json::from_slice(&command.output().unwrap().stdout).unwrap()
+        };
+        let headers: Vec<_> = header.into_iter().collect();
+        for expected in [401, 401, 429, 429] {
+            let facts = explained();
+            assert_eq!(facts["answer"]["status"], expected, "{what}: {facts:#}");
+            assert_eq!(gateway.client().get_with("/", &headers).status, expected, "{what}");
+        }
+    }
 }
