@@ -334,3 +334,26 @@ fn running_connection_keeps_its_subject_when_a_reload_changes_trusted_proxies() 
     reloads(&gateway, &format!("{config}[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\n"));
     assert_eq!(connection.get("/who").remaining("who"), 98);
 }
+
+#[test]
+fn missing_certificates_are_charged_to_limits_by_address() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let alice = ours.client(&[(DnType::CommonName, "alice")], NOW);
+    for limits in ["\"ip\", \"cert\"", "\"cert\", \"ip\""] {
+        let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"";
+        let config = format!(
+            "[limit.ip]\nby = \"ip\"\nquota = \"3/day\"\n{fixed}\n[limit.cert]\nby = \"client-cert\"\nquota = \"100/day\"\n\
+             {fixed}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n{}",
+            listener(folder.path(), &server, &ours.pem(), Some("optional"))
+        );
+        let gateway = Gateway::start(&config);
+        let reply =
+            |pair: Option<&Pair>| ask(&tls(&[&server.der], pair, &[&TLS13]), gateway.address, NAME, "/r").unwrap();
+        let with = reply(Some(&alice));
+        assert_eq!((with.status, with.remaining("ip"), with.remaining("cert")), (200, 2, 99), "{limits}");
+        assert_eq!([(); 4].map(|()| reply(None).status), [401, 401, 429, 429], "{limits}: on connections of their own");
+        assert_eq!(reply(Some(&alice)).status, 429, "{limits}: a certificate does not open what was closed");
+    }
+}

@@ -5,10 +5,11 @@ mod support;
 use std::net::IpAddr;
 
 use aws_lc_rs::digest::{SHA256, digest};
+use serde_json::json;
 use support::client::{Client, Reply};
 use support::gateway::Gateway;
 use support::redis::Redis;
-use support::tokens::{Key, key_set};
+use support::tokens::{Key, in_seconds, key_set, signed};
 use support::upstream::Upstream;
 
 const PROXY: &str = "127.0.0.9";
@@ -768,7 +769,16 @@ fn wrong_credentials_are_not_charged_to_limits_that_others_share() {
 
 #[test]
 fn wrong_credentials_are_charged_to_limits_without_credentials() {
-    let jwks = key_set(&[&Key::ed("k")]);
+    let key = Key::ed("k");
+    let jwks = key_set(&[&key]);
+    let claims = json!({ "sub": "alice", "exp": in_seconds(3600) });
+    let bearer = |token: String| format!("Bearer {token}");
+    let valid = bearer(key.token(&claims));
+    let expired = bearer(key.token(&json!({ "sub": "alice", "exp": in_seconds(-3600) })));
+    let forged = bearer(Key::ed("k").token(&claims));
+    let unknown = bearer(Key::ed("other").token(&claims));
+    let nameless = bearer(key.token(&json!({ "exp": in_seconds(3600) })));
+    let unsigned = bearer(signed(&json!({ "alg": "none" }), &claims, |_| Vec::new()));
     let settings = "[api_key]\nconsumers = \"consumers.toml\"\n[jwt]\njwks_file = \"jwks.json\"\n";
     let file = consumers(&[("alice", &["alice-1"])]);
     let both = |by: &str, terms: &str| {
@@ -789,6 +799,12 @@ fn wrong_credentials_are_charged_to_limits_without_credentials() {
         ),
         ("malformed token", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", "Bearer guess"))),
         ("no token", "jwt:sub", "", "\"per-ip\", \"who\"", None),
+        ("expired token", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*expired))),
+        ("wrong signature", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*forged))),
+        ("the token's limit first", "jwt:sub", "", "\"who\", \"per-ip\"", Some(("authorization", &*forged))),
+        ("unknown kid", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*unknown))),
+        ("no such claim", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*nameless))),
+        ("unsigned", "jwt:sub", "", "\"per-ip\", \"who\"", Some(("authorization", &*unsigned))),
     ] {
         let config = format!("{}{}", both(by, terms), route("r", limits));
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &file), ("jwks.json", &jwks)]);
@@ -798,11 +814,10 @@ fn wrong_credentials_are_charged_to_limits_without_credentials() {
         assert_eq!(statuses, [401, 401, 401, 429, 429], "{what}");
         assert_denied(&client.get_with("/r", &headers), "per-ip", what);
         assert_eq!(from("127.0.0.2", &gateway).get_with("/r", &headers).status, 401, "{what}: another address");
-        if by == "api-key" {
-            // The right key does not open what guesses have closed; it is charged to all limits elsewhere.
-            assert_denied(&client.get_with("/r", &[("x-api-key", "alice-1")]), "per-ip", what);
-            let reply = from("127.0.0.3", &gateway).get_with("/r", &[("x-api-key", "alice-1")]);
-            assert_eq!(reply.status, 200, "{what}");
-        }
+        // The right credential does not open what guesses have closed; it is charged to all limits elsewhere.
+        let right = if by == "api-key" { ("x-api-key", "alice-1") } else { ("authorization", &*valid) };
+        assert_denied(&client.get_with("/r", &[right]), "per-ip", what);
+        let reply = from("127.0.0.3", &gateway).get_with("/r", &[right]);
+        assert_eq!((reply.status, reply.remaining("per-ip"), reply.remaining("who")), (200, 2, 99), "{what}");
     }
 }
