@@ -1,5 +1,6 @@
 //! Arguments in, exit code out; everything else is in the library.
 
+use std::io::{Write, stderr};
 use std::process::ExitCode;
 
 use clap::Parser;
@@ -12,7 +13,8 @@ fn main() -> ExitCode {
     match cli::execute(&Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("sluicegate: {error}");
+            // Where standard error is closed, the exit code says it all the same.
+            let _ = writeln!(stderr(), "sluicegate: {error}");
             ExitCode::FAILURE
         }
     }

@@ -3,12 +3,17 @@
 mod support;
 
 use std::io::{ErrorKind, Read, Write};
-use std::net::TcpListener;
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
+use std::process::Child;
 use std::time::Duration;
 
+use support::client::Client;
 use support::frames;
 use support::gateway::{Gateway, binary};
+use support::operator::HERE;
 use support::redis::free_port;
 use support::upstream::{self, Upstream};
 use support::{eventually, signal};
@@ -255,5 +260,66 @@ fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
         }
         assert!(!(text + &gateway.log()).contains("planted"), "no secret is logged");
         std::fs::remove_file(&path).unwrap();
+    }
+}
+
+/// A process that ends with the test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// A terminal that is closed, a pipe that is not read: neither holds up requests or the end of the process.
+#[test]
+fn a_log_that_cannot_be_written_does_not_hold_up_requests_or_the_end() {
+    for (what, is_full) in [("nobody has the other end", false), ("the other end is not read", true)] {
+        let (mut log, other_end) = UnixStream::pair().unwrap();
+        if is_full {
+            log.set_nonblocking(true).unwrap();
+            while log.write(&[b'x'; 1 << 10]).is_ok() {}
+            while log.write(b"x").is_ok() {}
+            log.set_nonblocking(false).unwrap();
+        }
+        let (port, admin) = (free_port(), free_port());
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("gateway.toml");
+        let config = format!(
+            "{HELLO}[admin]\naddress = \"127.0.0.1:{admin}\"\n[server]\nworkers = 1\n[log]\naccess = \"off\"\n\
+             [upstream.none]\nservers = [\"http://127.0.0.1:{}\"]\n[[route]]\nname = \"none\"\npath = \"/none\"\nupstream = \"none\"\n\
+             [[listener]]\naddress = \"127.0.0.1:{port}\"\n",
+            free_port()
+        );
+        std::fs::write(&path, &config).unwrap();
+        let mut command = binary();
+        command.arg("--config").arg(&path).stderr(OwnedFd::from(log));
+        let mut gateway = Killed(command.spawn().unwrap());
+        // Else this process has the end as well.
+        drop(command);
+        eventually("it serves", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+        let other_end = is_full.then_some(other_end);
+        let mut client = Client::connect(([127, 0, 0, 1], port).into());
+        for _ in 0..3 {
+            assert_eq!(client.get("/none").status, 502, "{what}: what is logged of it is written nowhere");
+            assert_eq!(client.get("/hello").status, 200, "{what}");
+        }
+        // What is said of a reload is written by another thread.
+        std::fs::write(&path, "no toml").unwrap();
+        signal(&gateway.0, "HUP");
+        eventually("the reload is over", || {
+            Client::connect(([127, 0, 0, 1], admin).into()).get_with("/api/config", &[HERE]).json()["last_error"]
+                .is_object()
+        });
+        signal(&gateway.0, "TERM");
+        let mut status = None;
+        eventually("it ends", || {
+            status = gateway.0.try_wait().unwrap();
+            status.is_some()
+        });
+        assert_eq!(status.unwrap().code(), Some(0), "{what}");
+        drop(other_end);
     }
 }
