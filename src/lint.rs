@@ -10,6 +10,7 @@ use std::ops::Range;
 use tokio::time::Duration;
 
 use crate::config::error::Issue;
+use crate::config::file::File;
 use crate::config::{Config, Limit, Route, Spanned};
 use crate::runtime::{Runtime, Subject};
 
@@ -28,6 +29,22 @@ pub fn warnings(written: &Config, runtime: &Runtime, now: Duration) -> Vec<Issue
     found.extend(routes::warnings(&whole));
     found.extend(clients::warnings(&whole));
     found
+}
+
+/// What a start would refuse, and the configuration by itself does not show.
+pub fn errors(file: &File<Config>, runtime: &Runtime) -> Vec<Issue> {
+    let address = |place: usize| file.value.listener.get(place).and_then(|each| each.get_ref().address.as_ref());
+    let issue =
+        |(earlier, later): (usize, usize)| {
+            let [one, other] = [earlier, later].map(|place| runtime.listeners[place].address);
+            let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
+            let (line, _) = Issue::at(earlier, "").position(&file.text)?;
+            let message = format!("{other} is taken by the [[listener]] on {one} in line {line}");
+            Some(Issue::at(later, message).hint(
+                "one of both, or another port: an unspecified address is every address; [::] may be IPv4 as well",
+            ))
+        };
+    runtime.collisions().filter_map(issue).collect()
 }
 
 /// What is neither wrong nor surprising, but good to know.

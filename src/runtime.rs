@@ -188,6 +188,12 @@ impl Runtime {
         Ok((runtime, file))
     }
 
+    /// Listeners that cannot listen beside an earlier one, as pairs of places in the file. A gateway that opens these sockets
+    /// itself does not start.
+    pub fn collisions(&self) -> impl Iterator<Item = (usize, usize)> {
+        listeners::collisions(&self.listeners)
+    }
+
     /// Takes over what is now in the file of consumers. What they have used stays counted.
     ///
     /// # Errors

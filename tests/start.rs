@@ -2,14 +2,15 @@
 
 mod support;
 
-use std::io::{ErrorKind, Read, Write};
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::process::Child;
+use std::process::{Child, Stdio};
 use std::time::Duration;
 
+use socket2::{Domain, Socket, Type};
 use support::client::Client;
 use support::frames;
 use support::gateway::{Gateway, binary};
@@ -270,6 +271,49 @@ impl Drop for Killed {
     fn drop(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
+    }
+}
+
+/// Listeners of which one address covers the other. What `run` refuses, `check` refuses.
+#[test]
+fn listeners_that_cannot_all_bind_are_refused_by_check_as_by_run() {
+    let has_ipv6 = TcpListener::bind("[::1]:0").is_ok();
+    let maps =
+        Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    for (one, other, collide) in [
+        ("0.0.0.0", "127.0.0.1", true),
+        ("127.0.0.1", "0.0.0.0", true),
+        ("127.0.0.1", "127.0.0.2", false),
+        ("[::]", "[::1]", true),
+        ("[::1]", "[::]", true),
+        ("[::]", "0.0.0.0", maps),
+        ("0.0.0.0", "[::]", maps),
+        ("[::]", "127.0.0.1", maps),
+        ("[::1]", "127.0.0.1", false),
+        ("[::1]", "0.0.0.0", false),
+        ("[::ffff:127.0.0.1]", "127.0.0.1", true),
+        ("[::ffff:127.0.0.1]", "[::1]", false),
+    ] {
+        if !has_ipv6 && (one.starts_with('[') || other.starts_with('[')) {
+            continue;
+        }
+        let port = free_port();
+        let listener = |host: &str| format!("[[listener]]\naddress = \"{host}:{port}\"\n");
+        std::fs::write(&path, format!("{}{}{HELLO}[log]\naccess = \"off\"\n", listener(one), listener(other))).unwrap();
+        let mut run = Killed(binary().arg("--config").arg(&path).stderr(Stdio::piped()).spawn().unwrap());
+        let lines = BufReader::new(run.0.stderr.take().unwrap()).lines().map(Result::unwrap);
+        let said = lines.take_while(|line| !line.contains("listens on")).collect::<Vec<_>>().join("\n");
+        drop(run);
+        assert_eq!(said.contains("cannot listen on"), collide, "{one} and {other}: {said}");
+        let check = binary().args(["check", "--offline", "--config"]).arg(&path).output().unwrap();
+        let (code, report) = (check.status.code(), String::from_utf8(check.stderr).unwrap());
+        assert_eq!(code, Some(if collide { 2 } else { 0 }), "{one} and {other}: {report}");
+        if collide {
+            let message = format!("{other}:{port} is taken by the [[listener]] on {one}:{port} in line 2");
+            assert!(report.contains(&message) && report.contains("gateway.toml:4:11"), "{one} and {other}: {report}");
+        }
     }
 }
 

@@ -14,7 +14,7 @@ use tokio::time::Duration;
 
 use super::{BAD_CONFIG, doctor, environment};
 use crate::config::Config;
-use crate::config::error::{FaultyFile, Issue};
+use crate::config::error::{ConfigError, FaultyFile, Issue};
 use crate::config::file::File;
 use crate::doctor::{Check, Needs, survey};
 use crate::limit::clock;
@@ -69,7 +69,14 @@ struct Finding {
 }
 
 pub(super) fn check(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    match Runtime::load_as_written(path, &environment) {
+    let loaded = Runtime::load_as_written(path, &environment).and_then(|(runtime, file)| {
+        let issues = lint::errors(&file, &runtime);
+        if issues.is_empty() {
+            return Ok((runtime, file));
+        }
+        Err(ConfigError { files: vec![FaultyFile { path: path.to_owned(), text: file.text, issues }] })
+    });
+    match loaded {
         Ok((runtime, file)) => examine(path, &runtime, file, options),
         Err(error) if options.json => {
             let errors = error.files.iter().flat_map(findings).collect();

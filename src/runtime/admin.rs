@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::config::Spanned;
 
 use super::Listener;
+use super::listeners::collide;
 use super::reader::Reader;
 use crate::config;
 use crate::config::error::Issue;
@@ -46,12 +47,7 @@ pub(super) fn admin(
     let admin = admin.get_ref();
     let text = reader.required(admin.address.as_ref(), &place, "address", "\"127.0.0.1:9180\"")?;
     let address = reader.address(text)?;
-    // As the kernel has it: an unspecified address is every address of its port.
-    let takes = |other: SocketAddr| {
-        let everywhere = other.ip().is_unspecified() || address.ip().is_unspecified();
-        address.port() != 0 && other.port() == address.port() && (everywhere || other.ip() == address.ip())
-    };
-    if let Some(listener) = listeners.iter().find(|listener| takes(listener.address)) {
+    if let Some(listener) = listeners.iter().find(|listener| collide(listener.address, address)) {
         let message = format!("{address} is taken by the [[listener]] on {}", listener.address);
         reader.issue(Issue::at(text.span(), message).hint("another port: the admin listener has one of its own"));
     }

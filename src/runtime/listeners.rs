@@ -1,7 +1,9 @@
 //! `[[listener]]`: where to listen, with which certificates, and whose are believed.
 
+use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 
+use socket2::{Domain, Socket, Type};
 use tokio::time::Duration;
 
 use super::reader::Reader;
@@ -48,6 +50,31 @@ pub(super) fn listeners(
         }
     }
     compiled
+}
+
+/// Whether two sockets cannot both listen: on one port, and one address covers the other, as the kernel has it.
+pub(super) fn collide(one: SocketAddr, other: SocketAddr) -> bool {
+    if one.port() == 0 || one.port() != other.port() {
+        return false;
+    }
+    // `::ffff:192.0.2.1` is an IPv4 address.
+    let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
+    let same_family = one.is_ipv4() == other.is_ipv4();
+    let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && takes_ipv4());
+    one == other || covers(one) || covers(other)
+}
+
+/// Whether sockets on `[::]` take IPv4 connections as well: the system's default (`net.ipv6.bindv6only` of Linux).
+fn takes_ipv4() -> bool {
+    Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
+}
+
+/// Listeners that cannot listen beside an earlier one, each with this one, by their indices.
+pub(super) fn collisions(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
+    (0..listeners.len()).filter_map(|later| {
+        let taken = |earlier: &usize| collide(listeners[*earlier].address, listeners[later].address);
+        (0..later).find(taken).map(|earlier| (earlier, later))
+    })
 }
 
 fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<ListenerTls> {
