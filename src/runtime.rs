@@ -194,6 +194,12 @@ impl Runtime {
         listeners::collisions(&self.listeners)
     }
 
+    /// Digests of the values that a reload does not change, by the names of their keys. Gateways and `check` compare
+    /// them without their values, of which some are secret.
+    pub fn restart_only(&self, salt: &str) -> BTreeMap<String, String> {
+        self.fixed.digests(salt)
+    }
+
     /// Takes over what is now in the file of consumers. What they have used stays counted.
     ///
     /// # Errors

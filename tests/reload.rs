@@ -3,13 +3,16 @@
 mod support;
 
 use std::io::Read;
-use std::net::IpAddr;
+use std::net::{IpAddr, TcpListener};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use serde_json::Value;
+use support::certificates::Authority;
 use support::client::Client;
-use support::gateway::Gateway;
+use support::gateway::{Gateway, binary};
 use support::operator::{self, HERE};
+use support::redis::free_port;
 use support::reload::{ADMIN, ask, metric, reload, reloads, says, with_admin};
 use support::upstream::Upstream;
 use support::{eventually, signal};
@@ -190,6 +193,121 @@ fn what_needs_a_restart_is_refused_by_its_name() {
     assert_eq!(ask(&gateway, "GET", "/healthz").status, 401, "the token of before");
     let reply = Client::connect(gateway.admin()).get_with("/healthz", &[("authorization", "Bearer open")]);
     assert_eq!(reply.status, 200);
+}
+
+/// `check` with a file beside that of the gateway: exit code and output.
+fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    let path = gateway.directory().join("checked.toml");
+    std::fs::write(&path, config).unwrap();
+    let mut command = binary();
+    command.arg("check").args(arguments).arg("--config").arg(&path).env_remove("SLUICEGATE_ADMIN_TOKEN");
+    let output = command.output().unwrap();
+    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+}
+
+const REFUSED: &str = "warning: a reload will refuse this: ";
+
+#[test]
+fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
+    let (admin, port, other, dead) = (free_port(), free_port(), free_port(), free_port());
+    let base = format!(
+        "[server]\nworkers = 2\n[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n\
+         [[listener]]\naddress = \"127.0.0.1:{port}\"\n{}[store]\nurl = \"rediss://127.0.0.1:{dead}\"\n\
+         secret = \"planted secret of the store\"\n[log]\naccess = \"off\"\n",
+        says("one")
+    );
+    let gateway = Gateway::start_with(&base, &[("ca.pem", &Authority::new("store").pem())]);
+    assert!(!checked(&gateway, &base, &[]).1.contains(REFUSED), "nothing differs");
+    let add = |table: &str, line: &str| base.replacen(&format!("[{table}]\n"), &format!("[{table}]\n{line}\n"), 1);
+    let change = |from: &str, to: &str| base.replacen(from, to, 1);
+    let rows = [
+        ("server.workers", change("workers = 2", "workers = 3")),
+        ("server.runtime", add("server", "runtime = \"shared\"")),
+        ("listener.address", change(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{other}"))),
+        ("admin.address", change(&format!("127.0.0.1:{admin}"), &format!("0.0.0.0:{admin}"))),
+        ("store.url", change("rediss://127.0.0.1", "rediss://localhost")),
+        ("store.tls", add("store", "tls = { ca = \"ca.pem\" }")),
+        ("store.timeout", add("store", "timeout = \"60ms\"")),
+        ("store.connect_timeout", add("store", "connect_timeout = \"2s\"")),
+        ("store.connections", add("store", "connections = 2")),
+        ("store.prefix", add("store", "prefix = \"other\"")),
+        ("store.secret", change("planted secret of the store", "planted another secret of it")),
+        ("store.instances", add("store", "instances = 2")),
+        ("store.denial_cache", add("store", "denial_cache = 1000")),
+        ("store.memory_identities", add("store", "memory_identities = 100000")),
+        ("log.format", add("log", "format = \"json\"")),
+        ("log.level", add("log", "level = \"warn\"")),
+        ("log.access", change("access = \"off\"", "access = \"stdout\"")),
+        ("log.trace_endpoint", add("log", &format!("trace_endpoint = \"http://127.0.0.1:{dead}\""))),
+    ];
+    let schema =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/gateway.schema.json")).unwrap();
+    let schema: Value = serde_json::from_str(&schema).unwrap();
+    for table in ["store", "log"] {
+        for key in schema["properties"][table]["properties"].as_object().unwrap().keys() {
+            let key = format!("{table}.{key}");
+            assert!(rows.iter().any(|(row, _)| *row == key), "{key} is missing here");
+        }
+    }
+    for (key, config) in rows {
+        let (code, out) = checked(&gateway, &config, &[]);
+        assert_eq!((code, out.matches(REFUSED).count()), (Some(0), 1), "{key}: {out}");
+        let Some((_, warning)) = out.split_once(&format!("{REFUSED}`{key}` differs from the running gateway")) else {
+            panic!("{key}: {out}")
+        };
+        // The line of the key, or that of its listener.
+        let place = warning.split_once("checked.toml:").unwrap().1;
+        let line: usize = place.split(':').next().unwrap().parse().unwrap();
+        let shown = config.lines().nth(line - 1).unwrap();
+        let expected = if key == "listener.address" { "[[listener]]" } else { key.split_once('.').unwrap().1 };
+        assert!(shown.starts_with(expected), "{key}: {shown}");
+        assert!(!out.contains("planted"), "{key}: {out}");
+        gateway.put(&config);
+        let reply = ask(&gateway, "POST", "/api/reload");
+        let error = reply.json()["error"].as_str().unwrap_or_default().to_owned();
+        assert!(error.starts_with(&format!("{key} cannot change")), "a reload does refuse it: {key}: {}", reply.text());
+    }
+    // A key that is left out has the place of its table.
+    let (_, out) = checked(&gateway, &change("access = \"off\"\n", ""), &[]);
+    assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
+    let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nruntime = \"shared\""), &[]);
+    assert_eq!(out.matches(REFUSED).count(), 2, "each has its warning: {out}");
+}
+
+#[test]
+fn check_compares_with_a_gateway_that_answers_only() {
+    let admin = free_port();
+    let base = format!("[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n{}", says("one"));
+    let base = format!("{base}[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
+    let other = base.replace("access = \"off\"", "access = \"off\"\nformat = \"json\"");
+    let mut gateway = Gateway::start(&base);
+    let (code, out) = checked(&gateway, &base, &["--strict"]);
+    assert_eq!(code, Some(0), "nothing differs: {out}");
+    let reloaded = base.replace("\"one\"", "\"two\"");
+    assert_eq!(checked(&gateway, &reloaded, &["--strict"]).0, Some(0), "what a reload takes over");
+    let (code, out) = checked(&gateway, &other, &["--strict"]);
+    assert!(code == Some(1) && out.contains("`log.format` differs"), "{out}");
+    let (code, out) = checked(&gateway, &other, &["--json"]);
+    let report: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(
+        (code, &report["ok"], report["warnings"].as_array().unwrap().len()),
+        (Some(0), &true.into(), 1),
+        "{out}"
+    );
+    let (code, out) = checked(&gateway, &other, &["--strict", "--offline"]);
+    assert!(code == Some(0) && !out.contains(REFUSED), "{out}");
+    let (code, out) = checked(&gateway, &other.replace("sesame", "open"), &["--strict"]);
+    assert!(code == Some(0) && out.contains("note: not compared with the running gateway"), "another token: {out}");
+    let differences = Client::connect(gateway.admin()).request("GET", "/api/differences?salt=a", &[HERE], b"");
+    assert_eq!(differences.status, 401);
+    gateway.terminate();
+    gateway.wait();
+    let (code, out) = checked(&gateway, &other, &["--strict"]);
+    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "no gateway: {out}");
+    // A port that takes connections and says nothing.
+    let _silent = TcpListener::bind(("127.0.0.1", admin)).unwrap();
+    let (code, out) = checked(&gateway, &other, &["--strict"]);
+    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "a silent port: {out}");
 }
 
 #[test]

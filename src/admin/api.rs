@@ -1,5 +1,6 @@
 //! `/api`: who is limited and what to do about it, as JSON.
 
+mod differences;
 mod identities;
 mod overrides;
 mod top;
@@ -40,11 +41,11 @@ struct Desk<'a> {
 /// Answers a request whose caller may look.
 pub(super) async fn answer(admin: &Admin, request: Request<Incoming>) -> Answer {
     let methods: &[Method] = match request.uri().path() {
-        "/api/top" | "/api/identities" => &[Method::GET],
+        "/api/top" | "/api/identities" | "/api/differences" => &[Method::GET],
         "/api/reset" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
-            let known = "there are /api/top, /api/identities, /api/reset and /api/overrides";
+            let known = "there are /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
             return Problem::new(StatusCode::NOT_FOUND, known).into_answer();
         }
     };
@@ -69,6 +70,7 @@ async fn respond(admin: &Admin, request: Request<Incoming>) -> Result<Answer> {
     let desk = &Desk { runtime: &running.runtime, vitals: &admin.vitals, operator: &admin.operator };
     match (&*path, method) {
         ("/api/top", _) => top::top(desk, query),
+        ("/api/differences", _) => differences::differences(desk, query),
         ("/api/identities", _) => identities::standings(desk, query).await,
         ("/api/reset", _) => identities::reset(desk, body(request).await?).await,
         (_, Method::GET) => overrides::all(desk).await,

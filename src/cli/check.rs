@@ -1,6 +1,8 @@
-//! `sluicegate check`: says whether the configuration can be used, what is odd about it, and what its limits guarantee.
+//! `sluicegate check`: says whether the configuration can be used, what is odd about it, what a reload would refuse, and what its
+//! limits guarantee.
 
 mod guarantee;
+mod running;
 
 use std::io::{Write, stdout};
 use std::path::Path;
@@ -42,7 +44,7 @@ pub(super) struct Options {
     /// Exit code 1 if there are warnings
     #[arg(long)]
     strict: bool,
-    /// Do not try to reach the store
+    /// Connect neither to the store nor to a running gateway
     #[arg(long)]
     offline: bool,
 }
@@ -102,7 +104,18 @@ fn examine(path: &Path, runtime: &Runtime, file: File<Config>, options: &Options
             })),
         }
     }
-    let (warnings, notes) = (about(warnings), about(lint::notes(&written, runtime)));
+    let mut notes = lint::notes(&written, runtime);
+    if !options.offline {
+        match running::differences(path, runtime) {
+            Ok(keys) => warnings.extend(keys.iter().map(|key| running::refused(key, &written, &text))),
+            Err(error) => notes.push(Issue {
+                span: written.admin.as_ref().map(|admin| admin.span()),
+                message: format!("not compared with the running gateway: {error}"),
+                hint: None,
+            }),
+        }
+    }
+    let (warnings, notes) = (about(warnings), about(notes));
     let denied = options.strict && !warnings.issues.is_empty();
     if options.json {
         let limits = runtime.limits.values().flat_map(guarantees).collect();

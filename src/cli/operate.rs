@@ -195,7 +195,8 @@ fn ask(operate: &Operate, listener: &Listener) -> anyhow::Result<Value> {
     }
 }
 
-fn target(path: &str, query: &[(&str, &str)]) -> String {
+/// A path with these parameters.
+pub(super) fn target(path: &str, query: &[(&str, &str)]) -> String {
     let encoded = |text| utf8_percent_encode(text, NON_ALPHANUMERIC);
     let pairs: Vec<_> = query.iter().map(|(name, value)| format!("{}={}", encoded(name), encoded(value))).collect();
     if pairs.is_empty() { path.to_owned() } else { format!("{path}?{}", pairs.join("&")) }

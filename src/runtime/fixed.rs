@@ -3,6 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
+use aws_lc_rs::hmac::{HMAC_SHA256, Key, sign};
 use serde::Serialize;
 
 use super::{Listener, ServerSettings};
@@ -34,6 +35,14 @@ impl Fixed {
         Fixed(fixed)
     }
 
+    /// HMAC-SHA-256 of each value under this salt, in hex.
+    pub(super) fn digests(&self, salt: &str) -> BTreeMap<String, String> {
+        let key = Key::new(HMAC_SHA256, salt.as_bytes());
+        let digest =
+            |value: &String| sign(&key, value.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        self.0.iter().map(|(name, value)| (name.clone(), digest(value))).collect()
+    }
+
     /// The names of those that are not the same.
     pub(super) fn changes(&self, other: &Fixed) -> Vec<String> {
         let names: BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
@@ -45,6 +54,8 @@ impl Fixed {
 fn table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
     // Strings, numbers and tables of them always serialise.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
-        fixed.extend(keys.into_iter().map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
+        // What is left out is as in a version that does not know the key.
+        let keys = keys.into_iter().filter(|(_, value)| !value.is_null());
+        fixed.extend(keys.map(|(key, value)| (format!("{name}.{key}"), value.to_string())));
     }
 }

@@ -69,11 +69,40 @@ impl Listener {
     /// # Errors
     /// In words that say what to do.
     pub(crate) fn ask(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        let (status, body) = self.send(PATIENCE, method, target, body)?;
+        self.read(status, &body)
+    }
+
+    /// Asks; none if no gateway of this version answers within this time.
+    ///
+    /// # Errors
+    /// The gateway refuses the token.
+    pub(crate) fn try_ask(&self, within: Duration, method: &Method, target: &str) -> anyhow::Result<Option<Value>> {
+        match self.send(within, method.clone(), target, None) {
+            Ok((status, body))
+                if matches!(status, StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) =>
+            {
+                self.read(status, &body).map(Some)
+            }
+            Ok(_) | Err(_) => Ok(None),
+        }
+    }
+
+    fn send(
+        &self,
+        within: Duration,
+        method: Method,
+        target: &str,
+        body: Option<&Value>,
+    ) -> anyhow::Result<(StatusCode, Bytes)> {
         let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let asked = reactor.block_on(async { timeout(PATIENCE, self.exchange(method, target, body)).await });
+        let asked = reactor.block_on(async { timeout(within, self.exchange(method, target, body)).await });
         reactor.shutdown_background();
-        let (status, body) = asked.map_err(|_| anyhow!("the gateway at {} does not answer", self.authority))??;
-        let said = serde_json::from_slice::<Value>(&body).ok().filter(Value::is_object);
+        asked.map_err(|_| anyhow!("the gateway at {} does not answer", self.authority))?
+    }
+
+    fn read(&self, status: StatusCode, body: &[u8]) -> anyhow::Result<Value> {
+        let said = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
         match (status, said) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
                 "the gateway at {} refuses the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
@@ -84,7 +113,7 @@ impl Listener {
             (_, Some(said)) if said["detail"].is_string() => {
                 bail!("{} (http://{})", said["detail"].as_str().unwrap_or_default(), self.authority)
             }
-            (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(&body).trim()),
+            (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(body).trim()),
             _ => bail!("what answers at {} is not the admin listener of a Sluicegate ({status})", self.authority),
         }
     }
