@@ -128,6 +128,9 @@ impl Cluster {
                 sleep(PAUSE).await;
             }
             if monotonic() >= due {
+                if redirections == 0 {
+                    return Err(StoreError::Overloaded);
+                }
                 break;
             }
             let error = match ask(self.guard(&address)?, asking).await {

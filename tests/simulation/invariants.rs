@@ -139,7 +139,8 @@ impl History<'_> {
                 violated("a store that replies within the timeout is used", message);
             }
         }
-        if !matches!(class, Class::Slow | Class::Faulty | Class::FaultyMaster) {
+        // Two of three slow connections may delay nine in ten of the calls.
+        if !matches!(class, Class::Slow | Class::Uneven | Class::Faulty | Class::FaultyMaster) {
             for (gateway, openings) in self.openings.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
                 violated("the breaker stays closed while the store replies", message);
