@@ -20,6 +20,19 @@ use clap::{Parser, Subcommand};
 use crate::config::error::ConfigError;
 use crate::runtime::Runtime;
 
+/// What `--version` prints behind the name; `-V` prints the version alone. Set by `build.rs`.
+const BUILD: &str = concat!(
+    env!("CARGO_PKG_VERSION"),
+    "\ncommit: ",
+    env!("SLUICEGATE_COMMIT"),
+    "\nrustc: ",
+    env!("SLUICEGATE_RUSTC_VERSION"),
+    "\ntarget: ",
+    env!("SLUICEGATE_TARGET"),
+    "\nPGO: ",
+    env!("SLUICEGATE_PGO"),
+);
+
 /// Exit code of a configuration that cannot be used.
 const BAD_CONFIG: u8 = 2;
 
@@ -27,7 +40,7 @@ const BAD_CONFIG: u8 = 2;
 ///
 /// Matches routes, finds out who asks, makes one atomic store call, and forwards the request or answers 429.
 #[derive(Debug, Parser)]
-#[command(version, max_term_width = 100)]
+#[command(version, long_version = BUILD, max_term_width = 100)]
 pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,

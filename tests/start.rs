@@ -51,8 +51,18 @@ fn the_command_line_explains_itself() {
         let output = binary().args(arguments).output().unwrap();
         (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
     };
-    let (code, out, _) = run(&["--version"]);
+    let (code, out, _) = run(&["-V"]);
     assert_eq!((code, out.trim()), (Some(0), concat!("sluicegate ", env!("CARGO_PKG_VERSION"))));
+    let (code, out, _) = run(&["--version"]);
+    assert_eq!(code, Some(0));
+    let lines: Vec<_> = out.lines().collect();
+    let [name, commit, rustc, target, pgo] = lines[..] else { panic!("five lines: {out}") };
+    assert_eq!(name, concat!("sluicegate ", env!("CARGO_PKG_VERSION")));
+    // Development builds name no commit.
+    assert_eq!(commit, "commit: unknown");
+    assert!(rustc.starts_with("rustc: rustc 1."), "{rustc}");
+    assert_eq!(target, format!("target: {}-unknown-linux-gnu", std::env::consts::ARCH));
+    assert_eq!(pgo, "PGO: no");
     let (code, out, _) = run(&["--help"]);
     assert_eq!(code, Some(0));
     for word in ["run", "check", "--config <FILE>", "default: gateway.toml", "rate limits"] {
