@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test simulation test-long test-clients test-ops test-page check bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference certs tools peers
+.PHONY: run test simulation test-long test-clients test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -77,6 +77,11 @@ release: tools peers
 	mkdir -p dist
 	cp target/pgo/optimized/$(HOST)/release/sluicegate dist/sluicegate
 	dist/sluicegate --version
+
+# Licenses, banned crates and sources of the dependencies, by deny.toml. Advisories need a database from the network: the workflow checks them.
+deny:
+	@command -v cargo-deny >/dev/null || cargo install --locked cargo-deny
+	cargo deny --locked check bans licenses sources
 
 check:
 	cargo fmt --check
