@@ -96,8 +96,10 @@ for i = 3, #ARGV, 5 do
   end
 end
 
--- After the writes: once something is deleted, Redis accepts a write beyond `maxmemory`.
-for i = 1, #ended do call('HDEL', key, ended[i]) end
+-- After the writes: once something is deleted, Redis accepts a write beyond `maxmemory`. A write may have replaced the record.
+for i = 1, #ended do
+  if not records[ended[i]] then call('HDEL', key, ended[i]) end
+end
 -- The oldest removals are forgotten first.
 if (counts.removed or 0) > most then
   local removed = {}

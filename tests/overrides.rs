@@ -299,3 +299,18 @@ fn script_writes_no_older_revision() {
     let reply = run(records::remove(HASH, &field(5), known, 2));
     assert_eq!(written(reply, &field(5), "").unwrap().0, Written::Nothing);
 }
+
+#[test]
+fn record_that_replaces_an_ended_one_is_kept() {
+    let redis = Redis::start();
+    let mut connection = redis.connection();
+    let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());
+    // The last one is only deleted.
+    plant(&redis, (1..=3).map(|identity| (identity, [1, 1, 1])));
+    let hour = Duration::from_secs(3600);
+    run(records::set(HASH, &field(1), "new", hour, Known::default(), 2));
+    plant(&redis, [2, 3].into_iter().map(|identity| (identity, [1, 1, 1])));
+    let lost = Record { field: field(2), text: "lost".to_owned(), revision: 5, expiry_us: FAR, kept_us: FAR };
+    run(records::restore(HASH, &[lost], 2));
+    assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
+}
