@@ -125,8 +125,9 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             timeout: Duration::from_secs(5),
             connect_timeout: Duration::from_secs(5),
             algorithms: Parts::default(),
+            clock: clock.clone(),
         };
-        let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), clock.clone(), Arc::default()));
+        let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), Arc::default()));
         // Connected, and the script known.
         store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();
         let before = used_memory(&mut server.connection());

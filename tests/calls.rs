@@ -44,9 +44,10 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> RedisStore {
         timeout,
         connect_timeout: PATIENCE,
         algorithms: Parts::default(),
+        clock: Clock::Store,
     };
     let server = Server::Fixed(redis::Client::open(fake.url()).unwrap());
-    let store = RedisStore::new(&settings, server, Clock::Store, Arc::default());
+    let store = RedisStore::new(&settings, server, Arc::default());
     store.connect().await.unwrap();
     store
 }

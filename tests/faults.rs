@@ -535,6 +535,7 @@ fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
         timeout,
         connect_timeout: Duration::from_secs(1),
         algorithms: Parts::default(),
+        clock: Clock::Store,
     };
-    RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Clock::Store, Arc::default())
+    RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Arc::default())
 }

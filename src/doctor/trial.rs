@@ -57,9 +57,10 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
         timeout: PATIENCE,
         connect_timeout: PATIENCE,
         algorithms: Parts::default(),
+        clock: Clock::Store,
     };
     // It was seen to be of the right kind before.
-    let store = RedisStore::new(&settings, server.target.clone(), Clock::Store, Arc::default());
+    let store = RedisStore::new(&settings, server.target.clone(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.identity;
     let (mut kinds, mut slowest) = (Vec::new(), tokio::time::Duration::ZERO);

@@ -6,7 +6,7 @@ use std::time::Instant;
 use redis::{Cmd, Value};
 use tokio::time::{Duration, sleep, timeout};
 
-use super::clock::{self, Clock, monotonic};
+use super::clock::{self, monotonic};
 use super::cluster::topology::Topology;
 use super::cluster::{self, Cluster};
 use super::guard::{Breaker, Guard, Recovery};
@@ -50,9 +50,7 @@ impl Shared {
         tallies: Arc<Tallies>,
     ) -> Self {
         match servers.clone() {
-            Servers::One(server) => {
-                Shared::One(Guard::new(RedisStore::new(settings, server, Clock::Store, tallies), breaker))
-            }
+            Servers::One(server) => Shared::One(Guard::new(RedisStore::new(settings, server, tallies), breaker)),
             Servers::Cluster { seeds, login } => {
                 Shared::Cluster(Cluster::new(settings.clone(), seeds, login, topology, tallies))
             }

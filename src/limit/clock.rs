@@ -18,7 +18,8 @@ pub enum Clock {
     Skewed(i64),
     /// An instant set by hand, in µs since the Unix epoch.
     Manual(Arc<AtomicU64>),
-    /// So many µs since the Unix epoch at an instant, and on from there as [`monotonic`] goes.
+    /// Redis' own `TIME` for decisions, while this process' clock showed so many µs since the Unix epoch at an instant, and runs
+    /// with [`monotonic`] since then.
     Running(Instant, u64),
 }
 
@@ -53,8 +54,8 @@ impl Clock {
     /// Now as the script's argument: 0 leaves it to the server.
     pub fn argument_us(&self) -> u64 {
         match self {
-            Clock::Manual(_) | Clock::Running(..) => self.now_us(),
-            Clock::Store | Clock::Skewed(_) => 0,
+            Clock::Manual(_) => self.now_us(),
+            Clock::Store | Clock::Skewed(_) | Clock::Running(..) => 0,
         }
     }
 }

@@ -11,7 +11,7 @@ use futures_util::future::join_all;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::time::{Duration, sleep, timeout};
 
-use super::clock::{Clock, monotonic};
+use super::clock::monotonic;
 use super::guard::{Guard, Recovery};
 use super::redis::server::{Address, Login};
 use super::redis::slots::{Slots, slot};
@@ -229,7 +229,7 @@ impl Cluster {
             return Ok(guard.clone());
         }
         let server = login.node(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
-        let store = RedisStore::new(settings, server, Clock::Store, self.0.tallies.clone());
+        let store = RedisStore::new(settings, server, self.0.tallies.clone());
         let guard = Guard::of_node(store, topology.breaker(address), address.clone());
         known.guards.insert(address.clone(), guard.clone());
         Ok(guard)

@@ -50,6 +50,8 @@ pub struct RedisSettings {
     pub connect_timeout: Duration,
     /// What the scripts to load on every new connection must know.
     pub algorithms: Parts,
+    /// Clock of this process, for the boundaries of calendar windows.
+    pub clock: Clock,
 }
 
 /// One Redis, or many.
@@ -127,8 +129,8 @@ pub struct Sample {
 
 impl RedisStore {
     /// A store that connects when it is first used. Make one for each runtime: connections live on the one that made them.
-    pub fn new(settings: &RedisSettings, server: Server, clock: Clock, tallies: Arc<Tallies>) -> Self {
-        let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms } = settings.clone();
+    pub fn new(settings: &RedisSettings, server: Server, tallies: Arc<Tallies>) -> Self {
+        let RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock } = settings.clone();
         // In a cluster each identity has a slot of its own.
         let together = server.mode() != ServerMode::Cluster;
         let connections = connection::pool(server, algorithms, connections, connect_timeout);

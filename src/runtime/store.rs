@@ -13,6 +13,7 @@ use super::reader::Reader;
 use super::{Route, StoreSettings};
 use crate::config;
 use crate::config::error::Issue;
+use crate::limit::clock::Clock;
 use crate::limit::redis::RedisSettings;
 use crate::limit::redis::script::Parts;
 
@@ -50,7 +51,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.metering.limits);
             let algorithms = Parts::of(limits.map(|metered| &metered.limit.standard.rule));
-            let redis = RedisSettings { prefix, connections, timeout, connect_timeout, algorithms };
+            let redis =
+                RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock: Clock::Store };
             settings.redis = Some((servers, redis));
         }
         Err(place::Wrong { what, hint }) => reader.issue(Issue::at(text.span(), what).hint(hint)),

@@ -49,6 +49,7 @@ impl Gateway {
             timeout: schedule.timeout,
             connect_timeout: std::time::Duration::from_secs(1),
             algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
+            clock: Clock::Store,
         };
         let servers = match schedule.nodes {
             2.. => {

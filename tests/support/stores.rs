@@ -100,8 +100,9 @@ pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
         timeout: PATIENCE,
         connect_timeout: PATIENCE,
         algorithms: Parts::default(),
+        clock,
     };
-    RedisStore::new(&settings, Server::Fixed(server.client()), clock, Arc::default())
+    RedisStore::new(&settings, Server::Fixed(server.client()), Arc::default())
 }
 
 pub fn quota(count: u64, window: u64) -> Quota {
