@@ -38,9 +38,14 @@ fn held() -> (FakeRedis, mpsc::Sender<()>) {
 }
 
 async fn connected(fake: &FakeRedis, timeout: Duration) -> RedisStore {
+    connected_by(fake, timeout, 1).await
+}
+
+/// A store with so many connections, which take turns.
+async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> RedisStore {
     let settings = RedisSettings {
         prefix: "rl".to_owned(),
-        connections: 1,
+        connections,
         timeout,
         connect_timeout: PATIENCE,
         algorithms: Parts::default(),
@@ -49,6 +54,7 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> RedisStore {
     let server = Server::Fixed(redis::Client::open(fake.url()).unwrap());
     let store = RedisStore::new(&settings, server, Arc::default());
     store.connect().await.unwrap();
+    store.renew_connections().await;
     store
 }
 
@@ -216,28 +222,10 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
 #[tokio::test]
 async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_busy() {
     let (fake, words) = held();
-    let store = Shared::One(Guard::new(connected(&fake, PATIENCE).await, Arc::default()));
-    let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
-    let backend = Backend::Redis { store, fallback, tallies: Arc::default() };
-    let ledger = Arc::new(Ledger { backend, denials: None, tasks: TaskTracker::new() });
-    let coalescer = Arc::new(Coalescer::new(PATIENCE, Arc::default()));
-    let plan = Arc::new(plan());
+    let hot = Hot::new(connected(&fake, PATIENCE).await, PATIENCE);
     let check = move || {
-        let (coalescer, ledger, plan) = (coalescer.clone(), ledger.clone(), plan.clone());
-        async move {
-            let pending = Pending {
-                place: 0,
-                plan: plan.clone(),
-                identity: Identity(1),
-                units: 1,
-                advance: 0,
-                debt_before_us: 0,
-            };
-            let key = Key { identity: Identity(1), bucket: &plan.bucket };
-            let charge = Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 };
-            let set = Set { id: 1, advance: 0 };
-            coalescer.check(&ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
-        }
+        let hot = hot.clone();
+        async move { hot.check().await }
     };
     let another = check.clone();
     let first = tokio::spawn(async move {
@@ -257,6 +245,73 @@ async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_bus
     let later = timeout(PATIENCE, first).await.expect("it is answered").unwrap();
     assert!(all([second].into_iter().chain(later).collect()).await);
     assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
+}
+
+/// Checks of one identity, which share their calls.
+#[derive(Clone)]
+struct Hot {
+    ledger: Arc<Ledger>,
+    coalescer: Arc<Coalescer>,
+    plan: Arc<Plan>,
+}
+
+impl Hot {
+    fn new(store: RedisStore, timeout: Duration) -> Hot {
+        let store = Shared::One(Guard::new(store, Arc::default()));
+        let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
+        let backend = Backend::Redis { store, fallback, tallies: Arc::default() };
+        Hot {
+            ledger: Arc::new(Ledger { backend, denials: None, tasks: TaskTracker::new() }),
+            coalescer: Arc::new(Coalescer::new(timeout, Arc::default())),
+            plan: Arc::new(plan()),
+        }
+    }
+
+    /// Whether a check gets a verdict.
+    async fn check(&self) -> bool {
+        let Hot { ledger, coalescer, plan } = self;
+        let pending =
+            Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1, advance: 0, debt_before_us: 0 };
+        let key = Key { identity: Identity(1), bucket: &plan.bucket };
+        let charge = Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 };
+        let set = Set { id: 1, advance: 0 };
+        coalescer.check(ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
+    }
+}
+
+#[tokio::test]
+async fn checks_without_a_unit_do_not_wait_for_the_refund_of_a_cancelled_one() {
+    let (words, held) = mpsc::channel::<()>();
+    let held = Mutex::new(held);
+    // The first two calls are held. Each call grants one unit, and refunds have no reply.
+    let fake = FakeRedis::start(move |command| match command.operation() {
+        Some('R') => Answer::Silence,
+        Some(_) => {
+            let _ = held.lock().unwrap().recv();
+            command.admitted()
+        }
+        None => Answer::Usual,
+    });
+    // A call is not waited for longer than a sixteenth of the timeout, if another one is to be made.
+    let timeout = 16 * PATIENCE;
+    let hot = Hot::new(connected_by(&fake, timeout, 2).await, timeout);
+    let check = || {
+        let hot = hot.clone();
+        tokio::spawn(async move { hot.check().await })
+    };
+    let first = check();
+    come(&fake, 1).await;
+    let (cancelled, other) = (check(), check());
+    yield_now().await;
+    words.send(()).unwrap();
+    come(&fake, 2).await;
+    assert_eq!(fake.calls()[1].cost(), 2, "one call for both");
+    cancelled.abort();
+    assert!(cancelled.await.is_err());
+    drop(words);
+    assert!(all(vec![first, other]).await);
+    come(&fake, 4).await;
+    assert_eq!(fake.calls().iter().filter(|call| call.operation() == Some('R')).count(), 1);
 }
 
 fn plan() -> Plan {

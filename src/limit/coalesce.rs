@@ -241,9 +241,13 @@ impl Calls {
             for (pending, outcome) in refunded.iter_mut().zip(&verdict.outcomes) {
                 pending.debt_before_us = pending.plan.rule.debt_before_us(outcome, 0, verdict.granted);
             }
-            if let Err(error) = self.ledger.call(Source::Store, refund, &refunded).await {
-                debug!(%error, "units of requests that were abandoned may not have been given back");
-            }
+            let ledger = self.ledger.clone();
+            // A separate task: the checks without an answer do not wait for the reply.
+            self.ledger.spawn(async move {
+                if let Err(error) = ledger.call(Source::Store, refund, &refunded).await {
+                    debug!(%error, "units of requests that were abandoned may not have been given back");
+                }
+            });
         }
         if left.is_empty() {
             return;

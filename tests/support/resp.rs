@@ -53,6 +53,11 @@ impl Command {
         argument.chars().map(|byte| byte as u8).collect()
     }
 
+    /// What the first request of a script call asks for.
+    pub fn operation(&self) -> Option<char> {
+        self.is_script().then(|| self.argument().get(16).map(|letter| char::from(*letter))).flatten()
+    }
+
     /// What the first request of a script call costs at its first limit.
     pub fn cost(&self) -> usize {
         packed(&self.argument(), 8 + 25 + 2)
