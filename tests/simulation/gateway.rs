@@ -14,8 +14,10 @@ use sluicegate::limit::denials::Denials;
 use sluicegate::limit::guard::Breaker;
 use sluicegate::limit::key::IdentityHasher;
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::operator::Operator;
 use sluicegate::limit::overrides::Overrides;
 use sluicegate::limit::redis::hello::Mode;
+use sluicegate::limit::redis::records;
 use sluicegate::limit::redis::script::Parts;
 use sluicegate::limit::redis::server::{Address, Login, Server};
 use sluicegate::limit::redis::{RedisSettings, Servers};
@@ -26,30 +28,37 @@ use crate::network::{START_US, Way, World};
 use crate::schedule::{LimitSpec, Request, Schedule, Use};
 use crate::store::{HOST, StateName, port_of};
 
+/// The first part of every key.
+const PREFIX: &str = "rl";
+
 pub struct Gateway {
     breaker: Arc<Breaker>,
     /// In a cluster it has the breakers.
     topology: Arc<Topology>,
     pub workers: Vec<Arc<Limiter>>,
+    pub operator: Operator,
 }
 
 impl Gateway {
     pub fn start(index: usize, schedule: &Schedule, world: &Arc<World>) -> Gateway {
         let breaker = Arc::<Breaker>::default();
-        let fallback = Arc::new(MemoryStore::new(1 << 16, Clock::running(START_US)));
+        let clock = Clock::running(START_US.saturating_add_signed(schedule.skews_us[index]));
+        let fallback = Arc::new(MemoryStore::new(1 << 16, clock.clone()));
         let denials = Some(Arc::new(Denials::new(10_000)));
-        let overrides = Arc::new(Overrides::new(IdentityHasher::new("simulation"), |_| None, denials.clone()));
+        let limits: Vec<_> = schedule.limits.iter().map(|spec| spec.limit.clone()).collect();
+        let find = move |name: &str| limits.iter().find(|limit| *limit.name == *name).cloned();
+        let overrides = Arc::new(Overrides::new(IdentityHasher::new("simulation"), find, denials.clone()));
         let topology = Arc::<Topology>::default();
         let (lines, advances) = Default::default();
         let way = Arc::new(Way { gateway: index, world: world.clone() });
         let client = redis::Client::open(format!("redis://{HOST}:{}", port_of(0))).expect("a URL");
         let settings = RedisSettings {
-            prefix: "rl".to_owned(),
+            prefix: PREFIX.to_owned(),
             connections: schedule.connections,
             timeout: schedule.timeout,
             connect_timeout: std::time::Duration::from_secs(1),
             algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
-            clock: Clock::Store,
+            clock,
         };
         let servers = match schedule.nodes {
             2.. => {
@@ -59,10 +68,12 @@ impl Gateway {
             _ => Servers::One(Server::Dialed { client, mode: Mode::Standalone, dial: way }),
         };
         let servers = (servers, settings);
+        let mut first = None;
         let worker = |worker: usize| {
             let tallies = Arc::<sluicegate::limit::tallies::Tallies>::default();
             let store = Shared::new(&servers, breaker.clone(), topology.clone(), tallies.clone());
             let connecting = store.clone();
+            first.get_or_insert_with(|| store.clone());
             tokio::spawn(async move { connecting.connect().await });
             let backend = Backend::Redis { store, fallback: fallback.clone(), tallies };
             let first_lease = (index as u64) << 40 | (worker as u64 + 1) << 32;
@@ -70,7 +81,13 @@ impl Gateway {
             Arc::new(Limiter::new(backend, denials.clone(), advances, lines, overrides.clone(), first_lease))
         };
         let workers = (0..schedule.workers).map(worker).collect();
-        Gateway { breaker, topology, workers }
+        let store = first.expect("a worker");
+        if !schedule.overrides.is_empty() {
+            let (overrides, store) = (overrides.clone(), store.clone());
+            tokio::spawn(async move { overrides.follow(&store, &records::key(PREFIX)).await });
+        }
+        let operator = Operator { memory: fallback, shared: Some((store, PREFIX.to_owned())), overrides };
+        Gateway { breaker, topology, workers, operator }
     }
 
     /// How often a breaker has opened.

@@ -1,5 +1,5 @@
-//! A deterministic simulation of the whole limiter: gateways with their real queues, batches, caches, breakers and permits, over
-//! a simulated network and store, in virtual time.
+//! A deterministic simulation of the whole limiter: gateways with their real queues, batches, caches, breakers, permits and
+//! overrides, over a simulated network and store, in virtual time.
 //!
 //! A seed gives a schedule of limits, requests and faults. `SCHEDULES=n` plays so many; `SEED=s` plays one and prints what
 //! happens in it.
@@ -8,7 +8,10 @@
 
 mod gateway;
 mod invariants;
+#[path = "../support/lua.rs"]
+mod lua;
 mod network;
+mod overrides;
 mod random;
 mod run;
 mod schedule;

@@ -18,8 +18,10 @@ use crate::random::Random;
 use crate::schedule::{Fault, Incident, Schedule};
 use crate::store::{Store, port_of};
 
-/// The instant of the store's clock at which a schedule begins: a whole number of minutes in 2027.
-pub const START_US: u64 = 30_000_000 * 60_000_000;
+/// The instant of the store's clock at which a schedule begins: six seconds before midnight in [`TIME_ZONE`], in January 2027.
+///
+/// [`TIME_ZONE`]: crate::schedule::TIME_ZONE
+pub const START_US: u64 = 30_000_000 * 60_000_000 - 6_000_000;
 
 type Command = Vec<Vec<u8>>;
 
@@ -110,7 +112,7 @@ fn refuses_connections(fault: Fault) -> bool {
 impl World {
     pub fn new(schedule: &Schedule, trace: bool) -> World {
         let state = State {
-            store: Store::new(schedule.nodes, START_US),
+            store: Store::new(schedule.nodes, schedule.lua, START_US),
             random: Random::new(!schedule.seed),
             active: Vec::new(),
             runs: (0..schedule.nodes).map(|_| running()).collect(),
@@ -323,10 +325,14 @@ impl World {
                 let (now, now_us) = (Instant::now(), self.now_us());
                 let state = &mut *self.state();
                 let before = state.store.history.len();
+                let written = state.store.overrides.len();
                 let (reply, limits) = state.store.run(now_us, gateway, node, &command);
                 state.busy_until[node] =
                     state.busy_until[node].max(now) + Duration::from_micros(self.service_us * limits);
                 if let Some(trace) = &mut state.trace {
+                    for written in &state.store.overrides[written..] {
+                        trace.push((self.began.elapsed(), format!("store: {written:?}")));
+                    }
                     for done in &state.store.history[before..] {
                         let asked = done.asked.iter().map(|asked| {
                             let lease =

@@ -17,7 +17,8 @@ use tokio_util::sync::CancellationToken;
 use crate::gateway::{Client, Gateway, Observed, Told};
 use crate::invariants::{self, Violation};
 use crate::network::World;
-use crate::schedule::{Class, Fault, Incident, Request, Schedule, Use};
+use crate::overrides::Watch;
+use crate::schedule::{Class, Fault, Incident, LimitSpec, Request, Schedule, Use};
 use crate::store::{StateName, charge};
 
 /// The permit of a request that has ended is released within this time, also when the first attempt fails.
@@ -105,6 +106,7 @@ impl Play {
         let client = self.client.clone();
         let schedule = client.schedule.clone();
         let requests: Vec<_> = schedule.requests.iter().map(|request| self.send_at(request.clone())).collect();
+        let watch = Watch::start(&client);
         let faults = tokio::spawn(bring_about(client.world.clone(), schedule.incidents.clone()));
         sleep_until(self.began + schedule.last_request() + 2 * schedule.timeout).await;
         faults.await.expect("the faults end");
@@ -143,6 +145,7 @@ impl Play {
         }
         .check();
         self.violations.extend(checked);
+        self.violations.extend(watch.finish(&client).await);
         self.probe().await;
         for (index, limiter) in client.gateways.iter().flat_map(|gateway| &gateway.workers).enumerate() {
             if timeout(Duration::from_secs(60), limiter.settle()).await.is_err() {
@@ -194,8 +197,10 @@ impl Play {
             let live = self.live_permits(&state);
             let running = held.by_store + held.by_share;
             let now = self.client.world.now();
+            let ttl_us = self.permit_ttl_us(&state);
+            let brought_back = self.client.world.state().store.brought_back(&state, ttl_us, self.client.world.now_us());
             let ending = held.ended.iter().filter(|ended| **ended + RELEASED_WITHIN > now).count() as u64;
-            if live > running + ending {
+            if live > running + ending + brought_back {
                 let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
                 self.violated("permits of requests that have ended are released", message);
             }
@@ -211,10 +216,17 @@ impl Play {
         }
     }
 
+    fn spec(&self, state: &StateName) -> &LimitSpec {
+        self.schedule().limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit")
+    }
+
+    fn permit_ttl_us(&self, state: &StateName) -> u64 {
+        self.spec(state).permits().expect("permits").lease
+    }
+
     fn live_permits(&self, state: &StateName) -> u64 {
         const MANY: u64 = 1 << 20;
-        let spec = self.schedule().limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit");
-        let lease = spec.permits().expect("permits").lease;
+        let (spec, lease) = (self.spec(state), self.permit_ttl_us(state));
         let rule = Rule::Concurrency(Concurrency { limit: MANY, lease });
         let now_us = self.client.world.now_us();
         MANY - self
@@ -232,7 +244,11 @@ impl Play {
         let longest = schedule.limits.iter().map(|spec| spec.reset_us()).max().unwrap_or_default();
         sleep(Duration::from_micros(longest) + Duration::from_secs(2)).await;
         for (index, spec) in schedule.limits.iter().enumerate() {
-            if spec.limit.shadow || spec.used == Use::PostPaid || spec.limit.name.starts_with("heartbeat") {
+            if spec.limit.shadow
+                || spec.is_calendar()
+                || spec.used == Use::PostPaid
+                || spec.limit.name.starts_with("heartbeat")
+            {
                 continue;
             }
             let permits = spec.permits().is_some();

@@ -13,9 +13,13 @@ use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::key::{Identity, IdentityHasher};
 use sluicegate::limit::plan::{Division, Limit, OnStoreError, Plan};
-use sluicegate::limit::quota::Quota;
+use sluicegate::limit::quota::{Calendar, Quota};
 
+use crate::overrides::{self, Change};
 use crate::random::Random;
+
+/// The zone of calendar windows: a day begins within the schedule.
+pub const TIME_ZONE: &str = "America/Los_Angeles";
 
 /// What the store is like while the requests come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,6 +135,11 @@ impl LimitSpec {
         IdentityHasher::new("simulation").hash(&client.to_le_bytes())
     }
 
+    /// Whether the windows follow the calendar.
+    pub fn is_calendar(&self) -> bool {
+        matches!(self.rule(), Rule::FixedWindow(FixedWindow { start: Start::Calendar(_), .. }))
+    }
+
     pub fn permits(&self) -> Option<&Concurrency> {
         if let Rule::Concurrency(rule) = self.rule() { Some(rule) } else { None }
     }
@@ -140,6 +149,7 @@ impl LimitSpec {
         match self.rule() {
             Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
             Rule::Concurrency(rule) => rule.lease,
+            _ if self.is_calendar() => 0,
             _ => 2 * self.window_us(),
         }
     }
@@ -181,9 +191,15 @@ pub struct Schedule {
     pub service_us: u64,
     /// After so long without a call the store closes a connection.
     pub idle_close: Option<Duration>,
+    /// Whether the store runs the scripts, and not their twin in Rust.
+    pub lua: bool,
+    /// How far the clocks of the gateways are off, µs.
+    pub skews_us: Vec<i64>,
     pub limits: Vec<LimitSpec>,
     pub requests: Vec<Request>,
     pub incidents: Vec<Incident>,
+    /// What administrators do, in order.
+    pub overrides: Vec<Change>,
 }
 
 /// What the limits of a schedule are mostly like.
@@ -253,11 +269,24 @@ impl Schedule {
             jitter,
             service_us: if class == Class::Overload { 60 } else { random.pick(&[0, 5]) },
             idle_close: (class == Class::IdleClose).then(|| ms(random.of(50..1500))),
+            lua: false,
+            skews_us: Vec::new(),
             limits: Vec::new(),
             requests: Vec::new(),
             incidents: Vec::new(),
+            overrides: Vec::new(),
         };
-        schedule.add_limits(random, theme);
+        // Numbers of their own: what is added here leaves the rest of a schedule as it is.
+        let more = &mut Random::new(seed.rotate_left(32));
+        schedule.lua = more.percent(15);
+        let calendar = schedule.lua && more.percent(40);
+        schedule.skews_us = vec![0; schedule.gateways];
+        if calendar {
+            // The last one is two days off: the store corrects the boundaries of the gateway, which takes two round trips.
+            schedule.round_trip /= 2;
+            schedule.skews_us.fill_with(|| more.pick(&[0, 4_000_000, -4_000_000, 200_000_000_000]));
+        }
+        schedule.add_limits(random, theme, calendar);
         schedule.add_requests(random, theme);
         match class {
             Class::Overload => schedule.overload(random),
@@ -276,6 +305,17 @@ impl Schedule {
             Class::FaultyMaster => schedule.add_fault_of_a_master(random),
             Class::Healthy | Class::Far | Class::IdleClose | Class::Cluster => {}
         }
+        let share = match class {
+            Class::Healthy | Class::Cluster => 5,
+            Class::FaultyMaster => 20,
+            Class::Faulty => 35,
+            Class::Far | Class::Slow | Class::Overload | Class::IdleClose | Class::Stalled | Class::Uneven => 0,
+        };
+        if more.percent(share) {
+            schedule.add_overrides(more);
+        }
+        // The twin does not know the order of the writes.
+        schedule.lua |= schedule.incidents.iter().any(|incident| incident.fault == Fault::OutOfMemory);
         schedule.requests.sort_by_key(|request| request.at);
         schedule.limits.push(heartbeat(schedule.gateways as u64));
         schedule
@@ -284,8 +324,9 @@ impl Schedule {
     /// What it is like, in some lines.
     pub fn summary(&self) -> Vec<String> {
         let Schedule { class, gateways, workers, connections, timeout, round_trip, jitter, .. } = self;
+        let decided_by = if self.lua { "Lua" } else { "the twin" };
         let mut lines = vec![format!(
-            "{class:?}: {gateways} gateways with {workers} workers of {connections} connections, timeout {timeout:?}, \
+            "{class:?}, decided by {decided_by}: {gateways} gateways with {workers} workers of {connections} connections, timeout {timeout:?}, \
              round trip {round_trip:?} + {jitter:?}, idle connections closed after {:?}",
             self.idle_close
         )];
@@ -325,7 +366,7 @@ impl Schedule {
         WARM_UP + ms(random.of(0..(self.last_request() - WARM_UP).as_millis() as u64 + 1))
     }
 
-    fn add_limits(&mut self, random: &mut Random, theme: Theme) {
+    fn add_limits(&mut self, random: &mut Random, theme: Theme, calendar: bool) {
         let count = match theme {
             Theme::Prefetch => random.pick(&[1, 2, 2]),
             Theme::Denials => 2,
@@ -351,6 +392,7 @@ impl Schedule {
                 true => permit_rule(random),
                 false => counting_rule(random, cost, theme),
             };
+            let (quota, rule) = if calendar { by_calendar(quota, rule) } else { (quota, rule) };
             let advance = match theme {
                 Theme::Prefetch => random.of(1..5).min(rule.capacity()),
                 _ => 0,
@@ -492,6 +534,34 @@ impl Schedule {
         }
     }
 
+    /// Overrides are set and removed; if the store fails, it loses writes in the end.
+    fn add_overrides(&mut self, random: &mut Random) {
+        let mut end = self.last_request().max(WARM_UP + ms(3000));
+        if let Some(last) = self.incidents.iter().map(|each| each.at + each.lasts).max() {
+            end = end.max(last);
+            if self.class == Class::Faulty {
+                let fault = match random.percent(50) {
+                    true => Fault::RestartEmpty,
+                    false => Fault::Failover(ms(random.of(10..4000))),
+                };
+                let at = last + ms(random.of(10..4000));
+                self.incidents.push(Incident { at, lasts: ms(random.of(10..2000)), fault, node: None });
+                end = end.max(at);
+            }
+        }
+        for _ in 0..random.of(3..12) {
+            let at = WARM_UP + ms(random.of(0..(end - WARM_UP).as_millis() as u64));
+            let lasts = match random.of(0..10) {
+                0..3 => None,
+                3..6 => Some(ms(random.of(1000..8000))),
+                _ => Some(ms(random.of(60_000..600_000))),
+            };
+            let gateway = random.of(0..self.gateways as u64) as usize;
+            self.overrides.push(Change { at, gateway, client: random.of(0..overrides::CLIENTS), lasts });
+        }
+        self.overrides.sort_by_key(|change| change.at);
+    }
+
     /// One master is silent, resets or refuses connections. It keeps its state.
     fn add_fault_of_a_master(&mut self, random: &mut Random) {
         let fault = random.pick(&[
@@ -528,6 +598,18 @@ fn heartbeat(gateways: u64) -> LimitSpec {
         division,
     };
     LimitSpec { limit: Arc::new(limit), used: Use::Plain, global: true, cost: 1 }
+}
+
+/// A fixed window of a day, where it is an aligned one.
+fn by_calendar(quota: Quota, rule: Rule) -> (Quota, Rule) {
+    match rule {
+        Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. }, .. }) => {
+            let quota = Quota { window_us: Some(86_400_000_000), calendar: Some(Calendar::Day), ..quota };
+            let start = Start::calendar(Calendar::Day, TIME_ZONE).expect("a zone");
+            (quota, Rule::FixedWindow(FixedWindow::new(quota, start).unwrap()))
+        }
+        rule => (quota, rule),
+    }
 }
 
 fn permit_rule(random: &mut Random) -> (Quota, Rule) {

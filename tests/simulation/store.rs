@@ -1,7 +1,9 @@
-//! The simulated store: decodes the commands of the gateways, decides by the Rust twin of the scripts, and keeps a history.
+//! The simulated store: decodes the commands of the gateways, decides by the scripts in Lua or by their Rust twin, and keeps a
+//! history.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::{LazyLock, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use aws_lc_rs::digest;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
@@ -14,11 +16,21 @@ use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
+use sluicegate::limit::quota::Calendar;
+use sluicegate::limit::redis::script::{Parts, script};
 use sluicegate::limit::redis::slots::slot;
+use sluicegate::limit::redis::wire::{self, Terms};
 use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+
+use crate::lua::{Database, Interpreter, Replied};
+use crate::overrides::Written;
+use crate::schedule::TIME_ZONE;
 
 /// Hash slots of a cluster.
 const SLOTS: usize = 16_384;
+
+/// The script that writes overrides.
+const OVERRIDES: &str = include_str!("../../lua/overrides.lua");
 
 /// The host of every server. A gateway that does not connect by the simulated network is refused there.
 pub const HOST: &str = "127.0.0.1";
@@ -65,6 +77,8 @@ pub struct Done {
     pub operation: Operation,
     pub asked: Vec<Asked>,
     pub verdict: Verdict,
+    /// Whether the store was out of memory.
+    pub out_of_memory: bool,
 }
 
 impl Done {
@@ -82,6 +96,18 @@ impl Done {
             Operation::Check | Operation::Peek | Operation::Renew => 0,
         }
     }
+
+    /// Whether the request needs memory for a state: a new charge or permit.
+    pub fn needs_memory(&self) -> bool {
+        let is_charge = match self.operation {
+            Operation::Check | Operation::Take | Operation::Charge => self.verdict.granted > 0,
+            Operation::Peek | Operation::Refund { .. } | Operation::Renew => false,
+        };
+        let mut outcomes = self.asked.iter().zip(&self.verdict.outcomes);
+        is_charge
+            && outcomes
+                .any(|(asked, outcome)| asked.cost > 0 && outcome.status == Status::Ok && !asked.mode.is_post_paid())
+    }
 }
 
 /// A reply in the bytes of the protocol.
@@ -92,18 +118,30 @@ pub type Reply = Vec<u8>;
 pub struct Store {
     nodes: Vec<Node>,
     clock: Clock,
+    /// Whether the scripts decide, and not their twin.
+    lua: bool,
     pub out_of_memory: bool,
     /// All that was decided, also what a failover lost.
     pub history: Vec<Done>,
+    /// All writes of overrides, also those that a failover lost.
+    pub overrides: Vec<Written>,
 }
 
 /// One server.
 #[derive(Debug)]
 struct Node {
     memory: MemoryStore,
-    scripts: BTreeSet<String>,
+    /// What the scripts have written.
+    database: RefCell<Database>,
+    scripts: BTreeMap<String, Arc<str>>,
     /// What the state consists of: indices of the history.
     kept: Vec<usize>,
+    /// What failovers lost: from which instant on, and indices of the history.
+    lost: Vec<(u64, Vec<usize>)>,
+}
+
+thread_local! {
+    static LUA: Interpreter = Interpreter::new();
 }
 
 fn memory(clock: &Clock) -> MemoryStore {
@@ -111,11 +149,18 @@ fn memory(clock: &Clock) -> MemoryStore {
 }
 
 impl Store {
-    /// A store of so many servers.
-    pub fn new(nodes: usize, now_us: u64) -> Store {
+    /// A store of so many servers. `lua`: the scripts decide, and not their twin.
+    pub fn new(nodes: usize, lua: bool, now_us: u64) -> Store {
         let clock = Clock::manual(now_us);
-        let node = |_| Node { memory: memory(&clock), scripts: BTreeSet::new(), kept: Vec::new() };
-        Store { nodes: (0..nodes).map(node).collect(), clock, out_of_memory: false, history: Vec::new() }
+        let node = |_| Node {
+            memory: memory(&clock),
+            database: RefCell::new(Database::with_journal()),
+            scripts: BTreeMap::new(),
+            kept: Vec::new(),
+            lost: Vec::new(),
+        };
+        let nodes = (0..nodes).map(node).collect();
+        Store { nodes, clock, lua, out_of_memory: false, history: Vec::new(), overrides: Vec::new() }
     }
 
     /// The number of the server that keeps the states of an identity.
@@ -132,8 +177,14 @@ impl Store {
         let from_us = now_us.saturating_sub(lost_us.unwrap_or(u64::MAX));
         for node in &mut self.nodes {
             node.scripts.clear();
+            node.database.get_mut().fall_back(from_us);
             node.memory = memory(&self.clock);
-            node.kept.retain(|index| self.history[*index].at_us < from_us);
+            let (kept, lost) = node.kept.drain(..).partition(|index| self.history[*index].at_us < from_us);
+            node.kept = kept;
+            node.lost.push((from_us, lost));
+            if self.lua {
+                continue;
+            }
             for index in &node.kept {
                 let Done { at_us, operation, asked, .. } = &self.history[*index];
                 self.clock.set(*at_us);
@@ -145,31 +196,74 @@ impl Store {
 
     /// What a check of this limit would get now; nothing is written.
     pub fn peek(&self, now_us: u64, charge: Charge<'_>) -> Outcome {
-        self.clock.set(now_us);
-        self.node_of(charge.key.identity).memory.decide(Operation::Peek, &[charge]).outcomes[0]
+        let node = self.node_of(charge.key.identity);
+        if !self.lua {
+            self.clock.set(now_us);
+            return node.memory.decide(Operation::Peek, &[charge]).outcomes[0];
+        }
+        let terms = [Terms::of(&charge, now_us)];
+        let mut argument = wire::argument(0, 1, 1);
+        wire::add(&mut argument, 1, Operation::Peek, &terms);
+        let mut key = Vec::new();
+        charge.key.write("rl", &mut key);
+        let script = script(wire::frame(Operation::Peek, &terms), Parts::of([charge.rule]));
+        let reply = node.evaluate(now_us, false, (&script.sha, &script.text), &[key], &[argument]);
+        verdicts(&reply.encode(), &[1])[0].as_ref().expect("a verdict").outcomes[0]
+    }
+
+    /// Permits of a state that a failover brought back, because it lost their releases. They end with their TTL.
+    pub fn brought_back(&self, state: &StateName, ttl_us: u64, now_us: u64) -> u64 {
+        let node = self.node_of(Identity(state.1));
+        let permits = |index: &usize| {
+            let done = &self.history[*index];
+            let asked = done.asked.iter().filter(|asked| asked.name == *state);
+            asked.map(|asked| (done, asked.lease)).collect::<Vec<_>>()
+        };
+        let is_release = |done: &Done| matches!(done.operation, Operation::Refund { .. });
+        let mut live = BTreeSet::new();
+        for (done, permit) in node.kept.iter().flat_map(permits) {
+            if is_release(done) {
+                live.remove(&permit)
+            } else {
+                done.verdict.granted > 0 && live.insert(permit)
+            };
+        }
+        let lost = node.lost.iter().filter(|(from_us, _)| now_us < from_us + ttl_us).flat_map(|(_, lost)| lost);
+        let released = lost.flat_map(permits).filter(|(done, _)| is_release(done)).map(|(_, permit)| permit);
+        live.intersection(&released.collect()).count() as u64
     }
 
     /// Run a command on a server, and return the reply and how many limits it decided.
     pub fn run(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
         let mode = if self.nodes.len() > 1 { "cluster" } else { "standalone" };
-        let scripts = &mut self.nodes[node].scripts;
+        let out_of_memory = self.out_of_memory;
+        let Node { scripts, database, .. } = &mut self.nodes[node];
+        let mut command_of = |words: &[&str]| {
+            let database = database.get_mut();
+            (database.now, database.out_of_memory) = (now_us, out_of_memory);
+            database.command(words).encode()
+        };
         let word = |index: usize| command.get(index).map_or("", |word| std::str::from_utf8(word).unwrap_or(""));
         let reply = match (word(0), word(1)) {
             ("HELLO", _) => array(&["server", "redis", "version", "7.4.0", "mode", mode, "role", "master"]),
             ("SCRIPT", "LOAD") => {
                 let sha = sha_of(word(2));
-                scripts.insert(sha.clone());
+                scripts.insert(sha.clone(), word(2).into());
                 format!("${}\r\n{sha}\r\n", sha.len()).into_bytes()
             }
             ("EVAL", "return 1") => b":1\r\n".to_vec(),
+            ("EVAL", script) if script == OVERRIDES => self.write_overrides(now_us, gateway, node, command),
             ("EVAL", script) => {
-                scripts.insert(sha_of(script));
-                return self.evaluate(now_us, gateway, node, command);
+                let sha = sha_of(script);
+                scripts.insert(sha.clone(), script.into());
+                return self.evaluate(now_us, gateway, node, &sha, command);
             }
-            ("EVALSHA", sha) if !scripts.contains(sha) => {
+            ("EVALSHA", sha) if !scripts.contains_key(sha) => {
                 b"-NOSCRIPT No matching script. Please use EVAL.\r\n".to_vec()
             }
-            ("EVALSHA", _) => return self.evaluate(now_us, gateway, node, command),
+            ("EVALSHA", sha) => return self.evaluate(now_us, gateway, node, sha, command),
+            ("TIME", _) => command_of(&["TIME"]),
+            ("HGETALL", key) => command_of(&["HGETALL", key]),
             ("CLUSTER", "SLOTS") => self.slots(),
             ("PING", _) => b"+PONG\r\n".to_vec(),
             _ => b"+OK\r\n".to_vec(),
@@ -177,46 +271,69 @@ impl Store {
         (reply, 0)
     }
 
-    fn evaluate(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> (Reply, u64) {
+    fn evaluate(&mut self, now_us: u64, gateway: usize, node: usize, sha: &str, command: &[Vec<u8>]) -> (Reply, u64) {
+        if self.lua {
+            return self.evaluate_in_lua(now_us, gateway, node, sha, command);
+        }
         let (requests, limits) = decode(command);
         let mut numbers = vec![now_us as f64];
-        let mut failures = Vec::new();
-        let mut before = 0;
         self.clock.set(now_us);
         for (operation, asked) in requests {
             let charges: Vec<_> = asked.iter().map(Asked::charge).collect();
-            if self.out_of_memory && would_write(&self.nodes[node].memory, operation, &charges) {
-                failures.push(before);
-                numbers.extend(asked.iter().flat_map(|_| [-1.0, 0.0, 0.0, 0.0, 0.0]));
-            } else {
-                let verdict = self.nodes[node].memory.decide(operation, &charges);
-                for Outcome { status, remaining, reset_us, retry_us } in &verdict.outcomes {
-                    let (status, retry) = match status {
-                        Status::Ok => (0.0, 0.0),
-                        Status::Over => (1.0, *retry_us as f64),
-                        Status::Never => (2.0, -1.0),
-                        Status::Busy => (3.0, *retry_us as f64),
-                    };
-                    numbers.extend([verdict.granted as f64, status, *remaining as f64, *reset_us as f64, retry]);
-                }
-                before += asked.len();
-                self.nodes[node].kept.push(self.history.len());
-                self.history.push(Done { at_us: now_us, gateway, operation, asked, verdict });
-                continue;
+            let verdict = self.nodes[node].memory.decide(operation, &charges);
+            for Outcome { status, remaining, reset_us, retry_us } in &verdict.outcomes {
+                let (status, retry) = match status {
+                    Status::Ok => (0.0, 0.0),
+                    Status::Over => (1.0, *retry_us as f64),
+                    Status::Never => (2.0, -1.0),
+                    Status::Busy => (3.0, *retry_us as f64),
+                };
+                numbers.extend([verdict.granted as f64, status, *remaining as f64, *reset_us as f64, retry]);
             }
-            before += asked.len();
+            self.record(node, Done { at_us: now_us, gateway, operation, asked, verdict, out_of_memory: false });
         }
-        let mut reply = Vec::new();
-        if !failures.is_empty() {
-            reply.extend(format!("*{}\r\n", 1 + 2 * failures.len()).bytes());
-        }
-        reply.extend(format!("${}\r\n", 8 * numbers.len()).bytes());
+        let mut reply = format!("${}\r\n", 8 * numbers.len()).into_bytes();
         reply.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
         reply.extend(b"\r\n");
-        for before in failures {
-            reply.extend(format!(":{before}\r\n-OOM command not allowed when used memory > 'maxmemory'.\r\n").bytes());
-        }
         (reply, limits)
+    }
+
+    fn record(&mut self, node: usize, done: Done) {
+        self.nodes[node].kept.push(self.history.len());
+        self.history.push(done);
+    }
+
+    fn evaluate_in_lua(
+        &mut self,
+        now_us: u64,
+        gateway: usize,
+        node: usize,
+        sha: &str,
+        command: &[Vec<u8>],
+    ) -> (Reply, u64) {
+        let (requests, count) = decode(command);
+        let (keys, arguments) = keys_and_arguments(command);
+        let script = &self.nodes[node].scripts[sha];
+        let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, (sha, script), keys, arguments).encode();
+        let limits: Vec<_> = requests.iter().map(|(_, asked)| asked.len()).collect();
+        for ((operation, asked), verdict) in requests.into_iter().zip(verdicts(&reply, &limits)) {
+            if let Some(verdict) = verdict {
+                let out_of_memory = self.out_of_memory;
+                self.record(node, Done { at_us: now_us, gateway, operation, asked, verdict, out_of_memory });
+            }
+        }
+        (reply, count)
+    }
+
+    /// Run the script that writes overrides.
+    fn write_overrides(&mut self, now_us: u64, gateway: usize, node: usize, command: &[Vec<u8>]) -> Reply {
+        let (keys, arguments) = keys_and_arguments(command);
+        let reply = self.nodes[node].evaluate(now_us, self.out_of_memory, ("overrides", OVERRIDES), keys, arguments);
+        if let Replied::Array(parts) = &reply {
+            let statuses = parts.iter().map(|part| matches!(part, Replied::Integer(1)));
+            self.overrides.extend(Written::of(now_us, gateway, arguments, statuses));
+        }
+        reply.encode()
     }
 
     /// The reply to `CLUSTER SLOTS`.
@@ -232,24 +349,37 @@ impl Store {
     }
 }
 
+impl Node {
+    fn evaluate(
+        &self,
+        now_us: u64,
+        out_of_memory: bool,
+        script: (&str, &str),
+        keys: &[Vec<u8>],
+        arguments: &[Vec<u8>],
+    ) -> Replied {
+        let database = &mut *self.database.borrow_mut();
+        (database.now, database.out_of_memory) = (now_us, out_of_memory);
+        LUA.with(|lua| lua.run(database, script, keys, arguments))
+    }
+}
+
+/// The keys and the other arguments of a script call.
+fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
+    let count: usize = std::str::from_utf8(&command[2]).expect("text").parse().expect("the number of keys");
+    command[3..].split_at(count)
+}
+
+/// What a reply of the scripts says to requests with so many limits each; none where one failed.
+fn verdicts(reply: &[u8], limits: &[usize]) -> Vec<Option<Verdict>> {
+    let value = redis::parse_redis_value(reply).expect("a reply");
+    let mut reply = wire::Reply::new(value, limits.iter().sum()).expect("a reply of the scripts");
+    limits.iter().map(|limits| reply.next(*limits).expect("a verdict").ok()).collect()
+}
+
 /// The port of a server.
 pub fn port_of(node: usize) -> u16 {
     1 + node as u16
-}
-
-/// Whether Redis would reject a command of the script while it is out of memory. Releases of permits only free some.
-fn would_write(memory: &MemoryStore, operation: Operation, charges: &[Charge<'_>]) -> bool {
-    let all_permits = charges.iter().all(|charge| matches!(charge.rule, Rule::Concurrency(_)));
-    match operation {
-        Operation::Peek => false,
-        Operation::Check => memory.decide(Operation::Peek, charges).granted > 0,
-        Operation::Take => {
-            let one: Vec<_> = charges.iter().map(|charge| Charge { cost: 1, ..*charge }).collect();
-            memory.decide(Operation::Peek, &one).granted > 0
-        }
-        Operation::Charge | Operation::Renew => true,
-        Operation::Refund { .. } => !all_permits,
-    }
 }
 
 fn array(words: &[&str]) -> Reply {
@@ -272,9 +402,9 @@ fn sha_of(script: &str) -> String {
 /// Reads the keys and the argument of a script call, see `lua/check.lua`: its requests, and how many limits they have.
 fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<Asked>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
-    let count: usize = text(&command[2]).parse().expect("the number of keys");
-    let mut keys = command[3..3 + count].iter();
-    let argument = &command[3 + count];
+    let (keys, arguments) = keys_and_arguments(command);
+    let (count, argument) = (keys.len(), &arguments[0]);
+    let mut keys = keys.iter();
     let mut at = 0;
     let mut bytes = |count: usize| {
         at += count;
@@ -314,6 +444,11 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<Asked>)>, u64) {
                 b'B' => Rule::TokenBucket(TokenBucket { burst: a, refill: b, parts: c }),
                 b'F' => Rule::FixedWindow(FixedWindow { limit, window, start: Start::Aligned { phase: c } }),
                 b'X' => Rule::FixedWindow(FixedWindow { limit, window, start: Start::FirstRequest }),
+                b'K' => {
+                    // Only Lua decides by it.
+                    let start = Start::calendar(Calendar::Day, TIME_ZONE).expect("a zone");
+                    Rule::FixedWindow(FixedWindow { limit, window: 0, start })
+                }
                 b'W' => Rule::SlidingWindow(SlidingWindow { limit, window, unit: c }),
                 b'S' => Rule::SlidingBuckets(SlidingBuckets { limit, window, buckets: c }),
                 b'L' => Rule::SlidingLog(SlidingLog { limit, window }),

@@ -135,9 +135,7 @@ impl Database {
                 self.keep(key, |(score, _)| *score > last)
             }
             ["ZCOUNT", key, first, "+inf"] => Replied::Integer(self.after(key, first).count() as i64),
-            ["ZRANGEBYSCORE", key, first, "+inf"] => {
-                array(self.after(key, first).map(|(_, member)| member.clone()))
-            }
+            ["ZRANGEBYSCORE", key, first, "+inf"] => array(self.after(key, first).map(|(_, member)| member.clone())),
             ["ZRANGEBYSCORE", key, first, "+inf", "WITHSCORES", "LIMIT", skip, "1"] => {
                 let found = self.after(key, first).nth(skip.parse().unwrap());
                 array(found.into_iter().flat_map(|(score, member)| [member.clone(), score.to_string()]))

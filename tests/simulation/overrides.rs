@@ -1,0 +1,285 @@
+//! Overrides in a schedule: administrators set and remove them on single gateways, and all gateways follow.
+
+use std::collections::BTreeMap;
+use std::ops::RangeInclusive;
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use sluicegate::limit::key::{Identity, IdentityHasher};
+use sluicegate::limit::overrides::{EVERYWHERE, Size, size_field};
+use sluicegate::limit::plan::Limit;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, sleep_until};
+
+use crate::gateway::Client;
+use crate::invariants::Violation;
+use crate::network::START_US;
+
+/// Clients that may have an override.
+pub const CLIENTS: u64 = 3;
+
+/// How often it is looked which overrides are in force.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// The expiry of an override is not judged so close to it.
+const CLOSE_US: u64 = 50_000;
+
+/// What an administrator does on a gateway.
+#[derive(Debug, Clone, Copy)]
+pub struct Change {
+    pub at: Duration,
+    pub gateway: usize,
+    pub client: u64,
+    /// How long a new override is to last. None: the override is removed.
+    pub lasts: Option<Duration>,
+}
+
+/// A write that the store has made for an administrator.
+#[derive(Debug, Clone)]
+pub struct Written {
+    pub at_us: u64,
+    pub gateway: usize,
+    pub field: String,
+    /// The new override. None: it was removed.
+    pub new: Option<New>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct New {
+    /// Every change sets another quota.
+    pub quota: u64,
+    pub expiry_us: u64,
+}
+
+impl Written {
+    /// The writes of a call of the script, see `lua/overrides.lua`: the first status is that of an administrator's write.
+    pub fn of(
+        at_us: u64,
+        gateway: usize,
+        arguments: &[Vec<u8>],
+        mut statuses: impl Iterator<Item = bool>,
+    ) -> Option<Written> {
+        let text = |index: usize| std::str::from_utf8(&arguments[index]).expect("text");
+        let is_written = text(0) != "restore" && statuses.next() == Some(true);
+        is_written.then(|| {
+            let expiry_us = at_us + text(3).parse::<u64>().expect("a number");
+            let new = (text(0) == "set").then(|| {
+                let size: Size = serde_json::from_str(text(6)).expect("an override");
+                New { quota: count(&size), expiry_us }
+            });
+            Written { at_us, gateway, field: text(2).to_owned(), new }
+        })
+    }
+}
+
+fn count(size: &Size) -> u64 {
+    size.quota.split_once('/').and_then(|(count, _)| count.parse().ok()).expect("a quota")
+}
+
+/// A call of an administrator that was told that it succeeded.
+#[derive(Debug)]
+struct Acknowledged {
+    gateway: usize,
+    field: String,
+    /// The quota of the new override. None: it was removed.
+    quota: Option<u64>,
+    /// When the call ran, µs.
+    ran: RangeInclusive<u64>,
+    /// How many looks there had been.
+    looks: usize,
+}
+
+impl Acknowledged {
+    fn is_of(&self, written: &Written) -> bool {
+        self.gateway == written.gateway
+            && self.field == written.field
+            && self.quota == written.new.map(|new| new.quota)
+            && self.ran.contains(&written.at_us)
+    }
+}
+
+/// What is in force on a gateway for a client, when it was looked.
+#[derive(Debug)]
+struct Look {
+    at_us: u64,
+    gateway: usize,
+    client: u64,
+    quota: Option<u64>,
+}
+
+/// Makes the changes of a schedule, and looks what is in force.
+pub struct Watch {
+    seen: Arc<Seen>,
+    began: Instant,
+    changes: Vec<JoinHandle<()>>,
+    looks: JoinHandle<()>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    acknowledged: Mutex<Vec<Acknowledged>>,
+    looks: Mutex<Vec<Look>>,
+}
+
+/// The limit that has overrides: nothing else depends on it.
+fn limit(client: &Client) -> &Arc<Limit> {
+    &client.schedule.limits.last().expect("the heartbeat").limit
+}
+
+fn identity(client: u64) -> Identity {
+    IdentityHasher::new("simulation").hash(format!("override {client}").as_bytes())
+}
+
+impl Watch {
+    pub fn start(client: &Arc<Client>) -> Watch {
+        let (seen, began) = (Arc::<Seen>::default(), Instant::now());
+        let changes = client.schedule.overrides.iter().enumerate().map(|(number, change)| {
+            let (client, seen, change) = (client.clone(), seen.clone(), *change);
+            tokio::spawn(async move {
+                sleep_until(began + change.at).await;
+                seen.make(&client, number as u64 + 1, change).await;
+            })
+        });
+        let changes = changes.collect();
+        let (client, watching) = (client.clone(), seen.clone());
+        let looks = tokio::spawn(async move {
+            while !client.schedule.overrides.is_empty() {
+                watching.look(&client);
+                sleep(LOOK).await;
+            }
+        });
+        Watch { seen, began, changes, looks }
+    }
+
+    /// What is wrong, now that the store is back and all gateways have polled.
+    pub async fn finish(self, client: &Client) -> Vec<Violation> {
+        for change in self.changes {
+            // A panic is reported by the hook.
+            let _ = change.await;
+        }
+        let last = client.schedule.overrides.last().map_or(Duration::ZERO, |change| change.at);
+        sleep_until(self.began + last + EVERYWHERE + Duration::from_secs(1)).await;
+        self.looks.abort();
+        self.seen.check(client)
+    }
+}
+
+impl Seen {
+    async fn make(&self, client: &Client, number: u64, change: Change) {
+        let Change { gateway, client: of, lasts, .. } = change;
+        let (limit, operator) = (limit(client), &client.gateways[gateway].operator);
+        let began_us = client.world.now_us();
+        let done = match lasts {
+            Some(lasts) => {
+                let size = Size { quota: format!("{number}/s"), burst: None, note: None };
+                operator.put(limit, identity(of), size, lasts).await.map(|_| true).map_err(|error| error.to_string())
+            }
+            None => operator.remove(limit, identity(of)).await.map_err(|error| error.to_string()),
+        };
+        client.world.note(|| format!("gateway {gateway}: override {number} of client {of} for {lasts:?}: {done:?}"));
+        if done == Ok(true) {
+            let ran = began_us..=client.world.now_us();
+            let field = size_field(limit, identity(of));
+            let (quota, looks) = (lasts.map(|_| number), self.looks.lock().unwrap().len());
+            self.acknowledged.lock().unwrap().push(Acknowledged { gateway, field, quota, ran, looks });
+            // From now on this gateway knows it.
+            self.look(client);
+        }
+    }
+
+    fn look(&self, client: &Client) {
+        let (limit, at_us) = (limit(client), client.world.now_us());
+        for (gateway, of) in client.gateways.iter().enumerate() {
+            let table = of.operator.overrides.current();
+            for client in 0..CLIENTS {
+                let found = table.as_ref().and_then(|table| table.find(limit, identity(client)));
+                let quota = found.map(|found| count(&found.size));
+                self.looks.lock().unwrap().push(Look { at_us, gateway, client, quota });
+            }
+        }
+    }
+
+    fn check(&self, client: &Client) -> Vec<Violation> {
+        if client.schedule.overrides.is_empty() {
+            return Vec::new();
+        }
+        self.look(client);
+        let mut violations = Vec::new();
+        let written = client.world.state().store.overrides.clone();
+        for of in 0..CLIENTS {
+            let field = size_field(limit(client), identity(of));
+            let written: Vec<_> = written.iter().filter(|written| written.field == field).collect();
+            self.check_client(client, of, &written, &mut violations);
+        }
+        violations
+    }
+
+    /// `written`: what the store has written for this client, oldest first.
+    fn check_client(&self, client: &Client, of: u64, written: &[&Written], violations: &mut Vec<Violation>) {
+        let mut violated = |invariant, message| violations.push(Violation::new(invariant, message));
+        let (acknowledged, looks) = (self.acknowledged.lock().unwrap(), self.looks.lock().unwrap());
+        // The newest write that each gateway is known to know.
+        let mut newest: BTreeMap<usize, usize> = BTreeMap::new();
+        for (number, look) in looks.iter().enumerate().filter(|(_, look)| look.client == of) {
+            let at = || Duration::from_micros(look.at_us - START_US);
+            let newest = newest.entry(look.gateway).or_default();
+            for own in acknowledged.iter().filter(|own| own.gateway == look.gateway && own.looks <= number) {
+                let number = written.iter().rposition(|written| own.is_of(written));
+                *newest = (*newest).max(number.unwrap_or_default());
+            }
+            let Some(quota) = look.quota else { continue };
+            let is_it = |written: &&&Written| written.new.is_some_and(|new| new.quota == quota);
+            let Some(number) = written.iter().rposition(|written| is_it(&written)) else {
+                violated("an override in force was written", format!("{look:?}"));
+                continue;
+            };
+            let expiry_us = written[number].new.map_or(0, |new| new.expiry_us);
+            if look.at_us > expiry_us + CLOSE_US {
+                let message = format!("gateway {} at {:?}: {:?}", look.gateway, at(), written[number]);
+                violated("an expired override is not in force", message);
+            }
+            if number < *newest {
+                let message = format!(
+                    "gateway {} at {:?}: {:?}, after {:?}",
+                    look.gateway,
+                    at(),
+                    written[number],
+                    written[*newest]
+                );
+                violated("a replaced or removed override does not come back", message);
+            }
+            *newest = (*newest).max(number);
+        }
+        // The last one that an administrator was told of, or one after it, of which the reply was lost.
+        let is_told = |written: &Written| acknowledged.iter().any(|own| own.is_of(written));
+        let last_told = written.iter().rposition(|written| is_told(written));
+        let now_us = client.world.now_us();
+        let mut possible: Vec<Option<u64>> = Vec::new();
+        if last_told.is_none() {
+            possible.push(None);
+        }
+        for written in &written[last_told.unwrap_or_default()..] {
+            match written.new {
+                Some(New { quota, expiry_us }) => {
+                    if now_us < expiry_us + CLOSE_US {
+                        possible.push(Some(quota));
+                    }
+                    if expiry_us < now_us + CLOSE_US {
+                        possible.push(None);
+                    }
+                }
+                None => possible.push(None),
+            }
+        }
+        let last = |gateway: usize| looks.iter().rfind(|look| look.client == of && look.gateway == gateway);
+        let in_force: Vec<_> =
+            (0..client.gateways.len()).map(|gateway| last(gateway).and_then(|look| look.quota)).collect();
+        let close = possible.contains(&None) && possible.len() > 1;
+        let differ = !close && in_force.iter().any(|quota| *quota != in_force[0]);
+        if differ || in_force.iter().any(|quota| !possible.contains(quota)) {
+            let message =
+                format!("client {of}: {in_force:?} on the gateways, expected one of {possible:?} of {written:?}");
+            violated("overrides are in force on all gateways after the store is back", message);
+        }
+    }
+}
