@@ -2,9 +2,18 @@
 
 mod support;
 
+use std::convert::Infallible;
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::channel;
+use std::time::Instant;
 
+use bytes::Bytes;
+use futures_util::stream;
+use http_body_util::StreamBody;
+use hyper::body::Frame;
+use hyper_util::rt::{TokioExecutor, TokioIo};
 use support::PATIENCE;
 use support::gateway::Gateway;
 use support::http2;
@@ -89,20 +98,21 @@ impl Http2 {
         let _ = self.stream.write_all(bytes);
     }
 
+    /// The next frame: kind, stream, payload; none when the connection is closed.
+    fn next(&mut self) -> Option<(u8, u32, Vec<u8>)> {
+        let mut head = [0; 9];
+        self.stream.read_exact(&mut head).ok()?;
+        let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
+        self.stream.read_exact(&mut payload).ok()?;
+        Some((head[3], u32::from_be_bytes(head[5..9].try_into().unwrap()), payload))
+    }
+
     /// Reads until this stream has an end.
     fn end_of(&mut self, stream: u32) -> End {
         loop {
-            let mut head = [0; 9];
-            if self.stream.read_exact(&mut head).is_err() {
-                return Gone(0);
-            }
-            let mut payload = vec![0; u32::from_be_bytes([0, head[0], head[1], head[2]]) as usize];
-            if self.stream.read_exact(&mut payload).is_err() {
-                return Gone(0);
-            }
+            let Some((kind, id, payload)) = self.next() else { return Gone(0) };
             let number = |from: usize| u32::from_be_bytes(payload[from..from + 4].try_into().unwrap());
-            let id = u32::from_be_bytes(head[5..9].try_into().unwrap());
-            match head[3] {
+            match kind {
                 HEADERS if id == stream => return Status(status(&payload)),
                 RST_STREAM if id == stream => return Reset(number(0)),
                 GOAWAY => return Gone(number(4)),
@@ -694,10 +704,11 @@ fn headers_are_counted_alike_in_both_versions() {
 
 const PRIORITY: u8 = 2;
 const PING: u8 = 6;
+const PADDED: u8 = 8;
 const ENHANCE_YOUR_CALM: u32 = 11;
 
 #[test]
-fn floods_of_frames_that_carry_no_request_end_the_connection() {
+fn floods_of_frames_that_carry_little_end_the_connection() {
     let upstream = Upstream::start();
     // The request that is open stays so.
     let gateway = Gateway::start(&format!(
@@ -715,6 +726,11 @@ fn floods_of_frames_that_carry_no_request_end_the_connection() {
         ("WINDOW_UPDATE of a stream", frame(WINDOW_UPDATE, 0, 1, &[0, 0, 0, 1])),
         ("a type that there is not", frame(0xfa, 0, 0, b"x")),
         ("empty DATA", frame(DATA, 0, 1, b"")),
+        ("DATA of one byte", frame(DATA, 0, 1, b"x")),
+        ("DATA of four bytes", frame(DATA, 0, 1, b"xxxx")),
+        ("empty DATA with a length of padding", frame(DATA, PADDED, 1, &[0])),
+        ("empty DATA with padding", frame(DATA, PADDED, 1, &[&[20][..], &[0; 20]].concat())),
+        ("DATA of one byte with padding", frame(DATA, PADDED, 1, &[&[20, b'x'][..], &[0; 20]].concat())),
     ] {
         let mut connection = Http2::connect(&gateway);
         connection.send(&open);
@@ -756,6 +772,102 @@ fn frames_that_belong_to_traffic_do_not_end_the_connection() {
             }
         }
     }
+}
+
+/// Sends POST requests with bodies in DATA frames of these sizes over one connection, one after the other; how many are answered.
+fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+        let (mut sender, connection) =
+            hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+        tokio::spawn(connection);
+        for answered in 0..requests {
+            let frames: Vec<_> = sizes.iter().map(|size| Frame::data(Bytes::from(vec![b'x'; *size]))).collect();
+            let body = StreamBody::new(stream::iter(frames.into_iter().map(Ok::<_, Infallible>)));
+            let request = http::Request::post(format!("http://{}/upload", gateway.address)).body(body).unwrap();
+            match sender.send_request(request).await {
+                Ok(response) => assert_eq!(response.status(), 200),
+                Err(_) => return answered,
+            }
+        }
+        requests
+    })
+}
+
+/// h2 ends connections with more short frames than it may buffer. These are buffered one request after the other.
+#[test]
+fn short_data_frames_are_counted_unless_they_are_messages_or_remainders() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream);
+    for (what, sizes) in
+        [("one byte", vec![1; 500]), ("four bytes", vec![4; 500]), ("remainders of little", [255, 1, 1, 1].repeat(200))]
+    {
+        let answered = uploads(&gateway, &sizes, 40);
+        assert!((1..40).contains(&answered), "{what}: {answered} requests are answered");
+    }
+    for (what, sizes) in [("gRPC messages without content", vec![5; 500]), ("remainders", [256, 1].repeat(500))] {
+        assert_eq!(uploads(&gateway, &sizes, 40), 40, "{what}");
+        assert_eq!(upstream.last().body.len(), sizes.iter().sum::<usize>(), "{what}");
+    }
+    assert_eq!(uploads(&gateway, &[1; 900], 1), 1, "as many as a connection may send at once");
+}
+
+/// What a flood costs others is bounded: each connection of it ends after so many frames, and requests beside it are answered.
+#[test]
+#[allow(clippy::disallowed_methods)] // the budget grows with time
+fn a_client_is_served_beside_floods_of_pings() {
+    const FLOODERS: usize = 4;
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream);
+    let served = AtomicBool::new(false);
+    let (tell, ended) = channel();
+    std::thread::scope(|scope| {
+        for _ in 0..FLOODERS {
+            let (tell, served, gateway) = (tell.clone(), &served, &gateway);
+            scope.spawn(move || {
+                while !served.load(Ordering::Relaxed) {
+                    let begun = Instant::now();
+                    let (answered, end) = flood_of_pings(gateway);
+                    assert_eq!(end, Gone(ENHANCE_YOUR_CALM), "after {answered} answers");
+                    // 1,000 at once, 200 each second, and some for what was sent.
+                    let most = 1_200 + 200 * (1 + begun.elapsed().as_secs());
+                    assert!(answered <= most, "{answered} answers of {most}");
+                    let _ = tell.send(());
+                }
+            });
+        }
+        drop(tell);
+        let floods = ended.iter().take(FLOODERS).count();
+        let mut client = gateway.client();
+        let statuses: Vec<_> = (0..300).map(|_| client.get("/beside").status).collect();
+        let meanwhile = ended.try_iter().count();
+        served.store(true, Ordering::Relaxed);
+        assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+        assert_eq!(floods, FLOODERS);
+        println!("300 requests beside {meanwhile} connections that each sent 20,000 PINGs");
+    });
+    assert_eq!(upstream.count(), 300);
+}
+
+/// Sends PINGs until the connection ends; how many are answered, and the end.
+fn flood_of_pings(gateway: &Gateway) -> (u64, End) {
+    let mut connection = Http2::connect(gateway);
+    let mut sender = connection.stream.try_clone().unwrap();
+    let flood = std::thread::spawn(move || {
+        let _ = sender.write_all(&frame(PING, 0, 0, &[0; 8]).repeat(20_000));
+    });
+    let mut answered = 0;
+    let end = loop {
+        match connection.next() {
+            Some((PING, _, _)) => answered += 1,
+            Some((GOAWAY, _, payload)) => break Gone(u32::from_be_bytes(payload[4..8].try_into().unwrap())),
+            Some(_) => {}
+            None => break Gone(0),
+        }
+    };
+    flood.join().unwrap();
+    (answered, end)
 }
 
 #[test]

@@ -1,5 +1,5 @@
 //! What a client sends on a connection, watched on its way to hyper: whether a request head has begun, and over HTTP/2 how many
-//! frames come that carry no request.
+//! frames come that carry no request, or next to nothing of its body.
 
 use std::io::{self, IoSlice};
 use std::pin::Pin;
@@ -24,13 +24,23 @@ const EACH_SECOND: u32 = 200;
 /// Control frames for each request: it may be cancelled, weighed and acknowledged.
 const EACH_REQUEST: u32 = 4;
 
-/// Bytes to the client that are worth a control frame.
+/// Bytes to the client that are worth a control frame, and bytes of DATA from it that are worth a short DATA frame.
 const BYTES_EACH: u32 = 256;
+
+/// Bytes of DATA that count for short frames at most.
+const MOST_RECEIVED: u32 = MOST * BYTES_EACH;
+
+/// Bytes of the shortest gRPC message: DATA frames with less count as control frames, as far as longer ones do not pay for them.
+const SHORT: u32 = 5;
 
 const DATA: u8 = 0;
 const HEADERS: u8 = 1;
 const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 4;
+const PADDED: u32 = 8;
+
+/// Bytes of a padded frame that may be padding: its length, and as much as that says (RFC 9113 §6.1).
+const PADDING: u32 = 256;
 
 /// GOAWAY for all streams, ENHANCE_YOUR_CALM (RFC 9113 §6.8, §7).
 const CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff\xff\0\0\0\x0b";
@@ -54,6 +64,8 @@ struct Frames {
     filled: Instant,
     /// Bytes to the client that are not counted yet.
     sent: u32,
+    /// Bytes of DATA from the client that short frames may still use.
+    received: u32,
     over: bool,
 }
 
@@ -76,6 +88,7 @@ impl<S> Watched<S> {
             left: BURST,
             filled: monotonic(),
             sent: 0,
+            received: 0,
             over: false,
         });
         Watched { stream, activity, frames }
@@ -96,17 +109,21 @@ impl<S> Watched<S> {
 impl Frames {
     /// Counts what came; whether it is too much.
     fn came(&mut self, bytes: &[u8]) -> bool {
-        let (mut control, mut requests, mut in_block) = (0, 0, self.in_block);
+        let (mut control, mut requests, mut in_block, mut received) = (0, 0, self.in_block, self.received);
         self.input.pass(bytes, |kind, [length, flags]| match kind {
             HEADERS | CONTINUATION => {
                 requests += u32::from(kind == HEADERS);
                 in_block = flags & u32::from(END_HEADERS) == 0;
             }
-            // Tunnels and uploads end with an empty frame, and some begin with one.
-            DATA if length > 0 => {}
+            // Clients divide uploads as their buffers and windows fall, also into short frames.
+            DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
+                data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
+                _ if received >= BYTES_EACH => received -= BYTES_EACH,
+                _ => control += 1,
+            },
             _ => control += 1,
         });
-        self.in_block = in_block;
+        (self.in_block, self.received) = (in_block, received);
         if control == 0 && requests == 0 {
             return self.over;
         }
@@ -174,7 +191,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> Watched<S> {
                 let _ = Pin::new(&mut self.stream).poll_flush(cx);
             }
         }
-        io::Error::other("the client sends too many control frames of HTTP/2")
+        io::Error::other("the client sends too many control frames or short DATA frames of HTTP/2")
     }
 }
 
