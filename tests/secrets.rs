@@ -15,6 +15,7 @@ use support::client::{Client, Reply};
 use support::eventually;
 use support::gateway::{Gateway, binary};
 use support::redis::{Redis, free_port};
+use support::reload::{ADMIN, ask};
 use support::tokens::{Key, encode, in_seconds, key_set};
 use support::upstream::Upstream;
 
@@ -301,14 +302,20 @@ fn nested(path: &[String], value: &str) -> Value {
     }
 }
 
-#[test]
-fn a_secret_at_any_key_of_the_schema_is_not_reported() {
-    let schema = fs::read_to_string(concat!(env!("CARGO_MANIFEST_DIR"), "/docs/gateway.schema.json")).unwrap();
-    let schema: Value = serde_json::from_str(&schema).unwrap();
+/// The keys of a file that take a string.
+fn keys_of(file: &str) -> Vec<Vec<String>> {
+    let path = format!("{}/docs/{file}.schema.json", env!("CARGO_MANIFEST_DIR"));
+    let schema: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
     let mut keys = Vec::new();
     string_keys(&schema, &schema, &[], &mut keys);
     keys.sort();
     keys.dedup();
+    keys
+}
+
+#[test]
+fn a_secret_at_any_key_of_the_schema_is_not_reported() {
+    let keys = keys_of("gateway");
     assert!(keys.len() > 80, "{} keys", keys.len());
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -326,4 +333,52 @@ fn a_secret_at_any_key_of_the_schema_is_not_reported() {
             }
         }
     }
+}
+
+#[test]
+fn a_secret_at_any_key_of_consumers_is_not_reported() {
+    let keys = keys_of("consumers");
+    assert!(keys.len() >= 4, "{keys:?}");
+    let config = format!(
+        "{ADMIN}[api_key]\nconsumers = \"consumers.toml\"\n\
+         [limit.key]\nby = \"api-key\"\nquota = \"1/s\"\ntiers = {{ gold = {{ quota = \"9/s\" }} }}\n\
+         [[route]]\nname = \"own\"\npath = \"/own\"\nrespond = {{ status = 200 }}\nlimits = [\"key\"]\n"
+    );
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
+    let (path, file) = (gateway.directory().join("gateway.toml"), gateway.directory().join("consumers.toml"));
+    let mut faults = 0;
+    for key in &keys {
+        let is_hash = key.iter().any(|name| name == "keys");
+        for value in ["http://planted:planted@host/?pass=planted", "/?token=planted", "planted-key"] {
+            // A name, a tier and a quota are no secrets, unless they look like one.
+            if value == "planted-key" && !is_hash {
+                continue;
+            }
+            let mut written = nested(key, value);
+            // In a consumer with a name, so that all of it is looked at; beside an unknown key, so that there is always a report.
+            let consumer = &mut written["consumer"][0];
+            if consumer["name"].is_null() {
+                consumer["name"] = json!("acme");
+            }
+            written["foo"] = json!("redis://planted@host");
+            fs::write(&file, toml::to_string(&written).unwrap()).unwrap();
+            for arguments in [&["check", "--offline"][..], &["check", "--offline", "--json"], &[]] {
+                let output = binary().args(arguments).arg("--config").arg(&path).output().unwrap();
+                let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+                assert!(!output.status.success() && said.contains("unknown key"), "{key:?}:\n{said}");
+                assert!(!said.contains("planted"), "{key:?} = {value}:\n{said}");
+            }
+            let reply = ask(&gateway, "POST", "/api/reload");
+            assert_eq!(reply.status, 422, "{key:?} = {value}: {}", reply.text());
+            let shown = ask(&gateway, "GET", "/api/config");
+            assert!(!shown.json()["last_error"].is_null(), "{}", shown.text());
+            for reply in [reply, shown] {
+                assert!(!reply.text().contains("planted"), "{key:?} = {value}:\n{}", reply.text());
+            }
+            faults += 1;
+        }
+    }
+    assert!(faults > 2 * keys.len(), "{faults} of {keys:?}");
+    let log = gateway.log();
+    assert!(log.contains("unknown key") && !log.contains("planted"), "{log}");
 }
