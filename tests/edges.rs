@@ -707,13 +707,13 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     });
 }
 
-/// 12 connections with 100 streams each whose responses nobody reads: a release takes at most what HAProxy takes for the same.
+/// 12 connections with 100 streams each whose responses the client does not read: at most what HAProxy takes for the same.
 #[test]
 fn unread_http2_responses_take_little_memory() {
     const CONNECTIONS: usize = 12;
     const STREAMS: usize = 100;
-    /// A release build takes 44 MiB.
-    const MOST: u64 = 64 << 20;
+    /// HAProxy 2.6 takes 47 MiB.
+    const MOST: u64 = 48 << 20;
     // The largest windows that there are, so that only the socket is in the way; and none, so that only the streams are.
     for window in [(1 << 31) - 1, 0] {
         let growth = unread(CONNECTIONS, STREAMS, window);

@@ -14,7 +14,7 @@ use super::activity::InFlight;
 use super::bounds::{BodyError, Bounds, Deadline, Silence};
 use super::budget::Piece;
 use super::flow::Flow;
-use super::reads::Reads;
+use super::reads::{ReadBound, Reads};
 use super::tunnel::Tunnel;
 
 /// Told when a response body is over.
@@ -22,9 +22,6 @@ pub trait Ending: Send {
     /// The body reached its end (`complete`) or was dropped before; `sent` bytes of data went out.
     fn ended(self: Box<Self>, sent: u64, complete: bool);
 }
-
-/// Bytes of a response of which little is read ahead.
-const READ_SMALL: u64 = 64 << 10;
 
 /// What a body has when it is asked for more.
 pub(super) type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
@@ -45,7 +42,7 @@ pub struct Body {
     /// Told what the client has to take.
     flow: Option<Arc<Flow>>,
     /// What is read ahead of it.
-    reads: Option<Reads>,
+    bound: Option<ReadBound>,
     /// Freed when the body is gone.
     kept: Option<Box<dyn Any + Send>>,
 }
@@ -76,7 +73,7 @@ impl Body {
             record: None,
             in_flight: None,
             flow: None,
-            reads: None,
+            bound: None,
             kept: None,
         }
     }
@@ -89,9 +86,9 @@ impl Body {
         body
     }
 
-    /// It is read from a connection that bounds its reads: as long as little of it was taken, or there is no room for more.
-    pub fn reading(mut self, reads: Reads) -> Self {
-        self.reads = Some(reads);
+    /// It is read from a connection whose reads are bounded by what of it may be buffered.
+    pub fn reading(mut self, bound: ReadBound) -> Self {
+        self.bound = Some(bound);
         self
     }
 
@@ -154,6 +151,15 @@ impl Body {
         })
     }
 
+    /// Read nothing ahead of this piece. The connection of a complete response reads on: another request may use it.
+    fn pause(&self) {
+        if let (Some(flow), Some(bound), false) = (&self.flow, &self.bound, self.complete)
+            && flow.is_stream()
+        {
+            bound.set(Reads::Paused);
+        }
+    }
+
     fn notice_end(&mut self) {
         if self.is_end_stream() {
             self.complete = true;
@@ -180,14 +186,12 @@ impl HttpBody for Body {
             return Poll::Ready(Some(Err(BodyError::Overdue)));
         }
         if let Some(flow) = self.flow.as_ref().filter(|flow| flow.is_stream()) {
-            let waits = flow.poll_room(cx).is_pending();
-            if let Some(reads) = &self.reads {
-                reads.be_small(self.sent < READ_SMALL || !flow.has_room());
+            let room = flow.poll_room(cx);
+            if let Some(bound) = &self.bound {
+                bound.set(if room.is_ready() { flow.reads(self.sent) } else { Reads::Paused });
             }
-            if waits {
-                // For its client, and not for its upstream.
-                return Poll::Pending;
-            }
+            // For its client, and not for its upstream.
+            ready!(room);
         }
         let polled = self.source.poll(cx);
         if let Some(flow) = &self.flow {
@@ -212,7 +216,9 @@ impl HttpBody for Body {
         } else {
             self.notice_end();
         }
-        Poll::Ready(frame.map(|frame| frame.map(|frame| self.piece(frame))))
+        let frame = frame.map(|frame| frame.map(|frame| self.piece(frame)));
+        self.pause();
+        Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
@@ -260,6 +266,10 @@ impl Drop for Body {
         if let Some(flow) = &self.flow {
             flow.rest();
             flow.end_at(None);
+        }
+        // hyper finds out that the body was dropped when it reads on, and closes the connection.
+        if let Some(bound) = self.bound.as_ref().filter(|_| !self.complete) {
+            bound.set(Reads::Small);
         }
         for ending in [self.lease.take(), self.record.take()].into_iter().flatten() {
             ending.ended(self.sent, self.complete);

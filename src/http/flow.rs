@@ -13,6 +13,10 @@ use tokio::sync::Notify;
 use tokio::time::{Duration, Instant, Sleep, sleep};
 
 use super::budget::{Budget, Reserved};
+use super::reads::Reads;
+
+/// Bytes of a response on a stream of which little is read at a time.
+const READ_SMALL: u64 = 64 << 10;
 
 thread_local! {
     /// The flow that the running task serves. Tokio's own locals of a task would count one reference more with each poll.
@@ -60,9 +64,19 @@ impl Flow {
         Flow { budget, is_stream, held, written, pieces, cut, unframed, bodies, over, read, end_us }
     }
 
-    /// Whether the running task serves one of several streams of a connection.
-    pub fn is_of_stream() -> bool {
-        CURRENT.with_borrow(|flow| flow.as_ref().is_some_and(|flow| flow.is_stream))
+    /// How much is read of the response to the request of the running task before its body is polled.
+    pub fn first_reads() -> Reads {
+        CURRENT.with_borrow(|flow| flow.as_ref().map_or(Reads::Any, |flow| flow.reads(0)))
+    }
+
+    /// How much is read at a time of a response of which so much was sent.
+    pub(super) fn reads(&self, sent: u64) -> Reads {
+        match sent {
+            _ if !self.is_stream => Reads::Any,
+            _ if !self.has_room() => Reads::Page,
+            ..READ_SMALL => Reads::Small,
+            _ => Reads::Any,
+        }
     }
 
     /// Whether more of responses may be buffered.

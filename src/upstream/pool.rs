@@ -15,7 +15,7 @@ use hyper_util::rt::TokioIo;
 use super::member::Member;
 use super::patience::Patience;
 use crate::http::flow::Flow;
-use crate::http::reads::{Bounded, Reads};
+use crate::http::reads::{Bounded, ReadBound};
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
@@ -30,7 +30,7 @@ pub(super) type Failure = TrySendError<Request<RequestBody>>;
 pub(super) struct Connection {
     sender: SendRequest<RequestBody>,
     pub(super) patience: Patience,
-    pub(super) reads: Reads,
+    pub(super) reads: ReadBound,
 }
 
 /// Idle connections.
@@ -99,7 +99,7 @@ impl Connection {
         &mut self,
         request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
-        self.reads.be_small(Flow::is_of_stream());
+        self.reads.set(Flow::first_reads());
         self.sender.try_send_request(request)
     }
 }
