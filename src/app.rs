@@ -157,7 +157,7 @@ impl App {
         let (background, attending) = Background::start(stop.clone())?;
         background.attend(&self.configuration.running().fleets).map_err(AppError::Worker)?;
         self.announce();
-        let memory = Arc::new(MemoryStore::new(self.runtime.store.memory_identities, Clock::Store));
+        let memory = Arc::new(MemoryStore::new(self.runtime.store.max_memory_states, Clock::Store));
         let breaker = Arc::<Breaker>::default();
         let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();

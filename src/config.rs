@@ -65,9 +65,9 @@ pub struct Server {
     /// Threads that serve; 0 = one per core.
     #[schemars(range(min = 0, max = 1024), extend("default" = 0))]
     pub workers: Option<Spanned<i64>>,
-    /// Each worker serves its own connections; `"shared"`: one work-stealing runtime.
-    #[schemars(extend("enum" = ["per-core", "shared"], "default" = "per-core"))]
-    pub runtime: Option<Text>,
+    /// Each worker serves its own connections; `"work-stealing"`: all workers share one runtime that balances tasks.
+    #[schemars(extend("enum" = ["per-core", "work-stealing"], "default" = "per-core"))]
+    pub threading: Option<Text>,
     /// After SIGTERM or ctrl-c: finish what runs, then exit 0; a second signal exits at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "30s"))]
     pub drain_timeout: Option<Text>,
@@ -218,7 +218,7 @@ pub struct Store {
     pub secret: Option<Text>,
     /// Gateways that share the store: 1/n is the local share of a limit when the store is down.
     #[schemars(range(min = 1, max = 10000), extend("default" = 1))]
-    pub instances: Option<Spanned<i64>>,
+    pub gateway_count: Option<Spanned<i64>>,
     /// What Redis has denied is denied without asking again until it may have changed, for so many limits and
     /// identities; 0 = always ask.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 100000))]
@@ -227,7 +227,7 @@ pub struct Store {
     /// ([what happens when it is full](limits.md#what-you-can-rely-on)). A state takes about 150 bytes; sliding-buckets 9
     /// more for each part, sliding-log for each unit.
     #[schemars(range(min = 1, max = 1_099_511_627_775_i64), extend("default" = 1000000))]
-    pub memory_identities: Option<Spanned<i64>>,
+    pub max_memory_states: Option<Spanned<i64>>,
 }
 
 /// `tls` of the store

@@ -133,7 +133,7 @@ pub struct StoreSettings {
     /// Denials remembered; 0 = none.
     pub denial_cache: usize,
     /// Bound of the states kept in this process.
-    pub memory_identities: usize,
+    pub max_memory_states: usize,
 }
 
 /// A limit, and how requests meet it.

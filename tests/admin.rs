@@ -122,7 +122,7 @@ fn the_state_of_each_server_is_seen() {
     let server = upstream.url().trim_start_matches("http://").to_owned();
     let gateway = Gateway::start(&with_admin(&format!(
         "[upstream.api]\nservers = [\"http://{server}\", \"http://127.0.0.1:1\"]\n\
-         health = {{ path = \"/healthz\", interval = \"50ms\", unhealthy_after = 1 }}\n\
+         health_check = {{ path = \"/healthz\", interval = \"50ms\", unhealthy_threshold = 1 }}\n\
          [[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n"
     )));
     let of = |name: &str, server: &str| {

@@ -74,7 +74,7 @@ fn three_gateways_admit_exactly_a_fixed_window_and_ask_seldom() {
     let mut calls = Vec::new();
     for lease in [0, 100] {
         let redis = Redis::start();
-        let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/24h\"\nlease = {lease}");
+        let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/24h\"\nprefetch = {lease}");
         let gateways = [(); 3].map(|()| Gateway::start(&config(&redis, &limit)));
         // All of them fit, so that calls are compared and not denials.
         let mut total = admitted(&load(&addresses(&gateways), 48, 5000, "/r", &[]));
@@ -138,7 +138,7 @@ fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
         ("algorithm = \"sliding-log\"\nquota = \"100/500ms\"", false),
         ("algorithm = \"sliding-buckets\"\nquota = \"100/500ms\"", false),
     ] {
-        let config = config(&redis, &format!("{limit}\nlease = {LEASE}"));
+        let config = config(&redis, &format!("{limit}\nprefetch = {LEASE}"));
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut times = Times::new();
         for _ in 0..4 {
@@ -162,7 +162,7 @@ fn units_of_one_window_are_not_used_in_the_next() {
     const UNITS: u64 = 60;
     const SECOND: u64 = 1_000_000;
     let redis = Redis::start();
-    let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/1s\"\nlease = 20");
+    let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/1s\"\nprefetch = 20");
     let gateways = [(); 2].map(|()| Gateway::start(&config(&redis, &limit)));
     let phase = |wanted: RangeInclusive<u64>| {
         eventually("the time comes", || wanted.contains(&(unix_us() % SECOND)));
@@ -187,7 +187,7 @@ fn units_of_one_window_are_not_used_in_the_next() {
 fn what_is_left_comes_back() {
     for algorithm in ["fixed-window", "sliding-log", "sliding-buckets"] {
         let redis = Redis::start();
-        let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10000/24h\"\nlease = 50");
+        let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10000/24h\"\nprefetch = 50");
         let gateway = Gateway::start(&config(&redis, &limit));
         let (total, _) = until_something_is_kept(&redis, &gateway);
         eventually("what nobody used is given back", || charged(&redis) == total);
@@ -198,7 +198,7 @@ fn what_is_left_comes_back() {
 fn a_bucket_gets_back_what_has_not_flowed_back() {
     const UNITS: u64 = 1_000_000;
     let redis = Redis::start();
-    let config = config(&redis, "quota = \"1000000/1000h\"\nlease = 50");
+    let config = config(&redis, "quota = \"1000000/1000h\"\nprefetch = 50");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
     let (mut total, mut least) = (0, UNITS);
     eventually("a hot identity has units ahead", || {
@@ -218,7 +218,7 @@ fn a_bucket_gets_back_what_has_not_flowed_back() {
 fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_at_most() {
     for killed in [false, true] {
         let redis = Redis::start();
-        let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nlease = 50";
+        let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50";
         let mut gateway = Gateway::start(&config(&redis, limit));
         let (total, _) = until_something_is_kept(&redis, &gateway);
         if killed {
@@ -237,7 +237,7 @@ fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_
 #[test]
 fn who_was_denied_meanwhile_gets_what_comes_back() {
     let redis = Redis::start();
-    let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nlease = 2000");
+    let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nprefetch = 2000");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
     let (total, counted) = until_something_is_kept(&redis, &hot);
     assert_eq!(counted, 2000, "all of it was taken");
@@ -254,7 +254,7 @@ fn who_was_denied_meanwhile_gets_what_comes_back() {
 #[test]
 fn what_is_told_is_what_is_there() {
     let redis = Redis::start();
-    let gateway = Gateway::start(&config(&redis, "algorithm = \"fixed-window\"\nquota = \"5000/24h\"\nlease = 100"));
+    let gateway = Gateway::start(&config(&redis, "algorithm = \"fixed-window\"\nquota = \"5000/24h\"\nprefetch = 100"));
     const EACH: u64 = 100;
     let told: Vec<Vec<u64>> = std::thread::scope(|scope| {
         let ask = || {
@@ -280,7 +280,7 @@ fn a_unit_that_was_taken_ahead_is_refunded_where_it_was_charged() {
     let redis = Redis::start();
     let upstream = Upstream::answering(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
     let route = format!("upstream = \"u\"\n[upstream.u]\nservers = [\"{}\"]\n", upstream.url());
-    let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nlease = 50\nrefund_on = [\"5xx\"]";
+    let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50\nrefund_on = [\"5xx\"]";
     let gateway = Gateway::start(&config(&redis, limit).replace("respond = { status = 200 }\n", &route));
     let mut most = 0;
     eventually("a hot identity has units ahead", || {
@@ -300,8 +300,8 @@ fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
     let check = |store: &str| {
         let limit = |name: &str, rest: &str| format!("[limit.{name}]\nby = \"global\"\nquota = \"100/min\"\n{rest}\n");
         let limits = [
-            limit("bucket", "burst = 10\nlease = 5"),
-            limit("window", "algorithm = \"fixed-window\"\nlease = 5"),
+            limit("bucket", "burst = 10\nprefetch = 5"),
+            limit("window", "algorithm = \"fixed-window\"\nprefetch = 5"),
             limit("plain", ""),
         ];
         let route = |name: &str, limits: &str| {
@@ -321,13 +321,13 @@ fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
     for line in [
         "  bucket: at most 109 in any 60 s, 10 at once, and up to 5 more for each gateway\n",
         "  window: at most 200 in any 60 s, 100 at once\n",
-        "warning: the `lease` of `window` does nothing for requests of `mixed` that meet `plain`, which has none\n",
+        "warning: the `prefetch` of `window` does nothing for requests of `mixed` that meet `plain`, which has none\n",
     ] {
         assert!(said.contains(line), "{line} is missing in\n{said}");
     }
     assert_eq!(said.matches("does nothing").count(), 1, "{said}");
     let said = check("memory:");
-    assert!(said.contains("the `lease` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
+    assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
 }
 
 /// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.
@@ -350,7 +350,7 @@ fn prefetched_units_are_used_before_the_denial_cache_answers() {
     });
     let gateway = Gateway::start(&with_admin(&format!(
         "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"60s\"\n\
-         [limit.l]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\nlease = 50\n\
+         [limit.l]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\nprefetch = 50\n\
          [limit.m]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\n\
          [[route]]\nname = \"one\"\npath = \"/one\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n\
          [[route]]\nname = \"both\"\npath = \"/both\"\nlimits = [\"l\", \"m\"]\nrespond = {{ status = 200 }}\n",

@@ -163,7 +163,7 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
         })
         .collect();
     let mut redis = Redis::start();
-    let config = format!("[store]\nurl = \"{}\"\ntimeout = \"250ms\"\ninstances = 2\n{limits}", redis.url());
+    let config = format!("[store]\nurl = \"{}\"\ntimeout = \"250ms\"\ngateway_count = 2\n{limits}", redis.url());
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     let over = AtomicBool::new(false);
     let (began, began_us) = (monotonic(), unix_us());

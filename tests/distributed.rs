@@ -201,7 +201,7 @@ fn without_redis_each_limit_does_what_it_says() {
         [("deny", 1, (0, 0, 40)), ("allow", 1, (40, 0, 0)), ("local", 1, (20, 20, 0)), ("local", 4, (5, 35, 0))]
     {
         let gateway = Gateway::start(&format!(
-            "[store]\nurl = \"{nowhere}\"\ninstances = {instances}\n\
+            "[store]\nurl = \"{nowhere}\"\ngateway_count = {instances}\n\
              [limit.l]\nby = \"ip\"\nquota = \"20/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"{on_error}\"\n\
              [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
         ));
@@ -346,7 +346,7 @@ fn local_share_that_does_not_divide_evenly_is_rounded_up() {
                  [[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [\"{name}\"]\nrespond = {{ status = 200 }}\n"
             )
         });
-        let store = format!("[store]\nurl = \"{nowhere}\"\ninstances = {instances}\n");
+        let store = format!("[store]\nurl = \"{nowhere}\"\ngateway_count = {instances}\n");
         let gateway = Gateway::start(&(store + &limits.concat()));
         for name in algorithms {
             let statuses = load(&[gateway.address], 1, 21, &format!("/{name}"), &[]);
@@ -361,7 +361,7 @@ fn local_share_of_requests_in_flight_is_rounded_up() {
     let server = Server::start();
     server.set(Mood::Holds);
     let gateway = Gateway::start(&format!(
-        "[store]\nurl = \"redis://127.0.0.1:{}\"\ninstances = 3\n\
+        "[store]\nurl = \"redis://127.0.0.1:{}\"\ngateway_count = 3\n\
          [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"20\"\n\
          [upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
         free_port(),

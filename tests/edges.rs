@@ -327,9 +327,9 @@ fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
 
 #[test]
 fn beyond_max_connections_clients_wait() {
-    for layout in ["per-core", "shared"] {
+    for layout in ["per-core", "work-stealing"] {
         let gateway =
-            Gateway::start(&format!("[server]\nmax_connections = 3\nworkers = 2\nruntime = \"{layout}\"\n{HELLO}"));
+            Gateway::start(&format!("[server]\nmax_connections = 3\nworkers = 2\nthreading = \"{layout}\"\n{HELLO}"));
         let mut open: Vec<_> = (0..3).map(|_| gateway.client()).collect();
         for client in &mut open {
             assert_eq!(client.get("/").status, 200);

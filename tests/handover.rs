@@ -149,8 +149,8 @@ fn a_process_that_cannot_start_leaves_all_as_it_was() {
 
 #[test]
 fn any_number_of_workers_may_follow_any_other_and_each_can_be_followed_again() {
-    for (layout, before, after) in [("per-core", 4, 1), ("per-core", 1, 4), ("shared", 2, 2)] {
-        let config = |workers: u32| format!("[server]\nruntime = \"{layout}\"\nworkers = {workers}\n{}", says("x"));
+    for (layout, before, after) in [("per-core", 4, 1), ("per-core", 1, 4), ("work-stealing", 2, 2)] {
+        let config = |workers: u32| format!("[server]\nthreading = \"{layout}\"\nworkers = {workers}\n{}", says("x"));
         let mut gateway = Gateway::start(&config(before));
         gateway.put(&config(after));
         let first = hand_over(&mut gateway);

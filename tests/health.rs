@@ -14,13 +14,13 @@ fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Ga
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     Gateway::start(&format!(
         "[server]\nworkers = {workers}\n[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n\
-         health = {{ path = \"/healthz\", {health} }}\n{lines}\n\
+         health_check = {{ path = \"/healthz\", {health} }}\n{lines}\n\
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
         urls.join(", ")
     ))
 }
 
-const QUICK: &str = "interval = \"100ms\", timeout = \"5s\", unhealthy_after = 2, healthy_after = 2";
+const QUICK: &str = "interval = \"100ms\", timeout = \"5s\", unhealthy_threshold = 2, healthy_threshold = 2";
 
 /// `count` GETs that all succeed; how many went to this server.
 fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
@@ -54,14 +54,14 @@ fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
     let config = |lines: &str| {
         format!(
             "[upstream.api]\nservers = [\"{}\", \"{}\"]\nbalance = \"round-robin\"\n\
-             health = {{ path = \"/healthz\", {QUICK} }}\n{lines}\n\
+             health_check = {{ path = \"/healthz\", {QUICK} }}\n{lines}\n\
              [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
             ill.url(),
             well.url()
         )
     };
     let other = format!(
-        "[upstream.new]\nservers = [\"{}\"]\nhealth = {{ path = \"/healthz\", {QUICK} }}\n\
+        "[upstream.new]\nservers = [\"{}\"]\nhealth_check = {{ path = \"/healthz\", {QUICK} }}\n\
          [[route]]\nname = \"new\"\npath = \"/new\"\nupstream = \"new\"",
         new.url()
     );
@@ -81,7 +81,7 @@ fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
 #[test]
 fn without_a_healthy_server_it_is_503_until_one_is_back() {
     let [one, two] = &Server::fleet();
-    let health = "interval = \"1500ms\", unhealthy_after = 1, healthy_after = 1";
+    let health = "interval = \"1500ms\", unhealthy_threshold = 1, healthy_threshold = 1";
     let gateway = gateway(&[one, two], 1, health, "");
     one.down();
     two.down();
@@ -100,7 +100,7 @@ fn without_a_healthy_server_it_is_503_until_one_is_back() {
 fn a_server_that_does_not_answer_checks_is_unhealthy() {
     let [silent, well] = &Server::fleet();
     silent.set(Mood::Holds);
-    let health = "interval = \"100ms\", timeout = \"100ms\", unhealthy_after = 2";
+    let health = "interval = \"100ms\", timeout = \"100ms\", unhealthy_threshold = 2";
     let gateway = gateway(&[silent, well], 1, health, "");
     eventually("it is found out", || gateway.log().contains("no answer within 100ms"));
     assert_eq!(share(&gateway, silent, 20), 0);
@@ -159,7 +159,7 @@ fn http2_is_checked_by_http2_and_fails_over_as_well() {
     let (well, other, ill) = (http2_server("/healthz"), http2_server("/healthz"), http2_server("/elsewhere"));
     let gateway = Gateway::start(&format!(
         "[upstream.api]\nservers = [\"http://{}\", \"http://{}\", \"http://{}\"]\nprotocol = \"http2\"\n\
-         balance = \"round-robin\"\nhealth = {{ path = \"/healthz\", {QUICK} }}\n\
+         balance = \"round-robin\"\nhealth_check = {{ path = \"/healthz\", {QUICK} }}\n\
          [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
         well.address, other.address, ill.address
     ));
@@ -186,7 +186,7 @@ fn reload_that_removes_health_brings_a_server_that_was_down_back() {
             urls.join(", ")
         )
     };
-    let health = format!("health = {{ path = \"/healthz\", {QUICK} }}");
+    let health = format!("health_check = {{ path = \"/healthz\", {QUICK} }}");
     for servers in [&[ill, well][..], &[well, ill, new]] {
         ill.set(Mood::Answers(500));
         let gateway = Gateway::start(&with_admin(&config(&[ill, well], &health)));

@@ -221,9 +221,9 @@ fn who_waits_as_long_as_he_is_told_is_admitted() {
 
 #[test]
 fn decisions_on_one_process_are_exact_under_concurrency() {
-    for (layout, algorithm) in [("per-core", "fixed-window"), ("shared", "sliding-log"), ("per-core", "token-bucket")] {
+    for (layout, algorithm) in [("per-core", "fixed-window"), ("work-stealing", "sliding-log"), ("per-core", "token-bucket")] {
         let limit =
-            format!("[server]\nruntime = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
+            format!("[server]\nthreading = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
         // A day as a window of the algorithm's own, not of the calendar.
         let limit = limit.replace("/day", "/24h") + &format!("algorithm = \"{algorithm}\"\n");
         let gateway = Gateway::start(&routes(&limit, "limits = [\"l\"]"));
@@ -320,7 +320,7 @@ fn policy_names_the_limits_that_apply_and_no_other() {
 /// A route `/login` with limit `login` by address, and one `/q` with limit `wide` by what the client sends.
 fn crowded(wide: &str) -> Gateway {
     Gateway::start(&format!(
-        "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmemory_identities = 640\n\
+        "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmax_memory_states = 640\n\
          [limit.login]\nby = \"ip\"\nalgorithm = \"sliding-log\"\nquota = \"5/15m\"\n\
          [limit.wide]\nby = \"query:q\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\n{wide}\n\
          [[route]]\nname = \"login\"\npath = \"/login\"\nrespond = {{ status = 200 }}\nlimits = [\"login\"]\n\
@@ -368,7 +368,7 @@ fn a_limit_without_room_follows_on_store_error() {
         // Those that are counted stay counted: none has got another request in.
         assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
         let log = gateway.log();
-        assert!(log.contains("memory_identities") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");
+        assert!(log.contains("max_memory_states") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");
         assert!(metric(&gateway, "sluicegate_memory_states_refused_total") > 0.0, "{terms}");
         assert!(metric(&gateway, "sluicegate_memory_states") <= 640.0, "{terms}");
     }

@@ -262,7 +262,7 @@ fn who_came_first_is_let_in_first() {
 
 #[test]
 fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
-    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_waiting = 1";
+    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
     let mut first = gateway.client();
     assert_eq!(first.get("/r").status, 200);
@@ -283,7 +283,7 @@ fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
 #[test]
 fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
     let redis = Redis::start();
-    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_waiting = 1";
+    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
     let gateway = Gateway::start(&(stores(&redis)[1].clone() + "denial_cache = 0\n" + &answered(limit)));
     assert_eq!(gateway.get("/r").status, 200);
     let mut waiting = gateway.client();

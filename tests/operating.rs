@@ -414,7 +414,7 @@ fn an_override_of_one_process_ends_by_itself() {
 #[test]
 fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
     let redis = Redis::start();
-    let bucket = "[limit.two]\nby = \"header:x-id\"\nquota = \"5/3650d\"\nlease = 3\n";
+    let bucket = "[limit.two]\nby = \"header:x-id\"\nquota = \"5/3650d\"\nprefetch = 3\n";
     let gateway = Gateway::start(
         &one_limit(&redis.store(), &format!("2/{LONG}"), bucket).replace("[\"one\"]", "[\"one\", \"two\"]"),
     );

@@ -227,7 +227,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
     let redis = Redis::start();
     let upstream = endless();
     let config = format!(
-        "[store]\nurl = \"{}\"\ninstances = {GATEWAYS}\n\
+        "[store]\nurl = \"{}\"\ngateway_count = {GATEWAYS}\n\
          [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"{LIMIT}\"\n\
          [upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"1s\"\n\
          [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",

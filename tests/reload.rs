@@ -154,7 +154,7 @@ fn what_needs_a_restart_is_refused_by_its_name() {
     let no_admin = "";
     for (config, keys) in [
         (base("workers = 3", ADMIN, store, log, &listeners, "two"), &["server.workers"][..]),
-        (base("workers = 2\nruntime = \"shared\"", ADMIN, store, log, &listeners, "two"), &["server.runtime"]),
+        (base("workers = 2\nthreading = \"work-stealing\"", ADMIN, store, log, &listeners, "two"), &["server.threading"]),
         (base(server, &other_admin, store, log, &listeners, "two"), &["admin.address"]),
         (base(server, no_admin, store, log, &listeners, "two"), &["admin.address"]),
         (
@@ -222,7 +222,7 @@ fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
     let change = |from: &str, to: &str| base.replacen(from, to, 1);
     let rows = [
         ("server.workers", change("workers = 2", "workers = 3")),
-        ("server.runtime", add("server", "runtime = \"shared\"")),
+        ("server.threading", add("server", "threading = \"work-stealing\"")),
         ("listener.address", change(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{other}"))),
         ("admin.address", change(&format!("127.0.0.1:{admin}"), &format!("0.0.0.0:{admin}"))),
         ("store.url", change("rediss://127.0.0.1", "rediss://localhost")),
@@ -232,9 +232,9 @@ fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
         ("store.connections", add("store", "connections = 2")),
         ("store.prefix", add("store", "prefix = \"other\"")),
         ("store.secret", change("planted secret of the store", "planted another secret of it")),
-        ("store.instances", add("store", "instances = 2")),
+        ("store.gateway_count", add("store", "gateway_count = 2")),
         ("store.denial_cache", add("store", "denial_cache = 1000")),
-        ("store.memory_identities", add("store", "memory_identities = 100000")),
+        ("store.max_memory_states", add("store", "max_memory_states = 100000")),
         ("log.format", add("log", "format = \"json\"")),
         ("log.level", add("log", "level = \"warn\"")),
         ("log.access", change("access = \"off\"", "access = \"stdout\"")),
@@ -270,7 +270,7 @@ fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
     // A key that is left out has the place of its table.
     let (_, out) = checked(&gateway, &change("access = \"off\"\n", ""), &[]);
     assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
-    let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nruntime = \"shared\""), &[]);
+    let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
     assert_eq!(out.matches(REFUSED).count(), 2, "each has its warning: {out}");
 }
 

@@ -31,7 +31,7 @@ fn config(round: usize, server: &Server, certificate: &str) -> String {
          tls.certificates = [{{ cert = \"{certificate}.pem\", key = \"{certificate}.key\" }}]\n\
          [limit.ip]\nby = \"ip\"\nquota = \"{quota}\"\n\
          [upstream.api]\nservers = [\"http://{servers}:{port}\"]\nresponse_timeout = \"{timeout}s\"\n\
-         health = {{ path = \"/\", interval = \"100ms\", timeout = \"10s\" }}\n{}\
+         health_check = {{ path = \"/\", interval = \"100ms\", timeout = \"10s\" }}\n{}\
          [[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\nlimits = [\"ip\"]\n",
         if round.is_multiple_of(3) { route } else { String::new() }
     )

@@ -89,7 +89,7 @@ fn what_is_wrong_is_invalid() {
         "[server]\nworker = 1",
         "[server]\nworkers = -1",
         "[server]\nworkers = \"four\"",
-        "[server]\nruntime = \"green\"",
+        "[server]\nthreading = \"green\"",
         "[server]\ndrain_timeout = 30",
         "[server]\ndrain_timeout = \"30 seconds\"",
         "[server]\nmax_uri = \"8kb\"",
@@ -101,14 +101,14 @@ fn what_is_wrong_is_invalid() {
         "[limit.l]\nby = \"ip\"\nquota = \"1/s\"\nrefund_on = [\"6xx\"]",
         "[upstream.u]\nservers = [{ uri = \"http://a\" }]",
         "[upstream.u]\nservers = [\"http://a\"]\nbalance = \"fair\"",
-        "[upstream.u]\nservers = [\"http://a\"]\neject = { error = 1 }",
+        "[upstream.u]\nservers = [\"http://a\"]\noutlier_detection = { consecutive_error = 1 }",
         "[[route]]\npath = \"/\"",
         "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certs = []",
     ] {
         assert!(schema.says(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
     }
     // What the environment will say is not known yet.
-    for right in ["[server]\nruntime = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
+    for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
         assert_eq!(schema.says(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
     }
 }
@@ -127,7 +127,7 @@ fn everywhere() -> Value {
             "l": { "by": "ip", "quota": "1/s" },
         },
         "upstream": {
-            "u": { "servers": [{ "url": "http://127.0.0.1:1" }, "http://127.0.0.1:2"], "health": { "path": "/" }, "eject": {} },
+            "u": { "servers": [{ "url": "http://127.0.0.1:1" }, "http://127.0.0.1:2"], "health_check": { "path": "/" }, "outlier_detection": {} },
         },
         "route": [
             { "name": "r", "path": "/", "respond": { "status": 200 }, "limits": ["l"] },
@@ -216,7 +216,7 @@ fn company(path: &str) -> Value {
         }
         "limit.*.buckets" => set("limit.l", json!({ "by": "ip", "algorithm": "sliding-buckets", "quota": "1/day" })),
         "limit.*.algorithm" => set("limit.l", json!({ "by": "ip", "quota": "1/day" })),
-        "limit.*.max_waiting" => set("limit.l.max_wait", json!("1s")),
+        "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
         "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
         "store.url" => set("store", json!({})),
         "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),

@@ -98,7 +98,7 @@ fn config(api: &Api, redis: &Redis, round: usize) -> String {
          [limit.exact]\nby = \"header:x-round\"\nquota = \"{EXACT}/hour\"\nalgorithm = \"fixed-window\"\n\
          start = \"first-request\"\non_store_error = \"deny\"\n\
          [upstream.api]\nservers = [\"http://{}\"]\npool_idle_timeout = \"1s\"\n\
-         health = {{ path = \"/health\", interval = \"100ms\", timeout = \"10s\" }}\n\
+         health_check = {{ path = \"/health\", interval = \"100ms\", timeout = \"10s\" }}\n\
          [[route]]\nname = \"hello\"\npath = \"/hello\"\nlimits = [\"many\"]\nrespond = {{ status = 200, body = \"hello\" }}\n\
          [[route]]\nname = \"exact\"\npath = \"/exact\"\nlimits = [\"exact\"]\nrespond = {{ status = 200 }}\n\
          [[route]]\nname = \"api\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",

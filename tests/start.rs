@@ -94,9 +94,9 @@ fn a_taken_port_is_named_and_nothing_is_shared() {
 
 #[test]
 fn every_listener_is_served_in_both_layouts() {
-    for layout in ["per-core", "shared"] {
+    for layout in ["per-core", "work-stealing"] {
         let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"[::1]:0\"\n";
-        let gateway = Gateway::start(&format!("[server]\nruntime = \"{layout}\"\nworkers = 3\n{listeners}{HELLO}"));
+        let gateway = Gateway::start(&format!("[server]\nthreading = \"{layout}\"\nworkers = 3\n{listeners}{HELLO}"));
         let log = gateway.log();
         let addresses = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
         let addresses: Vec<_> = addresses.split(", ").map(|address| address.trim_start_matches("http://")).collect();

@@ -39,7 +39,7 @@ fn requests_in_flight_finish_on_the_old_configuration_and_what_was_removed_is_le
     let [gone, stays] = Server::fleet();
     let upstream = |name: &str, server: &Server| {
         format!(
-            "[upstream.{name}]\nservers = [\"{}\"]\nhealth = {{ path = \"/\", interval = \"20ms\", timeout = \"10s\" }}\n\
+            "[upstream.{name}]\nservers = [\"{}\"]\nhealth_check = {{ path = \"/\", interval = \"20ms\", timeout = \"10s\" }}\n\
              [[route]]\nname = \"{name}\"\npath = \"/{name}\"\nupstream = \"{name}\"\n",
             server.url()
         )
@@ -70,7 +70,7 @@ fn an_ejected_server_and_pooled_connections_outlive_a_change_of_their_upstream()
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
         format!(
             "[server]\nworkers = 1\n[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n{more}pool_idle_timeout = \"60s\"\n\
-             eject = {{ errors = 1, for = \"60s\" }}\n[[route]]\nname = \"api\"\npath = \"/\"\nupstream = \"api\"\n",
+             outlier_detection = {{ consecutive_errors = 1, base_ejection_time = \"60s\" }}\n[[route]]\nname = \"api\"\npath = \"/\"\nupstream = \"api\"\n",
             urls.join(", ")
         )
     };

@@ -65,10 +65,10 @@ pub struct Limit {
     pub max_wait: Option<Text>,
     /// So many at a time for each identity on each gateway; whoever comes then is denied.
     #[schemars(range(min = 1, max = 2147483647), extend("default" = 1000))]
-    pub max_waiting: Option<Spanned<i64>>,
+    pub max_queue: Option<Spanned<i64>>,
     /// Units that a gateway may take ahead for a hot identity; 0 = none.
     #[schemars(range(min = 0, max = 4_294_967_295_i64), extend("default" = 0))]
-    pub lease: Option<Spanned<i64>>,
+    pub prefetch: Option<Spanned<i64>>,
 }
 
 /// `{ quota = "…", burst = … }`: another size of a limit.

@@ -53,7 +53,7 @@ pub struct Route {
     /// Lets a client switch to another protocol.
     #[schemars(extend("default" = false))]
     pub websocket: Option<Spanned<bool>>,
-    /// `ietf` (draft 11, every limit) or `draft-07`; `draft-03`; `github`; any of them, `[]` = none. The older ones
+    /// `draft-11` (every limit) or `draft-07`; `draft-03`; `github`; `ietf` = the newest draft, `draft-11`; any of them, `[]` = none. The older ones
     /// tell of the binding limit: the violated one with the longest wait, else the one with the smallest share left.
     #[schemars(schema_with = "schema::dialects", extend("default" = ["ietf"]))]
     pub ratelimit_headers: Option<Vec<Text>>,

@@ -102,7 +102,7 @@ pub(super) fn key_hashes(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
-    list(&json_schema!({ "type": "string", "enum": ["ietf", "draft-07", "draft-03", "github"] }))
+    list(&json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github"] }))
 }
 
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {

@@ -38,10 +38,10 @@ pub struct Upstream {
     pub max_queue: Option<Spanned<i64>>,
     /// `{ path = "/healthz" }`: each server is asked; one that fails so many checks in a row gets no requests until
     /// it passes so many.
-    pub health: Option<Spanned<Health>>,
+    pub health_check: Option<Spanned<Health>>,
     /// `{}` or with other numbers: so many errors in a row put a server out for a time, longer each time, up to ten
     /// times.
-    pub eject: Option<Spanned<Eject>>,
+    pub outlier_detection: Option<Spanned<Eject>>,
     /// Time in which a server that is back gets its whole weight; `"0s"` = at once.
     #[schemars(schema_with = "schema::duration", extend("default" = "0s"))]
     pub slow_start: Option<Text>,
@@ -68,7 +68,7 @@ pub struct UpstreamTls {
     pub key: Option<Text>,
 }
 
-/// `health = { … }` of an upstream
+/// `health_check = { … }` of an upstream
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("required" = ["path"]))]
@@ -86,21 +86,20 @@ pub struct Health {
     pub timeout: Option<Text>,
     /// Failed checks in a row that put a server out.
     #[schemars(range(min = 1, max = 100), extend("default" = 3))]
-    pub unhealthy_after: Option<Spanned<i64>>,
+    pub unhealthy_threshold: Option<Spanned<i64>>,
     /// Passed checks in a row that bring it back.
     #[schemars(range(min = 1, max = 100), extend("default" = 2))]
-    pub healthy_after: Option<Spanned<i64>>,
+    pub healthy_threshold: Option<Spanned<i64>>,
 }
 
-/// `eject = { … }` of an upstream
+/// `outlier_detection = { … }` of an upstream
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 pub struct Eject {
     /// In a row.
     #[schemars(range(min = 1, max = 1000), extend("default" = 5))]
-    pub errors: Option<Spanned<i64>>,
+    pub consecutive_errors: Option<Spanned<i64>>,
     /// How long the server is out, the first time.
     #[schemars(schema_with = "schema::duration", extend("default" = "10s"))]
-    #[serde(rename = "for")]
-    pub time: Option<Text>,
+    pub base_ejection_time: Option<Text>,
 }

@@ -46,7 +46,7 @@ pub enum QuotaError {
     NoWindow,
     #[error("the share of one of {gateways} gateways cannot be counted exactly")]
     Share { gateways: u64 },
-    #[error("a lease of {lease} units does not fit: there are never more than {capacity}")]
+    #[error("a prefetch of {lease} units does not fit: there are never more than {capacity}")]
     Lease { lease: u64, capacity: u64 },
     #[error("there is no time zone `{0}`")]
     Zone(String),

@@ -147,7 +147,7 @@ pub enum StoreError {
     #[error("a state in the store cannot be used: {}", reply(_0))]
     Broken(#[source] redis::RedisError),
     /// A limit has no room for another identity in the memory store. Nothing was charged.
-    #[error("`store.memory_identities` has no room for another identity of a limit")]
+    #[error("`store.max_memory_states` has no room for another identity of a limit")]
     Full,
     /// The store answered something that is no verdict.
     #[error("the store's reply is not a verdict")]

@@ -58,16 +58,16 @@ fn idle_lease(whole: &Whole<'_>, terms: &Terms) -> Vec<Issue> {
     if limit.advance == 0 {
         return Vec::new();
     }
-    let place = whole.place(&limit.name, |written| written.lease.as_ref());
+    let place = whole.place(&limit.name, |written| written.prefetch.as_ref());
     if whole.runtime.store.redis.is_none() {
-        let text = format!("the `lease` of `{}` does nothing: no call is saved with the memory store", limit.name);
+        let text = format!("the `prefetch` of `{}` does nothing: no call is saved with the memory store", limit.name);
         return vec![Issue::at(place, text)];
     }
     let routes = whole.runtime.routes.iter().filter(|route| route.uses(limit));
     let beside = routes.filter_map(|route| {
         let other = route.metering.limits.iter().find(|metered| metered.limit.advance == 0)?;
         let text = format!(
-            "the `lease` of `{}` does nothing for requests of `{}` that meet `{}`, which has none",
+            "the `prefetch` of `{}` does nothing for requests of `{}` that meet `{}`, which has none",
             limit.name, route.name, other.limit.name
         );
         Some(Issue::at(place.clone(), text))

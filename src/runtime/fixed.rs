@@ -26,7 +26,7 @@ impl Fixed {
         let admin = config.admin.as_ref().and_then(|admin| admin.get_ref().address.as_ref());
         let mut fixed = BTreeMap::from([
             ("server.workers".to_owned(), server.workers.to_string()),
-            ("server.runtime".to_owned(), format!("{:?}", server.layout)),
+            ("server.threading".to_owned(), format!("{:?}", server.layout)),
             ("listener.address".to_owned(), addresses.join(" ")),
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);

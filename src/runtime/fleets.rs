@@ -70,16 +70,16 @@ pub(super) fn health(health: &Spanned<config::Health>, reader: &mut Reader<'_>) 
         status,
         interval: reader.duration(health.interval.as_ref(), Duration::from_secs(5)),
         timeout: reader.duration(health.timeout.as_ref(), Duration::from_secs(1)),
-        unhealthy_after: reader.number(health.unhealthy_after.as_ref(), 1..101, 3) as u32,
-        healthy_after: reader.number(health.healthy_after.as_ref(), 1..101, 2) as u32,
+        unhealthy_after: reader.number(health.unhealthy_threshold.as_ref(), 1..101, 3) as u32,
+        healthy_after: reader.number(health.healthy_threshold.as_ref(), 1..101, 2) as u32,
     }
 }
 
 pub(super) fn eject(eject: &Spanned<config::Eject>, reader: &mut Reader<'_>) -> EjectSettings {
     let eject = eject.get_ref();
     EjectSettings {
-        errors: reader.number(eject.errors.as_ref(), 1..1001, 5) as u32,
-        time: reader.duration(eject.time.as_ref(), Duration::from_secs(10)),
+        errors: reader.number(eject.consecutive_errors.as_ref(), 1..1001, 5) as u32,
+        time: reader.duration(eject.base_ejection_time.as_ref(), Duration::from_secs(10)),
     }
 }
 

@@ -60,7 +60,7 @@ pub(super) fn limits(
         let cost = cost(limit, trusted_proxies, reader);
         let refund_on = refund_on(limit, reader);
         let wait = wait(limit, reader);
-        let advance = reader.number(limit.lease.as_ref(), 0..1 << 32, 0) as u64;
+        let advance = reader.number(limit.prefetch.as_ref(), 0..1 << 32, 0) as u64;
         let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
         let on_store_error = reader.choice(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let Some((quota, rule)) = rule(limit, &place, lease(config, name, upstreams), reader) else { continue };
@@ -83,7 +83,7 @@ pub(super) fn limits(
             advance,
             division,
         };
-        if let (Err(error), Some(written)) = (compiled.has_room(&compiled.standard), &limit.lease) {
+        if let (Err(error), Some(written)) = (compiled.has_room(&compiled.standard), &limit.prefetch) {
             reader.issue(Issue::at(written.span(), error.to_string()).hint(hint(&error)));
             compiled.advance = 0;
         }
@@ -183,11 +183,11 @@ fn refund_on(limit: &config::Limit, reader: &mut Reader<'_>) -> RefundOn {
 }
 
 fn wait(limit: &config::Limit, reader: &mut Reader<'_>) -> Option<Wait> {
-    let places = reader.number(limit.max_waiting.as_ref(), 1..1 << 31, 1000) as usize;
+    let places = reader.number(limit.max_queue.as_ref(), 1..1 << 31, 1000) as usize;
     if limit.max_wait.is_none()
-        && let Some(text) = &limit.max_waiting
+        && let Some(text) = &limit.max_queue
     {
-        reader.issue(Issue::at(text.span(), "`max_waiting` goes with `max_wait` only"));
+        reader.issue(Issue::at(text.span(), "`max_queue` goes with `max_wait` only"));
     }
     let most = reader.duration(Some(limit.max_wait.as_ref()?), Duration::ZERO);
     Some(Wait { most, places })
@@ -201,15 +201,15 @@ fn at_odds(limit: &config::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut
     let cost = limit.cost.as_ref().map(|cost| cost.span());
     let wait = limit.max_wait.as_ref().map(|wait| wait.span());
     let refund = limit.refund_on.first().map(|status| status.span());
-    let lease = limit.lease.as_ref().filter(|lease| *lease.get_ref() > 0).map(|lease| lease.span());
+    let lease = limit.prefetch.as_ref().filter(|lease| *lease.get_ref() > 0).map(|lease| lease.span());
     let pairs = [
         (cost.clone(), concurrency, "a request in flight is one: `cost` does not go with concurrency"),
         (refund, concurrency, "a slot is free again when its request ends: `refund_on` does not go with concurrency"),
         (wait.clone(), concurrency, "nobody knows when a slot comes free: `max_wait` does not go with concurrency"),
         (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
-        (lease.clone(), concurrency, "a slot belongs to one request in flight: `lease` does not go with concurrency"),
-        (lease.clone(), limit.shadow, "a shadow limit is asked about each request: `lease` does not go with it"),
-        (lease, !single, "single units are taken ahead: `lease` goes with a `cost` of 1 only"),
+        (lease.clone(), concurrency, "a slot belongs to one request in flight: `prefetch` does not go with concurrency"),
+        (lease.clone(), limit.shadow, "a shadow limit is asked about each request: `prefetch` does not go with it"),
+        (lease, !single, "single units are taken ahead: `prefetch` goes with a `cost` of 1 only"),
         (
             cost.filter(|_| post_paid),
             matches!(rule, Rule::SlidingLog(_)),

@@ -138,8 +138,8 @@ pub(super) fn hint(error: &QuotaError) -> &'static str {
         QuotaError::Zone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
         QuotaError::Parts { .. } => "another number of `buckets`: 10 divides most windows",
         QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
-        QuotaError::Lease { .. } => "a smaller `lease`: a tenth of the quota or of the burst is plenty",
-        QuotaError::Share { .. } => "fewer `instances`, a smaller cost, or a shorter window",
+        QuotaError::Lease { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is plenty",
+        QuotaError::Share { .. } => "a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
     }
 }

@@ -189,9 +189,9 @@ fn metering(
                 too_dear(cost, limit, span.clone(), reader);
                 if limit.advance > 0 && cost != 1 {
                     let message = format!(
-                        "single units are taken ahead: the `lease` of `{limit_name}` goes with a `cost` of 1 only"
+                        "single units are taken ahead: the `prefetch` of `{limit_name}` goes with a `cost` of 1 only"
                     );
-                    reader.issue(Issue::at(span, message).hint("another limit for this route, or no `lease`"));
+                    reader.issue(Issue::at(span, message).hint("another limit for this route, or no `prefetch`"));
                 }
                 Cost::Fixed(cost)
             }
@@ -227,8 +227,9 @@ fn untouched(limit: &Limit) -> Judged<'_> {
 }
 
 fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {
-    const ALL: [(&str, Dialect); 4] = [
+    const ALL: [(&str, Dialect); 5] = [
         ("ietf", Dialect::Ietf),
+        ("draft-11", Dialect::Ietf),
         ("draft-07", Dialect::Draft07),
         ("draft-03", Dialect::Draft03),
         ("github", Dialect::Github),
@@ -244,7 +245,7 @@ fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {
     if let Some(text) =
         list.first().filter(|_| dialects.contains(&Dialect::Ietf) && dialects.contains(&Dialect::Draft07))
     {
-        let issue = Issue::at(text.span(), "`ietf` and `draft-07` write the same fields in different ways");
+        let issue = Issue::at(text.span(), "`draft-11` (`ietf`) and `draft-07` write the same fields in different ways");
         reader.issue(issue.hint("choose one of them"));
     }
     dialects

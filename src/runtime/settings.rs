@@ -112,7 +112,7 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
         0 => cores,
         workers => workers as usize,
     };
-    let layouts = [("per-core", Layout::PerCore), ("shared", Layout::Shared)];
+    let layouts = [("per-core", Layout::PerCore), ("work-stealing", Layout::Shared)];
     let max_header_size = reader.size(server.max_header_size.as_ref(), 32 << 10);
     if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < SMALLEST_HEAD) {
         reader.issue(Issue::at(text.span(), "`max_header_size` is too small").hint("8KiB or more"));
@@ -121,7 +121,7 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
     let half = (max_connections + 1) / 2;
     ServerSettings {
         workers,
-        layout: reader.choice(server.runtime.as_ref(), Layout::PerCore, &layouts),
+        layout: reader.choice(server.threading.as_ref(), Layout::PerCore, &layouts),
         max_connections: max_connections as usize,
         max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, half) as usize,
         default_per_ip: server.max_connections_per_ip.is_none(),

@@ -18,14 +18,14 @@ use crate::limit::redis::RedisSettings;
 use crate::limit::redis::script::Parts;
 
 pub(super) fn instances(store: &config::Store, reader: &mut Reader<'_>) -> u64 {
-    reader.number(store.instances.as_ref(), 1..10_001, 1) as u64
+    reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
 pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Reader<'_>) -> StoreSettings {
     let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
     let connect_timeout = reader.duration(store.connect_timeout.as_ref(), Duration::from_secs(1)).max(timeout);
     let connections = reader.number(store.connections.as_ref(), 1..9, 1) as u32;
-    let memory_identities = reader.number(store.memory_identities.as_ref(), 1..1 << 40, 1_000_000) as usize;
+    let max_memory_states = reader.number(store.max_memory_states.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
         // Braces would move the cluster slot away from the identity.
@@ -33,7 +33,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
     let name = "memory".to_owned();
-    let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, memory_identities };
+    let mut settings = StoreSettings { redis: None, name, timeout, denial_cache, max_memory_states };
     let url = store.url.as_ref().map_or("memory:", |url| url.get_ref());
     let scheme = url.split_once(':').map_or("", |(scheme, _)| scheme);
     let tls = store.tls.as_ref().filter(|tls| {

@@ -42,8 +42,8 @@ pub(super) fn upstreams(
             balance: fleets::balance(upstream.balance.as_ref(), reader),
             max_requests: reader.number(upstream.max_requests.as_ref(), 0..1_000_001, 0) as usize,
             max_queue: fleets::max_queue(upstream, reader),
-            health: upstream.health.as_ref().map(|health| fleets::health(health, reader)),
-            eject: upstream.eject.as_ref().map(|eject| fleets::eject(eject, reader)),
+            health: upstream.health_check.as_ref().map(|health| fleets::health(health, reader)),
+            eject: upstream.outlier_detection.as_ref().map(|eject| fleets::eject(eject, reader)),
             slow_start: fleets::slow_start(upstream.slow_start.as_ref(), reader),
             retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
         });

@@ -12,7 +12,7 @@ const MOST_EJECTIONS: u32 = 10;
 pub(super) const STEPS: u32 = 20;
 const FIRST_STEP: u32 = 2;
 
-/// `eject`
+/// `outlier_detection`
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EjectSettings {
     /// So many errors in a row put a server out.

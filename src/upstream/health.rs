@@ -19,7 +19,7 @@ use crate::http::upload::RequestBody;
 /// What servers see who asks.
 const NAME: HeaderValue = HeaderValue::from_static("sluicegate-health");
 
-/// `health`
+/// `health_check`
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthSettings {
     /// What is asked for: path and query.

@@ -10,7 +10,7 @@ import urllib3
 from gateway import NODE, expect
 
 # Each route has limits of its own, so that the checks do not meet.
-DIALECTS = ["ietf", "draft-07", "draft-03", "github"]
+DIALECTS = ["ietf", "draft-11", "draft-07", "draft-03", "github"]
 PATIENT = {
     "token-bucket": 'quota = "2/2s"\nburst = 2',
     "fixed-window": 'quota = "2/2s"\nalgorithm = "fixed-window"',

@@ -40,7 +40,7 @@ def kubernetes():
             assert {port["targetPort"] for port in each["spec"]["ports"]} <= named, each
     deployment = there["Deployment", "sluicegate"]
     configuration = there["ConfigMap", "sluicegate"]["data"]["gateway.toml"]
-    assert f"instances = {deployment['spec']['replicas']}\n" in configuration
+    assert f"gateway_count = {deployment['spec']['replicas']}\n" in configuration
     pod = deployment["spec"]["template"]["spec"]
     before = int(pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][1])
     drain = int(configuration.split('drain_timeout = "')[1].split("s")[0])
