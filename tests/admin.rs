@@ -54,7 +54,7 @@ fn metrics_count_what_happened() {
         ("upstream_response_duration_seconds_bucket{le=\"+Inf\",upstream=\"api\"}", 2.0),
         ("connections", 1.0),
         ("connections_accepted_total", 2.0),
-        ("connections_refused_total", 0.0),
+        ("connections_rejected_total", 0.0),
         ("access_log_dropped_total", 0.0),
         ("trace_spans_dropped_total", 0.0),
         ("store_up", 1.0),
@@ -89,14 +89,14 @@ fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
     assert_eq!(metric(&gateway, "sluicegate_checks_total{answered_by=\"store\"}"), 1.0);
     assert_eq!(metric(&gateway, "sluicegate_store_round_trip_duration_seconds_count"), 1.0);
     assert_eq!(metric(&gateway, "sluicegate_store_calls_total"), 1.0);
-    assert_eq!(metric(&gateway, "sluicegate_store_breaker_openings_total"), 0.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_circuit_breaker_openings_total"), 0.0);
     drop(redis);
     eventually("the store is given up", || {
         gateway.get("/hello");
         metric(&gateway, "sluicegate_store_up") == 0.0
     });
-    assert_eq!(metric(&gateway, "sluicegate_store_breakers_open"), 1.0);
-    assert_eq!(metric(&gateway, "sluicegate_store_breaker_openings_total"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_circuit_breakers_open"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_circuit_breaker_openings_total"), 1.0);
     let ready = ask(&gateway, "/readyz");
     assert_eq!((ready.status, ready.json()["status"].as_str()), (200, Some("degraded")), "{}", ready.text());
     assert!(ready.json()["store"]["failing"][0].as_str().unwrap().starts_with("redis at"), "{}", ready.text());
@@ -129,10 +129,10 @@ fn the_state_of_each_server_is_seen() {
         metric(&gateway, &format!("sluicegate_upstream_server_{name}{{upstream=\"api\",server=\"{server}\"}}"))
     };
     eventually("a server is given up", || of("up", "127.0.0.1:1") == 0.0);
-    assert_eq!((of("up", &server), of("requests", &server)), (1.0, 0.0));
+    assert_eq!((of("up", &server), of("requests_in_flight", &server)), (1.0, 0.0));
     let mut client = gateway.client();
     client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
-    eventually("a request is under way", || of("requests", &server) == 1.0);
+    eventually("a request is under way", || of("requests_in_flight", &server) == 1.0);
     let ready = ask(&gateway, "/readyz").json();
     let state = |place: usize| ready["upstreams"]["api"][place]["state"].as_str().unwrap().to_owned();
     assert_eq!(
@@ -142,7 +142,7 @@ fn the_state_of_each_server_is_seen() {
     );
     release.send(()).unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
-    eventually("it is over", || of("requests", &server) == 0.0);
+    eventually("it is over", || of("requests_in_flight", &server) == 0.0);
 }
 
 #[test]

@@ -369,7 +369,7 @@ fn a_limit_without_room_follows_on_store_error() {
         assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
         let log = gateway.log();
         assert!(log.contains("max_memory_states") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");
-        assert!(metric(&gateway, "sluicegate_memory_states_refused_total") > 0.0, "{terms}");
+        assert!(metric(&gateway, "sluicegate_memory_states_rejected_total") > 0.0, "{terms}");
         assert!(metric(&gateway, "sluicegate_memory_states") <= 640.0, "{terms}");
     }
 }

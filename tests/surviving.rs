@@ -120,7 +120,7 @@ fn a_place_that_a_request_of_before_leaves_is_for_those_that_wait_now() {
     eventually("it is under way", || server.count() == 1);
     reloads(&gateway, &config("response_timeout = \"59s\"\n"));
     clients[1].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    let line = format!("upstream_server_requests{{upstream=\"api\",server=\"{}\"}}", server.address);
+    let line = format!("upstream_server_requests_in_flight{{upstream=\"api\",server=\"{}\"}}", server.address);
     assert_eq!(metric(&gateway, &line), 1.0, "the one of before counts");
     server.set(Mood::Answers(200));
     for client in &mut clients {
@@ -162,7 +162,7 @@ fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
     let gateway = Gateway::start(&with_admin(&config("one", "1/day")));
     let mut client = gateway.client();
     assert_eq!([(); 3].map(|()| client.get("/says").status), [200, 429, 429]);
-    let remembered = || metric(&gateway, "checks_total{answered_by=\"denial_cache\"}");
+    let remembered = || metric(&gateway, "checks_total{answered_by=\"denial-cache\"}");
     let (before, connected) = (remembered(), redis.figure("stats", "total_connections_received:"));
     reloads(&gateway, &config("two", "1/day"));
     assert_eq!(client.get("/says").status, 429);
@@ -184,11 +184,11 @@ fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
         metric(&gateway, "store_up") == 0.0
     });
     let failures = |kind: &str| metric(&gateway, &format!("store_failures_total{{kind=\"{kind}\"}}"));
-    let before = (failures("failed"), failures("not_asked"));
+    let before = (failures("failed"), failures("not_permitted"));
     reloads(&gateway, &config("five", "1000/day"));
     assert_eq!(metric(&gateway, "store_up"), 0.0);
     assert_eq!(client.get("/says").text(), "five");
-    let now = (failures("failed"), failures("not_asked"));
+    let now = (failures("failed"), failures("not_permitted"));
     assert_eq!(now, (before.0, before.1 + 1.0), "nobody finds it out again");
 }
 

@@ -22,7 +22,7 @@ impl Source for Vitals {
         page.gauge("connections_max", "Connections that there may be")?.state(&[], most as u64)?;
         let [accepted, refused] = self.connections.counts();
         page.counter("connections_accepted", "Connections that came")?.count(&[], accepted)?;
-        page.counter("connections_refused", "Those of them whose network had max_connections_per_ip")?
+        page.counter("connections_rejected", "Those of them whose network had max_connections_per_ip")?
             .count(&[], refused)?;
         self.reloads(page)?;
         self.requests(page)?;
@@ -94,21 +94,21 @@ impl Vitals {
             "Calls that the store did not answer, and those that were not made since it fails",
         )?;
         let counts = sum(all.iter().map(|tallies| tallies.failures.read()));
-        for (kind, count) in ["failed", "not_asked"].iter().zip(counts) {
+        for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
             lines.count(&[("kind", kind)], count)?;
         }
         let [evicted, refused] = self.memory.shortages();
         page.gauge("memory_states", "States of identities in this process")?.state(&[], self.memory.len() as u64)?;
         page.counter("memory_states_evicted", "Those of them that were evicted before they expired, for want of room")?
             .count(&[], evicted)?;
-        page.counter("memory_states_refused", "New identities that a limit could not count, for want of room")?
+        page.counter("memory_states_rejected", "New identities that a limit could not count, for want of room")?
             .count(&[], refused)?;
         let failing = self.failing();
         page.gauge("store_up", "1 while the store answers; 0 while it, or a node of it, is given up")?
             .state(&[], u64::from(failing.is_empty()))?;
-        page.gauge("store_breakers_open", "Breakers that are open: of the store, or of nodes of a cluster")?
+        page.gauge("store_circuit_breakers_open", "Breakers that are open: of the store, or of nodes of a cluster")?
             .state(&[], failing.len() as u64)?;
-        page.counter("store_breaker_openings", "How often a breaker opened")?.count(&[], self.openings())
+        page.counter("store_circuit_breaker_openings", "How often a breaker opened")?.count(&[], self.openings())
     }
 
     fn upstreams(&self, page: &mut Page<'_>) -> fmt::Result {
@@ -123,7 +123,7 @@ impl Vitals {
         for (upstream, tallies) in self.tallies.again.all() {
             let counts = sum(tallies.iter().map(|tally| tally.read()));
             for (why, count) in Again::ALL.iter().zip(counts) {
-                lines.count(&[("upstream", &upstream), ("kind", why.word())], count)?;
+                lines.count(&[("upstream", &upstream), ("reason", why.word())], count)?;
             }
         }
         let fleets = self.configuration.running().fleets.clone();
@@ -134,7 +134,7 @@ impl Vitals {
         for (upstream, one) in servers() {
             lines.state(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "up"))?;
         }
-        let mut lines = page.gauge("upstream_server_requests", "Requests that a server has, from all workers")?;
+        let mut lines = page.gauge("upstream_server_requests_in_flight", "Requests that a server has, from all workers")?;
         for (upstream, one) in servers() {
             lines.state(&[("upstream", upstream), ("server", &one.server)], one.in_flight as u64)?;
         }

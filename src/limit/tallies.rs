@@ -37,8 +37,8 @@ impl Answered {
         match self {
             Answered::Alone => "store",
             Answered::Together => "coalesced",
-            Answered::Ahead => "lease",
-            Answered::Remembered => "denial_cache",
+            Answered::Ahead => "prefetch",
+            Answered::Remembered => "denial-cache",
         }
     }
 }

@@ -22,9 +22,9 @@ impl Again {
     /// One word for labels.
     pub fn word(self) -> &'static str {
         match self {
-            Again::Reconnected => "reconnected",
-            Again::Unwritten => "unwritten",
-            Again::Retried => "retried",
+            Again::Reconnected => "stale_connection",
+            Again::Unwritten => "not_sent",
+            Again::Retried => "reset",
         }
     }
 }
