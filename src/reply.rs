@@ -98,7 +98,7 @@ impl Rejection<'_> {
                 (problem(status, BLANK, detail), outcome)
             }
             Rejection::Method => {
-                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "method")
+                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "unsupported-method")
             }
             Rejection::MethodCase => {
                 (problem(StatusCode::BAD_REQUEST, BLANK, "methods are in upper case"), "bad-method")
@@ -108,7 +108,7 @@ impl Rejection<'_> {
                 let mut response = problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail);
                 // RFC 9112 §6.1: nobody can be sure where the next request begins.
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-                (response, "transfer-coding")
+                (response, "unsupported-transfer-coding")
             }
             Rejection::NoRoute => (problem(StatusCode::NOT_FOUND, BLANK, "no route matches the request"), "no-route"),
             Rejection::MethodNotAllowed(allowed) => {
@@ -124,13 +124,13 @@ impl Rejection<'_> {
             Rejection::OverLimit { decision, dialects, expose, grpc } => {
                 let mut response = over_limit(&decision, dialects, grpc);
                 response.headers_mut().extend(expose.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
-                (response, "denied")
+                (response, "rate-limited")
             }
             Rejection::Unavailable(_) => {
                 let detail = "limits cannot be checked at the moment";
                 let mut response = traceable(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
                 response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_S));
-                (response, "store-error")
+                (response, "store-unavailable")
             }
             Rejection::Upstream(error) => {
                 let (status, detail, outcome) = upstream(&error);
@@ -171,26 +171,26 @@ fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
         UpstreamError::NoServer { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "upstream-none")
+            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
         }
         UpstreamError::Busy { .. } => {
-            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no room at the moment", "upstream-busy")
+            (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no room at the moment", "upstream-overflow")
         }
         UpstreamError::Connect { .. } => {
-            (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect")
+            (StatusCode::BAD_GATEWAY, "no connection to the upstream could be made", "upstream-connect-failure")
         }
         UpstreamError::ConnectTimeout { .. } => {
-            (StatusCode::BAD_GATEWAY, "connecting to the upstream took longer than it may", "upstream-connect")
+            (StatusCode::BAD_GATEWAY, "connecting to the upstream took longer than it may", "upstream-connect-failure")
         }
         UpstreamError::Broken { .. } | UpstreamError::Malformed { .. } => (
             StatusCode::BAD_GATEWAY,
             "the upstream broke off before it answered, or sent no valid response",
-            "upstream-broken",
+            "upstream-reset",
         ),
         UpstreamError::Switched { .. } => (
             StatusCode::BAD_GATEWAY,
             "the upstream switched to a protocol that it was not asked for",
-            "upstream-broken",
+            "upstream-reset",
         ),
         UpstreamError::ResponseTimeout { .. } => (
             StatusCode::GATEWAY_TIMEOUT,
@@ -201,10 +201,10 @@ fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
             (StatusCode::GATEWAY_TIMEOUT, "the request took longer in all than its route allows", "route-timeout")
         }
         UpstreamError::ClientStalled => {
-            (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-stalled")
+            (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")
         }
         UpstreamError::BodyTooLarge => TOO_LARGE,
-        UpstreamError::ClientBroken(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-broken"),
+        UpstreamError::ClientBroken(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-aborted"),
     }
 }
 

@@ -116,7 +116,7 @@ fn a_line_says_what_became_of_a_request_and_why() {
     let denied = &lines[2];
     assert_eq!(
         (&denied["status"], &denied["outcome"], &denied["decision"], &denied["limit"], &denied["remaining"]),
-        (&json!(429), &json!("denied"), &json!("denied"), &json!("hour"), &json!(0))
+        (&json!(429), &json!("rate-limited"), &json!("denied"), &json!("hour"), &json!(0))
     );
     assert_eq!((&of(denied, 0)["decision"], &of(denied, 1)["decision"]), (&json!("denied"), &Value::Null));
     assert!(denied["upstream"].is_null() && denied["trace_id"].is_null(), "{denied:#}");
@@ -124,7 +124,7 @@ fn a_line_says_what_became_of_a_request_and_why() {
     let gone = &lines[3];
     assert_eq!(
         (&gone["outcome"], &gone["upstream"], &gone["server"], &gone["upstream_status"], &gone["decision"]),
-        (&json!("upstream-connect"), &json!("gone"), &json!("127.0.0.1:1"), &Value::Null, &Value::Null)
+        (&json!("upstream-connect-failure"), &json!("gone"), &json!("127.0.0.1:1"), &Value::Null, &Value::Null)
     );
     // Each has an id, also those that nobody was told of.
     let ids: HashSet<_> = lines[3..].iter().map(|line| line["request_id"].as_str().unwrap()).collect();
@@ -167,7 +167,7 @@ fn who_decided_while_the_store_fails_is_told() {
         .map(|words| words.map(str::to_owned))
     );
     assert_eq!(lines[1]["limits"][1]["decision"], "store_error", "{:#}", lines[1]);
-    assert_eq!(lines[5]["outcome"], "store-error");
+    assert_eq!(lines[5]["outcome"], "store-unavailable");
 }
 
 #[test]
@@ -188,10 +188,10 @@ fn the_text_form_says_the_same() {
         (
             lines[0],
             " 127.0.0.1 GET /up 200 2 | route=up ok | decision=allowed | limit=hour remaining=0 identity=| by=store|\
-                     decision_ms=| upstream=api | upstream_ms=| server=127.0.0.1:| upstream_status=200 | id=| \
-                     trace=4bf92f3577b34da6a3ce929d0e0e4736",
+                     decision_ms=| upstream=api | upstream_ms=| server=127.0.0.1:| upstream_status=200 | request_id=| \
+                     trace_id=4bf92f3577b34da6a3ce929d0e0e4736",
         ),
-        (lines[1], " 127.0.0.1 GET /up 429 | route=up denied | decision=denied | limit=hour remaining=0 | id="),
+        (lines[1], " 127.0.0.1 GET /up 429 | route=up rate-limited | decision=denied | limit=hour remaining=0 | request_id="),
     ] {
         assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
     }

@@ -137,7 +137,7 @@ fn the_state_of_each_server_is_seen() {
     let state = |place: usize| ready["upstreams"]["api"][place]["state"].as_str().unwrap().to_owned();
     assert_eq!(
         (state(0), state(1), &ready["status"]),
-        ("up".to_owned(), "down".to_owned(), &"ready".into()),
+        ("healthy".to_owned(), "unhealthy".to_owned(), &"ready".into()),
         "{ready}"
     );
     release.send(()).unwrap();

@@ -333,7 +333,7 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
     }
     // The family has something of everything.
     assert!(denied > 30 && sent > 100 && routes.len() > 30, "{denied} denied, {sent} sent, {routes:?}");
-    for outcome in ["ok", "denied", "no-identity", "method-not-allowed", "bad-path", "bad-host"] {
+    for outcome in ["ok", "rate-limited", "no-identity", "method-not-allowed", "bad-path", "bad-host"] {
         assert!(outcomes.contains(outcome), "{outcome} is not among {outcomes:?}");
     }
 }

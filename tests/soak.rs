@@ -290,7 +290,7 @@ impl Scene<'_> {
         }
         eventually("store and upstream are well", || {
             let ready = ask(self.gateway, "GET", "/readyz").json();
-            ready["status"] == "ready" && ready["upstreams"]["api"][0]["state"] == "up"
+            ready["status"] == "ready" && ready["upstreams"]["api"][0]["state"] == "healthy"
         });
         if fault == Fault::UpstreamGone {
             self.run.upstream.fetch_add(1, Ordering::SeqCst);

@@ -265,7 +265,7 @@ fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
         let lines: Vec<_> = text.lines().collect();
         assert_eq!(lines.len(), 3, "{text}");
         for (line, words) in
-            lines.iter().zip([["200", "up", "ok"], ["429", "up", "denied"], ["404", "none", "no-route"]])
+            lines.iter().zip([["200", "up", "ok"], ["429", "up", "rate-limited"], ["404", "none", "no-route"]])
         {
             assert!(words.iter().all(|word| line.contains(word)), "{line} lacks one of {words:?}");
         }

@@ -127,7 +127,7 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
         spans.iter().find(|span| span.kind() == SpanKind::Internal && span.parent_span_id == request.span_id);
     let decision = decision.unwrap();
     assert_eq!((request.kind(), &*hex(&request.parent_span_id)), (SpanKind::Server, PARENT));
-    assert_eq!((&*request.name, &*decision.name, &*sent.name), ("GET /limited", "decide", "GET"));
+    assert_eq!((&*request.name, &*decision.name, &*sent.name), ("GET /limited", "rate_limit_check", "GET"));
     assert_says(
         request,
         &[
@@ -161,7 +161,7 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
     assert_eq!(seen.headers("tracestate"), ["vendor=1"]);
     // The one that was denied: to a server that is no error.
     let denied = spans.iter().find(|span| span.kind() == SpanKind::Server && span.span_id != request.span_id).unwrap();
-    assert_says(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "denied")]);
+    assert_says(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
     assert_eq!(denied.status.as_ref().unwrap().code, 0, "{denied:#?}");
     let (whose, _) = self::spans(&collector.server.last());
     assert_eq!((whose["service.name"].as_str(), whose.contains_key("service.version")), ("sluicegate", true));
@@ -229,8 +229,8 @@ fn an_upstream_that_does_not_answer_is_an_error() {
     assert_eq!(gateway.client().get_with("/gone", &[("traceparent", &traceparent("01"))]).status, 502);
     let spans = collector.trace(TRACE, 2);
     let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
-    assert_says(request, &[("error.type", "upstream-connect"), ("http.response.status_code", "502")]);
-    assert_says(sent, &[("error.type", "upstream-connect"), ("server.address", "127.0.0.1"), ("server.port", "1")]);
+    assert_says(request, &[("error.type", "upstream-connect-failure"), ("http.response.status_code", "502")]);
+    assert_says(sent, &[("error.type", "upstream-connect-failure"), ("server.address", "127.0.0.1"), ("server.port", "1")]);
     assert!([request, sent].iter().all(|span| span.status.as_ref().unwrap().code == 2), "{spans:#?}");
 }
 

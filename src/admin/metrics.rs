@@ -132,7 +132,7 @@ impl Vitals {
         let mut lines =
             page.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;
         for (upstream, one) in servers() {
-            lines.state(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "up"))?;
+            lines.state(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "healthy"))?;
         }
         let mut lines = page.gauge("upstream_server_requests_in_flight", "Requests that a server has, from all workers")?;
         for (upstream, one) in servers() {

@@ -227,7 +227,7 @@ impl Overrides {
         {
             static FAILED: Seldom = Seldom::new();
             if FAILED.unsaid_for(SAID) {
-                warn!(%error, lost = lost.len(), "overrides that the store lost cannot be written back");
+                warn!(%error, overrides = lost.len(), "overrides that the store lost cannot be written back");
             }
         }
         Ok(())
@@ -256,7 +256,7 @@ impl Overrides {
             info!(records = done, "overrides that the store lost are written back");
         }
         if dropped > 0 {
-            warn!(overrides = dropped, most = MOST, "too many overrides: some that the store lost are dropped");
+            warn!(overrides = dropped, max = MOST, "too many overrides: some that the store lost are dropped");
         }
         Ok(())
     }

@@ -38,7 +38,7 @@ pub struct Line<'a> {
     pub duration_ms: Duration,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<&'a str>,
-    /// How it ended: `ok`, `denied`, …
+    /// How it ended: `ok`, `rate-limited`, …
     pub outcome: &'a str,
     #[serde(flatten)]
     pub decided: Option<&'a Decided>,
@@ -193,7 +193,7 @@ impl Line<'_> {
                 write!(out, " limit={limit} remaining={remaining} identity={identity:032x}")?;
             }
             if let Some(source) = decided_by {
-                write!(out, " by={source}")?;
+                write!(out, " decided_by={source}")?;
             }
             if !shadow_denied.is_empty() {
                 write!(out, " shadow_denied={}", shadow_denied.join(","))?;
@@ -212,9 +212,9 @@ impl Line<'_> {
                 write!(out, " retries={retries}")?;
             }
         }
-        write!(out, " id={request_id}")?;
+        write!(out, " request_id={request_id}")?;
         if let Some(trace) = self.trace_id {
-            write!(out, " trace={trace:032x}")?;
+            write!(out, " trace_id={trace:032x}")?;
         }
         if !self.complete {
             write!(out, " incomplete")?;
@@ -297,7 +297,7 @@ mod tests {
             complete: false,
             duration_ms: Duration::from_micros(12_345),
             route: Some("a"),
-            outcome: "denied",
+            outcome: "rate-limited",
             decided: Some(&decided),
             sent: Some(&sent),
             request_id: "id",
@@ -308,7 +308,7 @@ mod tests {
             serde_json::to_string(&line).unwrap(),
             format!(
                 "{{\"time\":1764000000.123456,\"client\":\"127.0.0.1\",\"method\":\"GET\",\"path\":\"/a\",\"status\":429,\"bytes\":3,\
-                 \"complete\":false,\"duration_ms\":12.345,\"route\":\"a\",\"outcome\":\"denied\",\"decision\":\"denied\",\
+                 \"complete\":false,\"duration_ms\":12.345,\"route\":\"a\",\"outcome\":\"rate-limited\",\"decision\":\"denied\",\
                  \"decided_by\":\"store\",\"limit\":\"hour\",\"remaining\":0,\"identity\":\"{hash}\",\"decision_ms\":1.25,\
                  \"decided_at\":1764000000.1235,\"shadow_denied\":[\"trial\"],\"limits\":[{{\"limit\":\"hour\",\"identity\":\"{hash}\",\"cost\":2,\
                  \"decision\":\"denied\",\"remaining\":0}},{{\"limit\":\"day\",\"identity\":\"{hash}\",\"cost\":2}}],\
@@ -321,10 +321,10 @@ mod tests {
         assert_eq!(
             String::from_utf8(text).unwrap(),
             format!(
-                "2025-11-24T16:00:00.123456Z 127.0.0.1 GET /a 429 3 12.345ms route=a denied decision=denied limit=hour remaining=0 \
-                 identity={hash} by=store shadow_denied=trial decision_ms=1.25 upstream=api upstream_ms=7 \
-                 server=api.test:80(127.0.0.1:80) upstream_status=200 retries=1 id=id \
-                 trace=00000000000000000000000000000001 incomplete"
+                "2025-11-24T16:00:00.123456Z 127.0.0.1 GET /a 429 3 12.345ms route=a rate-limited decision=denied limit=hour remaining=0 \
+                 identity={hash} decided_by=store shadow_denied=trial decision_ms=1.25 upstream=api upstream_ms=7 \
+                 server=api.test:80(127.0.0.1:80) upstream_status=200 retries=1 request_id=id \
+                 trace_id=00000000000000000000000000000001 incomplete"
             )
         );
     }

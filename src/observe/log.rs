@@ -97,7 +97,7 @@ fn next(waiting: &Receiver<Line>, state: &State) -> Option<Line> {
     if lost > 0 {
         // This thread must not wait for itself.
         state.stalled.store(true, Ordering::Relaxed);
-        warn!(lost, "standard error was not read in time: lines of the log are lost");
+        warn!(dropped = lost, "standard error was not read in time: lines of the log are lost");
     }
     waiting.recv().ok()
 }

@@ -99,7 +99,7 @@ impl<T: Send + 'static> Outbox<T> {
             let lost = pending.lost;
             drop(pending);
             if said.unsaid_for(SAID) {
-                warn!(lost, "the {} is too slow for what happens: some of it is lost", terms.name);
+                warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", terms.name);
             }
             return;
         }

@@ -52,7 +52,7 @@ const REMINDER: Duration = Duration::from_secs(60);
 pub struct MemberStanding {
     /// What it is called.
     pub server: String,
-    /// `up`; `down`: it fails its health checks; `ejected`: requests failed; `unreachable`: it took no connection just now.
+    /// `healthy`; `unhealthy`: it fails its health checks; `ejected`: requests failed; `unreachable`: it took no connection just now.
     pub state: &'static str,
     /// Requests that it has.
     pub in_flight: usize,
@@ -109,10 +109,10 @@ impl Fleet {
         let of = |member: &Arc<Member>| {
             let condition = member.condition();
             let state = match condition.standing(now) {
-                Standing::Down => "down",
+                Standing::Down => "unhealthy",
                 Standing::Ejected => "ejected",
                 Standing::In if condition.is_passed_over(now) => "unreachable",
-                Standing::In => "up",
+                Standing::In => "healthy",
             };
             MemberStanding { server: member.name(), state, in_flight: member.in_flight() }
         };
@@ -221,7 +221,7 @@ impl Fleet {
         let Some(time) = member.condition().eject(monotonic(), time) else { return };
         let (upstream, server) = (&self.settings.name, member.name());
         self.review(&self.changing());
-        warn!(%upstream, %server, ?time, %error, "a server is ejected after {errors} errors in a row");
+        warn!(%upstream, %server, ejected_for = ?time, %error, "a server is ejected after {errors} errors in a row");
     }
 
     /// A member has passed a health check, or why it has not.

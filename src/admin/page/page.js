@@ -47,7 +47,7 @@ function showNow({ second, connections, health }) {
   const servers = Object.entries(health.upstreams).flatMap(([upstream, all]) => all.map((one) => [upstream, one]));
   fill(at("#health table"), servers.map(([upstream, one], place) => ({
     key: `${place}`,
-    cells: [one.server, upstream, { text: one.state, kind: one.state === "up" ? "good" : "bad" }, number(one.in_flight)],
+    cells: [one.server, upstream, { text: one.state, kind: one.state === "healthy" ? "good" : "bad" }, number(one.in_flight)],
   })));
   at("#health table").hidden = !servers.length;
 }

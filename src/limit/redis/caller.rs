@@ -367,7 +367,7 @@ impl Caller {
         tokio::spawn(async move {
             for refunded in receivers {
                 if let Ok(Err(refusal)) = refunded.await {
-                    debug!(?refusal, "a rejected request may remain charged");
+                    debug!(error = ?refusal, "a rejected request may remain charged");
                 }
             }
         });
