@@ -71,7 +71,7 @@ enum Command {
     /// Write a first configuration, with comments
     Init {
         /// What the gateway is for
-        #[arg(long = "for", value_name = "SITUATION", default_value = "single-api")]
+        #[arg(long = "template", value_name = "TEMPLATE", default_value = "single-api")]
         situation: init::Situation,
         /// Overwrite files that are there
         #[arg(long)]

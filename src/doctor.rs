@@ -61,7 +61,7 @@ pub async fn servers(servers: &Servers) -> Result<Vec<Server>, NoConnection> {
 impl Report {
     /// Of servers that cannot be found.
     pub fn lost(name: &str, why: &NoConnection) -> Self {
-        let check = Check { name: "reachable", status: Status::Failed, found: why.to_string(), advice: None };
+        let check = Check { name: "reachable", status: Status::Failed, message: why.to_string(), advice: None };
         Report { address: name.to_owned(), checks: vec![check] }
     }
 }
@@ -98,7 +98,7 @@ pub struct Check {
     /// How it is.
     pub status: Status,
     /// What was found, figures with their units.
-    pub found: String,
+    pub message: String,
     /// What to do, if anything.
     pub advice: Option<String>,
 }
@@ -116,17 +116,17 @@ pub enum Status {
     #[serde(rename = "failed")]
     Failed,
     /// The user may not look.
-    #[serde(rename = "left out")]
+    #[serde(rename = "skipped")]
     LeftOut,
 }
 
 impl Check {
     fn ok(name: &'static str, found: impl Into<String>) -> Self {
-        Check { name, status: Status::Ok, found: found.into(), advice: None }
+        Check { name, status: Status::Ok, message: found.into(), advice: None }
     }
 
     fn left_out(name: &'static str, found: impl Into<String>) -> Self {
-        Check { name, status: Status::LeftOut, found: found.into(), advice: None }
+        Check { name, status: Status::LeftOut, message: found.into(), advice: None }
     }
 
     /// The server refused to be looked at, or to work.
@@ -137,7 +137,7 @@ impl Check {
         }
         match error.detail() {
             Some(said) if said.contains("unknown command") => Check::left_out(name, format!("the server says: {said}")),
-            _ => Check { name, status: Status::Failed, found: of_call(error), advice: None },
+            _ => Check { name, status: Status::Failed, message: of_call(error), advice: None },
         }
     }
 
@@ -156,7 +156,9 @@ impl Report {
         let (check, lost) = match looked {
             Ok(check) => (check, Ok(())),
             Err(Failure::Refused(error)) => (Check::refused(name, &error), Ok(())),
-            Err(Failure::Lost(found)) => (Check { name, status: Status::Failed, found, advice: None }, Err(Lost)),
+            Err(Failure::Lost(found)) => {
+                (Check { name, status: Status::Failed, message: found, advice: None }, Err(Lost))
+            }
         };
         self.checks.push(check);
         lost
@@ -206,7 +208,7 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
             (line, hello)
         }
         Err(found) => {
-            report.checks.push(Check { name: "reachable", status: Status::Failed, found, advice: None });
+            report.checks.push(Check { name: "reachable", status: Status::Failed, message: found, advice: None });
             return Err(Lost);
         }
     };
@@ -214,7 +216,7 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
     report.note("version", server::version(line, hello.as_ref()).await)?;
     if let Some(found) = hello.as_ref().and_then(|hello| hello.misfit(server.target.mode(), address)) {
         // What else is wrong with the wrong server is nobody's concern.
-        report.checks.push(Check { name: "role", status: Status::Failed, found, advice: None });
+        report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Lost);
     }
     report.note("role", server::role(line, hello.as_ref()).await)?;
@@ -228,7 +230,7 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
     }
     report.note("round trip", server::round_trip(line, needs.timeout).await)?;
     report.note("clock", server::clock(line).await)?;
-    report.note("rights", rights::rights(line, server, needs).await)?;
+    report.note("permissions", rights::rights(line, server, needs).await)?;
     report.note("scripts", trial::scripts(line, needs.algorithms).await)?;
     report.note("decisions", trial::decisions(server, needs).await)
 }

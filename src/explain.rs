@@ -40,24 +40,24 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             method: request.method().to_string(),
             host: None,
             path: None,
-            came_as: request.uri().path().to_owned(),
+            raw_path: request.uri().path().to_owned(),
             client: Client {
                 address: client,
                 peer: peer.address,
                 trusted: peer.origin.trusted,
-                field: (client != peer.address).then(|| self.runtime.client_ip.header.to_string()),
+                header: (client != peer.address).then(|| self.runtime.client_ip.header.to_string()),
             },
             route: None,
-            others: Vec::new(),
-            others_left_out: 0,
+            other_routes: Vec::new(),
+            other_routes_omitted: 0,
             store: self.runtime.store.name.clone(),
-            unseen: None,
+            counters_unavailable: None,
             limits: Vec::new(),
             decision: None,
-            answer: Answer::default(),
+            response: Answer::default(),
             upstream: None,
         };
-        facts.answer = match self.walk(request, peer, &mut facts) {
+        facts.response = match self.walk(request, peer, &mut facts) {
             Ok(answer) => answer,
             Err(rejection) => answer::rejected(rejection),
         };
@@ -72,7 +72,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         facts.path = Some(target.path.to_string());
         let route = target.route(runtime, request);
         let taken = route.as_ref().ok().map(|route| route.index);
-        (facts.others, facts.others_left_out) = routes::others(runtime, request, &target, taken, self.routes);
+        (facts.other_routes, facts.other_routes_omitted) =
+            routes::others(runtime, request, &target, taken, self.routes);
         let route = route?;
         facts.route = Some(routes::taken(route));
         let length = body_length(request.headers());
@@ -106,7 +107,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let decision = match verdict {
             Ok(verdict) => Some(limits::decision(verdict, &checks)),
             Err(Unseen(why)) => {
-                facts.unseen = Some(why);
+                facts.counters_unavailable = Some(why);
                 None
             }
         };

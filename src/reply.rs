@@ -97,9 +97,10 @@ impl Rejection<'_> {
                 let (status, detail, outcome) = TOO_LARGE;
                 (problem(status, BLANK, detail), outcome)
             }
-            Rejection::Method => {
-                (problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"), "unsupported-method")
-            }
+            Rejection::Method => (
+                problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"),
+                "unsupported-method",
+            ),
             Rejection::MethodCase => {
                 (problem(StatusCode::BAD_REQUEST, BLANK, "methods are in upper case"), "bad-method")
             }
@@ -187,11 +188,9 @@ fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
             "the upstream broke off before it answered, or sent no valid response",
             "upstream-reset",
         ),
-        UpstreamError::Switched { .. } => (
-            StatusCode::BAD_GATEWAY,
-            "the upstream switched to a protocol that it was not asked for",
-            "upstream-reset",
-        ),
+        UpstreamError::Switched { .. } => {
+            (StatusCode::BAD_GATEWAY, "the upstream switched to a protocol that it was not asked for", "upstream-reset")
+        }
         UpstreamError::ResponseTimeout { .. } => (
             StatusCode::GATEWAY_TIMEOUT,
             "the upstream took longer than it may before its response began",

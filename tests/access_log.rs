@@ -191,7 +191,10 @@ fn the_text_form_says_the_same() {
                      decision_ms=| upstream=api | upstream_ms=| server=127.0.0.1:| upstream_status=200 | request_id=| \
                      trace_id=4bf92f3577b34da6a3ce929d0e0e4736",
         ),
-        (lines[1], " 127.0.0.1 GET /up 429 | route=up rate-limited | decision=denied | limit=hour remaining=0 | request_id="),
+        (
+            lines[1],
+            " 127.0.0.1 GET /up 429 | route=up rate-limited | decision=denied | limit=hour remaining=0 | request_id=",
+        ),
     ] {
         assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
     }

@@ -73,7 +73,7 @@ fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
         assert_eq!(check.as_object().unwrap().len(), 4, "{check}");
         let advice = check["advice"].as_str().map(str::to_owned);
         assert_eq!(advice.is_none(), check["advice"].is_null(), "{check}");
-        (text(&check["name"]), text(&check["status"]), text(&check["found"]), advice)
+        (text(&check["name"]), text(&check["status"]), text(&check["message"]), advice)
     });
     (examined.code, checks.collect())
 }
@@ -119,7 +119,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         "persistence",
         "round trip",
         "clock",
-        "rights",
+        "permissions",
         "scripts",
         "decisions",
     ];
@@ -133,7 +133,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         ("persistence", "none; 0 overrides stored"),
         ("round trip", "of 50 calls; store.timeout is 5000 ms"),
         ("clock", "no decision depends on it"),
-        ("rights", "24 commands"),
+        ("permissions", "24 commands"),
         ("scripts", "5 scripts"),
         ("decisions", "6 algorithms tried"),
     ] {
@@ -148,7 +148,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
         "{}",
         table.out
     );
-    assert!(table.out.ends_with("0 failed, 0 with a warning, 0 left out\n"), "{}", table.out);
+    assert!(table.out.ends_with("0 failed, 0 with a warning, 0 skipped\n"), "{}", table.out);
     let coloured = |variables| examine(&redis.url(), "5s", &[], variables).out.contains("\u{1b}[32mok");
     assert!(!table.out.contains('\u{1b}'), "colours are for terminals: {:?}", table.out);
     assert!(coloured(&[("CLICOLOR_FORCE", "1")]) && !coloured(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]));
@@ -234,7 +234,7 @@ fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
     ];
     assert_eq!(left_out.len(), expected.len(), "{left_out:?}");
     for (check, (name, right)) in left_out.iter().zip(expected) {
-        assert_eq!((check.0.as_str(), check.1.as_str()), (name, "left out"), "{check:?}");
+        assert_eq!((check.0.as_str(), check.1.as_str()), (name, "skipped"), "{check:?}");
         assert_eq!(check.2, format!("the user lacks the right {right}"));
     }
 }
@@ -261,13 +261,13 @@ fn every_right_of_the_manual_that_is_missing_is_named() {
     assert_eq!(rights.len(), 24, "{rights:?}");
     for right in rights {
         command(&redis, &["ACL", "SETUSER", "gateway", &right.replacen('+', "-", 1)]);
-        let (code, status, found) = check(&url, "rights");
+        let (code, status, found) = check(&url, "permissions");
         assert_eq!((code, status.as_str()), (Some(1), "failed"), "{right}: {found}");
         assert!(found.contains(&format!("{right} ")) || found.contains(&format!("{right};")), "{right}: {found}");
         command(&redis, &["ACL", "SETUSER", "gateway", right]);
     }
     command(&redis, &["ACL", "SETUSER", "gateway", "resetkeys", "~other:*"]);
-    let (_, status, found) = check(&url, "rights");
+    let (_, status, found) = check(&url, "permissions");
     assert!(status == "failed" && found.contains("~PREFIX:*"), "{found}");
     let (_, status, found) = check(&url, "decisions");
     assert!(status == "failed" && found.contains("~PREFIX:*"), "{found}");
@@ -396,7 +396,7 @@ fn overrides_without_persistence_are_a_warning() {
             let advice = check["advice"].as_str().unwrap();
             assert!(advice.contains("write back the overrides") && advice.contains("all gateways restart"), "{advice}");
         }
-        (warns, check["found"].as_str().unwrap().to_owned())
+        (warns, check["message"].as_str().unwrap().to_owned())
     };
     let url = redis.url();
     assert_eq!(warns("", &url), (false, "none; 0 overrides stored".to_owned()), "none can be set");

@@ -192,20 +192,20 @@ fn explained(runtime: &Runtime, remote: &Remote, asked: &Asked) -> Value {
 
 /// The parts that the access log has, too, in its form.
 fn as_logged(facts: &Value) -> Value {
-    let limits =
-        facts["limits"].as_array().unwrap().iter().filter(|limit| limit["standing"].is_object()).map(|limit| {
-            let standing = &limit["standing"];
-            let left = if standing["left_after"].is_null() { &standing["left"] } else { &standing["left_after"] };
-            let remaining = if limit["shadow"] == true { &Value::Null } else { left };
-            json!([limit["limit"], limit["identity"], limit["cost"], standing["decision"], remaining])
-        });
-    let status = facts["answer"]["status"].as_u64().unwrap_or(200);
+    let limits = facts["limits"].as_array().unwrap().iter().filter(|limit| limit["usage"].is_object()).map(|limit| {
+        let standing = &limit["usage"];
+        let left =
+            if standing["remaining_after"].is_null() { &standing["remaining"] } else { &standing["remaining_after"] };
+        let remaining = if limit["shadow"] == true { &Value::Null } else { left };
+        json!([limit["limit"], limit["identity"], limit["cost"], standing["decision"], remaining])
+    });
+    let status = facts["response"]["status"].as_u64().unwrap_or(200);
     json!([
         facts["method"],
         facts["client"]["address"],
         facts["route"]["route"],
         status,
-        facts["answer"]["outcome"],
+        facts["response"]["outcome"],
         limits.collect::<Vec<_>>()
     ])
 }
@@ -272,7 +272,7 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
         for _ in 0..250 {
             let asked = request(random);
             let facts = explained(&runtime, &remote, &asked);
-            assert!(facts["unseen"].is_null(), "{facts:#}");
+            assert!(facts["counters_unavailable"].is_null(), "{facts:#}");
             let before = upstream.count();
             let headers: Vec<_> = asked.headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
             let mut client = Client::connect_from(IpAddr::V4(asked.from), gateway.address);
@@ -284,9 +284,9 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
                 assert_eq!(request.target(), facts["upstream"]["target"], "seed {seed}: {asked:?}");
                 assert_eq!(seen(&request.head), told(&asked, &facts), "seed {seed}: {asked:?}");
             } else if asked.method != "HEAD" && reply.status != 429 {
-                assert_eq!(reply.text(), facts["answer"]["body"], "seed {seed}: {asked:?}");
+                assert_eq!(reply.text(), facts["response"]["body"], "seed {seed}: {asked:?}");
             }
-            for field in facts["answer"]["fields"].as_array().unwrap() {
+            for field in facts["response"]["headers"].as_array().unwrap() {
                 let (name, value) = (field["name"].as_str().unwrap(), field["value"].as_str());
                 match (name, value) {
                     // What the configuration says is not shown, and time goes by.
@@ -302,7 +302,8 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
                 }
             }
             for name in ["ratelimit", "ratelimit-policy", "retry-after", "location", "allow", "x-by"] {
-                let is_said = facts["answer"]["fields"].as_array().unwrap().iter().any(|field| field["name"] == name);
+                let is_said =
+                    facts["response"]["headers"].as_array().unwrap().iter().any(|field| field["name"] == name);
                 assert_eq!(is_said, reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}\n{facts:#}");
             }
             said.push((asked, facts));
@@ -353,8 +354,8 @@ fn nothing_is_charged() {
     for _ in 0..3 {
         let output = binary().args(["explain", "GET", "http://a/", "--json", "--config"]).arg(&file).output().unwrap();
         let facts: Value = serde_json::from_slice(&output.stdout).unwrap();
-        let standing = &facts["limits"][0]["standing"];
-        assert_eq!((&standing["left"], &standing["left_after"]), (&json!(1), &json!(0)), "{facts:#}");
+        let standing = &facts["limits"][0]["usage"];
+        assert_eq!((&standing["remaining"], &standing["remaining_after"]), (&json!(1), &json!(0)), "{facts:#}");
         assert_eq!(redis.keys(), Vec::<String>::new());
     }
 }
@@ -381,21 +382,21 @@ fn what_is_paid_later_needs_one_unit_and_what_never_fits_is_told() {
         serde_json::from_slice(&output.stdout).unwrap()
     };
     for (left, decision) in [(4, "allowed"), (1, "allowed"), (0, "denied")] {
-        eventually("what was used is paid", || explain("/later", &[])["limits"][0]["standing"]["left"] == left);
+        eventually("what was used is paid", || explain("/later", &[])["limits"][0]["usage"]["remaining"] == left);
         let facts = explain("/later", &[]);
         let limit = &facts["limits"][0];
         assert_eq!((&limit["post_paid"], &limit["cost"]), (&json!(true), &json!(1)), "{facts:#}");
         assert_eq!(facts["decision"], decision, "{facts:#}");
         if decision == "allowed" {
-            assert_eq!(limit["standing"]["left_after"], left, "{facts:#}");
+            assert_eq!(limit["usage"]["remaining_after"], left, "{facts:#}");
             assert_eq!(gateway.get("/later").status, 200);
         }
     }
 
     let facts = explain("/stated", &["-H", "x-cost: 6"]);
-    let standing = &facts["limits"][0]["standing"];
-    assert_eq!((&facts["decision"], &facts["answer"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
-    assert_eq!((&standing["left"], &standing["retry_seconds"]), (&json!(5), &Value::Null), "{facts:#}");
+    let standing = &facts["limits"][0]["usage"];
+    assert_eq!((&facts["decision"], &facts["response"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
+    assert_eq!((&standing["remaining"], &standing["retry_seconds"]), (&json!(5), &Value::Null), "{facts:#}");
     let facts = explain("/stated", &["-H", "x-cost: 5"]);
     assert_eq!((&facts["decision"], &facts["limits"][0]["cost"]), (&json!("allowed"), &json!(5)), "{facts:#}");
 }
@@ -469,21 +470,24 @@ fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
     };
     // Where it listens is not in the file.
     let facts = explain(&file);
-    assert!(facts["unseen"].as_str().unwrap().contains("in the memory of the running gateway"), "{facts:#}");
-    assert_eq!((&facts["decision"], &facts["limits"][0]["size"]["quota"]), (&Value::Null, &json!("3/day")));
+    assert!(
+        facts["counters_unavailable"].as_str().unwrap().contains("in the memory of the running gateway"),
+        "{facts:#}"
+    );
+    assert_eq!((&facts["decision"], &facts["limits"][0]["effective_quota"]["quota"]), (&Value::Null, &json!("3/day")));
     let text = std::fs::read_to_string(&file).unwrap();
     // Not the file that the gateway follows.
     let file = gateway.directory().join("asked.toml");
     std::fs::write(&file, text.replacen("127.0.0.1:0", &gateway.admin().to_string(), 1)).unwrap();
     let explain = || explain(&file);
     for left in [3, 2, 1] {
-        let standing = &explain()["limits"][0]["standing"];
-        assert_eq!((&standing["decision"], &standing["left"]), (&json!("allowed"), &json!(left)));
+        let standing = &explain()["limits"][0]["usage"];
+        assert_eq!((&standing["decision"], &standing["remaining"]), (&json!("allowed"), &json!(left)));
         assert_eq!(gateway.get("/").status, 200);
     }
     let facts = explain();
-    assert_eq!((&facts["decision"], &facts["answer"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
-    let names: Vec<_> = facts["answer"]["fields"].as_array().unwrap().iter().map(|field| &field["name"]).collect();
+    assert_eq!((&facts["decision"], &facts["response"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
+    let names: Vec<_> = facts["response"]["headers"].as_array().unwrap().iter().map(|field| &field["name"]).collect();
     assert!(names.contains(&&json!(HeaderName::from_static("retry-after").as_str())), "{names:?}");
 }
 
@@ -513,7 +517,7 @@ fn wrong_credentials_and_an_exhausted_limit_by_address_are_explained_as_they_are
         let headers: Vec<_> = header.into_iter().collect();
         for expected in [401, 401, 429, 429] {
             let facts = explained();
-            assert_eq!(facts["answer"]["status"], expected, "{what}: {facts:#}");
+            assert_eq!(facts["response"]["status"], expected, "{what}: {facts:#}");
             assert_eq!(gateway.client().get_with("/", &headers).status, expected, "{what}");
         }
     }

@@ -252,7 +252,10 @@ fn retries_are_a_fifth_of_all_at_most() {
 fn errors_in_a_row_put_a_server_out_for_a_while() {
     let [ill, one, two] = &Server::fleet();
     ill.set(Mood::Answers(503));
-    let gateway = gateway(&[ill, one, two], "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 3, base_ejection_time = \"2s\" }");
+    let gateway = gateway(
+        &[ill, one, two],
+        "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 3, base_ejection_time = \"2s\" }",
+    );
     let mut client = gateway.client();
     let refused = (0..60).filter(|_| client.get("/").status == 503).count();
     assert_eq!((refused, ill.count()), (3, 3), "three errors and no more");
@@ -292,7 +295,8 @@ fn silence_is_an_error_as_well() {
 fn when_most_are_out_ejected_ones_are_used() {
     let servers = &Server::fleet::<3>();
     servers[..2].iter().for_each(|server| server.set(Mood::Answers(503)));
-    let lines = "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
+    let lines =
+        "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), lines);
     let mut client = gateway.client();
     (0..12).for_each(|_| drop(client.get("/")));
@@ -404,7 +408,10 @@ fn dead_idle_connections_do_not_eject_their_server() {
             support::upstream::read_request(&mut stream);
         }
     });
-    let gateway = gateway_of(&format!("\"http://{address}\""), "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
+    let gateway = gateway_of(
+        &format!("\"http://{address}\""),
+        "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }",
+    );
     let mut client = gateway.client();
     let statuses: Vec<_> = (0..10).map(|_| client.get("/").status).collect();
     assert_eq!(statuses, [200; 10], "a GET is sent again on a new connection");
@@ -417,7 +424,8 @@ fn dead_idle_connections_do_not_eject_their_server() {
 #[test]
 fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
     let servers @ [failing, _, _] = &Server::fleet();
-    let gateway = gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }");
+    let gateway =
+        gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }");
     let mut client = gateway.client();
     (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert_eq!(servers.each_ref().map(Server::accepted), [1; 3], "each has one idle connection");
@@ -432,7 +440,8 @@ fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
 #[test]
 fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
     let servers @ [gone, _, _] = &Server::fleet();
-    let gateway = gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
+    let gateway =
+        gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
     let mut client = gateway.client();
     (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
     gone.down();
@@ -449,7 +458,8 @@ fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
 #[test]
 fn half_of_two_servers_may_be_ejected_and_not_both() {
     let servers @ [one, other] = &Server::fleet();
-    let gateway = gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
+    let gateway =
+        gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
     let mut client = gateway.client();
     one.set(Mood::Answers(503));
     let failed = (0..20).filter(|_| client.get("/").status == 503).count();
@@ -470,7 +480,10 @@ fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
     {
         let servers @ [failing, _, _] = &Server::fleet();
         failing.set(Mood::Answers(status));
-        let gateway = gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }");
+        let gateway = gateway_by_one_worker(
+            servers,
+            "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }",
+        );
         let mut client = gateway.client();
         let failed = (0..30).filter(|_| client.get("/").status == status).count();
         assert_eq!(failed, if ejects { 2 } else { 10 }, "{status}");
@@ -520,7 +533,10 @@ fn server_that_was_passed_over_is_tried_when_all_others_have_failed() {
 fn drained_servers_do_not_count_for_the_bound_on_ejected_ones() {
     let [one, two, drained, also_drained] = &Server::fleet();
     let servers = weighted(&[(one, 1), (two, 1), (drained, 0), (also_drained, 0)]);
-    let gateway = gateway_of(&servers, "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
+    let gateway = gateway_of(
+        &servers,
+        "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }",
+    );
     [one, two].into_iter().for_each(|server| server.set(Mood::Answers(503)));
     let mut client = gateway.client();
     for _ in 0..20 {

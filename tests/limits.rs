@@ -221,7 +221,9 @@ fn who_waits_as_long_as_he_is_told_is_admitted() {
 
 #[test]
 fn decisions_on_one_process_are_exact_under_concurrency() {
-    for (layout, algorithm) in [("per-core", "fixed-window"), ("work-stealing", "sliding-log"), ("per-core", "token-bucket")] {
+    for (layout, algorithm) in
+        [("per-core", "fixed-window"), ("work-stealing", "sliding-log"), ("per-core", "token-bucket")]
+    {
         let limit =
             format!("[server]\nthreading = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
         // A day as a window of the algorithm's own, not of the calendar.

@@ -44,8 +44,8 @@ fn post(gateway: &Gateway, path: &str, body: &Value) -> Value {
 /// Where an identity stands with one limit.
 fn standing(gateway: &Gateway, query: &str) -> Value {
     let answer = get(gateway, &format!("/api/identities?{query}"));
-    assert_eq!(answer["standings"].as_array().unwrap().len(), 1, "{answer}");
-    answer["standings"][0].clone()
+    assert_eq!(answer["limits"].as_array().unwrap().len(), 1, "{answer}");
+    answer["limits"][0].clone()
 }
 
 /// A route with one limit by a header.
@@ -166,7 +166,7 @@ fn a_standing_is_told_without_a_charge() {
                 let (first, again) = (look(), look());
                 let reply = client.get_with(&format!("/{kind}"), &[("x-id", "alice")]);
                 assert_eq!((&first["remaining"], &again["remaining"]), (&json!(3 - used), &json!(3 - used)), "{kind}");
-                assert_eq!((&first["quota"], &first["at_once"]), (&json!(format!("3/{LONG}")), &json!(3)), "{kind}");
+                assert_eq!((&first["quota"], &first["capacity"]), (&json!(format!("3/{LONG}")), &json!(3)), "{kind}");
                 assert_eq!((&first["algorithm"], &first["override"]), (&json!(kind), &Value::Null), "{kind}");
                 let expected = if used < 3 { ("allowed", 200) } else { ("denied", 429) };
                 assert_eq!((first["decision"].as_str().unwrap(), reply.status), expected, "{kind} {first}");
@@ -180,10 +180,14 @@ fn a_standing_is_told_without_a_charge() {
             let hash = look()["identity"].as_str().unwrap().to_owned();
             assert_eq!(standing(&gateway, &format!("limit={kind}&identity={hash}"))["decision"], "denied", "{kind}");
             let never = standing(&gateway, &format!("limit={kind}&identity={hash}&cost=4"));
-            assert_eq!((&never["decision"], &never["retry_seconds"]), (&json!("never"), &Value::Null), "{kind}");
+            assert_eq!(
+                (&never["decision"], &never["retry_seconds"]),
+                (&json!("cost_too_large"), &Value::Null),
+                "{kind}"
+            );
         }
         let all = get(&gateway, "/api/identities?header:x-id=bob");
-        assert_eq!(all["standings"].as_array().unwrap().len(), KINDS.len(), "{all}");
+        assert_eq!(all["limits"].as_array().unwrap().len(), KINDS.len(), "{all}");
         for wrong in [
             "",
             "limit=fixed-window",
@@ -259,7 +263,7 @@ fn an_identity_is_found_by_what_operators_know_of_it() {
     }
     assert_eq!(standing(&gateway, "limit=calls&api-key=robot")["decision"], "exempt");
     let all = get(&gateway, "/api/identities?api-key=acme");
-    let names: Vec<_> = all["standings"].as_array().unwrap().iter().map(|one| one["limit"].clone()).collect();
+    let names: Vec<_> = all["limits"].as_array().unwrap().iter().map(|one| one["limit"].clone()).collect();
     assert_eq!(names, ["all", "calls"], "{all}");
     ask(&gateway, "GET", "/api/identities?limit=calls&api-key=nobody", b"").assert_problem(404, "no consumer");
     ask(&gateway, "GET", "/api/identities?limit=calls&anonymous=here", b"").assert_problem(400, "no address");
@@ -283,7 +287,7 @@ fn a_reset_is_known_to_all_gateways_soon() {
     assert_eq!(statuses(&gateways[1], "alice", 3), [429; 3]);
     assert_eq!(redis.calls("evalsha"), asked);
     let answer = post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "alice"}}));
-    assert_eq!((&answer["was_counted"], &answer["everywhere_within_seconds"]), (&json!(true), &json!(2)), "{answer}");
+    assert_eq!((&answer["removed"], &answer["effective_within_seconds"]), (&json!(true), &json!(2)), "{answer}");
     assert_eq!(standing(&gateways[1], "limit=one&header:x-id=alice")["remaining"], 3);
     // Well within the minute for which a denial is remembered.
     eventually("the other gateway knows", || statuses(&gateways[1], "alice", 1) == [200]);
@@ -292,9 +296,9 @@ fn a_reset_is_known_to_all_gateways_soon() {
     assert_eq!(statuses(&gateways[0], "other", 1), [429], "nobody else is concerned");
     let hash = answer["identity"].clone();
     let again = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": hash}));
-    assert_eq!(again["was_counted"], true, "by its hash");
+    assert_eq!(again["removed"], true, "by its hash");
     let nothing = post(&gateways[1], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "nobody"}}));
-    assert_eq!(nothing["was_counted"], false);
+    assert_eq!(nothing["removed"], false);
     redis.assert_every_key_expires();
 }
 
@@ -324,7 +328,7 @@ fn an_override_is_in_force_on_all_gateways_until_it_is_over() {
         assert_eq!(statuses(gateway, "alice", 1), [429]);
     }
     let body = json!({
-        "limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("10/{LONG}"), "for": "8s", "note": "trial"
+        "limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("10/{LONG}"), "ttl": "8s", "note": "trial"
     });
     let answer = post(&gateways[0], "/api/overrides", &body);
     let shown = &answer["override"];
@@ -360,7 +364,7 @@ fn an_override_can_be_smaller_and_can_be_ended() {
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&one_limit(store, &format!("10/{LONG}"), ""));
         assert_eq!(statuses(&gateway, "alice", 5), [200; 5]);
-        let body = |quota: &str| json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("{quota}/{LONG}"), "for": "1h"});
+        let body = |quota: &str| json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("{quota}/{LONG}"), "ttl": "1h"});
         post(&gateway, "/api/overrides", &body("4"));
         let mut client = gateway.client();
         let reply = client.get_with("/r", &[("x-id", "alice")]);
@@ -374,14 +378,14 @@ fn an_override_can_be_smaller_and_can_be_ended() {
         assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 200, 429]);
         let removed = ask(&gateway, "DELETE", "/api/overrides?limit=one&header:x-id=alice", b"");
         assert_eq!(removed.json()["removed"], false);
-        assert_eq!(get(&gateway, "/api/overrides"), json!({"most": 1000, "overrides": []}));
+        assert_eq!(get(&gateway, "/api/overrides"), json!({"max_overrides": 1000, "overrides": []}));
         for (field, value) in [
             ("quota", json!("0/min")),
             ("quota", json!("many")),
             ("quota", json!("1/month of sundays")),
-            ("for", json!("1s")),
-            ("for", json!("40d")),
-            ("for", json!("soon")),
+            ("ttl", json!("1s")),
+            ("ttl", json!("40d")),
+            ("ttl", json!("soon")),
             ("burst", json!(5)),
             ("note", json!("x".repeat(201))),
             ("identity", json!("12")),
@@ -403,7 +407,7 @@ fn an_override_can_be_smaller_and_can_be_ended() {
 #[test]
 fn an_override_of_one_process_ends_by_itself() {
     let gateway = Gateway::start(&one_limit("", &format!("2/{LONG}"), ""));
-    let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("4/{LONG}"), "for": "5s"});
+    let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("4/{LONG}"), "ttl": "5s"});
     post(&gateway, "/api/overrides", &body);
     assert_eq!(statuses(&gateway, "alice", 3), [200; 3]);
     eventually("it is over", || standing(&gateway, "limit=one&header:x-id=alice")["override"].is_null());
@@ -421,16 +425,16 @@ fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
     let identity = json!({"header:x-id": "alice"});
     assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
     // Another window is another state.
-    post(&gateway, "/api/overrides", &json!({"limit": "one", "identity": identity, "quota": "3/365d", "for": "1h"}));
+    post(&gateway, "/api/overrides", &json!({"limit": "one", "identity": identity, "quota": "3/365d", "ttl": "1h"}));
     assert_eq!(statuses(&gateway, "alice", 4), [200, 200, 200, 429]);
     let reset = json!({"limit": "one", "identity": identity});
-    assert_eq!(post(&gateway, "/api/reset", &reset)["was_counted"], true);
+    assert_eq!(post(&gateway, "/api/reset", &reset)["removed"], true);
     assert_eq!(standing(&gateway, "limit=one&header:x-id=alice")["remaining"], 3);
     // A bucket that is smaller than what is taken ahead is one all the same.
-    let two = json!({"limit": "two", "identity": identity, "quota": "2/3650d", "burst": 1, "for": "1h"});
+    let two = json!({"limit": "two", "identity": identity, "quota": "2/3650d", "burst": 1, "ttl": "1h"});
     post(&gateway, "/api/overrides", &two);
     post(&gateway, "/api/reset", &json!({"limit": "two", "identity": identity}));
-    assert_eq!(standing(&gateway, "limit=two&header:x-id=alice")["at_once"], 1);
+    assert_eq!(standing(&gateway, "limit=two&header:x-id=alice")["capacity"], 1);
     assert_eq!(statuses(&gateway, "alice", 2), [200, 429]);
 }
 
@@ -439,7 +443,7 @@ fn there_are_only_so_many_overrides() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&one_limit(store, "3/day", ""));
-        let body = |identity: usize| json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": "5/day", "for": "1h"});
+        let body = |identity: usize| json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": "5/day", "ttl": "1h"});
         if store.is_empty() {
             let (mut client, token) = (Client::connect(gateway.admin()), format!("Bearer {TOKEN}"));
             let headers = [("authorization", &*token), ("content-type", "application/json")];
@@ -463,7 +467,7 @@ fn there_are_only_so_many_overrides() {
         post(&gateway, "/api/overrides", &body(999));
         // That of others is not hindered.
         assert_eq!(
-            post(&gateway, "/api/reset", &json!({"limit": "one", "identity": format!("{:032x}", 7)}))["was_counted"],
+            post(&gateway, "/api/reset", &json!({"limit": "one", "identity": format!("{:032x}", 7)}))["removed"],
             false
         );
         let removed = ask(&gateway, "DELETE", &format!("/api/overrides?limit=one&identity={:032x}", 5), b"");
@@ -484,9 +488,9 @@ fn a_cluster_is_operated_like_one_server() {
         let whose = json!({"header:x-id": identity});
         assert_eq!(statuses(&gateways[0], identity, 3), [200, 200, 429]);
         assert_eq!(statuses(&gateways[1], identity, 1), [429]);
-        assert_eq!(post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": whose}))["was_counted"], true);
+        assert_eq!(post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": whose}))["removed"], true);
         eventually("the other one knows", || statuses(&gateways[1], identity, 1) == [200]);
-        let body = json!({"limit": "one", "identity": whose, "quota": format!("4/{LONG}"), "for": "1h"});
+        let body = json!({"limit": "one", "identity": whose, "quota": format!("4/{LONG}"), "ttl": "1h"});
         post(&gateways[1], "/api/overrides", &body);
         assert_eq!(standing(&gateways[1], &format!("limit=one&header:x-id={identity}"))["remaining"], 3);
         eventually("the first one knows", || {
@@ -552,7 +556,7 @@ fn a_store_that_does_not_answer_is_said() {
     let mut redis = Redis::start();
     let gateway = Gateway::start(&one_limit(&redis.store().replace("5s", "1s"), "3/day", ""));
     assert_eq!(statuses(&gateway, "alice", 1), [200]);
-    let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": "9/day", "for": "1h"});
+    let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": "9/day", "ttl": "1h"});
     post(&gateway, "/api/overrides", &body);
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
@@ -609,7 +613,7 @@ fn reset_finds_the_state_of_a_consumer_with_a_size_of_its_own() {
         let mut three = || [(); 3].map(|()| client.get_with("/r", &[("x-api-key", "secret-of-acme")]).status);
         assert_eq!(three(), [200, 200, 429], "{store}");
         let reset = json!({"limit": "one", "identity": {"api-key": "acme"}});
-        assert_eq!(post(&gateway, "/api/reset", &reset)["was_counted"], true, "{store}");
+        assert_eq!(post(&gateway, "/api/reset", &reset)["removed"], true, "{store}");
         assert_eq!(three(), [200, 200, 429], "{store}");
     }
 }

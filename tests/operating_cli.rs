@@ -62,7 +62,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
     assert_eq!(statuses(&gateway, "alice", 5), [200, 200, 429, 429, 429]);
     let top = said(&gateway, &["top"]);
     assert!(top.starts_with("one: denied 3 in the last 5 minutes\n"), "{top}");
-    assert_eq!(words(&top, "TIMES"), ["TIMES", "WHO", "IDENTITY"]);
+    assert_eq!(words(&top, "COUNT"), ["COUNT", "CLIENT", "IDENTITY"]);
     let row = words(&top, "3");
     let row = if row.len() == 3 { row } else { words(top.split_once("IDENTITY").unwrap().1, "3") };
     assert_eq!((row[0], row[1], row[2].len()), ("3", "header:x-id=(hidden)", 32), "{top}");
@@ -75,10 +75,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
     assert_eq!(&words(&all, "net")[..3], ["net", "allowed", "1000/min"], "{all}");
     let one = said(&gateway, &["inspect", "--limit", "one", &hash]);
     assert_eq!(words(&one, "one")[1], "denied", "{one}");
-    assert_eq!(
-        said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["standings"][0]["remaining"],
-        0
-    );
+    assert_eq!(said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["limits"][0]["remaining"], 0);
 
     let reset = said(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
     assert_eq!(reset, format!("{hash} of `one` starts afresh\n"));
@@ -92,7 +89,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
         &hash,
         "--quota",
         "3/3650d",
-        "--for",
+        "--ttl",
         "2h",
         "--note",
         "asked\u{1b}[2J for it",
@@ -102,7 +99,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
     assert!(set.contains("asked\\u{1b}[2J for it"), "{set}");
     assert_eq!(statuses(&gateway, "alice", 2), [200, 429]);
     let list = said_json(&gateway, &["override", "list"]);
-    assert_eq!((&list["overrides"][0]["identity"], &list["most"]), (&json!(hash), &json!(1000)), "{list}");
+    assert_eq!((&list["overrides"][0]["identity"], &list["max_overrides"]), (&json!(hash), &json!(1000)), "{list}");
     assert_eq!(words(&said(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
     let removed = said(&gateway, &["override", "remove", "--limit", "one", &hash]);
     assert!(removed.contains("has the quota of everybody again"), "{removed}");

@@ -33,7 +33,7 @@ fn ask(gateway: &Gateway, method: &str, path: &str, body: &str) -> Reply {
 }
 
 fn set(gateway: &Gateway, identity: u128, quota: &str, lasts: &str) -> Reply {
-    let body = json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": quota, "for": lasts});
+    let body = json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": quota, "ttl": lasts});
     ask(gateway, "POST", "/api/overrides", &body.to_string())
 }
 

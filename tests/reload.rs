@@ -96,7 +96,7 @@ fn a_configuration_of_kubernetes_is_swapped_with_the_files_it_names() {
 fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
     let gateway = Gateway::start(&with_admin(&says("one")));
     let shown = || ask(&gateway, "GET", "/api/config").json();
-    assert!(shown()["last_error"].is_null() && shown()["since"].as_str().unwrap().ends_with('Z'), "{}", shown());
+    assert!(shown()["last_error"].is_null() && shown()["loaded_at"].as_str().unwrap().ends_with('Z'), "{}", shown());
     let successful = |line: &str| metric(&gateway, &format!("config_last_reload_{line}"));
     let since = successful("success_timestamp_seconds");
     assert_eq!((successful("successful"), metric(&gateway, "config_reloads_total{result=\"error\"}")), (1.0, 0.0));
@@ -154,7 +154,10 @@ fn what_needs_a_restart_is_refused_by_its_name() {
     let no_admin = "";
     for (config, keys) in [
         (base("workers = 3", ADMIN, store, log, &listeners, "two"), &["server.workers"][..]),
-        (base("workers = 2\nthreading = \"work-stealing\"", ADMIN, store, log, &listeners, "two"), &["server.threading"]),
+        (
+            base("workers = 2\nthreading = \"work-stealing\"", ADMIN, store, log, &listeners, "two"),
+            &["server.threading"],
+        ),
         (base(server, &other_admin, store, log, &listeners, "two"), &["admin.address"]),
         (base(server, no_admin, store, log, &listeners, "two"), &["admin.address"]),
         (

@@ -284,7 +284,7 @@ fn what_may_be_a_secret_is_not_shown() {
         let text = replay(&[&common, more].concat());
         assert_eq!((text.code, text.err.as_str()), (Some(0), ""), "{more:?} {}", text.out);
         let json = report(&[&common, more].concat());
-        let worst = &json["limits"]["per-user"]["worst"][0];
+        let worst = &json["limits"]["per-user"]["top_denied"][0];
         assert!(worst["identity"].as_str().unwrap().starts_with('#'), "{more:?} {json}");
         let page = std::fs::read_to_string(&page).unwrap();
         for shown in [text.out, json.to_string(), page] {
@@ -301,13 +301,13 @@ fn identities_are_those_of_the_log_or_none() {
     assert_eq!(keys["lines"]["no_identity"], 1, "one without: {keys}");
     // Without the variable nobody knows, and the other limit is replayed all the same.
     let unknown = report(&[&["combined.log"], &config[..]].concat());
-    assert_eq!(unknown["limits"]["per-key"]["unknown"], "the header `x-api-key`");
+    assert_eq!(unknown["limits"]["per-key"]["skipped"], "the header `x-api-key`");
     assert_eq!(unknown["limits"]["per-key"]["requests"], 0);
     assert_eq!(unknown["limits"]["per-ip"]["requests"], 4);
     let stands = report(&[&["combined.log", "--identity", "per-key=http_user_agent"], &config[..]].concat());
     assert_eq!(stands["limits"]["per-key"]["identities"], 2, "{stands}");
     // What is in the field may be a key.
-    let shown = stands["limits"]["per-key"]["worst"][0]["identity"].as_str().unwrap_or("#").to_owned();
+    let shown = stands["limits"]["per-key"]["top_denied"][0]["identity"].as_str().unwrap_or("#").to_owned();
     assert!(shown.starts_with('#'), "{shown}");
     let path = report(&[&["caddy.log", "--identity", "per-key=user_id"], &config[..]].concat());
     assert_eq!(path["limits"]["per-key"]["identities"], 1, "{path}");
@@ -408,7 +408,7 @@ fn order_does_not_matter() {
         let report = report(&[logs, &PROPOSED[..]].concat());
         let limit = &report["limits"]["per-ip"];
         assert_eq!(report["lines"]["late"], 0, "{logs:?}");
-        [&limit["requests"], &limit["denied"], &limit["identities"], &limit["worst"], &limit["series"]]
+        [&limit["requests"], &limit["denied"], &limit["identities"], &limit["top_denied"], &limit["series"]]
             .map(Value::clone)
     };
     let expected = counts(&[&whole.1]);
@@ -477,7 +477,7 @@ fn what_happens_at_the_end_of_requests_counts() {
     assert_eq!(with_times["limits"]["paid"]["denied"], 1, "{with_times}");
     let without =
         report(&[path.as_str(), "--config", arguments[2], "--format", "$msec $x $remote_addr \"$request\" $s"]);
-    assert_eq!(without["limits"]["at-once"]["unknown"], "how long requests took", "{without}");
+    assert_eq!(without["limits"]["at-once"]["skipped"], "how long requests took", "{without}");
     assert_eq!(without["limits"]["paid"]["denied"], 3, "nothing fails: {without}");
 }
 

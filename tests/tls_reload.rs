@@ -213,7 +213,9 @@ fn sessions_are_resumed_by_every_worker() {
     let folder = tempfile::tempdir().unwrap();
     let pair = Pair::server(NAME, NOW);
     write(folder.path(), &pair);
-    for (layout, version) in [("per-core", &TLS12), ("per-core", &TLS13), ("work-stealing", &TLS12), ("work-stealing", &TLS13)] {
+    for (layout, version) in
+        [("per-core", &TLS12), ("per-core", &TLS13), ("work-stealing", &TLS12), ("work-stealing", &TLS13)]
+    {
         let gateway = gateway(folder.path(), &format!("[server]\nworkers = 4\nthreading = \"{layout}\"\n"));
         let client = tls(&[&pair.der], None, &[version]);
         // Enough connections to meet every worker's socket.

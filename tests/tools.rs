@@ -18,7 +18,7 @@ fn init(folder: &Path, arguments: &[&str]) -> (Option<i32>, String) {
 fn first_configurations_have_no_warning_and_serve() {
     for situation in SITUATIONS {
         let directory = tempfile::tempdir().unwrap();
-        let (code, said) = init(directory.path(), &["--for", situation]);
+        let (code, said) = init(directory.path(), &["--template", situation]);
         assert_eq!(code, Some(0), "{situation}: {said}");
         let check = binary().current_dir(directory.path()).args(["check", "--strict"]).output().unwrap();
         assert_eq!(check.status.code(), Some(0), "{situation}: {}", String::from_utf8_lossy(&check.stdout));
@@ -49,11 +49,11 @@ fn nothing_is_overwritten_unasked() {
         let directory = tempfile::tempdir().unwrap();
         let mine = directory.path().join(there);
         std::fs::write(&mine, "# mine\n").unwrap();
-        let (code, said) = init(directory.path(), &["--for", situation]);
+        let (code, said) = init(directory.path(), &["--template", situation]);
         assert!(code == Some(1) && said.contains(&format!("{there} is there already: --force")), "{said}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 1, "nothing is written");
         assert_eq!(std::fs::read_to_string(&mine).unwrap(), "# mine\n");
-        assert_eq!(init(directory.path(), &["--for", situation, "--force"]).0, Some(0));
+        assert_eq!(init(directory.path(), &["--template", situation, "--force"]).0, Some(0));
         assert_ne!(std::fs::read_to_string(&mine).unwrap(), "# mine\n");
     }
 }

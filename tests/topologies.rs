@@ -109,7 +109,7 @@ fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
     // What was not charged with the denied request is not given back either.
     for (limit, header, remaining) in [("shadow", "x-e=e", 0), ("paid", "x-g=g", 997)] {
         let reply = ask(&gateway, &format!("/api/identities?limit={limit}&header:{header}"));
-        assert_eq!(reply.json()["standings"][0]["remaining"], remaining, "{limit}: {}", reply.text());
+        assert_eq!(reply.json()["limits"][0]["remaining"], remaining, "{limit}: {}", reply.text());
     }
     let other = client.get_with("/r", &headers("another"));
     assert_eq!((other.status, other.remaining("narrow")), (200, 2));
@@ -496,7 +496,7 @@ fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
         {
             eventually(&format!("limit {limit} of {id} is charged as the response says, {before}"), || {
                 let reply = ask(&gateway, &format!("/api/identities?limit={limit}&header:{header}{id}"));
-                reply.json()["standings"][0]["remaining"] == left
+                reply.json()["limits"][0]["remaining"] == left
             });
         }
     }

@@ -230,7 +230,10 @@ fn an_upstream_that_does_not_answer_is_an_error() {
     let spans = collector.trace(TRACE, 2);
     let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
     assert_says(request, &[("error.type", "upstream-connect-failure"), ("http.response.status_code", "502")]);
-    assert_says(sent, &[("error.type", "upstream-connect-failure"), ("server.address", "127.0.0.1"), ("server.port", "1")]);
+    assert_says(
+        sent,
+        &[("error.type", "upstream-connect-failure"), ("server.address", "127.0.0.1"), ("server.port", "1")],
+    );
     assert!([request, sent].iter().all(|span| span.status.as_ref().unwrap().code == 2), "{spans:#?}");
 }
 

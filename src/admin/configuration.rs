@@ -14,7 +14,7 @@ use crate::reload::configuration::{Cause, Failure};
 struct Shown {
     file: String,
     /// RFC 3339.
-    since: String,
+    loaded_at: String,
     /// What is wrong with the file, if the last reload failed.
     last_error: Option<Error>,
     /// As it is written, without its secrets.
@@ -23,7 +23,7 @@ struct Shown {
 
 #[derive(Debug, Serialize)]
 struct Error {
-    at: String,
+    time: String,
     error: String,
 }
 
@@ -42,9 +42,9 @@ impl Admin {
         // It was read as such.
         let configuration = masked(&String::from_utf8_lossy(&file.content)).unwrap_or_default();
         let last_error = self.vitals.configuration.failure();
-        let last_error = last_error.map(|Failure { error, at_us }| Error { at: instant(at_us), error });
+        let last_error = last_error.map(|Failure { error, at_us }| Error { time: instant(at_us), error });
         let (file, since) = (file.path.display().to_string(), instant(running.since_us));
-        json(StatusCode::OK, &Shown { file, since, last_error, configuration })
+        json(StatusCode::OK, &Shown { file, loaded_at: since, last_error, configuration })
     }
 
     /// Has the file read again, and answers when that is done.

@@ -65,7 +65,7 @@ struct Now<'a> {
 #[derive(Serialize)]
 struct Connections {
     open: usize,
-    most: usize,
+    max: usize,
 }
 
 #[derive(Serialize)]
@@ -80,7 +80,7 @@ struct OfLimit<'a> {
 /// Both in RFC 3339: when either is another one, `/api/config` is.
 #[derive(Serialize)]
 struct Configuration {
-    since: String,
+    loaded_at: String,
     last_error_at: Option<String>,
 }
 
@@ -188,11 +188,11 @@ fn now(second: Second, vitals: &Vitals) -> Bytes {
     let (open, most) = vitals.connections.standing();
     let now = Now {
         second,
-        connections: Connections { open, most },
+        connections: Connections { open, max: most },
         limits: limits.collect(),
         health: vitals.health(),
         configuration: Configuration {
-            since: instant(running.since_us),
+            loaded_at: instant(running.since_us),
             last_error_at: vitals.configuration.failure().map(|failure| instant(failure.at_us)),
         },
     };

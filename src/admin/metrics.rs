@@ -134,7 +134,8 @@ impl Vitals {
         for (upstream, one) in servers() {
             lines.state(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "healthy"))?;
         }
-        let mut lines = page.gauge("upstream_server_requests_in_flight", "Requests that a server has, from all workers")?;
+        let mut lines =
+            page.gauge("upstream_server_requests_in_flight", "Requests that a server has, from all workers")?;
         for (upstream, one) in servers() {
             lines.state(&[("upstream", upstream), ("server", &one.server)], one.in_flight as u64)?;
         }

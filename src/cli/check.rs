@@ -98,10 +98,16 @@ fn examine(path: &Path, runtime: &Runtime, file: File<Config>, options: &Options
         let url = url.map(|url| url.span());
         match reach(servers, redis, &doctor::needs(runtime, redis))? {
             Err(why) => warnings.push(Issue { span: url, message: format!("store: {why}"), hint: None }),
-            Ok(found) => warnings.extend(found.into_iter().map(|(server, Check { name, found, advice, .. })| {
-                let span = if name == "round trip" { timeout.map(|timeout| timeout.span()) } else { None };
-                Issue { span: span.or(url.clone()), message: format!("store: {server}: {name}: {found}"), hint: advice }
-            })),
+            Ok(found) => {
+                warnings.extend(found.into_iter().map(|(server, Check { name, message: found, advice, .. })| {
+                    let span = if name == "round trip" { timeout.map(|timeout| timeout.span()) } else { None };
+                    Issue {
+                        span: span.or(url.clone()),
+                        message: format!("store: {server}: {name}: {found}"),
+                        hint: advice,
+                    }
+                }))
+            }
         }
     }
     let mut notes = lint::notes(&written, runtime);

@@ -63,7 +63,7 @@ fn table(diagnosis: &Diagnosis, out: &mut impl Write) -> std::io::Result<()> {
         let width = checks.iter().map(|check| check.name.len()).max().unwrap_or(0);
         for check in checks {
             let (word, style) = look(check.status);
-            writeln!(out, "  {style}{word:8}{style:#}  {:width$}  {}", check.name, check.found)?;
+            writeln!(out, "  {style}{word:8}{style:#}  {:width$}  {}", check.name, check.message)?;
             if let Some(advice) = &check.advice {
                 writeln!(out, "  {:8}  {:width$}  -> {advice}", "", "")?;
             }
@@ -74,7 +74,7 @@ fn table(diagnosis: &Diagnosis, out: &mut impl Write) -> std::io::Result<()> {
         checks.filter(|check| check.status == status).count()
     };
     let [failed, warnings, left_out] = [Status::Failed, Status::Warning, Status::LeftOut].map(count);
-    writeln!(out, "{failed} failed, {warnings} with a warning, {left_out} left out")
+    writeln!(out, "{failed} failed, {warnings} with a warning, {left_out} skipped")
 }
 
 fn look(status: Status) -> (&'static str, Style) {
@@ -82,7 +82,7 @@ fn look(status: Status) -> (&'static str, Style) {
         Status::Ok => ("ok", AnsiColor::Green),
         Status::Warning => ("warning", AnsiColor::Yellow),
         Status::Failed => ("failed", AnsiColor::Red),
-        Status::LeftOut => ("left out", AnsiColor::Cyan),
+        Status::LeftOut => ("skipped", AnsiColor::Cyan),
     };
     (word, colour.on_default())
 }

@@ -36,7 +36,7 @@ pub(super) enum Operate {
         #[arg(long, value_name = "NAME")]
         limit: Option<String>,
         /// What a request costs
-        #[arg(long, value_name = "UNITS", default_value_t = 1)]
+        #[arg(long, value_name = "N", default_value_t = 1)]
         cost: u64,
         #[command(flatten)]
         identity: Identity,
@@ -68,10 +68,10 @@ pub(super) enum Override {
         #[arg(long, value_name = "QUOTA")]
         quota: String,
         /// Of a token bucket; as much as the quota if it is left out
-        #[arg(long, value_name = "UNITS")]
+        #[arg(long, value_name = "N")]
         burst: Option<u64>,
         /// How long: "15m", "12h", "7d"
-        #[arg(long = "for", value_name = "DURATION")]
+        #[arg(long = "ttl", value_name = "DURATION")]
         lasts: String,
         /// A word about why
         #[arg(long, value_name = "TEXT")]
@@ -182,7 +182,7 @@ fn ask(operate: &Operate, listener: &Listener) -> anyhow::Result<Value> {
         Operate::Override { what: Override::Set { whose, quota, burst, lasts, note, .. } } => {
             let identity = whose.identity.json()?;
             let body = json!({
-                "limit": whose.limit, "identity": identity, "quota": quota, "burst": burst, "for": lasts, "note": note
+                "limit": whose.limit, "identity": identity, "quota": quota, "burst": burst, "ttl": lasts, "note": note
             });
             listener.ask(Method::POST, "/api/overrides", Some(&body))
         }

@@ -63,7 +63,7 @@ pub(super) async fn keys(line: &mut Line, server: &Server, prefix: &str) -> Resu
     Ok(if without_ttl > 0 {
         let found = format!("{summary}; such as {}", named.join(", "));
         let advice = "the gateway never writes such keys, and they never go: find out who does, delete them, or choose another store.prefix";
-        Check { found, ..check }.or(Status::Failed).advise(advice)
+        Check { message: found, ..check }.or(Status::Failed).advise(advice)
     } else {
         check
     })

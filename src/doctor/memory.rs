@@ -52,7 +52,7 @@ fn judge(policy: &str, most: u64) -> Check {
     let advice = "limits want noeviction, on an instance of their own: CONFIG SET maxmemory-policy noeviction";
     if most == 0 {
         let found = format!("{policy}, which evicts nothing while there is no maxmemory");
-        return Check { found, ..check }.or(Status::Warning).advise(advice);
+        return Check { message: found, ..check }.or(Status::Warning).advise(advice);
     }
     let why = match policy {
         "volatile-ttl" => "takes what expires soonest first, which is short limits",
@@ -60,7 +60,7 @@ fn judge(policy: &str, most: u64) -> Check {
         _ => "takes any key",
     };
     let found = format!("{policy} with maxmemory {}: it {why}, and whose limit is evicted has a fresh one", mib(most));
-    Check { found, ..check }.or(Status::Failed).advise(advice)
+    Check { message: found, ..check }.or(Status::Failed).advise(advice)
 }
 
 pub(super) async fn evictions(line: &mut Line) -> Result<Check, Failure> {

@@ -51,7 +51,7 @@ pub(super) async fn full_coverage(line: &mut Line) -> Result<Check, Failure> {
         let found = "cluster-require-full-coverage yes: while a master is down, the cluster rejects all identities, not only \
             those of this master";
         let advice = "on every node: CONFIG SET cluster-require-full-coverage no, and CONFIG REWRITE";
-        Check { found: found.to_owned(), ..check }.or(Status::Warning).advise(advice)
+        Check { message: found.to_owned(), ..check }.or(Status::Warning).advise(advice)
     } else {
         check
     })

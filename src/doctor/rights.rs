@@ -49,27 +49,30 @@ pub(super) async fn rights(line: &mut Line, server: &Server, needs: &Needs) -> R
     let refused = match line.ask::<Value>(&ask).await {
         Err(Failure::Refused(error)) => {
             // Not left out: the gateway would be refused as well.
-            return Ok(Check::refused("rights", &error).or(Status::Failed).advise(ADVICE));
+            return Ok(Check::refused("permissions", &error).or(Status::Failed).advise(ADVICE));
         }
         reply => reply?,
     };
     let Ok(refused) = redis::from_redis_value::<Option<Vec<usize>>>(refused) else {
-        return Ok(Check::left_out("rights", "the server's answer is not understood"));
+        return Ok(Check::left_out("permissions", "the server's answer is not understood"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::left_out("rights", "this server cannot tell; Redis can from 7.0 on"));
+        return Ok(Check::left_out("permissions", "this server cannot tell; Redis can from 7.0 on"));
     };
     let lacking: Vec<_> =
         refused.iter().filter_map(|place| commands.get(place - 1)).map(|words| right(words)).collect();
     Ok(if lacking.is_empty() {
-        Check::ok("rights", format!("{} that these limits need are allowed", counted(commands.len() as u64, "command")))
+        Check::ok(
+            "permissions",
+            format!("{} that these limits need are allowed", counted(commands.len() as u64, "command")),
+        )
     } else {
         let found = format!(
             "refused: {} (of {} that these limits need)",
             lacking.join(" "),
             counted(commands.len() as u64, "command")
         );
-        Check::ok("rights", found).or(Status::Failed).advise(ADVICE)
+        Check::ok("permissions", found).or(Status::Failed).advise(ADVICE)
     })
 }
 

@@ -33,10 +33,10 @@ pub(super) fn admitted(route: &Route, request: &Request<()>, path: &str, decisio
             tell(&mut headers);
             let removed = rules.remove.iter().map(ToString::to_string).collect();
             return Answer {
-                by: "upstream",
+                source: "upstream",
                 outcome: "ok",
-                fields: fields(&headers, configured),
-                removed,
+                headers: fields(&headers, configured),
+                removed_headers: removed,
                 ..Answer::default()
             };
         }
@@ -52,11 +52,11 @@ fn own(response: Response<Body>, outcome: &'static str, configured: impl Fn(&str
     // A body of our own is there at once.
     let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
     Answer {
-        by: "gateway",
+        source: "gateway",
         status: Some(parts.status.as_u16()),
         outcome,
-        fields: fields(&parts.headers, configured),
-        removed: Vec::new(),
+        headers: fields(&parts.headers, configured),
+        removed_headers: Vec::new(),
         body: body.map(|body| String::from_utf8_lossy(&body).into_owned()),
     }
 }

@@ -14,25 +14,25 @@ pub struct Explanation {
     /// Its path in canonical form; none = it has none.
     pub path: Option<String>,
     /// Its path as it came.
-    pub came_as: String,
+    pub raw_path: String,
     /// Who asks.
     pub client: Client,
     /// The route that takes it.
     pub route: Option<Taken>,
     /// Other routes, the nearest first.
-    pub others: Vec<Other>,
+    pub other_routes: Vec<Other>,
     /// So many more are there.
-    pub others_left_out: usize,
+    pub other_routes_omitted: usize,
     /// Where the counters are.
     pub store: String,
     /// Why they were not looked at; none = they were.
-    pub unseen: Option<String>,
+    pub counters_unavailable: Option<String>,
     /// The limits of the route.
     pub limits: Vec<Limited>,
     /// `allowed` or `denied`; none if limits were not asked, or the counters not looked at.
     pub decision: Option<&'static str>,
     /// The answer.
-    pub answer: Answer,
+    pub response: Answer,
     /// What would be sent on; none = nothing.
     pub upstream: Option<Onward>,
 }
@@ -47,7 +47,7 @@ pub struct Client {
     /// Whether that is a trusted proxy.
     pub trusted: bool,
     /// The field that says the address; none = it is that of the peer.
-    pub field: Option<String>,
+    pub header: Option<String>,
 }
 
 /// The route that takes the request.
@@ -67,9 +67,9 @@ pub struct Other {
     /// Its path, as configured.
     pub path: String,
     /// What of the request is otherwise than it wants; `specific` where it only is less specific.
-    pub fails: &'static str,
+    pub mismatch: &'static str,
     /// In words.
-    pub why: String,
+    pub reason: String,
 }
 
 /// A limit of the route.
@@ -80,21 +80,21 @@ pub struct Limited {
     /// Whether it is on trial.
     pub shadow: bool,
     /// Why it has no say; none = it has.
-    pub left_out: Option<String>,
+    pub skipped: Option<String>,
     /// Why it refuses the request whatever is left; none = it does not.
-    pub refuses: Option<String>,
+    pub error: Option<String>,
     /// Whose units: a keyed hash, as in the access log.
     pub identity: Option<String>,
     /// What that is made of.
     pub parts: Vec<Part>,
     /// The size that it has for the request.
-    pub size: Option<Size>,
+    pub effective_quota: Option<Size>,
     /// Units that must be there.
     pub cost: Option<u64>,
     /// Whether the response says what is charged.
     pub post_paid: bool,
     /// Where the identity stands; none = it was not looked.
-    pub standing: Option<Standing>,
+    pub usage: Option<Standing>,
 }
 
 /// A part of an identity.
@@ -105,18 +105,18 @@ pub struct Part {
     /// Its value; none = it may be a secret, or there is none.
     pub value: Option<String>,
     /// Where the value comes from.
-    pub from: String,
+    pub source: String,
 }
 
 /// A size of a limit.
 #[derive(Debug, Serialize)]
 pub struct Size {
     /// Whose it is: `standard`, `tier NAME`, `consumer NAME` or `override`.
-    pub of: String,
+    pub source: String,
     /// Units per time.
     pub quota: String,
     /// Units at once.
-    pub at_once: u64,
+    pub capacity: u64,
 }
 
 /// Where an identity stands.
@@ -125,30 +125,30 @@ pub struct Standing {
     /// What the limit has to do with the decision, as in the access log; none if another limit denies.
     pub decision: Option<&'static str>,
     /// Units that are left now.
-    pub left: u64,
+    pub remaining: u64,
     /// Units that are left after the request, if it is allowed.
-    pub left_after: Option<u64>,
+    pub remaining_after: Option<u64>,
     /// Seconds until all is back, without this request.
     pub reset_seconds: f64,
     /// Seconds until it would pass, where it is denied; none if never.
     pub retry_seconds: Option<f64>,
     /// Seconds for which the gateway would let it wait for that.
-    pub waits_seconds: Option<f64>,
+    pub max_wait_seconds: Option<f64>,
 }
 
 /// The answer.
 #[derive(Debug, Default, Serialize)]
 pub struct Answer {
     /// Who gives it: `gateway` or `upstream`.
-    pub by: &'static str,
+    pub source: &'static str,
     /// Its status; none = the upstream's.
     pub status: Option<u16>,
     /// As in the access log.
     pub outcome: &'static str,
     /// Its fields; of an upstream's answer those that are added.
-    pub fields: Vec<Field>,
+    pub headers: Vec<Field>,
     /// Fields that the route removes.
-    pub removed: Vec<String>,
+    pub removed_headers: Vec<String>,
     /// Its body; none = the upstream's.
     pub body: Option<String>,
 }
@@ -170,7 +170,7 @@ pub struct Onward {
     /// Path and query.
     pub target: String,
     /// Fields that are not as they came.
-    pub set: Vec<Field>,
+    pub set_headers: Vec<Field>,
     /// Fields that came and do not go on.
-    pub removed: Vec<String>,
+    pub removed_headers: Vec<String>,
 }

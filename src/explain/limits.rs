@@ -67,14 +67,14 @@ pub(super) fn limited(
         Limited {
             limit: metered.limit.name.to_string(),
             shadow: metered.limit.shadow,
-            left_out,
-            refuses,
+            skipped: left_out,
+            error: refuses,
             parts: if identity.is_some() { parts(runtime, by, asker) } else { Vec::new() },
             identity,
-            size: check.map(|check| size(check, asker)),
+            effective_quota: check.map(|check| size(check, asker)),
             cost: check.map(Check::needs),
             post_paid: metered.cost.is_post_paid(),
-            standing: check
+            usage: check
                 .zip(outcome)
                 .zip(decision.as_ref())
                 .map(|((check, now), decision)| standing(metered, check, now, decision)),
@@ -102,7 +102,7 @@ fn parts(runtime: &Runtime, by: &By, asker: &Asker<'_>) -> Vec<Part> {
             | Source::Method
             | Source::Route => format!("the {source}"),
         };
-        Part { part: shown.word.to_string(), value: shown.value.as_ref().map(ToString::to_string), from }
+        Part { part: shown.word.to_string(), value: shown.value.as_ref().map(ToString::to_string), source: from }
     };
     by.sources.iter().zip(&*name.0).map(part).collect()
 }
@@ -122,7 +122,7 @@ fn size(check: &Check<'_, '_>, asker: &Asker<'_>) -> Size {
         (_, Some((tier, _))) => format!("tier {tier}"),
         (_, None) => "override".to_owned(),
     };
-    Size { of, quota: plan.quota.to_string(), at_once: plan.rule.capacity() }
+    Size { source: of, quota: plan.quota.to_string(), capacity: plan.rule.capacity() }
 }
 
 fn standing(metered: &Metered, check: &Check<'_, '_>, now: &Outcome, decision: &Decision<'_>) -> Standing {
@@ -131,10 +131,10 @@ fn standing(metered: &Metered, check: &Check<'_, '_>, now: &Outcome, decision: &
     let waits = metered.limit.wait.filter(|_| denies);
     Standing {
         decision: Judgement::of(check, decision).map(Judgement::word),
-        left: now.remaining,
-        left_after: (decision.admitted && !denies).then(|| left_after(check, now)),
+        remaining: now.remaining,
+        remaining_after: (decision.admitted && !denies).then(|| left_after(check, now)),
         reset_seconds: seconds(now.reset_us),
         retry_seconds: (denies && now.status != Status::Never).then(|| seconds(now.retry_us)),
-        waits_seconds: waits.map(|wait| wait.most.as_secs_f64()),
+        max_wait_seconds: waits.map(|wait| wait.most.as_secs_f64()),
     }
 }

@@ -48,7 +48,7 @@ pub(super) fn onward(
     Onward {
         upstreams: upstreams().map(|upstream| upstream.name.to_string()).collect(),
         target: target.map_or("/", |target| target.as_str()).to_owned(),
-        set: fields(&changed, configured),
-        removed: came.keys().filter(|name| !goes.contains_key(*name)).map(ToString::to_string).collect(),
+        set_headers: fields(&changed, configured),
+        removed_headers: came.keys().filter(|name| !goes.contains_key(*name)).map(ToString::to_string).collect(),
     }
 }

@@ -29,7 +29,12 @@ pub(super) fn others(
     let others_left_out = others.len().saturating_sub(most);
     let other = |other: &Beside<'_>| {
         let (fails, why) = why(other, winner.first());
-        Other { route: other.target.name.to_string(), path: other.target.path.to_string(), fails, why }
+        Other {
+            route: other.target.name.to_string(),
+            path: other.target.path.to_string(),
+            mismatch: fails,
+            reason: why,
+        }
     };
     (others.iter().take(most).map(other).collect(), others_left_out)
 }

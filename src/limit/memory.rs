@@ -94,7 +94,12 @@ impl MemoryStore {
             static SEEN: Seldom = Seldom::new();
             if SEEN.unsaid_for(SAID) {
                 let (limit, [evicted, refused]) = (charge.key.bucket.limit(), self.shortages());
-                warn!(limit, evicted, rejected = refused, "store.max_memory_states is too small for the identities of a limit");
+                warn!(
+                    limit,
+                    evicted,
+                    rejected = refused,
+                    "store.max_memory_states is too small for the identities of a limit"
+                );
             }
         }
         full

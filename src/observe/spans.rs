@@ -106,7 +106,14 @@ impl Request<'_> {
         }
         let error = (decided.decision == "store_error").then_some("store_error");
         let ids = (self.trace.decision, Some(self.trace.request));
-        self.data(ids, SpanKind::Internal, "rate_limit_check".to_owned(), (decided.began, decided.took), attributes, error)
+        self.data(
+            ids,
+            SpanKind::Internal,
+            "rate_limit_check".to_owned(),
+            (decided.began, decided.took),
+            attributes,
+            error,
+        )
     }
 
     /// What the upstream took to the head of its response.

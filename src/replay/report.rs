@@ -66,20 +66,20 @@ pub struct OfLimit {
     pub burst: Option<u64>,
     /// The quota of the configuration, where another one is proposed.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub instead_of: Option<String>,
+    pub configured_quota: Option<String>,
     pub shadow: bool,
     /// What the log does not say; the limit was not replayed.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub unknown: Option<String>,
+    pub skipped: Option<String>,
     pub requests: u64,
     pub allowed: u64,
     pub denied: u64,
     pub denied_by_others: u64,
     pub identities: usize,
     pub identities_denied: usize,
-    pub worst: Vec<Worst>,
+    pub top_denied: Vec<Worst>,
     /// Seconds of a step of the series.
-    pub step_s: u64,
+    pub step_seconds: u64,
     pub series: Vec<Point>,
     /// A quota that denies fewer than the target; null if none does.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -173,17 +173,17 @@ impl OfLimit {
             name: subject.limit.name.to_string(),
             quota: subject.plan.quota.to_string(),
             burst,
-            instead_of: subject.instead_of.map(|quota| quota.to_string()),
+            configured_quota: subject.instead_of.map(|quota| quota.to_string()),
             shadow: subject.limit.shadow,
-            unknown: subject.unknown.clone(),
+            skipped: subject.unknown.clone(),
             requests: tally.requests,
             allowed: tally.allowed,
             denied: tally.denied,
             denied_by_others: tally.others,
             identities: tally.identities(),
             identities_denied: tally.denied_identities(),
-            worst: worst.collect(),
-            step_s: tally.series.step_s(),
+            top_denied: worst.collect(),
+            step_seconds: tally.series.step_s(),
             series: tally.series.points().into_iter().map(point).collect(),
             suggestion,
             notes: subject.notes.clone(),

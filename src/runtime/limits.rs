@@ -207,7 +207,11 @@ fn at_odds(limit: &config::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut
         (refund, concurrency, "a slot is free again when its request ends: `refund_on` does not go with concurrency"),
         (wait.clone(), concurrency, "nobody knows when a slot comes free: `max_wait` does not go with concurrency"),
         (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
-        (lease.clone(), concurrency, "a slot belongs to one request in flight: `prefetch` does not go with concurrency"),
+        (
+            lease.clone(),
+            concurrency,
+            "a slot belongs to one request in flight: `prefetch` does not go with concurrency",
+        ),
         (lease.clone(), limit.shadow, "a shadow limit is asked about each request: `prefetch` does not go with it"),
         (lease, !single, "single units are taken ahead: `prefetch` goes with a `cost` of 1 only"),
         (

@@ -245,7 +245,8 @@ fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {
     if let Some(text) =
         list.first().filter(|_| dialects.contains(&Dialect::Ietf) && dialects.contains(&Dialect::Draft07))
     {
-        let issue = Issue::at(text.span(), "`draft-11` (`ietf`) and `draft-07` write the same fields in different ways");
+        let issue =
+            Issue::at(text.span(), "`draft-11` (`ietf`) and `draft-07` write the same fields in different ways");
         reader.issue(issue.hint("choose one of them"));
     }
     dialects

@@ -130,7 +130,7 @@ def signing_in(browser, admin):
 
 
 def moving(browser):
-    figures = ["allowed/s", "denied/s", "errors/s", "half within", "99 % within"]
+    figures = ["allowed/s", "denied/s", "errors/s", "p50", "p99"]
     waiting = set(figures)
 
     def moved():

@@ -86,7 +86,7 @@ pub(super) fn limit<'a>(desk: &'a Desk<'_>, name: &str) -> Result<&'a Terms> {
 
 #[derive(Serialize)]
 struct Standings<'a> {
-    standings: Vec<Standing<'a>>,
+    limits: Vec<Standing<'a>>,
 }
 
 #[derive(Serialize)]
@@ -97,7 +97,7 @@ struct Standing<'a> {
     consumer: Option<String>,
     algorithm: &'static str,
     quota: String,
-    at_once: u64,
+    capacity: u64,
     cost: u64,
     decision: &'static str,
     remaining: u64,
@@ -139,7 +139,7 @@ pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answe
         return Err(Problem::bad("these parts are the identity of no limit"));
     }
     let standings = asked.iter().map(|(terms, meant)| standing(desk, terms, meant, cost));
-    Ok(json(&Standings { standings: try_join_all(standings).await? }))
+    Ok(json(&Standings { limits: try_join_all(standings).await? }))
 }
 
 async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a Terms, meant: &Meant<'_>, cost: u64) -> Result<Standing<'a>> {
@@ -153,7 +153,7 @@ async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a Terms, meant: &Meant<'_>, c
         _ if meant.exempt => ("exempt", None),
         Status::Ok => ("allowed", None),
         Status::Over | Status::Busy => ("denied", Some(seconds(retry_us))),
-        Status::Never => ("never", None),
+        Status::Never => ("cost_too_large", None),
     };
     Ok(Standing {
         limit: &limit.name,
@@ -165,7 +165,7 @@ async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a Terms, meant: &Meant<'_>, c
         },
         algorithm: algorithm(&plan.rule),
         quota: plan.quota.to_string(),
-        at_once: plan.rule.capacity(),
+        capacity: plan.rule.capacity(),
         cost,
         decision,
         remaining,
@@ -197,8 +197,8 @@ pub(super) struct ToReset {
 struct WasReset<'a> {
     limit: &'a str,
     identity: String,
-    was_counted: bool,
-    everywhere_within_seconds: u64,
+    removed: bool,
+    effective_within_seconds: u64,
 }
 
 pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
@@ -220,7 +220,7 @@ pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
     Ok(json(&WasReset {
         limit: &terms.limit.name,
         identity: identity.to_string(),
-        was_counted: reset.was_counted,
-        everywhere_within_seconds: reset.everywhere_within.as_secs(),
+        removed: reset.was_counted,
+        effective_within_seconds: reset.everywhere_within.as_secs(),
     }))
 }

@@ -26,7 +26,7 @@ pub(super) struct ToPut {
     identity: Given,
     quota: String,
     burst: Option<u64>,
-    #[serde(rename = "for")]
+    #[serde(rename = "ttl")]
     lasts: String,
     note: Option<String>,
 }
@@ -70,7 +70,7 @@ pub(super) async fn put(desk: &Desk<'_>, asked: ToPut) -> Result<Answer> {
     }
     let lasts = duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
     let lasts =
-        lasts.ok_or_else(|| Problem::bad("`for` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
+        lasts.ok_or_else(|| Problem::bad("`ttl` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
     let size = Size { quota, burst, note };
     let new = desk.operator.put(&terms.limit, identity, size, lasts).await.map_err(|error| refused(&error))?;
     Ok(json(&serde_json::json!({ "override": Shown::of(&new) })))
@@ -80,7 +80,7 @@ pub(super) async fn all(desk: &Desk<'_>) -> Result<Answer> {
     let (mut all, error) = desk.operator.overrides().await;
     all.sort_by(|one, other| (&one.limit.name, one.identity.0).cmp(&(&other.limit.name, other.identity.0)));
     let shown: Vec<_> = all.iter().map(|each| Shown::of(each)).collect();
-    let mut answer = serde_json::json!({ "most": MOST, "overrides": shown });
+    let mut answer = serde_json::json!({ "max_overrides": MOST, "overrides": shown });
     if let Some(error) = error {
         answer["store_error"] = error.to_string().into();
     }

@@ -22,13 +22,13 @@ function query(limit, text) {
 
 async function look() {
   const asked = query(at("#limit").value, at("#identity").value.trim());
-  const { standings } = await (await ask(`api/identities?${asked}`)).json();
+  const { limits: standings } = await (await ask(`api/identities?${asked}`)).json();
   fill(at("#standings table"), standings.map((each) => ({
     key: `${each.limit} ${each.identity}`,
     cells: [
       each.limit + (each.shadow ? " (shadow)" : ""),
-      { text: each.decision, kind: each.decision === "denied" || each.decision === "never" ? "bad" : "good" },
-      { text: `${each.remaining} of ${each.at_once}`, kind: "number" },
+      { text: each.decision, kind: each.decision === "denied" || each.decision === "cost_too_large" ? "bad" : "good" },
+      { text: `${each.remaining} of ${each.capacity}`, kind: "number" },
       each.quota,
       { text: wait(each.reset_seconds), kind: "number" },
       { text: wait(each.retry_seconds), kind: "number" },
@@ -41,14 +41,14 @@ async function look() {
     },
   })));
   at("#standings").hidden = false;
-  return standings.map((each) => `${each.limit}: ${each.decision}, ${each.remaining} of ${each.at_once} left`).join("; ");
+  return standings.map((each) => `${each.limit}: ${each.decision}, ${each.remaining} of ${each.capacity} left`).join("; ");
 }
 
 async function reset({ limit, identity }) {
   const said = await (await ask("api/reset", { body: { limit, identity } })).json();
   await look();
-  const known = `all gateways know within ${wait(said.everywhere_within_seconds)}`;
-  return said.was_counted ? `It starts afresh with ${limit}; ${known}.` : `Nothing was counted with ${limit}; ${known}.`;
+  const known = `all gateways know within ${wait(said.effective_within_seconds)}`;
+  return said.removed ? `It starts afresh with ${limit}; ${known}.` : `Nothing was counted with ${limit}; ${known}.`;
 }
 
 /** Says what came of it, good or bad. */

@@ -13,7 +13,7 @@ const LONGEST_PAUSE_MS = 8000;
 const rate = (read) => (second) => (read(second) * 1000) / second.ms;
 const RATES = [["allowed", rate((s) => s.allowed)], ["denied", rate((s) => s.denied)], ["errors", rate((s) => s.errors)]];
 const TIMES = [
-  ["half within", (s) => s.p50_ms], ["99 % within", (s) => s.p99_ms], ["deciding, 99 % within", (s) => s.decision_p99_ms],
+  ["p50", (s) => s.p50_ms], ["p99", (s) => s.p99_ms], ["rate limit check p99", (s) => s.decision_p99_ms],
 ];
 
 let seconds = [];
@@ -31,16 +31,16 @@ function state(text, kind) {
 function showNow({ second, connections, health }) {
   tiles(at("#now"), [
     ...RATES.map(([name, read]) => [`${name}/s`, figure(read(second))]),
-    ["half within", second.p50_ms == null ? "–" : `${figure(second.p50_ms)} ms`],
-    ["99 % within", second.p99_ms == null ? "–" : `${figure(second.p99_ms)} ms`],
-    ["connections", `${figure(connections.open)} of ${figure(connections.most)}`],
+    ["p50", second.p50_ms == null ? "–" : `${figure(second.p50_ms)} ms`],
+    ["p99", second.p99_ms == null ? "–" : `${figure(second.p99_ms)} ms`],
+    ["connections", `${figure(connections.open)} of ${figure(connections.max)}`],
   ]);
   const { name, failing } = health.store;
   tiles(at("#store"), [
     ["store", name],
-    ["answers", failing.length ? `not: ${failing.join(", ")}` : "yes", failing.length ? "bad" : "good"],
-    ["a call, 99 % within", second.store_p99_ms == null ? "–" : `${figure(second.store_p99_ms)} ms`],
-    ["deciding, 99 % within", second.decision_p99_ms == null ? "–" : `${figure(second.decision_p99_ms)} ms`],
+    ["reachable", failing.length ? `not: ${failing.join(", ")}` : "yes", failing.length ? "bad" : "good"],
+    ["store round trip p99", second.store_p99_ms == null ? "–" : `${figure(second.store_p99_ms)} ms`],
+    ["rate limit check p99", second.decision_p99_ms == null ? "–" : `${figure(second.decision_p99_ms)} ms`],
   ]);
   const kind = { ready: "good", degraded: "bad", stopping: "bad" }[health.status];
   state(health.status === "degraded" ? "degraded: the store does not answer" : health.status, kind);
@@ -122,8 +122,8 @@ async function showTop() {
 async function showConfiguration() {
   const shown = await (await ask("api/config")).json();
   write(at("#file"), shown.file);
-  write(at("#since"), new Date(shown.since).toLocaleString());
-  at("#since").dateTime = shown.since;
+  write(at("#since"), new Date(shown.loaded_at).toLocaleString());
+  at("#since").dateTime = shown.loaded_at;
   write(at("#written"), JSON.stringify(shown.configuration, null, 2));
   at("#refused").hidden = !shown.last_error;
   write(at("#refused pre"), shown.last_error?.error ?? "");
@@ -142,9 +142,9 @@ function take(name, data) {
     seconds = [...seconds, data.second].slice(-most);
     showNow(data);
     showLimits(data);
-    const { since, last_error_at } = data.configuration;
-    if (configuration !== `${since} ${last_error_at}`) {
-      configuration = `${since} ${last_error_at}`;
+    const { loaded_at, last_error_at } = data.configuration;
+    if (configuration !== `${loaded_at} ${last_error_at}`) {
+      configuration = `${loaded_at} ${last_error_at}`;
       showConfiguration().catch(() => { configuration = null; });
     }
   }

@@ -19,12 +19,12 @@ pub(super) struct Guarantee<'a> {
     /// Whose size; none = of everybody who has no other.
     tier: Option<&'a str>,
     /// No more than this in any window, or in flight.
-    at_most: u64,
+    max_admitted: u64,
     /// The length of the window; none = at the same time.
     window_seconds: Option<f64>,
-    at_once: u64,
+    capacity: u64,
     /// So many more for each gateway, taken ahead.
-    ahead: u64,
+    prefetch: u64,
     /// Whether the last responses may cost more than is left.
     overdraft: bool,
     shadow: bool,
@@ -36,10 +36,10 @@ pub(super) fn guarantees(terms: &Terms) -> impl Iterator<Item = Guarantee<'_>> {
     limit.plans().map(|(tier, plan)| Guarantee {
         limit: &limit.name,
         tier,
-        at_most: plan.most_in_any_window(),
+        max_admitted: plan.most_in_any_window(),
         window_seconds: window(plan),
-        at_once: plan.rule.capacity(),
-        ahead: ahead(limit, plan),
+        capacity: plan.rule.capacity(),
+        prefetch: ahead(limit, plan),
         overdraft: terms.cost.as_ref().is_some_and(Cost::is_post_paid),
         shadow: limit.shadow,
     })
@@ -66,19 +66,19 @@ impl Guarantee<'_> {
         if let Some(tier) = self.tier {
             text += &format!(", tier {tier}");
         }
-        text += &format!(": at most {} ", self.at_most);
+        text += &format!(": at most {} ", self.max_admitted);
         text += &match self.window_seconds {
             None => "at the same time".to_owned(),
-            Some(MONTH) => format!("in any 28 days, {} at once", self.at_once),
-            Some(YEAR) => format!("in any 365 days, {} at once", self.at_once),
-            Some(seconds) if seconds.fract() == 0.0 => format!("in any {seconds} s, {} at once", self.at_once),
-            Some(seconds) => format!("in any {} ms, {} at once", seconds * 1e3, self.at_once),
+            Some(MONTH) => format!("in any 28 days, {} at once", self.capacity),
+            Some(YEAR) => format!("in any 365 days, {} at once", self.capacity),
+            Some(seconds) if seconds.fract() == 0.0 => format!("in any {seconds} s, {} at once", self.capacity),
+            Some(seconds) => format!("in any {} ms, {} at once", seconds * 1e3, self.capacity),
         };
         if self.overdraft {
             text += ", and what the last responses overdraw";
         }
-        if self.ahead > 0 {
-            text += &format!(", and up to {} more for each gateway", self.ahead);
+        if self.prefetch > 0 {
+            text += &format!(", and up to {} more for each gateway", self.prefetch);
         }
         if self.shadow {
             text += " (shadow: never denies)";

@@ -75,7 +75,7 @@ impl Counters for Neighbour {
             let cost = check.needs().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let answer = listener.ask(Method::GET, &target, None).map_err(|error| unseen(&error))?;
-            let outcome = outcome(&answer["standings"][0])
+            let outcome = outcome(&answer["limits"][0])
                 .ok_or_else(|| Unseen("the running gateway is of another version".to_owned()))?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
@@ -92,7 +92,7 @@ fn outcome(standing: &Value) -> Option<Outcome> {
     let status = match standing["decision"].as_str()? {
         "allowed" | "exempt" => Status::Ok,
         "denied" => Status::Over,
-        "never" => Status::Never,
+        "cost_too_large" => Status::Never,
         _ => return None,
     };
     Some(Outcome {

@@ -27,11 +27,11 @@ pub(super) fn write(facts: &Explanation, out: &mut impl Write) -> io::Result<()>
 }
 
 fn request(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    heading(out, &format!("{} {}{}", facts.method, facts.host.as_deref().unwrap_or(""), facts.came_as))?;
-    if let Some(path) = facts.path.as_ref().filter(|path| **path != facts.came_as) {
+    heading(out, &format!("{} {}{}", facts.method, facts.host.as_deref().unwrap_or(""), facts.raw_path))?;
+    if let Some(path) = facts.path.as_ref().filter(|path| **path != facts.raw_path) {
         item(out, 6, "path", &[format!("{path}, its canonical form")])?;
     }
-    let Client { address, peer, trusted, field } = &facts.client;
+    let Client { address, peer, trusted, header: field } = &facts.client;
     let said = match (field, trusted) {
         (Some(field), _) => format!("{address}, as the trusted proxy {peer} says in {field}"),
         (None, true) => format!("{address}, a trusted proxy that names nobody else"),
@@ -45,11 +45,11 @@ fn routes(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
         Some(taken) => heading(out, &format!("\nRoute {}: {}", taken.route, taken.path))?,
         None => heading(out, "\nNo route")?,
     }
-    let width = widest(facts.others.iter().map(|other| &*other.route));
-    for Other { route, why, .. } in &facts.others {
+    let width = widest(facts.other_routes.iter().map(|other| &*other.route));
+    for Other { route, reason: why, .. } in &facts.other_routes {
         item(out, width, route, std::slice::from_ref(why))?;
     }
-    match facts.others_left_out {
+    match facts.other_routes_omitted {
         0 => Ok(()),
         more => writeln!(out, "  {more} more: --all"),
     }
@@ -60,7 +60,7 @@ fn limits(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
         return Ok(());
     }
     heading(out, &format!("\nLimits; store: {}", facts.store))?;
-    if let Some(why) = facts.unseen.as_ref() {
+    if let Some(why) = facts.counters_unavailable.as_ref() {
         paragraph(out, "  ", 2, &format!("where identities stand is not known: {why}"))?;
     }
     let width = widest(facts.limits.iter().map(|limited| &*limited.limit));
@@ -70,39 +70,49 @@ fn limits(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
 /// What is said of a limit.
 fn lines(limited: &Limited) -> Vec<String> {
     let shadow = if limited.shadow { " (shadow: it never denies)" } else { "" };
-    if let Some(why) = &limited.left_out {
+    if let Some(why) = &limited.skipped {
         return vec![format!("has no say: {why}{shadow}")];
     }
-    if let Some(why) = &limited.refuses {
+    if let Some(why) = &limited.error {
         return vec![format!("refuses it: {why}")];
     }
     let mut lines = Vec::new();
-    if let (Some(standing), Some(size)) = (&limited.standing, &limited.size) {
+    if let (Some(standing), Some(size)) = (&limited.usage, &limited.effective_quota) {
         lines.push(stands(standing, size) + shadow);
     }
-    if let (Some(Size { of, quota, at_once }), Some(cost)) = (&limited.size, limited.cost) {
+    if let (Some(Size { source: of, quota, capacity: at_once }), Some(cost)) = (&limited.effective_quota, limited.cost)
+    {
         let of = if of == "standard" { String::new() } else { format!(" ({of})") };
         let paid = if limited.post_paid { "its cost is in the response".to_owned() } else { format!("costs {cost}") };
         lines.push(format!("{quota}{of}, {at_once} at once; {paid}"));
     }
-    let part = |Part { part, value, from }: &Part| format!("{part}={}, {from}", value.as_deref().unwrap_or("(hidden)"));
+    let part = |Part { part, value, source: from }: &Part| {
+        format!("{part}={}, {from}", value.as_deref().unwrap_or("(hidden)"))
+    };
     lines.extend(limited.parts.iter().map(part));
     lines.extend(limited.identity.as_ref().map(|identity| format!("identity {identity}")));
     lines
 }
 
 fn stands(standing: &Standing, size: &Size) -> String {
-    let Standing { decision, left, left_after, reset_seconds, retry_seconds, waits_seconds } = standing;
+    let Standing {
+        decision,
+        remaining: left,
+        remaining_after: left_after,
+        reset_seconds,
+        retry_seconds,
+        max_wait_seconds: waits_seconds,
+    } = standing;
     let word = match decision {
         Some(word) => word.replace('_', " "),
         None => "would allow it".to_owned(),
     };
-    let mut said = format!("{word}: {left} of {} left", size.at_once);
+    let mut said = format!("{word}: {left} of {} left", size.capacity);
     if let Some(after) = left_after {
         said += &format!(", {after} after it");
     }
     if *reset_seconds > 0.0 {
-        said += &format!("; whole in {}", spelled(*reset_seconds));
+        said += &format!("; resets in {}", spelled(*reset_seconds));
     }
     match (retry_seconds, decision) {
         (Some(retry), _) => said += &format!("; would pass in {}", spelled(*retry)),
@@ -116,13 +126,17 @@ fn stands(standing: &Standing, size: &Size) -> String {
 }
 
 fn answer(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    let Answer { by, status, outcome, fields, removed, body } = &facts.answer;
+    let Answer { source: by, status, outcome, headers: fields, removed_headers: removed, body } = &facts.response;
     let style = if matches!(*outcome, "ok") { GOOD } else { BAD };
     let said = match (status, *by) {
         (Some(status), _) => format!("{status} from the gateway ({outcome})"),
         (None, _) => "the upstream's".to_owned(),
     };
-    let unless = if facts.unseen.is_some() && facts.decision.is_none() { ", if its limits let it pass" } else { "" };
+    let unless = if facts.counters_unavailable.is_some() && facts.decision.is_none() {
+        ", if its limits let it pass"
+    } else {
+        ""
+    };
     writeln!(out, "\n{HEADING}Answer:{HEADING:#} {style}{said}{style:#}{unless}")?;
     written(out, "+", fields)?;
     removed.iter().try_for_each(|name| writeln!(out, "  - {name}"))?;
@@ -130,7 +144,7 @@ fn answer(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
 }
 
 fn upstream(facts: &Explanation, onward: &Onward, out: &mut impl Write) -> io::Result<()> {
-    let Onward { upstreams, target, set, removed } = onward;
+    let Onward { upstreams, target, set_headers: set, removed_headers: removed } = onward;
     heading(out, &format!("\nUpstream {}: {} {target}", upstreams.join(" or "), facts.method))?;
     written(out, "+", set)?;
     removed.iter().try_for_each(|name| writeln!(out, "  - {name}"))

@@ -23,7 +23,7 @@ pub(super) fn top(answer: &Value, out: &mut impl Write) -> io::Result<()> {
             let times = if least == most { least.to_string() } else { format!("{least} to {most}") };
             [times, parts(&one["parts"]), text(&one["identity"])]
         });
-        show(["times", "who", "identity"], rows, &["times"], |_| None, out)?;
+        show(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
     }
     if !quiet.is_empty() {
         let but = if any { "nobody else was denied" } else { "nobody was denied" };
@@ -34,14 +34,14 @@ pub(super) fn top(answer: &Value, out: &mut impl Write) -> io::Result<()> {
 
 /// `/api/identities`
 pub(super) fn standings(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let standings = list(&answer["standings"]);
+    let standings = list(&answer["limits"]);
     let rows = standings.iter().map(|one| {
         let shadow = if one["shadow"] == true { " (shadow)" } else { "" };
         [
             text(&one["limit"]) + shadow,
             text(&one["decision"]),
             text(&one["quota"]),
-            format!("{} of {}", one["remaining"], one["at_once"]),
+            format!("{} of {}", one["remaining"], one["capacity"]),
             duration(&one["reset_seconds"]),
             duration(&one["retry_seconds"]),
             if one["override"].is_object() {
@@ -52,18 +52,18 @@ pub(super) fn standings(answer: &Value, out: &mut impl Write) -> io::Result<()> 
             text(&one["identity"]),
         ]
     });
-    let header = ["limit", "decision", "quota", "remaining", "whole in", "retry in", "override", "identity"];
+    let header = ["limit", "decision", "quota", "remaining", "resets in", "retry in", "override", "identity"];
     let style = |row: usize| match standings.get(row)?["decision"].as_str()? {
-        "denied" | "never" => Some(AnsiColor::Red.on_default()),
+        "denied" | "cost_too_large" => Some(AnsiColor::Red.on_default()),
         _ => None,
     };
-    show(header, rows, &["remaining", "whole in", "retry in"], style, out)
+    show(header, rows, &["remaining", "resets in", "retry in"], style, out)
 }
 
 /// `/api/reset`
 pub(super) fn reset(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let was = if answer["was_counted"] == true { "starts afresh" } else { "had nothing counted" };
-    let within = &answer["everywhere_within_seconds"];
+    let was = if answer["removed"] == true { "starts afresh" } else { "had nothing counted" };
+    let within = &answer["effective_within_seconds"];
     let soon = if number(within) > 0.0 { format!("; all gateways know within {within} s") } else { String::new() };
     writeln!(out, "{} of `{}` {was}{soon}", text(&answer["identity"]), text(&answer["limit"]))
 }
@@ -94,7 +94,7 @@ pub(super) fn overrides(answer: &Value, out: &mut impl Write) -> io::Result<()> 
             text(&one["note"]),
         ]
     });
-    show(["limit", "identity", "quota", "burst", "for", "note"], rows, &["burst", "for"], |_| None, out)
+    show(["limit", "identity", "quota", "burst", "expires in", "note"], rows, &["burst", "expires in"], |_| None, out)
 }
 
 /// An answer to the end of an override.

@@ -79,7 +79,7 @@ fn overview(report: &Report, out: &mut String) -> fmt::Result {
     for limit in &report.limits.0 {
         write!(out, "<tr><td>{}{}", Escaped(&limit.name), if limit.shadow { " (shadow)" } else { "" })?;
         write!(out, "<td>{}", Escaped(&limit.size()))?;
-        match &limit.unknown {
+        match &limit.skipped {
             Some(lacks) => writeln!(out, "<td colspan=\"4\">not replayed: {} is not in this log", Escaped(lacks))?,
             None => {
                 let denied = format!("{} ({})", grouped(limit.denied), percent(limit.percent()));
@@ -96,7 +96,7 @@ fn overview(report: &Report, out: &mut String) -> fmt::Result {
 
 fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Result {
     let instead =
-        limit.instead_of.as_ref().map_or(String::new(), |quota| format!(" <small>instead of {quota}</small>"));
+        limit.configured_quota.as_ref().map_or(String::new(), |quota| format!(" <small>instead of {quota}</small>"));
     writeln!(out, "<h2>{}: {}{instead}</h2>", Escaped(&limit.name), Escaped(&limit.size()))?;
     notes(&limit.notes, out)?;
     if let (Some(target), Some(suggestion)) = (target, &limit.suggestion) {
@@ -113,7 +113,7 @@ fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Resul
         }
     }
     chart(limit, out)?;
-    if limit.worst.is_empty() {
+    if limit.top_denied.is_empty() {
         return Ok(());
     }
     writeln!(
@@ -122,7 +122,7 @@ fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Resul
          <tr><th>identity<th class=\"n\">requests<th class=\"n\">denied<th class=\"share\">share",
         counted(limit.identities_denied as u64, "identity was", "identities were")
     )?;
-    for worst in &limit.worst {
+    for worst in &limit.top_denied {
         let share = 100.0 * f64::from(worst.denied) / f64::from(worst.requests.max(1));
         writeln!(
             out,
@@ -143,7 +143,7 @@ fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Resul
 fn chart(limit: &OfLimit, out: &mut String) -> fmt::Result {
     let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
     let width = WIDE / limit.series.len().max(1) as f64;
-    let step = span(limit.step_s);
+    let step = span(limit.step_seconds);
     writeln!(
         out,
         "<figure><svg viewBox=\"0 0 {WIDE} {HIGH}\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"requests and \

@@ -45,15 +45,15 @@ pub fn write(report: &Report, out: &mut impl Write) -> io::Result<()> {
     for note in &report.notes {
         wrapped(out, "  ! ", note)?;
     }
-    if limited == 0 && report.limits.0.iter().all(|limit| limit.unknown.is_none()) {
+    if limited == 0 && report.limits.0.iter().all(|limit| limit.skipped.is_none()) {
         writeln!(out, "no request meets a limit")?;
     }
-    let (known, unknown): (Vec<_>, Vec<_>) = report.limits.0.iter().partition(|limit| limit.unknown.is_none());
+    let (known, unknown): (Vec<_>, Vec<_>) = report.limits.0.iter().partition(|limit| limit.skipped.is_none());
     if !known.is_empty() {
         writeln!(out, "\n{}", overview(&known))?;
     }
     for limit in &unknown {
-        let lacks = limit.unknown.as_deref().unwrap_or_default();
+        let lacks = limit.skipped.as_deref().unwrap_or_default();
         let name = &limit.name;
         writeln!(out)?;
         wrapped(out, "", &format!("{name}: not replayed: {lacks} is not in this log."))?;
@@ -90,7 +90,7 @@ fn overview(limits: &[&OfLimit]) -> String {
 }
 
 fn details(limit: &OfLimit, target: Option<f64>, out: &mut impl Write) -> io::Result<()> {
-    let instead = limit.instead_of.as_ref().map_or(String::new(), |quota| format!(" instead of {quota}"));
+    let instead = limit.configured_quota.as_ref().map_or(String::new(), |quota| format!(" instead of {quota}"));
     writeln!(out, "\n{}: {}{instead}", limit.name, limit.size())?;
     for note in &limit.notes {
         wrapped(out, "  ! ", note)?;
@@ -104,7 +104,7 @@ fn details(limit: &OfLimit, target: Option<f64>, out: &mut impl Write) -> io::Re
         let most = if limit.identities_denied > NAMED { ", most of all" } else { "" };
         let identities = counted(limit.identities_denied as u64, "identity was", "identities were");
         writeln!(out, "  {identities} denied{most}:")?;
-        for worst in limit.worst.iter().take(NAMED) {
+        for worst in limit.top_denied.iter().take(NAMED) {
             let share = percent(100.0 * f64::from(worst.denied) / f64::from(worst.requests.max(1)));
             let (denied, requests) = (grouped(worst.denied.into()), grouped(worst.requests.into()));
             writeln!(out, "    {:<38} {denied:>10} of {requests:>11} {share:>8}", shortened(&worst.identity, 38))?;
@@ -132,7 +132,7 @@ fn chart(limit: &OfLimit, out: &mut impl Write) -> io::Result<()> {
     let highest = columns.iter().copied().max().unwrap_or(1).max(1);
     // What is more than nothing can be seen.
     let bar = |denied: &u64| BARS[(denied * 8).div_ceil(highest) as usize];
-    let step = span(limit.step_s * together as u64);
+    let step = span(limit.step_seconds * together as u64);
     writeln!(out, "  {} denied; a column is {step}, the highest is {}", grouped(limit.denied), grouped(highest))?;
     let chart: String = columns.iter().map(bar).collect();
     writeln!(out, "    {}", chart.trim_end())
