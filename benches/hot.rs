@@ -3,7 +3,7 @@
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use http::{HeaderMap, Method};
-use sluicegate::http::path::canonical;
+use sluicegate::http::path::canonical_path;
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
@@ -69,8 +69,10 @@ fn routes(criterion: &mut Criterion) {
         });
     }
     group.finish();
-    criterion.bench_function("path that is canonical", |bencher| bencher.iter(|| canonical("/v1/service5/items/77")));
-    criterion.bench_function("path that is not", |bencher| bencher.iter(|| canonical("/v1/./service5//it%65ms/77")));
+    criterion
+        .bench_function("path that is canonical", |bencher| bencher.iter(|| canonical_path("/v1/service5/items/77")));
+    criterion
+        .bench_function("path that is not", |bencher| bencher.iter(|| canonical_path("/v1/./service5//it%65ms/77")));
 }
 
 criterion_group!(benches, decisions, routes);

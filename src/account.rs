@@ -6,26 +6,26 @@ use std::time::{Duration, Instant};
 
 use http::{HeaderMap, Method, Response};
 
-use crate::http::body::{Body, Ending};
+use crate::http::body::{Body, OnComplete};
 use crate::limit::clock::unix_us;
-use crate::observe::access::{AccessLog, Decided, Line, Sent};
-use crate::observe::spans::{self, Spans};
-use crate::observe::trace::{Parent, Trace};
+use crate::observe::access::{AccessLog, DecisionInfo, AccessRecord, UpstreamInfo};
+use crate::observe::spans::{self, TraceExporter};
+use crate::observe::trace::{TraceParent, TraceContext};
 
 /// Where records go.
 #[derive(Debug, Clone, Default)]
-pub struct Sinks {
+pub struct TelemetrySinks {
     /// A line for each request.
-    pub access: Option<AccessLog>,
+    pub access_log: Option<AccessLog>,
     /// Spans of those that are traced.
-    pub spans: Option<Spans>,
+    pub trace_exporter: Option<TraceExporter>,
 }
 
 /// A request as it comes.
 #[derive(Debug)]
 #[allow(missing_docs)]
-pub struct Arrival<'a> {
-    pub at: Instant,
+pub struct RequestStart<'a> {
+    pub instant: Instant,
     /// The other end of its connection, and what was spoken on it.
     pub peer: IpAddr,
     pub scheme: &'static str,
@@ -36,9 +36,9 @@ pub struct Arrival<'a> {
 
 /// What is known of a request so far.
 #[derive(Debug)]
-pub struct Record {
-    sinks: Arc<Sinks>,
-    started: Instant,
+pub struct RequestRecord {
+    sinks: Arc<TelemetrySinks>,
+    started_at: Instant,
     peer: IpAddr,
     scheme: &'static str,
     method: Method,
@@ -52,77 +52,77 @@ pub struct Record {
     /// The route that it took.
     pub route: Option<Arc<str>>,
     /// The path of that, as configured; only in traces.
-    pub template: Option<Box<str>>,
+    pub path_template: Option<Box<str>>,
     /// What its limits said.
-    pub decided: Option<Decided>,
+    pub decision: Option<DecisionInfo>,
     /// What came of sending it on.
-    pub sent: Option<Sent>,
+    pub upstream: Option<UpstreamInfo>,
     /// What of its trace is recorded.
-    pub trace: Option<Trace>,
+    pub trace: Option<TraceContext>,
     /// Given to the upstream as well.
     pub request_id: Box<str>,
 }
 
-impl Sinks {
+impl TelemetrySinks {
     /// Waits until all so far is written.
     pub fn flush(&self) {
-        if let Some(access) = &self.access {
-            access.flush();
+        if let Some(access_log) = &self.access_log {
+            access_log.flush();
         }
-        if let Some(spans) = &self.spans {
-            spans.flush();
+        if let Some(trace_exporter) = &self.trace_exporter {
+            trace_exporter.flush();
         }
     }
 }
 
-impl Record {
+impl RequestRecord {
     /// Opens the record of a request; none if nobody wants it.
-    pub fn open(sinks: &Arc<Sinks>, arrival: &Arrival<'_>) -> Option<Box<Self>> {
-        if sinks.access.is_none() && sinks.spans.is_none() {
+    pub fn start(sinks: &Arc<TelemetrySinks>, start: &RequestStart<'_>) -> Option<Box<Self>> {
+        if sinks.access_log.is_none() && sinks.trace_exporter.is_none() {
             return None;
         }
-        let parent = Parent::of(arrival.headers);
-        let trace = sinks.spans.as_ref().and_then(|_| Trace::begin(parent));
-        if sinks.access.is_none() && trace.is_none() {
+        let parent = TraceParent::from_headers(start.headers);
+        let trace = sinks.trace_exporter.as_ref().and_then(|_| TraceContext::from_parent(parent));
+        if sinks.access_log.is_none() && trace.is_none() {
             return None;
         }
-        Some(Box::new(Record {
+        Some(Box::new(RequestRecord {
             sinks: sinks.clone(),
-            started: arrival.at,
-            peer: arrival.peer,
-            scheme: arrival.scheme,
-            method: arrival.method.clone(),
-            path: arrival.path.into(),
+            started_at: start.instant,
+            peer: start.peer,
+            scheme: start.scheme,
+            method: start.method.clone(),
+            path: start.path.into(),
             status: 0,
             outcome: "ok",
-            trace_id: trace.map(|trace| trace.id).or(parent.map(|parent| parent.trace)),
-            client: arrival.peer,
+            trace_id: trace.map(|trace| trace.trace_id).or(parent.map(|parent| parent.trace_id)),
+            client: start.peer,
             route: None,
-            template: None,
-            decided: None,
-            sent: None,
+            path_template: None,
+            decision: None,
+            upstream: None,
             trace,
             request_id: "-".into(),
         }))
     }
 
     /// How long after the request something was.
-    pub fn since(&self, instant: Instant) -> Duration {
-        instant.saturating_duration_since(self.started)
+    pub fn offset_of(&self, instant: Instant) -> Duration {
+        instant.saturating_duration_since(self.started_at)
     }
 
     /// Hands the record to the body of the response; it is written when the body is gone.
     pub fn attach(mut self: Box<Self>, response: Response<Body>, outcome: &'static str) -> Response<Body> {
         self.status = response.status().as_u16();
         self.outcome = outcome;
-        response.map(|body| body.recorded(self))
+        response.map(|body| body.on_drop(self))
     }
 }
 
-impl Ending for Record {
-    fn ended(self: Box<Self>, sent: u64, complete: bool) {
-        let took = self.started.elapsed();
-        let line = Line {
+impl OnComplete for RequestRecord {
+    fn on_complete(self: Box<Self>, sent: u64, complete: bool) {
+        let took = self.started_at.elapsed();
+        let line = AccessRecord {
             time: unix_us().saturating_sub(took.as_micros() as u64),
             client: self.client,
             method: self.method.as_str(),
@@ -133,17 +133,17 @@ impl Ending for Record {
             duration_ms: took,
             route: self.route.as_deref(),
             outcome: self.outcome,
-            decided: self.decided.as_ref(),
-            sent: self.sent.as_ref(),
+            decision: self.decision.as_ref(),
+            upstream: self.upstream.as_ref(),
             request_id: &self.request_id,
             trace_id: self.trace_id,
         };
-        if let Some(access) = &self.sinks.access {
+        if let Some(access) = &self.sinks.access_log {
             access.write(&line);
         }
-        if let (Some(spans), Some(trace)) = (&self.sinks.spans, &self.trace) {
-            let (template, scheme, peer) = (self.template.as_deref(), self.scheme, self.peer);
-            spans.record(&spans::Request { trace, line: &line, template, scheme, peer });
+        if let (Some(spans), Some(trace)) = (&self.sinks.trace_exporter, &self.trace) {
+            let (template, scheme, peer) = (self.path_template.as_deref(), self.scheme, self.peer);
+            spans.record(&spans::RequestTrace { trace, record: &line, path_template: template, scheme, peer });
         }
     }
 }

@@ -39,11 +39,11 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::operator::Operator;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
-use crate::observe::metrics::{self as text_form, Form};
+use crate::observe::metrics::{self as text_form, ExpositionFormat};
 use crate::runtime::{Runtime, Token};
 use connections::{Connection, Connections};
 use live::{Events, Live};
-use problem::Problem;
+use problem::ApiError;
 use vitals::Vitals;
 
 /// At the end, for those who are in.
@@ -203,13 +203,13 @@ impl Admin {
     ///
     /// # Errors
     /// He may not.
-    fn may_write(&self, headers: &HeaderMap) -> Result<(), Problem> {
+    fn may_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
         let why = match self.token() {
             Some(_) if self.knows(headers) => return Ok(()),
             Some(_) => "changes need the admin token: Authorization: Bearer …",
             None => "changes need a token, and none is configured: set admin.token in the configuration",
         };
-        Err(Problem::new(StatusCode::FORBIDDEN, why))
+        Err(ApiError::new(StatusCode::FORBIDDEN, why))
     }
 
     /// Whether the caller may ask at all.
@@ -231,8 +231,8 @@ impl Admin {
 
     fn metrics(&self, headers: &HeaderMap) -> Answer {
         let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
-        let form = Form::accepted(accept);
-        match text_form::page(&self.vitals, form) {
+        let form = ExpositionFormat::from_accept(accept);
+        match text_form::render(&self.vitals, form) {
             Ok(page) => of_type(StatusCode::OK, form.content_type(), page),
             Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
         }

@@ -19,9 +19,9 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::account::Sinks;
+use crate::account::TelemetrySinks;
 use crate::admin::{self, Parts, vitals::Vitals};
-use crate::gateway::meters::Tallies;
+use crate::gateway::meters::RequestMetrics;
 use crate::limit;
 use crate::limit::advance::Advances;
 use crate::limit::clock::{self, Clock};
@@ -37,10 +37,10 @@ use crate::reload;
 use crate::reload::configuration::{Configuration, Request};
 use crate::runtime::files;
 use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
-use crate::server::connections::Connections;
-use crate::tally::Family;
+use crate::server::connections::ConnectionLimits;
+use crate::tally::MetricFamily;
 use crate::watch::Watcher;
-use crate::words::counted;
+use crate::words::pluralize;
 use background::Background;
 use handover::Handover;
 use renewal::{Renewal, Roster};
@@ -82,7 +82,7 @@ pub struct App {
     admin: Option<StdListener>,
     /// Cancelled when nobody has anything to ask here any more.
     end: CancellationToken,
-    sinks: Sinks,
+    sinks: TelemetrySinks,
     configuration: Arc<Configuration>,
     requests: Receiver<Request>,
     /// Keeps the configuration up to date.
@@ -121,7 +121,7 @@ impl App {
         let admin = admin.transpose()?;
         inherited.finish();
         let spans = runtime.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
-        let sinks = Sinks { access: access_log(&runtime)?, spans };
+        let sinks = TelemetrySinks { access_log: access_log(&runtime)?, trace_exporter: spans };
         let runtime = Arc::new(runtime);
         let (configuration, requests) = Configuration::new(runtime.clone());
         let configuration = Arc::new(configuration);
@@ -162,9 +162,9 @@ impl App {
         let topology = Arc::<Topology>::default();
         let lines = Arc::<Lines>::default();
         let advances = Arc::<Advances>::default();
-        let connections = Arc::new(Connections::new(&self.runtime.server));
-        let tallies = Arc::<Tallies>::default();
-        let limits = Arc::<Family<limit::tallies::Tallies>>::default();
+        let connections = Arc::new(ConnectionLimits::new(&self.runtime.server));
+        let tallies = Arc::<RequestMetrics>::default();
+        let limits = Arc::<MetricFamily<limit::tallies::Tallies>>::default();
         let entries = self.runtime.store.denial_cache;
         let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
         let configuration = self.configuration.clone();
@@ -267,8 +267,8 @@ impl App {
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
             runtime.store.name,
-            counted(runtime.routes.len() as u64, "route"),
-            counted(runtime.limits.len() as u64, "limit"),
+            pluralize(runtime.routes.len() as u64, "route"),
+            pluralize(runtime.limits.len() as u64, "limit"),
             addresses.first().map_or("", String::as_str),
         );
     }

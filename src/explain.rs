@@ -11,8 +11,8 @@ use http::header::CONTENT_LENGTH;
 use http::{HeaderMap, Request};
 
 use crate::gateway::Peer;
-use crate::gateway::addressed::{Addressed, origin_form};
-use crate::gateway::ask::{Question, checks, checks_without_credential};
+use crate::gateway::addressed::{RequestTarget, origin_form};
+use crate::gateway::ask::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::http::headers::is_grpc_call;
 use crate::limit::decision::Check;
 use crate::limit::store::Verdict;
@@ -35,7 +35,7 @@ pub struct Explainer<'a, C: ?Sized> {
 impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// What the gateway would do with a request from this peer.
     pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
-        let client = peer.client(request.headers());
+        let client = peer.client_address(request.headers());
         let mut facts = Explanation {
             method: request.method().to_string(),
             host: None,
@@ -44,7 +44,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             client: Client {
                 address: client,
                 peer: peer.address,
-                trusted: peer.origin.trusted,
+                trusted: peer.forwarded.trusted,
                 header: (client != peer.address).then(|| self.runtime.client_ip.header.to_string()),
             },
             route: None,
@@ -67,10 +67,10 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// The way of a request through the gateway, with a note at each step.
     fn walk(&self, request: &Request<()>, peer: &Peer, facts: &mut Explanation) -> Result<Answer, Rejection<'_>> {
         let runtime = self.runtime;
-        let target = Addressed::read(request, &runtime.server)?;
+        let target = RequestTarget::from_request(request, &runtime.server)?;
         facts.host = Some(target.host.to_string());
         facts.path = Some(target.path.to_string());
-        let route = target.route(runtime, request);
+        let route = target.find_route(runtime, request);
         let taken = route.as_ref().ok().map(|route| route.index);
         (facts.other_routes, facts.other_routes_omitted) =
             routes::others(runtime, request, &target, taken, self.routes);
@@ -80,32 +80,32 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if route.max_body.zip(length).is_some_and(|(most, length)| length > most) {
             return Err(Rejection::BodyTooLarge);
         }
-        let rewritten = target.rewritten(route, request.uri().query())?;
-        let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
-        let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
+        let rewritten = target.rewrite(route, request.uri().query())?;
+        let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
+        let asked = LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
         let consumers = route.metering.by_key.then(|| runtime.consumers.load());
         let consumers = consumers.as_deref().map(|consumers| &**consumers);
-        let asker = asked.asker(runtime, route, facts.client.address, consumers);
+        let asker = asked.request_attributes(runtime, route, facts.client.address, consumers);
         let overrides = self.counters.overrides();
         let mut without_credential = None;
-        let mut checks = match checks(runtime, &route.metering.identities, &route.metering.limits, &asker) {
-            Ok(checks) => checks,
+        let mut checks = match build_checks(runtime, &route.metering.identities, &route.metering.limits, &asker) {
+            Ok(checks) => build_checks,
             Err(rejection) => {
                 facts.limits = limits::limited(runtime, route, &asker, &[], None);
                 if !matches!(&rejection, Rejection::Identity(error) if error.is_about_credentials()) {
                     return Err(rejection);
                 }
                 without_credential = Some(rejection);
-                checks_without_credential(runtime, &route.metering.identities, &route.metering.limits, &asker)
+                build_unauthenticated_checks(runtime, &route.metering.identities, &route.metering.limits, &asker)
             }
         };
         if let Some(table) = &overrides {
-            table.apply(&mut checks);
+            table.apply(&mut build_checks);
         }
-        let verdict = self.look(&checks);
-        facts.limits = limits::limited(runtime, route, &asker, &checks, verdict.as_ref().ok());
+        let verdict = self.look(&build_checks);
+        facts.limits = limits::limited(runtime, route, &asker, &build_checks, verdict.as_ref().ok());
         let decision = match verdict {
-            Ok(verdict) => Some(limits::decision(verdict, &checks)),
+            Ok(verdict) => Some(limits::decision(verdict, &build_checks)),
             Err(Unseen(why)) => {
                 facts.counters_unavailable = Some(why);
                 None
@@ -114,11 +114,11 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         facts.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
         let decision = match decision {
             Some(decision) if !decision.admitted => {
-                return Err(Rejection::OverLimit {
+                return Err(Rejection::RateLimited {
                     decision,
-                    dialects: &route.metering.dialects,
-                    expose: route.metering.expose.as_ref(),
-                    grpc: is_grpc_call(request),
+                    header_styles: &route.metering.dialects,
+                    expose_headers: route.metering.expose.as_ref(),
+                    is_grpc: is_grpc_call(request),
                 });
             }
             other => other,
@@ -127,16 +127,16 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             return Err(rejection);
         }
         if let Target::Upstream(split) = &route.target {
-            let other = (target.forwarded() != request.uri().path()).then(|| target.forwarded());
+            let other = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
             let target = rewritten.or_else(|| origin_form(request.uri(), other));
             let target = target.as_ref().or(request.uri().path_and_query());
             facts.upstream = Some(onward::onward(runtime, route, split, request, peer, (target, length)));
         }
-        Ok(answer::admitted(route, request, target.forwarded(), decision.as_ref()))
+        Ok(answer::admitted(route, request, target.forwarded_path(), decision.as_ref()))
     }
 
     fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
-        if checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(checks) }
+        if build_checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(build_checks) }
     }
 }
 

@@ -23,7 +23,7 @@ use http_body::Body as _;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::account::{Arrival, Record, Sinks};
+use crate::account::{RequestStart, RequestRecord, TelemetrySinks};
 use crate::http::body::Body;
 use crate::http::headers::is_grpc_call;
 use crate::http::upload::RequestBody;
@@ -34,11 +34,11 @@ use crate::reply::Rejection;
 use crate::runtime::{Route, Runtime, Target};
 use crate::upstream::fleet::Fleet;
 use crate::upstream::{Trail, UpstreamError};
-use addressed::{Addressed, origin_form};
-use ask::Question;
-use forward::Onward;
-use generation::Generation;
-use meters::Tallies;
+use addressed::{RequestTarget, origin_form};
+use ask::LimitContext;
+use forward::ForwardContext;
+use generation::ConfigSnapshot;
+use meters::RequestMetrics;
 pub use peer::Peer;
 use request_id::RequestId;
 
@@ -46,11 +46,11 @@ use request_id::RequestId;
 #[derive(Debug)]
 pub struct Gateway {
     /// Each request has one of them from its beginning to its end.
-    current: ArcSwap<Generation>,
+    snapshot: ArcSwap<ConfigSnapshot>,
     limiter: Limiter,
     /// Of this worker alone: each request counts whoever refers to them.
-    sinks: Arc<Sinks>,
-    tallies: Arc<Tallies>,
+    sinks: Arc<TelemetrySinks>,
+    request_metrics: Arc<RequestMetrics>,
     /// Which one it is.
     worker: usize,
 }
@@ -60,55 +60,55 @@ impl Gateway {
     pub fn new(
         runtime: Arc<Runtime>,
         limiter: Limiter,
-        fleets: &[Arc<Fleet>],
-        sinks: Sinks,
-        (tallies, worker): (Arc<Tallies>, usize),
+        clusters: &[Arc<Fleet>],
+        sinks: TelemetrySinks,
+        (request_metrics, worker): (Arc<RequestMetrics>, usize),
     ) -> Self {
-        let current = ArcSwap::from_pointee(Generation::new(runtime, fleets, &tallies, worker));
-        Gateway { current, limiter, sinks: Arc::new(sinks), tallies, worker }
+        let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(runtime, clusters, &request_metrics, worker));
+        Gateway { snapshot: current: snapshot, limiter, sinks: Arc::new(sinks), request_metrics: tallies: request_metrics, worker }
     }
 
     /// Serves another configuration from the next request on. What is the same in both goes on: counts, and connections
     /// to upstreams.
-    pub fn adopt(&self, runtime: Arc<Runtime>, fleets: &[Arc<Fleet>]) {
-        let next = Generation::succeeding(&self.current.load(), runtime, fleets, &self.tallies, self.worker);
-        self.current.store(Arc::new(next));
+    pub fn apply_config(&self, runtime: Arc<Runtime>, clusters: &[Arc<Fleet>]) {
+        let snapshot = ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
+        self.snapshot.store(Arc::new(snapshot));
     }
 
     /// The configuration that it serves.
     pub fn runtime(&self) -> Arc<Runtime> {
-        self.current.load().runtime.clone()
+        self.snapshot.load().runtime.clone()
     }
 
     /// Waits until what requests leave behind (leases to release, late charges) is done.
-    pub async fn settle(&self) {
+    pub async fn flush_pending(&self) {
         self.limiter.settle().await;
     }
 
     /// Answers a request. Dropping the future ends whatever it waits for.
     pub async fn handle(&self, request: Box<Request<RequestBody>>, peer: &Peer) -> Response<Body> {
-        let arrived = monotonic();
-        let generation = self.current.load_full();
-        let renewed = peer.under(&generation.runtime);
-        let peer = renewed.as_deref().unwrap_or(peer);
-        let arrival = Arrival {
-            at: arrived,
+        let started_at = monotonic();
+        let snapshot = self.snapshot.load_full();
+        let revalidated = peer.revalidate(&snapshot.runtime);
+        let peer = revalidated.as_deref().unwrap_or(peer);
+        let start = RequestStart {
+            instant: started_at,
             peer: peer.address,
-            scheme: if peer.origin.scheme == "https" { "https" } else { "http" },
+            scheme: if peer.forwarded.scheme == "https" { "https" } else { "http" },
             method: request.method(),
             path: request.uri().path(),
             headers: request.headers(),
         };
-        let mut met = Met { record: Record::open(&self.sinks, &arrival), route: None, id: None };
-        if met.record.is_some() {
-            met.identify(&request, peer);
+        let mut state = RequestState { record: RequestRecord::start(&self.sinks, &start), route_index: None, request_id: None };
+        if state.record.is_some() {
+            state.ensure_request_id(&request, peer);
         }
-        let early = early::is_possible(&request);
+        let has_unread_body = early::has_unread_body(&request);
         let is_head = request.method() == Method::HEAD && request.version() == Version::HTTP_2;
-        let (mut response, outcome) = match self.serve(&generation, request, peer, &mut met).await {
+        let (mut response, outcome) = match self.serve(&snapshot, request, peer, &mut state).await {
             Ok(response) => (response, "ok"),
             Err(rejection) => {
-                let id = met.id.as_ref().map(RequestId::value);
+                let id = state.request_id.as_ref().map(RequestId::to_header_value);
                 let request_id = id.as_ref().and_then(|id| id.to_str().ok());
                 match &rejection {
                     Rejection::Upstream(error) if error.is_clients_fault() => {
@@ -120,14 +120,14 @@ impl Gateway {
                 rejection.into_response(id)
             }
         };
-        generation.meters.answered(met.route, response.status(), arrived.elapsed());
-        if early {
-            early::say_close(&mut response);
+        snapshot.metrics.record_response(state.route_index, response.status(), started_at.elapsed());
+        if has_unread_body {
+            early::set_connection_close(&mut response);
         }
-        if is_head && let Some(length) = response.body_mut().withhold() {
+        if is_head && let Some(length) = response.body_mut().discard_content() {
             response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length));
         }
-        match met.record {
+        match state.record {
             Some(record) => record.attach(response, outcome),
             None => response,
         }
@@ -135,67 +135,67 @@ impl Gateway {
 
     async fn serve<'g>(
         &self,
-        generation: &'g Generation,
+        snapshot: &'g ConfigSnapshot,
         request: Box<Request<RequestBody>>,
         peer: &Peer,
-        met: &mut Met,
+        state: &mut RequestState,
     ) -> Result<Response<Body>, Rejection<'g>> {
-        let Generation { runtime, upstreams, meters } = generation;
-        let admitted = self.admit(generation, &request, peer, met).await;
-        let Admitted { route, mut decision, path, rewritten, deadline } = match admitted {
+        let ConfigSnapshot { runtime, upstreams, metrics } = snapshot;
+        let admitted = self.admit(snapshot, &request, peer, state).await;
+        let AdmittedRequest { route, mut decision, forwarded_path, rewritten_target, deadline } = match admitted {
             Ok(admitted) => admitted,
             Err(rejection) => {
-                if let Rejection::Unavailable(_) = rejection {
-                    met.identify(&request, peer);
+                if let Rejection::StoreUnavailable(_) = rejection {
+                    state.ensure_request_id(&request, peer);
                 }
-                early::leave(request);
+                early::discard_body(request);
                 return Err(rejection);
             }
         };
-        let answer = match &route.target {
+        let result = match &route.target {
             Target::Respond(respond) => {
-                early::leave(request);
+                early::discard_body(request);
                 Ok(respond.response())
             }
             Target::Redirect(redirect) => {
-                let path = path.as_deref().unwrap_or(request.uri().path());
+                let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
                 let response = redirect.response(&route.pattern, path, request.uri().query());
-                early::leave(request);
+                early::discard_body(request);
                 Ok(response)
             }
-            Target::Upstream(split) => {
-                let (index, asked) = (split.draw(), monotonic());
+            Target::Upstream(weighted_upstreams) => {
+                let (index, started_at) = (weighted_upstreams.draw(), monotonic());
                 let upstream = &*upstreams[index];
-                let mut trail = Trail::new(met.record.is_some());
-                let trace = met.record.as_ref().and_then(|record| record.trace);
-                let target = rewritten.or_else(|| origin_form(request.uri(), path.as_deref()));
-                let id = met.identify(&request, peer);
-                let onward = Onward { peer, id, target, deadline, trace, trail: &mut trail };
-                let answer = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+                let mut attempts = Trail::new(state.record.is_some());
+                let trace = state.record.as_ref().and_then(|record| record.trace);
+                let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
+                let id = state.ensure_request_id(&request, peer);
+                let context = ForwardContext { peer, request_id: id, target, deadline, trace, attempts: &mut attempts };
+                let result = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                     // Limits that let it wait took all of its time.
-                    early::leave(request);
+                    early::discard_body(request);
                     Err(UpstreamError::Overdue { upstream: upstream.name().into() })
                 } else {
                     // On the heap: inside this future it would be moved with it, for every request.
-                    Box::pin(forward::forward(runtime, route, upstream, request, onward)).await
+                    Box::pin(forward::forward(runtime, route, upstream, request, context)).await
                 };
-                meters.sent(index, &answer, asked.elapsed(), &trail);
-                if let Some(record) = &mut met.record {
-                    noted::sent(record, upstream, &trail, &answer, asked);
-                    noted::paid(record, route, &answer);
+                metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
+                if let Some(record) = &mut state.record {
+                    noted::record_upstream(record, upstream, &attempts, &result, started_at);
+                    noted::record_cost(record, route, &result);
                 }
-                answer
+                result
             }
         };
-        if let Some(settling) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &answer)) {
-            decide::correct(&mut decision, settling.await);
+        if let Some(settlement) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &result)) {
+            decide::apply_settlement(&mut decision, settlement.await);
         }
-        let mut response = answer.map_err(Rejection::Upstream)?;
+        let mut response = result.map_err(Rejection::Upstream)?;
         // What a cost is taken from may be removed, what limits say is added to the rest.
         route.response_headers.apply(response.headers_mut());
-        decide::advertise(response.headers_mut(), route, &decision);
-        if let Some(leases) = decision.leases {
-            response.body_mut().keep(leases);
+        decide::append_ratelimit_headers(response.headers_mut(), route, &decision);
+        if let Some(permits) = decision.leases {
+            response.body_mut().hold_until_drop(permits);
         }
         Ok(response)
     }
@@ -203,75 +203,75 @@ impl Gateway {
     /// Whether a request may go on. Nothing of its body is asked for yet, so nobody who waits for 100 sends one in vain.
     async fn admit<'g>(
         &self,
-        generation: &'g Generation,
+        snapshot: &'g ConfigSnapshot,
         request: &Request<RequestBody>,
         peer: &Peer,
-        met: &mut Met,
-    ) -> Result<Admitted<'g>, Rejection<'g>> {
-        let Generation { runtime, meters, .. } = generation;
-        let target = Addressed::read(request, &runtime.server)?;
-        let route = target.route(runtime, request)?;
-        met.route = Some(route.index);
-        if route.max_body.is_some_and(|most| request.body().size_hint().lower() > most) {
+        state: &mut RequestState,
+    ) -> Result<AdmittedRequest<'g>, Rejection<'g>> {
+        let ConfigSnapshot { runtime, metrics, .. } = snapshot;
+        let target = RequestTarget::from_request(request, &runtime.server)?;
+        let route = target.find_route(runtime, request)?;
+        state.route_index = Some(route.index);
+        if route.max_body.is_some_and(|max| request.body().size_hint().lower() > max) {
             return Err(Rejection::BodyTooLarge);
         }
         let deadline = route.timeout.map(|timeout| Instant::now() + timeout);
-        let rewritten = target.rewritten(route, request.uri().query())?;
-        let (host, path, subject) = (&*target.host, &*target.path, peer.subject.as_deref());
-        let asked = Question { request, host, path, trusted: peer.origin.trusted, subject };
-        let decision = if route.metering.limits.is_empty() && met.record.is_none() {
+        let rewritten_target = target.rewrite(route, request.uri().query())?;
+        let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
+        let limit_context = LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
+        let decision = if route.metering.limits.is_empty() && state.record.is_none() {
             Decision::unlimited()
         } else {
             // On the heap: requests without limits need no room for it.
-            let record = met.record.as_deref_mut();
-            Box::pin(decide::decide(runtime, &self.limiter, meters, route, &asked, peer, record)).await?
+            let record = state.record.as_deref_mut();
+            Box::pin(decide::check_limits(runtime, &self.limiter, metrics, route, &limit_context, peer, record)).await?
         };
         if !decision.admitted {
-            return Err(Rejection::OverLimit {
+            return Err(Rejection::RateLimited {
                 decision,
-                dialects: &route.metering.dialects,
-                expose: route.metering.expose.as_ref(),
-                grpc: is_grpc_call(request),
+                header_styles: &route.metering.dialects,
+                expose_headers: route.metering.expose.as_ref(),
+                is_grpc: is_grpc_call(request),
             });
         }
-        let path = (target.forwarded() != request.uri().path()).then(|| target.forwarded().to_owned());
-        Ok(Admitted { route, decision, path, rewritten, deadline })
+        let path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
+        Ok(AdmittedRequest { route, decision, forwarded_path: path, rewritten_target: rewritten: rewritten_target, deadline })
     }
 }
 
 /// What is found out of a request on its way, and needed whatever becomes of it.
-struct Met {
-    record: Option<Box<Record>>,
+struct RequestState {
+    record: Option<Box<RequestRecord>>,
     /// The place of its route.
-    route: Option<usize>,
+    route_index: Option<usize>,
     /// What it is called in logs and problems.
-    id: Option<RequestId>,
+    request_id: Option<RequestId>,
 }
 
-impl Met {
+impl RequestState {
     /// Gives a request its name.
-    fn identify(&mut self, request: &Request<RequestBody>, peer: &Peer) -> &RequestId {
-        let Met { record, id, .. } = self;
-        id.get_or_insert_with(|| {
-            let id = RequestId::of(request.headers(), peer.origin.trusted);
+    fn ensure_request_id(&mut self, request: &Request<RequestBody>, peer: &Peer) -> &RequestId {
+        let RequestState { record, request_id, .. } = self;
+        request_id.get_or_insert_with(|| {
+            let new_id = RequestId::from_headers(request.headers(), peer.forwarded.trusted);
             if let Some(record) = record
-                && let Ok(text) = id.value().to_str()
+                && let Ok(text) = new_id.to_header_value().to_str()
             {
                 record.request_id = text.into();
             }
-            id
+            new_id
         })
     }
 }
 
 /// A request that its limits let pass.
-struct Admitted<'a> {
+struct AdmittedRequest<'a> {
     route: &'a Route,
     decision: Decision<'a>,
     /// The path that is forwarded, where it came in another form.
-    path: Option<String>,
+    forwarded_path: Option<String>,
     /// What its route makes of path and query.
-    rewritten: Option<PathAndQuery>,
+    rewritten_target: Option<PathAndQuery>,
     /// When its route's timeout is over.
     deadline: Option<Instant>,
 }

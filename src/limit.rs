@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 use admission::{Debts, Later, Leases, Ledger, Owed, Pending};
 use advance::Advances;
 use algorithm::{Outcome, Status};
-use backend::{Backend, Source};
+use backend::{Backend, DecidedBy};
 use clock::{monotonic, since, unix_us};
 use coalesce::{Coalescer, Set};
 use decision::{Check, Decision};
@@ -142,7 +142,7 @@ impl Limiter {
         let (mut leases, mut first_lease) = (None, 0);
         if checks.iter().any(|check| check.takes_lease()) {
             first_lease = self.first_lease(checks);
-            leases = Some(self.leases(checks, Source::Store, first_lease));
+            leases = Some(self.leases(checks, DecidedBy::Store, first_lease));
         }
         if let Some(asked) = leases.take_if(|_| self.ledger.backend.has_recovered_within(SETTLING)) {
             match self.take_share(checks, first_lease) {
@@ -153,7 +153,7 @@ impl Limiter {
                 None => leases = Some(asked.counted_here()),
             }
         }
-        let charges: Vec<_> = checks.iter().map(|check| check.charge(Source::Store, first_lease)).collect();
+        let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_lease)).collect();
         let asked = monotonic();
         let answer = match together {
             Some((coalescer, set)) if self.ledger.backend.is_one_call(&charges) => {
@@ -163,7 +163,7 @@ impl Limiter {
             }
             _ => {
                 self.ledger.backend.count(Answered::Alone);
-                self.ledger.backend.call(Source::Store, asked, Operation::Check, &charges).await
+                self.ledger.backend.call(DecidedBy::Store, asked, Operation::Check, &charges).await
             }
         };
         if let Some(full) = answer.as_ref().ok().map(|verdict| verdict.full).filter(|full| *full > 0) {
@@ -182,7 +182,7 @@ impl Limiter {
             Ok(mut verdict) => {
                 self.remember(checks, &verdict, asked);
                 instants = mem::take(&mut verdict.instants);
-                Decision::new(verdict, Source::Store, checks.iter())
+                Decision::new(verdict, DecidedBy::Store, checks.iter())
             }
             Err(error) => {
                 let Backend::Redis { fallback, .. } = &self.ledger.backend else { return Err(Unavailable(error)) };
@@ -197,7 +197,7 @@ impl Limiter {
                 let first_lease = self.first_lease(checks);
                 let decision = without_store(fallback, checks, error, first_lease)?;
                 if checks.iter().any(Check::takes_lease) {
-                    leases = Some(self.leases(checks, Source::Local, first_lease));
+                    leases = Some(self.leases(checks, DecidedBy::Local, first_lease));
                 }
                 decision
             }
@@ -223,10 +223,10 @@ impl Limiter {
         first_lease: u64,
     ) -> Result<Decision<'a>, Unavailable> {
         let Backend::Memory(memory) = &self.ledger.backend else { return Err(Unavailable(StoreError::Full)) };
-        let (verdict, counted) = outage::without_room(memory, checks.iter(), full, Source::Store, first_lease)?;
-        let mut decision = Decision::new(verdict, Source::Store, counted.into_iter());
+        let (verdict, counted) = outage::without_room(memory, checks.iter(), full, DecidedBy::Store, first_lease)?;
+        let mut decision = Decision::new(verdict, DecidedBy::Store, counted.into_iter());
         if decision.admitted && checks.iter().any(Check::takes_lease) {
-            let leases = self.leases(checks, Source::Store, first_lease);
+            let leases = self.leases(checks, DecidedBy::Store, first_lease);
             decision.leases = Some(Box::new(leases.granted(|_| true)));
         }
         self.owe(checks, &mut decision, None, &[]);
@@ -237,10 +237,10 @@ impl Limiter {
     fn take_share<'a>(&self, checks: &[Check<'a, '_>], first_lease: u64) -> Option<Decision<'a>> {
         let Backend::Redis { fallback, .. } = &self.ledger.backend else { return None };
         let limits = || checks.iter().filter(|check| check.takes_lease());
-        let charges: Vec<_> = limits().map(|check| check.charge(Source::Local, first_lease)).collect();
+        let charges: Vec<_> = limits().map(|check| check.charge(DecidedBy::Local, first_lease)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
         // Without room for the permits the store alone decides.
-        (verdict.granted == 0 && verdict.full == 0).then(|| Decision::new(verdict, Source::Local, limits()))
+        (verdict.granted == 0 && verdict.full == 0).then(|| Decision::new(verdict, DecidedBy::Local, limits()))
     }
 
     /// The decision by units that were taken ahead.
@@ -248,7 +248,7 @@ impl Limiter {
         let (verdict, charged_at) = coalescer.draw(set)?;
         self.ledger.backend.count(Answered::Ahead);
         let elapsed_us = verdict.now_us - charged_at;
-        let mut decision = Decision::of_charged(verdict, Source::Store, checks.iter(), elapsed_us);
+        let mut decision = Decision::of_charged(verdict, DecidedBy::Store, checks.iter(), elapsed_us);
         self.owe(checks, &mut decision, Some(charged_at), &[]);
         Some(decision)
     }
@@ -264,7 +264,7 @@ impl Limiter {
         let outcomes = checks.iter().map(|check| known(check).map_or(UNTOUCHED, |known| known.outcome)).collect();
         let verdict = Verdict::new(0, now_us, outcomes);
         self.ledger.backend.count(Answered::Remembered);
-        Some(Decision { remembered: true, ..Decision::new(verdict, Source::Store, checks.iter()) })
+        Some(Decision { remembered: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
     }
 
     fn remember(&self, checks: &[Check<'_, '_>], verdict: &Verdict, asked: Instant) {
@@ -282,7 +282,7 @@ impl Limiter {
         self.next_lease.fetch_add(places, Ordering::Relaxed)
     }
 
-    fn leases(&self, checks: &[Check<'_, '_>], source: Source, first_lease: u64) -> Leases {
+    fn leases(&self, checks: &[Check<'_, '_>], source: DecidedBy, first_lease: u64) -> Leases {
         let asked = checks.iter().filter(|check| check.takes_lease());
         let asked = asked.map(|check| check.pending(check.lease(first_lease))).collect();
         Leases::asked(self.ledger.clone(), source, asked)
@@ -302,7 +302,7 @@ impl Limiter {
             |check: &Check<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
         let local = |check: &Check<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
         let counted = |check: &Check<'_, '_>| {
-            check.later != Later::Nothing && !denied(check) && (decision.source == Source::Store || local(check))
+            check.later != Later::Nothing && !denied(check) && (decision.source == DecidedBy::Store || local(check))
         };
         let debt_before_us = |check: &Check<'_, '_>| {
             let mut known = decision.debts_before_us.iter();
@@ -331,7 +331,7 @@ fn turned_away<'a>(checks: &[Check<'a, '_>], first: &Check<'a, '_>, wait: Wait) 
     let outcome = |check: &Check<'_, '_>| if check.place == first.place { full } else { UNTOUCHED };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
     // Not by a local share: the store is well.
-    Decision::new(verdict, Source::Store, checks.iter())
+    Decision::new(verdict, DecidedBy::Store, checks.iter())
 }
 
 /// The states of a request, if further ones for the same may be taken together with it; all of its limits, or none, are taken

@@ -25,9 +25,9 @@ pub fn warnings(written: &Config, runtime: &Runtime, now: Duration) -> Vec<Issue
     let whole = Whole { written, runtime };
     let mut found: Vec<_> =
         runtime.warnings(now).into_iter().map(|(subject, text)| whole.about(&subject, text)).collect();
-    found.extend(limits::warnings(&whole));
-    found.extend(routes::warnings(&whole));
-    found.extend(clients::warnings(&whole));
+    found.extend(limits::limit_warnings(&whole));
+    found.extend(routes::route_warnings(&whole));
+    found.extend(clients::client_warnings(&whole));
     found
 }
 
@@ -49,7 +49,7 @@ pub fn errors(file: &File<Config>, runtime: &Runtime) -> Vec<Issue> {
 
 /// What is neither wrong nor surprising, but good to know.
 pub fn notes(written: &Config, runtime: &Runtime) -> Vec<Issue> {
-    routes::notes(&Whole { written, runtime })
+    routes::route_notes(&Whole { written, runtime })
 }
 
 impl<'a> Whole<'a> {

@@ -11,7 +11,7 @@ use http::{Method, Response, StatusCode};
 
 use crate::cost::CostError;
 use crate::http::body::Body;
-use crate::http::fields::{self, Counts, Dialect, Standing};
+use crate::http::fields::{self, QuotaUnit, HeaderStyle, LimitStatus};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::path::PathError;
 use crate::identity::{IdentityError, Source};
@@ -25,9 +25,9 @@ use problem::{NO_STORE, Problem};
 #[derive(Debug)]
 pub enum Rejection<'a> {
     /// The path has no canonical form.
-    Path(PathError),
+    InvalidPath(PathError),
     /// The host is missing, doubled or malformed.
-    Host(&'static str),
+    InvalidHost(&'static str),
     /// HTTP/2 with more headers than `server.max_headers`.
     TooManyHeaders,
     /// The target is longer than `server.max_uri`.
@@ -35,11 +35,11 @@ pub enum Rejection<'a> {
     /// The body is longer than the route allows.
     BodyTooLarge,
     /// CONNECT and TRACE are not for gateways.
-    Method,
+    MethodNotImplemented,
     /// The method has letters in lower case.
-    MethodCase,
+    LowercaseMethod,
     /// The body is coded in a way that would be lost on the way.
-    TransferCoding,
+    UnsupportedTransferCoding,
     /// No route matches.
     NoRoute,
     /// Routes match, but for other methods.
@@ -47,20 +47,20 @@ pub enum Rejection<'a> {
     /// A limit of the route asks for an identity that the request does not have.
     Identity(IdentityError),
     /// A field that a limit's cost is taken from says none.
-    Cost(CostError),
+    InvalidCost(CostError),
     /// A limit is exceeded.
-    OverLimit {
+    RateLimited {
         /// Which, and for how long.
         decision: Decision<'a>,
         /// How the caller is told.
-        dialects: &'a [Dialect],
+        header_styles: &'a [HeaderStyle],
         /// The Access-Control-Expose-Headers, if the route wants it.
-        expose: Option<&'a HeaderValue>,
+        expose_headers: Option<&'a HeaderValue>,
         /// Whether the caller is a gRPC client.
-        grpc: bool,
+        is_grpc: bool,
     },
     /// The limits cannot be checked.
-    Unavailable(Unavailable),
+    StoreUnavailable(Unavailable),
     /// The upstream gave no answer.
     Upstream(UpstreamError),
 }
@@ -68,80 +68,80 @@ pub enum Rejection<'a> {
 /// Problem types of draft-ietf-httpapi-ratelimit-headers-11 §7; all others are fully said by their status.
 const QUOTA_EXCEEDED: &str = "https://iana.org/assignments/http-problem-types#quota-exceeded";
 const REDUCED_CAPACITY: &str = "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity";
-const BLANK: &str = "about:blank";
+const ABOUT_BLANK: &str = "about:blank";
 
-const TOO_LARGE: (StatusCode, &str, &str) =
+const BODY_TOO_LARGE: (StatusCode, &str, &str) =
     (StatusCode::PAYLOAD_TOO_LARGE, "the request body is longer than the route allows", "body-too-large");
 
 /// How long to stay away while limits cannot be checked: the store is asked again within this time.
-const STORE_RETRY_S: u64 = 1;
+const STORE_RETRY_AFTER_S: u64 = 1;
 
 /// How long to stay away from an upstream that has too much to do.
-const BUSY_RETRY_S: u64 = 1;
+const OVERFLOW_RETRY_AFTER_S: u64 = 1;
 
 impl Rejection<'_> {
     /// The response, and one word for the access log. With `request_id` those that are not the client's doing say which request
     /// it was, for whoever reads our log or the upstream's.
     pub fn into_response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
         match self {
-            Rejection::Path(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-path"),
-            Rejection::Host(detail) => (problem(StatusCode::BAD_REQUEST, BLANK, detail), "bad-host"),
+            Rejection::InvalidPath(error) => (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-path"),
+            Rejection::InvalidHost(detail) => (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, detail), "bad-host"),
             Rejection::TooManyHeaders => {
                 let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
-                (problem(status, BLANK, "the request has too many headers"), "too-many-headers")
+                (problem_response(status, ABOUT_BLANK, "the request has too many headers"), "too-many-headers")
             }
             Rejection::UriTooLong => {
-                (problem(StatusCode::URI_TOO_LONG, BLANK, "the target is too long"), "uri-too-long")
+                (problem_response(StatusCode::URI_TOO_LONG, ABOUT_BLANK, "the target is too long"), "uri-too-long")
             }
             Rejection::BodyTooLarge => {
-                let (status, detail, outcome) = TOO_LARGE;
-                (problem(status, BLANK, detail), outcome)
+                let (status, detail, outcome) = BODY_TOO_LARGE;
+                (problem_response(status, ABOUT_BLANK, detail), outcome)
             }
-            Rejection::Method => (
-                problem(StatusCode::NOT_IMPLEMENTED, BLANK, "the gateway does not serve this method"),
+            Rejection::MethodNotImplemented => (
+                problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, "the gateway does not serve this method"),
                 "unsupported-method",
             ),
-            Rejection::MethodCase => {
-                (problem(StatusCode::BAD_REQUEST, BLANK, "methods are in upper case"), "bad-method")
+            Rejection::LowercaseMethod => {
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, "methods are in upper case"), "bad-method")
             }
-            Rejection::TransferCoding => {
+            Rejection::UnsupportedTransferCoding => {
                 let detail = "the only transfer coding that the gateway understands is chunked";
-                let mut response = problem(StatusCode::NOT_IMPLEMENTED, BLANK, detail);
+                let mut response = problem_response(StatusCode::NOT_IMPLEMENTED, ABOUT_BLANK, detail);
                 // RFC 9112 §6.1: nobody can be sure where the next request begins.
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 (response, "unsupported-transfer-coding")
             }
-            Rejection::NoRoute => (problem(StatusCode::NOT_FOUND, BLANK, "no route matches the request"), "no-route"),
+            Rejection::NoRoute => (problem_response(StatusCode::NOT_FOUND, ABOUT_BLANK, "no route matches the request"), "no-route"),
             Rejection::MethodNotAllowed(allowed) => {
                 let mut response =
-                    problem(StatusCode::METHOD_NOT_ALLOWED, BLANK, "the route does not serve this method");
+                    problem_response(StatusCode::METHOD_NOT_ALLOWED, ABOUT_BLANK, "the route does not serve this method");
                 let list = allowed.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
                 // Methods are tokens, so the list is a valid value.
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
                 (response, "method-not-allowed")
             }
-            Rejection::Identity(error) => (unidentified(&error), "no-identity"),
-            Rejection::Cost(error) => (problem(StatusCode::BAD_REQUEST, BLANK, &error.to_string()), "bad-cost"),
-            Rejection::OverLimit { decision, dialects, expose, grpc } => {
-                let mut response = over_limit(&decision, dialects, grpc);
-                response.headers_mut().extend(expose.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
+            Rejection::Identity(error) => (identity_error_response(&error), "no-identity"),
+            Rejection::InvalidCost(error) => (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost"),
+            Rejection::RateLimited { decision, header_styles, expose_headers, is_grpc } => {
+                let mut response = rate_limited_response(&decision, header_styles, is_grpc);
+                response.headers_mut().extend(expose_headers.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
                 (response, "rate-limited")
             }
-            Rejection::Unavailable(_) => {
+            Rejection::StoreUnavailable(_) => {
                 let detail = "limits cannot be checked at the moment";
-                let mut response = traceable(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
-                response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_S));
+                let mut response = problem_response_with_id(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
+                response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_AFTER_S));
                 (response, "store-unavailable")
             }
             Rejection::Upstream(error) => {
-                let (status, detail, outcome) = upstream(&error);
-                let mut response = traceable(status, BLANK, detail, request_id);
+                let (status, detail, outcome) = upstream_failure(&error);
+                let mut response = problem_response_with_id(status, ABOUT_BLANK, detail, request_id);
                 match error {
                     UpstreamError::NoServer { after, .. } => {
-                        fields::retry_after(response.headers_mut(), after.as_micros() as u64);
+                        fields::set_retry_after(response.headers_mut(), after.as_micros() as u64);
                     }
                     UpstreamError::Busy { .. } => {
-                        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(BUSY_RETRY_S));
+                        response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
                     }
                     _ => {}
                 }
@@ -151,7 +151,7 @@ impl Rejection<'_> {
     }
 }
 
-fn unidentified(error: &IdentityError) -> Response<Body> {
+fn identity_error_response(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 names a scheme; those of bearer tokens are RFC 6750's §3.
     let challenge = match error {
         IdentityError::MissingKey(_) | IdentityError::UnknownKey => Some("ApiKey"),
@@ -162,13 +162,13 @@ fn unidentified(error: &IdentityError) -> Response<Body> {
         IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
     };
     let status = if challenge.is_some() { StatusCode::UNAUTHORIZED } else { StatusCode::BAD_REQUEST };
-    let mut response = problem(status, BLANK, &error.to_string());
+    let mut response = problem_response(status, ABOUT_BLANK, &error.to_string());
     response.headers_mut().extend(challenge.map(|challenge| (WWW_AUTHENTICATE, HeaderValue::from_static(challenge))));
     response
 }
 
 /// Status, detail and one word for the access log.
-fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
+fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
         UpstreamError::NoServer { .. } => {
@@ -202,48 +202,48 @@ fn upstream(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
         UpstreamError::ClientStalled => {
             (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")
         }
-        UpstreamError::BodyTooLarge => TOO_LARGE,
+        UpstreamError::BodyTooLarge => BODY_TOO_LARGE,
         UpstreamError::ClientBroken(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-aborted"),
     }
 }
 
 /// The status of the answer for an upstream that gave none.
 pub fn upstream_status(error: &UpstreamError) -> StatusCode {
-    upstream(error).0
+    upstream_failure(error).0
 }
 
 /// What a limit tells on success.
-pub fn standing<'a>(judged: &Judged<'a>) -> Standing<'a> {
-    let Judged { limit, quota, outcome, .. } = judged;
+pub fn limit_status<'a>(result: &Judged<'a>) -> LimitStatus<'a> {
+    let Judged { limit, quota, outcome, .. } = result;
     // Nobody knows when requests in flight end.
-    let (counts, until_us) = match limit.standard.rule {
-        Rule::Concurrency(_) => (Counts::InFlight, 0),
-        _ => (Counts::Units { window_s: quota.window_us.map(fields::seconds) }, outcome.reset_us),
+    let (unit, reset_us) = match limit.standard.rule {
+        Rule::Concurrency(_) => (QuotaUnit::ConcurrentRequests, 0),
+        _ => (QuotaUnit::PerWindow { window_s: quota.window_us.map(fields::ceil_seconds) }, outcome.reset_us),
     };
-    Standing { name: &limit.name, quota: quota.count, counts, remaining: outcome.remaining, until_us }
+    LimitStatus { name: &limit.name, quota: quota.count, unit, remaining: outcome.remaining, reset_us }
 }
 
 /// The limit that older dialects tell of: the violated one with the longest wait, else the one with the smallest share left.
-pub fn binding<'a>(decision: &Decision<'a>) -> Option<Standing<'a>> {
-    let waits = waits(decision).max_by_key(|standing| standing.until_us);
-    let shares = decision.limits.iter().map(standing);
+pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
+    let violated = violated_statuses(decision).max_by_key(|status| status.reset_us);
+    let statuses = decision.limits.iter().map(limit_status);
     // r1/q1 < r2/q2, without the division.
-    let product = |one: &Standing<'_>, other: &Standing<'_>| u128::from(one.remaining) * u128::from(other.quota);
-    waits.or_else(|| shares.min_by(|one, other| product(one, other).cmp(&product(other, one))))
+    let product = |one: &LimitStatus<'_>, other: &LimitStatus<'_>| u128::from(one.remaining) * u128::from(other.quota);
+    violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
 }
 
 /// The violated limits with their waits, in whole seconds so that the largest agrees with Retry-After.
-fn waits<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = Standing<'a>> + use<'a, 'b> {
-    decision.violated().filter(|judged| judged.outcome.status != Status::Never).map(|judged| {
-        let wait_us = if judged.outcome.status == Status::Busy { 0 } else { judged.outcome.retry_us };
-        Standing { until_us: fields::seconds(wait_us).max(1) * 1_000_000, ..standing(judged) }
+fn violated_statuses<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = LimitStatus<'a>> + use<'a, 'b> {
+    decision.violated().filter(|result| result.outcome.status != Status::Never).map(|result| {
+        let wait_us = if result.outcome.status == Status::Busy { 0 } else { result.outcome.retry_us };
+        LimitStatus { reset_us: fields::ceil_seconds(wait_us).max(1) * 1_000_000, ..limit_status(result) }
     })
 }
 
-fn over_limit(decision: &Decision<'_>, dialects: &[Dialect], grpc: bool) -> Response<Body> {
+fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle], is_grpc: bool) -> Response<Body> {
     let retry_us = decision.retry_us();
     let detail = match retry_us {
-        Some(us) => format!("try again in {} s", fields::seconds(us).max(1)),
+        Some(us) => format!("try again in {} s", fields::ceil_seconds(us).max(1)),
         None => "the request costs more than the limit ever allows".to_owned(),
     };
     let problem = Problem {
@@ -251,21 +251,21 @@ fn over_limit(decision: &Decision<'_>, dialects: &[Dialect], grpc: bool) -> Resp
         title: "Request cannot be satisfied as assigned quota has been exceeded",
         status: StatusCode::TOO_MANY_REQUESTS,
         detail: &detail,
-        violated_policies: decision.violated().map(|judged| &*judged.limit.name).collect(),
+        violated_policies: decision.violated().map(|result| &*result.limit.name).collect(),
         request_id: None,
     };
-    let mut response = if grpc { resource_exhausted(&detail) } else { problem.into_response() };
+    let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
     let headers = response.headers_mut();
-    let policy = fields::policy(decision.limits.iter().map(standing));
-    fields::advertise(headers, dialects, policy, waits(decision), binding(decision), decision.now_us);
+    let policy = fields::ratelimit_policy(decision.limits.iter().map(limit_status));
+    fields::append_ratelimit_headers(headers, header_styles, policy, violated_statuses(decision), effective_limit(decision), decision.now_us);
     if let Some(retry_us) = retry_us {
-        fields::retry_after(headers, retry_us);
+        fields::set_retry_after(headers, retry_us);
     }
     response
 }
 
 /// A response of trailers only, as gRPC over HTTP/2 has it: clients look at `grpc-status`, and take a 429 for UNAVAILABLE.
-fn resource_exhausted(message: &str) -> Response<Body> {
+fn resource_exhausted_response(message: &str) -> Response<Body> {
     let mut response = Response::new(Body::full(Bytes::new()));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
@@ -277,12 +277,12 @@ fn resource_exhausted(message: &str) -> Response<Body> {
     response
 }
 
-fn problem(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
-    traceable(status, kind, detail, None)
+fn problem_response(status: StatusCode, kind: &str, detail: &str) -> Response<Body> {
+    problem_response_with_id(status, kind, detail, None)
 }
 
 /// A problem that says which request it was about.
-fn traceable(status: StatusCode, kind: &str, detail: &str, request_id: Option<HeaderValue>) -> Response<Body> {
+fn problem_response_with_id(status: StatusCode, kind: &str, detail: &str, request_id: Option<HeaderValue>) -> Response<Body> {
     let title = status.canonical_reason().unwrap_or("Error");
     let id = request_id.as_ref().and_then(|id| id.to_str().ok());
     let problem = Problem { kind, title, status, detail, violated_policies: Vec::new(), request_id: id };

@@ -33,7 +33,7 @@ use crate::config::Config;
 use crate::config::error::{ConfigError, FaultyFile};
 use crate::config::file::{self, Environment, File};
 use crate::cost::{Cost, RefundOn};
-use crate::http::headers::Guarded;
+use crate::http::headers::ProtectedHeaders;
 use crate::identity::By;
 use crate::identity::api_key::{ApiKeys, Consumers};
 use crate::identity::client_ip::ClientIp;
@@ -42,7 +42,7 @@ use crate::limit::key::IdentityHasher;
 use crate::limit::plan::Limit;
 use crate::limit::redis::{RedisSettings, Servers};
 use crate::route::RouteTable;
-use crate::tls::{ClientAuth, Tls};
+use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::settings::UpstreamSettings;
 use crate::watch::Snapshot;
 pub use admin::{AdminSettings, Token};
@@ -85,7 +85,7 @@ pub struct Runtime {
     /// Makes keys of identities.
     pub hasher: IdentityHasher,
     /// Headers that only trusted proxies may set, besides those of the X-Forwarded family, and those that identities and routes read.
-    pub guarded: Guarded,
+    pub guarded: ProtectedHeaders,
     /// Upstreams, by the index that routes use.
     pub upstreams: Vec<Arc<UpstreamSettings>>,
     /// TLS of those that have servers with it.
@@ -114,7 +114,7 @@ pub struct Listener {
 #[derive(Debug)]
 pub struct ListenerTls {
     /// What makes connections.
-    pub tls: Tls,
+    pub tls: DownstreamTls,
     /// The files of each certificate and its key, as they were read first.
     pub certificates: Vec<[Snapshot; 2]>,
     /// The file of the authorities that sign the certificates of clients.
@@ -242,7 +242,7 @@ fn compile(file: Snapshot, config: &Config, reader: &mut Reader<'_>) -> Runtime 
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
     let by = limits.values().flat_map(|terms| &terms.by.sources).filter_map(|source| source.header(&api_keys));
-    let guarded = Guarded::new(trusted_headers, by.chain(table.headers().cloned()));
+    let guarded = ProtectedHeaders::new(trusted_headers, by.chain(table.headers().cloned()));
     let store = store::store(&config.store, &routes, reader);
     let fixed = Fixed::of(config, &server, &listeners);
     Runtime {

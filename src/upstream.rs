@@ -37,7 +37,7 @@ use link::Link;
 use member::Member;
 use queue::Place;
 use table::Table;
-pub use trail::{Again, Trail};
+pub use trail::{RetryReason, Trail};
 
 /// When to ask again for an upstream whose servers have no addresses.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
@@ -86,8 +86,8 @@ impl From<BodyError> for UpstreamError {
     fn from(error: BodyError) -> Self {
         match error {
             BodyError::TooLarge => UpstreamError::BodyTooLarge,
-            BodyError::Broken(_) | BodyError::Trailers => UpstreamError::ClientBroken(error.into()),
-            BodyError::ClientStalled | BodyError::UpstreamStalled | BodyError::Overdue => UpstreamError::ClientStalled,
+            BodyError::Aborted(_) | BodyError::MalformedTrailers => UpstreamError::ClientBroken(error.into()),
+            BodyError::ClientTimeout | BodyError::UpstreamIdleTimeout | BodyError::RouteTimeout => UpstreamError::ClientStalled,
         }
     }
 }

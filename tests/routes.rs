@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 
 use proptest::prelude::*;
 use proptest::sample::Index;
-use sluicegate::http::path::canonical;
+use sluicegate::http::path::canonical_path;
 use support::client::{Client, Reply};
 use support::frames::{HEADERS, Http2};
 use support::gateway::Gateway;
@@ -191,9 +191,9 @@ fn no_path_breaks_out_of_what_the_route_says() {
         let seen = upstream.last();
         let (asked, query) =
             seen.target().split_once('?').map_or((seen.target(), None), |(path, query)| (path, Some(query)));
-        assert_eq!(canonical(asked).as_deref(), Ok(asked), "{target}: what is forwarded is canonical");
+        assert_eq!(canonical_path(asked).as_deref(), Ok(asked), "{target}: what is forwarded is canonical");
         let came = target.split_once('?');
-        let clean = canonical(came.map_or(&*target, |(path, _)| path)).unwrap().into_owned();
+        let clean = canonical_path(came.map_or(&*target, |(path, _)| path)).unwrap().into_owned();
         let segments = |path: &str| path.split('/').count();
         let pairs = |query: Option<&str>| query.map_or(0, |query| query.split('&').count());
         let theirs = came.map(|(_, query)| query).filter(|query| !query.is_empty());

@@ -2,7 +2,7 @@
 
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method};
-use sluicegate::http::path::{canonical, forwarded};
+use sluicegate::http::path::{canonical_path, forwarded_path};
 use sluicegate::route::path::PathPattern;
 use sluicegate::route::{Pattern, RouteTable};
 
@@ -10,8 +10,8 @@ const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1
 
 pub(crate) fn run(data: &[u8]) {
     let Ok(path) = std::str::from_utf8(data) else { return };
-    let Ok(once) = canonical(path) else { return };
-    assert_eq!(canonical(&once).as_deref(), Ok(&*once), "the canonical form of {path:?} is its own");
+    let Ok(once) = canonical_path(path) else { return };
+    assert_eq!(canonical_path(&once).as_deref(), Ok(&*once), "the canonical form of {path:?} is its own");
     let segments: Vec<_> = once.strip_prefix('/').expect("a path starts with a slash").split('/').collect();
     let (_, inner) = segments.split_last().expect("there is one at least");
     assert!(inner.iter().all(|segment| !segment.is_empty()), "{once:?} of {path:?} has `//`");
@@ -26,9 +26,9 @@ pub(crate) fn run(data: &[u8]) {
         assert!(digits.iter().all(|digit| matches!(digit, b'0'..=b'9' | b'A'..=b'F')), "{once:?} of {path:?}");
     }
     // What is forwarded is what was matched, but for the encoding of delimiters.
-    let sent = forwarded(path).expect("it has a canonical form");
-    assert_eq!(forwarded(&sent).as_deref(), Ok(&*sent), "the forwarded form of {path:?} is its own");
-    assert_eq!(canonical(&sent).as_deref(), Ok(&*once), "{sent:?} of {path:?}");
+    let sent = forwarded_path(path).expect("it has a canonical form");
+    assert_eq!(forwarded_path(&sent).as_deref(), Ok(&*sent), "the forwarded form of {path:?} is its own");
+    assert_eq!(canonical_path(&sent).as_deref(), Ok(&*once), "{sent:?} of {path:?}");
     assert_eq!(sent.split('/').count(), segments.len() + 1, "{sent:?} of {path:?}");
     for form in [&once, &sent].into_iter().filter(|form| form.len() <= 65_534) {
         let target = PathAndQuery::try_from(&**form).expect("both forms are targets");
@@ -41,7 +41,7 @@ pub(crate) fn run(data: &[u8]) {
         table.insert(Pattern { host: None, path, methods: Vec::new(), headers: Vec::new() }, index).expect("no tie");
     }
     let route = |path: &str| table.find("a.test", path, &Method::GET, &HeaderMap::new()).ok().copied();
-    let again = canonical(&once).expect("it is canonical");
+    let again = canonical_path(&once).expect("it is canonical");
     assert_eq!(route(&once), route(&again));
     if let Some(index) = route(&once) {
         let pattern: PathPattern = PATTERNS[index].parse().expect("a pattern");

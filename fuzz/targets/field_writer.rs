@@ -2,7 +2,9 @@
 
 use http::HeaderMap;
 use sfv::{BareItem, List, ListEntry, Parser};
-use sluicegate::http::fields::{Counts, Dialect, Standing, advertise, policy, retry_after, seconds};
+use sluicegate::http::fields::{
+    HeaderStyle, LimitStatus, QuotaUnit, append_ratelimit_headers, ceil_seconds, ratelimit_policy, set_retry_after,
+};
 
 /// The characters that names of limits may have.
 const NAMES: &[u8] = b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_.";
@@ -23,21 +25,21 @@ pub(crate) fn run(data: &[u8]) {
         .map(|(limit, name)| {
             let number = |at: usize| u64::from_le_bytes(limit[at..at + 8].try_into().expect("eight bytes"));
             let counts = match limit[0] % 3 {
-                0 => Counts::InFlight,
-                1 => Counts::Units { window_s: None },
-                _ => Counts::Units { window_s: Some(seconds(number(33) % EXACT)) },
+                0 => QuotaUnit::ConcurrentRequests,
+                1 => QuotaUnit::PerWindow { window_s: None },
+                _ => QuotaUnit::PerWindow { window_s: Some(ceil_seconds(number(33) % EXACT)) },
             };
             let (quota, remaining, until_us) = (number(9) % EXACT, number(17) % EXACT, number(25) % EXACT);
-            Standing { name, quota, counts, remaining, until_us }
+            LimitStatus { name, quota, unit: counts, remaining, reset_us: until_us }
         })
         .collect();
-    let written = policy(standings.iter().copied());
+    let written = ratelimit_policy(standings.iter().copied());
     assert_eq!(written.is_none(), standings.is_empty(), "an empty list is not sent");
     let mut headers = HeaderMap::new();
     let binding = standings.first().copied();
-    advertise(
+    append_ratelimit_headers(
         &mut headers,
-        &[Dialect::Ietf, Dialect::Draft03, Dialect::Github],
+        &[HeaderStyle::Draft11, HeaderStyle::Draft03, HeaderStyle::Github],
         written,
         standings.iter().copied(),
         binding,
@@ -59,8 +61,8 @@ pub(crate) fn run(data: &[u8]) {
         assert!(value.to_str().is_ok(), "{value:?}");
     }
     if let Some(standing) = binding {
-        retry_after(&mut headers, standing.until_us);
+        set_retry_after(&mut headers, standing.reset_us);
         let told: u64 = headers["retry-after"].to_str().expect("digits").parse().expect("digits");
-        assert!(told >= 1 && told.saturating_mul(1_000_000) >= standing.until_us, "nobody is told to come too early");
+        assert!(told >= 1 && told.saturating_mul(1_000_000) >= standing.reset_us, "nobody is told to come too early");
     }
 }

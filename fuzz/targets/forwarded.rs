@@ -4,7 +4,7 @@ use std::net::IpAddr;
 
 use http::Version;
 use http::header::{FORWARDED, HeaderMap, HeaderName, HeaderValue};
-use sluicegate::http::headers::{Guarded, Origin, set_forwarded, strip_hop_by_hop, strip_untrusted};
+use sluicegate::http::headers::{ForwardedInfo, ProtectedHeaders, set_forwarded, strip_hop_by_hop, strip_untrusted};
 use sluicegate::identity::client_ip::ClientIp;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -64,17 +64,17 @@ pub(crate) fn run(data: &[u8]) {
     }
     // A gateway behind this one comes to the same client.
     let mut told = headers.clone();
-    let origin = Origin::new(proxy, "http", true);
-    strip_hop_by_hop(&mut told, &Guarded::default());
-    strip_untrusted(&mut told, &Guarded::default(), true);
+    let origin = ForwardedInfo::new(proxy, "http", true);
+    strip_hop_by_hop(&mut told, &ProtectedHeaders::default());
+    strip_untrusted(&mut told, &ProtectedHeaders::default(), true);
     set_forwarded(&mut told, &origin, None, Version::HTTP_11);
     if header == X_FORWARDED_FOR || headers.contains_key(FORWARDED) {
         assert_eq!(rules.client(address("10.0.0.2"), &told), found, "{headers:?} became {told:?}");
     }
     // Of a stranger's word nothing is left.
     let mut told = headers.clone();
-    strip_untrusted(&mut told, &Guarded::default(), false);
-    set_forwarded(&mut told, &Origin::new(stranger, "http", false), None, Version::HTTP_11);
+    strip_untrusted(&mut told, &ProtectedHeaders::default(), false);
+    set_forwarded(&mut told, &ForwardedInfo::new(stranger, "http", false), None, Version::HTTP_11);
     assert_eq!(told.get_all(&X_FORWARDED_FOR).iter().collect::<Vec<_>>(), ["192.0.2.1"], "{headers:?}");
     assert!(!told.contains_key(FORWARDED), "{headers:?}");
 }

@@ -9,7 +9,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use sluicegate::account::Sinks;
+use sluicegate::account::TelemetrySinks;
 use sluicegate::gateway::{Gateway, Peer};
 use sluicegate::http::upload::RequestBody;
 use sluicegate::limit::Limiter;
@@ -75,7 +75,7 @@ fn fixture() -> Fixture {
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), overrides, 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);
     let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("an executor");
-    let gateway = Gateway::new(runtime, limiter, &[], Sinks::default(), (Arc::default(), 0));
+    let gateway = Gateway::new(runtime, limiter, &[], TelemetrySinks::default(), (Arc::default(), 0));
     Fixture { executor, gateway, peer }
 }
 

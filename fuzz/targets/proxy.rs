@@ -3,7 +3,7 @@
 
 use std::net::IpAddr;
 
-use sluicegate::server::proxy::{Sender, parse};
+use sluicegate::server::proxy::{ProxySource, parse};
 
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 
@@ -33,11 +33,11 @@ pub(crate) fn run(data: &[u8]) {
 }
 
 /// §2.1, read once more: one space, two addresses of the family, two ports in plain digits.
-fn version_1(line: &str, sender: &Sender) {
+fn version_1(line: &str, sender: &ProxySource) {
     assert!(line.len() <= 107, "{line:?}");
     let fields: Vec<_> = line.strip_suffix("\r\n").expect("its end").split(' ').collect();
     match (sender, &fields[..]) {
-        (Sender::Client(client), ["PROXY", family, source, destination, ports @ ..]) => {
+        (ProxySource::Proxied(client), ["PROXY", family, source, destination, ports @ ..]) => {
             let [source, destination] = [source, destination].map(|text| text.parse::<IpAddr>().expect("an address"));
             assert_eq!((client, source.is_ipv4()), (&source, *family == "TCP4"), "{line:?}");
             assert!(source.is_ipv4() == destination.is_ipv4() && matches!(*family, "TCP4" | "TCP6"), "{line:?}");
@@ -49,28 +49,28 @@ fn version_1(line: &str, sender: &Sender) {
             let again = format!("PROXY {family} {source} {destination} {of_source} {of_destination}\r\n");
             assert_eq!(parse(again.as_bytes()).ok().as_ref(), Some(sender), "{line:?} is {again:?}");
         }
-        (Sender::Unknown, ["PROXY", "UNKNOWN", ..]) => {}
+        (ProxySource::Unknown, ["PROXY", "UNKNOWN", ..]) => {}
         _ => panic!("{sender:?} of {line:?}"),
     }
 }
 
 /// §2.2, read once more. Behind the addresses a proxy may add what it likes.
-fn version_2(command: u8, family: u8, rest: &[u8], sender: &Sender) {
+fn version_2(command: u8, family: u8, rest: &[u8], sender: &ProxySource) {
     let header = |rest: &[u8]| {
         let length = u16::try_from(rest.len()).expect("addresses are short").to_be_bytes();
         [SIGNATURE, &[command, family], &length, rest].concat()
     };
     match (sender, command, family) {
-        (Sender::Proxy, 0x20, _) => {}
-        (Sender::Client(IpAddr::V4(client)), 0x21, 0x11) => {
+        (ProxySource::Local, 0x20, _) => {}
+        (ProxySource::Proxied(IpAddr::V4(client)), 0x21, 0x11) => {
             assert_eq!(client.octets(), rest[..4]);
             assert_eq!(parse(&header(&rest[..12])).ok().as_ref(), Some(sender));
         }
-        (Sender::Client(IpAddr::V6(client)), 0x21, 0x21) => {
+        (ProxySource::Proxied(IpAddr::V6(client)), 0x21, 0x21) => {
             assert_eq!(client.octets(), rest[..16]);
             assert_eq!(parse(&header(&rest[..36])).ok().as_ref(), Some(sender));
         }
-        (Sender::Unknown, 0x21, family) => assert!(!matches!(family, 0x11 | 0x21)),
+        (ProxySource::Unknown, 0x21, family) => assert!(!matches!(family, 0x11 | 0x21)),
         _ => panic!("{sender:?} of {command:#x}, {family:#x}"),
     }
 }

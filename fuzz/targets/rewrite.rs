@@ -3,7 +3,7 @@
 use http::header::LOCATION;
 use http::uri::PathAndQuery;
 use http::{StatusCode, Uri};
-use sluicegate::http::path::canonical;
+use sluicegate::http::path::canonical_path;
 use sluicegate::route::path::PathPattern;
 use sluicegate::runtime::{Redirect, Rewrite};
 
@@ -26,7 +26,7 @@ pub(crate) fn run(data: &[u8]) {
     // As a request comes: hyper has read the target, and the route matches.
     let Ok(target) = std::str::from_utf8(target) else { return };
     let Ok(uri) = format!("/v1/{target}").parse::<Uri>() else { return };
-    let Ok(path) = canonical(uri.path()) else { return };
+    let Ok(path) = canonical_path(uri.path()) else { return };
     let pattern: PathPattern = PATTERN.parse().expect("a pattern");
     let parts: Vec<_> = path.splitn(4, '/').collect();
     let ["", "v1", id, rest] = parts[..] else { return };
@@ -36,7 +36,7 @@ pub(crate) fn run(data: &[u8]) {
     let rewritten = Rewrite::To(text.parse().expect("a template")).target(&pattern, &path, uri.query());
     let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
     assert_eq!(at.as_str(), rewritten);
-    assert_eq!(canonical(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?} is canonical");
+    assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?} is canonical");
     let count = |path: &str| path.split('/').filter(|segment| !segment.is_empty()).count();
     let of_rest = if with_rest { count(rest) } else { 0 };
     assert_eq!(count(at.path()), segments + of_rest, "{text} of {path:?}: {rewritten}");

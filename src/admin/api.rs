@@ -15,7 +15,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::time::{Duration, timeout};
 
-use super::problem::Problem;
+use super::problem::ApiError;
 use super::vitals::Vitals;
 use super::{Admin, Answer, Operator, of_type};
 use crate::limit::operator::Refused;
@@ -28,7 +28,7 @@ const LARGEST: usize = 16 * 1024;
 /// Within this time it is here.
 const SENT_WITHIN: Duration = Duration::from_secs(10);
 
-type Result<T> = std::result::Result<T, Problem>;
+type Result<T> = std::result::Result<T, ApiError>;
 
 /// What a request is answered from.
 struct Desk<'a> {
@@ -46,17 +46,17 @@ pub(super) async fn answer(admin: &Admin, request: Request<Incoming>) -> Answer 
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
             let known = "there are /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
-            return Problem::new(StatusCode::NOT_FOUND, known).into_answer();
+            return ApiError::new(StatusCode::NOT_FOUND, known).into_answer();
         }
     };
     if !methods.contains(request.method()) {
         let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
-        let mut answer = Problem::new(StatusCode::METHOD_NOT_ALLOWED, format!("{allowed} only")).into_answer();
+        let mut answer = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("{allowed} only")).into_answer();
         // Names of methods are field values.
         answer.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
         return answer;
     }
-    respond(admin, request).await.unwrap_or_else(Problem::into_answer)
+    respond(admin, request).await.unwrap_or_else(ApiError::into_answer)
 }
 
 async fn respond(admin: &Admin, request: Request<Incoming>) -> Result<Answer> {
@@ -100,7 +100,7 @@ impl Query {
     fn number(&mut self, name: &str, range: std::ops::RangeInclusive<u64>, otherwise: u64) -> Result<u64> {
         let Some(text) = self.take(name) else { return Ok(otherwise) };
         text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
-            Problem::bad(format!("`{name}` is a whole number from {} to {}", range.start(), range.end()))
+            ApiError::bad(format!("`{name}` is a whole number from {} to {}", range.start(), range.end()))
         })
     }
 }
@@ -112,30 +112,30 @@ fn is_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     match kind {
         Some(kind) if kind.eq_ignore_ascii_case("application/json") => Ok(()),
         None if method == Method::DELETE => Ok(()),
-        _ => Err(Problem::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes are sent as application/json")),
+        _ => Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes are sent as application/json")),
     }
 }
 
 async fn body<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T> {
-    let late = |_| Problem::new(StatusCode::REQUEST_TIMEOUT, "the body did not come in time");
+    let late = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not come in time");
     let collected = timeout(SENT_WITHIN, Limited::new(request.into_body(), LARGEST).collect()).await.map_err(late)?;
     let body: Bytes = match collected {
         Ok(body) => body.to_bytes(),
         Err(error) if error.is::<http_body_util::LengthLimitError>() => {
-            return Err(Problem::new(StatusCode::PAYLOAD_TOO_LARGE, format!("at most {LARGEST} bytes")));
+            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("at most {LARGEST} bytes")));
         }
-        Err(_) => return Err(Problem::bad("the body did not come whole")),
+        Err(_) => return Err(ApiError::bad("the body did not come whole")),
     };
     // The message names fields and places, and what stands there may be a secret.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
         serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
-            Problem::bad(error.to_string())
+            ApiError::bad(error.to_string())
         }
         serde_json::error::Category::Data if error.to_string().starts_with("missing field") => {
-            Problem::bad(error.to_string())
+            ApiError::bad(error.to_string())
         }
-        serde_json::error::Category::Data => Problem::bad("a field has a value of the wrong type"),
-        _ => Problem::bad(format!("not JSON from line {} column {} on", error.line(), error.column())),
+        serde_json::error::Category::Data => ApiError::bad("a field has a value of the wrong type"),
+        _ => ApiError::bad(format!("not JSON from line {} column {} on", error.line(), error.column())),
     })
 }
 
@@ -145,15 +145,15 @@ fn json(value: &impl Serialize) -> Answer {
     of_type(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
-fn of_store(error: &StoreError) -> Problem {
-    Problem::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
+fn of_store(error: &StoreError) -> ApiError {
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
 }
 
-fn refused(error: &Refused) -> Problem {
+fn refused(error: &Refused) -> ApiError {
     match error {
         Refused::Store(error) => of_store(error),
-        Refused::Quota(error) => Problem::bad(error.to_string()),
-        Refused::TooMany => Problem::new(StatusCode::CONFLICT, error.to_string()),
+        Refused::Quota(error) => ApiError::bad(error.to_string()),
+        Refused::TooMany => ApiError::new(StatusCode::CONFLICT, error.to_string()),
     }
 }
 

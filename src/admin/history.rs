@@ -8,12 +8,12 @@ use serde::Serialize;
 use super::metrics::sum;
 use super::vitals::Vitals;
 use crate::limit::clock::{monotonic, unix_us};
-use crate::tally::{BOUNDS_US, Durations};
+use crate::tally::{BUCKET_BOUNDS_US, Histogram};
 
 /// Seconds that are kept.
 pub(super) const KEPT: usize = 15 * 60;
 
-type Buckets = [u64; BOUNDS_US.len() + 1];
+type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 
 /// What happened in a second.
 #[derive(Debug, Clone, Copy, Serialize)]
@@ -85,18 +85,18 @@ impl Totals {
         let routes = vitals.tallies.routes.all();
         // What matches no route nobody has allowed.
         let routes = || routes.iter().filter(|(name, _)| !name.is_empty()).flat_map(|(_, answers)| answers);
-        let classes = sum(routes().map(|answers| answers.classes.read()));
-        let denials = vitals.tallies.denials.all();
-        let [denied] = sum(denials.iter().flat_map(|(_, tallies)| tallies).map(|tally| tally.read()));
+        let classes = sum(routes().map(|answers| answers.status_classes.values()));
+        let denials = vitals.tallies.denied_requests.all();
+        let [denied] = sum(denials.iter().flat_map(|(_, tallies)| tallies).map(|tally| tally.values()));
         let errors = classes[4];
-        let decisions = vitals.tallies.decisions.all();
+        let decisions = vitals.tallies.check_durations.all();
         let limits = vitals.limits.all();
         Totals {
             at,
             allowed: classes.iter().sum::<u64>().saturating_sub(denied + errors),
             denied,
             errors,
-            requests: buckets(routes().map(|answers| &answers.durations)),
+            requests: buckets(routes().map(|answers| &answers.latency)),
             decisions: buckets(decisions.iter().flat_map(|(_, all)| all).map(AsRef::as_ref)),
             round_trips: buckets(limits.iter().flat_map(|(_, all)| all).map(|tallies| &tallies.round_trips)),
         }
@@ -120,8 +120,8 @@ impl Totals {
     }
 }
 
-fn buckets<'a>(all: impl Iterator<Item = &'a Durations>) -> Buckets {
-    sum(all.map(|durations| durations.read().0))
+fn buckets<'a>(all: impl Iterator<Item = &'a Histogram>) -> Buckets {
+    sum(all.map(|durations| durations.snapshot().0))
 }
 
 /// The time within which this part of them was over, in ms; none if there were none. Inside a bucket they count as spread
@@ -132,8 +132,8 @@ fn quantile(buckets: &Buckets, part: f64) -> Option<f32> {
     for (place, count) in buckets.iter().enumerate().filter(|(_, count)| **count > 0) {
         let count = *count as f64;
         if below + count >= wanted {
-            let from = if place == 0 { 0 } else { BOUNDS_US[place - 1] } as f64;
-            let to = BOUNDS_US.get(place).map_or(from, |bound| *bound as f64);
+            let from = if place == 0 { 0 } else { BUCKET_BOUNDS_US[place - 1] } as f64;
+            let to = BUCKET_BOUNDS_US.get(place).map_or(from, |bound| *bound as f64);
             return Some(((from + (to - from) * (wanted - below) / count) / 1000.0) as f32);
         }
         below += count;
@@ -146,7 +146,7 @@ mod tests {
     use super::*;
 
     fn totals(allowed: u64) -> Totals {
-        let none = [0; BOUNDS_US.len() + 1];
+        let none = [0; BUCKET_BOUNDS_US.len() + 1];
         Totals { at: monotonic(), allowed, denied: 0, errors: 0, requests: none, decisions: none, round_trips: none }
     }
 
@@ -164,7 +164,7 @@ mod tests {
 
     #[test]
     fn a_quantile_lies_where_so_many_are_below() {
-        let mut buckets = [0; BOUNDS_US.len() + 1];
+        let mut buckets = [0; BUCKET_BOUNDS_US.len() + 1];
         assert_eq!(quantile(&buckets, 0.5), None, "nothing took any time");
         buckets[4] = 100; // 0.5 to 1 ms
         assert_eq!(quantile(&buckets, 0.5), Some(0.75));

@@ -23,9 +23,9 @@ use super::connections::Connection;
 use super::health::Health;
 use super::history::{History, KEPT, Second};
 use super::metrics::sum;
-use super::problem::Problem;
+use super::problem::ApiError;
 use super::vitals::Vitals;
-use crate::gateway::meters::Judgement;
+use crate::gateway::meters::LimitDecision;
 
 /// Who follows at the same time: a quarter of the connections, so that there are always some for health and metrics.
 pub(super) const FOLLOWERS: usize = 16;
@@ -122,7 +122,7 @@ impl Live {
     pub(super) fn follow(&self, end: CancellationToken, connection: &Arc<Connection>) -> Answer {
         let Ok(place) = self.places.clone().try_acquire_owned() else {
             let full = format!("{FOLLOWERS} follow already: close one of the live pages");
-            return Problem::new(StatusCode::SERVICE_UNAVAILABLE, full).into_answer();
+            return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, full).into_answer();
         };
         let follower = {
             // No second is over in between: none is missed, none comes twice.
@@ -177,15 +177,15 @@ fn now(second: Second, vitals: &Vitals) -> Bytes {
     let running = vitals.configuration.running();
     let counts: BTreeMap<_, _> = vitals.tallies.limits.all().into_iter().collect();
     let limits = running.runtime.limits.iter().map(|(name, terms)| {
-        let counts = sum(counts.get(&**name).into_iter().flatten().map(|tally| tally.read()));
+        let counts = sum(counts.get(&**name).into_iter().flatten().map(|tally| tally.values()));
         OfLimit {
             limit: name,
             quota: terms.limit.standard.quota.to_string(),
             shadow: terms.limit.shadow,
-            decisions: Judgement::ALL.iter().map(|judgement| judgement.word()).zip(counts).collect(),
+            decisions: LimitDecision::ALL.iter().map(|judgement| judgement.label()).zip(counts).collect(),
         }
     });
-    let (open, most) = vitals.connections.standing();
+    let (open, most) = vitals.connections.open_and_max();
     let now = Now {
         second,
         connections: Connections { open, max: most },

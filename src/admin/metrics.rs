@@ -3,27 +3,27 @@
 use std::fmt;
 
 use super::vitals::Vitals;
-use crate::gateway::meters::{Answers, CLASSES, Judgement};
+use crate::gateway::meters::{ResponseStats, STATUS_CLASSES, LimitDecision};
 use crate::limit::tallies::Answered;
-use crate::observe::metrics::{Labels, Lines, Page, Source};
-use crate::tally::{BOUNDS_US, Durations, Family};
-use crate::upstream::Again;
+use crate::observe::metrics::{Labels, MetricWriter, Exposition, MetricSource};
+use crate::tally::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
+use crate::upstream::RetryReason;
 
 /// The label of an answer that never came.
 const NONE: &str = "none";
 
-impl Source for Vitals {
-    fn write(&self, page: &mut Page<'_>) -> fmt::Result {
+impl MetricSource for Vitals {
+    fn write(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let version = [("version", env!("CARGO_PKG_VERSION"))];
-        page.gauge("build_info", "The version that runs")?.state(&version, 1)?;
-        page.gauge("start_time_seconds", "When the process started, since the Unix epoch")?.state(&[], self.started)?;
-        let (open, most) = self.connections.standing();
-        page.gauge("connections", "Open connections of clients")?.state(&[], open as u64)?;
-        page.gauge("connections_max", "Connections that there may be")?.state(&[], most as u64)?;
-        let [accepted, refused] = self.connections.counts();
-        page.counter("connections_accepted", "Connections that came")?.count(&[], accepted)?;
+        page.gauge("build_info", "The version that runs")?.write_gauge(&version, 1)?;
+        page.gauge("start_time_seconds", "When the process started, since the Unix epoch")?.write_gauge(&[], self.started)?;
+        let (open, most) = self.connections.open_and_max();
+        page.gauge("connections", "Open connections of clients")?.write_gauge(&[], open as u64)?;
+        page.gauge("connections_max", "Connections that there may be")?.write_gauge(&[], most as u64)?;
+        let [accepted, refused] = self.connections.totals();
+        page.counter("connections_accepted", "Connections that came")?.write_counter(&[], accepted)?;
         page.counter("connections_rejected", "Those of them whose network had max_connections_per_ip")?
-            .count(&[], refused)?;
+            .write_counter(&[], refused)?;
         self.reloads(page)?;
         self.requests(page)?;
         self.decisions(page)?;
@@ -34,96 +34,96 @@ impl Source for Vitals {
 }
 
 impl Vitals {
-    fn reloads(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn reloads(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let mut lines = page.counter("config_reloads", "Reloads of the configuration, and those that were refused")?;
         for (result, count) in ["ok", "error"].iter().zip(self.configuration.counts()) {
-            lines.count(&[("result", result)], count)?;
+            lines.write_counter(&[("result", result)], count)?;
         }
         let successful = u64::from(self.configuration.failure().is_none());
         page.gauge(
             "config_last_reload_successful",
             "0 while the file was refused and the configuration before is in force",
         )?
-        .state(&[], successful)?;
+        .write_gauge(&[], successful)?;
         let since = self.configuration.running().since_us / 1_000_000;
         page.gauge("config_last_reload_success_timestamp_seconds", "Since when the configuration is in force")?
-            .state(&[], since)
+            .write_gauge(&[], since)
     }
 
-    fn requests(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn requests(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let lines =
             page.counter("http_requests", "Requests by route and class of status; without a route none matched")?;
         classes(lines, "route", &self.tallies.routes)?;
-        let lines = page.durations("http_request_duration", "From a request to the head of its response")?;
+        let lines = page.histogram("http_request_duration", "From a request to the head of its response")?;
         answers(lines, "route", &self.tallies.routes)
     }
 
-    fn decisions(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn decisions(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let mut lines = page.counter(
             "limit_decisions",
             "Decisions by limit: allowed, denied, shadow_denied, by the local share, or not asked for a store error",
         )?;
         for (limit, tallies) in self.tallies.limits.all() {
-            let counts = sum(tallies.iter().map(|tally| tally.read()));
-            for (judgement, count) in Judgement::ALL.iter().zip(counts) {
-                lines.count(&[("limit", &limit), ("decision", judgement.word())], count)?;
+            let counts = sum(tallies.iter().map(|tally| tally.values()));
+            for (judgement, count) in LimitDecision::ALL.iter().zip(counts) {
+                lines.write_counter(&[("limit", &limit), ("decision", judgement.label())], count)?;
             }
         }
-        let decisions = self.tallies.decisions.all();
+        let decisions = self.tallies.check_durations.all();
         let mut lines =
-            page.durations("decision_duration", "What deciding added to a request, all its limits together")?;
+            page.histogram("decision_duration", "What deciding added to a request, all its limits together")?;
         times(&mut lines, &[], decisions.iter().flat_map(|(_, tallies)| tallies).map(AsRef::as_ref))
     }
 
-    fn store(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn store(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let all: Vec<_> = self.limits.all().into_iter().flat_map(|(_, tallies)| tallies).collect();
         let mut lines = page.counter(
             "checks",
             "Checks of a shared store by who answered: a call of their own, a call for several, units taken ahead, the denial cache",
         )?;
-        let counts = sum(all.iter().map(|tallies| tallies.checks.read()));
+        let counts = sum(all.iter().map(|tallies| tallies.checks.values()));
         for (answered, count) in Answered::ALL.iter().zip(counts) {
-            lines.count(&[("answered_by", answered.word())], count)?;
+            lines.write_counter(&[("answered_by", answered.word())], count)?;
         }
-        let mut lines = page.durations("store_round_trip_duration", "Calls that the store answered")?;
+        let mut lines = page.histogram("store_round_trip_duration", "Calls that the store answered")?;
         times(&mut lines, &[], all.iter().map(|tallies| &tallies.round_trips))?;
         let mut lines = page.counter("store_calls", "Script calls, each for the checks of one round of a worker")?;
-        lines.count(&[], all.iter().map(|tallies| tallies.calls.read()[0]).sum())?;
+        lines.write_counter(&[], all.iter().map(|tallies| tallies.calls.values()[0]).sum())?;
         let mut lines = page.counter(
             "store_failures",
             "Calls that the store did not answer, and those that were not made since it fails",
         )?;
-        let counts = sum(all.iter().map(|tallies| tallies.failures.read()));
+        let counts = sum(all.iter().map(|tallies| tallies.failures.values()));
         for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
-            lines.count(&[("kind", kind)], count)?;
+            lines.write_counter(&[("kind", kind)], count)?;
         }
         let [evicted, refused] = self.memory.shortages();
-        page.gauge("memory_states", "States of identities in this process")?.state(&[], self.memory.len() as u64)?;
+        page.gauge("memory_states", "States of identities in this process")?.write_gauge(&[], self.memory.len() as u64)?;
         page.counter("memory_states_evicted", "Those of them that were evicted before they expired, for want of room")?
-            .count(&[], evicted)?;
+            .write_counter(&[], evicted)?;
         page.counter("memory_states_rejected", "New identities that a limit could not count, for want of room")?
-            .count(&[], refused)?;
+            .write_counter(&[], refused)?;
         let failing = self.failing();
         page.gauge("store_up", "1 while the store answers; 0 while it, or a node of it, is given up")?
-            .state(&[], u64::from(failing.is_empty()))?;
+            .write_gauge(&[], u64::from(failing.is_empty()))?;
         page.gauge("store_circuit_breakers_open", "Breakers that are open: of the store, or of nodes of a cluster")?
-            .state(&[], failing.len() as u64)?;
-        page.counter("store_circuit_breaker_openings", "How often a breaker opened")?.count(&[], self.openings())
+            .write_gauge(&[], failing.len() as u64)?;
+        page.counter("store_circuit_breaker_openings", "How often a breaker opened")?.write_counter(&[], self.openings())
     }
 
-    fn upstreams(&self, page: &mut Page<'_>) -> fmt::Result {
+    fn upstreams(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let lines =
             page.counter("upstream_requests", "Requests by upstream and class of status; none = no answer came")?;
         classes(lines, "upstream", &self.tallies.upstreams)?;
         let lines =
-            page.durations("upstream_response_duration", "From a request to an upstream to the head of its response")?;
+            page.histogram("upstream_response_duration", "From a request to an upstream to the head of its response")?;
         answers(lines, "upstream", &self.tallies.upstreams)?;
         let mut lines = page
             .counter("upstream_retries", "Requests sent again: on a fresh connection, unwritten, or by the budget")?;
-        for (upstream, tallies) in self.tallies.again.all() {
-            let counts = sum(tallies.iter().map(|tally| tally.read()));
-            for (why, count) in Again::ALL.iter().zip(counts) {
-                lines.count(&[("upstream", &upstream), ("reason", why.word())], count)?;
+        for (upstream, tallies) in self.tallies.retries.all() {
+            let counts = sum(tallies.iter().map(|tally| tally.values()));
+            for (why, count) in RetryReason::ALL.iter().zip(counts) {
+                lines.write_counter(&[("upstream", &upstream), ("reason", why.word())], count)?;
             }
         }
         let fleets = self.configuration.running().fleets.clone();
@@ -132,52 +132,52 @@ impl Vitals {
         let mut lines =
             page.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;
         for (upstream, one) in servers() {
-            lines.state(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "healthy"))?;
+            lines.write_gauge(&[("upstream", upstream), ("server", &one.server)], u64::from(one.state == "healthy"))?;
         }
         let mut lines =
             page.gauge("upstream_server_requests_in_flight", "Requests that a server has, from all workers")?;
         for (upstream, one) in servers() {
-            lines.state(&[("upstream", upstream), ("server", &one.server)], one.in_flight as u64)?;
+            lines.write_gauge(&[("upstream", upstream), ("server", &one.server)], one.in_flight as u64)?;
         }
         Ok(())
     }
 
-    fn written(&self, page: &mut Page<'_>) -> fmt::Result {
-        let lost = self.sinks.access.as_ref().map_or(0, |access| access.lost());
-        page.counter("access_log_dropped", "Lines of the access log that were not written")?.count(&[], lost)?;
-        let lost = self.sinks.spans.as_ref().map_or(0, |spans| spans.lost());
-        page.counter("trace_spans_dropped", "Spans that the collector did not take")?.count(&[], lost)
+    fn written(&self, page: &mut Exposition<'_>) -> fmt::Result {
+        let lost = self.sinks.access_log.as_ref().map_or(0, |access| access.dropped());
+        page.counter("access_log_dropped", "Lines of the access log that were not written")?.write_counter(&[], lost)?;
+        let lost = self.sinks.trace_exporter.as_ref().map_or(0, |spans| spans.dropped());
+        page.counter("trace_spans_dropped", "Spans that the collector did not take")?.write_counter(&[], lost)
     }
 }
 
-fn classes(mut lines: Lines<'_>, label: &'static str, family: &Family<Answers>) -> fmt::Result {
+fn classes(mut lines: MetricWriter<'_>, label: &'static str, family: &MetricFamily<ResponseStats>) -> fmt::Result {
     for (name, tallies) in family.all() {
-        let counts = sum(tallies.iter().map(|tally| tally.classes.read()));
+        let counts = sum(tallies.iter().map(|tally| tally.status_classes.values()));
         // What cannot happen is no line: a route always answers.
         let classes =
-            CLASSES.iter().chain([&NONE]).zip(counts).filter(|(class, _)| **class != NONE || label != "route");
+            STATUS_CLASSES.iter().chain([&NONE]).zip(counts).filter(|(class, _)| **class != NONE || label != "route");
         for (class, count) in classes {
-            lines.count(&[(label, &name), ("status", class)], count)?;
+            lines.write_counter(&[(label, &name), ("status", class)], count)?;
         }
     }
     Ok(())
 }
 
-fn answers(mut lines: Lines<'_>, label: &'static str, family: &Family<Answers>) -> fmt::Result {
+fn answers(mut lines: MetricWriter<'_>, label: &'static str, family: &MetricFamily<ResponseStats>) -> fmt::Result {
     for (name, tallies) in family.all() {
-        times(&mut lines, &[(label, &name)], tallies.iter().map(|tally| &tally.durations))?;
+        times(&mut lines, &[(label, &name)], tallies.iter().map(|tally| &tally.latency))?;
     }
     Ok(())
 }
 
-fn times<'a>(lines: &mut Lines<'_>, labels: Labels<'_>, all: impl Iterator<Item = &'a Durations>) -> fmt::Result {
+fn times<'a>(lines: &mut MetricWriter<'_>, labels: Labels<'_>, all: impl Iterator<Item = &'a Histogram>) -> fmt::Result {
     let mut total_us = 0;
     let buckets = sum(all.map(|durations| {
-        let (buckets, sum_us) = durations.read();
+        let (buckets, sum_us) = durations.snapshot();
         total_us += sum_us;
         buckets
     }));
-    lines.times(labels, &BOUNDS_US, &buckets, total_us)
+    lines.write_histogram(labels, &BUCKET_BOUNDS_US, &buckets, total_us)
 }
 
 /// Of all workers.

@@ -6,23 +6,23 @@ use super::{Answer, of_type};
 
 /// What is said instead of an answer.
 #[derive(Debug)]
-pub(super) struct Problem {
+pub(super) struct ApiError {
     pub(super) status: StatusCode,
     pub(super) detail: String,
 }
 
-impl Problem {
+impl ApiError {
     pub(super) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
-        Problem { status, detail: detail.into() }
+        ApiError { status, detail: detail.into() }
     }
 
     /// What is asked for cannot be understood.
     pub(super) fn bad(detail: impl Into<String>) -> Self {
-        Problem::new(StatusCode::BAD_REQUEST, detail)
+        ApiError::new(StatusCode::BAD_REQUEST, detail)
     }
 
     pub(super) fn into_answer(self) -> Answer {
-        let Problem { status, detail } = self;
+        let ApiError { status, detail } = self;
         let title = status.canonical_reason().unwrap_or_default();
         let body =
             serde_json::json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });

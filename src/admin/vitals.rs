@@ -4,25 +4,25 @@ use std::sync::Arc;
 
 use tokio_util::sync::CancellationToken;
 
-use crate::account::Sinks;
-use crate::gateway::meters::Tallies;
+use crate::account::TelemetrySinks;
+use crate::gateway::meters::RequestMetrics;
 use crate::limit::cluster::topology::Topology;
 use crate::limit::guard::Breaker;
 use crate::limit::memory::MemoryStore;
 use crate::limit::tallies;
 use crate::reload::configuration::Configuration;
-use crate::server::connections::Connections;
-use crate::tally::Family;
+use crate::server::connections::ConnectionLimits;
+use crate::tally::MetricFamily;
 
 /// The parts of a process that can be looked at.
 #[derive(Debug)]
 pub struct Vitals {
     /// What the gateways count.
-    pub tallies: Arc<Tallies>,
+    pub tallies: Arc<RequestMetrics>,
     /// What the limiters count.
-    pub limits: Arc<Family<tallies::Tallies>>,
+    pub limits: Arc<MetricFamily<tallies::Tallies>>,
     /// The connections of clients.
-    pub connections: Arc<Connections>,
+    pub connections: Arc<ConnectionLimits>,
     /// How the store is called; no credentials.
     pub store: String,
     /// What is served.
@@ -34,7 +34,7 @@ pub struct Vitals {
     /// Whether nodes of a cluster do.
     pub topology: Arc<Topology>,
     /// What is written of requests.
-    pub sinks: Sinks,
+    pub sinks: TelemetrySinks,
     /// When the process started, s since the Unix epoch.
     pub started: u64,
     /// Cancelled when no new requests are wanted.

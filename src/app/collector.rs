@@ -23,8 +23,8 @@ use tracing::warn;
 use uuid::Uuid;
 
 use crate::limit::clock::Seldom;
-use crate::observe::spans::Spans;
-use crate::tls::authorities::Authorities;
+use crate::observe::spans::TraceExporter;
+use crate::tls::authorities::TrustRoots;
 use crate::upstream;
 use crate::upstream::tls::{ServerTls, Tls};
 
@@ -41,7 +41,7 @@ const SAID: Duration = Duration::from_secs(60);
 ///
 /// # Errors
 /// What is in the environment is not valid; there are no authorities to believe; no thread can be started.
-pub(super) fn start(endpoint: &Uri) -> anyhow::Result<Spans> {
+pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     let reason = Arc::<Mutex<Option<String>>>::default();
     let client = Collector { tls: tls(endpoint)?, reason: reason.clone() };
     let exporter = SpanExporter::builder().with_http().with_http_client(client);
@@ -53,7 +53,7 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<Spans> {
     // Not all of it: whoever has secrets may have put them into the query.
     let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
     let said = Seldom::new();
-    Ok(Spans::start(move |batch: Vec<SpanData>| {
+    Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
         let spans = batch.len() as u64;
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
         let reason = reason.lock().unwrap_or_else(PoisonError::into_inner).take();
@@ -72,7 +72,7 @@ fn tls(endpoint: &Uri) -> anyhow::Result<Option<ServerTls>> {
     if endpoint.scheme_str() != Some("https") {
         return Ok(None);
     }
-    let tls = Tls::new(Authorities::system()?, None, upstream::Protocol::Http1)?;
+    let tls = Tls::new(TrustRoots::from_system()?, None, upstream::Protocol::Http1)?;
     Ok(Some(ServerTls { tls: Arc::new(tls), name: ServerName::try_from(host(endpoint).to_owned())? }))
 }
 

@@ -17,11 +17,11 @@ use crate::limit::clock;
 use crate::reload::configuration::{Cause, Configuration, Request, Running};
 use crate::reload::follow;
 use crate::runtime::{Runtime, Unfit};
-use crate::server::connections::Connections;
+use crate::server::connections::ConnectionLimits;
 use crate::upstream::fleet::Fleet;
 use crate::upstream::settings::UpstreamSettings;
 use crate::watch::{Snapshot, Watcher};
-use crate::words::counted;
+use crate::words::pluralize;
 
 /// Why a configuration does not take effect.
 #[derive(Debug, thiserror::Error)]
@@ -47,7 +47,7 @@ pub(super) struct Renewal {
     pub(super) requests: Receiver<Request>,
     pub(super) roster: Arc<Roster>,
     pub(super) background: Background,
-    pub(super) connections: Arc<Connections>,
+    pub(super) connections: Arc<ConnectionLimits>,
     /// Follows the files of what is in force.
     pub(super) watcher: Option<Watcher>,
     pub(super) stop: CancellationToken,
@@ -101,9 +101,9 @@ impl Renewal {
 
     fn tell(&self, path: &str) {
         let runtime = &self.configuration.running().runtime;
-        let routes = counted(runtime.routes.len() as u64, "route");
-        let limits = counted(runtime.limits.len() as u64, "limit");
-        let upstreams = counted(runtime.upstreams.len() as u64, "upstream");
+        let routes = pluralize(runtime.routes.len() as u64, "route");
+        let limits = pluralize(runtime.limits.len() as u64, "limit");
+        let upstreams = pluralize(runtime.upstreams.len() as u64, "upstream");
         info!("reloaded {path}: {routes}, {limits}, {upstreams}");
         for (_, warning) in runtime.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
@@ -128,7 +128,7 @@ impl Renewal {
         self.connections.resize(&runtime.server);
         {
             let gateways = self.roster.lock();
-            gateways.iter().for_each(|gateway| gateway.adopt(runtime.clone(), &fleets));
+            gateways.iter().for_each(|gateway| gateway.apply_config(runtime.clone(), &fleets));
             self.configuration.replace(runtime, fleets);
         }
         self.watcher = follow(&self.configuration);

@@ -13,7 +13,7 @@ use uuid::Uuid;
 
 use super::AppError;
 use super::renewal::Roster;
-use crate::account::Sinks;
+use crate::account::TelemetrySinks;
 use crate::gateway::Gateway;
 use crate::gateway::meters;
 use crate::limit::Limiter;
@@ -30,8 +30,8 @@ use crate::limit::tallies::Tallies;
 use crate::reload::configuration::Configuration;
 use crate::runtime::Runtime;
 use crate::server::Server;
-use crate::server::connections::Connections;
-use crate::tally::Family;
+use crate::server::connections::ConnectionLimits;
+use crate::tally::MetricFamily;
 
 /// A worker that is about to serve waits so long for its first connection to the store.
 const FIRST_CONNECTION: Duration = Duration::from_millis(500);
@@ -46,13 +46,13 @@ pub(super) struct Worker {
     pub(super) advances: Arc<Advances>,
     pub(super) denials: Option<Arc<Denials>>,
     pub(super) overrides: Arc<Overrides>,
-    pub(super) connections: Arc<Connections>,
+    pub(super) connections: Arc<ConnectionLimits>,
     pub(super) configuration: Arc<Configuration>,
     pub(super) roster: Arc<Roster>,
-    pub(super) tallies: Arc<meters::Tallies>,
-    pub(super) limits: Arc<Family<Tallies>>,
+    pub(super) tallies: Arc<meters::RequestMetrics>,
+    pub(super) limits: Arc<MetricFamily<Tallies>>,
     pub(super) index: usize,
-    pub(super) sinks: Sinks,
+    pub(super) sinks: TelemetrySinks,
     pub(super) stop: CancellationToken,
 }
 
@@ -87,7 +87,7 @@ impl Worker {
             None => Backend::Memory(self.memory.clone()),
             Some(redis) => {
                 let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
-                let tallies = self.limits.of("", self.index);
+                let tallies = self.limits.get_or_create("", self.index);
                 let store = Shared::new(redis, breaker, topology, tallies.clone());
                 let connecting = tokio::spawn({
                     let store = store.clone();

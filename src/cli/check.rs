@@ -25,7 +25,7 @@ use crate::limit::redis::server::NoConnection;
 use crate::limit::redis::{RedisSettings, Servers};
 use crate::lint;
 use crate::runtime::Runtime;
-use crate::words::counted;
+use crate::words::pluralize;
 
 /// Maximum time for each step of reaching the store. A file can be valid while its store is down.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -159,10 +159,10 @@ fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -
         out,
         "{}: fine: {}, {}, {}, {}; store: {}",
         path.display(),
-        counted(runtime.listeners.len() as u64, "listener"),
-        counted(runtime.routes.len() as u64, "route"),
-        counted(runtime.limits.len() as u64, "limit"),
-        counted(runtime.upstreams.len() as u64, "upstream"),
+        pluralize(runtime.listeners.len() as u64, "listener"),
+        pluralize(runtime.routes.len() as u64, "route"),
+        pluralize(runtime.limits.len() as u64, "limit"),
+        pluralize(runtime.upstreams.len() as u64, "upstream"),
         runtime.store.name,
     )?;
     for guarantee in runtime.limits.values().flat_map(guarantees) {
@@ -174,7 +174,7 @@ fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -
     let warnings: usize =
         said.iter().filter(|(level, _)| *level == Level::WARNING).map(|(_, file)| file.issues.len()).sum();
     if warnings > 0 {
-        writeln!(out, "\n{}", counted(warnings as u64, "warning"))?;
+        writeln!(out, "\n{}", pluralize(warnings as u64, "warning"))?;
     }
     Ok(())
 }

@@ -12,7 +12,7 @@ use crate::reload::configuration::{Cause, Configuration};
 use crate::runtime::Runtime;
 
 pub(super) fn run(runtime: Runtime) -> anyhow::Result<()> {
-    log::start(runtime.log.format, runtime.log.level).context("cannot start the log")?;
+    log::init(runtime.log.format, runtime.log.level).context("cannot start the log")?;
     let app = App::open(runtime)?;
     let (configuration, handover) = (app.configuration(), app.handover()?);
     let stop = CancellationToken::new();

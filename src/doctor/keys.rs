@@ -8,7 +8,7 @@ use super::line::{Failure, Line};
 use super::memory::keys_of;
 use super::{Check, Server, Status};
 use crate::limit::clock::monotonic;
-use crate::words::counted;
+use crate::words::pluralize;
 
 /// Keys of the database that a call looks at.
 const STEP: u64 = 1000;
@@ -46,7 +46,7 @@ pub(super) async fn keys(line: &mut Line, server: &Server, prefix: &str) -> Resu
         }
     };
     let total = match line.info("keyspace").await {
-        Ok(info) => format!(" ({})", counted(keys_of(&info, line.pipe.get_db()), "key")),
+        Ok(info) => format!(" ({})", pluralize(keys_of(&info, line.pipe.get_db()), "key")),
         Err(Failure::Refused(_)) => String::new(),
         Err(lost) => return Err(lost),
     };
@@ -58,7 +58,7 @@ pub(super) async fn keys(line: &mut Line, server: &Server, prefix: &str) -> Resu
     found.bytes.sort_unstable();
     let size = found.bytes.get(found.bytes.len() / 2).map_or(String::new(), |bytes| format!(" of about {bytes} bytes"));
     let Found { ours, without_ttl, named, .. } = found;
-    let summary = format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {extent}", counted(ours, "key"));
+    let summary = format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {extent}", pluralize(ours, "key"));
     let check = Check::ok("keys", summary.clone());
     Ok(if without_ttl > 0 {
         let found = format!("{summary}; such as {}", named.join(", "));

@@ -2,7 +2,7 @@
 
 use super::line::{Failure, Info, Line};
 use super::{Check, Status};
-use crate::words::counted;
+use crate::words::pluralize;
 
 pub(super) async fn memory(line: &mut Line) -> Result<Check, Failure> {
     let info = line.info("memory").await?;
@@ -68,7 +68,7 @@ pub(super) async fn evictions(line: &mut Line) -> Result<Check, Failure> {
     let evicted = info.number("evicted_keys").unwrap_or(0);
     let check = Check::ok(
         "evictions",
-        format!("{} evicted since the start of the server or CONFIG RESETSTAT", counted(evicted, "key")),
+        format!("{} evicted since the start of the server or CONFIG RESETSTAT", pluralize(evicted, "key")),
     );
     Ok(if evicted > 0 {
         let advice = "limits may have been among them: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
@@ -81,7 +81,7 @@ pub(super) async fn evictions(line: &mut Line) -> Result<Check, Failure> {
 /// How many keys a database has.
 pub(super) fn keys_of(info: &Info, database: i64) -> u64 {
     let counted = info.text(&format!("db{database}")).and_then(|figures| figures.strip_prefix("keys="));
-    counted.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
+    pluralize.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
 }
 
 fn mib(bytes: u64) -> String {

@@ -5,7 +5,7 @@ use redis::Value;
 use super::line::{Failure, Line};
 use super::{Check, Status};
 use crate::limit::redis::records;
-use crate::words::counted;
+use crate::words::pluralize;
 
 const ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are lost if no gateway \
     is running then, or all gateways restart as well: CONFIG SET appendonly yes";
@@ -27,7 +27,7 @@ pub(super) async fn persistence(line: &mut Line, prefix: &str, wanted: bool) -> 
     let Some(overrides) = overrides(line, prefix).await? else {
         return Ok(Check::ok("persistence", "none; the overrides are on another node"));
     };
-    let check = Check::ok("persistence", format!("none; {} stored", counted(overrides, "override")));
+    let check = Check::ok("persistence", format!("none; {} stored", pluralize(overrides, "override")));
     Ok(if wanted || overrides > 0 { check.or(Status::Warning).advise(ADVICE) } else { check })
 }
 

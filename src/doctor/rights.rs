@@ -5,7 +5,7 @@ use redis::Value;
 use super::line::{Failure, Line};
 use super::{Check, Needs, Server, Status};
 use crate::limit::algorithm::{Kind, Rule};
-use crate::words::counted;
+use crate::words::pluralize;
 
 /// Replies with the places of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
 /// False = the server cannot tell: `acl_check_cmd` came with Redis 7.0.
@@ -64,13 +64,13 @@ pub(super) async fn rights(line: &mut Line, server: &Server, needs: &Needs) -> R
     Ok(if lacking.is_empty() {
         Check::ok(
             "permissions",
-            format!("{} that these limits need are allowed", counted(commands.len() as u64, "command")),
+            format!("{} that these limits need are allowed", pluralize(commands.len() as u64, "command")),
         )
     } else {
         let found = format!(
             "refused: {} (of {} that these limits need)",
             lacking.join(" "),
-            counted(commands.len() as u64, "command")
+            pluralize(commands.len() as u64, "command")
         );
         Check::ok("permissions", found).or(Status::Failed).advise(ADVICE)
     })

@@ -8,7 +8,7 @@ use super::{Check, Status};
 use crate::limit::clock::{monotonic, unix_us};
 use crate::limit::redis::advice::of_connecting;
 use crate::limit::redis::hello::{Hello, Role};
-use crate::words::counted;
+use crate::words::pluralize;
 
 /// Nothing older has all that the scripts use.
 const OLDEST: (u32, u32) = (6, 2);
@@ -84,7 +84,7 @@ pub(super) async fn role(line: &mut Line, hello: Option<&Hello>) -> Result<Check
     let role = said.first().and_then(|role| redis::from_redis_value_ref::<String>(role).ok()).unwrap_or_default();
     Ok(match (role.as_str(), said.get(2)) {
         ("master", Some(Value::Array(replicas))) => {
-            Check::ok("role", format!("master with {}", counted(replicas.len() as u64, "replica")))
+            Check::ok("role", format!("master with {}", pluralize(replicas.len() as u64, "replica")))
         }
         (role, _) => Check::ok("role", if role.is_empty() { "unknown" } else { role })
             .or(Status::Failed)

@@ -15,7 +15,7 @@ use crate::limit::redis::advice::of_call;
 use crate::limit::redis::script::{Frame, Parts, script};
 use crate::limit::redis::{RedisSettings, RedisStore};
 use crate::limit::store::{Charge, Mode, Operation, Store, StoreError};
-use crate::words::counted;
+use crate::words::pluralize;
 
 /// The SHA-1 of no script.
 const NO_SCRIPT: &str = "0000000000000000000000000000000000000000";
@@ -45,7 +45,7 @@ pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check,
     }
     Ok(Check::ok(
         "scripts",
-        format!("loaded and answering: {}; one that was forgotten is told", counted(Frame::ALL.len() as u64, "script")),
+        format!("loaded and answering: {}; one that was forgotten is told", pluralize(Frame::ALL.len() as u64, "script")),
     ))
 }
 
@@ -91,7 +91,7 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
     }
     let found = format!(
         "{} tried: charged and given back, the slowest in {}",
-        counted(kinds.len() as u64, "algorithm"),
+        pluralize(kinds.len() as u64, "algorithm"),
         ms(slowest)
     );
     Ok(Check::ok("decisions", found))

@@ -5,7 +5,7 @@ use http::{HeaderMap, Request, Response};
 use http_body_util::BodyExt;
 
 use super::facts::{Answer, Field};
-use crate::gateway::decide::advertise;
+use crate::gateway::decide::append_ratelimit_headers;
 use crate::http::body::Body;
 use crate::limit::decision::Decision;
 use crate::reply::Rejection;
@@ -24,7 +24,7 @@ pub(super) fn admitted(route: &Route, request: &Request<()>, path: &str, decisio
     let tell = |headers: &mut HeaderMap| {
         rules.apply(headers);
         if let Some(decision) = decision {
-            advertise(headers, route, decision);
+            append_ratelimit_headers(headers, route, decision);
         }
     };
     let mut response = match &route.target {

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime as Reactor};
 use tokio::time::Duration;
 
-use crate::limit::backend::{Shared, Source};
+use crate::limit::backend::{Shared, DecidedBy};
 use crate::limit::decision::Check;
 use crate::limit::overrides::{Overrides, Table};
 use crate::limit::redis::{RedisSettings, records};
@@ -88,7 +88,7 @@ impl Counters for Remote {
 
     fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
         // Of what is paid afterwards a unit must be there.
-        let charge = |check| Charge { cost: Check::needs(check), ..check.charge(Source::Store, 0) };
+        let charge = |check| Charge { cost: Check::needs(check), ..check.charge(DecidedBy::Store, 0) };
         let charges: Vec<_> = checks.iter().map(charge).collect();
         let answer = self.reactor.block_on(self.store.call(Operation::Peek, &charges));
         answer.map_err(|error| Unseen(error.to_string()))

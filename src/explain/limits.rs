@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::facts::{Limited, Part, Size, Standing};
-use crate::gateway::meters::Judgement;
+use crate::gateway::meters::LimitDecision;
 use crate::identity::api_key::Caller;
 use crate::identity::name::Shown;
 use crate::identity::{Asker, By, Found, Source};
@@ -23,7 +23,7 @@ pub(super) fn decision<'a>(verdict: Verdict, checks: &[Check<'a, '_>]) -> Decisi
         false => *outcome,
     };
     let outcomes = checks.iter().zip(&verdict.outcomes).map(charged).collect();
-    Decision::new(Verdict { outcomes, ..verdict }, backend::Source::Store, checks.iter())
+    Decision::new(Verdict { outcomes, ..verdict }, backend::DecidedBy::Store, checks.iter())
 }
 
 fn left_after(check: &Check<'_, '_>, now: &Outcome) -> u64 {
@@ -130,7 +130,7 @@ fn standing(metered: &Metered, check: &Check<'_, '_>, now: &Outcome, decision: &
     let denies = now.status != Status::Ok;
     let waits = metered.limit.wait.filter(|_| denies);
     Standing {
-        decision: Judgement::of(check, decision).map(Judgement::word),
+        decision: LimitDecision::from_decision(check, decision).map(LimitDecision::label),
         remaining: now.remaining,
         remaining_after: (decision.admitted && !denies).then(|| left_after(check, now)),
         reset_seconds: seconds(now.reset_us),

@@ -8,7 +8,7 @@ use super::answer::fields;
 use super::facts::Onward;
 use crate::gateway::Peer;
 use crate::gateway::request_id::RequestId;
-use crate::gateway::tell::{Told, tell};
+use crate::gateway::tell::{UpstreamRequestInfo, prepare_upstream_headers};
 use crate::http::headers::X_REQUEST_ID;
 use crate::runtime::{Route, Runtime, Split};
 
@@ -24,17 +24,17 @@ pub(super) fn onward(
     peer: &Peer,
     (target, length): (Option<&PathAndQuery>, Option<u64>),
 ) -> Onward {
-    let id = match RequestId::of(request.headers(), peer.origin.trusted) {
-        RequestId::Given(id) => id,
-        RequestId::Made(_) => MADE,
+    let id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
+        RequestId::Received(id) => id,
+        RequestId::Generated(_) => MADE,
     };
     let upstreams = || split.upstreams().map(|index| &runtime.upstreams[index]);
     // Where requests name no host all servers are told the one of the first upstream, for the sake of the example.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
     let mut onward = request.clone();
-    let told = Told { origin: &peer.origin, id, trace: None, authority, length };
-    if let Some(offer) = tell(runtime, route, &mut onward, told) {
-        offer.make(onward.headers_mut());
+    let told = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id: id, trace: None, authority, length };
+    if let Some(offer) = prepare_upstream_headers(runtime, route, &mut onward, told) {
+        offer.insert_into(onward.headers_mut());
     }
     let (came, goes) = (request.headers(), onward.headers());
     let same = |headers: &HeaderMap, name| came.get_all(name).iter().eq(headers.get_all(name).iter());

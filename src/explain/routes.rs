@@ -3,7 +3,7 @@
 use http::{HeaderName, HeaderValue, Request};
 
 use super::facts::{Other, Taken};
-use crate::gateway::addressed::Addressed;
+use crate::gateway::addressed::RequestTarget;
 use crate::route::explain::{Candidate, Missed};
 use crate::runtime::{Route, Runtime};
 
@@ -18,7 +18,7 @@ pub(super) fn taken(route: &Route) -> Taken {
 pub(super) fn others(
     runtime: &Runtime,
     request: &Request<()>,
-    target: &Addressed<'_>,
+    target: &RequestTarget<'_>,
     taken: Option<usize>,
     most: usize,
 ) -> (Vec<Other>, usize) {

@@ -6,82 +6,82 @@ use http::header::TRANSFER_ENCODING;
 use http::uri::{PathAndQuery, Uri};
 use http::{Method, Request, Version};
 
-use crate::http::headers::count;
+use crate::http::headers::http1_header_count;
 use crate::http::host;
-use crate::http::path::{canonical, forwarded};
+use crate::http::path::{canonical_path, forwarded_path};
 use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::{Route, Runtime, ServerSettings};
 
 /// Bytes of the longest target that `http::Uri` can say.
-const LONGEST_URI: usize = 65_534;
+const MAX_URI_BYTES: usize = 65_534;
 
 /// Where a request wants to go, in the form that routes are matched by.
 #[derive(Debug)]
-pub struct Addressed<'a> {
+pub struct RequestTarget<'a> {
     /// In lower case and without port; empty where there is none.
     pub host: Cow<'a, str>,
     /// In canonical form.
     pub path: Cow<'a, str>,
     /// As it is forwarded, where that differs: with delimiters encoded as they came.
-    pub forwarded: Option<Box<str>>,
+    pub forwarded_path: Option<Box<str>>,
 }
 
-impl<'a> Addressed<'a> {
+impl<'a> RequestTarget<'a> {
     /// Reads it off the head of a request.
     ///
     /// # Errors
     /// The request goes nowhere.
-    pub fn read<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
+    pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
         // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
-        let chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
-        if !chunked || codings.next().is_some() {
-            return Err(Rejection::TransferCoding);
+        let is_chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
+        if !is_chunked || codings.next().is_some() {
+            return Err(Rejection::UnsupportedTransferCoding);
         }
         if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
-            return Err(Rejection::Method);
+            return Err(Rejection::MethodNotImplemented);
         }
         // Servers that fold the case of methods take `post` for POST, which routes and limits name.
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
-            return Err(Rejection::MethodCase);
+            return Err(Rejection::LowercaseMethod);
         }
         // hyper counts those of HTTP/1.1 itself.
-        let (headers, most) = (request.headers(), settings.max_headers);
-        if request.version() == Version::HTTP_2 && headers.len() > most && count(headers) > most {
+        let (headers, max_headers) = (request.headers(), settings.max_headers);
+        if request.version() == Version::HTTP_2 && headers.len() > max_headers && http1_header_count(headers) > max_headers {
             return Err(Rejection::TooManyHeaders);
         }
         let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
         if length > settings.max_uri {
             return Err(Rejection::UriTooLong);
         }
-        let host = host::routed(uri, request.headers(), request.version()).map_err(Rejection::Host)?;
-        let path = canonical(uri.path()).map_err(Rejection::Path)?;
-        let forwarded = if uri.path().contains('%') {
-            let forwarded = forwarded(uri.path()).map_err(Rejection::Path)?;
-            (forwarded != path).then(|| forwarded.into())
+        let host = host::request_host(uri, request.headers(), request.version()).map_err(Rejection::InvalidHost)?;
+        let path = canonical_path(uri.path()).map_err(Rejection::InvalidPath)?;
+        let forwarded_path = if uri.path().contains('%') {
+            let forwarded_path = forwarded_path(uri.path()).map_err(Rejection::InvalidPath)?;
+            (forwarded_path != path).then(|| forwarded_path.into())
         } else {
             None
         };
-        let target = Addressed { host, path, forwarded };
+        let target = RequestTarget { host, path, forwarded_path };
         // Encoding makes some longer than they came, and longer than a target can be.
-        if length - uri.path().len().min(length) + target.forwarded().len() > settings.max_uri.min(LONGEST_URI) {
+        if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
             return Err(Rejection::UriTooLong);
         }
         Ok(target)
     }
 
     /// The path that is forwarded: its segments are those of the canonical one.
-    pub fn forwarded(&self) -> &str {
-        self.forwarded.as_deref().unwrap_or(&self.path)
+    pub fn forwarded_path(&self) -> &str {
+        self.forwarded_path.as_deref().unwrap_or(&self.path)
     }
 
     /// The route that the request takes.
     ///
     /// # Errors
     /// None.
-    pub fn route<'r, B>(&self, runtime: &'r Runtime, request: &Request<B>) -> Result<&'r Route, Rejection<'static>> {
+    pub fn find_route<'r, B>(&self, runtime: &'r Runtime, request: &Request<B>) -> Result<&'r Route, Rejection<'static>> {
         match runtime.table.find(&self.host, &self.path, request.method(), request.headers()) {
             Ok(route) => Ok(route),
             Err(NoMatch::Nothing) => Err(Rejection::NoRoute),
@@ -93,10 +93,10 @@ impl<'a> Addressed<'a> {
     ///
     /// # Errors
     /// It is longer than a target can be.
-    pub fn rewritten(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
+    pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         // Canonical again, and so a target unless it is longer than one can be.
-        let target = PathAndQuery::try_from(rewrite.target(&route.pattern, self.forwarded(), query));
+        let target = PathAndQuery::try_from(rewrite.target(&route.pattern, self.forwarded_path(), query));
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
 }

@@ -16,7 +16,7 @@ use crate::runtime::{Metered, Route, Runtime};
 
 /// A request that has found its route.
 #[derive(Debug)]
-pub struct Question<'a, B> {
+pub struct LimitContext<'a, B> {
     /// Its head.
     pub request: &'a Request<B>,
     /// The host that it was routed on.
@@ -26,12 +26,12 @@ pub struct Question<'a, B> {
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
     /// The subject of the client's certificate.
-    pub subject: Option<&'a str>,
+    pub certificate_subject: Option<&'a str>,
 }
 
-impl<'a, B> Question<'a, B> {
+impl<'a, B> LimitContext<'a, B> {
     /// The same, as far as identities are concerned; `consumers` where a limit of the route is by API key.
-    pub fn asker(
+    pub fn request_attributes(
         &self,
         runtime: &'a Runtime,
         route: &'a Route,
@@ -48,7 +48,7 @@ impl<'a, B> Question<'a, B> {
             client,
             network: runtime.client_ip.network(client),
             trusted: self.trusted,
-            subject: self.subject,
+            subject: self.certificate_subject,
             caller: match consumers {
                 Some(consumers) => runtime.api_keys.caller(consumers, headers),
                 None => Ok(Caller::Missing),
@@ -64,75 +64,75 @@ impl<'a, B> Question<'a, B> {
 ///
 /// # Errors
 /// The request lacks an identity, or a cost that a trusted proxy has to say.
-pub fn checks<'a, 'p>(
+pub fn build_checks<'a, 'p>(
     runtime: &Runtime,
     identities: &[By],
     limits: &'a [Metered],
-    asker: &Asker<'p>,
+    attributes: &Asker<'p>,
 ) -> Result<Vec<Check<'a, 'p>>, Rejection<'static>>
 where
     'a: 'p,
 {
     let mut encoder = Encoder::default();
-    let found = identities.iter().map(|by| by.identify(asker, &runtime.api_keys, &runtime.hasher, &mut encoder));
-    let found: Vec<_> = found.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
+    let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.api_keys, &runtime.hasher, &mut encoder));
+    let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let mut checks = Vec::with_capacity(limits.len());
-    for (place, metered) in limits.iter().enumerate() {
-        if let Some(identity) = found[metered.identity] {
-            checks.push(check(place, metered, identity, asker).map_err(Rejection::Cost)?);
+    for (limit_index, route_limit) in limits.iter().enumerate() {
+        if let Some(identity) = found[route_limit.identity] {
+            build_checks.push(build_check(limit_index, route_limit, identity, attributes).map_err(Rejection::InvalidCost)?);
         }
     }
-    Ok(checks)
+    Ok(build_checks)
 }
 
 /// The same for a request whose credential does not count: the limits by address. It is charged what it costs at once, and
 /// nothing is given back: otherwise guessing credentials would be free. It needs no permit, since it is rejected at once.
-pub fn checks_without_credential<'a, 'p>(
+pub fn build_unauthenticated_checks<'a, 'p>(
     runtime: &Runtime,
     identities: &[By],
     limits: &'a [Metered],
-    asker: &Asker<'p>,
+    attributes: &Asker<'p>,
 ) -> Vec<Check<'a, 'p>>
 where
     'a: 'p,
 {
     let mut encoder = Encoder::default();
     let mut checks = Vec::new();
-    for (place, metered) in limits.iter().enumerate() {
-        let by = &identities[metered.identity];
-        if !by.counts_guesses() {
+    for (limit_index, route_limit) in limits.iter().enumerate() {
+        let spec = &identities[route_limit.identity];
+        if !spec.counts_guesses() {
             continue;
         }
         // What lacks another part of an identity or its cost is rejected all the same.
-        if let Ok(Some(identity)) = by.identify(asker, &runtime.api_keys, &runtime.hasher, &mut encoder)
-            && let Ok(check) = check(place, metered, identity, asker)
+        if let Ok(Some(identity)) = spec.identify(attributes, &runtime.api_keys, &runtime.hasher, &mut encoder)
+            && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.takes_lease()
         {
-            checks.push(Check { later: Later::Nothing, ..check });
+            build_checks.push(Check { later: Later::Nothing, ..check });
         }
     }
-    checks
+    build_checks
 }
 
-fn check<'a, 'p>(
-    place: usize,
-    metered: &'a Metered,
+fn build_check<'a, 'p>(
+    limit_index: usize,
+    route_limit: &'a Metered,
     identity: Identity,
-    asker: &Asker<'p>,
+    attributes: &Asker<'p>,
 ) -> Result<Check<'a, 'p>, CostError>
 where
     'a: 'p,
 {
-    let limit = &*metered.limit;
-    let later = later(metered.cost.is_post_paid(), &metered.refund_on);
-    let caller = asker.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
-    let cost = metered.cost.of_request(asker.headers, asker.trusted)?;
-    Ok(Check { place, limit, plan: caller.plan(limit), identity, cost, later })
+    let limit = &*route_limit.limit;
+    let deferred = deferred_action(route_limit.cost.is_post_paid(), &route_limit.refund_on);
+    let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
+    let cost = route_limit.cost.of_request(attributes.headers, attributes.trusted)?;
+    Ok(Check { place: limit_index, limit, plan: caller.plan(limit), identity, cost, later: deferred })
 }
 
 /// What remains to be done for a limit when the response is known.
-pub fn later(post_paid: bool, refund_on: &RefundOn) -> Later {
-    match (post_paid, refund_on.is_empty()) {
+pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Later {
+    match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Later::Pay,
         (false, false) => Later::Refund,
         (false, true) => Later::Nothing,

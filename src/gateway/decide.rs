@@ -4,10 +4,10 @@ use http::header::ACCESS_CONTROL_EXPOSE_HEADERS;
 use http::{HeaderMap, Response};
 use tracing::warn;
 
-use super::ask::{Question, checks, checks_without_credential};
-use super::meters::Meters;
+use super::ask::{LimitContext, build_checks, build_unauthenticated_checks};
+use super::meters::WorkerMetrics;
 use super::{Peer, noted};
-use crate::account::Record;
+use crate::account::RequestRecord;
 use crate::http::body::Body;
 use crate::http::fields;
 use crate::http::upload::RequestBody;
@@ -17,56 +17,56 @@ use crate::limit::algorithm::Outcome;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::limit::store::StoreError;
-use crate::reply::{Rejection, binding, standing, upstream_status};
+use crate::reply::{Rejection, effective_limit, limit_status, upstream_status};
 use crate::runtime::{Route, Runtime};
 use crate::upstream::UpstreamError;
 
 /// Asks all limits of a route at once.
-pub(super) async fn decide<'a>(
+pub(super) async fn check_limits<'a>(
     runtime: &'a Runtime,
     limiter: &Limiter,
-    meters: &Meters,
+    metrics: &WorkerMetrics,
     route: &'a Route,
-    asked: &Question<'_, RequestBody>,
+    limit_context: &LimitContext<'_, RequestBody>,
     peer: &Peer,
-    mut record: Option<&mut Record>,
+    mut record: Option<&mut RequestRecord>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
-    let metering = &route.metering;
-    let client = peer.client(asked.request.headers());
+    let route_limits = &route.metering;
+    let client = peer.client_address(limit_context.request.headers());
     if let Some(record) = &mut record {
         record.client = client;
         record.route = Some(route.name.clone());
-        record.template = record.trace.map(|_| route.path.clone());
+        record.path_template = record.trace.map(|_| route.path.clone());
     }
     // Counted: what is only borrowed while the store is asked would keep others from borrowing cheaply.
-    let consumers = metering.by_key.then(|| runtime.consumers.load_full());
-    let asker = asked.asker(runtime, route, client, consumers.as_deref());
+    let consumers = route_limits.by_key.then(|| runtime.consumers.load_full());
+    let attributes = limit_context.request_attributes(runtime, route, client, consumers.as_deref());
     let overrides = limiter.overrides.current();
     let mut rejection = None;
-    let mut checks = match checks(runtime, &metering.identities, &metering.limits, &asker) {
+    let mut checks = match build_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes) {
         Err(Rejection::Identity(error)) if error.is_about_credentials() => {
             rejection = Some(Rejection::Identity(error));
-            checks_without_credential(runtime, &metering.identities, &metering.limits, &asker)
+            build_unauthenticated_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes)
         }
-        checks => checks?,
+        checks => build_checks?,
     };
     if let Some(table) = &overrides {
-        table.apply(&mut checks);
+        table.apply(&mut build_checks);
     }
-    if checks.is_empty() {
+    if build_checks.is_empty() {
         return rejection.map_or_else(|| Ok(Decision::unlimited()), Err);
     }
-    let began = monotonic();
-    let decision = limiter.check(&checks).await;
-    let took = began.elapsed();
-    meters.decided(route.index, &checks, &decision, took, |check| {
-        let by = &metering.identities[metering.limits[check.place].identity];
-        by.name(&asker, &runtime.api_keys, &runtime.client_ip)
+    let started_at = monotonic();
+    let decision = limiter.check(&build_checks).await;
+    let elapsed = started_at.elapsed();
+    metrics.record_decision(route.index, &build_checks, &decision, elapsed, |check| {
+        let spec = &route_limits.identities[route_limits.limits[check.place].identity];
+        spec.name(&attributes, &runtime.api_keys, &runtime.client_ip)
     });
     if let Some(record) = record {
-        noted::decided(record, &checks, &decision, (began, took));
+        noted::record_decision(record, &build_checks, &decision, (started_at, elapsed));
     }
-    let decision = decision.map_err(Rejection::Unavailable)?;
+    let decision = decision.map_err(Rejection::StoreUnavailable)?;
     // A client that is over a limit learns nothing of its credential.
     match rejection.filter(|_| decision.admitted) {
         Some(rejection) => Err(rejection),
@@ -75,32 +75,32 @@ pub(super) async fn decide<'a>(
 }
 
 /// Charges and gives back what the answer says; none if it says nothing.
-pub(super) fn settle(debts: Debts, route: &Route, answer: &Result<Response<Body>, UpstreamError>) -> Option<Settling> {
-    let none = HeaderMap::new();
-    let (status, headers) = match answer {
+pub(super) fn settle(charges: Debts, route: &Route, result: &Result<Response<Body>, UpstreamError>) -> Option<Settling> {
+    let no_headers = HeaderMap::new();
+    let (status, headers) = match result {
         Ok(response) => (response.status(), response.headers()),
-        Err(error) => (upstream_status(error), &none),
+        Err(error) => (upstream_status(error), &no_headers),
     };
-    let due = |place: usize, later| {
-        let metered = &route.metering.limits[place];
+    let settle_action = |limit_index: usize, later| {
+        let route_limit = &route.metering.limits[limit_index];
         // A client does not make its own refund.
-        let refunds = !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) && metered.refund_on.covers(status);
-        match (refunds, later) {
+        let is_refunded = !result.as_ref().is_err_and(UpstreamError::is_clients_fault) && route_limit.refund_on.covers(status);
+        match (is_refunded, later) {
             (true, Later::Refund) => Due::Refund,
-            (false, Later::Pay) => metered.cost.of_response(headers).map_or(Due::Nothing, Due::Pay),
+            (false, Later::Pay) => route_limit.cost.of_response(headers).map_or(Due::Nothing, Due::Pay),
             _ => Due::Nothing,
         }
     };
-    debts.settle(due)
+    charges.settle(settle_action)
 }
 
 /// Corrects the standing that the caller is told.
-pub(super) fn correct(decision: &mut Decision<'_>, settled: Result<Vec<(usize, Outcome)>, StoreError>) {
-    match settled {
-        Ok(standings) => {
-            for (place, outcome) in standings {
-                for judged in decision.limits.iter_mut().filter(|judged| judged.place == place) {
-                    judged.outcome = outcome;
+pub(super) fn apply_settlement(decision: &mut Decision<'_>, result: Result<Vec<(usize, Outcome)>, StoreError>) {
+    match result {
+        Ok(outcomes) => {
+            for (limit_index, outcome) in outcomes {
+                for limit in decision.limits.iter_mut().filter(|judged| judged.place == limit_index) {
+                    limit.outcome = outcome;
                 }
             }
         }
@@ -109,15 +109,15 @@ pub(super) fn correct(decision: &mut Decision<'_>, settled: Result<Vec<(usize, O
 }
 
 /// The RateLimit fields of an admitted request.
-pub fn advertise(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
+pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
     if decision.limits.is_empty() {
         return;
     }
-    let standings = || decision.limits.iter().map(standing);
-    let usual = decision.limits.len() == route.metering.told
+    let statuses = || decision.limits.iter().map(limit_status);
+    let is_standard = decision.limits.len() == route.metering.told
         && decision.limits.iter().all(|judged| judged.quota == judged.limit.standard.quota);
-    let policy = if usual { route.metering.policy.clone() } else { fields::policy(standings()) };
-    fields::advertise(headers, &route.metering.dialects, policy, standings(), binding(decision), decision.now_us);
+    let policy = if is_standard { route.metering.policy.clone() } else { fields::ratelimit_policy(statuses()) };
+    fields::append_ratelimit_headers(headers, &route.metering.dialects, policy, statuses(), effective_limit(decision), decision.now_us);
     if let Some(expose) = &route.metering.expose {
         headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }

@@ -16,107 +16,107 @@ use crate::limit::clock::monotonic;
 use crate::limit::key::Identity;
 
 /// Places of a sketch; three quarters of them are used.
-const PLACES: usize = 128;
+const SKETCH_CAPACITY: usize = 128;
 
 /// A minute that is over is still now for so many more.
-const MINUTES: usize = 5;
+const WINDOW_MINUTES: usize = 5;
 const MINUTE: Duration = Duration::from_secs(60);
 
 /// What is looked at: the current minute and those before.
-pub const WINDOW: Duration = Duration::from_secs(60 * MINUTES as u64);
+pub const WINDOW: Duration = Duration::from_secs(60 * WINDOW_MINUTES as u64);
 
 /// Somebody who was denied. Who he is goes by the hash alone.
 #[derive(Debug, Clone)]
-struct Somebody {
+struct SketchKey {
     identity: Identity,
     name: Name,
 }
 
-impl PartialEq for Somebody {
+impl PartialEq for SketchKey {
     fn eq(&self, other: &Self) -> bool {
         self.identity == other.identity
     }
 }
 
-impl Eq for Somebody {}
+impl Eq for SketchKey {}
 
-impl Hash for Somebody {
+impl Hash for SketchKey {
     fn hash<H: Hasher>(&self, state: &mut H) {
         self.identity.hash(state);
     }
 }
 
-type Sketch = FrequentItemsSketch<Somebody>;
+type Sketch = FrequentItemsSketch<SketchKey>;
 
 /// The denials of one limit on one worker.
 #[derive(Debug)]
-pub struct Denied {
-    began: Instant,
+pub struct TopDenied {
+    started_at: Instant,
     /// By the worker alone, and whoever looks at it.
-    minutes: Mutex<[Option<(u64, Sketch)>; MINUTES]>,
+    sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
 /// An identity that was denied often.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Often {
+pub struct HeavyHitter {
     /// Its hash.
     pub identity: Identity,
     /// What may be shown of it.
     pub name: Name,
     /// So often at least.
-    pub at_least: u64,
+    pub lower_bound: u64,
     /// And at most.
-    pub at_most: u64,
+    pub upper_bound: u64,
 }
 
-impl Default for Denied {
+impl Default for TopDenied {
     fn default() -> Self {
-        Denied { began: monotonic(), minutes: Mutex::default() }
+        TopDenied { started_at: monotonic(), sketches: Mutex::default() }
     }
 }
 
-impl Denied {
+impl TopDenied {
     /// Somebody was denied now; his name is asked for when he is new.
-    pub fn note(&self, identity: Identity, now: Instant, name: impl FnOnce() -> Name) {
-        let minute = self.minute(now);
-        let mut minutes = self.minutes.lock().unwrap_or_else(PoisonError::into_inner);
-        let place = &mut minutes[minute as usize % MINUTES];
-        if place.as_ref().is_none_or(|(of, _)| *of != minute) {
-            *place = empty().map(|sketch| (minute, sketch));
+    pub fn record(&self, identity: Identity, now: Instant, name: impl FnOnce() -> Name) {
+        let minute = self.minute_index(now);
+        let mut sketches = self.sketches.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = &mut sketches[minute as usize % WINDOW_MINUTES];
+        if slot.as_ref().is_none_or(|(sketch_minute, _)| *sketch_minute != minute) {
+            *slot = new_sketch().map(|sketch| (minute, sketch));
         }
-        let Some((_, sketch)) = place else { return };
-        let mut somebody = Somebody { identity, name: Name::default() };
-        if sketch.lower_bound(&somebody) == 0 {
-            somebody.name = name();
+        let Some((_, sketch)) = slot else { return };
+        let mut key = SketchKey { identity, name: Name::default() };
+        if sketch.lower_bound(&key) == 0 {
+            key.name = name();
         }
-        sketch.update(somebody);
+        sketch.update(key);
     }
 
     /// The denials of a limit on all workers in the last minutes: how many there were, and of whom most.
-    pub fn most(workers: &[Arc<Denied>], now: Instant, count: usize) -> (u64, Vec<Often>) {
-        let Some(mut sum) = empty() else { return (0, Vec::new()) };
+    pub fn top(workers: &[Arc<TopDenied>], now: Instant, count: usize) -> (u64, Vec<HeavyHitter>) {
+        let Some(mut sum) = new_sketch() else { return (0, Vec::new()) };
         for worker in workers {
-            let minute = worker.minute(now);
-            let minutes = worker.minutes.lock().unwrap_or_else(PoisonError::into_inner);
-            let recent = minutes.iter().flatten().filter(|(of, _)| of + (MINUTES as u64) > minute);
+            let minute = worker.minute_index(now);
+            let sketches = worker.sketches.lock().unwrap_or_else(PoisonError::into_inner);
+            let recent = sketches.iter().flatten().filter(|(sketch_minute, _)| sketch_minute + (WINDOW_MINUTES as u64) > minute);
             recent.for_each(|(_, sketch)| sum.merge(sketch));
         }
         let rows = sum.frequent_items(ErrorType::NoFalseNegatives).into_iter().take(count);
-        let often = rows.map(|row| {
-            let Somebody { identity, name } = row.item().clone();
-            Often { identity, name, at_least: row.lower_bound(), at_most: row.upper_bound() }
+        let hitters = rows.map(|row| {
+            let SketchKey { identity, name } = row.item().clone();
+            HeavyHitter { identity, name, lower_bound: row.lower_bound(), upper_bound: row.upper_bound() }
         });
-        (sum.total_weight(), often.collect())
+        (sum.total_weight(), hitters.collect())
     }
 
-    fn minute(&self, now: Instant) -> u64 {
-        now.saturating_duration_since(self.began).as_secs() / MINUTE.as_secs()
+    fn minute_index(&self, now: Instant) -> u64 {
+        now.saturating_duration_since(self.started_at).as_secs() / MINUTE.as_secs()
     }
 }
 
-fn empty() -> Option<Sketch> {
+fn new_sketch() -> Option<Sketch> {
     // The number of places is one that there can be.
-    FrequentItemsSketch::new(PLACES).ok()
+    FrequentItemsSketch::new(SKETCH_CAPACITY).ok()
 }
 
 #[cfg(test)]
@@ -128,64 +128,64 @@ mod tests {
         Name([Shown { word: "ip".into(), value: Some(text.into()) }].into())
     }
 
-    fn most(denied: &[Arc<Denied>], now: Instant) -> Vec<(u128, u64, u64)> {
-        let (_, often) = Denied::most(denied, now, 3);
-        often.iter().map(|often| (often.identity.0, often.at_least, often.at_most)).collect()
+    fn top(denied: &[Arc<TopDenied>], now: Instant) -> Vec<(u128, u64, u64)> {
+        let (_, often) = TopDenied::top(denied, now, 3);
+        often.iter().map(|often| (often.identity.0, often.lower_bound, often.upper_bound)).collect()
     }
 
     #[test]
-    fn who_was_denied_most_comes_first_of_all_workers_with_his_name() {
-        let workers = [Arc::<Denied>::default(), Arc::default()];
+    fn top_denied_merges_workers_and_sorts_by_count() {
+        let workers = [Arc::<TopDenied>::default(), Arc::default()];
         let now = monotonic();
         for (worker, identity, times) in [(0, 1, 3), (0, 2, 5), (1, 1, 4), (1, 3, 1)] {
             for _ in 0..times {
-                workers[worker].note(Identity(identity), now, || name(&identity.to_string()));
+                workers[worker].record(Identity(identity), now, || name(&identity.to_string()));
             }
         }
-        assert_eq!(most(&workers, now), [(1, 7, 7), (2, 5, 5), (3, 1, 1)]);
-        let (all, often) = Denied::most(&workers, now, 1);
+        assert_eq!(top(&workers, now), [(1, 7, 7), (2, 5, 5), (3, 1, 1)]);
+        let (all, often) = TopDenied::top(&workers, now, 1);
         assert_eq!((all, often[0].name.clone(), often.len()), (13, name("1"), 1));
     }
 
     #[test]
-    fn now_is_the_last_minutes() {
-        let denied = [Arc::<Denied>::default()];
-        let at = |minutes: u32| denied[0].began + MINUTE * minutes;
-        denied[0].note(Identity(1), at(0), || name("1"));
-        denied[0].note(Identity(2), at(4), || name("2"));
-        assert_eq!(most(&denied, at(4)).len(), 2);
-        assert_eq!(most(&denied, at(5)), [(2, 1, 1)], "the first minute is long ago");
-        denied[0].note(Identity(3), at(5), || name("3"));
-        assert_eq!(most(&denied, at(8)).len(), 2, "its place was taken");
-        assert_eq!(most(&denied, at(20)), []);
+    fn top_denied_covers_only_the_window() {
+        let denied = [Arc::<TopDenied>::default()];
+        let at = |minutes: u32| denied[0].started_at + MINUTE * minutes;
+        denied[0].record(Identity(1), at(0), || name("1"));
+        denied[0].record(Identity(2), at(4), || name("2"));
+        assert_eq!(top(&denied, at(4)).len(), 2);
+        assert_eq!(top(&denied, at(5)), [(2, 1, 1)], "the first minute is long ago");
+        denied[0].record(Identity(3), at(5), || name("3"));
+        assert_eq!(top(&denied, at(8)).len(), 2, "its place was taken");
+        assert_eq!(top(&denied, at(20)), []);
     }
 
     #[test]
-    fn a_flood_of_strangers_takes_bounded_memory_and_hides_nobody() {
-        let denied = [Arc::<Denied>::default()];
-        let (now, mut names) = (denied[0].began, 0);
+    fn flood_of_identities_is_bounded_and_keeps_heavy_hitters() {
+        let denied = [Arc::<TopDenied>::default()];
+        let (now, mut names) = (denied[0].started_at, 0);
         // Of 1.1 million denials one identity in the flood has 100,000: far more than what may be missed.
         for stranger in 0..1_000_000_u128 {
-            denied[0].note(Identity(1 << 64 | stranger), now, || name("stranger"));
+            denied[0].record(Identity(1 << 64 | stranger), now, || name("stranger"));
             if stranger % 10 == 0 {
-                denied[0].note(Identity(7), now, || {
+                denied[0].record(Identity(7), now, || {
                     names += 1;
                     name("the one")
                 });
             }
         }
         let kept = denied[0]
-            .minutes
+            .sketches
             .lock()
             .unwrap()
             .iter()
             .flatten()
             .map(|(_, sketch)| sketch.num_active_items())
             .sum::<usize>();
-        assert!(kept <= PLACES * 3 / 4, "{kept} are kept");
-        let (all, often) = Denied::most(&denied, now, 3);
+        assert!(kept <= SKETCH_CAPACITY * 3 / 4, "{kept} are kept");
+        let (all, often) = TopDenied::top(&denied, now, 3);
         assert_eq!((all, often[0].identity, &often[0].name), (1_100_000, Identity(7), &name("the one")));
-        let (at_least, at_most) = (often[0].at_least, often[0].at_most);
+        let (at_least, at_most) = (often[0].lower_bound, often[0].upper_bound);
         assert!(at_least <= 100_000 && at_most >= 100_000 && at_most - at_least <= 1_100_000 * 35 / 1280, "{often:?}");
         assert!(names < 100, "the name of somebody who is known is not asked for: {names}");
     }

@@ -5,24 +5,24 @@ use std::time::Duration;
 
 use http::{Response, StatusCode};
 
-use super::denied::Denied;
+use super::denied::TopDenied;
 use crate::http::body::Body;
 use crate::identity::name::Name;
-use crate::limit::backend::Source;
+use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::outage::Unavailable;
 use crate::limit::plan::OnStoreError;
 use crate::runtime::Runtime;
-use crate::tally::{Durations, Family, Tally};
+use crate::tally::{Histogram, MetricFamily, Counter};
 use crate::upstream::{Trail, UpstreamError};
 
 /// The classes of statuses, as labels.
-pub const CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
+pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
 /// What a limit had to do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Judgement {
+pub enum LimitDecision {
     /// It let the request pass.
     Allowed,
     /// It denied the request.
@@ -37,185 +37,185 @@ pub enum Judgement {
     StoreError,
 }
 
-impl Judgement {
+impl LimitDecision {
     /// All, in the order of their tally.
-    pub const ALL: [Judgement; 6] = [
-        Judgement::Allowed,
-        Judgement::Denied,
-        Judgement::ShadowDenied,
-        Judgement::LocalAllowed,
-        Judgement::LocalDenied,
-        Judgement::StoreError,
+    pub const ALL: [LimitDecision; 6] = [
+        LimitDecision::Allowed,
+        LimitDecision::Denied,
+        LimitDecision::ShadowDenied,
+        LimitDecision::LocalAllowed,
+        LimitDecision::LocalDenied,
+        LimitDecision::StoreError,
     ];
 
     /// One word for labels.
-    pub fn word(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
-            Judgement::Allowed => "allowed",
-            Judgement::Denied => "denied",
-            Judgement::ShadowDenied => "shadow_denied",
-            Judgement::LocalAllowed => "local_allowed",
-            Judgement::LocalDenied => "local_denied",
-            Judgement::StoreError => "store_error",
+            LimitDecision::Allowed => "allowed",
+            LimitDecision::Denied => "denied",
+            LimitDecision::ShadowDenied => "shadow_denied",
+            LimitDecision::LocalAllowed => "local_allowed",
+            LimitDecision::LocalDenied => "local_denied",
+            LimitDecision::StoreError => "store_error",
         }
     }
 
     /// Whether it is about an identity that is over the limit.
-    fn denies(self) -> bool {
+    fn is_denial(self) -> bool {
         match self {
-            Judgement::Denied | Judgement::ShadowDenied | Judgement::LocalDenied => true,
-            Judgement::Allowed | Judgement::LocalAllowed | Judgement::StoreError => false,
+            LimitDecision::Denied | LimitDecision::ShadowDenied | LimitDecision::LocalDenied => true,
+            LimitDecision::Allowed | LimitDecision::LocalAllowed | LimitDecision::StoreError => false,
         }
     }
 
     /// What the limit of a check had to do with the decision; none if others denied.
-    pub fn of(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
-        let local = decision.source == Source::Local;
-        let of_place = |place| decision.limits.iter().find(move |judged| judged.place == place);
+    pub fn from_decision(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
+        let is_local = decision.source == DecidedBy::Local;
+        let find_result = |limit_index| decision.limits.iter().find(move |result| result.place == limit_index);
         if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {
-            return Some(Judgement::ShadowDenied);
+            return Some(LimitDecision::ShadowDenied);
         }
-        if decision.overloaded || local && check.limit.on_store_error != OnStoreError::Local {
-            return Some(Judgement::StoreError);
+        if decision.overloaded || is_local && check.limit.on_store_error != OnStoreError::Local {
+            return Some(LimitDecision::StoreError);
         }
-        match (decision.admitted, local) {
-            (true, false) => Some(Judgement::Allowed),
-            (true, true) => Some(Judgement::LocalAllowed),
-            (false, local) => of_place(check.place)
-                .filter(|judged| judged.denies())
-                .map(|_| if local { Judgement::LocalDenied } else { Judgement::Denied }),
+        match (decision.admitted, is_local) {
+            (true, false) => Some(LimitDecision::Allowed),
+            (true, true) => Some(LimitDecision::LocalAllowed),
+            (false, local) => find_result(check.place)
+                .filter(|result| result.denies())
+                .map(|_| if local { LimitDecision::LocalDenied } else { LimitDecision::Denied }),
         }
     }
 }
 
 /// The counts of a process.
 #[derive(Debug, Default)]
-pub struct Tallies {
+pub struct RequestMetrics {
     /// Requests by route; those that match none have no name.
-    pub routes: Family<Answers>,
+    pub routes: MetricFamily<ResponseStats>,
     /// Decisions by limit, by [`Judgement`].
-    pub limits: Family<Tally<6>>,
+    pub limits: MetricFamily<Counter<6>>,
     /// Requests that were denied, whichever of their limits it was.
-    pub denials: Family<Tally<1>>,
+    pub denied_requests: MetricFamily<Counter<1>>,
     /// Who was denied by each limit.
-    pub denied: Family<Denied>,
+    pub top_denied: MetricFamily<TopDenied>,
     /// Answers by upstream.
-    pub upstreams: Family<Answers>,
+    pub upstreams: MetricFamily<ResponseStats>,
     /// Requests that were sent again by upstream, by [`Again`].
-    pub again: Family<Tally<3>>,
+    pub retries: MetricFamily<Counter<3>>,
     /// What deciding took, all limits of a request together.
-    pub decisions: Family<Durations>,
+    pub check_durations: MetricFamily<Histogram>,
 }
 
 /// Answers by class of status, and the time to their heads.
 #[derive(Debug, Default)]
-pub struct Answers {
+pub struct ResponseStats {
     /// By [`CLASSES`]; in one more those that never came.
-    pub classes: Tally<{ CLASSES.len() + 1 }>,
+    pub status_classes: Counter<{ STATUS_CLASSES.len() + 1 }>,
     /// From the request to the head of the response.
-    pub durations: Durations,
+    pub latency: Histogram,
 }
 
-impl Answers {
+impl ResponseStats {
     /// One more; none if it never came.
-    pub fn note(&self, status: Option<StatusCode>, took: Duration) {
-        let class = |status: StatusCode| usize::from(status.as_u16() / 100).clamp(1, CLASSES.len()) - 1;
-        self.classes.count(status.map_or(CLASSES.len(), class));
-        self.durations.note(took);
+    pub fn record(&self, status: Option<StatusCode>, elapsed: Duration) {
+        let class = |status: StatusCode| usize::from(status.as_u16() / 100).clamp(1, STATUS_CLASSES.len()) - 1;
+        self.status_classes.increment(status.map_or(STATUS_CLASSES.len(), class));
+        self.latency.observe(elapsed);
     }
 }
 
 /// Those of one worker, by the indices of the configuration that it serves.
 #[derive(Debug)]
-pub(super) struct Meters {
-    routes: Vec<OfRoute>,
+pub(super) struct WorkerMetrics {
+    routes: Vec<RouteMetrics>,
     /// Requests that match no route.
-    stray: Arc<Answers>,
-    upstreams: Vec<OfUpstream>,
-    denials: Arc<Tally<1>>,
-    decisions: Arc<Durations>,
+    unmatched: Arc<ResponseStats>,
+    upstreams: Vec<UpstreamMetrics>,
+    denied_requests: Arc<Counter<1>>,
+    check_durations: Arc<Histogram>,
 }
 
 #[derive(Debug)]
-struct OfUpstream {
-    answers: Arc<Answers>,
-    again: Arc<Tally<3>>,
+struct UpstreamMetrics {
+    responses: Arc<ResponseStats>,
+    retries: Arc<Counter<3>>,
 }
 
 #[derive(Debug)]
-struct OfRoute {
-    answers: Arc<Answers>,
-    limits: Vec<(Arc<Tally<6>>, Arc<Denied>)>,
+struct RouteMetrics {
+    responses: Arc<ResponseStats>,
+    limits: Vec<(Arc<Counter<6>>, Arc<TopDenied>)>,
 }
 
-impl Meters {
+impl WorkerMetrics {
     /// The counts that a worker adds to.
-    pub(super) fn new(tallies: &Tallies, runtime: &Runtime, worker: usize) -> Self {
+    pub(super) fn new(request_metrics: &RequestMetrics, runtime: &Runtime, worker: usize) -> Self {
         let limits = |route: &crate::runtime::Route| {
-            let names = route.metering.limits.iter().map(|metered| &*metered.limit.name);
-            names.map(|name| (tallies.limits.of(name, worker), tallies.denied.of(name, worker))).collect()
+            let names = route.metering.limits.iter().map(|route_limit| &*route_limit.limit.name);
+            names.map(|name| (request_metrics.limits.get_or_create(name, worker), request_metrics.top_denied.get_or_create(name, worker))).collect()
         };
-        let of_upstream = |name: &str| OfUpstream {
-            answers: tallies.upstreams.of(name, worker),
-            again: tallies.again.of(name, worker),
+        let upstream_metrics = |name: &str| UpstreamMetrics {
+            responses: request_metrics.upstreams.get_or_create(name, worker),
+            retries: request_metrics.retries.get_or_create(name, worker),
         };
         let routes = runtime.routes.iter();
-        Meters {
+        WorkerMetrics {
             routes: routes
-                .map(|route| OfRoute { answers: tallies.routes.of(&route.name, worker), limits: limits(route) })
+                .map(|route| RouteMetrics { responses: request_metrics.routes.get_or_create(&route.name, worker), limits: limits(route) })
                 .collect(),
-            stray: tallies.routes.of("", worker),
-            upstreams: runtime.upstreams.iter().map(|upstream| of_upstream(&upstream.name)).collect(),
-            denials: tallies.denials.of("", worker),
-            decisions: tallies.decisions.of("", worker),
+            unmatched: request_metrics.routes.get_or_create("", worker),
+            upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),
+            denied_requests: request_metrics.denied_requests.get_or_create("", worker),
+            check_durations: request_metrics.check_durations.get_or_create("", worker),
         }
     }
 
     /// A request was answered.
-    pub(super) fn answered(&self, route: Option<usize>, status: StatusCode, took: Duration) {
-        route.map_or(&self.stray, |route| &self.routes[route].answers).note(Some(status), took);
+    pub(super) fn record_response(&self, route: Option<usize>, status: StatusCode, elapsed: Duration) {
+        route.map_or(&self.unmatched, |route| &self.routes[route].responses).record(Some(status), elapsed);
     }
 
     /// A request was sent on, and what came of it.
-    pub(super) fn sent(
+    pub(super) fn record_upstream(
         &self,
         upstream: usize,
-        answer: &Result<Response<Body>, UpstreamError>,
-        took: Duration,
-        trail: &Trail,
+        result: &Result<Response<Body>, UpstreamError>,
+        elapsed: Duration,
+        attempts: &Trail,
     ) {
-        let OfUpstream { answers, again } = &self.upstreams[upstream];
-        if !answer.as_ref().is_err_and(UpstreamError::is_clients_fault) {
-            answers.note(answer.as_ref().ok().map(Response::status), took);
+        let UpstreamMetrics { responses, retries } = &self.upstreams[upstream];
+        if !result.as_ref().is_err_and(UpstreamError::is_clients_fault) {
+            responses.record(result.as_ref().ok().map(Response::status), elapsed);
         }
-        for (why, times) in trail.again().into_iter().enumerate().filter(|(_, times)| *times > 0) {
-            again.add(why, times);
+        for (reason, times) in attempts.again().into_iter().enumerate().filter(|(_, times)| *times > 0) {
+            retries.add(reason, times);
         }
     }
 
     /// The limits of a route decided. Names of identities are asked for where somebody is denied.
-    pub(super) fn decided(
+    pub(super) fn record_decision(
         &self,
         route: usize,
         checks: &[Check<'_, '_>],
         decision: &Result<Decision<'_>, Unavailable>,
-        took: Duration,
+        elapsed: Duration,
         name: impl Fn(&Check<'_, '_>) -> Name,
     ) {
-        self.decisions.note(took);
+        self.check_durations.observe(elapsed);
         if decision.as_ref().is_ok_and(|decision| !decision.admitted) {
-            self.denials.count(0);
+            self.denied_requests.increment(0);
         }
         for check in checks {
-            let judgement = match decision {
-                Ok(decision) => Judgement::of(check, decision),
-                Err(_) => Some(Judgement::StoreError),
+            let limit_decision = match decision {
+                Ok(decision) => LimitDecision::from_decision(check, decision),
+                Err(_) => Some(LimitDecision::StoreError),
             };
-            let (tally, denied) = &self.routes[route].limits[check.place];
-            if let Some(judgement) = judgement {
-                tally.count(judgement as usize);
-                if judgement.denies() {
-                    denied.note(check.identity, monotonic(), || name(check));
+            let (counter, top_denied) = &self.routes[route].limits[check.place];
+            if let Some(limit_decision) = limit_decision {
+                counter.increment(limit_decision as usize);
+                if limit_decision.is_denial() {
+                    top_denied.record(check.identity, monotonic(), || name(check));
                 }
             }
         }

@@ -4,97 +4,97 @@ use std::time::{Duration, Instant};
 
 use http::Response;
 
-use super::meters::Judgement;
-use crate::account::Record;
+use super::meters::LimitDecision;
+use crate::account::RequestRecord;
 use crate::http::body::Body;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::outage::Unavailable;
-use crate::observe::access::{Binding, Decided, Judged, Sent};
+use crate::observe::access::{EffectiveLimit, DecisionInfo, LimitInfo, UpstreamInfo};
 use crate::reply;
 use crate::runtime::Route;
 use crate::upstream::{Trail, Upstream, UpstreamError};
 
 /// What says most about a request comes first.
-const TELLING: [Judgement; 6] = [
-    Judgement::Denied,
-    Judgement::LocalDenied,
-    Judgement::ShadowDenied,
-    Judgement::LocalAllowed,
-    Judgement::StoreError,
-    Judgement::Allowed,
+const DECISION_PRIORITY: [LimitDecision; 6] = [
+    LimitDecision::Denied,
+    LimitDecision::LocalDenied,
+    LimitDecision::ShadowDenied,
+    LimitDecision::LocalAllowed,
+    LimitDecision::StoreError,
+    LimitDecision::Allowed,
 ];
 
 /// The limits of a request decided.
-pub(super) fn decided(
-    record: &mut Record,
+pub(super) fn record_decision(
+    record: &mut RequestRecord,
     checks: &[Check<'_, '_>],
     decision: &Result<Decision<'_>, Unavailable>,
-    (began, took): (Instant, Duration),
+    (started_at, elapsed): (Instant, Duration),
 ) {
     let decision = decision.as_ref().ok();
-    let judgement = |check: &Check<'_, '_>| match decision {
-        Some(decision) => Judgement::of(check, decision),
-        None => Some(Judgement::StoreError),
+    let to_limit_decision = |check: &Check<'_, '_>| match decision {
+        Some(decision) => LimitDecision::from_decision(check, decision),
+        None => Some(LimitDecision::StoreError),
     };
-    let judgements: Vec<_> = checks.iter().map(judgement).collect();
+    let limit_decisions: Vec<_> = checks.iter().map(to_limit_decision).collect();
     let remaining = |check: &Check<'_, '_>| {
-        let judged = decision?.limits.iter().find(|judged| judged.place == check.place)?;
-        Some(judged.outcome.remaining)
+        let result = decision?.limits.iter().find(|result| result.place == check.place)?;
+        Some(result.outcome.remaining)
     };
-    let limits = checks.iter().zip(&judgements).map(|(check, judgement)| Judged {
+    let limits = checks.iter().zip(&limit_decisions).map(|(check, limit_decision)| LimitInfo {
         limit: check.limit.name.clone(),
         identity: check.identity.0,
         cost: check.needs(),
-        decision: judgement.map(Judgement::word),
+        decision: limit_decision.map(LimitDecision::label),
         remaining: remaining(check),
-        place: check.place,
+        limit_index: check.place,
     });
     let limits: Vec<_> = limits.collect();
-    let binding = decision.and_then(reply::binding).and_then(|standing| {
-        let judged = limits.iter().find(|judged| &*judged.limit == standing.name)?;
-        Some(Binding { limit: judged.limit.clone(), remaining: standing.remaining, identity: judged.identity })
+    let effective_limit = decision.and_then(reply::effective_limit).and_then(|status| {
+        let info = limits.iter().find(|info| &*info.limit == status.name)?;
+        Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
     });
-    let telling = TELLING.iter().find(|judgement| judgements.contains(&Some(**judgement)));
+    let most_relevant = DECISION_PRIORITY.iter().find(|limit_decision| limit_decisions.contains(&Some(**limit_decision)));
     let shadows = decision.map_or(&[][..], |decision| &decision.shadow_denied);
-    record.decided = Some(Decided {
-        decision: telling.map_or("denied", |judgement| judgement.word()),
+    record.decision = Some(DecisionInfo {
+        decision: most_relevant.map_or("denied", |limit_decision| limit_decision.label()),
         decided_by: decision.map(Decision::decided_by),
-        binding,
-        took,
+        effective_limit,
+        duration: elapsed,
         decided_at: decision.map(|decision| decision.now_us),
         shadow_denied: shadows.iter().map(|limit| limit.name.clone()).collect(),
         limits,
-        began: record.since(began),
+        start_offset: record.offset_of(started_at),
     });
 }
 
 /// What a request costs may be known with its response only.
-pub(super) fn paid(record: &mut Record, route: &Route, answer: &Result<Response<Body>, UpstreamError>) {
-    let Some(decided) = &mut record.decided else { return };
-    let none = http::HeaderMap::new();
-    let headers = answer.as_ref().map_or(&none, Response::headers);
-    for judged in &mut decided.limits {
-        let cost = &route.metering.limits[judged.place].cost;
+pub(super) fn record_cost(record: &mut RequestRecord, route: &Route, result: &Result<Response<Body>, UpstreamError>) {
+    let Some(decision) = &mut record.decision else { return };
+    let no_headers = http::HeaderMap::new();
+    let headers = result.as_ref().map_or(&no_headers, Response::headers);
+    for limit in &mut decision.limits {
+        let cost = &route.metering.limits[limit.limit_index].cost;
         if cost.is_post_paid() {
-            judged.cost = cost.of_response(headers).unwrap_or(0);
+            limit.cost = cost.of_response(headers).unwrap_or(0);
         }
     }
 }
 
 /// A request was sent on.
-pub(super) fn sent(
-    record: &mut Record,
+pub(super) fn record_upstream(
+    record: &mut RequestRecord,
     upstream: &Upstream,
-    trail: &Trail,
-    answer: &Result<Response<Body>, UpstreamError>,
-    asked: Instant,
+    attempts: &Trail,
+    result: &Result<Response<Body>, UpstreamError>,
+    started_at: Instant,
 ) {
-    record.sent = Some(Sent {
+    record.upstream = Some(UpstreamInfo {
         upstream: upstream.name().into(),
-        server: trail.server().map(Into::into),
-        upstream_status: answer.as_ref().ok().map(|response| response.status().as_u16()),
-        took: asked.elapsed(),
-        retries: trail.again().iter().sum(),
-        began: record.since(asked),
+        server: attempts.server().map(Into::into),
+        upstream_status: result.as_ref().ok().map(|response| response.status().as_u16()),
+        duration: started_at.elapsed(),
+        retries: attempts.again().iter().sum(),
+        start_offset: record.offset_of(started_at),
     });
 }

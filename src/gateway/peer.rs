@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use http::HeaderMap;
 
-use crate::http::headers::Origin;
+use crate::http::headers::ForwardedInfo;
 use crate::identity::client_ip::ClientIp;
 use crate::runtime::Runtime;
 
@@ -15,13 +15,13 @@ pub struct Peer {
     /// Its address; IPv4-mapped ones as IPv4.
     pub address: IpAddr,
     /// What upstreams are told of it.
-    pub origin: Origin,
+    pub forwarded: ForwardedInfo,
     /// The subject of its certificate, which was verified.
-    pub subject: Option<Box<str>>,
+    pub certificate_subject: Option<Box<str>>,
     /// Who has said whether it is trusted.
     client_ip: Arc<ClientIp>,
     /// Whether it speaks for somebody whom it does not tell.
-    hidden: bool,
+    is_distrusted: bool,
 }
 
 impl Peer {
@@ -29,29 +29,29 @@ impl Peer {
     pub fn new(address: IpAddr, scheme: &'static str, runtime: &Runtime) -> Self {
         let address = address.to_canonical();
         let client_ip = runtime.client_ip.clone();
-        let origin = Origin::new(address, scheme, client_ip.trusts(address));
-        Peer { address, origin, subject: None, client_ip, hidden: false }
+        let forwarded = ForwardedInfo::new(address, scheme, client_ip.trusts(address));
+        Peer { address, forwarded, certificate_subject: None, client_ip, is_distrusted: false }
     }
 
     /// The address of the client that it speaks for in a request with this header section.
-    pub fn client(&self, headers: &HeaderMap) -> IpAddr {
+    pub fn client_address(&self, headers: &HeaderMap) -> IpAddr {
         // A trusted proxy may speak for somebody whose address it does not tell.
-        if self.origin.trusted { self.client_ip.client(self.address, headers) } else { self.address }
+        if self.forwarded.trusted { self.client_ip.client(self.address, headers) } else { self.address }
     }
 
     /// Believes nothing that comes from it.
-    pub fn hide(&mut self) {
-        (self.hidden, self.origin.trusted) = (true, false);
+    pub fn distrust(&mut self) {
+        (self.is_distrusted, self.forwarded.trusted) = (true, false);
     }
 
     /// The same under a configuration that is newer than the connection; none if it says the same of whom to trust.
-    pub(super) fn under(&self, runtime: &Runtime) -> Option<Box<Peer>> {
+    pub(super) fn revalidate(&self, runtime: &Runtime) -> Option<Box<Peer>> {
         let client_ip = &runtime.client_ip;
         if Arc::ptr_eq(client_ip, &self.client_ip) {
             return None;
         }
-        let trusted = !self.hidden && client_ip.trusts(self.address);
-        let (origin, client_ip) = (Origin { trusted, ..self.origin.clone() }, client_ip.clone());
-        Some(Box::new(Peer { origin, client_ip, subject: self.subject.clone(), ..*self }))
+        let trusted = !self.is_distrusted && client_ip.trusts(self.address);
+        let (forwarded, client_ip) = (ForwardedInfo { trusted, ..self.forwarded.clone() }, client_ip.clone());
+        Some(Box::new(Peer { forwarded, client_ip, certificate_subject: self.certificate_subject.clone(), ..*self }))
     }
 }

@@ -9,26 +9,26 @@ use crate::http::headers::X_REQUEST_ID;
 #[derive(Debug, Clone)]
 pub enum RequestId {
     /// Of our own; in the form of text when somebody asks for it.
-    Made(Uuid),
+    Generated(Uuid),
     /// Of a trusted proxy.
-    Given(HeaderValue),
+    Received(HeaderValue),
 }
 
 impl RequestId {
     /// That of a request with this header section.
-    pub fn of(headers: &HeaderMap, trusted: bool) -> Self {
+    pub fn from_headers(headers: &HeaderMap, trusted: bool) -> Self {
         match trusted.then(|| headers.get(X_REQUEST_ID)).flatten() {
-            Some(given) => RequestId::Given(given.clone()),
+            Some(received) => RequestId::Received(received.clone()),
             // In order by the millisecond. A finer order, as of `now_v7`, is a lock that all workers share.
-            None => RequestId::Made(Uuid::new_v7(Timestamp::now(NoContext))),
+            None => RequestId::Generated(Uuid::new_v7(Timestamp::now(NoContext))),
         }
     }
 
     /// As the value of a field.
-    pub fn value(&self) -> HeaderValue {
+    pub fn to_header_value(&self) -> HeaderValue {
         match self {
-            RequestId::Given(value) => value.clone(),
-            RequestId::Made(id) => {
+            RequestId::Received(value) => value.clone(),
+            RequestId::Generated(id) => {
                 let mut text = [0; uuid::fmt::Hyphenated::LENGTH];
                 let text = id.hyphenated().encode_lower(&mut text);
                 // Hex digits and hyphens are a valid value.

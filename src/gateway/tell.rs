@@ -3,21 +3,21 @@
 use http::header::{EXPECT, HOST, HeaderValue};
 use http::{Request, Version};
 
-use crate::http::headers::{self, Origin, X_REQUEST_ID};
+use crate::http::headers::{self, ForwardedInfo, X_REQUEST_ID};
 use crate::http::host;
-use crate::http::upgrade::Offer;
-use crate::observe::trace::Trace;
+use crate::http::upgrade::UpgradeRequest;
+use crate::observe::trace::TraceContext;
 use crate::runtime::{Route, Runtime};
 
 /// What is known of a request besides its head.
 #[derive(Debug)]
-pub struct Told<'a> {
+pub struct UpstreamRequestInfo<'a> {
     /// Where it comes from.
-    pub origin: &'a Origin,
+    pub forwarded: &'a ForwardedInfo,
     /// What tells it from all others.
-    pub id: HeaderValue,
+    pub request_id: HeaderValue,
     /// What the upstream's own spans belong to, if that is recorded.
-    pub trace: Option<Trace>,
+    pub trace: Option<TraceContext>,
     /// The host that the upstream is told where the request names none.
     pub authority: &'a str,
     /// Bytes of its body, where they are known.
@@ -25,19 +25,19 @@ pub struct Told<'a> {
 }
 
 /// Makes the header section for the upstream of the one that came; the offer to switch protocols is left to whoever can switch.
-pub fn tell<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, told: Told<'_>) -> Option<Offer> {
+pub fn prepare_upstream_headers<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, info: UpstreamRequestInfo<'_>) -> Option<UpgradeRequest> {
     let version = request.version();
     // The host that was routed on is the only one; an authority is a valid value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
     let headers = request.headers_mut();
     // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
-    let may_switch = route.websocket && version == Version::HTTP_11 && told.length == Some(0);
-    let offer = if may_switch { Offer::read(headers) } else { None };
+    let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
+    let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
     headers::strip_hop_by_hop(headers, &runtime.guarded);
-    headers::set_framing(headers, told.length);
+    headers::set_framing(headers, info.length);
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
-    headers::strip_untrusted(headers, &runtime.guarded, told.origin.trusted);
+    headers::strip_untrusted(headers, &runtime.guarded, info.forwarded.trusted);
     if version == Version::HTTP_2 {
         headers::join_cookies(headers);
     }
@@ -45,18 +45,18 @@ pub fn tell<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, told:
         headers.insert(HOST, host);
     }
     let mut host = headers.get(HOST).cloned();
-    if let Some(plain) = host.as_ref().and_then(host::without_dot) {
+    if let Some(plain) = host.as_ref().and_then(host::strip_trailing_dot) {
         headers.insert(HOST, plain.clone());
         host = Some(plain);
     }
-    if let (None, Ok(host)) = (&host, HeaderValue::from_str(told.authority)) {
+    if let (None, Ok(host)) = (&host, HeaderValue::from_str(info.authority)) {
         headers.insert(HOST, host);
     }
-    headers::set_forwarded(headers, told.origin, host.as_ref(), version);
-    headers.insert(X_REQUEST_ID, told.id);
-    if let Some(trace) = told.trace {
-        trace.pass_on(headers);
+    headers::set_forwarded(headers, info.forwarded, host.as_ref(), version);
+    headers.insert(X_REQUEST_ID, info.request_id);
+    if let Some(trace) = info.trace {
+        trace.inject(headers);
     }
     route.request_headers.apply(headers);
-    offer
+    upgrade_request
 }

@@ -10,47 +10,47 @@ use bytes::Bytes;
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
 
-use super::activity::InFlight;
-use super::bounds::{BodyError, Bounds, Deadline, Silence};
-use super::budget::Piece;
-use super::flow::Flow;
-use super::reads::{ReadBound, Reads};
+use super::activity::InFlightRequest;
+use super::bounds::{BodyError, BodyLimits, Deadline, IdleTimer};
+use super::budget::DataChunk;
+use super::flow::StreamFlow;
+use super::reads::{ReadBound, ReadLimit};
 use super::tunnel::Tunnel;
 
 /// Told when a response body is over.
-pub trait Ending: Send {
+pub trait OnComplete: Send {
     /// The body reached its end (`complete`) or was dropped before; `sent` bytes of data went out.
-    fn ended(self: Box<Self>, sent: u64, complete: bool);
+    fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
 /// What a body has when it is asked for more.
-pub(super) type Polled = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
+pub(super) type PollFrame = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
 
 /// A response body.
 pub struct Body {
-    source: Source,
-    sent: u64,
+    kind: BodyKind,
+    bytes_sent: u64,
     complete: bool,
     /// When it is broken off.
     deadline: Option<Deadline>,
     /// Told at the end of the data, while the connection behind it is still good.
-    lease: Option<Box<dyn Ending>>,
+    on_data_end: Option<Box<dyn OnComplete>>,
     /// Told once the body is gone.
-    record: Option<Box<dyn Ending>>,
+    on_drop: Option<Box<dyn OnComplete>>,
     /// Holds the request's place on its connection.
-    in_flight: Option<InFlight>,
+    in_flight: Option<InFlightRequest>,
     /// Told what the client has to take.
-    flow: Option<Arc<Flow>>,
+    flow: Option<Arc<StreamFlow>>,
     /// What is read ahead of it.
     bound: Option<ReadBound>,
     /// Freed when the body is gone.
-    kept: Option<Box<dyn Any + Send>>,
+    drop_guard: Option<Box<dyn Any + Send>>,
 }
 
-enum Source {
-    Own(Option<Bytes>),
+enum BodyKind {
+    Full(Option<Bytes>),
     /// With the silence of an upstream that has said how much is to come: others may take their time, as events do.
-    Upstream(Incoming, Option<Silence>),
+    Upstream(Incoming, Option<IdleTimer>),
     /// No body in the sense of HTTP: bytes in both directions.
     Tunnel(Option<Box<Tunnel>>),
 }
@@ -60,111 +60,111 @@ impl Body {
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
         let complete = bytes.is_empty();
-        Body::of(Source::Own((!complete).then_some(bytes)), complete)
+        Body::new(BodyKind::Full((!complete).then_some(bytes)), complete)
     }
 
-    fn of(source: Source, complete: bool) -> Self {
+    fn new(kind: BodyKind, complete: bool) -> Self {
         Body {
-            source,
-            sent: 0,
+            kind,
+            bytes_sent: 0,
             complete,
             deadline: None,
-            lease: None,
-            record: None,
+            on_data_end: None,
+            on_drop: None,
             in_flight: None,
             flow: None,
             bound: None,
-            kept: None,
+            drop_guard: None,
         }
     }
 
     /// An upstream's body; `lease` hears of its end.
-    pub fn upstream(body: Incoming, bounds: Bounds, lease: Box<dyn Ending>) -> Self {
-        let mut body = Body::of(Source::upstream(body, bounds), false).leased(lease);
-        body.notice_end();
-        body.deadline = bounds.deadline.filter(|_| !body.complete).map(Deadline::new);
+    pub fn from_upstream(body: Incoming, limits: BodyLimits, on_data_end: Box<dyn OnComplete>) -> Self {
+        let mut body = Body::new(BodyKind::from_upstream(body, limits), false).on_data_end(on_data_end);
+        body.check_end();
+        body.deadline = limits.deadline.filter(|_| !body.complete).map(Deadline::new);
         body
     }
 
     /// It is read from a connection whose reads are bounded by what of it may be buffered.
-    pub fn reading(mut self, bound: ReadBound) -> Self {
+    pub fn with_read_limit(mut self, bound: ReadBound) -> Self {
         self.bound = Some(bound);
         self
     }
 
     /// `lease` hears of its end.
-    pub fn leased(mut self, lease: Box<dyn Ending>) -> Self {
-        self.lease = Some(lease);
+    pub fn on_data_end(mut self, on_data_end: Box<dyn OnComplete>) -> Self {
+        self.on_data_end = Some(on_data_end);
         self
     }
 
     /// What follows a switch of protocols, instead of this body; whoever hears of its end hears of that of the tunnel.
-    pub fn tunnel(mut self, tunnel: Tunnel) -> Self {
-        (self.source, self.complete) = (Source::Tunnel(Some(Box::new(tunnel))), false);
+    pub fn with_tunnel(mut self, tunnel: Tunnel) -> Self {
+        (self.kind, self.complete) = (BodyKind::Tunnel(Some(Box::new(tunnel))), false);
         self
     }
 
     /// Passes bytes both ways to the end of the tunnel, and then is gone.
-    pub async fn pass(mut self: Box<Self>) {
-        if let Source::Tunnel(tunnel) = &mut self.source
+    pub async fn run_tunnel(mut self: Box<Self>) {
+        if let BodyKind::Tunnel(tunnel) = &mut self.kind
             && let Some(tunnel) = tunnel.take()
         {
-            self.complete = tunnel.run(&mut self.sent).await;
+            self.complete = tunnel.run(&mut self.bytes_sent).await;
         }
     }
 
     /// `record` hears when the body is gone.
-    pub fn recorded(mut self, record: Box<dyn Ending>) -> Self {
-        self.record = Some(record);
+    pub fn on_drop(mut self, on_drop: Box<dyn OnComplete>) -> Self {
+        self.on_drop = Some(on_drop);
         self
     }
 
     /// Keeps the request in flight until the body is gone.
-    pub fn hold(&mut self, in_flight: InFlight) {
+    pub fn track_in_flight(&mut self, in_flight: InFlightRequest) {
         self.in_flight = Some(in_flight);
-        self.flow = Flow::current();
+        self.flow = StreamFlow::current();
         if let Some(flow) = &self.flow {
-            flow.offer();
-            flow.end_at(self.deadline.as_ref().map(|deadline| deadline.at));
+            flow.mark_data_pending();
+            flow.set_deadline(self.deadline.as_ref().map(|deadline| deadline.instant));
         }
     }
 
     /// Keeps something until the body is gone.
-    pub fn keep(&mut self, kept: Box<dyn Any + Send>) {
-        self.kept = Some(kept);
+    pub fn hold_until_drop(&mut self, guard: Box<dyn Any + Send>) {
+        self.drop_guard = Some(guard);
     }
 
     /// Drops the content of a body of our own and returns its length. hyper does so for HEAD in HTTP/1.1; in HTTP/2 it would
     /// send the content (RFC 9110 §9.3.2).
-    pub fn withhold(&mut self) -> Option<u64> {
-        let Source::Own(bytes) = &mut self.source else { return None };
+    pub fn discard_content(&mut self) -> Option<u64> {
+        let BodyKind::Full(bytes) = &mut self.kind else { return None };
         self.complete = true;
         Some(bytes.take()?.len() as u64)
     }
 
     /// What the protocol buffers until it is written.
-    fn piece(&self, frame: Frame<Bytes>) -> Frame<Piece> {
-        let flow = self.flow.as_ref().filter(|flow| flow.is_stream() && matches!(self.source, Source::Upstream(..)));
+    fn to_chunk(&self, frame: Frame<Bytes>) -> Frame<DataChunk> {
+        let flow = self.flow.as_ref().filter(|flow| flow.is_multiplexed() && matches!(self.kind, BodyKind::Upstream(..)));
         frame.map_data(|bytes| match flow {
-            Some(flow) => Piece::held(bytes, flow),
-            None => Piece::free(bytes),
+            Some(flow) => DataChunk::tracked(bytes, flow),
+            None => DataChunk::untracked(bytes),
         })
     }
 
     /// Read nothing ahead of this piece. The connection of a complete response reads on: another request may use it.
     fn pause(&self) {
         if let (Some(flow), Some(bound), false) = (&self.flow, &self.bound, self.complete)
-            && flow.is_stream()
+            && flow.is_multiplexed()
         {
-            bound.set(Reads::Paused);
+            bound.set(ReadLimit::Paused);
         }
     }
 
-    fn notice_end(&mut self) {
+    fn check_end(&mut self) {
         if self.is_end_stream() {
             self.complete = true;
-            if let Some(lease) = self.lease.take() {
-                lease.ended(self.sent, true);
+            if let Some(on_data_end) = self.on_data_end.take() {
+                on_data_end.on_complete(self.bytes_sent, true);
             }
         }
     }
@@ -172,37 +172,37 @@ impl Body {
 
 impl fmt::Debug for Body {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Body").field("sent", &self.sent).field("complete", &self.complete).finish_non_exhaustive()
+        f.debug_struct("Body").field("sent", &self.bytes_sent).field("complete", &self.complete).finish_non_exhaustive()
     }
 }
 
 impl HttpBody for Body {
-    type Data = Piece;
+    type Data = DataChunk;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Piece>, BodyError>>> {
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<DataChunk>, BodyError>>> {
         // Also while there always is something: those who read little by little take their time, too.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
-            return Poll::Ready(Some(Err(BodyError::Overdue)));
+            return Poll::Ready(Some(Err(BodyError::RouteTimeout)));
         }
-        if let Some(flow) = self.flow.as_ref().filter(|flow| flow.is_stream()) {
-            let room = flow.poll_room(cx);
+        if let Some(flow) = self.flow.as_ref().filter(|flow| flow.is_multiplexed()) {
+            let room = flow.poll_capacity(cx);
             if let Some(bound) = &self.bound {
-                bound.set(if room.is_ready() { flow.reads(self.sent) } else { Reads::Paused });
+                bound.set(if room.is_ready() { flow.reads(self.bytes_sent) } else { ReadLimit::Paused });
             }
             // For its client, and not for its upstream.
             ready!(room);
         }
-        let polled = self.source.poll(cx);
+        let polled = self.kind.poll(cx);
         if let Some(flow) = &self.flow {
             match &polled {
-                Poll::Ready(Some(_)) => flow.offer(),
-                Poll::Ready(None) | Poll::Pending => flow.rest(),
+                Poll::Ready(Some(_)) => flow.mark_data_pending(),
+                Poll::Ready(None) | Poll::Pending => flow.mark_drained(),
             }
         }
         let frame = ready!(polled);
         match &frame {
-            Some(Ok(frame)) => self.sent += frame.data_ref().map_or(0, |data| data.len() as u64),
+            Some(Ok(frame)) => self.bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64),
             Some(Err(_)) => {}
             None => self.complete = true,
         }
@@ -210,53 +210,53 @@ impl HttpBody for Body {
             return Poll::Ready(Some(Err(error)));
         }
         if frame.is_none() {
-            if let Some(lease) = self.lease.take() {
-                lease.ended(self.sent, true);
+            if let Some(on_data_end) = self.on_data_end.take() {
+                on_data_end.on_complete(self.bytes_sent, true);
             }
         } else {
-            self.notice_end();
+            self.check_end();
         }
-        let frame = frame.map(|frame| frame.map(|frame| self.piece(frame)));
+        let frame = frame.map(|frame| frame.map(|frame| self.to_chunk(frame)));
         self.pause();
         Poll::Ready(frame)
     }
 
     fn is_end_stream(&self) -> bool {
-        match &self.source {
-            Source::Own(bytes) => bytes.is_none(),
-            Source::Upstream(body, _) => body.is_end_stream(),
-            Source::Tunnel(_) => true,
+        match &self.kind {
+            BodyKind::Full(bytes) => bytes.is_none(),
+            BodyKind::Upstream(body, _) => body.is_end_stream(),
+            BodyKind::Tunnel(_) => true,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
-        match &self.source {
-            Source::Own(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
-            Source::Upstream(body, _) => body.size_hint(),
-            Source::Tunnel(_) => SizeHint::with_exact(0),
+        match &self.kind {
+            BodyKind::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
+            BodyKind::Upstream(body, _) => body.size_hint(),
+            BodyKind::Tunnel(_) => SizeHint::with_exact(0),
         }
     }
 }
 
-impl Source {
-    fn upstream(body: Incoming, bounds: Bounds) -> Self {
-        let silence = body.size_hint().exact().map(|_| Silence::new(bounds.idle));
-        Source::Upstream(body, silence)
+impl BodyKind {
+    fn from_upstream(body: Incoming, limits: BodyLimits) -> Self {
+        let idle_timer = body.size_hint().exact().map(|_| IdleTimer::new(limits.idle_timeout));
+        BodyKind::Upstream(body, idle_timer)
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> Polled {
+    fn poll(&mut self, cx: &mut Context<'_>) -> PollFrame {
         match self {
-            Source::Own(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
-            Source::Upstream(body, silence) => match (Pin::new(body).poll_frame(cx), silence) {
-                (Poll::Pending, Some(silence)) => silence.poll(cx).map(|()| Some(Err(BodyError::UpstreamStalled))),
-                (polled, silence) => {
-                    if let Some(silence) = silence {
-                        silence.end();
+            BodyKind::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            BodyKind::Upstream(body, idle_timer) => match (Pin::new(body).poll_frame(cx), idle_timer) {
+                (Poll::Pending, Some(idle_timer)) => idle_timer.poll(cx).map(|()| Some(Err(BodyError::UpstreamIdleTimeout))),
+                (polled, idle_timer) => {
+                    if let Some(idle_timer) = idle_timer {
+                        idle_timer.record_progress();
                     }
-                    polled.map_err(BodyError::Broken)
+                    polled.map_err(BodyError::Aborted)
                 }
             },
-            Source::Tunnel(_) => Poll::Ready(None),
+            BodyKind::Tunnel(_) => Poll::Ready(None),
         }
     }
 }
@@ -264,15 +264,15 @@ impl Source {
 impl Drop for Body {
     fn drop(&mut self) {
         if let Some(flow) = &self.flow {
-            flow.rest();
-            flow.end_at(None);
+            flow.mark_drained();
+            flow.set_deadline(None);
         }
         // hyper finds out that the body was dropped when it reads on, and closes the connection.
         if let Some(bound) = self.bound.as_ref().filter(|_| !self.complete) {
-            bound.set(Reads::Small);
+            bound.set(ReadLimit::Small);
         }
-        for ending in [self.lease.take(), self.record.take()].into_iter().flatten() {
-            ending.ended(self.sent, self.complete);
+        for callback in [self.on_data_end.take(), self.on_drop.take()].into_iter().flatten() {
+            callback.on_complete(self.bytes_sent, self.complete);
         }
     }
 }

@@ -6,17 +6,17 @@ use std::task::{Context, Poll};
 
 use tokio::time::{Duration, Instant, Sleep, sleep, sleep_until};
 
-use super::pace::Demand;
+use super::pace::UploadLimits;
 
 /// The bounds of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
-pub struct Bounds {
+pub struct BodyLimits {
     /// When all of it is to be over.
     pub deadline: Option<Instant>,
     /// What is demanded of the client while it sends the request body.
-    pub demand: Demand,
+    pub upload: UploadLimits,
     /// Maximum silence of an upstream within a response of known length.
-    pub idle: Duration,
+    pub idle_timeout: Duration,
     /// Bytes of a request body.
     pub max_body: Option<u64>,
 }
@@ -26,29 +26,29 @@ pub struct Bounds {
 #[allow(missing_docs)]
 pub enum BodyError {
     #[error(transparent)]
-    Broken(#[from] hyper::Error),
+    Aborted(#[from] hyper::Error),
     #[error("the trailer section of the request is malformed")]
-    Trailers,
+    MalformedTrailers,
     #[error("the request body is longer than the route allows")]
     TooLarge,
     #[error("the client stopped sending the request body")]
-    ClientStalled,
+    ClientTimeout,
     #[error("the upstream stopped sending a response body of known length")]
-    UpstreamStalled,
+    UpstreamIdleTimeout,
     #[error("the timeout of the route is over")]
-    Overdue,
+    RouteTimeout,
 }
 
 /// When a body is to be over.
 #[derive(Debug)]
 pub(super) struct Deadline {
-    pub(super) at: Instant,
+    pub(super) instant: Instant,
     timer: Pin<Box<Sleep>>,
 }
 
 impl Deadline {
-    pub(super) fn new(at: Instant) -> Self {
-        Deadline { at, timer: Box::pin(sleep_until(at)) }
+    pub(super) fn new(instant: Instant) -> Self {
+        Deadline { instant: at: instant, timer: Box::pin(sleep_until(instant)) }
     }
 
     /// Ready when the time is over.
@@ -59,35 +59,35 @@ impl Deadline {
 
 /// Times a silence. Nothing is set for a body that never keeps anybody waiting.
 #[derive(Debug)]
-pub(super) struct Silence {
-    limit: Duration,
+pub(super) struct IdleTimer {
+    timeout: Duration,
     timer: Option<Pin<Box<Sleep>>>,
     /// Something came since the timer was set.
-    broken: bool,
+    has_progressed: bool,
 }
 
-impl Silence {
-    pub(super) fn new(limit: Duration) -> Self {
-        Silence { limit, timer: None, broken: false }
+impl IdleTimer {
+    pub(super) fn new(timeout: Duration) -> Self {
+        IdleTimer { timeout: limit: timeout, timer: None, has_progressed: false }
     }
 
     /// Something came.
-    pub(super) fn end(&mut self) {
-        self.broken = true;
+    pub(super) fn record_progress(&mut self) {
+        self.has_progressed = true;
     }
 
     /// Nothing is there: ready when that has been so for too long.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let limit = self.limit;
-        let broken = std::mem::take(&mut self.broken);
+        let timeout = self.timeout;
+        let has_progressed = std::mem::take(&mut self.has_progressed);
         let timer = match &mut self.timer {
             Some(timer) => {
-                if broken {
-                    timer.as_mut().reset(Instant::now() + limit);
+                if has_progressed {
+                    timer.as_mut().reset(Instant::now() + timeout);
                 }
                 timer
             }
-            none => none.insert(Box::pin(sleep(limit))),
+            none => none.insert(Box::pin(sleep(timeout))),
         };
         timer.as_mut().poll(cx)
     }

@@ -6,103 +6,103 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use bytes::{Buf, Bytes};
 
-use super::flow::Flow;
+use super::flow::StreamFlow;
 
 /// Counted for each piece besides its bytes: its frame, and the part of a read buffer that it keeps.
-const OVERHEAD: usize = 256;
+const CHUNK_OVERHEAD: usize = 256;
 
 /// A number of bytes that may be buffered.
 #[derive(Debug)]
-pub struct Budget {
-    held: AtomicUsize,
-    most: AtomicUsize,
+pub struct BufferBudget {
+    used: AtomicUsize,
+    max: AtomicUsize,
     /// What it is a part of.
-    whole: Option<Arc<Budget>>,
+    parent: Option<Arc<BufferBudget>>,
 }
 
 /// A part of a budget, until it is dropped.
 #[derive(Debug)]
-pub struct Reserved {
-    budget: Arc<Budget>,
-    bytes: usize,
+pub struct BufferReservation {
+    budget: Arc<BufferBudget>,
+    size: usize,
 }
 
 /// A piece of a response body. It counts until the protocol has written it.
 #[derive(Debug)]
-pub struct Piece {
+pub struct DataChunk {
     bytes: Bytes,
-    hold: Option<Hold>,
+    reservation: Option<ChunkReservation>,
 }
 
 /// What a piece takes of the budget of its stream.
 #[derive(Debug)]
-struct Hold {
-    flow: Arc<Flow>,
-    bytes: usize,
+struct ChunkReservation {
+    flow: Arc<StreamFlow>,
+    size: usize,
 }
 
-impl Budget {
+impl BufferBudget {
     /// A budget of its own.
-    pub fn new(most: usize) -> Self {
-        Budget { held: AtomicUsize::new(0), most: most.into(), whole: None }
+    pub fn new(max: usize) -> Self {
+        BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: None }
     }
 
     /// A part of another budget.
-    pub fn within(whole: Arc<Budget>, most: usize) -> Self {
-        Budget { held: AtomicUsize::new(0), most: most.into(), whole: Some(whole) }
+    pub fn with_parent(parent: Arc<BufferBudget>, max: usize) -> Self {
+        BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: Some(parent) }
     }
 
     /// Changes its size; what is held stays.
-    pub fn resize(&self, most: usize) {
-        self.most.store(most, Ordering::Relaxed);
+    pub fn resize(&self, max: usize) {
+        self.max.store(max, Ordering::Relaxed);
     }
 
     /// Whether more may be buffered.
-    pub(super) fn has_room(&self) -> bool {
-        self.held.load(Ordering::Relaxed) < self.most.load(Ordering::Relaxed)
-            && self.whole.as_ref().is_none_or(|whole| whole.has_room())
+    pub(super) fn has_capacity(&self) -> bool {
+        self.used.load(Ordering::Relaxed) < self.max.load(Ordering::Relaxed)
+            && self.parent.as_ref().is_none_or(|parent| parent.has_capacity())
     }
 
     /// Takes so many bytes, if they are there.
-    pub(super) fn reserve(self: &Arc<Self>, bytes: usize) -> Option<Reserved> {
-        self.add(bytes);
-        let reserved = Reserved { budget: self.clone(), bytes };
-        let fits = |budget: &Budget| budget.held.load(Ordering::Relaxed) <= budget.most.load(Ordering::Relaxed);
-        (fits(self) && self.whole.as_ref().is_none_or(|whole| fits(whole))).then_some(reserved)
+    pub(super) fn try_reserve(self: &Arc<Self>, size: usize) -> Option<BufferReservation> {
+        self.add(size);
+        let reservation = BufferReservation { budget: self.clone(), size: bytes: size };
+        let fits = |budget: &BufferBudget| budget.used.load(Ordering::Relaxed) <= budget.max.load(Ordering::Relaxed);
+        (fits(self) && self.parent.as_ref().is_none_or(|parent| fits(parent))).then_some(reservation)
     }
 
     pub(super) fn add(&self, bytes: usize) {
-        self.held.fetch_add(bytes, Ordering::Relaxed);
-        self.whole.iter().for_each(|whole| whole.add(bytes));
+        self.used.fetch_add(bytes, Ordering::Relaxed);
+        self.parent.iter().for_each(|parent| parent.add(bytes));
     }
 
     pub(super) fn subtract(&self, bytes: usize) {
-        self.held.fetch_sub(bytes, Ordering::Relaxed);
-        self.whole.iter().for_each(|whole| whole.subtract(bytes));
+        self.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.parent.iter().for_each(|parent| parent.subtract(bytes));
     }
 }
 
-impl Drop for Reserved {
+impl Drop for BufferReservation {
     fn drop(&mut self) {
-        self.budget.subtract(self.bytes);
+        self.budget.subtract(self.size);
     }
 }
 
-impl Piece {
+impl DataChunk {
     /// A piece that is not counted.
-    pub(super) fn free(bytes: Bytes) -> Self {
-        Piece { bytes, hold: None }
+    pub(super) fn untracked(bytes: Bytes) -> Self {
+        DataChunk { bytes, reservation: None }
     }
 
     /// A piece that counts for a stream.
-    pub(super) fn held(bytes: Bytes, flow: &Arc<Flow>) -> Self {
-        let hold = Hold { flow: flow.clone(), bytes: bytes.len() + OVERHEAD };
-        flow.take(hold.bytes);
-        Piece { bytes, hold: Some(hold) }
+    pub(super) fn tracked(bytes: Bytes, flow: &Arc<StreamFlow>) -> Self {
+        let reservation = ChunkReservation { flow: flow.clone(), size: bytes.len() + CHUNK_OVERHEAD };
+        flow.add_buffered(reservation.size);
+        DataChunk { bytes, reservation: Some(reservation) }
     }
 }
 
-impl Buf for Piece {
+impl Buf for DataChunk {
     fn remaining(&self) -> usize {
         self.bytes.remaining()
     }
@@ -115,7 +115,7 @@ impl Buf for Piece {
         self.bytes.advance(count);
         if self.bytes.is_empty() {
             self.bytes = Bytes::new();
-            self.hold = None;
+            self.reservation = None;
         }
     }
 
@@ -124,8 +124,8 @@ impl Buf for Piece {
     }
 }
 
-impl Drop for Hold {
+impl Drop for ChunkReservation {
     fn drop(&mut self) {
-        self.flow.give_back(self.bytes);
+        self.flow.release_buffered(self.size);
     }
 }

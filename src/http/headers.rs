@@ -27,7 +27,7 @@ pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
 /// What every request of a connection is told to come from.
 #[derive(Debug, Clone)]
-pub struct Origin {
+pub struct ForwardedInfo {
     /// The peer's address as a field value.
     pub address: HeaderValue,
     /// `http` or `https`.
@@ -36,60 +36,60 @@ pub struct Origin {
     pub trusted: bool,
 }
 
-impl Origin {
+impl ForwardedInfo {
     /// For a peer.
     pub fn new(address: IpAddr, scheme: &'static str, trusted: bool) -> Self {
         let mut text = bytes::BytesMut::with_capacity(45);
         // Writing to memory does not fail, and an address is a valid field value.
         let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
         let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
-        Origin { address, scheme: HeaderValue::from_static(scheme), trusted }
+        ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted }
     }
 }
 
 /// The headers that the gateway makes something of: a client must not hide them by `Connection`, nor say them under another name.
 #[derive(Debug, Default)]
-pub struct Guarded {
+pub struct ProtectedHeaders {
     /// Those that only trusted proxies may set come first.
     names: Vec<HeaderName>,
     /// How many these are.
-    trusted: usize,
-    aliases: Aliases,
+    proxy_only_count: usize,
+    aliases: HeaderAliases,
 }
 
-impl Guarded {
+impl ProtectedHeaders {
     /// `trusted`: those that only trusted proxies may set; `read`: those that the gateway reads from anybody.
-    pub fn new(mut trusted: Vec<HeaderName>, read: impl IntoIterator<Item = HeaderName>) -> Self {
-        let count = trusted.len();
-        for name in read {
-            if !trusted.contains(&name) {
-                trusted.push(name);
+    pub fn new(mut proxy_only: Vec<HeaderName>, from_anyone: impl IntoIterator<Item = HeaderName>) -> Self {
+        let proxy_only_count = proxy_only.len();
+        for name in from_anyone {
+            if !proxy_only.contains(&name) {
+                proxy_only.push(name);
             }
         }
-        Guarded { aliases: Aliases::of(&trusted), names: trusted, trusted: count }
+        ProtectedHeaders { aliases: HeaderAliases::from_names(&proxy_only), names: proxy_only, proxy_only_count: proxy_only_count }
     }
 
-    fn is_for_proxies(&self, name: &HeaderName) -> bool {
-        self.names[..self.trusted].contains(name)
+    fn is_proxy_only(&self, name: &HeaderName) -> bool {
+        self.names[..self.proxy_only_count].contains(name)
     }
 }
 
 /// What servers that fold names into variables take for certain headers (CGI, RFC 3875 §4.1.18): `X_User_Id`, `X.User.Id` and
 /// `X!User!Id` are all `HTTP_X_USER_ID`.
 #[derive(Debug, Default)]
-pub struct Aliases {
+pub struct HeaderAliases {
     folded: Vec<Box<str>>,
     /// Whether a name with nothing but letters, digits and hyphens may be the alias of another.
-    of_odd: bool,
+    has_special: bool,
 }
 
-impl Aliases {
+impl HeaderAliases {
     /// Of these names.
-    pub fn of<'a>(names: impl IntoIterator<Item = &'a HeaderName>) -> Self {
-        let mut aliases = Aliases::default();
+    pub fn from_names<'a>(names: impl IntoIterator<Item = &'a HeaderName>) -> Self {
+        let mut aliases = HeaderAliases::default();
         for name in names {
-            aliases.of_odd |= is_odd(name.as_str());
-            aliases.folded.push(folded(name.as_str()).into());
+            aliases.has_special |= has_special_characters(name.as_str());
+            aliases.folded.push(fold_name(name.as_str()).into());
         }
         aliases
     }
@@ -100,11 +100,11 @@ impl Aliases {
     }
 
     /// Whether a header is one of these, by its own name or by another that servers fold into it.
-    pub fn have(&self, name: &HeaderName) -> bool {
+    pub fn contains(&self, name: &HeaderName) -> bool {
         let name = name.as_str();
-        match (is_odd(name), self.of_odd) {
+        match (has_special_characters(name), self.has_special) {
             (true, _) => {
-                let name = folded(name);
+                let name = fold_name(name);
                 self.folded.iter().any(|folded| **folded == *name)
             }
             // Most have no other name to be compared with.
@@ -115,24 +115,24 @@ impl Aliases {
 }
 
 /// Whether servers fold a name into that of another header.
-fn is_odd(name: &str) -> bool {
+fn has_special_characters(name: &str) -> bool {
     name.bytes().any(|byte| !byte.is_ascii_alphanumeric() && byte != b'-')
 }
 
 /// A name as servers fold it, lighttpd all that is no letter or digit, with hyphens.
-pub(super) fn folded(name: &str) -> String {
+pub(super) fn fold_name(name: &str) -> String {
     name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
 }
 
 /// Removes the fields of one connection and those that `Connection` names; `TE: trailers` stays (RFC 9110 §10.1.4).
 /// Nobody gets rid of what a proxy before us set or the gateway read (`guarded` and ours) by naming it: proxies pass `Connection`
 /// on that should not, and an upstream would take the request for its own, or for that of nobody.
-pub fn strip_hop_by_hop(headers: &mut HeaderMap, guarded: &Guarded) {
+pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
     // One look at those that are there, which are few, instead of one for each that may be.
     let mut found = [false; HOP_BY_HOP.len()];
     for name in headers.keys() {
-        if let Some(place) = place(name) {
-            found[place] = true;
+        if let Some(index) = hop_by_hop_index(name) {
+            found[index] = true;
         }
     }
     if !found.contains(&true) {
@@ -140,7 +140,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, guarded: &Guarded) {
     }
     let [connection, .., te, _, transfer_encoding, _] = found;
     if connection {
-        let named: Vec<HeaderName> = headers
+        let nominated: Vec<HeaderName> = headers
             .get_all(CONNECTION)
             .iter()
             .filter_map(|value| value.to_str().ok())
@@ -148,9 +148,9 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, guarded: &Guarded) {
             // The usual one goes anyway.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
-            .filter(|name: &HeaderName| *name != TE && !is_ours(name.as_str()) && !guarded.names.contains(name))
+            .filter(|name: &HeaderName| *name != TE && !is_gateway_header(name.as_str()) && !protected.names.contains(name))
             .collect();
-        for name in named {
+        for name in nominated {
             headers.remove(name);
         }
     }
@@ -171,7 +171,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, guarded: &Guarded) {
 }
 
 /// Where a field stands in [`HOP_BY_HOP`]. Told apart by length first, which is one look for most names.
-fn place(name: &HeaderName) -> Option<usize> {
+fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
     match name.as_str() {
         "connection" => Some(0),
         "keep-alive" => Some(1),
@@ -187,9 +187,9 @@ fn place(name: &HeaderName) -> Option<usize> {
 /// Says how long the body is, once: its length where that is known, else chunks (RFC 9112 §6.3). HTTP/2 lets equal lengths
 /// stand twice, and hyper sends no body with a GET that does not say how it ends.
 pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
-    let said = headers.remove(CONTENT_LENGTH).is_some();
+    let had_length = headers.remove(CONTENT_LENGTH).is_some();
     match length {
-        Some(0) if !said => {}
+        Some(0) if !had_length => {}
         Some(length) => drop(headers.insert(CONTENT_LENGTH, HeaderValue::from(length))),
         None => drop(headers.insert(TRANSFER_ENCODING, HeaderValue::from_static("chunked"))),
     }
@@ -197,22 +197,22 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
 
 /// Removes what a client must not say: from strangers, the fields that only trusted proxies may set (those of `guarded` and ours);
 /// from anybody, the aliases of all that are guarded or ours, see [`Aliases`].
-pub fn strip_untrusted(headers: &mut HeaderMap, guarded: &Guarded, trusted: bool) {
-    let unwanted = |name: &&HeaderName| {
-        if guarded.is_for_proxies(name) || is_origin(name.as_str()) {
+pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
+    let is_unwanted = |name: &&HeaderName| {
+        if protected.is_proxy_only(name) || is_forwarding_header(name.as_str()) {
             return !trusted;
         }
-        let is_alias = guarded.aliases.have(name) || is_odd(name.as_str()) && is_ours(&folded(name.as_str()));
-        is_alias && !guarded.names.contains(name)
+        let is_alias = protected.aliases.contains(name) || has_special_characters(name.as_str()) && is_gateway_header(&fold_name(name.as_str()));
+        is_alias && !protected.names.contains(name)
     };
-    let names: Vec<_> = headers.keys().filter(unwanted).cloned().collect();
+    let names: Vec<_> = headers.keys().filter(is_unwanted).cloned().collect();
     for name in names {
         headers.remove(name);
     }
 }
 
 /// Fields that say where a request came from.
-fn is_origin(name: &str) -> bool {
+fn is_forwarding_header(name: &str) -> bool {
     // Most names are told apart by their first letter.
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
@@ -223,27 +223,27 @@ fn is_origin(name: &str) -> bool {
     }
 }
 
-fn is_ours(name: &str) -> bool {
-    is_origin(name) || matches!(name, "host" | "content-length" | "transfer-encoding")
+fn is_gateway_header(name: &str) -> bool {
+    is_forwarding_header(name) || matches!(name, "host" | "content-length" | "transfer-encoding")
 }
 
 /// Says where the request came from, continuing what trusted proxies said; see [`strip_untrusted`] for others.
-pub fn set_forwarded(headers: &mut HeaderMap, origin: &Origin, host: Option<&HeaderValue>, version: Version) {
+pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: Option<&HeaderValue>, version: Version) {
     if headers.contains_key(FORWARDED) {
         let mut element = b"for=".to_vec();
         // RFC 7239 §6: an IPv6 address stands in brackets and quotes.
-        let ipv6 = origin.address.as_bytes().contains(&b':');
+        let ipv6 = forwarded.address.as_bytes().contains(&b':');
         element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
-        element.extend_from_slice(origin.address.as_bytes());
+        element.extend_from_slice(forwarded.address.as_bytes());
         element.extend_from_slice(if ipv6 { b"]\"" } else { b"" });
-        append(headers, FORWARDED, &element);
+        append_element(headers, FORWARDED, &element);
     }
     if headers.contains_key(X_FORWARDED_FOR) {
-        append(headers, X_FORWARDED_FOR, origin.address.as_bytes());
+        append_element(headers, X_FORWARDED_FOR, forwarded.address.as_bytes());
     } else {
-        headers.insert(X_FORWARDED_FOR, origin.address.clone());
+        headers.insert(X_FORWARDED_FOR, forwarded.address.clone());
     }
-    headers.entry(X_FORWARDED_PROTO).or_insert_with(|| origin.scheme.clone());
+    headers.entry(X_FORWARDED_PROTO).or_insert_with(|| forwarded.scheme.clone());
     if let Some(host) = host {
         headers.entry(X_FORWARDED_HOST).or_insert_with(|| host.clone());
     }
@@ -253,14 +253,14 @@ pub fn set_forwarded(headers: &mut HeaderMap, origin: &Origin, host: Option<&Hea
         _ => HeaderValue::from_static("1.1 sluicegate"),
     };
     if headers.contains_key(VIA) {
-        append(headers, VIA, via.as_bytes());
+        append_element(headers, VIA, via.as_bytes());
     } else {
         headers.insert(VIA, via);
     }
 }
 
 /// One line with all earlier elements and a new one at the end.
-fn append(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
+fn append_element(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
     let mut joined = Vec::new();
     for value in headers.get_all(&name) {
         joined.extend_from_slice(value.as_bytes());
@@ -286,9 +286,9 @@ pub fn join_cookies(headers: &mut HeaderMap) {
 }
 
 /// Header lines of a request as HTTP/1.1 would have them: the cookies of HTTP/2 are one (RFC 9113 §8.2.3).
-pub fn count(headers: &HeaderMap) -> usize {
-    let crumbs = headers.get_all(http::header::COOKIE).iter().count();
-    headers.len() - crumbs.saturating_sub(1)
+pub fn http1_header_count(headers: &HeaderMap) -> usize {
+    let cookies = headers.get_all(http::header::COOKIE).iter().count();
+    headers.len() - cookies.saturating_sub(1)
 }
 
 /// Whether a value begins or ends with a space or a tab. HTTP/2 forbids that (RFC 9113 §8.2.1), and HTTP/1.1 cuts them off:
@@ -306,9 +306,9 @@ pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
 
 /// Whether the content of a message is gRPC.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
-    let kind = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
+    let subtype = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
     // Not application/grpc-web, which is another protocol.
-    kind.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
+    subtype.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
 /// Whether a request with this method and no body may be sent a second time (RFC 9110 §9.2.1).
@@ -329,7 +329,7 @@ mod tests {
     }
 
     #[test]
-    fn connection_fields_go() {
+    fn strip_hop_by_hop_removes_connection_headers() {
         let mut headers = map(&[
             ("connection", "keep-alive, X-Secret"),
             ("x-secret", "1"),
@@ -338,30 +338,30 @@ mod tests {
             ("upgrade", "h2c"),
             ("accept", "*/*"),
         ]);
-        strip_hop_by_hop(&mut headers, &Guarded::default());
+        strip_hop_by_hop(&mut headers, &ProtectedHeaders::default());
         assert_eq!(headers, map(&[("te", "trailers"), ("accept", "*/*")]));
     }
 
     #[test]
-    fn each_field_of_a_connection_has_its_place() {
+    fn hop_by_hop_index_matches_the_table() {
         for (index, name) in HOP_BY_HOP.iter().enumerate() {
-            assert_eq!(place(name), Some(index), "{name}");
+            assert_eq!(hop_by_hop_index(name), Some(index), "{name}");
         }
-        assert_eq!(place(&CONTENT_LENGTH), None);
+        assert_eq!(hop_by_hop_index(&CONTENT_LENGTH), None);
     }
 
     #[test]
-    fn host_framing_and_what_proxies_say_cannot_be_nominated() {
+    fn connection_header_cannot_nominate_protected_headers() {
         let kept = [("host", "a"), ("content-length", "3"), ("x-user-id", "bob"), ("x-forwarded-for", "192.0.2.1")];
         let mut headers = map(&kept);
         headers.insert(CONNECTION, "host, content-length, X-User-Id, x-forwarded-for, x-other".parse().unwrap());
         headers.insert("x-other", HeaderValue::from_static("1"));
-        strip_hop_by_hop(&mut headers, &Guarded::new(vec![HeaderName::from_static("x-user-id")], []));
+        strip_hop_by_hop(&mut headers, &ProtectedHeaders::new(vec![HeaderName::from_static("x-user-id")], []));
         assert_eq!(headers, map(&kept));
     }
 
     #[test]
-    fn a_body_has_one_framing() {
+    fn set_framing_writes_exactly_one_framing_header() {
         let chunked = &[("transfer-encoding", "chunked")][..];
         for (sent, length, expected) in [
             (&[][..], Some(0), &[][..]),
@@ -381,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn aliases_of_protected_fields_go() {
+    fn strip_untrusted_removes_aliases_of_protected_headers() {
         let mut headers =
             map(&[("x_user_id", "eve"), ("x.forwarded.for", "1"), ("x-user-id", "bob"), ("x_other", "1")]);
         headers.extend(map(&[
@@ -392,14 +392,14 @@ mod tests {
             ("x-api-keys", "1"),
         ]));
         let read = ["x-api-key", "x_tenant"].map(HeaderName::from_static);
-        let guarded = Guarded::new(vec![HeaderName::from_static("x-user-id")], read);
+        let guarded = ProtectedHeaders::new(vec![HeaderName::from_static("x-user-id")], read);
         strip_untrusted(&mut headers, &guarded, true);
         let kept = [("x-user-id", "bob"), ("x_other", "1"), ("x-api-key", "k"), ("x_tenant", "t"), ("x-api-keys", "1")];
         assert_eq!(headers, map(&kept));
     }
 
     #[test]
-    fn strangers_are_replaced_and_proxies_continued() {
+    fn forwarded_headers_are_replaced_for_untrusted_and_extended_for_trusted_peers() {
         let sent = [
             ("x-forwarded-for", "9.9.9.9"),
             ("forwarded", "for=9.9.9.9"),
@@ -422,15 +422,15 @@ mod tests {
             ),
         ] {
             let mut headers = map(&sent);
-            let origin = Origin::new("127.0.0.1".parse().unwrap(), "http", trusted);
-            strip_untrusted(&mut headers, &Guarded::default(), trusted);
+            let origin = ForwardedInfo::new("127.0.0.1".parse().unwrap(), "http", trusted);
+            strip_untrusted(&mut headers, &ProtectedHeaders::default(), trusted);
             set_forwarded(&mut headers, &origin, None, Version::HTTP_11);
             assert_eq!(headers, map(&expected), "trusted: {trusted}");
         }
     }
 
     #[test]
-    fn cookie_crumbs_are_joined() {
+    fn join_cookies_merges_http2_cookie_headers() {
         let mut headers = map(&[("cookie", "a=1"), ("cookie", "b=2")]);
         join_cookies(&mut headers);
         assert_eq!(headers, map(&[("cookie", "a=1; b=2")]));

@@ -12,7 +12,7 @@ use http::{Uri, Version};
 ///
 /// # Errors
 /// Why it cannot be told.
-pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
+pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
     if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
         return Err("the target is not one of http or https");
     }
@@ -22,7 +22,7 @@ pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Res
         return Err("the request has more than one Host");
     }
     let malformed = "the Host is malformed";
-    let field = match field.map(|host| host.to_str().ok().and_then(without_port)) {
+    let field = match field.map(|host| host.to_str().ok().and_then(strip_port)) {
         Some(None) => return Err(malformed),
         Some(host) => host,
         None => None,
@@ -30,16 +30,16 @@ pub fn routed<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Res
     let host = match (uri.authority(), field) {
         // Sent even where the target names the host (RFC 9112 §3.2).
         (_, None) if version == Version::HTTP_11 => return Err("the request has no Host"),
-        (Some(authority), _) => without_port(authority.as_str()).ok_or(malformed)?,
+        (Some(authority), _) => strip_port(authority.as_str()).ok_or(malformed)?,
         (None, Some(host)) => host,
         (None, None) if version == Version::HTTP_10 => return Ok(Cow::Borrowed("")),
         (None, None) => return Err("the request has no Host"),
     };
-    Ok(canonical(host))
+    Ok(canonical_host(host))
 }
 
 /// The one form of a host without port.
-pub fn canonical(host: &str) -> Cow<'_, str> {
+pub fn canonical_host(host: &str) -> Cow<'_, str> {
     let inner = host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
     if let Some(address) = inner.and_then(|inner| inner.parse::<Ipv6Addr>().ok()) {
         return Cow::Owned(format!("[{address}]"));
@@ -53,7 +53,7 @@ pub fn canonical(host: &str) -> Cow<'_, str> {
 }
 
 /// A Host without the dot at the end of its name; none where there is no dot.
-pub fn without_dot(host: &HeaderValue) -> Option<HeaderValue> {
+pub fn strip_trailing_dot(host: &HeaderValue) -> Option<HeaderValue> {
     let bytes = host.as_bytes();
     let end = bytes.iter().position(|byte| *byte == b':').unwrap_or(bytes.len());
     let (name, port) = bytes.split_at(end);
@@ -61,22 +61,22 @@ pub fn without_dot(host: &HeaderValue) -> Option<HeaderValue> {
 }
 
 /// The host of `host`, `host:port`, `[v6]`, `[v6]:port`; none if it is something else, such as `user@host`.
-fn without_port(authority: &str) -> Option<&str> {
+fn strip_port(authority: &str) -> Option<&str> {
     let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
         Some((v6, rest)) => {
-            let fine = v6.parse::<Ipv6Addr>().is_ok();
-            (fine.then(|| &authority[..v6.len() + 2])?, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
+            let is_valid = v6.parse::<Ipv6Addr>().is_ok();
+            (is_valid.then(|| &authority[..v6.len() + 2])?, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
         }
         None => {
             let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
-            let fine =
+            let is_valid =
                 host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
-            let fine = fine && !host.starts_with('.') && !host.contains("..");
-            (fine.then_some(host)?, port)
+            let is_valid = is_valid && !host.starts_with('.') && !host.contains("..");
+            (is_valid.then_some(host)?, port)
         }
     };
-    let fine = !host.is_empty() && port.len() <= 5 && port.bytes().all(|byte| byte.is_ascii_digit());
-    fine.then_some(host)
+    let is_valid = !host.is_empty() && port.len() <= 5 && port.bytes().all(|byte| byte.is_ascii_digit());
+    is_valid.then_some(host)
 }
 
 #[cfg(test)]
@@ -84,7 +84,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ports_and_case_do_not_count() {
+    fn request_host_ignores_port_and_case() {
         for (authority, expected) in [
             ("example.com", Some("example.com")),
             ("example.com:8080", Some("example.com")),
@@ -105,22 +105,22 @@ mod tests {
             (".a.test", None),
             (".", None),
         ] {
-            assert_eq!(without_port(authority), expected, "{authority}");
+            assert_eq!(strip_port(authority), expected, "{authority}");
         }
         let headers = HeaderMap::from_iter([(HOST, "EXAMPLE.com:80".parse().unwrap())]);
         let uri = Uri::from_static("/");
-        assert_eq!(routed(&uri, &headers, Version::HTTP_11), Ok("example.com".into()));
+        assert_eq!(request_host(&uri, &headers, Version::HTTP_11), Ok("example.com".into()));
         let absolute = Uri::from_static("http://other.com/");
-        assert_eq!(routed(&absolute, &headers, Version::HTTP_11), Ok("other.com".into()));
+        assert_eq!(request_host(&absolute, &headers, Version::HTTP_11), Ok("other.com".into()));
     }
 
     #[test]
-    fn a_host_is_needed_once() {
+    fn request_host_requires_exactly_one_host_header() {
         let uri = Uri::from_static("/");
-        assert!(routed(&uri, &HeaderMap::new(), Version::HTTP_11).is_err());
-        assert_eq!(routed(&uri, &HeaderMap::new(), Version::HTTP_10), Ok("".into()));
+        assert!(request_host(&uri, &HeaderMap::new(), Version::HTTP_11).is_err());
+        assert_eq!(request_host(&uri, &HeaderMap::new(), Version::HTTP_10), Ok("".into()));
         let mut headers = HeaderMap::from_iter([(HOST, "a".parse().unwrap())]);
         headers.append(HOST, "a".parse().unwrap());
-        assert!(routed(&uri, &headers, Version::HTTP_11).is_err());
+        assert!(request_host(&uri, &headers, Version::HTTP_11).is_err());
     }
 }

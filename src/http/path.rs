@@ -7,11 +7,11 @@ use std::borrow::Cow;
 #[allow(missing_docs)]
 pub enum PathError {
     #[error("the path must start with `/`")]
-    NoSlash,
+    NotAbsolute,
     #[error("the path has a `%` that is not followed by two hex digits")]
-    Percent,
+    InvalidPercentEncoding,
     #[error("the path has an encoded or raw NUL, slash, backslash or control character")]
-    Forbidden,
+    ForbiddenCharacter,
 }
 
 /// Brings a path into canonical form: what stands for itself in a path decoded, all else encoded in upper case,
@@ -19,8 +19,8 @@ pub enum PathError {
 ///
 /// # Errors
 /// The path could mean different things to different servers, see [`PathError`].
-pub fn canonical(path: &str) -> Result<Cow<'_, str>, PathError> {
-    normalized(path, is_literal)
+pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
+    normalize(path, is_literal)
 }
 
 /// The same, but encoded delimiters (`%3A`, `%2B`, `%3B`, …) stay encoded: the form that is forwarded. Some servers give `;` and
@@ -28,24 +28,24 @@ pub fn canonical(path: &str) -> Result<Cow<'_, str>, PathError> {
 ///
 /// # Errors
 /// As [`canonical`].
-pub fn forwarded(path: &str) -> Result<Cow<'_, str>, PathError> {
-    normalized(path, is_unreserved)
+pub fn forwarded_path(path: &str) -> Result<Cow<'_, str>, PathError> {
+    normalize(path, is_unreserved)
 }
 
 /// `decoded` says of which characters the encoding is taken away.
-fn normalized(path: &str, decoded: fn(u8) -> bool) -> Result<Cow<'_, str>, PathError> {
+fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, PathError> {
     if !path.starts_with('/') {
-        return Err(PathError::NoSlash);
+        return Err(PathError::NotAbsolute);
     }
     if is_canonical(path.as_bytes()) {
         return Ok(Cow::Borrowed(path));
     }
-    let encoded = encode(path.as_bytes(), decoded)?;
+    let encoded = encode(path.as_bytes(), should_decode)?;
     let mut segments: Vec<&str> = Vec::new();
     // A path that ends in `/`, `/.` or `/..` names a folder.
-    let mut folder = false;
+    let mut is_directory = false;
     for segment in encoded.split('/').skip(1) {
-        folder = matches!(segment, "" | "." | "..");
+        is_directory = matches!(segment, "" | "." | "..");
         match segment {
             "" | "." => {}
             ".." => {
@@ -59,7 +59,7 @@ fn normalized(path: &str, decoded: fn(u8) -> bool) -> Result<Cow<'_, str>, PathE
         out.push('/');
         out.push_str(segment);
     }
-    if folder || segments.is_empty() {
+    if is_directory || segments.is_empty() {
         out.push('/');
     }
     Ok(Cow::Owned(out))
@@ -87,24 +87,24 @@ fn is_unreserved(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
 }
 
-fn encode(path: &[u8], decoded: fn(u8) -> bool) -> Result<String, PathError> {
+fn encode(path: &[u8], should_decode: fn(u8) -> bool) -> Result<String, PathError> {
     let mut out = String::with_capacity(path.len() + 8);
     let mut bytes = path.iter();
     while let Some(&byte) = bytes.next() {
-        let (byte, was_encoded) = match byte {
+        let (byte, is_encoded) = match byte {
             b'%' => {
                 let digit = |byte: Option<&u8>| byte.and_then(|&byte| (byte as char).to_digit(16));
                 let (Some(high), Some(low)) = (digit(bytes.next()), digit(bytes.next())) else {
-                    return Err(PathError::Percent);
+                    return Err(PathError::InvalidPercentEncoding);
                 };
                 ((high * 16 + low) as u8, true)
             }
             byte => (byte, false),
         };
-        if byte.is_ascii_control() || byte == b'\\' || (was_encoded && byte == b'/') {
-            return Err(PathError::Forbidden);
+        if byte.is_ascii_control() || byte == b'\\' || (is_encoded && byte == b'/') {
+            return Err(PathError::ForbiddenCharacter);
         }
-        if if was_encoded { decoded(byte) } else { is_literal(byte) } {
+        if if is_encoded { should_decode(byte) } else { is_literal(byte) } {
             out.push(byte as char);
         } else {
             const HEX: &[u8; 16] = b"0123456789ABCDEF";
@@ -121,7 +121,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn paths_become_canonical() {
+    fn canonical_path_normalizes() {
         for (path, expected) in [
             ("/", "/"),
             ("/a/b", "/a/b"),
@@ -144,32 +144,32 @@ mod tests {
             ("/caf\u{e9}", "/caf%C3%A9"),
             ("/{x}|\"", "/%7Bx%7D%7C%22"),
         ] {
-            let once = canonical(path).unwrap();
+            let once = canonical_path(path).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(canonical(&once).unwrap(), once, "{path}: the canonical form is its own");
+            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: the canonical form is its own");
         }
     }
 
     #[test]
-    fn delimiters_are_forwarded_as_they_came() {
+    fn forwarded_path_keeps_encoded_delimiters() {
         for (path, expected) in [
             ("/a%3ab", "/a%3Ab"),
             ("/a:b", "/a:b"),
             ("//%61;%3b/x/%2E%2e/%2b+", "/a;%3B/%2B+"),
             ("/%21%24%26%27%28%29%2a%2B%2C%3b%3D%3A%40", "/%21%24%26%27%28%29%2A%2B%2C%3B%3D%3A%40"),
         ] {
-            let once = forwarded(path).unwrap();
+            let once = forwarded_path(path).unwrap();
             assert_eq!(once, expected, "{path}");
-            assert_eq!(forwarded(&once).unwrap(), once, "{path}: the forwarded form is its own");
-            assert_eq!(canonical(&once).unwrap(), canonical(path).unwrap(), "{path}: one canonical form");
+            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: the forwarded form is its own");
+            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: one canonical form");
         }
     }
 
     #[test]
-    fn ambiguous_paths_are_refused() {
+    fn canonical_path_rejects_ambiguous_paths() {
         for path in ["", "a", "*", "/%00", "/a%2Fb", "/a%2fb", "/a%5Cb", "/a\\b", "/%0a", "/%7f", "/a%", "/a%2", "/%zz"]
         {
-            assert!(canonical(path).is_err(), "{path:?} must be refused");
+            assert!(canonical_path(path).is_err(), "{path:?} must be refused");
         }
     }
 }

@@ -13,7 +13,7 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 /// Bytes that a connection reads at a time.
 #[derive(Debug, Clone, Copy)]
 #[repr(u64)]
-pub enum Reads {
+pub enum ReadLimit {
     /// Do not read.
     Paused = 0,
     /// One page: hyper takes a buffer of 8 KiB for each read, of which the system provides what is written to.
@@ -37,21 +37,21 @@ struct Shared {
 
 /// A connection whose reads are bounded.
 #[derive(Debug)]
-pub struct Bounded<S> {
+pub struct ReadLimitedStream<S> {
     stream: Take<S>,
     bound: ReadBound,
 }
 
 impl ReadBound {
     /// Bound all reads from now on.
-    pub fn set(&self, reads: Reads) {
+    pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;
         // Mostly it is what it was.
         let before = most.load(Ordering::Relaxed);
         if reads != before {
             most.store(reads, Ordering::Release);
-            if before == Reads::Paused as u64 {
+            if before == ReadLimit::Paused as u64 {
                 paused.wake();
             }
         }
@@ -60,27 +60,27 @@ impl ReadBound {
 
 impl Default for Shared {
     fn default() -> Self {
-        Shared { most: AtomicU64::new(Reads::Any as u64), paused: AtomicWaker::new() }
+        Shared { most: AtomicU64::new(ReadLimit::Any as u64), paused: AtomicWaker::new() }
     }
 }
 
-impl<S: AsyncRead> Bounded<S> {
+impl<S: AsyncRead> ReadLimitedStream<S> {
     /// A connection with reads of any size, and what bounds them.
     pub fn new(stream: S) -> (Self, ReadBound) {
         let bound = ReadBound::default();
-        (Bounded { stream: stream.take(u64::MAX), bound: bound.clone() }, bound)
+        (ReadLimitedStream { stream: stream.take(u64::MAX), bound: bound.clone() }, bound)
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        let Shared { most, paused } = &*self.bound.0;
-        let mut limit = most.load(Ordering::Relaxed);
-        if limit == Reads::Paused as u64 {
+        let Shared { most: max, paused } = &*self.bound.0;
+        let mut limit = max.load(Ordering::Relaxed);
+        if limit == ReadLimit::Paused as u64 {
             paused.register(cx.waker());
             // The pause may have ended in between.
-            limit = most.load(Ordering::Acquire);
-            if limit == Reads::Paused as u64 {
+            limit = max.load(Ordering::Acquire);
+            if limit == ReadLimit::Paused as u64 {
                 return Poll::Pending;
             }
         }
@@ -90,7 +90,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for Bounded<S> {
     }
 }
 
-impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for Bounded<S> {
+impl<S: AsyncRead + AsyncWrite + Unpin> AsyncWrite for ReadLimitedStream<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         Pin::new(self.stream.get_mut()).poll_write(cx, bytes)
     }

@@ -6,7 +6,7 @@ use http::{Response, StatusCode, Version};
 use super::headers::has_padding;
 
 /// What is wrong with the framing of a response, whether or not it has a body (RFC 9112 §6, RFC 9113 §8.2.1); none if it is valid.
-pub fn fault<B>(response: &Response<B>) -> Option<&'static str> {
+pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     let headers = response.headers();
     if response.version() == Version::HTTP_2 && has_padding(headers) {
         return Some("a header value begins or ends with a space");
@@ -32,7 +32,7 @@ pub fn fault<B>(response: &Response<B>) -> Option<&'static str> {
 
 /// Whether a response that has no body says that it has one: the server may send it later, and it would be taken for the
 /// response to the next request.
-pub fn announces_a_body_in_vain(status: StatusCode, headers: &HeaderMap) -> bool {
+pub fn declares_forbidden_body(status: StatusCode, headers: &HeaderMap) -> bool {
     matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED)
         && (headers.contains_key(TRANSFER_ENCODING)
             || headers.get(CONTENT_LENGTH).is_some_and(|length| length.as_bytes().iter().any(|digit| *digit != b'0')))

@@ -2,11 +2,11 @@
 
 use http::header::{CONTENT_LENGTH, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, VIA};
 
-use super::headers::{Aliases, HOP_BY_HOP, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, folded};
+use super::headers::{HeaderAliases, HOP_BY_HOP, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, fold_name};
 
 /// Where rules apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Section {
+pub enum Direction {
     /// On the way to the upstream.
     Request,
     /// On the way to the client.
@@ -15,23 +15,23 @@ pub enum Section {
 
 /// Fields that are removed, and fields that get one value whatever they had.
 #[derive(Debug, Default)]
-pub struct Rules {
+pub struct HeaderMutations {
     /// Set.
     pub set: Vec<(HeaderName, HeaderValue)>,
     /// Removed.
     pub remove: Vec<HeaderName>,
     /// In requests the same headers under other names are removed, too.
-    pub aliases: Aliases,
+    pub aliases: HeaderAliases,
 }
 
-impl Rules {
+impl HeaderMutations {
     /// Does what they say.
     pub fn apply(&self, headers: &mut HeaderMap) {
         for name in &self.remove {
             headers.remove(name);
         }
         if !self.aliases.is_empty() {
-            let aliases: Vec<_> = headers.keys().filter(|name| self.aliases.have(name)).cloned().collect();
+            let aliases: Vec<_> = headers.keys().filter(|name| self.aliases.contains(name)).cloned().collect();
             for name in aliases {
                 headers.remove(name);
             }
@@ -43,27 +43,27 @@ impl Rules {
 }
 
 /// Why a field is the gateway's own matter; none if rules may have it.
-pub fn reserved(name: &HeaderName, section: Section) -> Option<&'static str> {
+pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'static str> {
     // Where servers fold names into variables, an alias is the field itself.
-    let plain = folded(name.as_str());
-    let is = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == plain);
-    if is(&HOP_BY_HOP) {
+    let folded = fold_name(name.as_str());
+    let is_one_of = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == folded);
+    if is_one_of(&HOP_BY_HOP) {
         return Some("it concerns one connection, which the gateway has its own of (RFC 9110 §7.6.1)");
     }
-    if is(&[CONTENT_LENGTH]) {
+    if is_one_of(&[CONTENT_LENGTH]) {
         return Some("the gateway frames messages itself");
     }
-    if section == Section::Response {
+    if direction == Direction::Response {
         return None;
     }
-    if is(&[HOST]) {
+    if is_one_of(&[HOST]) {
         return Some("the upstream is told the host that was routed on");
     }
-    if is(&[EXPECT]) {
+    if is_one_of(&[EXPECT]) {
         return Some("the gateway answers 100-continue itself");
     }
-    let origin = [FORWARDED, VIA, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID];
-    is(&origin).then_some("the gateway says itself where a request came from")
+    let forwarding_headers = [FORWARDED, VIA, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID];
+    is_one_of(&forwarding_headers).then_some("the gateway says itself where a request came from")
 }
 
 #[cfg(test)]
@@ -71,7 +71,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_frames_and_routes_is_reserved() {
+    fn framing_and_routing_headers_are_reserved() {
         for (name, in_requests, in_responses) in [
             ("connection", true, true),
             ("transfer-encoding", true, true),
@@ -89,21 +89,21 @@ mod tests {
             ("authorization", false, false),
         ] {
             let name: HeaderName = name.parse().unwrap();
-            assert_eq!(reserved(&name, Section::Request).is_some(), in_requests, "{name} in requests");
-            assert_eq!(reserved(&name, Section::Response).is_some(), in_responses, "{name} in responses");
+            assert_eq!(reserved_reason(&name, Direction::Request).is_some(), in_requests, "{name} in requests");
+            assert_eq!(reserved_reason(&name, Direction::Response).is_some(), in_responses, "{name} in responses");
         }
     }
 
     #[test]
-    fn aliases_of_what_is_set_or_removed_go() {
+    fn mutations_remove_aliases_of_set_and_removed_headers() {
         let name = HeaderName::from_static;
         let (set, remove) = (vec![(name("x-set"), HeaderValue::from_static("ours"))], vec![name("x_gone")]);
-        let aliases = Aliases::of(set.iter().map(|(name, _)| name).chain(&remove));
+        let aliases = HeaderAliases::from_names(set.iter().map(|(name, _)| name).chain(&remove));
         let mut headers = HeaderMap::new();
         for field in ["x-set", "x_set", "x.set", "x!set", "x~set", "x-gone", "x_gone", "x.gone", "xset", "x-set-"] {
             headers.append(name(field), HeaderValue::from_static("theirs"));
         }
-        Rules { set, remove, aliases }.apply(&mut headers);
+        HeaderMutations { set, remove, aliases }.apply(&mut headers);
         let left: Vec<_> = headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect();
         let mut expected = [("x-set", "ours"), ("xset", "theirs"), ("x-set-", "theirs")];
         expected.sort_unstable();
@@ -113,14 +113,14 @@ mod tests {
     }
 
     #[test]
-    fn all_lines_of_a_field_are_replaced_or_removed() {
+    fn mutations_replace_or_remove_every_value_of_a_header() {
         let name = HeaderName::from_static;
         let mut headers = HeaderMap::new();
         for (field, value) in [("a", "1"), ("a", "2"), ("b", "1"), ("b", "2"), ("c", "1")] {
             headers.append(name(field), HeaderValue::from_static(value));
         }
         let set = vec![(name("a"), HeaderValue::from_static("3")), (name("d"), HeaderValue::from_static("4"))];
-        Rules { set, remove: vec![name("b"), name("x")], ..Rules::default() }.apply(&mut headers);
+        HeaderMutations { set, remove: vec![name("b"), name("x")], ..HeaderMutations::default() }.apply(&mut headers);
         let expected = [("a", "3"), ("c", "1"), ("d", "4")].map(|(field, value)| (name(field), value.parse().unwrap()));
         assert_eq!(headers, HeaderMap::from_iter(expected));
     }

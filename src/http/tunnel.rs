@@ -28,15 +28,15 @@ pub struct Tunnel {
 impl Tunnel {
     /// Passes bytes on, and counts those `sent` to the client. The end of one direction is passed on and leaves the other
     /// open. Whether both came to their end.
-    pub async fn run(self, sent: &mut u64) -> bool {
+    pub async fn run(self, bytes_sent: &mut u64) -> bool {
         let (Ok(downstream), Ok(upstream)) = join(self.downstream, self.upstream).await else { return false };
-        let traffic = Traffic { started: monotonic(), last_ms: AtomicU64::new(0) };
-        let mut received = 0;
-        let mut downstream = Side { io: TokioIo::new(downstream), written: sent, traffic: &traffic };
-        let mut upstream = Side { io: TokioIo::new(upstream), written: &mut received, traffic: &traffic };
+        let activity = TunnelActivity { started_at: monotonic(), last_activity_ms: AtomicU64::new(0) };
+        let mut bytes_received = 0;
+        let mut downstream = CountingIo { io: TokioIo::new(downstream), bytes_written: bytes_sent, activity: &activity };
+        let mut upstream = CountingIo { io: TokioIo::new(upstream), bytes_written: &mut bytes_received, activity: &activity };
         let mut copied = pin!(copy_bidirectional(&mut downstream, &mut upstream));
-        while let Some(left) = self.idle_timeout.checked_sub(traffic.silence()).filter(|left| !left.is_zero()) {
-            if let Ok(ended) = timeout(left, &mut copied).await {
+        while let Some(remaining) = self.idle_timeout.checked_sub(activity.idle_time()).filter(|remaining| !remaining.is_zero()) {
+            if let Ok(ended) = timeout(remaining, &mut copied).await {
                 return ended.is_ok();
             }
         }
@@ -45,42 +45,42 @@ impl Tunnel {
 }
 
 /// When something has passed last.
-struct Traffic {
-    started: Instant,
+struct TunnelActivity {
+    started_at: Instant,
     /// ms after `started`.
-    last_ms: AtomicU64,
+    last_activity_ms: AtomicU64,
 }
 
-impl Traffic {
-    fn note(&self) {
-        self.last_ms.store(self.started.elapsed().as_millis() as u64, Ordering::Relaxed);
+impl TunnelActivity {
+    fn record(&self) {
+        self.last_activity_ms.store(self.started_at.elapsed().as_millis() as u64, Ordering::Relaxed);
     }
 
-    fn silence(&self) -> Duration {
-        self.started.elapsed().saturating_sub(Duration::from_millis(self.last_ms.load(Ordering::Relaxed)))
+    fn idle_time(&self) -> Duration {
+        self.started_at.elapsed().saturating_sub(Duration::from_millis(self.last_activity_ms.load(Ordering::Relaxed)))
     }
 }
 
 /// A connection that is watched.
-struct Side<'a> {
+struct CountingIo<'a> {
     io: TokioIo<Upgraded>,
-    written: &'a mut u64,
-    traffic: &'a Traffic,
+    bytes_written: &'a mut u64,
+    activity: &'a TunnelActivity,
 }
 
-impl AsyncRead for Side<'_> {
+impl AsyncRead for CountingIo<'_> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let read = ready!(Pin::new(&mut self.io).poll_read(cx, buf));
-        self.traffic.note();
+        self.activity.record();
         Poll::Ready(read)
     }
 }
 
-impl AsyncWrite for Side<'_> {
+impl AsyncWrite for CountingIo<'_> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let written = ready!(Pin::new(&mut self.io).poll_write(cx, buf))?;
-        *self.written += written as u64;
-        self.traffic.note();
+        *self.bytes_written += written as u64;
+        self.activity.record();
         Poll::Ready(Ok(written))
     }
 

@@ -4,54 +4,54 @@ use http::HeaderMap;
 use http::header::{CONNECTION, HeaderName, HeaderValue, UPGRADE};
 
 /// Protocols that carry requests: in a tunnel they would pass by routes and limits.
-const CARRY_REQUESTS: [&str; 5] = ["h2c", "h2", "h3", "http", "tls"];
+const REQUEST_PROTOCOLS: [&str; 5] = ["h2c", "h2", "h3", "http", "tls"];
 
 /// The protocols that a client offers to switch to.
 #[derive(Debug)]
-pub struct Offer(HeaderValue);
+pub struct UpgradeRequest(HeaderValue);
 
-impl Offer {
+impl UpgradeRequest {
     /// What the header section of a request offers that may be passed on.
-    pub fn read(headers: &HeaderMap) -> Option<Self> {
+    pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         // Without this it is what is left of another connection.
         if !tokens(headers, &CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade")) {
             return None;
         }
         let protocols: Vec<_> = tokens(headers, &UPGRADE).filter(|protocol| !carries_requests(protocol)).collect();
         let value = HeaderValue::from_str(&protocols.join(", ")).ok();
-        value.filter(|value| !value.is_empty()).map(Offer)
+        value.filter(|value| !value.is_empty()).map(UpgradeRequest)
     }
 
     /// Makes the offer to the next server.
-    pub fn make(&self, headers: &mut HeaderMap) {
-        announce(headers, self.0.clone());
+    pub fn insert_into(&self, headers: &mut HeaderMap) {
+        set_upgrade_headers(headers, self.0.clone());
     }
 
     /// The protocols that an answer switches to, if they were offered.
-    pub fn accepted(&self, answer: &HeaderMap) -> Option<HeaderValue> {
-        let offered = |protocol: &str| split(&self.0).any(|offered| offered.eq_ignore_ascii_case(protocol));
-        let protocols: Vec<_> = tokens(answer, &UPGRADE).collect();
-        let fitting = !protocols.is_empty() && protocols.iter().all(|protocol| offered(protocol));
-        HeaderValue::from_str(&protocols.join(", ")).ok().filter(|_| fitting)
+    pub fn accepted_protocols(&self, response_headers: &HeaderMap) -> Option<HeaderValue> {
+        let is_offered = |protocol: &str| split_list(&self.0).any(|offered| offered.eq_ignore_ascii_case(protocol));
+        let protocols: Vec<_> = tokens(response_headers, &UPGRADE).collect();
+        let all_offered = !protocols.is_empty() && protocols.iter().all(|protocol| is_offered(protocol));
+        HeaderValue::from_str(&protocols.join(", ")).ok().filter(|_| all_offered)
     }
 }
 
 /// Says what this connection switches to.
-pub fn announce(headers: &mut HeaderMap, protocols: HeaderValue) {
+pub fn set_upgrade_headers(headers: &mut HeaderMap, protocols: HeaderValue) {
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, protocols);
 }
 
 fn carries_requests(protocol: &str) -> bool {
     let name = protocol.split('/').next().unwrap_or_default();
-    CARRY_REQUESTS.iter().any(|other| name.eq_ignore_ascii_case(other))
+    REQUEST_PROTOCOLS.iter().any(|other| name.eq_ignore_ascii_case(other))
 }
 
 fn tokens<'a>(headers: &'a HeaderMap, name: &'a HeaderName) -> impl Iterator<Item = &'a str> {
-    headers.get_all(name).iter().flat_map(split)
+    headers.get_all(name).iter().flat_map(split_list)
 }
 
-fn split(value: &HeaderValue) -> impl Iterator<Item = &str> {
+fn split_list(value: &HeaderValue) -> impl Iterator<Item = &str> {
     value.to_str().unwrap_or_default().split(',').map(str::trim).filter(|token| !token.is_empty())
 }
 
@@ -68,7 +68,7 @@ mod tests {
     }
 
     #[test]
-    fn what_carries_requests_is_not_offered() {
+    fn upgrade_to_request_protocols_is_not_forwarded() {
         for (lines, expected) in [
             (&[("connection", "Upgrade"), ("upgrade", "websocket")][..], Some("websocket")),
             (&[("connection", "keep-alive, upgrade"), ("upgrade", "WebSocket , chat/2")], Some("WebSocket, chat/2")),
@@ -81,14 +81,14 @@ mod tests {
             (&[("upgrade", "websocket")], None),
             (&[("connection", "upgrade")], None),
         ] {
-            let offer = Offer::read(&map(lines));
+            let offer = UpgradeRequest::from_headers(&map(lines));
             assert_eq!(offer.as_ref().map(|offer| offer.0.to_str().unwrap()), expected, "{lines:?}");
         }
     }
 
     #[test]
-    fn only_what_was_offered_is_accepted() {
-        let offer = Offer(HeaderValue::from_static("websocket, chat/2"));
+    fn only_offered_protocols_are_accepted() {
+        let offer = UpgradeRequest(HeaderValue::from_static("websocket, chat/2"));
         for (answer, expected) in [
             (&[("upgrade", "WebSocket")][..], Some("WebSocket")),
             (&[("upgrade", "chat/2, websocket")], Some("chat/2, websocket")),
@@ -97,7 +97,7 @@ mod tests {
             (&[("upgrade", "")], None),
             (&[], None),
         ] {
-            let accepted = offer.accepted(&map(answer));
+            let accepted = offer.accepted_protocols(&map(answer));
             assert_eq!(accepted.as_ref().map(|value| value.to_str().unwrap()), expected, "{answer:?}");
         }
     }

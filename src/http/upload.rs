@@ -11,66 +11,66 @@ use http_body_util::BodyExt;
 use hyper::body::Incoming;
 use tokio::time::Instant;
 
-use super::activity::InFlight;
-use super::body::Polled;
-use super::bounds::{BodyError, Bounds};
-use super::budget::Reserved;
-use super::flow::Flow;
+use super::activity::InFlightRequest;
+use super::body::PollFrame;
+use super::bounds::{BodyError, BodyLimits};
+use super::budget::BufferReservation;
+use super::flow::StreamFlow;
 use super::headers::has_padding;
-use super::pace::Pace;
+use super::pace::MinRateTimer;
 
 /// A request body on its way to an upstream. On the heap: most requests have none, and are moved often.
-pub struct RequestBody(Option<Box<Passing>>);
+pub struct RequestBody(Option<Box<RequestBodyInner>>);
 
 /// A body that is not empty.
-struct Passing {
-    source: Source,
-    progress: Arc<Progress>,
+struct RequestBodyInner {
+    source: BodySource,
+    progress: Arc<UploadProgress>,
     /// How slow the client may be; until the body is sent on nobody minds.
-    pace: Option<Pace>,
+    rate_timer: Option<MinRateTimer>,
     /// Bytes that may still come.
-    left: u64,
-    flow: Option<Arc<Flow>>,
+    remaining: u64,
+    flow: Option<Arc<StreamFlow>>,
     /// Whether trailers go on.
-    trailers: bool,
+    forwards_trailers: bool,
     /// Whether frames say where it ends.
-    http2: bool,
+    is_http2: bool,
     /// Whether the next request of its flow waits for its end.
-    counted: bool,
+    is_counted: bool,
     /// Its request is in flight, also after the response.
-    in_flight: Option<InFlight>,
+    in_flight: Option<InFlightRequest>,
 }
 
 /// Where a body comes from.
-enum Source {
+enum BodySource {
     Client(Incoming),
     /// All of it is here; none once it was taken.
-    Buffer {
+    Buffered {
         bytes: Option<Bytes>,
-        _reserved: Option<Reserved>,
+        _reservation: Option<BufferReservation>,
     },
 }
 
 /// How far a request body has come, for whoever waits for the response to it.
 #[derive(Debug, Default)]
-pub struct Progress {
-    frames: AtomicU64,
+pub struct UploadProgress {
+    frame_count: AtomicU64,
     stage: AtomicU8,
-    answered: AtomicBool,
+    response_started: AtomicBool,
     /// Time for which the connection waited for the client, µs.
-    waited_us: AtomicU64,
+    client_wait_us: AtomicU64,
     /// Since when it waits, µs after `began`; 0 = it does not.
-    since_us: AtomicU64,
-    began: Began,
+    waiting_since_us: AtomicU64,
+    started_at: StartTime,
 }
 
 /// When an upload began.
 #[derive(Debug)]
-struct Began(Instant);
+struct StartTime(Instant);
 
-impl Default for Began {
+impl Default for StartTime {
     fn default() -> Self {
-        Began(Instant::now())
+        StartTime(Instant::now())
     }
 }
 
@@ -85,14 +85,14 @@ const TOO_LARGE: u8 = 3;
 /// The client sent nothing for too long.
 const STALLED: u8 = 4;
 
-impl Progress {
+impl UploadProgress {
     /// Pieces handed to the connection so far.
-    pub fn frames(&self) -> u64 {
-        self.frames.load(Ordering::Relaxed)
+    pub fn frame_count(&self) -> u64 {
+        self.frame_count.load(Ordering::Relaxed)
     }
 
     /// Whether it is the client that keeps everybody waiting.
-    pub fn waits_for_client(&self) -> bool {
+    pub fn is_waiting_for_client(&self) -> bool {
         self.stage() == WAITING
     }
 
@@ -112,28 +112,28 @@ impl Progress {
     }
 
     /// The response has begun: from now on both sides may talk in turn.
-    pub fn answered(&self) {
-        self.answered.store(true, Ordering::Relaxed);
+    pub fn mark_response_started(&self) {
+        self.response_started.store(true, Ordering::Relaxed);
     }
 
     /// Whether a request that ran out of time did so because of its client: it waits for the body, or waited for it most of the
     /// time. Otherwise a client could withhold its last byte until just before the timeout.
-    pub fn is_clients_delay(&self) -> bool {
-        let elapsed = self.began.0.elapsed().as_micros() as u64;
-        self.waits_for_client() || self.waited_us.load(Ordering::Relaxed) >= elapsed / 2
+    pub fn is_delayed_by_client(&self) -> bool {
+        let elapsed = self.started_at.0.elapsed().as_micros() as u64;
+        self.is_waiting_for_client() || self.client_wait_us.load(Ordering::Relaxed) >= elapsed / 2
     }
 
     /// Notes that the connection waits for the client, or does no longer.
-    fn wait(&self, waits: bool) {
-        let since = self.since_us.load(Ordering::Relaxed);
-        if waits == (since > 0) {
+    fn set_waiting(&self, is_waiting: bool) {
+        let since = self.waiting_since_us.load(Ordering::Relaxed);
+        if is_waiting == (since > 0) {
             return;
         }
-        let now = (self.began.0.elapsed().as_micros() as u64).max(1);
-        if !waits {
-            self.waited_us.fetch_add(now.saturating_sub(since), Ordering::Relaxed);
+        let now = (self.started_at.0.elapsed().as_micros() as u64).max(1);
+        if !is_waiting {
+            self.client_wait_us.fetch_add(now.saturating_sub(since), Ordering::Relaxed);
         }
-        self.since_us.store(if waits { now } else { 0 }, Ordering::Relaxed);
+        self.waiting_since_us.store(if is_waiting { now } else { 0 }, Ordering::Relaxed);
     }
 
     fn stage(&self) -> u8 {
@@ -143,45 +143,45 @@ impl Progress {
 
 impl RequestBody {
     /// A body that has come, over HTTP/2 or an earlier version, without bounds yet.
-    pub fn new(body: Incoming, http2: bool) -> Self {
+    pub fn new(body: Incoming, is_http2: bool) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
         }
         let progress = Arc::default();
         // Only chunks have trailers.
-        let flow = if http2 || body.size_hint().exact().is_some() { None } else { Flow::current() };
-        let counted = flow.is_some();
-        flow.iter().for_each(|flow| flow.begin_body());
-        RequestBody(Some(Box::new(Passing {
-            source: Source::Client(body),
+        let flow = if is_http2 || body.size_hint().exact().is_some() { None } else { StreamFlow::current() };
+        let is_counted = flow.is_some();
+        flow.iter().for_each(|flow| flow.start_body());
+        RequestBody(Some(Box::new(RequestBodyInner {
+            source: BodySource::Client(body),
             progress,
-            pace: None,
-            left: u64::MAX,
+            rate_timer: None,
+            remaining: u64::MAX,
             flow,
-            trailers: false,
-            http2,
-            counted,
+            forwards_trailers: false,
+            is_http2: http2: is_http2,
+            is_counted: counted: is_counted,
             in_flight: None,
         })))
     }
 
     /// Keeps its request in flight as long as there is something to read.
-    pub fn holding(mut self, in_flight: &InFlight) -> Self {
-        self.0.iter_mut().for_each(|passing| passing.in_flight = Some(in_flight.another()));
+    pub fn with_in_flight(mut self, in_flight: &InFlightRequest) -> Self {
+        self.0.iter_mut().for_each(|inner| inner.in_flight = Some(in_flight.share()));
         self
     }
 
     /// Bounds a body that goes to an upstream from now on; its progress, if it is not empty.
-    pub fn send_within(&mut self, bounds: Bounds) -> Option<Arc<Progress>> {
-        let passing = self.0.as_mut()?;
-        passing.pace = Some(Pace::new(bounds.demand));
-        passing.left = bounds.max_body.unwrap_or(u64::MAX);
-        passing.flow = Flow::current();
-        Some(passing.progress.clone())
+    pub fn apply_limits(&mut self, limits: BodyLimits) -> Option<Arc<UploadProgress>> {
+        let inner = self.0.as_mut()?;
+        inner.rate_timer = Some(MinRateTimer::new(limits.upload));
+        inner.remaining = limits.max_body.unwrap_or(u64::MAX);
+        inner.flow = StreamFlow::current();
+        Some(inner.progress.clone())
     }
 
     /// How far it has come; none if it is empty.
-    pub fn progress(&self) -> Option<Arc<Progress>> {
+    pub fn progress(&self) -> Option<Arc<UploadProgress>> {
         Some(self.0.as_ref()?.progress.clone())
     }
 
@@ -189,30 +189,30 @@ impl RequestBody {
     ///
     /// # Errors
     /// It breaks off, does not come in time, or is too long.
-    pub async fn buffer(&mut self, bounds: Bounds) -> Result<(), BodyError> {
-        self.send_within(bounds);
+    pub async fn buffer(&mut self, limits: BodyLimits) -> Result<(), BodyError> {
+        self.apply_limits(limits);
         let length = self.size_hint().lower() as usize;
-        let reserved = match Flow::current().map(|flow| flow.reserve(length)) {
+        let reservation = match StreamFlow::current().map(|flow| flow.try_reserve(length)) {
             // It is streamed.
             Some(None) => return Ok(()),
-            reserved => reserved.flatten(),
+            reservation => reservation.flatten(),
         };
-        let mut whole = Bytes::new();
-        let mut pieces = BytesMut::new();
+        let mut content = Bytes::new();
+        let mut buffer = BytesMut::new();
         while let Some(frame) = self.frame().await {
             let Ok(data) = frame?.into_data() else { continue };
-            if whole.is_empty() && pieces.is_empty() {
-                whole = data;
+            if content.is_empty() && buffer.is_empty() {
+                content = data;
                 continue;
             }
             // Small pieces would each keep the buffer that they were read into.
-            pieces.extend_from_slice(&std::mem::take(&mut whole));
-            pieces.extend_from_slice(&data);
+            buffer.extend_from_slice(&std::mem::take(&mut content));
+            buffer.extend_from_slice(&data);
         }
-        if let Some(passing) = &mut self.0 {
-            let whole = if pieces.is_empty() { whole } else { pieces.freeze() };
-            passing.in_flight = None;
-            passing.source = Source::Buffer { bytes: (!whole.is_empty()).then_some(whole), _reserved: reserved };
+        if let Some(inner) = &mut self.0 {
+            let content = if buffer.is_empty() { content } else { buffer.freeze() };
+            inner.in_flight = None;
+            inner.source = BodySource::Buffered { bytes: (!content.is_empty()).then_some(content), _reservation: reservation };
         }
         Ok(())
     }
@@ -223,36 +223,36 @@ impl RequestBody {
     }
 
     /// Ends the connection unless the body is read to its end.
-    pub fn watch(&mut self, flow: &Arc<Flow>) {
-        self.0.iter_mut().for_each(|passing| passing.flow = Some(flow.clone()));
+    pub fn attach_flow(&mut self, flow: &Arc<StreamFlow>) {
+        self.0.iter_mut().for_each(|inner| inner.flow = Some(flow.clone()));
     }
 
     /// Lets trailers through, where the connection can say them; without this they are dropped.
     pub fn allow_trailers(&mut self) {
-        self.0.iter_mut().for_each(|passing| passing.trailers = true);
+        self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
     }
 }
 
-impl Passing {
+impl RequestBodyInner {
     /// Whether a client is silent for too long that owes something: once the response has begun, only one that has said how
     /// much is to come.
-    fn is_overdue(&mut self, cx: &mut Context<'_>) -> bool {
-        let due = !self.progress.answered.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
-        due && self.pace.as_mut().is_some_and(|pace| pace.poll(cx).is_ready())
+    fn is_client_timed_out(&mut self, cx: &mut Context<'_>) -> bool {
+        let is_timed = !self.progress.response_started.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
+        is_timed && self.rate_timer.as_mut().is_some_and(|timer| timer.poll(cx).is_ready())
     }
 
     /// Lets the next request of its flow go on.
-    fn end(&mut self) {
-        if let Some(flow) = self.flow.as_ref().filter(|_| self.counted) {
+    fn release_next_request(&mut self) {
+        if let Some(flow) = self.flow.as_ref().filter(|_| self.is_counted) {
             flow.end_body();
         }
-        self.counted = false;
+        self.is_counted = false;
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, Polled) {
+    fn poll(&mut self, cx: &mut Context<'_>) -> (u8, PollFrame) {
         let mut polled = match &mut self.source {
-            Source::Client(body) => Pin::new(body).poll_frame(cx).map_err(BodyError::Broken),
-            Source::Buffer { bytes, .. } => {
+            BodySource::Client(body) => Pin::new(body).poll_frame(cx).map_err(BodyError::Aborted),
+            BodySource::Buffered { bytes, .. } => {
                 return (DONE, Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))));
             }
         };
@@ -261,30 +261,30 @@ impl Passing {
         {
             // hyper reads trailers up to CR LF CR LF: where a line ends in LF alone, the next request is among them, and other
             // servers see two requests (RFC 9112 §7.1). A trailer section without a field can only be that.
-            if has_padding(trailers) || !self.http2 && trailers.is_empty() {
-                polled = Poll::Ready(Some(Err(BodyError::Trailers)));
+            if has_padding(trailers) || !self.is_http2 && trailers.is_empty() {
+                polled = Poll::Ready(Some(Err(BodyError::MalformedTrailers)));
             } else {
                 // Behind any other one nothing is taken for a request.
-                if let Some(flow) = self.flow.as_ref().filter(|_| !self.http2) {
-                    flow.cut();
+                if let Some(flow) = self.flow.as_ref().filter(|_| !self.is_http2) {
+                    flow.abandon_request();
                 }
-                if !self.trailers {
+                if !self.forwards_trailers {
                     polled = Poll::Ready(None);
                 }
             }
         }
         match &polled {
-            Poll::Pending if self.is_overdue(cx) => {
-                return (STALLED, Poll::Ready(Some(Err(BodyError::ClientStalled))));
+            Poll::Pending if self.is_client_timed_out(cx) => {
+                return (STALLED, Poll::Ready(Some(Err(BodyError::ClientTimeout))));
             }
             Poll::Pending => return (WAITING, polled),
             // A body of known length is not asked again after its last byte.
             Poll::Ready(None) => return (DONE, polled),
             Poll::Ready(Some(Ok(frame))) => {
                 let length = frame.data_ref().map_or(0, Bytes::len);
-                self.pace.iter_mut().for_each(|pace| pace.received(length));
-                match self.left.checked_sub(length as u64) {
-                    Some(left) => self.left = left,
+                self.rate_timer.iter_mut().for_each(|timer| timer.received(length));
+                match self.remaining.checked_sub(length as u64) {
+                    Some(remaining) => self.remaining = remaining,
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
@@ -295,18 +295,18 @@ impl Passing {
     }
 }
 
-impl Source {
+impl BodySource {
     fn is_end_stream(&self) -> bool {
         match self {
-            Source::Client(body) => body.is_end_stream(),
-            Source::Buffer { bytes, .. } => bytes.is_none(),
+            BodySource::Client(body) => body.is_end_stream(),
+            BodySource::Buffered { bytes, .. } => bytes.is_none(),
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match self {
-            Source::Client(body) => body.size_hint(),
-            Source::Buffer { bytes, .. } => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
+            BodySource::Client(body) => body.size_hint(),
+            BodySource::Buffered { bytes, .. } => SizeHint::with_exact(bytes.as_ref().map_or(0, Bytes::len) as u64),
         }
     }
 }
@@ -315,35 +315,35 @@ impl HttpBody for RequestBody {
     type Data = Bytes;
     type Error = BodyError;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Polled {
-        let Some(passing) = &mut self.0 else { return Poll::Ready(None) };
-        let (stage, polled) = passing.poll(cx);
-        passing.progress.stage.store(stage, Ordering::Relaxed);
-        passing.progress.wait(stage == WAITING);
-        match (stage, &passing.flow) {
-            (TOO_LARGE | STALLED, Some(flow)) => flow.cut(),
-            (DONE, _) => passing.end(),
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> PollFrame {
+        let Some(inner) = &mut self.0 else { return Poll::Ready(None) };
+        let (stage, polled) = inner.poll(cx);
+        inner.progress.stage.store(stage, Ordering::Relaxed);
+        inner.progress.set_waiting(stage == WAITING);
+        match (stage, &inner.flow) {
+            (TOO_LARGE | STALLED, Some(flow)) => flow.abandon_request(),
+            (DONE, _) => inner.release_next_request(),
             _ => {}
         }
-        passing.progress.frames.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
+        inner.progress.frame_count.fetch_add(u64::from(polled.is_ready()), Ordering::Relaxed);
         polled
     }
 
     fn is_end_stream(&self) -> bool {
-        self.0.as_ref().is_none_or(|passing| passing.source.is_end_stream())
+        self.0.as_ref().is_none_or(|inner| inner.source.is_end_stream())
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.0.as_ref().map_or(SizeHint::with_exact(0), |passing| passing.source.size_hint())
+        self.0.as_ref().map_or(SizeHint::with_exact(0), |inner| inner.source.size_hint())
     }
 }
 
-impl Drop for Passing {
+impl Drop for RequestBodyInner {
     fn drop(&mut self) {
         // Chunks have no end that could be seen before it was asked for.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
-            flow.cut();
+            flow.abandon_request();
         }
-        self.end();
+        self.release_next_request();
     }
 }

@@ -210,7 +210,7 @@ impl By {
                     (source.tag(), name.as_bytes().to_vec(), nowhere)
                 }
                 // As they are when a request was routed.
-                (Source::Host, Some(name)) => (source.tag(), host::canonical(name).into_owned().into_bytes(), nowhere),
+                (Source::Host, Some(name)) => (source.tag(), host::canonical_host(name).into_owned().into_bytes(), nowhere),
                 (Source::Cookie(_), Some(value)) => {
                     (source.tag(), cookie_value(value.as_bytes()).into_owned(), nowhere)
                 }

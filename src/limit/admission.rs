@@ -13,7 +13,7 @@ use tokio_util::task::TaskTracker;
 use tracing::debug;
 
 use super::algorithm::{Outcome, Rule};
-use super::backend::{Backend, Source};
+use super::backend::{Backend, DecidedBy};
 use super::clock::{monotonic, since};
 use super::denials::Denials;
 use super::key::{Identity, Key};
@@ -94,7 +94,7 @@ impl Ledger {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call(&self, source: Source, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
+    pub async fn call(&self, source: DecidedBy, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
         self.call_since(source, monotonic(), operation, pending).await
     }
 
@@ -104,7 +104,7 @@ impl Ledger {
     /// See [`StoreError`].
     pub async fn call_since(
         &self,
-        source: Source,
+        source: DecidedBy,
         since: Instant,
         operation: Operation,
         pending: &[Pending],
@@ -119,7 +119,7 @@ impl Ledger {
     /// See [`StoreError`].
     pub async fn deliver(
         &self,
-        source: Source,
+        source: DecidedBy,
         operation: Operation,
         pending: Vec<Pending>,
     ) -> Result<Verdict, StoreError> {
@@ -136,7 +136,7 @@ impl Ledger {
     /// requests that run here.
     fn count_here(&self, operation: Operation, permits: &[Pending]) {
         if let Backend::Redis { fallback, .. } = &self.backend {
-            let charge = |permit| Pending::charge(permit, Source::Local);
+            let charge = |permit| Pending::charge(permit, DecidedBy::Local);
             fallback.decide(operation, &permits.iter().map(charge).collect::<Vec<_>>());
         }
     }
@@ -148,14 +148,14 @@ impl Pending {
         Key { identity: self.identity, bucket: &self.plan.bucket }
     }
 
-    fn rule(&self, source: Source) -> &Rule {
+    fn rule(&self, source: DecidedBy) -> &Rule {
         match source {
-            Source::Store => &self.plan.rule,
-            Source::Local => &self.plan.share,
+            DecidedBy::Store => &self.plan.rule,
+            DecidedBy::Local => &self.plan.share,
         }
     }
 
-    fn charge(&self, source: Source) -> Charge<'_> {
+    fn charge(&self, source: DecidedBy) -> Charge<'_> {
         let (key, rule) = (self.key(), self.rule(source));
         let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
         Charge { key, rule, cost, mode: Mode::Binding, lease, debt_before_us: self.debt_before_us }
@@ -169,7 +169,7 @@ impl Pending {
 #[derive(Debug)]
 pub struct Leases {
     ledger: Arc<Ledger>,
-    source: Source,
+    source: DecidedBy,
     held: Arc<[Pending]>,
     renewal: Option<AbortHandle>,
     known: Arc<Known>,
@@ -188,8 +188,8 @@ struct Known {
 
 impl Leases {
     /// Permits that are about to be asked for.
-    pub fn asked(ledger: Arc<Ledger>, source: Source, asked: Vec<Pending>) -> Self {
-        let asks = source == Source::Store;
+    pub fn asked(ledger: Arc<Ledger>, source: DecidedBy, asked: Vec<Pending>) -> Self {
+        let asks = source == DecidedBy::Store;
         let known = Known { counted: AtomicBool::new(asks), unsettled: AtomicBool::new(asks) };
         Leases {
             ledger,
@@ -197,7 +197,7 @@ impl Leases {
             held: asked.into(),
             renewal: None,
             known: Arc::new(known),
-            here: source == Source::Local,
+            here: source == DecidedBy::Local,
         }
     }
 
@@ -238,7 +238,7 @@ impl Leases {
             self.held = self.held.iter().filter(|held| places(held.place)).cloned().collect();
         }
         let Some(shortest) = self.lengths().min() else { return self };
-        if self.source == Source::Store {
+        if self.source == DecidedBy::Store {
             self.known.unsettled.store(false, Ordering::Relaxed);
             if !mem::replace(&mut self.here, true) {
                 self.ledger.count_here(Operation::Charge, &self.held);
@@ -251,7 +251,7 @@ impl Leases {
                 ledger.backend.recovery_within(pause).await;
                 ledger.count_here(Operation::Renew, &held);
                 known.unsettled.store(true, Ordering::Relaxed);
-                let renewed = ledger.call(Source::Store, Operation::Renew, &held).await;
+                let renewed = ledger.call(DecidedBy::Store, Operation::Renew, &held).await;
                 pause = shortest / 3;
                 match renewed {
                     Ok(_) => {
@@ -296,7 +296,7 @@ impl Drop for Leases {
             // One life after the store answers again the permits have ended by themselves.
             let mut answering = monotonic();
             while since(answering) < longest {
-                match ledger.call(Source::Store, RELEASE, &held).await {
+                match ledger.call(DecidedBy::Store, RELEASE, &held).await {
                     Ok(_) if certain => return,
                     Ok(_) => certain = true,
                     Err(error) => {
@@ -319,7 +319,7 @@ pub type Settling = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, St
 #[derive(Debug)]
 pub struct Debts {
     ledger: Arc<Ledger>,
-    source: Source,
+    source: DecidedBy,
     owed: Vec<Owed>,
 }
 
@@ -336,7 +336,7 @@ pub struct Owed {
 
 impl Debts {
     /// Of a request that was admitted.
-    pub fn new(ledger: Arc<Ledger>, source: Source, owed: Vec<Owed>) -> Self {
+    pub fn new(ledger: Arc<Ledger>, source: DecidedBy, owed: Vec<Owed>) -> Self {
         Debts { ledger, source, owed }
     }
 
@@ -395,7 +395,7 @@ impl Drop for Debts {
     }
 }
 
-async fn deliver(ledger: Arc<Ledger>, source: Source, operation: Operation, pending: Vec<Pending>) {
+async fn deliver(ledger: Arc<Ledger>, source: DecidedBy, operation: Operation, pending: Vec<Pending>) {
     if let Err(error) = ledger.deliver(source, operation, pending).await {
         debug!(%error, ?operation, "what a response made of a cost was not counted");
     }

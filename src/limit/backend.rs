@@ -115,19 +115,19 @@ impl Shared {
 
 /// Who decided.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Source {
+pub enum DecidedBy {
     /// The store, for all gateways.
     Store,
     /// This gateway alone, because the store could not answer.
     Local,
 }
 
-impl Source {
+impl DecidedBy {
     /// One word for logs.
     pub fn word(self) -> &'static str {
         match self {
-            Source::Store => "store",
-            Source::Local => "local",
+            DecidedBy::Store => "store",
+            DecidedBy::Local => "local",
         }
     }
 }
@@ -139,22 +139,22 @@ impl Backend {
     /// See [`StoreError`]; what is local does not fail.
     pub async fn call(
         &self,
-        source: Source,
+        source: DecidedBy,
         since: Instant,
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
         let (store, tallies) = match (self, source) {
-            (Backend::Memory(memory) | Backend::Redis { fallback: memory, .. }, Source::Local)
-            | (Backend::Memory(memory), Source::Store) => return Ok(memory.decide(operation, charges)),
-            (Backend::Redis { store, tallies, .. }, Source::Store) => (store, tallies),
+            (Backend::Memory(memory) | Backend::Redis { fallback: memory, .. }, DecidedBy::Local)
+            | (Backend::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
+            (Backend::Redis { store, tallies, .. }, DecidedBy::Store) => (store, tallies),
         };
         // On the heap: checks that stay in this process should not have to carry its size.
         let answer = Box::pin(store.ask(since + store.timeout(), operation, charges)).await;
         match &answer {
-            Ok(_) => tallies.round_trips.note(clock::since(since)),
-            Err(StoreError::Open | StoreError::Overloaded) => tallies.failures.count(1),
-            Err(_) => tallies.failures.count(0),
+            Ok(_) => tallies.round_trips.observe(clock::since(since)),
+            Err(StoreError::Open | StoreError::Overloaded) => tallies.failures.increment(1),
+            Err(_) => tallies.failures.increment(0),
         }
         answer
     }
@@ -178,7 +178,7 @@ impl Backend {
     /// Notes who answered a check.
     pub fn count(&self, answered: Answered) {
         if let Backend::Redis { tallies, .. } = self {
-            tallies.checks.count(answered as usize);
+            tallies.checks.increment(answered as usize);
         }
     }
 

@@ -21,7 +21,7 @@ use tracing::debug;
 use super::admission::{Ledger, Pending};
 use super::advance::Advances;
 use super::algorithm::Status;
-use super::backend::Source;
+use super::backend::DecidedBy;
 use super::clock::{monotonic, since};
 use super::redis::{LATEST, SOON};
 use super::store::{Charge, Operation, StoreError, Verdict};
@@ -130,7 +130,7 @@ impl Coalescer {
             ledger.backend.count(Answered::Alone);
             // Dropped at the end, and also when the client leaves while its call is in flight.
             let _landing = Landing { coalescer: self, set: set.id };
-            return ledger.backend.call(Source::Store, asked, Operation::Check, charges).await;
+            return ledger.backend.call(DecidedBy::Store, asked, Operation::Check, charges).await;
         };
         ledger.backend.count(Answered::Together);
         turn.await.unwrap_or(Err(StoreError::Overloaded))
@@ -244,7 +244,7 @@ impl Calls {
             let ledger = self.ledger.clone();
             // A separate task: the checks without an answer do not wait for the reply.
             self.ledger.spawn(async move {
-                if let Err(error) = ledger.call(Source::Store, refund, &refunded).await {
+                if let Err(error) = ledger.call(DecidedBy::Store, refund, &refunded).await {
                     debug!(%error, "units of requests that were abandoned may not have been given back");
                 }
             });
@@ -267,7 +267,7 @@ impl Calls {
             Some(reservation) => self.prefetch(reservation, waiting, since).await,
             None => {
                 let operation = if waiting == 1 { Operation::Check } else { Operation::Take };
-                self.ledger.call_since(Source::Store, since, operation, &units(&self.pending, waiting)).await
+                self.ledger.call_since(DecidedBy::Store, since, operation, &units(&self.pending, waiting)).await
             }
         }
     }

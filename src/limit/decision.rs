@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use super::admission::{Debts, Later, Leases, Pending};
 use super::algorithm::{Outcome, Rule, Status};
-use super::backend::Source;
+use super::backend::DecidedBy;
 use super::clock::since;
 use super::key::{Identity, Key};
 use super::plan::{Limit, Plan};
@@ -48,7 +48,7 @@ pub struct Decision<'a> {
     /// Whether it may pass.
     pub admitted: bool,
     /// Who decided.
-    pub source: Source,
+    pub source: DecidedBy,
     /// Whether it is an earlier denial that still holds.
     pub remembered: bool,
     /// Whether it was not checked for overload: all of its limits are shadow limits.
@@ -94,15 +94,15 @@ impl<'a> Check<'a, '_> {
     }
 
     /// The rule that decides.
-    fn rule(&self, source: Source) -> &Rule {
+    fn rule(&self, source: DecidedBy) -> &Rule {
         match source {
-            Source::Store => &self.plan.rule,
-            Source::Local => &self.plan.share,
+            DecidedBy::Store => &self.plan.rule,
+            DecidedBy::Local => &self.plan.share,
         }
     }
 
     /// What it asks of whoever decides. The leases of a request count from `first_lease` on.
-    pub fn charge(&self, source: Source, first_lease: u64) -> Charge<'_> {
+    pub fn charge(&self, source: DecidedBy, first_lease: u64) -> Charge<'_> {
         let rule = self.rule(source);
         let mode = match (self.limit.shadow, self.later) {
             (true, Later::Pay) => Mode::ShadowPostPaid,
@@ -141,7 +141,7 @@ impl<'a> Decision<'a> {
     /// What a verdict means for the checks that it is about.
     pub fn new<'b, 'p: 'b>(
         verdict: Verdict,
-        source: Source,
+        source: DecidedBy,
         checks: impl Iterator<Item = &'b Check<'a, 'p>> + Clone,
     ) -> Decision<'a>
     where
@@ -153,7 +153,7 @@ impl<'a> Decision<'a> {
     /// The same, of what was charged `elapsed_us` before the verdict.
     pub fn of_charged<'b, 'p: 'b>(
         verdict: Verdict,
-        source: Source,
+        source: DecidedBy,
         checks: impl Iterator<Item = &'b Check<'a, 'p>> + Clone,
         elapsed_us: u64,
     ) -> Decision<'a>
@@ -195,7 +195,7 @@ impl<'a> Decision<'a> {
 
     /// Of a request that no limit is asked about.
     pub fn unlimited() -> Self {
-        Decision::new(Verdict::new(1, 0, Vec::new()), Source::Store, std::iter::empty())
+        Decision::new(Verdict::new(1, 0, Vec::new()), DecidedBy::Store, std::iter::empty())
     }
 
     /// Who decided, in a word for logs.

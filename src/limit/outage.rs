@@ -3,7 +3,7 @@
 use tokio::time::Duration;
 use tracing::warn;
 
-use super::backend::Source;
+use super::backend::DecidedBy;
 use super::clock::{Seldom, unix_us};
 use super::decision::{Check, Decision};
 use super::memory::MemoryStore;
@@ -32,7 +32,7 @@ pub(super) fn overloaded<'a>(checks: &[Check<'a, '_>], error: StoreError) -> Res
         return Err(Unavailable(error));
     }
     let verdict = Verdict::new(1, unix_us(), Vec::new());
-    Ok(Decision { overloaded: true, ..Decision::new(verdict, Source::Local, std::iter::empty()) })
+    Ok(Decision { overloaded: true, ..Decision::new(verdict, DecidedBy::Local, std::iter::empty()) })
 }
 
 /// One limit that says deny decides for all; otherwise those that say local decide by their shares.
@@ -57,14 +57,14 @@ pub(super) fn without_store<'a>(
         return Err(Unavailable(error));
     }
     let local = |check: &&Check<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
-    let charges: Vec<_> = checks.iter().filter(local).map(|check| check.charge(Source::Local, first_lease)).collect();
+    let charges: Vec<_> = checks.iter().filter(local).map(|check| check.charge(DecidedBy::Local, first_lease)).collect();
     let verdict = fallback.decide(Operation::Check, &charges);
     if verdict.full == 0 {
-        return Ok(Decision::new(verdict, Source::Local, checks.iter().filter(local)));
+        return Ok(Decision::new(verdict, DecidedBy::Local, checks.iter().filter(local)));
     }
     let (verdict, counted) =
-        without_room(fallback, checks.iter().filter(local), verdict.full, Source::Local, first_lease)?;
-    Ok(Decision::new(verdict, Source::Local, counted.into_iter()))
+        without_room(fallback, checks.iter().filter(local), verdict.full, DecidedBy::Local, first_lease)?;
+    Ok(Decision::new(verdict, DecidedBy::Local, counted.into_iter()))
 }
 
 /// Decides by the checks whose limits have room in the memory store. The others cannot count: shadow limits and those that say
@@ -73,7 +73,7 @@ pub(super) fn without_room<'c, 'a: 'c, 'p: 'c>(
     memory: &MemoryStore,
     checks: impl Iterator<Item = &'c Check<'a, 'p>>,
     full: u64,
-    source: Source,
+    source: DecidedBy,
     first_lease: u64,
 ) -> Result<(Verdict, Vec<&'c Check<'a, 'p>>), Unavailable> {
     let mut counted = Vec::new();

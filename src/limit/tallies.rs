@@ -1,6 +1,6 @@
 //! How one worker's checks were answered, and what the store took to answer.
 
-use crate::tally::{Durations, Tally};
+use crate::tally::{Histogram, Counter};
 
 /// Who answered a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,13 +19,13 @@ pub enum Answered {
 #[derive(Debug, Default)]
 pub struct Tallies {
     /// Checks, by [`Answered`].
-    pub checks: Tally<4>,
+    pub checks: Counter<4>,
     /// Calls that the store answered.
-    pub round_trips: Durations,
+    pub round_trips: Histogram,
     /// Script calls, each for the checks of one round of a worker.
-    pub calls: Tally<1>,
+    pub calls: Counter<1>,
     /// Calls that it did not answer, and those that were not made since it fails.
-    pub failures: Tally<2>,
+    pub failures: Counter<2>,
 }
 
 impl Answered {

@@ -11,7 +11,7 @@ use crate::identity::Source;
 /// Wider than every network that somebody runs proxies in: 10.0.0.0/8 and fc00::/7 are the widest.
 const WIDEST: (u8, u8) = (8, 7);
 
-pub(super) fn warnings(whole: &Whole<'_>) -> Vec<Issue> {
+pub(super) fn client_warnings(whole: &Whole<'_>) -> Vec<Issue> {
     let mut found: Vec<_> = wide_open(whole).collect();
     found.extend(one_address(whole));
     found.extend(no_secret(whole));

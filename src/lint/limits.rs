@@ -31,7 +31,7 @@ const GUARDED: &[&str] = &[
     "2fa",
 ];
 
-pub(super) fn warnings(whole: &Whole<'_>) -> Vec<Issue> {
+pub(super) fn limit_warnings(whole: &Whole<'_>) -> Vec<Issue> {
     let mut found = Vec::new();
     for terms in whole.runtime.limits.values() {
         let routes: Vec<_> = whole.runtime.routes.iter().filter(|route| route.uses(&terms.limit)).collect();

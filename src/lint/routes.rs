@@ -8,7 +8,7 @@ use crate::limit::redis::Servers;
 use crate::runtime::{Route, Target};
 use crate::upstream::settings::UpstreamSettings;
 
-pub(super) fn warnings(whole: &Whole<'_>) -> Vec<Issue> {
+pub(super) fn route_warnings(whole: &Whole<'_>) -> Vec<Issue> {
     let mut found: Vec<_> = overtaken(whole).collect();
     for route in &whole.runtime.routes {
         found.extend(unmatched(whole, route));
@@ -71,7 +71,7 @@ fn retries(whole: &Whole<'_>, route: &Route) -> Option<Issue> {
 }
 
 /// What a cluster makes of routes with several identities.
-pub(super) fn notes(whole: &Whole<'_>) -> Vec<Issue> {
+pub(super) fn route_notes(whole: &Whole<'_>) -> Vec<Issue> {
     let is_cluster =
         whole.runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
     let several = whole.runtime.routes.iter().filter(|route| is_cluster && route.metering.identities.len() > 1);

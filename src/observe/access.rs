@@ -9,19 +9,19 @@ use jiff::Timestamp;
 use serde::{Serialize, Serializer};
 use tracing::warn;
 
-use super::log::Format;
-use super::outbox::{Outbox, Terms};
+use super::log::LogFormat;
+use super::outbox::{BatchWriter, BatchConfig};
 
 /// A batch in so long, and bytes that may wait.
-const TERMS: Terms = Terms { name: "access log", pause: Duration::from_millis(5), most: 8 << 20 };
+const BATCH_CONFIG: BatchConfig = BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
 /// At the end, for the last lines.
-const LAST: Duration = Duration::from_secs(1);
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// One request. Never holds a key, a token or a query. docs/operating.md says what each field is: it is read by programs.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Line<'a> {
+pub struct AccessRecord<'a> {
     /// When it came, µs since the Unix epoch.
     #[serde(serialize_with = "seconds")]
     pub time: u64,
@@ -41,9 +41,9 @@ pub struct Line<'a> {
     /// How it ended: `ok`, `rate-limited`, …
     pub outcome: &'a str,
     #[serde(flatten)]
-    pub decided: Option<&'a Decided>,
+    pub decision: Option<&'a DecisionInfo>,
     #[serde(flatten)]
-    pub sent: Option<&'a Sent>,
+    pub upstream: Option<&'a UpstreamInfo>,
     pub request_id: &'a str,
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
     pub trace_id: Option<u128>,
@@ -52,7 +52,7 @@ pub struct Line<'a> {
 /// What the limits of a request said.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Decided {
+pub struct DecisionInfo {
     /// Of the limit that had most to do with it.
     pub decision: &'static str,
     /// Who decided.
@@ -60,25 +60,25 @@ pub struct Decided {
     pub decided_by: Option<&'static str>,
     /// The binding limit: one that denies the request, or the one that is nearest to it.
     #[serde(flatten)]
-    pub binding: Option<Binding>,
+    pub effective_limit: Option<EffectiveLimit>,
     #[serde(rename = "decision_ms", serialize_with = "milliseconds")]
-    pub took: Duration,
+    pub duration: Duration,
     /// When the limits were asked, by the clock of whoever decided, µs since the Unix epoch. `replay` decides at the same instants.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "seconds_if_any")]
     pub decided_at: Option<u64>,
     /// Limits on trial that would have denied it.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shadow_denied: Vec<Box<str>>,
-    pub limits: Vec<Judged>,
+    pub limits: Vec<LimitInfo>,
     /// From the request on.
     #[serde(skip)]
-    pub began: Duration,
+    pub start_offset: Duration,
 }
 
 /// The standing of the binding limit.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Binding {
+pub struct EffectiveLimit {
     pub limit: Box<str>,
     pub remaining: u64,
     #[serde(serialize_with = "hex")]
@@ -88,7 +88,7 @@ pub struct Binding {
 /// One limit and one request.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Judged {
+pub struct LimitInfo {
     pub limit: Box<str>,
     /// The keyed hash of who asked.
     #[serde(serialize_with = "hex")]
@@ -101,13 +101,13 @@ pub struct Judged {
     pub remaining: Option<u64>,
     /// Which of the route's limits.
     #[serde(skip)]
-    pub place: usize,
+    pub limit_index: usize,
 }
 
 /// What came of sending a request on.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Sent {
+pub struct UpstreamInfo {
     pub upstream: Box<str>,
     /// The last one that it was tried at.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -117,20 +117,20 @@ pub struct Sent {
     pub upstream_status: Option<u16>,
     /// To the head of the response.
     #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
-    pub took: Duration,
+    pub duration: Duration,
     /// How often it was sent again.
     #[serde(skip_serializing_if = "is_zero")]
     pub retries: u64,
     /// From the request on.
     #[serde(skip)]
-    pub began: Duration,
+    pub start_offset: Duration,
 }
 
 /// Where lines go. Clones share it.
 #[derive(Debug, Clone)]
 pub struct AccessLog {
-    lines: Outbox<u8>,
-    format: Format,
+    writer: BatchWriter<u8>,
+    format: LogFormat,
 }
 
 impl AccessLog {
@@ -138,17 +138,17 @@ impl AccessLog {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn start(format: Format, mut out: Box<dyn Write + Send>) -> io::Result<Self> {
-        let lines = Outbox::start(TERMS, move |batch: &mut Vec<u8>| {
+    pub fn start(format: LogFormat, mut out: Box<dyn Write + Send>) -> io::Result<Self> {
+        let writer = BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| {
             let Err(error) = out.write_all(batch).and_then(|()| out.flush()) else { return 0 };
             warn!(%error, "the access log cannot be written");
             batch.iter().filter(|byte| **byte == b'\n').count() as u64
         })?;
-        Ok(AccessLog { lines, format })
+        Ok(AccessLog { writer: lines: writer, format })
     }
 
     /// Adds a line.
-    pub fn write(&self, line: &Line<'_>) {
+    pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
             // Made before the lock that workers share is taken.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
@@ -157,39 +157,39 @@ impl AccessLog {
             text.clear();
             // Writing to memory does not fail.
             let _ = match self.format {
-                Format::Json => serde_json::to_writer(&mut *text, line).map_err(io::Error::from),
-                Format::Text => line.write_text(text),
+                LogFormat::Json => serde_json::to_writer(&mut *text, record).map_err(io::Error::from),
+                LogFormat::Text => record.write_text(text),
             };
             text.push(b'\n');
-            self.lines.put(|lines| lines.extend_from_slice(text));
+            self.writer.push(|pending| pending.extend_from_slice(text));
         });
     }
 
     /// Lines that were not written.
-    pub fn lost(&self) -> u64 {
-        self.lines.lost()
+    pub fn dropped(&self) -> u64 {
+        self.writer.dropped()
     }
 
     /// Waits until all lines so far are written.
     pub fn flush(&self) {
-        self.lines.flush(LAST);
+        self.writer.flush(FLUSH_TIMEOUT);
     }
 }
 
-impl Line<'_> {
+impl AccessRecord<'_> {
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
-        let Line { client, method, path, status, bytes, outcome, request_id, .. } = self;
+        let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
         // Times of the next 290,000 years are valid.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
             out,
             "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}",
-            ms(self.duration_ms)
+            to_milliseconds(self.duration_ms)
         )?;
-        if let Some(Decided { decision, decided_by, binding, took, shadow_denied, .. }) = self.decided {
+        if let Some(DecisionInfo { decision, decided_by, effective_limit, duration, shadow_denied, .. }) = self.decision {
             write!(out, " decision={decision}")?;
-            if let Some(Binding { limit, remaining, identity }) = binding {
+            if let Some(EffectiveLimit { limit, remaining, identity }) = effective_limit {
                 write!(out, " limit={limit} remaining={remaining} identity={identity:032x}")?;
             }
             if let Some(source) = decided_by {
@@ -198,10 +198,10 @@ impl Line<'_> {
             if !shadow_denied.is_empty() {
                 write!(out, " shadow_denied={}", shadow_denied.join(","))?;
             }
-            write!(out, " decision_ms={}", ms(*took))?;
+            write!(out, " decision_ms={}", to_milliseconds(*duration))?;
         }
-        if let Some(Sent { upstream, server, upstream_status, took, retries, .. }) = self.sent {
-            write!(out, " upstream={upstream} upstream_ms={}", ms(*took))?;
+        if let Some(UpstreamInfo { upstream, server, upstream_status, duration, retries, .. }) = self.upstream {
+            write!(out, " upstream={upstream} upstream_ms={}", to_milliseconds(*duration))?;
             if let Some(server) = server {
                 write!(out, " server={}", server.replace(' ', ""))?;
             }
@@ -224,12 +224,12 @@ impl Line<'_> {
 }
 
 /// To the µs.
-fn ms(time: Duration) -> f64 {
+fn to_milliseconds(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
 }
 
 fn milliseconds<S: Serializer>(time: &Duration, out: S) -> Result<S::Ok, S::Error> {
-    out.serialize_f64(ms(*time))
+    out.serialize_f64(to_milliseconds(*time))
 }
 
 /// A double holds µs until the year 2255.
@@ -260,34 +260,34 @@ mod tests {
 
     /// What programs read must not change by accident.
     #[test]
-    fn the_forms_of_a_line() {
-        let judged = |limit: &str, decision, remaining| Judged {
+    fn access_record_formats() {
+        let judged = |limit: &str, decision, remaining| LimitInfo {
             limit: limit.into(),
             identity: 0xabc,
             cost: 2,
             decision,
             remaining,
-            place: 0,
+            limit_index: 0,
         };
-        let decided = Decided {
+        let decided = DecisionInfo {
             decision: "denied",
             decided_by: Some("store"),
-            binding: Some(Binding { limit: "hour".into(), remaining: 0, identity: 0xabc }),
-            took: Duration::from_micros(1_250),
+            effective_limit: Some(EffectiveLimit { limit: "hour".into(), remaining: 0, identity: 0xabc }),
+            duration: Duration::from_micros(1_250),
             decided_at: Some(1_764_000_000_123_500),
             shadow_denied: vec!["trial".into()],
             limits: vec![judged("hour", Some("denied"), Some(0)), judged("day", None, None)],
-            began: Duration::ZERO,
+            start_offset: Duration::ZERO,
         };
-        let sent = Sent {
+        let sent = UpstreamInfo {
             upstream: "api".into(),
             server: Some("api.test:80 (127.0.0.1:80)".into()),
             upstream_status: Some(200),
-            took: Duration::from_millis(7),
+            duration: Duration::from_millis(7),
             retries: 1,
-            began: Duration::ZERO,
+            start_offset: Duration::ZERO,
         };
-        let line = Line {
+        let line = AccessRecord {
             time: 1_764_000_000_123_456,
             client: [127, 0, 0, 1].into(),
             method: "GET",
@@ -298,8 +298,8 @@ mod tests {
             duration_ms: Duration::from_micros(12_345),
             route: Some("a"),
             outcome: "rate-limited",
-            decided: Some(&decided),
-            sent: Some(&sent),
+            decision: Some(&decided),
+            upstream: Some(&sent),
             request_id: "id",
             trace_id: Some(1),
         };

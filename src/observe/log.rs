@@ -12,17 +12,17 @@ use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
 use tracing_subscriber::{EnvFilter, Layer, fmt};
 
-use super::throttle::Throttle;
+use super::throttle::DependencyLogThrottle;
 
 /// Lines that may wait for standard error; more are lost.
-const QUEUE: usize = 1024;
+const QUEUE_CAPACITY: usize = 1024;
 
 /// Maximum time that a thread waits until its line is written. None waits while standard error is stalled.
-const WAIT: Duration = Duration::from_millis(100);
+const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
 /// How lines look.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Format {
+pub enum LogFormat {
     /// For people.
     Text,
     /// One object a line.
@@ -33,85 +33,85 @@ pub enum Format {
 ///
 /// # Errors
 /// The writing thread cannot be started.
-pub fn start(format: Format, level: tracing::Level) -> io::Result<()> {
-    let log = Log::start(stderr())?;
+pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
+    let writer = LogWriter::start(stderr())?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
-    let lines = fmt::layer().with_target(false).with_writer(move || log.clone());
+    let layer = fmt::layer().with_target(false).with_writer(move || writer.clone());
     let lines = match format {
-        Format::Text => lines.with_ansi(stderr().is_terminal()).boxed(),
-        Format::Json => lines.json().flatten_event(true).boxed(),
+        LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
+        LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
     // An earlier subscriber, as in a test, stays.
-    let _ = tracing_subscriber::registry().with(filter).with(lines).with(Throttle::default()).try_init();
+    let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
 
 /// Writes lines by a thread of its own: a terminal that is stopped and a pipe that is not read block this thread only.
 /// Clones share it.
 #[derive(Debug, Clone)]
-struct Log {
-    lines: SyncSender<Line>,
-    state: Arc<State>,
+struct LogWriter {
+    sender: SyncSender<QueuedLine>,
+    state: Arc<WriterState>,
 }
 
 #[derive(Debug, Default)]
-struct State {
+struct WriterState {
     /// A line was not written within [`WAIT`], and none has been since.
-    stalled: AtomicBool,
+    is_stalled: AtomicBool,
     /// Lines that found the queue full.
-    lost: AtomicU64,
+    dropped: AtomicU64,
 }
 
 #[derive(Debug)]
-struct Line {
-    text: Vec<u8>,
-    written: SyncSender<()>,
+struct QueuedLine {
+    bytes: Vec<u8>,
+    written_sender: SyncSender<()>,
 }
 
-impl Log {
+impl LogWriter {
     fn start(mut out: impl Write + Send + 'static) -> io::Result<Self> {
-        let (lines, waiting) = sync_channel::<Line>(QUEUE);
-        let state = Arc::<State>::default();
-        let log = Log { lines, state: state.clone() };
+        let (layer, receiver) = sync_channel::<QueuedLine>(QUEUE_CAPACITY);
+        let state = Arc::<WriterState>::default();
+        let writer = LogWriter { sender: layer, state: state.clone() };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
-            while let Some(Line { text, written }) = next(&waiting, &state) {
+            while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
                 // A terminal that is closed does not come back.
-                let _ = out.write_all(&text).and_then(|()| out.flush());
-                state.stalled.store(false, Ordering::Relaxed);
+                let _ = out.write_all(&bytes).and_then(|()| out.flush());
+                state.is_stalled.store(false, Ordering::Relaxed);
                 // A thread that waits no more has set `stalled`, and the next line clears it.
-                let _ = written.send(());
+                let _ = written_sender.send(());
             }
         })?;
-        Ok(log)
+        Ok(writer)
     }
 }
 
 /// The next line. Log how many were lost once the queue is empty again.
-fn next(waiting: &Receiver<Line>, state: &State) -> Option<Line> {
-    match waiting.try_recv() {
+fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<QueuedLine> {
+    match receiver.try_recv() {
         Ok(line) => return Some(line),
         Err(TryRecvError::Disconnected) => return None,
         Err(TryRecvError::Empty) => {}
     }
-    let lost = state.lost.swap(0, Ordering::Relaxed);
+    let lost = state.dropped.swap(0, Ordering::Relaxed);
     if lost > 0 {
         // This thread must not wait for itself.
-        state.stalled.store(true, Ordering::Relaxed);
+        state.is_stalled.store(true, Ordering::Relaxed);
         warn!(dropped = lost, "standard error was not read in time: lines of the log are lost");
     }
-    waiting.recv().ok()
+    receiver.recv().ok()
 }
 
 /// A formatted event is one call. It does not fail: the subscriber would report the failure on standard error with
 /// `eprintln!`, which panics where that is closed.
-impl Write for Log {
+impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
-        let (written, done) = sync_channel(1);
-        let waits = !self.state.stalled.load(Ordering::Relaxed);
-        if self.lines.try_send(Line { text: text.to_vec(), written }).is_err() {
-            self.state.lost.fetch_add(1, Ordering::Relaxed);
-        } else if waits && done.recv_timeout(WAIT).is_err() {
-            self.state.stalled.store(true, Ordering::Relaxed);
+        let (written_sender, written) = sync_channel(1);
+        let should_wait = !self.state.is_stalled.load(Ordering::Relaxed);
+        if self.sender.try_send(QueuedLine { bytes: text.to_vec(), written_sender: written: written_sender }).is_err() {
+            self.state.dropped.fetch_add(1, Ordering::Relaxed);
+        } else if should_wait && written.recv_timeout(WRITE_TIMEOUT).is_err() {
+            self.state.is_stalled.store(true, Ordering::Relaxed);
         }
         Ok(text.len())
     }
@@ -128,9 +128,9 @@ mod tests {
     use super::*;
 
     /// Each write waits for a permit.
-    struct Slow(Receiver<()>, Sender<Vec<u8>>);
+    struct BlockedWriter(Receiver<()>, Sender<Vec<u8>>);
 
-    impl Write for Slow {
+    impl Write for BlockedWriter {
         fn write(&mut self, text: &[u8]) -> io::Result<usize> {
             self.0.recv().map_err(io::Error::other)?;
             self.1.send(text.to_vec()).map_err(io::Error::other)?;
@@ -143,17 +143,17 @@ mod tests {
     }
 
     #[test]
-    fn lines_beyond_the_queue_are_lost_and_counted() {
+    fn lines_beyond_queue_capacity_are_dropped_and_counted() {
         let (permit, permits) = channel();
         let (sink, written) = channel();
-        let log = Log::start(Slow(permits, sink)).unwrap();
+        let log = LogWriter::start(BlockedWriter(permits, sink)).unwrap();
         // One is being written, the rest waits or is lost; only the first of them waits for its turn.
-        for number in 0..QUEUE + 10 {
+        for number in 0..QUEUE_CAPACITY + 10 {
             log.clone().write_all(format!("{number}").as_bytes()).unwrap();
         }
-        let lost = log.state.lost.load(Ordering::Relaxed);
+        let lost = log.state.dropped.load(Ordering::Relaxed);
         assert!((9..=10).contains(&lost), "{lost}");
-        let taken = QUEUE as u64 + 10 - lost;
+        let taken = QUEUE_CAPACITY as u64 + 10 - lost;
         (0..taken).for_each(|_| permit.send(()).unwrap());
         let lines: Vec<_> = (0..taken).map(|_| String::from_utf8(written.recv().unwrap()).unwrap()).collect();
         assert!(lines.iter().enumerate().all(|(place, line)| *line == place.to_string()), "{lines:?}");

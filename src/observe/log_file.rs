@@ -11,7 +11,7 @@ use tracing::{info, warn};
 use crate::limit::clock::Seldom;
 
 /// A file that cannot be opened again is mentioned this often.
-const SAID: Duration = Duration::from_secs(60);
+const REOPEN_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
 /// An open file, and where it was found.
 #[derive(Debug)]
@@ -19,8 +19,8 @@ pub struct LogFile {
     path: PathBuf,
     file: File,
     /// Device and inode of the open file.
-    known: (u64, u64),
-    said: Seldom,
+    file_id: (u64, u64),
+    throttle: Seldom,
 }
 
 impl LogFile {
@@ -29,23 +29,23 @@ impl LogFile {
     /// # Errors
     /// It cannot be written.
     pub fn open(path: PathBuf) -> io::Result<Self> {
-        let file = append(&path)?;
-        let known = name(&file.metadata()?);
-        Ok(LogFile { path, file, known, said: Seldom::new() })
+        let file = open_for_append(&path)?;
+        let file_id = file_id(&file.metadata()?);
+        Ok(LogFile { path, file, file_id: known: file_id, throttle: Seldom::new() })
     }
 
     /// Opens what is at its path now, if that is another file or none. As long as there can be none the old one goes on.
-    fn follow(&mut self) {
-        if self.path.metadata().is_ok_and(|found| name(&found) == self.known) {
+    fn reopen_if_rotated(&mut self) {
+        if self.path.metadata().is_ok_and(|metadata| file_id(&metadata) == self.file_id) {
             return;
         }
-        let opened = append(&self.path).and_then(|file| Ok((name(&file.metadata()?), file)));
-        match opened {
-            Ok((known, file)) => {
-                (self.known, self.file) = (known, file);
+        let reopened = open_for_append(&self.path).and_then(|file| Ok((file_id(&file.metadata()?), file)));
+        match reopened {
+            Ok((file_id, file)) => {
+                (self.file_id, self.file) = (file_id, file);
                 info!("{} is another file now: it is written from here on", self.path.display());
             }
-            Err(error) if self.said.unsaid_for(SAID) => {
+            Err(error) if self.throttle.unsaid_for(REOPEN_WARNING_INTERVAL) => {
                 warn!(%error, "{} is gone and cannot be made again: the file before goes on", self.path.display());
             }
             Err(_) => {}
@@ -60,7 +60,7 @@ impl Write for LogFile {
 
     /// Whole lines only, so that none is torn between two files.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
-        self.follow();
+        self.reopen_if_rotated();
         self.file.write_all(lines)
     }
 
@@ -69,10 +69,10 @@ impl Write for LogFile {
     }
 }
 
-fn append(path: &PathBuf) -> io::Result<File> {
+fn open_for_append(path: &PathBuf) -> io::Result<File> {
     OpenOptions::new().create(true).append(true).open(path)
 }
 
-fn name(found: &Metadata) -> (u64, u64) {
-    (found.dev(), found.ino())
+fn file_id(metadata: &Metadata) -> (u64, u64) {
+    (metadata.dev(), metadata.ino())
 }

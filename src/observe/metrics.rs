@@ -12,74 +12,74 @@ use prometheus_client::registry::{Registry, Unit};
 pub type Labels<'a> = &'a [(&'static str, &'a str)];
 
 /// What there is to read; it writes itself anew each time.
-pub trait Source: fmt::Debug + Send + Sync + 'static {
+pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
     /// Writes all.
     ///
     /// # Errors
     /// Of the page.
-    fn write(&self, page: &mut Page<'_>) -> fmt::Result;
+    fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 }
 
 /// The form of a page.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Form {
+pub enum ExpositionFormat {
     /// Prometheus text format 0.0.4.
-    Prometheus,
+    PrometheusText,
     /// OpenMetrics 1.0.
     OpenMetrics,
 }
 
-impl Form {
+impl ExpositionFormat {
     /// What somebody who accepts this gets.
-    pub fn accepted(accept: &str) -> Self {
-        if accept.contains("application/openmetrics-text") { Form::OpenMetrics } else { Form::Prometheus }
+    pub fn from_accept(accept_header: &str) -> Self {
+        if accept_header.contains("application/openmetrics-text") { ExpositionFormat::OpenMetrics } else { ExpositionFormat::PrometheusText }
     }
 
     /// Its media type.
     pub fn content_type(self) -> &'static str {
         match self {
-            Form::Prometheus => "text/plain; version=0.0.4; charset=utf-8",
-            Form::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
+            ExpositionFormat::PrometheusText => "text/plain; version=0.0.4; charset=utf-8",
+            ExpositionFormat::OpenMetrics => "application/openmetrics-text; version=1.0.0; charset=utf-8",
         }
     }
 }
 
 /// What is being written.
 #[derive(Debug)]
-pub struct Page<'a>(DescriptorEncoder<'a>);
+pub struct Exposition<'a>(DescriptorEncoder<'a>);
 
 /// One metric's lines.
-pub struct Lines<'a>(MetricEncoder<'a>);
+pub struct MetricWriter<'a>(MetricEncoder<'a>);
 
-impl Page<'_> {
+impl Exposition<'_> {
     /// Counts; their names get `_total`.
     ///
     /// # Errors
     /// Of the page.
-    pub fn counter(&mut self, name: &'static str, help: &str) -> Result<Lines<'_>, fmt::Error> {
-        self.0.encode_descriptor(name, help, None, MetricType::Counter).map(Lines)
+    pub fn counter(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
+        self.0.encode_descriptor(name, help, None, MetricType::Counter).map(MetricWriter)
     }
 
     /// States.
     ///
     /// # Errors
     /// Of the page.
-    pub fn gauge(&mut self, name: &'static str, help: &str) -> Result<Lines<'_>, fmt::Error> {
-        self.0.encode_descriptor(name, help, None, MetricType::Gauge).map(Lines)
+    pub fn gauge(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
+        self.0.encode_descriptor(name, help, None, MetricType::Gauge).map(MetricWriter)
     }
 
     /// Times; their names get `_seconds`.
     ///
     /// # Errors
     /// Of the page.
-    pub fn durations(&mut self, name: &'static str, help: &str) -> Result<Lines<'_>, fmt::Error> {
-        self.0.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram).map(Lines)
+    pub fn histogram(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
+        self.0.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram).map(MetricWriter)
     }
 }
 
-impl Lines<'_> {
+impl MetricWriter<'_> {
     /// Of one of several; without labels there is only one.
-    fn of<T>(
+    fn encode<T>(
         &mut self,
         labels: Labels<'_>,
         write: impl FnOnce(&mut MetricEncoder<'_>) -> Result<T, fmt::Error>,
@@ -91,36 +91,36 @@ impl Lines<'_> {
     ///
     /// # Errors
     /// Of the page.
-    pub fn count(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
-        self.of(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&value, None))
+    pub fn write_counter(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
+        self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&value, None))
     }
 
     /// A state.
     ///
     /// # Errors
     /// Of the page.
-    pub fn state(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
-        self.of(labels, |line| line.encode_gauge(&(value as i64)))
+    pub fn write_gauge(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
+        self.encode(labels, |line| line.encode_gauge(&(value as i64)))
     }
 
     /// How often something took how long: upper bounds in µs with the times in each bucket, the last without a bound.
     ///
     /// # Errors
     /// Of the page.
-    pub fn times(&mut self, labels: Labels<'_>, bounds_us: &[u64], buckets: &[u64], sum_us: u64) -> fmt::Result {
+    pub fn write_histogram(&mut self, labels: Labels<'_>, bounds_us: &[u64], bucket_counts: &[u64], sum_us: u64) -> fmt::Result {
         let bounds = bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
-        let buckets: Vec<_> = bounds.zip(buckets.iter().copied()).collect();
+        let buckets: Vec<_> = bounds.zip(bucket_counts.iter().copied()).collect();
         let count = buckets.iter().map(|(_, times)| times).sum();
-        self.of(labels, |line| line.encode_histogram::<NoLabelSet>(sum_us as f64 / 1e6, count, &buckets, None))
+        self.encode(labels, |line| line.encode_histogram::<NoLabelSet>(sum_us as f64 / 1e6, count, &buckets, None))
     }
 }
 
 #[derive(Debug)]
-struct Reading<S>(Arc<S>);
+struct CollectorAdapter<S>(Arc<S>);
 
-impl<S: Source> Collector for Reading<S> {
+impl<S: MetricSource> Collector for CollectorAdapter<S> {
     fn encode(&self, encoder: DescriptorEncoder<'_>) -> fmt::Result {
-        self.0.write(&mut Page(encoder))
+        self.0.write(&mut Exposition(encoder))
     }
 }
 
@@ -128,22 +128,22 @@ impl<S: Source> Collector for Reading<S> {
 ///
 /// # Errors
 /// It cannot be said in this form.
-pub fn page<S: Source>(source: &Arc<S>, form: Form) -> Result<String, fmt::Error> {
+pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("sluicegate");
-    registry.register_collector(Box::new(Reading(source.clone())));
-    let mut page = String::new();
-    text::encode(&mut page, &registry)?;
-    Ok(match form {
-        Form::OpenMetrics => page,
-        Form::Prometheus => classic(&page),
+    registry.register_collector(Box::new(CollectorAdapter(source.clone())));
+    let mut output = String::new();
+    text::encode(&mut output, &registry)?;
+    Ok(match format {
+        ExpositionFormat::OpenMetrics => output,
+        ExpositionFormat::PrometheusText => to_prometheus_text(&output),
     })
 }
 
 /// The same in the older form, where a counter is called what its lines are called.
-fn classic(page: &str) -> String {
-    let mut text = String::with_capacity(page.len());
+fn to_prometheus_text(page: &str) -> String {
+    let mut text = String::with_capacity(render.len());
     // HELP comes before TYPE, and only the latter says which are counters.
-    let mut lines = page.lines().peekable();
+    let mut lines = render.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");
         let renamed = match line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
@@ -168,22 +168,22 @@ mod tests {
     #[derive(Debug)]
     struct Example;
 
-    impl Source for Example {
-        fn write(&self, page: &mut Page<'_>) -> fmt::Result {
-            page.counter("requests", "Requests")?.count(&[("route", "a\"b")], 3)?;
-            page.gauge("open", "Open")?.state(&[], 2)?;
-            page.durations("took", "Took")?.times(&[], &[1_000, 2_000], &[1, 0, 2], 7_500_000)
+    impl MetricSource for Example {
+        fn write(&self, page: &mut Exposition<'_>) -> fmt::Result {
+            render.counter("requests", "Requests")?.write_counter(&[("route", "a\"b")], 3)?;
+            render.gauge("open", "Open")?.write_gauge(&[], 2)?;
+            render.histogram("took", "Took")?.write_histogram(&[], &[1_000, 2_000], &[1, 0, 2], 7_500_000)
         }
     }
 
     #[test]
-    fn both_forms_say_the_same() {
-        let page = |form| super::page(&Arc::new(Example), form).unwrap();
+    fn prometheus_and_openmetrics_expose_the_same_values() {
+        let page = |form| super::render(&Arc::new(Example), form).unwrap();
         let lines = "sluicegate_took_seconds_sum 7.5\nsluicegate_took_seconds_count 3\n\
                      sluicegate_took_seconds_bucket{le=\"0.001\"} 1\nsluicegate_took_seconds_bucket{le=\"0.002\"} 1\n\
                      sluicegate_took_seconds_bucket{le=\"+Inf\"} 3\n";
         assert_eq!(
-            page(Form::Prometheus),
+            page(ExpositionFormat::PrometheusText),
             format!(
                 "# HELP sluicegate_requests_total Requests\n# TYPE sluicegate_requests_total counter\n\
                  sluicegate_requests_total{{route=\"a\\\"b\"}} 3\n\
@@ -192,7 +192,7 @@ mod tests {
             )
         );
         assert_eq!(
-            page(Form::OpenMetrics),
+            page(ExpositionFormat::OpenMetrics),
             format!(
                 "# HELP sluicegate_requests Requests\n# TYPE sluicegate_requests counter\n\
                  sluicegate_requests_total{{route=\"a\\\"b\"}} 3\n\

@@ -10,124 +10,124 @@ use tracing::warn;
 use crate::limit::clock::Seldom;
 
 /// That something is lost is said once in this time.
-const SAID: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Room of an empty batch that is kept for the next one.
-const KEPT: usize = 64 << 10;
+const RETAINED_CAPACITY: usize = 64 << 10;
 
 /// How an outbox works.
 #[derive(Debug, Clone, Copy)]
-pub struct Terms {
+pub struct BatchConfig {
     /// What it is called in logs, and its thread.
     pub name: &'static str,
     /// Items wait this long for company: waking the thread for each costs more than the item.
-    pub pause: Duration,
+    pub delay: Duration,
     /// Items that may wait; beyond that whoever takes them is too slow, and more are lost and counted.
-    pub most: usize,
+    pub capacity: usize,
 }
 
 /// Where items go. Clones share it.
 #[derive(Debug)]
-pub struct Outbox<T> {
-    shared: Arc<Shared<T>>,
-    wake: Sender<Wake>,
+pub struct BatchWriter<T> {
+    inner: Arc<Inner<T>>,
+    commands: Sender<Command>,
 }
 
 #[derive(Debug)]
-struct Shared<T> {
-    terms: Terms,
-    pending: Mutex<Pending<T>>,
-    said: Seldom,
+struct Inner<T> {
+    config: BatchConfig,
+    pending: Mutex<PendingItems<T>>,
+    throttle: Seldom,
 }
 
 #[derive(Debug)]
-struct Pending<T> {
+struct PendingItems<T> {
     items: Vec<T>,
     /// Of all times.
-    lost: u64,
+    dropped: u64,
 }
 
-enum Wake {
-    Items,
+enum Command {
+    Deliver,
     Flush(Sender<()>),
 }
 
-impl<T> Clone for Outbox<T> {
+impl<T> Clone for BatchWriter<T> {
     fn clone(&self) -> Self {
-        Outbox { shared: self.shared.clone(), wake: self.wake.clone() }
+        BatchWriter { inner: self.inner.clone(), commands: self.commands.clone() }
     }
 }
 
-impl<T: Send + 'static> Outbox<T> {
+impl<T: Send + 'static> BatchWriter<T> {
     /// Starts the thread, which calls `deliver` with each batch, and is told how much of it was lost.
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn start(terms: Terms, mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static) -> io::Result<Self> {
-        let pending = Mutex::new(Pending { items: Vec::new(), lost: 0 });
-        let shared = Arc::new(Shared { terms, pending, said: Seldom::new() });
-        let (wake, woken) = channel();
-        let of_thread = shared.clone();
-        thread::Builder::new().name(terms.name.replace(' ', "-")).spawn(move || {
+    pub fn start(config: BatchConfig, mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static) -> io::Result<Self> {
+        let pending = Mutex::new(PendingItems { items: Vec::new(), dropped: 0 });
+        let inner = Arc::new(Inner { config: terms: config, pending, throttle: Seldom::new() });
+        let (commands, command_receiver) = channel();
+        let thread_inner = inner.clone();
+        thread::Builder::new().name(config.name.replace(' ', "-")).spawn(move || {
             let mut batch = Vec::new();
-            for cause in woken {
-                if let Wake::Items = cause {
-                    thread::sleep(terms.pause);
+            for command in command_receiver {
+                if let Command::Deliver = command {
+                    thread::sleep(config.delay);
                 }
-                mem::swap(&mut batch, &mut of_thread.pending().items);
+                mem::swap(&mut batch, &mut thread_inner.lock_pending().items);
                 if !batch.is_empty() {
-                    let lost = deliver(&mut batch);
-                    of_thread.pending().lost += lost;
+                    let dropped = deliver(&mut batch);
+                    thread_inner.lock_pending().dropped += dropped;
                 }
                 batch.clear();
-                batch.shrink_to(KEPT);
-                if let Wake::Flush(done) = cause {
+                batch.shrink_to(RETAINED_CAPACITY);
+                if let Command::Flush(done) = command {
                     // Nobody waiting any more is no loss.
                     let _ = done.send(());
                 }
             }
         })?;
-        Ok(Outbox { shared, wake })
+        Ok(BatchWriter { inner: shared: inner, commands: wake: commands })
     }
 
     /// Adds one thing, which may be several items.
-    pub fn put(&self, add: impl FnOnce(&mut Vec<T>)) {
-        let Shared { terms, said, .. } = &*self.shared;
-        let mut pending = self.shared.pending();
-        if pending.items.len() >= terms.most {
-            pending.lost += 1;
-            let lost = pending.lost;
+    pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
+        let Inner { config, throttle, .. } = &*self.inner;
+        let mut pending = self.inner.lock_pending();
+        if pending.items.len() >= config.capacity {
+            pending.dropped += 1;
+            let lost = pending.dropped;
             drop(pending);
-            if said.unsaid_for(SAID) {
-                warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", terms.name);
+            if throttle.unsaid_for(LOG_INTERVAL) {
+                warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", config.name);
             }
             return;
         }
-        let first = pending.items.is_empty();
+        let was_empty = pending.items.is_empty();
         add(&mut pending.items);
         drop(pending);
-        if first {
+        if was_empty {
             // The thread lives as long as a sender does.
-            let _ = self.wake.send(Wake::Items);
+            let _ = self.commands.send(Command::Deliver);
         }
     }
 
     /// So much was lost.
-    pub fn lost(&self) -> u64 {
-        self.shared.pending().lost
+    pub fn dropped(&self) -> u64 {
+        self.inner.lock_pending().dropped
     }
 
     /// Waits until all so far is delivered, but not longer than this.
-    pub fn flush(&self, within: Duration) {
+    pub fn flush(&self, timeout: Duration) {
         let (done, delivered) = channel();
-        if self.wake.send(Wake::Flush(done)).is_ok() {
-            let _ = delivered.recv_timeout(within);
+        if self.commands.send(Command::Flush(done)).is_ok() {
+            let _ = delivered.recv_timeout(timeout);
         }
     }
 }
 
-impl<T> Shared<T> {
-    fn pending(&self) -> MutexGuard<'_, Pending<T>> {
+impl<T> Inner<T> {
+    fn lock_pending(&self) -> MutexGuard<'_, PendingItems<T>> {
         self.pending.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -139,24 +139,24 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_nobody_takes_is_counted_and_the_rest_arrives_in_order() {
+    fn dropped_items_are_counted_and_the_rest_is_delivered_in_order() {
         let (release, held) = mpsc::channel::<()>();
         let (sink, taken) = mpsc::channel();
-        let terms = Terms { name: "test", pause: Duration::ZERO, most: 3 };
-        let outbox = Outbox::start(terms, move |batch: &mut Vec<u32>| {
+        let terms = BatchConfig { name: "test", delay: Duration::ZERO, capacity: 3 };
+        let outbox = BatchWriter::start(terms, move |batch: &mut Vec<u32>| {
             sink.send(batch.clone()).unwrap();
             held.recv().unwrap();
             u64::from(batch.contains(&0))
         });
         let outbox = outbox.unwrap();
-        outbox.put(|items| items.push(0));
+        outbox.push(|items| items.push(0));
         assert_eq!(taken.recv().unwrap(), [0], "it is being delivered, and holds up the rest");
-        (1..=5).for_each(|item| outbox.put(|items| items.push(item)));
-        assert_eq!(outbox.lost(), 2, "three may wait");
+        (1..=5).for_each(|item| outbox.push(|items| items.push(item)));
+        assert_eq!(outbox.dropped(), 2, "three may wait");
         release.send(()).unwrap();
         assert_eq!(taken.recv().unwrap(), [1, 2, 3]);
         release.send(()).unwrap();
         outbox.flush(Duration::from_secs(20));
-        assert_eq!(outbox.lost(), 3, "and what was not delivered");
+        assert_eq!(outbox.dropped(), 3, "and what was not delivered");
     }
 }

@@ -12,38 +12,38 @@ use tracing_subscriber::layer::Context;
 use crate::limit::clock::monotonic;
 
 /// Lines of a library in each period.
-const LINES: u64 = 10;
+const MAX_LINES_PER_PERIOD: u64 = 10;
 
 /// How long a period is.
 const PERIOD: Duration = Duration::from_secs(60);
 
 /// Lets a few lines of each library through, and all of the gateway's own.
 #[derive(Debug, Default)]
-pub(super) struct Throttle(Mutex<HashMap<&'static str, Period>>);
+pub(super) struct DependencyLogThrottle(Mutex<HashMap<&'static str, Period>>);
 
 #[derive(Debug, Clone, Copy)]
 struct Period {
-    since: Instant,
-    lines: u64,
+    started_at: Instant,
+    line_count: u64,
 }
 
-impl Throttle {
+impl DependencyLogThrottle {
     /// Whether a line may be written, and how many were not in the period before.
     fn admit(&self, library: &'static str) -> (bool, u64) {
         let mut periods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = monotonic();
-        let period = periods.entry(library).or_insert(Period { since: now, lines: 0 });
+        let period = periods.entry(library).or_insert(Period { started_at: now, line_count: 0 });
         let mut suppressed = 0;
-        if now - period.since >= PERIOD {
-            suppressed = period.lines.saturating_sub(LINES);
-            *period = Period { since: now, lines: 0 };
+        if now - period.started_at >= PERIOD {
+            suppressed = period.line_count.saturating_sub(MAX_LINES_PER_PERIOD);
+            *period = Period { started_at: now, line_count: 0 };
         }
-        period.lines += 1;
-        (period.lines <= LINES, suppressed)
+        period.line_count += 1;
+        (period.line_count <= MAX_LINES_PER_PERIOD, suppressed)
     }
 }
 
-impl<S: Subscriber> Layer<S> for Throttle {
+impl<S: Subscriber> Layer<S> for DependencyLogThrottle {
     fn event_enabled(&self, event: &Event<'_>, _: Context<'_, S>) -> bool {
         let library = event.metadata().target().split("::").next().unwrap_or_default();
         if library == "sluicegate" {

@@ -9,44 +9,44 @@ const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
 /// Bytes of a version 00: version, trace, parent and flags in hexadecimal digits, with hyphens between them.
-const LENGTH: usize = 55;
+const TRACEPARENT_LENGTH: usize = 55;
 
 /// Where a request came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Parent {
+pub struct TraceParent {
     /// The trace that it belongs to.
-    pub trace: u128,
+    pub trace_id: u128,
     /// The span that caused it.
-    pub span: u64,
+    pub span_id: u64,
     /// Whether that is recorded.
-    pub sampled: bool,
+    pub is_sampled: bool,
 }
 
-impl Parent {
+impl TraceParent {
     /// Reads the one `traceparent` of a request; none if there is none, or it is not valid (§3.2.2).
-    pub fn of(headers: &HeaderMap) -> Option<Self> {
+    pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(&TRACEPARENT).iter();
-        let (only, more) = (values.next()?, values.next());
-        Parent::read(only.as_bytes()).filter(|_| more.is_none())
+        let (only, extra) = (values.next()?, values.next());
+        TraceParent::parse(only.as_bytes()).filter(|_| extra.is_none())
     }
 
-    fn read(text: &[u8]) -> Option<Self> {
-        let (known, more) = text.split_at_checked(LENGTH)?;
+    fn parse(text: &[u8]) -> Option<Self> {
+        let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
         // Later versions may say more, after another hyphen; ff is no version (§3.2.2.1).
-        let version = number(&known[..2])?;
-        if version == 0xff || (version == 0 && !more.is_empty()) || more.first().is_some_and(|byte| *byte != b'-') {
+        let version = parse_hex(&fixed[..2])?;
+        if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
             return None;
         }
-        if [2, 35, 52].iter().any(|at| known[*at] != b'-') {
+        if [2, 35, 52].iter().any(|index| fixed[*index] != b'-') {
             return None;
         }
-        let (trace, span, flags) = (number(&known[3..35])?, number(&known[36..52])? as u64, number(&known[53..])?);
-        (trace != 0 && span != 0).then_some(Parent { trace, span, sampled: flags & 1 == 1 })
+        let (trace_id, span_id, flags) = (parse_hex(&fixed[3..35])?, parse_hex(&fixed[36..52])? as u64, parse_hex(&fixed[53..])?);
+        (trace_id != 0 && span_id != 0).then_some(TraceParent { trace_id: trace: trace_id, span_id: span: span_id, is_sampled: flags & 1 == 1 })
     }
 }
 
 /// Lower-case hexadecimal digits only (§3.2.2.3).
-fn number(digits: &[u8]) -> Option<u128> {
+fn parse_hex(digits: &[u8]) -> Option<u128> {
     digits.iter().try_fold(0, |number, digit| {
         let digit = match digit {
             b'0'..=b'9' => digit - b'0',
@@ -59,39 +59,39 @@ fn number(digits: &[u8]) -> Option<u128> {
 
 /// The part of a trace that a gateway records: a span for the request, below it one for the decision and one for the upstream.
 #[derive(Debug, Clone, Copy)]
-pub struct Trace {
+pub struct TraceContext {
     /// Its id.
-    pub id: u128,
+    pub trace_id: u128,
     /// Of the caller, if it told.
-    pub parent: Option<u64>,
+    pub parent_span_id: Option<u64>,
     /// The request's.
-    pub request: u64,
+    pub request_span_id: u64,
     /// The decision's.
-    pub decision: u64,
+    pub decision_span_id: u64,
     /// The upstream's, and the parent of whatever it records.
-    pub upstream: u64,
+    pub upstream_span_id: u64,
 }
 
-impl Trace {
+impl TraceContext {
     /// Goes on with the caller's trace, or begins one; none if the caller's is not recorded.
-    pub fn begin(parent: Option<Parent>) -> Option<Self> {
-        if parent.is_some_and(|parent| !parent.sampled) {
+    pub fn from_parent(parent: Option<TraceParent>) -> Option<Self> {
+        if parent.is_some_and(|parent| !parent.is_sampled) {
             return None;
         }
         // Never 0: some bits of a UUID are always set.
-        let ((request, decision), (upstream, _)) = (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
-        let id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace);
-        Some(Trace { id, parent: parent.map(|parent| parent.span), request, decision, upstream })
+        let ((request_span_id, decision_span_id), (upstream_span_id, _)) = (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
+        let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
+        Some(TraceContext { trace_id: id: trace_id, parent_span_id: parent.map(|parent| parent.span_id), request_span_id: request: request_span_id, decision_span_id: decision: decision_span_id, upstream_span_id: upstream: upstream_span_id })
     }
 
     /// Tells the upstream.
-    pub fn pass_on(&self, headers: &mut HeaderMap) {
-        let text = format!("00-{:032x}-{:016x}-01", self.id, self.upstream);
+    pub fn inject(&self, headers: &mut HeaderMap) {
+        let text = format!("00-{:032x}-{:016x}-01", self.trace_id, self.upstream_span_id);
         // Digits and hyphens are a valid value.
         if let Ok(value) = HeaderValue::from_str(&text) {
             headers.insert(TRACEPARENT, value);
         }
-        if self.parent.is_none() {
+        if self.parent_span_id.is_none() {
             // It belongs to a traceparent that was not valid, if to any (§3.3).
             headers.remove(TRACESTATE);
         }
@@ -103,11 +103,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_a_traceparent() {
+    fn traceparent_parsing() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let expected =
-            Parent { trace: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, span: 0x00f0_67aa_0ba9_02b7, sampled: true };
-        let unsampled = Parent { sampled: false, ..expected };
+            TraceParent { trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, span_id: 0x00f0_67aa_0ba9_02b7, is_sampled: true };
+        let unsampled = TraceParent { is_sampled: false, ..expected };
         for (text, parent) in [
             (good.to_owned(), Some(expected)),
             (good.replace("-01", "-00"), Some(unsampled)),
@@ -126,7 +126,7 @@ mod tests {
             (good.replace("4b", "+1"), None),
             (String::new(), None),
         ] {
-            assert_eq!(Parent::read(text.as_bytes()), parent, "{text}");
+            assert_eq!(TraceParent::parse(text.as_bytes()), parent, "{text}");
         }
         let twice: HeaderMap = (0..2).fold(HeaderMap::new(), |mut headers, _| {
             headers.append(
@@ -135,6 +135,6 @@ mod tests {
             );
             headers
         });
-        assert_eq!(Parent::of(&twice), None, "nobody knows which of them counts");
+        assert_eq!(TraceParent::from_headers(&twice), None, "nobody knows which of them counts");
     }
 }

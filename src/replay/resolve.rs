@@ -11,8 +11,8 @@ use http::{Method, Request, Uri, Version};
 use super::format::Entry;
 use super::view::{self, View};
 use crate::cost::Cost;
-use crate::gateway::addressed::Addressed;
-use crate::gateway::ask::{Question, checks};
+use crate::gateway::addressed::RequestTarget;
+use crate::gateway::ask::{LimitContext, build_checks};
 use crate::identity::Source;
 use crate::limit::key::Identity;
 use crate::limit::plan::Plan;
@@ -123,7 +123,7 @@ impl<'v> Resolver<'v> {
             return Resolved::Refused(Refused::NotHttp);
         }
         let runtime = &self.view.runtime;
-        let target = match Addressed::read(&self.request, &runtime.server) {
+        let target = match RequestTarget::from_request(&self.request, &runtime.server) {
             Ok(target) => target,
             Err(_) => return Resolved::Refused(Refused::Malformed),
         };
@@ -147,18 +147,18 @@ impl<'v> Resolver<'v> {
             self.unnamed += 1;
         }
         let subject = entry.subject.as_deref().and_then(|subject| std::str::from_utf8(subject).ok());
-        let question = Question { request: &self.request, host: &target.host, path: &target.path, trusted, subject };
+        let question = LimitContext { request: &self.request, host: &target.host, path: &target.path, trusted, certificate_subject: subject };
         let consumers = of_route.by_key.then(|| runtime.consumers.load());
-        let asker = question.asker(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
-        let checks = match checks(runtime, &of_route.identities, &of_route.limits, &asker) {
-            Ok(checks) => checks,
+        let asker = question.request_attributes(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
+        let checks = match build_checks(runtime, &of_route.identities, &of_route.limits, &asker) {
+            Ok(checks) => build_checks,
             Err(Rejection::Identity(_)) => return Resolved::Refused(Refused::NoIdentity),
             Err(_) => return Resolved::Refused(Refused::Malformed),
         };
-        if checks.is_empty() {
+        if build_checks.is_empty() {
             return Resolved::Unlimited;
         }
-        let asked = checks.iter().map(|check| {
+        let asked = build_checks.iter().map(|check| {
             let subject = of_route.subjects[check.place];
             let by = &of_route.identities[of_route.limits[check.place].identity];
             let label = || match &by.sources[..] {

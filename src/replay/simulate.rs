@@ -9,7 +9,7 @@ use super::resolve::{Asked, Seen};
 use super::view::View;
 use crate::limit::admission::Later;
 use crate::limit::algorithm::Rule;
-use crate::limit::backend::Source;
+use crate::limit::backend::DecidedBy;
 use crate::limit::clock::Clock;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::key::{Identity, Key};
@@ -117,9 +117,9 @@ impl<'a> Simulation<'a> {
                 }
             })
             .collect();
-        let charges: Vec<_> = checks.iter().map(|check| check.charge(Source::Store, first_lease)).collect();
+        let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_lease)).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
-        let decision = Decision::new(verdict, Source::Store, checks.iter());
+        let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
         self.said.clear();
         for check in &checks {
             let denies = decision.violated().any(|judged| judged.place == check.place)

@@ -10,7 +10,7 @@ use super::format::{Mapped, Provides};
 use super::known::{consumers, lacking, notes};
 use super::size::{Proposal, SizeError, proposed, unhurried};
 use crate::cost::{Cost, RefundOn};
-use crate::gateway::ask::later;
+use crate::gateway::ask::deferred_action;
 use crate::identity::{By, OnMissing, Source};
 use crate::limit::admission::Later;
 use crate::limit::algorithm::Rule;
@@ -155,9 +155,9 @@ impl View {
             let has_secret = |source: &Source| matches!(source, Source::ApiKey | Source::Jwt(_)) || !source.is_public();
             let secret = stands && !provides.hashed && terms.by.sources.iter().any(has_secret);
             let (limit, refund_on) = (terms.limit.clone(), terms.refund_on.clone());
-            let later = later(terms.cost.as_ref().is_some_and(Cost::is_post_paid), &refund_on);
+            let later = deferred_action(terms.cost.as_ref().is_some_and(Cost::is_post_paid), &refund_on);
             let consumers = if stands { consumers(&runtime, terms) } else { HashMap::new() };
-            subjects.push(Subject { limit, plan, instead_of, unknown, notes, later, consumers, secret, refund_on });
+            subjects.push(Subject { limit, plan, instead_of, unknown, notes, deferred_action, consumers, secret, refund_on });
             bys.push(by);
         }
         let routes = runtime.routes.iter().map(|route| {

@@ -12,7 +12,7 @@ use crate::config;
 use crate::config::Text;
 use crate::config::error::Issue;
 use crate::tls::TlsError;
-use crate::tls::authorities::Authorities;
+use crate::tls::authorities::TrustRoots;
 use crate::tls::certificate::Certificate;
 use crate::upstream::Protocol;
 use crate::upstream::settings::UpstreamSettings;
@@ -94,17 +94,17 @@ pub(super) fn upstream(
         reader.issue(Issue::at(text.map_or(place.clone(), |text| text.span()), error.to_string()).hint(hint));
     };
     let authorities = match (&files.ca, ca) {
-        (Some(file), _) => Authorities::parse(&file.content).map_err(|error| {
+        (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
             fail(ca, error, "a PEM file with the certificates of the authorities that sign those of the servers");
         }),
-        (None, None) => Authorities::system().map_err(|error| {
+        (None, None) => TrustRoots::from_system().map_err(|error| {
             fail(None, error, "install ca-certificates, or name those that count: tls.ca = \"upstream-ca.pem\"");
         }),
         // That it cannot be read is told.
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
-    let own = files.own.as_ref().map(|[cert, key]| Certificate::parse(&cert.content, &key.content));
+    let own = files.own.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
     let own = own.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
     let server_name = server_name.and_then(|text| self::server_name(text.get_ref(), text.span(), reader));
     let (authorities, own) = (authorities.ok()?, own.ok()?);
@@ -152,13 +152,13 @@ impl UpstreamTls {
     pub fn reload<'f>(&self, files: &'f [Snapshot], now: Duration) -> Result<(), (&'f Snapshot, TlsError)> {
         let (ca, own) = files.split_at(usize::from(self.files.ca.is_some()));
         let authorities = match ca {
-            [file, ..] => Authorities::parse(&file.content).map_err(|error| (file, error))?,
-            [] => Authorities::system().map_err(|error| (&files[0], error))?,
+            [file, ..] => TrustRoots::from_pem(&file.content).map_err(|error| (file, error))?,
+            [] => TrustRoots::from_system().map_err(|error| (&files[0], error))?,
         };
         let own = match own {
             [cert, key] => {
-                let own = Certificate::parse(&cert.content, &key.content).map_err(|error| (cert, error))?;
-                own.timely(now.as_secs() as i64).map_err(|error| (cert, error))?;
+                let own = Certificate::from_pem(&cert.content, &key.content).map_err(|error| (cert, error))?;
+                own.check_validity(now.as_secs() as i64).map_err(|error| (cert, error))?;
                 Some(own)
             }
             _ => None,
@@ -188,7 +188,7 @@ impl UpstreamTls {
 
     /// What servers will not like of our certificate.
     pub(super) fn warning(&self, now: Duration) -> Option<String> {
-        let error = self.own.as_ref()?.timely(now.as_secs() as i64).err()?;
+        let error = self.own.as_ref()?.check_validity(now.as_secs() as i64).err()?;
         let [file, _] = self.files.own.as_ref()?;
         Some(format!("{}: {error}; servers of `{}` will refuse it", file.path.display(), self.name))
     }

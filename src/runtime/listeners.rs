@@ -13,7 +13,7 @@ use crate::config::{self, Spanned};
 use crate::identity::client_ip::ClientIp;
 use crate::identity::{OnMissing, Source};
 use crate::tls::certificate::Certificate;
-use crate::tls::{ClientAuth, Clients, Tls, TlsError};
+use crate::tls::{ClientAuth, ClientVerifier, DownstreamTls, TlsError};
 use crate::watch::Snapshot;
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
@@ -88,7 +88,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<Li
             continue;
         };
         let (Some(cert), Some(key)) = (reader.pem(cert), reader.pem(key)) else { continue };
-        match Certificate::parse(&cert.content, &key.content) {
+        match Certificate::from_pem(&cert.content, &key.content) {
             Ok(certificate) => {
                 certificates.push(certificate);
                 files.push([cert, key]);
@@ -102,7 +102,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<Li
         reader.issue(Issue::at(place.clone(), "TLS needs a certificate").hint(EXAMPLE));
     }
     let (clients, client_ca) = clients(tls, reader).unzip();
-    match Tls::new(certificates, clients) {
+    match DownstreamTls::new(certificates, clients) {
         Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
         Err(error) => {
             reader.issue(Issue::at(place, error.to_string()));
@@ -112,7 +112,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<Li
 }
 
 /// Whose certificates are believed.
-fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Clients, (Snapshot, ClientAuth))> {
+fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(ClientVerifier, (Snapshot, ClientAuth))> {
     let words = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
     let auth = reader.choice(tls.client_auth.as_ref(), ClientAuth::Optional, &words);
     let Some(text) = &tls.client_ca else {
@@ -123,7 +123,7 @@ fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Client
         return None;
     };
     let file = reader.pem(text)?;
-    match Clients::parse(&file.content, auth) {
+    match ClientVerifier::from_pem(&file.content, auth) {
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
             let issue = Issue::at(text.span(), error.to_string());
@@ -137,7 +137,7 @@ impl ListenerTls {
     /// Whether clients that one of both has believed are believed by the other.
     pub(super) fn believes_as(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
-        clients(self) == clients(other) && !other.tls.believes_others()
+        clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
 
     /// Shows what is now in the files of a certificate, from the next connection on.
@@ -145,9 +145,9 @@ impl ListenerTls {
     /// # Errors
     /// It cannot be shown, or it is too late or too early for it; the one before stays.
     pub fn reload_certificate(&self, place: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
-        let certificate = Certificate::parse(chain, key)?;
-        certificate.timely(now.as_secs() as i64)?;
-        self.tls.replace(place, certificate);
+        let certificate = Certificate::from_pem(chain, key)?;
+        certificate.check_validity(now.as_secs() as i64)?;
+        self.tls.replace_certificate(place, certificate);
         Ok(())
     }
 
@@ -156,7 +156,7 @@ impl ListenerTls {
     /// # Errors
     /// No authority can be read; those before stay.
     pub fn reload_clients(&self, authorities: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
-        self.tls.believe(Clients::parse(authorities, auth)?)
+        self.tls.set_client_verifier(ClientVerifier::from_pem(authorities, auth)?)
     }
 }
 
@@ -179,7 +179,7 @@ impl Runtime {
         for (place, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (number, (certificate, [file, _])) in certificates {
-                if let Err(error) = certificate.timely(now.as_secs() as i64) {
+                if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
                     let text = format!("{}: {error}; clients will refuse it", file.path.display());
                     warnings.push((Subject::Certificate(place, number), text));
                 }

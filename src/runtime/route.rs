@@ -11,8 +11,8 @@ use tokio::time::Duration;
 use super::split::Split;
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
-use crate::http::fields::Dialect;
-use crate::http::rules::Rules;
+use crate::http::fields::HeaderStyle;
+use crate::http::rules::HeaderMutations;
 use crate::identity::By;
 use crate::limit::plan::Limit;
 use crate::route::path::PathPattern;
@@ -42,9 +42,9 @@ pub struct Route {
     /// Whether they may switch protocols.
     pub websocket: bool,
     /// What is changed in them for the upstream.
-    pub request_headers: Rules,
+    pub request_headers: HeaderMutations,
     /// What is changed in the answers.
-    pub response_headers: Rules,
+    pub response_headers: HeaderMutations,
 }
 
 /// A limit of a route.
@@ -72,7 +72,7 @@ pub struct Metering {
     /// How many of them callers are told of.
     pub told: usize,
     /// How callers are told where they stand.
-    pub dialects: Vec<Dialect>,
+    pub dialects: Vec<HeaderStyle>,
     /// The Access-Control-Expose-Headers that lets scripts of other origins read it.
     pub expose: Option<HeaderValue>,
     /// The RateLimit-Policy of a response that all its limits had a say in, in their standard sizes.

@@ -15,15 +15,15 @@ use super::{Metered, Metering, Route, Terms};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::cost::Cost;
-use crate::http::fields::{self, Dialect};
+use crate::http::fields::{self, HeaderStyle};
 use crate::http::host;
-use crate::http::path::canonical;
-use crate::http::rules::Section;
+use crate::http::path::canonical_path;
+use crate::http::rules::Direction;
 use crate::identity::{By, Source};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::decision::Judged;
 use crate::limit::plan::Limit;
-use crate::reply::standing;
+use crate::reply::limit_status;
 use crate::route::path::PathPattern;
 use crate::route::{Pattern, RouteTable};
 use crate::upstream::settings::UpstreamSettings;
@@ -64,8 +64,8 @@ pub(super) fn routes(
         let metering = metering(written, path, limits, config, reader);
         let max_body = written.max_body.as_ref().map(|text| reader.size(Some(text), 1) as u64);
         let websocket = websocket(written, upstreams, reader);
-        let request_headers = rules(written.request_headers.as_ref(), Section::Request, reader);
-        let response_headers = rules(written.response_headers.as_ref(), Section::Response, reader);
+        let request_headers = rules(written.request_headers.as_ref(), Direction::Request, reader);
+        let response_headers = rules(written.response_headers.as_ref(), Direction::Response, reader);
         let (Some(target), Some(pattern)) = (target, pattern) else { continue };
         let route = Arc::new(Route {
             index: routes.len(),
@@ -100,7 +100,7 @@ fn timeout(route: &config::Route, reader: &mut Reader<'_>) -> Option<Duration> {
 }
 
 fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>) -> Option<Pattern> {
-    let host = route.host.as_ref().and_then(|host| match host::canonical(host.get_ref()).into_owned() {
+    let host = route.host.as_ref().and_then(|host| match host::canonical_host(host.get_ref()).into_owned() {
         any if any == "*" => None,
         name if is_host(name.strip_prefix("*.").unwrap_or(&name)) => Some(name),
         _ => {
@@ -114,7 +114,7 @@ fn pattern(route: &config::Route, place: &Range<usize>, reader: &mut Reader<'_>)
         Ok(pattern) => {
             // Braces are the pattern's own; everything else must be what a canonical request has.
             let plain = text.get_ref().replace(['{', '}'], "");
-            match canonical(&plain) {
+            match canonical_path(&plain) {
                 Ok(same) if same == plain => {}
                 Ok(other) => {
                     let issue =
@@ -208,11 +208,11 @@ fn metering(
     }
     let told: Vec<_> =
         used.iter().filter(|metered| !metered.limit.shadow).map(|metered| untouched(&metered.limit)).collect();
-    let policy = fields::policy(told.iter().map(standing));
+    let policy = fields::ratelimit_policy(told.iter().map(limit_status));
     let by_key = identities.iter().any(|by: &By| by.sources.contains(&Source::ApiKey));
     let dialects = dialects(route, reader);
     let expose = route.expose_headers.then(|| {
-        let names: Vec<_> = dialects.iter().map(|dialect| dialect.fields()).chain(["Retry-After"]).collect();
+        let names: Vec<_> = dialects.iter().map(|dialect| dialect.header_names()).chain(["Retry-After"]).collect();
         // Field names and commas are a valid value.
         HeaderValue::from_str(&names.join(", ")).ok()
     });
@@ -226,24 +226,24 @@ fn untouched(limit: &Limit) -> Judged<'_> {
     Judged { place: 0, limit, quota: limit.standard.quota, outcome }
 }
 
-fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<Dialect> {
-    const ALL: [(&str, Dialect); 5] = [
-        ("ietf", Dialect::Ietf),
-        ("draft-11", Dialect::Ietf),
-        ("draft-07", Dialect::Draft07),
-        ("draft-03", Dialect::Draft03),
-        ("github", Dialect::Github),
+fn dialects(route: &config::Route, reader: &mut Reader<'_>) -> Vec<HeaderStyle> {
+    const ALL: [(&str, HeaderStyle); 5] = [
+        ("ietf", HeaderStyle::Draft11),
+        ("draft-11", HeaderStyle::Draft11),
+        ("draft-07", HeaderStyle::Draft07),
+        ("draft-03", HeaderStyle::Draft03),
+        ("github", HeaderStyle::Github),
     ];
-    let Some(list) = &route.ratelimit_headers else { return vec![Dialect::Ietf] };
+    let Some(list) = &route.ratelimit_headers else { return vec![HeaderStyle::Draft11] };
     let mut dialects = Vec::new();
     for text in list {
-        let dialect = reader.choice(Some(text), Dialect::Ietf, &ALL);
+        let dialect = reader.choice(Some(text), HeaderStyle::Draft11, &ALL);
         if !dialects.contains(&dialect) {
             dialects.push(dialect);
         }
     }
     if let Some(text) =
-        list.first().filter(|_| dialects.contains(&Dialect::Ietf) && dialects.contains(&Dialect::Draft07))
+        list.first().filter(|_| dialects.contains(&HeaderStyle::Draft11) && dialects.contains(&HeaderStyle::Draft07))
     {
         let issue =
             Issue::at(text.span(), "`draft-11` (`ietf`) and `draft-07` write the same fields in different ways");

@@ -8,11 +8,11 @@ use http::HeaderName;
 use super::reader::Reader;
 use crate::config::HeaderRules;
 use crate::config::error::Issue;
-use crate::http::headers::Aliases;
-use crate::http::rules::{Rules, Section, reserved};
+use crate::http::headers::HeaderAliases;
+use crate::http::rules::{HeaderMutations, Direction, reserved_reason};
 
-pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Section, reader: &mut Reader<'_>) -> Rules {
-    let mut rules = Rules::default();
+pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Direction, reader: &mut Reader<'_>) -> HeaderMutations {
+    let mut rules = HeaderMutations::default();
     let Some(written) = written.map(|written| written.get_ref()) else { return rules };
     let mut seen = Vec::new();
     for text in &written.remove {
@@ -22,8 +22,8 @@ pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Section, re
         let name = field(value.span(), name, section, &mut seen, reader);
         rules.set.extend(name.zip(reader.header_value(value)));
     }
-    if section == Section::Request {
-        rules.aliases = Aliases::of(rules.set.iter().map(|(name, _)| name).chain(&rules.remove));
+    if section == Direction::Request {
+        rules.aliases = HeaderAliases::from_names(rules.set.iter().map(|(name, _)| name).chain(&rules.remove));
     }
     rules
 }
@@ -32,12 +32,12 @@ pub(super) fn rules(written: Option<&Spanned<HeaderRules>>, section: Section, re
 fn field(
     place: Range<usize>,
     name: &str,
-    section: Section,
+    section: Direction,
     seen: &mut Vec<HeaderName>,
     reader: &mut Reader<'_>,
 ) -> Option<HeaderName> {
     let name = reader.header_name(place.clone(), name)?;
-    if let Some(reason) = reserved(&name, section) {
+    if let Some(reason) = reserved_reason(&name, section) {
         reader.issue(Issue::at(place, format!("`{name}` cannot be set or removed: {reason}")).hint("leave it out"));
         return None;
     }

@@ -12,7 +12,7 @@ use super::files;
 use super::reader::Reader;
 use crate::config::error::Issue;
 use crate::config::{self, Text};
-use crate::observe::log::Format;
+use crate::observe::log::LogFormat;
 
 /// hyper needs room for a head of this size at least.
 const SMALLEST_HEAD: usize = 8 << 10;
@@ -84,9 +84,9 @@ pub enum Layout {
 #[derive(Debug, Clone)]
 pub struct LogSettings {
     /// How lines look.
-    pub format: Format,
+    pub format: LogFormat,
     /// How records of the access log look.
-    pub access_format: Format,
+    pub access_format: LogFormat,
     /// From which level on.
     pub level: Level,
     /// The access log.
@@ -149,7 +149,7 @@ fn connections(workers: usize) -> i64 {
 }
 
 pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
-    let by_terminal = if std::io::stderr().is_terminal() { Format::Text } else { Format::Json };
+    let by_terminal = if std::io::stderr().is_terminal() { LogFormat::Text } else { LogFormat::Json };
     let levels = [
         ("error", Level::ERROR),
         ("warn", Level::WARN),
@@ -162,12 +162,12 @@ pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
         Some("off") => Access::Off,
         Some(path) => Access::File(reader.path(path)),
     };
-    let format = reader.choice(log.format.as_ref(), by_terminal, &[("text", Format::Text), ("json", Format::Json)]);
+    let format = reader.choice(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
     LogSettings {
         format,
         // A file is read by programs, wherever the gateway was started.
         access_format: match access {
-            Access::File(_) if log.format.is_none() => Format::Json,
+            Access::File(_) if log.format.is_none() => LogFormat::Json,
             _ => format,
         },
         level: reader.choice(log.level.as_ref(), Level::INFO, &levels),

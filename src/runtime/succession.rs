@@ -43,7 +43,7 @@ impl Runtime {
             if let (Some(tls), Some(before)) = (&listener.tls, &before.tls)
                 && tls.believes_as(before)
             {
-                tls.tls.resume(&before.tls);
+                tls.tls.use_ticketer_of(&before.tls);
             }
         }
         self.keep_upstreams(before);
@@ -55,9 +55,9 @@ impl Runtime {
         let shown: Vec<_> = before.certificates().collect();
         let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
         let own = own.flat_map(|tls| tls.tls.certificates().zip(&tls.certificates));
-        let own = own.filter(|(certificate, _)| !shown.iter().any(|shown| shown.chain.cert == certificate.chain.cert));
+        let own = own.filter(|(certificate, _)| !shown.iter().any(|shown| shown.certified_key.cert == certificate.certified_key.cert));
         own.filter_map(|(certificate, [file, _])| {
-            let error = certificate.timely(now.as_secs() as i64).err()?;
+            let error = certificate.check_validity(now.as_secs() as i64).err()?;
             Some(format!("{}: {error}", file.path.display()))
         })
         .collect()

@@ -11,7 +11,7 @@ use super::split::Split;
 use super::{Redirect, Respond, Rewrite, Target};
 use crate::config::error::Issue;
 use crate::config::{self, Shares, Text};
-use crate::http::path::forwarded;
+use crate::http::path::forwarded_path;
 use crate::route::path::PathPattern;
 use crate::route::template::Template;
 use crate::upstream::Protocol;
@@ -200,7 +200,7 @@ fn template(text: &str, span: &Range<usize>, path: Option<&PathPattern>, reader:
     };
     // No hex digit: what is encoded is encoded without the help of a parameter.
     let (plain, query) = template.filled_with("~");
-    match forwarded(&plain) {
+    match forwarded_path(&plain) {
         Ok(same) if same == plain => {}
         Ok(_) => {
             // The place holders would not be understood.

@@ -18,14 +18,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::time::{Instant, sleep};
 use tokio_util::sync::CancellationToken;
 
-use super::bell::Bell;
+use super::bell::SelectiveWaker;
 use super::protocol::Protocol;
-use super::watched::Watched;
+use super::watched::MonitoredStream;
 use crate::gateway::{Gateway, Peer};
-use crate::http::activity::{Activity, InFlight};
+use crate::http::activity::{ConnectionActivity, InFlightRequest};
 use crate::http::body::Body;
-use crate::http::budget::Budget;
-use crate::http::flow::{Flow, Watch};
+use crate::http::budget::BufferBudget;
+use crate::http::flow::{StreamFlow, WriteWatchdog};
 use crate::http::headers::has_padding;
 use crate::http::upload::RequestBody;
 use crate::runtime::ServerSettings;
@@ -41,208 +41,208 @@ const HTTP2_SEND_BUFFER: usize = 128 << 10;
 
 /// Bytes of responses and buffered requests that the streams of a connection hold together. Beyond it a stream goes on when all it
 /// has is written.
-const HTTP2_BUDGET: usize = 256 << 10;
+const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
 /// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
 
 /// How a connection ends otherwise.
-pub(super) enum End {
+pub(super) enum CloseReason {
     /// All is said.
-    Done,
+    Complete,
     /// The client may still be sending what nobody reads.
-    Cut,
+    RequestUnread,
     /// A deadline is over.
-    Overdue,
+    Timeout,
     /// The client does not take the response.
-    Stalled,
+    WriteStalled,
     /// A response broke off, and what there is of it looks whole.
-    Torn,
+    TruncatedResponse,
 }
 
 /// What a connection comes to.
-enum Event {
+enum ConnectionEvent {
     /// Its end; none if its client does not take what there is.
-    Ended(Option<hyper::Result<()>>),
+    Closed(Option<hyper::Result<()>>),
     /// A request is not read to its end: what follows it is not a request.
-    Cut,
+    RequestUnread,
     /// A part of a request head came after an earlier request.
-    Head(u64),
+    HeadersStarted(u64),
     /// No new requests are wanted.
-    Stopped,
+    Draining,
     /// A deadline is to be looked at.
-    Due,
+    TimerFired,
 }
 
 /// One connection's HTTP.
-pub(super) struct Conversation {
+pub(super) struct HttpConnection {
     pub(super) gateway: Arc<Gateway>,
     pub(super) peer: Arc<Peer>,
     /// As they were when it began.
     pub(super) settings: Arc<ServerSettings>,
-    pub(super) activity: Arc<Activity>,
+    pub(super) activity: Arc<ConnectionActivity>,
     /// What all connections may buffer.
-    pub(super) budget: Arc<Budget>,
+    pub(super) buffer_budget: Arc<BufferBudget>,
     /// Cancelled when no new requests are wanted.
-    pub(super) stop: CancellationToken,
+    pub(super) drain: CancellationToken,
 }
 
 /// Runs the streams of an HTTP/2 connection, each for as long as its client takes what there is.
 #[derive(Debug, Clone)]
-struct Streams {
+struct StreamExecutor {
     body_idle_timeout: Duration,
-    budget: Arc<Budget>,
+    budget: Arc<BufferBudget>,
 }
 
-impl Conversation {
+impl HttpConnection {
     /// Serves a connection to its end.
-    pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<End, BoxError>
+    pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<CloseReason, BoxError>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let settings = &self.settings;
-        let io = TokioIo::new(Watched::new(stream, protocol, self.activity.clone()));
+        let io = TokioIo::new(MonitoredStream::new(stream, protocol, self.activity.clone()));
         match protocol {
             Protocol::Http1 => {
                 // What a connection has outlives its requests, so they need not count who refers to it.
-                let service = service_fn(|request| answer(&*self.gateway, &*self.peer, self.activity.enter(), request));
-                let connection = http1(settings).serve_connection(io, service).with_upgrades();
-                let farewell = settings.farewell();
-                self.attend(connection, farewell, |connection| connection.graceful_shutdown()).await
+                let service = service_fn(|request| serve_request(&*self.gateway, &*self.peer, self.activity.start_request(), request));
+                let connection = http1_builder(settings).serve_connection(io, service).with_upgrades();
+                let drain_grace = settings.farewell();
+                self.drive(connection, drain_grace, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {
                 // It runs requests as tasks of their own.
                 let service = service_fn(|request| {
-                    answer(self.gateway.clone(), self.peer.clone(), self.activity.enter(), request)
+                    serve_request(self.gateway.clone(), self.peer.clone(), self.activity.start_request(), request)
                 });
-                let connection = http2(settings, self.budget.clone()).serve_connection(io, service);
+                let connection = http2_builder(settings, self.buffer_budget.clone()).serve_connection(io, service);
                 // Its clients are told which of their requests are still answered (RFC 9113 §6.8).
                 // On the heap: it is twice as large as the other.
-                Box::pin(self.attend(connection, Duration::ZERO, |connection| connection.graceful_shutdown())).await
+                Box::pin(self.drive(connection, Duration::ZERO, |connection| connection.graceful_shutdown())).await
             }
         }
     }
 
     /// Sees to a connection's deadlines, and to its end when no new requests are wanted: within `farewell` one more may come
     /// that was under way already, and is told that it is the last.
-    async fn attend<C>(
+    async fn drive<C>(
         &self,
         connection: C,
-        farewell: Duration,
-        wind_down: impl FnOnce(Pin<&mut C>),
-    ) -> Result<End, BoxError>
+        drain_grace: Duration,
+        graceful_shutdown: impl FnOnce(Pin<&mut C>),
+    ) -> Result<CloseReason, BoxError>
     where
         C: Future<Output = hyper::Result<()>>,
     {
         let settings = &self.settings;
         let mut connection = pin!(connection);
-        let mut watch = Watch::connection(settings.body_idle_timeout, self.budget.clone());
-        let mut stopped = pin!(self.stop.cancelled());
-        let (mut wind_down, mut is_stopped) = (Some(wind_down), false);
+        let mut watchdog = WriteWatchdog::for_connection(settings.body_idle_timeout, self.buffer_budget.clone());
+        let mut drain_started = pin!(self.drain.cancelled());
+        let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
         // One timer for a connection, looked at when it fires; none is set for each request.
-        let grace = || self.activity.grace(settings.header_timeout, settings.idle_timeout);
-        let mut deadline = pin!(sleep(grace().unwrap_or_default()));
-        let mut bell = Bell::new();
+        let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
+        let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
+        let mut waker = SelectiveWaker::new();
         // The head for which the deadline is set.
-        let mut head = 0;
+        let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
-                if let Poll::Ready(ended) = watch.poll(connection.as_mut(), cx) {
-                    return Poll::Ready(Event::Ended(ended));
+                if let Poll::Ready(result) = watchdog.poll(connection.as_mut(), cx) {
+                    return Poll::Ready(ConnectionEvent::Closed(result));
                 }
-                if wind_down.is_some() && watch.flow().is_cut() {
-                    return Poll::Ready(Event::Cut);
+                if graceful_shutdown.is_some() && watchdog.flow().is_request_abandoned() {
+                    return Poll::Ready(ConnectionEvent::RequestUnread);
                 }
-                if let Some(begun) = self.activity.partial_head().filter(|begun| *begun != head && !is_stopped) {
-                    return Poll::Ready(Event::Head(begun));
+                if let Some(started) = self.activity.partial_headers().filter(|started| *started != current_headers && !is_draining) {
+                    return Poll::Ready(ConnectionEvent::HeadersStarted(started));
                 }
-                let Some(mut cx) = bell.answer(cx) else { return Poll::Pending };
-                if !is_stopped && stopped.as_mut().poll(&mut cx).is_ready() {
-                    return Poll::Ready(Event::Stopped);
+                let Some(mut cx) = waker.take_context(cx) else { return Poll::Pending };
+                if !is_draining && drain_started.as_mut().poll(&mut cx).is_ready() {
+                    return Poll::Ready(ConnectionEvent::Draining);
                 }
-                deadline.as_mut().poll(&mut cx).map(|()| Event::Due)
+                deadline.as_mut().poll(&mut cx).map(|()| ConnectionEvent::TimerFired)
             });
             match event.await {
-                Event::Ended(None) => return Ok(End::Stalled),
-                Event::Ended(Some(Ok(()))) => break,
+                ConnectionEvent::Closed(None) => return Ok(CloseReason::WriteStalled),
+                ConnectionEvent::Closed(Some(Ok(()))) => break,
                 // The answer to a head that is too long, say, comes before its end.
-                Event::Ended(Some(Err(error))) if error.is_parse() => return Ok(End::Cut),
-                Event::Ended(Some(Err(_))) if watch.flow().is_unframed() => return Ok(End::Torn),
-                Event::Ended(Some(Err(error))) if error.is_user() && watch.flow().is_cut() => return Ok(End::Cut),
-                Event::Ended(Some(Err(error))) => return Err(error.into()),
-                Event::Cut => {
-                    if let Some(wind_down) = wind_down.take() {
-                        wind_down(connection.as_mut());
+                ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => return Ok(CloseReason::RequestUnread),
+                ConnectionEvent::Closed(Some(Err(_))) if watchdog.flow().is_close_delimited() => return Ok(CloseReason::TruncatedResponse),
+                ConnectionEvent::Closed(Some(Err(error))) if error.is_user() && watchdog.flow().is_request_abandoned() => return Ok(CloseReason::RequestUnread),
+                ConnectionEvent::Closed(Some(Err(error))) => return Err(error.into()),
+                ConnectionEvent::RequestUnread => {
+                    if let Some(graceful_shutdown) = graceful_shutdown.take() {
+                        graceful_shutdown(connection.as_mut());
                     }
                 }
-                Event::Head(begun) => {
-                    head = begun;
+                ConnectionEvent::HeadersStarted(started) => {
+                    current_headers = started;
                     deadline.as_mut().reset(Instant::now() + settings.header_timeout);
                 }
-                Event::Stopped => {
-                    is_stopped = true;
-                    self.activity.say_farewell(!farewell.is_zero());
-                    deadline.as_mut().reset(Instant::now() + farewell);
+                ConnectionEvent::Draining => {
+                    is_draining = true;
+                    self.activity.announce_close(!drain_grace.is_zero());
+                    deadline.as_mut().reset(Instant::now() + drain_grace);
                 }
-                Event::Due if !is_stopped && self.activity.partial_head() == Some(head) => return Ok(End::Overdue),
-                Event::Due => {
-                    if let Some(wind_down) = wind_down.take_if(|_| is_stopped) {
-                        wind_down(connection.as_mut());
+                ConnectionEvent::TimerFired if !is_draining && self.activity.partial_headers() == Some(current_headers) => return Ok(CloseReason::Timeout),
+                ConnectionEvent::TimerFired => {
+                    if let Some(graceful_shutdown) = graceful_shutdown.take_if(|_| is_draining) {
+                        graceful_shutdown(connection.as_mut());
                     }
-                    match grace() {
+                    match time_left() {
                         Some(grace) => deadline.as_mut().reset(Instant::now() + grace),
-                        None => return Ok(End::Overdue),
+                        None => return Ok(CloseReason::Timeout),
                     }
                 }
             }
-            bell.ring();
+            waker.mark_ready();
         }
-        if let Some(tunnel) = self.activity.switched() {
+        if let Some(tunnel) = self.activity.take_tunnel() {
             // On the heap: few connections need the room.
-            Box::pin(tunnel.pass()).await;
+            Box::pin(tunnel.run_tunnel()).await;
         }
-        Ok(if watch.flow().is_cut() { End::Cut } else { End::Done })
+        Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
     }
 }
 
-impl<F: Future<Output = ()> + Send + 'static> Executor<F> for Streams {
+impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
-        let mut watch = Watch::stream(self.body_idle_timeout, self.budget.clone());
+        let mut watchdog = WriteWatchdog::for_stream(self.body_idle_timeout, self.budget.clone());
         let mut stream = Box::pin(stream);
         // Dropping the stream resets it.
-        tokio::spawn(poll_fn(move |cx| watch.poll(stream.as_mut(), cx).map(drop)));
+        tokio::spawn(poll_fn(move |cx| watchdog.poll(stream.as_mut(), cx).map(drop)));
     }
 }
 
 /// Answers a request; an error resets the stream. On the heap, as the request is: an HTTP/1.x connection keeps room for it from one request to the next.
-fn answer(
+fn serve_request(
     gateway: impl Deref<Target = Gateway>,
     peer: impl Deref<Target = Peer>,
-    in_flight: InFlight,
+    in_flight: InFlightRequest,
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
     // Before this request has a body of its own.
-    let previous = if http2 { None } else { Flow::behind_body() };
+    let unfinished = if http2 { None } else { StreamFlow::unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
-    let request = Box::new(request.map(|body| RequestBody::new(body, http2).holding(&in_flight)));
+    let request = Box::new(request.map(|body| RequestBody::new(body, http2).with_in_flight(&in_flight)));
     Box::pin(async move {
         // Before anything is made of it (RFC 9113 §8.1.1). hyper rejects what is malformed in HTTP/1.1.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
         }
-        if let Some((flow, bodies)) = previous
-            && !flow.is_request(bodies).await
+        if let Some((flow, bodies)) = unfinished
+            && !flow.wait_for_bodies(bodies).await
         {
             return Err(h2::Reason::CANCEL.into());
         }
         let response = gateway.handle(request, &peer).await;
-        Ok(in_flight.answer(response))
+        Ok(in_flight.attach_to(response))
     })
 }
 
 /// HTTP/1.x, with bounds on what a client can make us hold.
-fn http1(settings: &ServerSettings) -> http1::Builder {
+fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     let mut builder = http1::Builder::new();
     // A head and a small body are one copy into one write: cheaper than a vectored one.
     builder.writev(false);
@@ -255,9 +255,9 @@ fn http1(settings: &ServerSettings) -> http1::Builder {
 }
 
 /// HTTP/2, likewise.
-fn http2(settings: &ServerSettings, budget: Arc<Budget>) -> http2::Builder<Streams> {
-    let budget = Arc::new(Budget::within(budget, HTTP2_BUDGET));
-    let mut builder = http2::Builder::new(Streams { body_idle_timeout: settings.body_idle_timeout, budget });
+fn http2_builder(settings: &ServerSettings, budget: Arc<BufferBudget>) -> http2::Builder<StreamExecutor> {
+    let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
+    let mut builder = http2::Builder::new(StreamExecutor { body_idle_timeout: settings.body_idle_timeout, budget });
     builder
         .max_concurrent_streams(settings.http2_max_streams)
         .initial_stream_window_size(HTTP2_WINDOW)

@@ -12,35 +12,35 @@ use tracing::{info, warn};
 use crate::limit::clock::monotonic;
 
 /// Clients could fill the log: each kind of line is written at most so often.
-const AGAIN: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Bytes of a ClientHello that are looked at. Post-quantum key shares make it larger than a packet; the name comes before or behind.
-const LOOKED_AT: usize = 4 << 10;
+const MAX_CLIENT_HELLO: usize = 4 << 10;
 
-static NAME_SAID: Mutex<Option<Instant>> = Mutex::new(None);
-static FAILURE_SAID: Mutex<Option<Instant>> = Mutex::new(None);
+static NAME_LOGGED_AT: Mutex<Option<Instant>> = Mutex::new(None);
+static FAILURE_LOGGED_AT: Mutex<Option<Instant>> = Mutex::new(None);
 
 /// The first bytes of a connection, which stay where they are.
-pub(super) async fn first_bytes(stream: &TcpStream) -> io::Result<Vec<u8>> {
+pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>> {
     // A silent client takes no memory.
     stream.readable().await?;
-    let mut bytes = vec![0; LOOKED_AT];
+    let mut bytes = vec![0; MAX_CLIENT_HELLO];
     let count = stream.peek(&mut bytes).await?;
     bytes.truncate(count);
     Ok(bytes)
 }
 
 /// Says why a handshake failed, unless it was said just now. Connections that end are no failures.
-pub(super) fn failed(error: &io::Error, client: IpAddr, hello: &[u8]) {
+pub(super) fn log_failure(error: &io::Error, client: IpAddr, client_hello: &[u8]) {
     let Some(reason) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) else { return };
     if !matches!(reason, rustls::Error::PeerMisbehaved(PeerMisbehaved::ServerNameMustContainOneHostName)) {
-        if is_due(&FAILURE_SAID) {
+        if should_log(&FAILURE_LOGGED_AT) {
             info!(%client, error = %reason, "a TLS handshake failed; further ones within a minute are not logged");
         }
         return;
     }
-    if is_due(&NAME_SAID) {
-        let name = server_name(hello).map(|name| String::from_utf8_lossy(name).into_owned());
+    if should_log(&NAME_LOGGED_AT) {
+        let name = server_name(client_hello).map(|name| String::from_utf8_lossy(name).into_owned());
         warn!(
             %client,
             server_name = name,
@@ -50,14 +50,14 @@ pub(super) fn failed(error: &io::Error, client: IpAddr, hello: &[u8]) {
     }
 }
 
-fn is_due(said: &Mutex<Option<Instant>>) -> bool {
-    let mut said = said.lock().unwrap_or_else(PoisonError::into_inner);
+fn should_log(logged_at: &Mutex<Option<Instant>>) -> bool {
+    let mut logged_at = logged_at.lock().unwrap_or_else(PoisonError::into_inner);
     let now = monotonic();
-    let due = said.is_none_or(|said| now - said >= AGAIN);
-    if due {
-        *said = Some(now);
+    let is_due = logged_at.is_none_or(|logged_at| now - logged_at >= LOG_INTERVAL);
+    if is_due {
+        *logged_at = Some(now);
     }
-    due
+    is_due
 }
 
 /// The server name in a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3), if it is in the first record.
@@ -66,28 +66,28 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
     let mut rest = record.get(5 + 4 + 2 + 32..)?;
     // Session, cipher suites, compression methods.
     for prefix in [1, 2, 1] {
-        take(&mut rest, prefix)?;
+        take_vector(&mut rest, prefix)?;
     }
     // Extensions, as far as they are here.
     rest = rest.get(2..)?;
     loop {
         let kind = rest.get(..2)?;
         rest = &rest[2..];
-        let mut extension = take(&mut rest, 2)?;
+        let mut extension = take_vector(&mut rest, 2)?;
         if kind == [0, 0] {
-            let mut names = take(&mut extension, 2)?;
+            let mut names = take_vector(&mut extension, 2)?;
             // The type of a DNS name.
             names = names.strip_prefix(&[0])?;
-            return take(&mut names, 2);
+            return take_vector(&mut names, 2);
         }
     }
 }
 
 /// Takes a vector off, whose length stands before it in so many bytes.
-fn take<'a>(bytes: &mut &'a [u8], prefix: usize) -> Option<&'a [u8]> {
-    let (length, rest) = bytes.split_at_checked(prefix)?;
+fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]> {
+    let (length, rest) = bytes.split_at_checked(length_bytes)?;
     let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
-    let (taken, rest) = rest.split_at_checked(length)?;
+    let (vector, rest) = rest.split_at_checked(length)?;
     *bytes = rest;
-    Some(taken)
+    Some(vector)
 }

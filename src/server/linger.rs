@@ -9,26 +9,26 @@ use tokio::net::TcpStream;
 use tokio::time::{Duration, timeout};
 
 /// A client that goes on sending is read for so long, as in nginx's `lingering_time`.
-const LONGEST: Duration = Duration::from_secs(30);
+const LINGERING_TIME: Duration = Duration::from_secs(30);
 
 /// A client that sends nothing more is waited for so long, as in nginx's `lingering_timeout`.
-const SILENCE: Duration = Duration::from_secs(5);
+const LINGERING_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Bytes that are thrown away at a time.
-const BUFFER: usize = 16 << 10;
+const LINGERING_BUFFER_SIZE: usize = 16 << 10;
 
 /// Sends the end and waits for the client's.
-pub(super) async fn linger(mut stream: TcpStream) {
+pub(super) async fn lingering_close(mut stream: TcpStream) {
     // It may have been sent before.
     let _ = stream.shutdown().await;
-    let mut buffer = vec![0; BUFFER];
-    let discard = async { while let Ok(Ok(1..)) = timeout(SILENCE, stream.read(&mut buffer)).await {} };
-    let _ = timeout(LONGEST, discard).await;
+    let mut buffer = vec![0; LINGERING_BUFFER_SIZE];
+    let discard = async { while let Ok(Ok(1..)) = timeout(LINGERING_TIMEOUT, stream.read(&mut buffer)).await {} };
+    let _ = timeout(LINGERING_TIME, discard).await;
 }
 
 /// Closes so that nothing that was sent before looks complete, and the kernel keeps nothing for a client that does
 /// not read.
-pub(super) fn reset(stream: &TcpStream) {
+pub(super) fn reset_on_close(stream: &TcpStream) {
     // Where it fails the connection is gone already.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
 }

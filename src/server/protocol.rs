@@ -5,13 +5,13 @@ use std::io;
 use bytes::Bytes;
 use tokio::io::AsyncReadExt;
 
-use super::lent::Lent;
+use super::lent::ReclaimableStream;
 
 /// How every connection of HTTP/2 begins (RFC 9113 §3.4).
 pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
 /// The name of HTTP/2 in ALPN (RFC 9113 §3.1).
-const H2: &[u8] = b"h2";
+const ALPN_H2: &[u8] = b"h2";
 
 /// A version of HTTP, as far as connections differ by it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,12 +24,12 @@ pub(super) enum Protocol {
 
 impl Protocol {
     /// What was agreed on by ALPN; whoever does not use it speaks HTTP/1.1 (RFC 9113 §3.2).
-    pub(super) fn agreed(alpn: Option<&[u8]>) -> Self {
-        if alpn == Some(H2) { Protocol::Http2 } else { Protocol::Http1 }
+    pub(super) fn from_alpn(alpn: Option<&[u8]>) -> Self {
+        if alpn == Some(ALPN_H2) { Protocol::Http2 } else { Protocol::Http1 }
     }
 
     /// What the first bytes say. They stay in the stream.
-    pub(super) async fn said(stream: &mut Lent) -> io::Result<Self> {
+    pub(super) async fn from_preface(stream: &mut ReclaimableStream) -> io::Result<Self> {
         let mut first = [0; PREFACE.len()];
         let mut count = 0;
         while count < PREFACE.len() && PREFACE.starts_with(&first[..count]) {
@@ -38,7 +38,7 @@ impl Protocol {
                 read => count += read,
             }
         }
-        stream.unread(Bytes::copy_from_slice(&first[..count]));
+        stream.rewind(Bytes::copy_from_slice(&first[..count]));
         Ok(if first == *PREFACE { Protocol::Http2 } else { Protocol::Http1 })
     }
 }

@@ -9,21 +9,21 @@ use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 
 /// Bytes of a version 2 header before its addresses (§2.2).
-const FIXED_V2: usize = 16;
+const V2_FIXED_LENGTH: usize = 16;
 
 /// Bytes of a version 1 header at most (§2.1).
-const MOST_V1: usize = 107;
+const MAX_V1_LENGTH: usize = 107;
 
 /// Bytes of a version 2 header at most. Addresses take 216, and what proxies add (names, TLS details) some hundred more.
-const MOST_V2: usize = 4096;
+const MAX_V2_LENGTH: usize = 4096;
 
 /// Whom a proxy speaks for.
 #[derive(Debug, PartialEq, Eq)]
-pub enum Sender {
+pub enum ProxySource {
     /// A client at this address.
-    Client(IpAddr),
+    Proxied(IpAddr),
     /// Itself: it looks whether we are alive.
-    Proxy,
+    Local,
     /// A client whose address it does not tell.
     Unknown,
 }
@@ -47,35 +47,35 @@ pub enum ProxyError {
 }
 
 /// Takes the header off a connection, and not a byte of what follows.
-pub(super) async fn sender(stream: &mut TcpStream) -> Result<Sender, ProxyError> {
+pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
     // Headers of both versions are longer than this.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
-        take_version_2(stream, &mut header).await?;
+        read_v2(stream, &mut header).await?;
     } else {
-        take_version_1(stream, &mut header).await?;
+        read_v1(stream, &mut header).await?;
     }
     parse(&header)
 }
 
 /// Reads up to the end of the line.
-async fn take_version_1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
+async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     if !header.starts_with(b"PROXY ") {
         return Err(ProxyError::NoHeader);
     }
-    let mut ahead = [0; MOST_V1];
+    let mut peeked = [0; MAX_V1_LENGTH];
     while header.last() != Some(&b'\n') {
-        let room = MOST_V1 - header.len();
+        let room = MAX_V1_LENGTH - header.len();
         if room == 0 {
             return Err(ProxyError::TooLong);
         }
         // Without a line's end in it all of what is there belongs to the line.
-        let seen = stream.peek(&mut ahead[..room]).await?;
-        if seen == 0 {
+        let peeked_bytes = stream.peek(&mut peeked[..room]).await?;
+        if peeked_bytes == 0 {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
         }
-        let end = ahead[..seen].iter().position(|byte| *byte == b'\n').map_or(seen, |at| at + 1);
+        let end = peeked[..peeked_bytes].iter().position(|byte| *byte == b'\n').map_or(peeked_bytes, |index| index + 1);
         let start = header.len();
         header.resize(start + end, 0);
         stream.read_exact(&mut header[start..]).await?;
@@ -84,16 +84,16 @@ async fn take_version_1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<
 }
 
 /// Reads as much as the header says that it has.
-async fn take_version_2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
+async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
-    header.resize(FIXED_V2, 0);
+    header.resize(V2_FIXED_LENGTH, 0);
     stream.read_exact(&mut header[start..]).await?;
-    let rest = usize::from(u16::from_be_bytes([header[FIXED_V2 - 2], header[FIXED_V2 - 1]]));
-    if FIXED_V2 + rest > MOST_V2 {
+    let rest = usize::from(u16::from_be_bytes([header[V2_FIXED_LENGTH - 2], header[V2_FIXED_LENGTH - 1]]));
+    if V2_FIXED_LENGTH + rest > MAX_V2_LENGTH {
         return Err(ProxyError::TooLong);
     }
-    header.resize(FIXED_V2 + rest, 0);
-    stream.read_exact(&mut header[FIXED_V2..]).await?;
+    header.resize(V2_FIXED_LENGTH + rest, 0);
+    stream.read_exact(&mut header[V2_FIXED_LENGTH..]).await?;
     Ok(())
 }
 
@@ -101,26 +101,26 @@ async fn take_version_2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<
 ///
 /// # Errors
 /// It is malformed.
-pub fn parse(header: &[u8]) -> Result<Sender, ProxyError> {
+pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
         let header = v1::Header::try_from(header)?;
         // To `ppp` a lone LF among words that say nothing is an end, too; §2.1 wants CRLF.
         let line =
             header.header.strip_suffix("\r\n").filter(|line| !line.contains('\n')).ok_or(ProxyError::Malformed)?;
         let client = match header.addresses {
-            v1::Addresses::Tcp4(of) => of.source_address.into(),
-            v1::Addresses::Tcp6(of) => of.source_address.into(),
-            v1::Addresses::Unknown => return Ok(Sender::Unknown),
+            v1::Addresses::Tcp4(addresses) => addresses.source_address.into(),
+            v1::Addresses::Tcp6(addresses) => addresses.source_address.into(),
+            v1::Addresses::Unknown => return Ok(ProxySource::Unknown),
         };
         // `+1` is a number to it as well. §2.1 wants digits, and nothing else has room for a sign.
-        return if line.contains('+') { Err(ProxyError::Malformed) } else { Ok(Sender::Client(client)) };
+        return if line.contains('+') { Err(ProxyError::Malformed) } else { Ok(ProxySource::Proxied(client)) };
     }
     let header = v2::Header::try_from(header)?;
     Ok(match (header.command, header.protocol, header.addresses) {
-        (v2::Command::Local, _, _) => Sender::Proxy,
-        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(of)) => Sender::Client(of.source_address.into()),
-        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(of)) => Sender::Client(of.source_address.into()),
+        (v2::Command::Local, _, _) => ProxySource::Local,
+        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(addresses)) => ProxySource::Proxied(addresses.source_address.into()),
+        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(addresses)) => ProxySource::Proxied(addresses.source_address.into()),
         // No TCP connection has such an address; the protocol says to pass over it (§2.2).
-        (v2::Command::Proxy, _, _) => Sender::Unknown,
+        (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
 }

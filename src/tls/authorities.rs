@@ -10,34 +10,34 @@ use super::TlsError;
 
 /// Certificates that they have signed are believed.
 #[derive(Debug, Clone)]
-pub struct Authorities(pub Arc<RootCertStore>);
+pub struct TrustRoots(pub Arc<RootCertStore>);
 
-impl Authorities {
+impl TrustRoots {
     /// Reads them from PEM.
     ///
     /// # Errors
     /// There is none, or one of them cannot be read.
-    pub fn parse(pem: &[u8]) -> Result<Self, TlsError> {
+    pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
-        for authority in CertificateDer::pem_slice_iter(pem) {
-            roots.add(authority.map_err(TlsError::Certificate)?).map_err(TlsError::NoAuthority)?;
+        for certificate in CertificateDer::pem_slice_iter(pem) {
+            roots.add(certificate.map_err(TlsError::UnreadableCertificate)?).map_err(TlsError::NotCaCertificate)?;
         }
         if roots.is_empty() {
-            return Err(TlsError::Empty);
+            return Err(TlsError::NoCertificate);
         }
-        Ok(Authorities(Arc::new(roots)))
+        Ok(TrustRoots(Arc::new(roots)))
     }
 
     /// Those of the system. One among many that cannot be read is passed over, as everybody does.
     ///
     /// # Errors
     /// There is none.
-    pub fn system() -> Result<Self, TlsError> {
+    pub fn from_system() -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
         if roots.is_empty() {
-            return Err(TlsError::NoSystem);
+            return Err(TlsError::NoSystemRoots);
         }
-        Ok(Authorities(Arc::new(roots)))
+        Ok(TrustRoots(Arc::new(roots)))
     }
 }

@@ -17,7 +17,7 @@ use super::TlsError;
 #[derive(Debug)]
 pub struct Certificate {
     /// The same for the library.
-    pub chain: Arc<CertifiedKey>,
+    pub certified_key: Arc<CertifiedKey>,
     validity: Validity,
 }
 
@@ -26,15 +26,15 @@ impl Certificate {
     ///
     /// # Errors
     /// One of them cannot be read, has nothing fitting in it, or they do not belong together.
-    pub fn parse(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
+    pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
         let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
-        let chain = chain.map_err(TlsError::Certificate)?;
-        let Some(first) = chain.first() else { return Err(TlsError::Empty) };
-        let (_, parsed) = parse_x509_certificate(first).map_err(|_| TlsError::Malformed)?;
+        let chain = chain.map_err(TlsError::UnreadableCertificate)?;
+        let Some(leaf) = chain.first() else { return Err(TlsError::NoCertificate) };
+        let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
         let validity = parsed.validity().clone();
-        let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::Key)?;
-        let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(TlsError::Mismatch)?;
-        Ok(Certificate { chain: Arc::new(chain), validity })
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;
+        let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(TlsError::KeyMismatch)?;
+        Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 
     /// Sees that the time is within its validity. That of the rest of the chain is the client's business: an expired
@@ -42,16 +42,16 @@ impl Certificate {
     ///
     /// # Errors
     /// It is too late or too early, in seconds since the Unix epoch.
-    pub fn timely(&self, now_s: i64) -> Result<(), TlsError> {
+    pub fn check_validity(&self, now_s: i64) -> Result<(), TlsError> {
         match &self.validity {
             validity if now_s > validity.not_after.timestamp() => Err(TlsError::Expired(validity.not_after)),
-            validity if now_s < validity.not_before.timestamp() => Err(TlsError::Early(validity.not_before)),
+            validity if now_s < validity.not_before.timestamp() => Err(TlsError::NotYetValid(validity.not_before)),
             _ => Ok(()),
         }
     }
 
-    pub(super) fn is_for(&self, name: &ServerName<'_>) -> bool {
-        let parsed = self.chain.cert.first().map(ParsedCertificate::try_from);
+    pub(super) fn matches_server_name(&self, name: &ServerName<'_>) -> bool {
+        let parsed = self.certified_key.cert.first().map(ParsedCertificate::try_from);
         parsed.is_some_and(|parsed| parsed.is_ok_and(|certificate| verify_server_name(&certificate, name).is_ok()))
     }
 }

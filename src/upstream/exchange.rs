@@ -14,12 +14,12 @@ use super::patience::Patience;
 use super::pool::Failure;
 use super::repeat::Repeat;
 use super::settings::UpstreamSettings;
-use super::{Again as Why, Choice, Protocol, Trail, Upstream, UpstreamError};
+use super::{RetryReason as Why, Choice, Protocol, Trail, Upstream, UpstreamError};
 use crate::http::body::Body;
-use crate::http::bounds::Bounds;
+use crate::http::bounds::BodyLimits;
 use crate::http::headers::{is_grpc, is_safe};
 use crate::http::response;
-use crate::http::upload::{Progress, RequestBody};
+use crate::http::upload::{UploadProgress, RequestBody};
 
 /// How a request may still be sent again.
 struct Course {
@@ -33,7 +33,7 @@ struct Course {
 }
 
 /// Where it goes after a failure.
-enum Again {
+enum RetryTarget {
     /// To the same member, on a fresh connection.
     There(Request<RequestBody>),
     /// To another member: nothing of it was written.
@@ -54,12 +54,12 @@ impl Upstream {
     pub async fn send(
         &self,
         mut request: Box<Request<RequestBody>>,
-        bounds: Bounds,
+        bounds: BodyLimits,
         trail: &mut Trail,
     ) -> Result<Response<Body>, UpstreamError> {
         let UpstreamSettings { protocol, retries, .. } = *self.fleet.settings;
         let http2 = protocol == Protocol::Http2;
-        let progress = request.body_mut().send_within(bounds);
+        let progress = request.body_mut().apply_limits(bounds);
         if http2 && is_grpc(request.headers()) {
             request.body_mut().allow_trailers();
         }
@@ -102,13 +102,13 @@ impl Upstream {
             };
             let mut failure = match answer {
                 Ok(Ok(response)) => {
-                    if let Some(fault) = response::fault(&response) {
+                    if let Some(fault) = response::framing_error(&response) {
                         let error = UpstreamError::Malformed { upstream: self.name().into(), fault };
                         self.fleet.failed(place.member(), &error);
                         return Err(error);
                     }
                     if let Some(progress) = &progress {
-                        progress.answered();
+                        progress.mark_response_started();
                     }
                     self.fleet.answered(place.member(), response.status());
                     return Ok(connection.answer(response, bounds, link, place));
@@ -133,16 +133,16 @@ impl Upstream {
             }
             choice.tried.push(place.member().clone());
             let (again, other) = match again {
-                Some(Again::There(request)) => {
+                Some(RetryTarget::There(request)) => {
                     trail.count(Why::Reconnected, 1);
                     (request, (link, place))
                 }
-                Some(Again::Elsewhere(request)) => {
+                Some(RetryTarget::Elsewhere(request)) => {
                     let way = self.another(&choice).ok_or(error)?;
                     trail.count(Why::Unwritten, 1);
                     (request, way)
                 }
-                Some(Again::Retry(request)) => {
+                Some(RetryTarget::Retry(request)) => {
                     let way = self.another(&choice).filter(|_| self.fleet.may_retry());
                     course.retries -= 1;
                     let way = way.ok_or(error)?;
@@ -160,9 +160,9 @@ impl Upstream {
         &self,
         mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, Failure>>>,
         patience: &mut Patience,
-        progress: Option<&Progress>,
+        progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
-        let mut seen = progress.map(Progress::frames);
+        let mut seen = progress.map(UploadProgress::frame_count);
         // An upload is looked at more often, for the time to be right from where it ends.
         let looks = if progress.is_some() { 10 } else { 1 };
         let mut silent = 0;
@@ -175,9 +175,9 @@ impl Upstream {
             if let Some(answer) = answer.await {
                 return Ok(answer);
             }
-            let now = progress.map(Progress::frames);
+            let now = progress.map(UploadProgress::frame_count);
             // The body sees to a client that keeps everybody waiting.
-            let is_silent = now == seen && !progress.is_some_and(Progress::waits_for_client);
+            let is_silent = now == seen && !progress.is_some_and(UploadProgress::is_waiting_for_client);
             silent = if is_silent { silent + 1 } else { 0 };
             seen = now;
         }
@@ -185,18 +185,18 @@ impl Upstream {
     }
 
     /// What ran out of time: the client, or the upstream.
-    fn overdue(&self, progress: Option<&Progress>) -> UpstreamError {
-        if progress.is_some_and(Progress::is_clients_delay) {
+    fn overdue(&self, progress: Option<&UploadProgress>) -> UpstreamError {
+        if progress.is_some_and(UploadProgress::is_delayed_by_client) {
             return UpstreamError::ClientStalled;
         }
         UpstreamError::Overdue { upstream: self.name().into() }
     }
 
-    fn broken(&self, error: hyper::Error, progress: Option<&Progress>) -> UpstreamError {
-        if progress.is_some_and(Progress::is_too_large) {
+    fn broken(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {
+        if progress.is_some_and(UploadProgress::is_too_large) {
             return UpstreamError::BodyTooLarge;
         }
-        if progress.is_some_and(Progress::is_stalled) {
+        if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientStalled;
         }
         // The body stream failed before its end: that was the client.
@@ -222,7 +222,7 @@ impl Course {
         copy: Option<Repeat>,
         fate: Fate,
         reused: bool,
-    ) -> Option<Again> {
+    ) -> Option<RetryTarget> {
         let unwritten = unsent.is_some();
         let harmless = match fate {
             Fate::Unprocessed => true,
@@ -231,11 +231,11 @@ impl Course {
         };
         let request = unsent.or_else(|| copy.filter(|_| harmless).map(Repeat::request))?;
         if self.fresh && (reused || self.http2 && (unwritten || fate == Fate::Unprocessed)) {
-            Some(Again::There(request))
+            Some(RetryTarget::There(request))
         } else if unwritten {
-            Some(Again::Elsewhere(request))
+            Some(RetryTarget::Elsewhere(request))
         } else {
-            (self.retries > 0).then_some(Again::Retry(request))
+            (self.retries > 0).then_some(RetryTarget::Retry(request))
         }
     }
 }

@@ -14,9 +14,9 @@ use super::patience::Patience;
 use super::pool::{self, Failure, Pool};
 use super::queue::Place;
 use super::settings::UpstreamSettings;
-use crate::http::body::{Body, Ending};
-use crate::http::bounds::Bounds;
-use crate::http::response::announces_a_body_in_vain;
+use crate::http::body::{Body, OnComplete};
+use crate::http::bounds::BodyLimits;
+use crate::http::response::declares_forbidden_body;
 use crate::http::upload::RequestBody;
 
 /// The way to one member.
@@ -119,22 +119,22 @@ impl Connection {
     pub(super) fn answer(
         self,
         response: Response<Incoming>,
-        bounds: Bounds,
+        bounds: BodyLimits,
         link: Arc<Link>,
         place: Place,
     ) -> Response<Body> {
         // The connection is not ours any more: whoever asked for it takes it over from the extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return response.map(|_| Body::full("").leased(Box::new(place)));
+            return response.map(|_| Body::full("").on_data_end(Box::new(place)));
         }
         match self {
             Connection::Http1(connection) => {
-                let reusable = !announces_a_body_in_vain(response.status(), response.headers());
+                let reusable = !declares_forbidden_body(response.status(), response.headers());
                 let reads = connection.reads.clone();
                 let lease = Box::new(Lease { connection, link, reusable, _place: place });
-                response.map(|body| Body::upstream(body, bounds, lease).reading(reads))
+                response.map(|body| Body::from_upstream(body, bounds, lease).with_read_limit(reads))
             }
-            Connection::Http2(..) => response.map(|body| Body::upstream(body, bounds, Box::new(place))),
+            Connection::Http2(..) => response.map(|body| Body::from_upstream(body, bounds, Box::new(place))),
         }
     }
 
@@ -164,8 +164,8 @@ impl Connection {
     }
 }
 
-impl Ending for Lease {
-    fn ended(self: Box<Self>, _sent: u64, complete: bool) {
+impl OnComplete for Lease {
+    fn on_complete(self: Box<Self>, _sent: u64, complete: bool) {
         if let (true, Connections::Http1(pool)) = (complete && self.reusable, &self.link.connections) {
             pool.put(self.connection);
         }

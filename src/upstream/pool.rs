@@ -14,8 +14,8 @@ use hyper_util::rt::TokioIo;
 
 use super::member::Member;
 use super::patience::Patience;
-use crate::http::flow::Flow;
-use crate::http::reads::{Bounded, ReadBound};
+use crate::http::flow::StreamFlow;
+use crate::http::reads::{ReadLimitedStream, ReadBound};
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
@@ -49,7 +49,7 @@ struct Idle {
 
 /// Connects and leaves the connection's work to a task of the running worker.
 pub(super) async fn connect(member: &Member) -> io::Result<Connection> {
-    let (stream, reads) = Bounded::new(member.connect().await?);
+    let (stream, reads) = ReadLimitedStream::new(member.connect().await?);
     let (sender, connection) = Builder::new()
         .writev(false)
         .max_buf_size(BUFFER)
@@ -99,7 +99,7 @@ impl Connection {
         &mut self,
         request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
-        self.reads.set(Flow::first_reads());
+        self.reads.set(StreamFlow::first_reads());
         self.sender.try_send_request(request)
     }
 }

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::oneshot;
 
 use super::member::Member;
-use crate::http::body::Ending;
+use crate::http::body::OnComplete;
 
 /// One request in flight at a member, until its answer's body is gone.
 #[derive(Debug)]
@@ -56,8 +56,8 @@ impl Drop for Place {
     }
 }
 
-impl Ending for Place {
-    fn ended(self: Box<Self>, _sent: u64, _complete: bool) {}
+impl OnComplete for Place {
+    fn on_complete(self: Box<Self>, _sent: u64, _complete: bool) {}
 }
 
 impl Queue {

@@ -15,7 +15,7 @@ use tokio_rustls::client::TlsStream;
 use super::Protocol;
 use super::advice::NoTls;
 use crate::tls::TlsError;
-use crate::tls::authorities::Authorities;
+use crate::tls::authorities::TrustRoots;
 use crate::tls::certificate::Certificate;
 
 /// One upstream's side of TLS.
@@ -47,7 +47,7 @@ impl Tls {
     ///
     /// # Errors
     /// The library refuses the setup.
-    pub fn new(authorities: Authorities, own: Option<&Certificate>, protocol: Protocol) -> Result<Self, TlsError> {
+    pub fn new(authorities: TrustRoots, own: Option<&Certificate>, protocol: Protocol) -> Result<Self, TlsError> {
         Ok(Tls { config: ArcSwap::from_pointee(config(authorities, own, protocol)?), protocol })
     }
 
@@ -60,7 +60,7 @@ impl Tls {
     ///
     /// # Errors
     /// The library refuses the setup.
-    pub fn replace(&self, authorities: Authorities, own: Option<&Certificate>) -> Result<(), TlsError> {
+    pub fn replace(&self, authorities: TrustRoots, own: Option<&Certificate>) -> Result<(), TlsError> {
         self.config.store(Arc::new(config(authorities, own, self.protocol)?));
         Ok(())
     }
@@ -82,12 +82,12 @@ impl ServerTls {
     }
 }
 
-fn config(authorities: Authorities, own: Option<&Certificate>, protocol: Protocol) -> Result<ClientConfig, TlsError> {
+fn config(authorities: TrustRoots, own: Option<&Certificate>, protocol: Protocol) -> Result<ClientConfig, TlsError> {
     let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
     let builder = builder.with_root_certificates(authorities.0);
     let mut config = match own {
-        Some(own) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own.chain.clone()))),
+        Some(own) => builder.with_client_cert_resolver(Arc::new(SingleCertAndKey::from(own.certified_key.clone()))),
         None => builder.with_no_client_auth(),
     };
     config.alpn_protocols = match protocol {

@@ -6,7 +6,7 @@ use super::member::Member;
 
 /// Why a request was sent again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Again {
+pub enum RetryReason {
     /// The connection that was kept had died: to the same server, on a fresh one.
     Reconnected,
     /// Nothing of it was written: to another server.
@@ -15,16 +15,16 @@ pub enum Again {
     Retried,
 }
 
-impl Again {
+impl RetryReason {
     /// All, in the order of their counts.
-    pub const ALL: [Again; 3] = [Again::Reconnected, Again::Unwritten, Again::Retried];
+    pub const ALL: [RetryReason; 3] = [RetryReason::Reconnected, RetryReason::Unwritten, RetryReason::Retried];
 
     /// One word for labels.
     pub fn word(self) -> &'static str {
         match self {
-            Again::Reconnected => "stale_connection",
-            Again::Unwritten => "not_sent",
-            Again::Retried => "reset",
+            RetryReason::Reconnected => "stale_connection",
+            RetryReason::Unwritten => "not_sent",
+            RetryReason::Retried => "reset",
         }
     }
 }
@@ -60,7 +60,7 @@ impl Trail {
         }
     }
 
-    pub(super) fn count(&mut self, why: Again, times: u64) {
+    pub(super) fn count(&mut self, why: RetryReason, times: u64) {
         self.again[why as usize] += times;
     }
 }

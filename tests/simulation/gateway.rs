@@ -6,7 +6,7 @@ use std::time::Duration;
 use sluicegate::limit::Limiter;
 use sluicegate::limit::admission::{Due, Later};
 use sluicegate::limit::algorithm::Status;
-use sluicegate::limit::backend::{Backend, Shared, Source};
+use sluicegate::limit::backend::{Backend, DecidedBy, Shared};
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::cluster::topology::Topology;
 use sluicegate::limit::decision::{Check, Decision};
@@ -104,9 +104,9 @@ impl Gateway {
 /// What the client of a request is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Told {
-    Admitted(Source),
+    Admitted(DecidedBy),
     Denied {
-        source: Source,
+        source: DecidedBy,
         remembered: bool,
         retry_us: Option<u64>,
     },
@@ -255,7 +255,7 @@ impl Client {
         if checks.iter().filter(denying).any(|check| gives_back(&check)) {
             return false;
         }
-        let charges: Vec<_> = checks.iter().filter(denying).map(|check| check.charge(Source::Store, 0)).collect();
+        let charges: Vec<_> = checks.iter().filter(denying).map(|check| check.charge(DecidedBy::Store, 0)).collect();
         let now_us = self.world.now_us();
         let state = self.world.state();
         // Post-paid limits admit while one unit is left.
@@ -314,7 +314,7 @@ impl Client {
         drop(decision.leases.take());
     }
 
-    fn hold(&self, observed: &Observed, source: Source, begins: bool) {
+    fn hold(&self, observed: &Observed, source: DecidedBy, begins: bool) {
         let mut held = self.held.lock().unwrap();
         for part in &observed.parts {
             let spec = &self.schedule.limits[part.limit];
@@ -322,7 +322,7 @@ impl Client {
                 continue;
             }
             let held = held.entry(part.state.clone()).or_default();
-            let count = if source == Source::Store { &mut held.by_store } else { &mut held.by_share };
+            let count = if source == DecidedBy::Store { &mut held.by_store } else { &mut held.by_share };
             *count = if begins { *count + 1 } else { *count - 1 };
             if !begins {
                 held.ended.push(self.world.now());

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
-use sluicegate::limit::backend::Source;
+use sluicegate::limit::backend::DecidedBy;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::Identity;
 use sluicegate::limit::memory::MemoryStore;
@@ -83,7 +83,7 @@ impl History<'_> {
     fn is_certain(&self) -> bool {
         self.schedule.is_prompt()
             && self.observed.iter().all(|observed| match observed.told {
-                Told::Admitted(source) | Told::Denied { source, .. } => source == Source::Store,
+                Told::Admitted(source) | Told::Denied { source, .. } => source == DecidedBy::Store,
                 Told::Unavailable => false,
                 Told::Nothing => true,
             })
@@ -105,14 +105,14 @@ impl History<'_> {
         for observed in self.observed {
             let parts = || observed.parts.iter().map(|part| &limits[part.limit].limit);
             let when = format!("the request of {:?} at gateway {}", observed.began, observed.gateway);
-            let admitted_without_store = observed.told == Told::Admitted(Source::Local);
+            let admitted_without_store = observed.told == Told::Admitted(DecidedBy::Local);
             let denies = parts().any(|limit| limit.on_store_error == OnStoreError::Deny && !limit.shadow);
             if admitted_without_store && denies {
                 violated("a limit with on_store_error = deny admits nothing without the store", when.clone());
             }
             let shadow_only = parts().all(|limit| limit.shadow);
             // After an outage requests may be denied for permits of the share that others still hold.
-            let denied_without_store = matches!(observed.told, Told::Denied { source: Source::Local, .. });
+            let denied_without_store = matches!(observed.told, Told::Denied { source: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
             let closed = *class != Class::Slow || observed.breaker_closed;
             // After an outage the share decides about permits as well, until all gateways have registered theirs.
@@ -131,7 +131,10 @@ impl History<'_> {
         self.other_masters_decide(violated);
         if *class == Class::Far {
             let by_store = |observed: &&Observed| {
-                matches!(observed.told, Told::Admitted(Source::Store) | Told::Denied { source: Source::Store, .. })
+                matches!(
+                    observed.told,
+                    Told::Admitted(DecidedBy::Store) | Told::Denied { source: DecidedBy::Store, .. }
+                )
             };
             let (decided, all) = (self.observed.iter().filter(by_store).count(), self.observed.len());
             if 2 * decided < all {
@@ -154,8 +157,10 @@ impl History<'_> {
         let Some(faulty) = self.schedule.incidents.iter().find_map(|incident| incident.node) else { return };
         for observed in self.observed {
             let is_there = |part: &Part| self.store.number_of(Identity(part.state.1)) == faulty;
-            let without_store =
-                matches!(observed.told, Told::Admitted(Source::Local) | Told::Denied { source: Source::Local, .. });
+            let without_store = matches!(
+                observed.told,
+                Told::Admitted(DecidedBy::Local) | Told::Denied { source: DecidedBy::Local, .. }
+            );
             let parts = &observed.parts;
             let limits = || parts.iter().map(|part| &self.schedule.limits[part.limit]);
             // Shadow limits reject nothing, and permits follow the share as well for some time after an outage.
@@ -200,8 +205,8 @@ impl History<'_> {
             let Told::Admitted(source) = observed.told else { continue };
             for part in &observed.parts {
                 let spec = &self.schedule.limits[part.limit];
-                let shared = source == Source::Local && spec.limit.on_store_error == OnStoreError::Local;
-                if part.refunded || part.shadow_denied || !(shared || source == Source::Store) {
+                let shared = source == DecidedBy::Local && spec.limit.on_store_error == OnStoreError::Local;
+                if part.refunded || part.shadow_denied || !(shared || source == DecidedBy::Store) {
                     continue;
                 }
                 let units = all.entry((&part.state, shared.then_some(observed.gateway))).or_default();
@@ -270,7 +275,7 @@ impl History<'_> {
                 let (asked, admitted) = asked.entry((&part.state, observed.gateway)).or_default();
                 let cost = if spec.used == Use::PostPaid { part.paid } else { spec.cost };
                 *asked += cost;
-                let by_store = observed.told == Told::Admitted(Source::Store) && !part.shadow_denied;
+                let by_store = observed.told == Told::Admitted(DecidedBy::Store) && !part.shadow_denied;
                 *admitted += if by_store && spec.used != Use::PostPaid { cost } else { 0 };
             }
         }
@@ -358,7 +363,7 @@ impl History<'_> {
                 if observed.told == Told::Nothing {
                     *uncertain.entry(&part.state).or_default() += spec.cost as i64;
                 }
-                if observed.told != Told::Admitted(Source::Store) {
+                if observed.told != Told::Admitted(DecidedBy::Store) {
                     continue;
                 }
                 let cost = match spec.used {

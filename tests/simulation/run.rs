@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::backend::Source;
+use sluicegate::limit::backend::DecidedBy;
 use tokio::runtime::Builder;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
@@ -255,7 +255,7 @@ impl Play {
             let most = (spec.rule().capacity() / spec.cost).min(40);
             for number in 0..most {
                 let told = self.ask(index).await;
-                if told != Told::Admitted(Source::Store) {
+                if told != Told::Admitted(DecidedBy::Store) {
                     let message = format!("request {number} of {most} on limit {index} in an empty window: {told:?}");
                     self.violated("nobody starves", message);
                     break;
@@ -270,7 +270,7 @@ impl Play {
             }
             sleep(Duration::from_micros(retry_us)).await;
             let told = self.ask(index).await;
-            if told != Told::Admitted(Source::Store) {
+            if told != Told::Admitted(DecidedBy::Store) {
                 let message =
                     format!("limit {index}: denied for {retry_us} µs, after which the same client is told {told:?}");
                 self.violated("a denial is not longer than told", message);

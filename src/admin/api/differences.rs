@@ -3,7 +3,7 @@
 use serde::Serialize;
 
 use super::{Answer, Desk, Query, Result, json};
-use crate::admin::problem::Problem;
+use crate::admin::problem::ApiError;
 
 #[derive(Serialize)]
 struct Differences {
@@ -14,7 +14,7 @@ struct Differences {
 /// Compares the digests of the query, by the names of their keys, with those of the configuration in force. The caller chooses
 /// the salt and learns names only: values may be secret.
 pub(super) fn differences(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
-    let salt = query.take("salt").ok_or_else(|| Problem::bad("`salt` is missing"))?;
+    let salt = query.take("salt").ok_or_else(|| ApiError::bad("`salt` is missing"))?;
     let mut own = desk.runtime.restart_only(&salt);
     let mut restart = Vec::new();
     for (key, digest) in query.0 {

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::Desk;
 use super::overrides::Shown;
 use super::{Answer, Query, Result, json, of_store, seconds};
-use crate::admin::problem::Problem;
+use crate::admin::problem::ApiError;
 use crate::identity::Source;
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::name::{Meant, Said, Unclear};
@@ -32,7 +32,7 @@ impl Given {
     pub(super) fn of(mut query: Query) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
-                Some((name, _)) => Err(Problem::bad(format!("`{name}` does not go with `identity`"))),
+                Some((name, _)) => Err(ApiError::bad(format!("`{name}` does not go with `identity`"))),
                 None => Ok(Given::Hash(hash)),
             };
         }
@@ -45,7 +45,7 @@ impl Given {
         let said = match self {
             Given::Hash(hash) => {
                 let identity = Identity::from_hex(hash).ok_or_else(|| {
-                    Problem::bad("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
+                    ApiError::bad("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
                 })?;
                 let caller = owner(identity, terms, desk, consumers);
                 return Ok(Meant { identity, caller, exempt: false });
@@ -54,13 +54,13 @@ impl Given {
         };
         let by = || terms.by.sources.iter().map(Source::word).collect::<Vec<_>>().join(" ");
         if let Some(word) = said.keys().find(|word| !terms.by.knows(word)) {
-            return Err(Problem::bad(format!("`{}` is by {}, not by `{word}`", terms.limit.name, by())));
+            return Err(ApiError::bad(format!("`{}` is by {}, not by `{word}`", terms.limit.name, by())));
         }
         let meant = terms.by.meant(said, &runtime.client_ip, consumers, &runtime.hasher);
         meant.map_err(|unclear| match unclear {
-            Unclear::Missing(_) => Problem::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by())),
-            Unclear::Consumer => Problem::new(StatusCode::NOT_FOUND, unclear.to_string()),
-            Unclear::Address(_) => Problem::bad(unclear.to_string()),
+            Unclear::Missing(_) => ApiError::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by())),
+            Unclear::Consumer => ApiError::new(StatusCode::NOT_FOUND, unclear.to_string()),
+            Unclear::Address(_) => ApiError::bad(unclear.to_string()),
         })
     }
 }
@@ -81,7 +81,7 @@ fn owner<'a>(identity: Identity, terms: &Terms, desk: &Desk<'_>, consumers: &'a 
 
 /// The limit of this name.
 pub(super) fn limit<'a>(desk: &'a Desk<'_>, name: &str) -> Result<&'a Terms> {
-    desk.runtime.limits.get(name).ok_or_else(|| Problem::new(StatusCode::NOT_FOUND, "there is no such limit"))
+    desk.runtime.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
 }
 
 #[derive(Serialize)]
@@ -118,25 +118,25 @@ pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answe
             let terms = limit(desk, name)?;
             vec![(terms, given.meant(terms, desk, &consumers)?)]
         }
-        (None, Given::Hash(_)) => return Err(Problem::bad("a hash is that of one limit: `limit` is missing")),
+        (None, Given::Hash(_)) => return Err(ApiError::bad("a hash is that of one limit: `limit` is missing")),
         (None, Given::Parts(said)) => {
             let strange = said.keys().find(|word| !limits.values().any(|terms| terms.by.knows(word)));
             if let Some(word) = strange {
-                return Err(Problem::bad(format!("no limit is by `{word}`")));
+                return Err(ApiError::bad(format!("no limit is by `{word}`")));
             }
             let mut asked = Vec::new();
             for terms in limits.values() {
                 match terms.by.meant(said, &desk.runtime.client_ip, &consumers, &desk.runtime.hasher) {
                     Ok(meant) => asked.push((terms, meant)),
                     Err(Unclear::Missing(_)) => {}
-                    Err(unclear) => return Err(Problem::bad(unclear.to_string())),
+                    Err(unclear) => return Err(ApiError::bad(unclear.to_string())),
                 }
             }
             asked
         }
     };
     if asked.is_empty() {
-        return Err(Problem::bad("these parts are the identity of no limit"));
+        return Err(ApiError::bad("these parts are the identity of no limit"));
     }
     let standings = asked.iter().map(|(terms, meant)| standing(desk, terms, meant, cost));
     Ok(json(&Standings { limits: try_join_all(standings).await? }))

@@ -6,7 +6,7 @@ use tokio::time::Duration;
 use super::Desk;
 use super::identities::{Given, limit};
 use super::{Answer, Query, Result, json, of_store, refused};
-use crate::admin::problem::Problem;
+use crate::admin::problem::ApiError;
 use crate::limit::algorithm::Rule;
 use crate::limit::overrides::{MOST, Override, Size};
 use crate::limit::quota::{EXACT, duration_us};
@@ -59,18 +59,18 @@ pub(super) async fn put(desk: &Desk<'_>, asked: ToPut) -> Result<Answer> {
     let identity = identity.meant(terms, desk, &consumers)?.identity;
     if let Some(burst) = burst {
         if !matches!(terms.limit.standard.rule, Rule::TokenBucket(_)) {
-            return Err(Problem::bad("`burst` goes with token-bucket only"));
+            return Err(ApiError::bad("`burst` goes with token-bucket only"));
         }
         if !(1..EXACT).contains(&burst) {
-            return Err(Problem::bad("`burst` is 1 or more"));
+            return Err(ApiError::bad("`burst` is 1 or more"));
         }
     }
     if note.as_ref().is_some_and(|note| note.len() > NOTE) {
-        return Err(Problem::bad(format!("`note` has at most {NOTE} bytes")));
+        return Err(ApiError::bad(format!("`note` has at most {NOTE} bytes")));
     }
     let lasts = duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
     let lasts =
-        lasts.ok_or_else(|| Problem::bad("`ttl` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
+        lasts.ok_or_else(|| ApiError::bad("`ttl` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
     let size = Size { quota, burst, note };
     let new = desk.operator.put(&terms.limit, identity, size, lasts).await.map_err(|error| refused(&error))?;
     Ok(json(&serde_json::json!({ "override": Shown::of(&new) })))
@@ -88,7 +88,7 @@ pub(super) async fn all(desk: &Desk<'_>) -> Result<Answer> {
 }
 
 pub(super) async fn remove(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
-    let name = query.take("limit").ok_or_else(|| Problem::bad("`limit` is missing"))?;
+    let name = query.take("limit").ok_or_else(|| ApiError::bad("`limit` is missing"))?;
     let terms = limit(desk, &name)?;
     let consumers = desk.runtime.consumers.load();
     let identity = Given::of(query)?.meant(terms, desk, &consumers)?.identity;

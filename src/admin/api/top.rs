@@ -4,8 +4,8 @@ use serde::{Serialize, Serializer};
 
 use super::Desk;
 use super::{Answer, Query, Result, json};
-use crate::admin::problem::Problem;
-use crate::gateway::denied::{Denied, WINDOW};
+use crate::admin::problem::ApiError;
+use crate::gateway::denied::{TopDenied, WINDOW};
 use crate::identity::name::Name;
 use crate::limit::clock::monotonic;
 
@@ -44,23 +44,23 @@ pub(super) fn top(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
     let count = query.number("count", 1..=MOST, COUNT)?;
     let only = query.take("limit");
     if let Some((name, _)) = query.0.first() {
-        return Err(Problem::bad(format!("unknown parameter `{name}`; known here: limit, count")));
+        return Err(ApiError::bad(format!("unknown parameter `{name}`; known here: limit, count")));
     }
     let limits = &desk.runtime.limits;
     if only.as_ref().is_some_and(|only| !limits.contains_key(only)) {
-        return Err(Problem::bad("there is no such limit"));
+        return Err(ApiError::bad("there is no such limit"));
     }
-    let denied = desk.vitals.tallies.denied.all();
+    let denied = desk.vitals.tallies.top_denied.all();
     let workers = |name: &str| denied.iter().find(|(of, _)| **of == *name).map_or(&[][..], |(_, workers)| workers);
     let now = monotonic();
     let chosen = limits.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == *name));
     let limits = chosen.map(|(name, terms)| {
-        let (denied, often) = Denied::most(workers(name), now, count as usize);
+        let (denied, often) = TopDenied::top(workers(name), now, count as usize);
         let identities = often.into_iter().map(|often| OfIdentity {
             identity: often.identity.to_string(),
             parts: often.name,
-            denied_at_least: often.at_least,
-            denied_at_most: often.at_most,
+            denied_at_least: often.lower_bound,
+            denied_at_most: often.upper_bound,
         });
         OfLimit { limit: name, shadow: terms.limit.shadow, denied, identities: identities.collect() }
     });

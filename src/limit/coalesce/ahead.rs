@@ -9,7 +9,7 @@ use tracing::debug;
 use super::{Answer, Calls, Coalescer, Set};
 use crate::limit::admission::{Ledger, Pending};
 use crate::limit::advance::Reservation;
-use crate::limit::backend::Source;
+use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
 use crate::limit::store::{Operation, Verdict};
 
@@ -38,7 +38,7 @@ impl Calls {
     pub(super) async fn prefetch(&self, reservation: Reservation, waiting: u64, since: Instant) -> Answer {
         let asked = monotonic();
         let all = units(&self.pending, waiting + reservation.units());
-        let verdict = self.ledger.call_since(Source::Store, since, Operation::Take, &all).await?;
+        let verdict = self.ledger.call_since(DecidedBy::Store, since, Operation::Take, &all).await?;
         if verdict.granted > waiting {
             let rules = self.pending.iter().map(|pending| &pending.plan.rule);
             if reservation.keep(verdict.granted - waiting, verdict.clone(), rules, asked, monotonic()) {
@@ -72,7 +72,7 @@ impl Coalescer {
             for (pending, outcome) in refunded.iter_mut().zip(&unused.outcomes) {
                 pending.debt_before_us = pending.plan.rule.debt_before_us(outcome, 0, unused.units);
             }
-            if let Err(error) = book.deliver(Source::Store, refund, refunded).await {
+            if let Err(error) = book.deliver(DecidedBy::Store, refund, refunded).await {
                 debug!(%error, "units that were taken ahead may not have been given back");
             }
         });

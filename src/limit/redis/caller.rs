@@ -294,7 +294,7 @@ impl Caller {
     ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
         let command = Arc::new(batch.command(self.algorithms, self.clock.argument_us()));
         let asking = batch.purpose() == Purpose::Asking;
-        self.tallies.calls.count(0);
+        self.tallies.calls.increment(0);
         let mut refused = 0;
         let (mut call, connection) = loop {
             let connection = self.connection(due).await?;

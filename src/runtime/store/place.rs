@@ -61,7 +61,7 @@ fn client(from: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>)
 }
 
 /// `//user:password@host:port,host:port/path?query`, of which a URL of one host is a special case.
-struct Parts<'a> {
+struct UrlParts<'a> {
     /// With the `@`.
     user: &'a str,
     hosts: Vec<&'a str>,
@@ -69,7 +69,7 @@ struct Parts<'a> {
     query: Vec<(&'a str, Cow<'a, str>)>,
 }
 
-fn parts(rest: &str) -> Result<Parts<'_>, String> {
+fn parts(rest: &str) -> Result<UrlParts<'_>, String> {
     let rest = rest.strip_prefix("//").ok_or("a URL goes on with `//` after its scheme")?;
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -83,7 +83,7 @@ fn parts(rest: &str) -> Result<Parts<'_>, String> {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         (name, percent_decode_str(value).decode_utf8_lossy())
     });
-    Ok(Parts { user, hosts, path, query: pairs.collect() })
+    Ok(UrlParts { user, hosts, path, query: pairs.collect() })
 }
 
 /// What the library makes of one of the hosts.
@@ -103,7 +103,7 @@ fn address(client: &Client) -> Option<Address> {
 }
 
 fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
-    let Parts { user, hosts, path, query } = parts(rest)?;
+    let UrlParts { user, hosts, path, query } = parts(rest)?;
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
     }
@@ -131,7 +131,7 @@ fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> R
 }
 
 fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
-    let Parts { user, hosts, path, query } = parts(rest)?;
+    let UrlParts { user, hosts, path, query } = parts(rest)?;
     if !matches!(path, "" | "0") || !query.is_empty() {
         return Err("the URL of a cluster ends behind its hosts".to_owned());
     }
