@@ -13,7 +13,7 @@ use sluicegate::limit::key::{Bucket, Encoder, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::Quota;
 use sluicegate::limit::store::{Charge, Mode, Operation};
-use sluicegate::route::{Pattern, RouteTable};
+use sluicegate::route::{RouteMatch, RouteTable};
 
 fn decisions(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("memory store, 1,000 identities");
@@ -60,7 +60,7 @@ fn routes(criterion: &mut Criterion) {
         let mut table = RouteTable::default();
         for number in 0..count {
             let path = format!("/v1/service{number}/items/{{id}}").parse().unwrap();
-            let pattern = Pattern { host: None, path, methods: vec![Method::GET], headers: Vec::new() };
+            let pattern = RouteMatch { host: None, path, methods: vec![Method::GET], headers: Vec::new() };
             table.insert(pattern, number).unwrap();
         }
         let (path, headers) = (format!("/v1/service{}/items/77", count / 2), HeaderMap::new());

@@ -7,7 +7,7 @@ use std::path::Path;
 use sluicegate::limit::clock::monotonic;
 use sluicegate::replay::source::{Progress, Source};
 use sluicegate::replay::{Options, Replay};
-use sluicegate::runtime::Runtime;
+use sluicegate::runtime::CompiledConfig;
 
 /// Whose requests they are: as many as a busy service sees in an hour.
 const CLIENTS: u64 = 10_000;
@@ -28,7 +28,8 @@ fn main() {
         for (what, target) in [("replayed", None), ("replayed, with a suggestion", Some(0.001))] {
             let input = Box::new(Cursor::new(log.clone().into_bytes()));
             let source = vec![Source::of(format, input, &Progress::default()).expect("it is in memory")];
-            let runtime = Runtime::of(Path::new("gateway.toml"), CONFIG.to_owned(), &|_| None).expect("it is fine");
+            let runtime =
+                CompiledConfig::from_text(Path::new("gateway.toml"), CONFIG.to_owned(), &|_| None).expect("it is fine");
             let replay = Replay::new(runtime, &source, &Options::default()).expect("the format is known");
             let began = monotonic();
             let outcome = replay.run(source, target, &mut ());

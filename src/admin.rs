@@ -40,7 +40,7 @@ use crate::limit::operator::Operator;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
 use crate::observe::metrics::{self as text_form, ExpositionFormat};
-use crate::runtime::{Runtime, Token};
+use crate::runtime::{CompiledConfig, AdminToken};
 use connections::{Connection, Connections};
 use live::{Events, Live};
 use problem::ApiError;
@@ -85,7 +85,7 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
     let Parts { vitals, memory, overrides } = parts;
     let (admin, listener) = {
         let _context = reactor.enter();
-        let shared = shared(&vitals.configuration.running().runtime, &vitals);
+        let shared = shared(&vitals.configuration.active().config, &vitals);
         let live = Live::new(&vitals);
         let admin = Admin { vitals, operator: Operator { memory, shared, overrides }, live };
         (Arc::new(admin), TcpListener::from_std(socket)?)
@@ -105,7 +105,7 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
 }
 
 /// The store, for an operator, by whom nobody is kept waiting.
-fn shared(runtime: &Runtime, vitals: &Vitals) -> Option<(Shared, String)> {
+fn shared(runtime: &CompiledConfig, vitals: &Vitals) -> Option<(Shared, String)> {
     let (servers, settings) = runtime.store.redis.as_ref()?;
     let timeout = runtime.store.timeout.max(STORE_TIMEOUT);
     let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
@@ -194,8 +194,8 @@ impl Admin {
     }
 
     /// What a caller must know; none if nothing.
-    fn token(&self) -> Option<Token> {
-        self.vitals.configuration.running().runtime.admin.as_ref()?.token.clone()
+    fn token(&self) -> Option<AdminToken> {
+        self.vitals.configuration.active().config.admin.as_ref()?.token.clone()
     }
 
     /// Whether the caller may change something: with the token only, also where everybody may look, since any page that a
@@ -217,7 +217,7 @@ impl Admin {
         let Some(token) = self.token() else { return true };
         let said = headers.get(AUTHORIZATION).and_then(|said| said.as_bytes().split_at_checked(7));
         said.is_some_and(|(scheme, said)| {
-            scheme.eq_ignore_ascii_case(b"bearer ") && verify_slices_are_equal(said, token.bytes()).is_ok()
+            scheme.eq_ignore_ascii_case(b"bearer ") && verify_slices_are_equal(said, token.as_bytes()).is_ok()
         })
     }
 

@@ -34,17 +34,17 @@ use crate::limit::overrides::Overrides;
 use crate::observe::access::AccessLog;
 use crate::observe::log_file::LogFile;
 use crate::reload;
-use crate::reload::configuration::{Configuration, Request};
+use crate::reload::configuration::{ConfigHandle, ReloadRequest};
 use crate::runtime::files;
-use crate::runtime::{Access, AdminSettings, Layout, Listener, Runtime, Target};
+use crate::runtime::{AccessLogTarget, AdminSettings, WorkerModel, Listener, CompiledConfig, RouteAction};
 use crate::server::connections::ConnectionLimits;
 use crate::tally::MetricFamily;
-use crate::watch::Watcher;
+use crate::watch::FileWatcher;
 use crate::words::pluralize;
-use background::Background;
-use handover::Handover;
-use renewal::{Renewal, Roster};
-use sockets::{Inherited, Opened};
+use background::MaintenanceThread;
+use handover::HotRestart;
+use renewal::{Reloader, WorkerGateways};
+use sockets::{InheritedSockets, ListenerSockets};
 use worker::Worker;
 
 /// Why the gateway cannot start or go on.
@@ -75,18 +75,18 @@ fn hint(error: &io::Error) -> &'static str {
 /// A gateway with its sockets open, ready to serve.
 #[derive(Debug)]
 pub struct App {
-    runtime: Arc<Runtime>,
+    config: Arc<CompiledConfig>,
     /// For each worker its sockets, with the places of their listeners.
     sockets: Vec<Vec<(usize, StdListener)>>,
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
     /// Cancelled when nobody has anything to ask here any more.
-    end: CancellationToken,
+    admin_stop: CancellationToken,
     sinks: TelemetrySinks,
-    configuration: Arc<Configuration>,
-    requests: Receiver<Request>,
+    config_handle: Arc<ConfigHandle>,
+    reload_requests: Receiver<ReloadRequest>,
     /// Keeps the configuration up to date.
-    watcher: Option<Watcher>,
+    watcher: Option<FileWatcher>,
 }
 
 impl App {
@@ -94,58 +94,58 @@ impl App {
     ///
     /// # Errors
     /// An address is taken or cannot be had; the access log cannot be written.
-    pub fn open(runtime: Runtime) -> Result<Self, AppError> {
-        files::raise();
-        let (connections, files) = (runtime.server.max_connections, files::allowed());
+    pub fn open(config: CompiledConfig) -> Result<Self, AppError> {
+        files::raise_soft_limit();
+        let (connections, files) = (config.server.max_connections, files::hard_limit());
         if connections as u64 > files {
             warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
         }
-        let accepting = match runtime.server.layout {
-            Layout::PerCore => runtime.server.workers,
-            Layout::Shared => 1,
+        let accepting = match config.server.worker_model {
+            WorkerModel::PerCore => config.server.workers,
+            WorkerModel::Shared => 1,
         };
-        let mut inherited = Inherited::take();
+        let mut inherited = InheritedSockets::from_env();
         let mut addresses = Vec::new();
         let mut sockets: Vec<Vec<_>> = (0..accepting).map(|_| Vec::new()).collect();
-        for (place, &Listener { address, .. }) in runtime.listeners.iter().enumerate() {
+        for (listener_index, &Listener { address, .. }) in config.listeners.iter().enumerate() {
             let opened = inherited.open(address, accepting);
-            let Opened { address, by_worker } = opened.map_err(|source| AppError::Listen { address, source })?;
+            let ListenerSockets { address, by_worker } = opened.map_err(|source| AppError::Listen { address, source })?;
             addresses.push(address);
             for (worker, opened) in sockets.iter_mut().zip(by_worker) {
-                worker.extend(opened.into_iter().map(|socket| (place, socket)));
+                worker.extend(opened.into_iter().map(|socket| (listener_index, socket)));
             }
         }
-        let admin = runtime.admin.as_ref().map(|&AdminSettings { address, .. }| {
-            inherited.single(address).map_err(|source| AppError::Listen { address, source })
+        let admin = config.admin.as_ref().map(|&AdminSettings { address, .. }| {
+            inherited.open_single(address).map_err(|source| AppError::Listen { address, source })
         });
         let admin = admin.transpose()?;
-        inherited.finish();
-        let spans = runtime.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
-        let sinks = TelemetrySinks { access_log: access_log(&runtime)?, trace_exporter: spans };
-        let runtime = Arc::new(runtime);
-        let (configuration, requests) = Configuration::new(runtime.clone());
+        inherited.close_unclaimed();
+        let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
+        let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
+        let config = Arc::new(config);
+        let (configuration, requests) = ConfigHandle::new(config.clone());
         let configuration = Arc::new(configuration);
-        let watcher = reload::follow(&configuration);
-        let end = CancellationToken::new();
-        Ok(App { runtime, sockets, addresses, admin, end, sinks, configuration, requests, watcher })
+        let watcher = reload::watch_files(&configuration);
+        let admin_stop = CancellationToken::new();
+        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle: configuration, reload_requests: requests, watcher })
     }
 
     /// What is in force, and may be read again.
-    pub fn configuration(&self) -> Arc<Configuration> {
-        self.configuration.clone()
+    pub fn config_handle(&self) -> Arc<ConfigHandle> {
+        self.config_handle.clone()
     }
 
     /// What another process needs to take the place of this one. It keeps the sockets open.
     ///
     /// # Errors
     /// There may be no more descriptors.
-    pub fn handover(&self) -> io::Result<Handover> {
+    pub fn hot_restart(&self) -> io::Result<HotRestart> {
         let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
-        sockets.sort_by_key(|(place, _)| *place);
+        sockets.sort_by_key(|(listener_index, _)| *listener_index);
         let sockets = sockets.into_iter().map(|(_, socket)| socket).chain(&self.admin);
-        Ok(Handover {
+        Ok(HotRestart {
             sockets: sockets.map(StdListener::try_clone).collect::<io::Result<_>>()?,
-            admin: self.end.clone(),
+            admin_stop: self.admin_stop.clone(),
         })
     }
 
@@ -154,91 +154,91 @@ impl App {
     /// # Errors
     /// A worker cannot be started, or panics.
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
-        let (background, attending) = Background::start(stop.clone())?;
-        background.attend(&self.configuration.running().fleets).map_err(AppError::Worker)?;
-        self.announce();
-        let memory = Arc::new(MemoryStore::new(self.runtime.store.max_memory_states, Clock::Store));
+        let (maintenance, maintenance_thread) = MaintenanceThread::start(stop.clone())?;
+        maintenance.set_clusters(&self.config_handle.active().clusters).map_err(AppError::Worker)?;
+        self.log_startup();
+        let memory = Arc::new(MemoryStore::new(self.config.store.max_memory_states, Clock::Store));
         let breaker = Arc::<Breaker>::default();
         let topology = Arc::<Topology>::default();
-        let lines = Arc::<Lines>::default();
-        let advances = Arc::<Advances>::default();
-        let connections = Arc::new(ConnectionLimits::new(&self.runtime.server));
-        let tallies = Arc::<RequestMetrics>::default();
-        let limits = Arc::<MetricFamily<limit::tallies::Tallies>>::default();
-        let entries = self.runtime.store.denial_cache;
-        let denials = (entries > 0 && self.runtime.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
-        let configuration = self.configuration.clone();
+        let wait_queues = Arc::<Lines>::default();
+        let prefetch_pool = Arc::<Advances>::default();
+        let connections = Arc::new(ConnectionLimits::new(&self.config.server));
+        let metrics = Arc::<RequestMetrics>::default();
+        let limit_metrics = Arc::<MetricFamily<limit::tallies::Tallies>>::default();
+        let entries = self.config.store.denial_cache;
+        let denial_cache = (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(Denials::new(entries)));
+        let configuration = self.config_handle.clone();
         let limits_by_name = move |name: &str| {
-            let running = configuration.running();
-            running.runtime.limits.get(name).map(|terms| terms.limit.clone())
+            let running = configuration.active();
+            running.config.limits.get(name).map(|compiled| compiled.limit.clone())
         };
-        let overrides = Overrides::new(self.runtime.hasher.clone(), limits_by_name, denials.clone());
+        let overrides = Overrides::new(self.config.hasher.clone(), limits_by_name, denial_cache.clone());
         let overrides = Arc::new(overrides);
-        let threads = match self.runtime.server.layout {
-            Layout::PerCore => 1,
-            Layout::Shared => self.runtime.server.workers,
+        let threads = match self.config.server.worker_model {
+            WorkerModel::PerCore => 1,
+            WorkerModel::Shared => self.config.server.workers,
         };
-        let vitals = Arc::new(Vitals {
-            tallies: tallies.clone(),
-            limits: limits.clone(),
+        let admin_state = Arc::new(Vitals {
+            tallies: metrics.clone(),
+            limits: limit_metrics.clone(),
             connections: connections.clone(),
-            configuration: self.configuration.clone(),
-            store: self.runtime.store.name.clone(),
+            configuration: self.config_handle.clone(),
+            store: self.config.store.name.clone(),
             memory: memory.clone(),
             breaker: breaker.clone(),
             topology: topology.clone(),
             sinks: self.sinks.clone(),
             started: clock::unix_us() / 1_000_000,
             stop: stop.clone(),
-            end: self.end.clone(),
+            end: self.admin_stop.clone(),
         });
         // Until the last request is done.
-        let _end = self.end.clone().drop_guard();
+        let _end = self.admin_stop.clone().drop_guard();
         if let Some(socket) = self.admin {
-            let parts = Parts { vitals, memory: memory.clone(), overrides: overrides.clone() };
-            admin::start(socket, parts, self.end).map_err(AppError::Worker)?;
+            let parts = Parts { vitals: admin_state, memory: memory.clone(), overrides: overrides.clone() };
+            admin::start(socket, parts, self.admin_stop).map_err(AppError::Worker)?;
         }
-        let roster = Arc::<Roster>::default();
-        let renewal = Renewal {
-            configuration: self.configuration.clone(),
-            requests: self.requests,
-            roster: roster.clone(),
-            background,
-            connections: connections.clone(),
+        let gateways = Arc::<WorkerGateways>::default();
+        let reloader = Reloader {
+            config_handle: self.config_handle.clone(),
+            requests: self.reload_requests,
+            gateways: gateways.clone(),
+            maintenance,
+            connection_limits: connections.clone(),
             watcher: self.watcher,
             stop: stop.clone(),
         };
         // It ends with the process: nobody waits for it.
-        thread::Builder::new().name("reload".to_owned()).spawn(|| renewal.run()).map_err(AppError::Worker)?;
-        let mut workers = vec![attending];
-        let (serving, serve) = channel();
+        thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
+        let mut workers = vec![maintenance_thread];
+        let (ready_sender, ready_receiver) = channel();
         for (index, sockets) in self.sockets.into_iter().enumerate() {
             let worker = Worker {
-                runtime: self.runtime.clone(),
+                config: self.config.clone(),
                 memory: memory.clone(),
                 breaker: breaker.clone(),
                 topology: topology.clone(),
-                lines: lines.clone(),
-                advances: advances.clone(),
-                denials: denials.clone(),
+                wait_queues: wait_queues.clone(),
+                prefetch_pool: prefetch_pool.clone(),
+                denial_cache: denial_cache.clone(),
                 overrides: overrides.clone(),
-                connections: connections.clone(),
-                configuration: self.configuration.clone(),
-                roster: roster.clone(),
-                tallies: tallies.clone(),
-                limits: limits.clone(),
+                connection_limits: connections.clone(),
+                config_handle: self.config_handle.clone(),
+                gateways: gateways.clone(),
+                metrics: metrics.clone(),
+                limit_metrics: limit_metrics.clone(),
                 index,
                 sinks: self.sinks.clone(),
                 stop: stop.clone(),
             };
-            let serving = serving.clone();
-            let run = move || worker.run(threads, sockets, serving);
+            let ready_sender = ready_sender.clone();
+            let run = move || worker.run(threads, sockets, ready_sender);
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
         }
-        drop(serving);
+        drop(ready_sender);
         // Whoever cannot does not say so, and the process ends.
-        if serve.iter().count() == workers.len() - 1 {
-            service::serves();
+        if ready_receiver.iter().count() == workers.len() - 1 {
+            service::notify_ready();
         }
         let mut result = Ok(());
         for worker in workers {
@@ -248,16 +248,16 @@ impl App {
         result
     }
 
-    fn announce(&self) {
-        let runtime = &self.runtime;
-        for (_, warning) in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+    fn log_startup(&self) {
+        let config = &self.config;
+        for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }
-        let schemes = runtime.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
+        let schemes = config.listeners.iter().map(|listener| if listener.tls.is_some() { "https" } else { "http" });
         let addresses: Vec<_> =
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
-        let example = runtime.routes.iter().find(|route| matches!(route.target, Target::Respond(_)));
-        let example = example.or(runtime.routes.first()).map_or("/", |route| &route.path);
+        let example = config.routes.iter().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
+        let example = example.or(config.routes.first()).map_or("/", |route| &route.path);
         // A pattern up to its first parameter is a path to try.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
@@ -266,22 +266,22 @@ impl App {
             "sluicegate {} listens on {}; {admin}store: {}; {}, {}; try: curl -i {}{example}",
             env!("CARGO_PKG_VERSION"),
             addresses.join(", "),
-            runtime.store.name,
-            pluralize(runtime.routes.len() as u64, "route"),
-            pluralize(runtime.limits.len() as u64, "limit"),
+            config.store.name,
+            pluralize(config.routes.len() as u64, "route"),
+            pluralize(config.limits.len() as u64, "limit"),
             addresses.first().map_or("", String::as_str),
         );
     }
 }
 
-fn access_log(runtime: &Runtime) -> Result<Option<AccessLog>, AppError> {
-    let (path, out): (_, Box<dyn io::Write + Send>) = match &runtime.log.access {
-        Access::Off => return Ok(None),
-        Access::Stdout => (PathBuf::from("standard output"), Box::new(io::stdout())),
-        Access::File(path) => {
+fn open_access_log(config: &CompiledConfig) -> Result<Option<AccessLog>, AppError> {
+    let (path, out): (_, Box<dyn io::Write + Send>) = match &config.log.access_log {
+        AccessLogTarget::Off => return Ok(None),
+        AccessLogTarget::Stdout => (PathBuf::from("standard output"), Box::new(io::stdout())),
+        AccessLogTarget::File(path) => {
             let file = LogFile::open(path.clone());
             (path.clone(), Box::new(file.map_err(|source| AppError::AccessLog { path: path.clone(), source })?))
         }
     };
-    AccessLog::start(runtime.log.access_format, out).map(Some).map_err(|source| AppError::AccessLog { path, source })
+    AccessLog::start(config.log.access_format, out).map(Some).map_err(|source| AppError::AccessLog { path, source })
 }

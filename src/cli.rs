@@ -18,7 +18,7 @@ use annotate_snippets::Renderer;
 use clap::{Parser, Subcommand};
 
 use crate::config::error::ConfigError;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// What `--version` prints behind the name; `-V` prints the version alone. Set by `build.rs`.
 const BUILD: &str = concat!(
@@ -125,7 +125,7 @@ pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 }
 
 fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let load = || Runtime::load(&arguments.config, &environment);
+    let load = || CompiledConfig::load(&arguments.config, &environment);
     match &arguments.command {
         None | Some(Command::Run) => run::run(load()?)?,
         Some(Command::Check(options)) => return check::check(&arguments.config, options),

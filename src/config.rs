@@ -18,9 +18,9 @@ mod upstream;
 
 use std::collections::BTreeMap;
 
-pub use forms::{CostTable, LimitCost, OneOrMany, Shares, UpstreamServer};
-pub use limit::{Limit, Size};
-pub use route::{HeaderRules, Redirect, Respond, Route};
+pub use forms::{CostTable, LimitCost, OneOrMany, UpstreamWeights, UpstreamServer};
+pub use limit::{Limit, LimitVariant};
+pub use route::{HeaderRules, Redirect, DirectResponse, Route};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 pub use spanned::Spanned;
@@ -310,5 +310,5 @@ pub struct Consumer {
     #[schemars(schema_with = "schema::key_hashes")]
     pub keys: Option<Vec<Text>>,
     /// Sizes of its own, before those of its tier: `limit.NAME = { quota = "900/min", burst = 50 }`.
-    pub limit: BTreeMap<String, Spanned<Size>>,
+    pub limit: BTreeMap<String, Spanned<LimitVariant>>,
 }

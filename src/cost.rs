@@ -12,18 +12,18 @@ pub enum Cost {
     /// What a field of the request says, if a trusted proxy sent it.
     Request {
         /// The field.
-        field: HeaderName,
+        header: HeaderName,
         /// No more than this.
-        most: u64,
+        max: u64,
         /// Where the field is missing, or not to be trusted.
-        otherwise: u64,
+        default: u64,
     },
     /// What a field of the response says; charged when it is there.
     Response {
         /// The field.
-        field: HeaderName,
+        header: HeaderName,
         /// Where the field is missing.
-        otherwise: u64,
+        default: u64,
     },
 }
 
@@ -37,44 +37,44 @@ impl Cost {
     ///
     /// # Errors
     /// A trusted proxy says something that is no cost.
-    pub fn of_request(&self, headers: &HeaderMap, trusted: bool) -> Result<u64, CostError> {
+    pub fn request_cost(&self, headers: &HeaderMap, trusted: bool) -> Result<u64, CostError> {
         match self {
             Cost::Fixed(cost) => Ok(*cost),
-            Cost::Response { otherwise, .. } => Ok(*otherwise),
-            Cost::Request { otherwise, .. } if !trusted => Ok(*otherwise),
-            Cost::Request { field, most, otherwise } => match only(headers, field) {
-                None => Ok(*otherwise),
-                Some(said) => said.map(|cost| cost.min(*most)).ok_or_else(|| CostError(field.clone())),
+            Cost::Response { default, .. } => Ok(*default),
+            Cost::Request { default, .. } if !trusted => Ok(*default),
+            Cost::Request { header, max, default } => match parse_single(headers, header) {
+                None => Ok(*default),
+                Some(value) => value.map(|cost| cost.min(*max)).ok_or_else(|| CostError(header.clone())),
             },
         }
     }
 
     /// The cost that the response says; none where it has no say.
-    pub fn of_response(&self, headers: &HeaderMap) -> Option<u64> {
+    pub fn response_cost(&self, headers: &HeaderMap) -> Option<u64> {
         match self {
-            Cost::Response { field, otherwise } => Some(only(headers, field).flatten().unwrap_or(*otherwise)),
+            Cost::Response { header, default } => Some(parse_single(headers, header).flatten().unwrap_or(*default)),
             Cost::Fixed(_) | Cost::Request { .. } => None,
         }
     }
 
     /// The same, with what is charged where the field is missing.
-    pub fn or_else(self, usual: u64) -> Self {
+    pub fn with_default(self, default: u64) -> Self {
         match self {
             Cost::Fixed(cost) => Cost::Fixed(cost),
-            Cost::Request { field, most, .. } => Cost::Request { field, most, otherwise: usual },
-            Cost::Response { field, .. } => Cost::Response { field, otherwise: usual },
+            Cost::Request { header, max, .. } => Cost::Request { header, max, default },
+            Cost::Response { header, .. } => Cost::Response { header, default },
         }
     }
 
     /// Whether it is known only afterwards.
-    pub fn is_post_paid(&self) -> bool {
+    pub fn is_deferred(&self) -> bool {
         matches!(self, Cost::Response { .. })
     }
 }
 
 /// What a field says; `Some(None)` where it is not one whole number.
-fn only(headers: &HeaderMap, field: &HeaderName) -> Option<Option<u64>> {
-    let mut values = headers.get_all(field).iter();
+fn parse_single(headers: &HeaderMap, header: &HeaderName) -> Option<Option<u64>> {
+    let mut values = headers.get_all(header).iter();
     let first = values.next()?;
     let digits = first.to_str().ok().filter(|text| text.bytes().all(|byte| byte.is_ascii_digit()));
     Some(digits.filter(|_| values.next().is_none()).and_then(|text| text.parse().ok()))
@@ -91,12 +91,12 @@ impl RefundOn {
     }
 
     /// Whether a response with this status is one.
-    pub fn covers(&self, status: StatusCode) -> bool {
+    pub fn contains(&self, status: StatusCode) -> bool {
         self.0.iter().any(|range| range.contains(&status.as_u16()))
     }
 
     /// Reads `503` or a class such as `5xx`.
-    pub fn read(text: &str) -> Option<RangeInclusive<u16>> {
+    pub fn parse(text: &str) -> Option<RangeInclusive<u16>> {
         if let Some(class) = text.strip_suffix("xx") {
             let class: u16 = class.parse().ok().filter(|class| (1..=5).contains(class))?;
             return Some(class * 100..=class * 100 + 99);
@@ -110,10 +110,10 @@ impl RefundOn {
 mod tests {
     use super::*;
 
-    const FIELD: HeaderName = HeaderName::from_static("x-cost");
+    const COST_HEADER: HeaderName = HeaderName::from_static("x-cost");
 
     fn headers(values: &[&'static str]) -> HeaderMap {
-        values.iter().map(|value| (FIELD, http::HeaderValue::from_static(value))).fold(
+        values.iter().map(|value| (COST_HEADER, http::HeaderValue::from_static(value))).fold(
             HeaderMap::new(),
             |mut map, (name, value)| {
                 map.append(name, value);
@@ -124,8 +124,8 @@ mod tests {
 
     #[test]
     fn only_trusted_proxies_say_what_a_request_costs() {
-        let cost = Cost::Request { field: FIELD, most: 100, otherwise: 7 };
-        let broken = Err(CostError(FIELD));
+        let cost = Cost::Request { header: COST_HEADER, max: 100, default: 7 };
+        let broken = Err(CostError(COST_HEADER));
         for (values, trusted, expected) in [
             (&["5"][..], true, Ok(5)),
             (&["0"], true, Ok(0)),
@@ -139,17 +139,17 @@ mod tests {
             (&["99999999999999999999"], true, broken.clone()),
             (&["5", "6"], true, broken),
         ] {
-            assert_eq!(cost.of_request(&headers(values), trusted), expected, "{values:?} {trusted}");
+            assert_eq!(cost.request_cost(&headers(values), trusted), expected, "{values:?} {trusted}");
         }
     }
 
     #[test]
     fn a_response_without_a_cost_has_the_usual_one() {
-        let cost = Cost::Response { field: FIELD, otherwise: 3 };
+        let cost = Cost::Response { header: COST_HEADER, default: 3 };
         for (values, expected) in [(&["5"][..], 5), (&["0"], 0), (&[], 3), (&["many"], 3), (&["1", "2"], 3)] {
-            assert_eq!(cost.of_response(&headers(values)), Some(expected), "{values:?}");
+            assert_eq!(cost.response_cost(&headers(values)), Some(expected), "{values:?}");
         }
-        assert_eq!(Cost::Fixed(1).of_response(&headers(&["5"])), None);
+        assert_eq!(Cost::Fixed(1).response_cost(&headers(&["5"])), None);
     }
 
     #[test]
@@ -163,7 +163,7 @@ mod tests {
             ("5XX", None),
             ("", None),
         ] {
-            assert_eq!(RefundOn::read(text), expected, "{text}");
+            assert_eq!(RefundOn::parse(text), expected, "{text}");
         }
     }
 }

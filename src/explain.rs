@@ -17,7 +17,7 @@ use crate::http::headers::is_grpc_call;
 use crate::limit::decision::Check;
 use crate::limit::store::Verdict;
 use crate::reply::Rejection;
-use crate::runtime::{Runtime, Target};
+use crate::runtime::{CompiledConfig, RouteAction};
 use counters::{Counters, Unseen};
 use facts::{Answer, Client, Explanation};
 
@@ -25,7 +25,7 @@ use facts::{Answer, Client, Explanation};
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
     /// The configuration.
-    pub runtime: &'a Runtime,
+    pub runtime: &'a CompiledConfig,
     /// Where identities stand.
     pub counters: &'a C,
     /// So many of the routes that do not take the request are explained, the nearest first.
@@ -83,20 +83,20 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let rewritten = target.rewrite(route, request.uri().query())?;
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
         let asked = LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
-        let consumers = route.metering.by_key.then(|| runtime.consumers.load());
+        let consumers = route.rate_limits.uses_api_key.then(|| runtime.consumers.load());
         let consumers = consumers.as_deref().map(|consumers| &**consumers);
         let asker = asked.request_attributes(runtime, route, facts.client.address, consumers);
         let overrides = self.counters.overrides();
         let mut without_credential = None;
-        let mut checks = match build_checks(runtime, &route.metering.identities, &route.metering.limits, &asker) {
+        let mut checks = match build_checks(runtime, &route.rate_limits.identities, &route.rate_limits.limits, &asker) {
             Ok(checks) => build_checks,
             Err(rejection) => {
                 facts.limits = limits::limited(runtime, route, &asker, &[], None);
-                if !matches!(&rejection, Rejection::Identity(error) if error.is_about_credentials()) {
+                if !matches!(&rejection, Rejection::Identity(error) if error.is_credential_error()) {
                     return Err(rejection);
                 }
                 without_credential = Some(rejection);
-                build_unauthenticated_checks(runtime, &route.metering.identities, &route.metering.limits, &asker)
+                build_unauthenticated_checks(runtime, &route.rate_limits.identities, &route.rate_limits.limits, &asker)
             }
         };
         if let Some(table) = &overrides {
@@ -116,8 +116,8 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             Some(decision) if !decision.admitted => {
                 return Err(Rejection::RateLimited {
                     decision,
-                    header_styles: &route.metering.dialects,
-                    expose_headers: route.metering.expose.as_ref(),
+                    header_styles: &route.rate_limits.header_styles,
+                    expose_headers: route.rate_limits.expose_header.as_ref(),
                     is_grpc: is_grpc_call(request),
                 });
             }
@@ -126,7 +126,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         if let Some(rejection) = without_credential {
             return Err(rejection);
         }
-        if let Target::Upstream(split) = &route.target {
+        if let RouteAction::Forward(split) = &route.action {
             let other = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
             let target = rewritten.or_else(|| origin_form(request.uri(), other));
             let target = target.as_ref().or(request.uri().path_and_query());

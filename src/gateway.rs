@@ -31,9 +31,9 @@ use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::reply::Rejection;
-use crate::runtime::{Route, Runtime, Target};
-use crate::upstream::fleet::Fleet;
-use crate::upstream::{Trail, UpstreamError};
+use crate::runtime::{Route, CompiledConfig, RouteAction};
+use crate::upstream::fleet::UpstreamCluster;
+use crate::upstream::{AttemptLog, UpstreamError};
 use addressed::{RequestTarget, origin_form};
 use ask::LimitContext;
 use forward::ForwardContext;
@@ -58,9 +58,9 @@ pub struct Gateway {
 impl Gateway {
     /// A gateway with connections of its own to these upstreams, which are those of the runtime. It counts as this `worker`.
     pub fn new(
-        runtime: Arc<Runtime>,
+        runtime: Arc<CompiledConfig>,
         limiter: Limiter,
-        clusters: &[Arc<Fleet>],
+        clusters: &[Arc<UpstreamCluster>],
         sinks: TelemetrySinks,
         (request_metrics, worker): (Arc<RequestMetrics>, usize),
     ) -> Self {
@@ -70,13 +70,13 @@ impl Gateway {
 
     /// Serves another configuration from the next request on. What is the same in both goes on: counts, and connections
     /// to upstreams.
-    pub fn apply_config(&self, runtime: Arc<Runtime>, clusters: &[Arc<Fleet>]) {
+    pub fn apply_config(&self, runtime: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot = ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
         self.snapshot.store(Arc::new(snapshot));
     }
 
     /// The configuration that it serves.
-    pub fn runtime(&self) -> Arc<Runtime> {
+    pub fn runtime(&self) -> Arc<CompiledConfig> {
         self.snapshot.load().runtime.clone()
     }
 
@@ -111,7 +111,7 @@ impl Gateway {
                 let id = state.request_id.as_ref().map(RequestId::to_header_value);
                 let request_id = id.as_ref().and_then(|id| id.to_str().ok());
                 match &rejection {
-                    Rejection::Upstream(error) if error.is_clients_fault() => {
+                    Rejection::Upstream(error) if error.is_client_error() => {
                         debug!(%error, request_id, "no whole request");
                     }
                     Rejection::Upstream(error) => warn!(%error, request_id, "no answer from upstream"),
@@ -152,21 +152,21 @@ impl Gateway {
                 return Err(rejection);
             }
         };
-        let result = match &route.target {
-            Target::Respond(respond) => {
+        let result = match &route.action {
+            RouteAction::DirectResponse(respond) => {
                 early::discard_body(request);
                 Ok(respond.response())
             }
-            Target::Redirect(redirect) => {
+            RouteAction::Redirect(redirect) => {
                 let path = forwarded_path.as_deref().unwrap_or(request.uri().path());
-                let response = redirect.response(&route.pattern, path, request.uri().query());
+                let response = redirect.response(&route.path_pattern, path, request.uri().query());
                 early::discard_body(request);
                 Ok(response)
             }
-            Target::Upstream(weighted_upstreams) => {
-                let (index, started_at) = (weighted_upstreams.draw(), monotonic());
+            RouteAction::Forward(weighted_upstreams) => {
+                let (index, started_at) = (weighted_upstreams.pick(), monotonic());
                 let upstream = &*upstreams[index];
-                let mut attempts = Trail::new(state.record.is_some());
+                let mut attempts = AttemptLog::new(state.record.is_some());
                 let trace = state.record.as_ref().and_then(|record| record.trace);
                 let target = rewritten_target.or_else(|| origin_form(request.uri(), forwarded_path.as_deref()));
                 let id = state.ensure_request_id(&request, peer);
@@ -174,7 +174,7 @@ impl Gateway {
                 let result = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
                     // Limits that let it wait took all of its time.
                     early::discard_body(request);
-                    Err(UpstreamError::Overdue { upstream: upstream.name().into() })
+                    Err(UpstreamError::RouteTimeout { upstream: upstream.name().into() })
                 } else {
                     // On the heap: inside this future it would be moved with it, for every request.
                     Box::pin(forward::forward(runtime, route, upstream, request, context)).await
@@ -219,7 +219,7 @@ impl Gateway {
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
         let limit_context = LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
-        let decision = if route.metering.limits.is_empty() && state.record.is_none() {
+        let decision = if route.rate_limits.limits.is_empty() && state.record.is_none() {
             Decision::unlimited()
         } else {
             // On the heap: requests without limits need no room for it.
@@ -229,8 +229,8 @@ impl Gateway {
         if !decision.admitted {
             return Err(Rejection::RateLimited {
                 decision,
-                header_styles: &route.metering.dialects,
-                expose_headers: route.metering.expose.as_ref(),
+                header_styles: &route.rate_limits.header_styles,
+                expose_headers: route.rate_limits.expose_header.as_ref(),
                 is_grpc: is_grpc_call(request),
             });
         }

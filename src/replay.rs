@@ -23,7 +23,7 @@ use suggest::{Kept, Suggestion};
 use tally::Tally;
 use view::{Stand, View, ViewError, stands};
 
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// Why there is nothing to replay.
 #[derive(Debug, thiserror::Error)]
@@ -99,7 +99,7 @@ impl Replay {
     ///
     /// # Errors
     /// See [`ReplayError`].
-    pub fn new(runtime: Runtime, sources: &[Source], options: &Options) -> Result<Replay, ReplayError> {
+    pub fn new(runtime: CompiledConfig, sources: &[Source], options: &Options) -> Result<Replay, ReplayError> {
         let samples: Vec<_> = sources.iter().map(Source::sample).collect();
         let sample = samples.iter().find(|sample| !sample.is_empty()).cloned().unwrap_or_default();
         let (name, mut format) = match &options.format {

@@ -14,7 +14,7 @@ use crate::http::body::Body;
 use crate::http::fields::{self, QuotaUnit, HeaderStyle, LimitStatus};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::path::PathError;
-use crate::identity::{IdentityError, Source};
+use crate::identity::{IdentityError, Descriptor};
 use crate::limit::algorithm::{Rule, Status};
 use crate::limit::decision::{Decision, Judged};
 use crate::limit::outage::Unavailable;
@@ -137,10 +137,10 @@ impl Rejection<'_> {
                 let (status, detail, outcome) = upstream_failure(&error);
                 let mut response = problem_response_with_id(status, ABOUT_BLANK, detail, request_id);
                 match error {
-                    UpstreamError::NoServer { after, .. } => {
+                    UpstreamError::NoHealthyEndpoint { retry_after: after, .. } => {
                         fields::set_retry_after(response.headers_mut(), after.as_micros() as u64);
                     }
-                    UpstreamError::Busy { .. } => {
+                    UpstreamError::Overflow { .. } => {
                         response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(OVERFLOW_RETRY_AFTER_S));
                     }
                     _ => {}
@@ -154,10 +154,10 @@ impl Rejection<'_> {
 fn identity_error_response(error: &IdentityError) -> Response<Body> {
     // RFC 9110 §11.6.1: a 401 names a scheme; those of bearer tokens are RFC 6750's §3.
     let challenge = match error {
-        IdentityError::MissingKey(_) | IdentityError::UnknownKey => Some("ApiKey"),
-        IdentityError::Missing(Source::Jwt(_)) => Some("Bearer"),
+        IdentityError::MissingApiKey(_) | IdentityError::UnknownApiKey => Some("ApiKey"),
+        IdentityError::Missing(Descriptor::Jwt(_)) => Some("Bearer"),
         // No registered scheme is for certificates, and a 401 has to name one.
-        IdentityError::Missing(Source::ClientCert) => Some("ClientCertificate"),
+        IdentityError::Missing(Descriptor::ClientCert) => Some("ClientCertificate"),
         IdentityError::Token(_) => Some("Bearer error=\"invalid_token\""),
         IdentityError::Ambiguous(_) | IdentityError::Malformed(_) | IdentityError::Missing(_) => None,
     };
@@ -171,10 +171,10 @@ fn identity_error_response(error: &IdentityError) -> Response<Body> {
 fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'static str) {
     // What failed is in the log; the client is not told addresses.
     match error {
-        UpstreamError::NoServer { .. } => {
+        UpstreamError::NoHealthyEndpoint { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no healthy server at the moment", "no-healthy-upstream")
         }
-        UpstreamError::Busy { .. } => {
+        UpstreamError::Overflow { .. } => {
             (StatusCode::SERVICE_UNAVAILABLE, "the upstream has no room at the moment", "upstream-overflow")
         }
         UpstreamError::Connect { .. } => {
@@ -183,12 +183,12 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
         UpstreamError::ConnectTimeout { .. } => {
             (StatusCode::BAD_GATEWAY, "connecting to the upstream took longer than it may", "upstream-connect-failure")
         }
-        UpstreamError::Broken { .. } | UpstreamError::Malformed { .. } => (
+        UpstreamError::Reset { .. } | UpstreamError::InvalidResponse { .. } => (
             StatusCode::BAD_GATEWAY,
             "the upstream broke off before it answered, or sent no valid response",
             "upstream-reset",
         ),
-        UpstreamError::Switched { .. } => {
+        UpstreamError::UnexpectedUpgrade { .. } => {
             (StatusCode::BAD_GATEWAY, "the upstream switched to a protocol that it was not asked for", "upstream-reset")
         }
         UpstreamError::ResponseTimeout { .. } => (
@@ -196,14 +196,14 @@ fn upstream_failure(error: &UpstreamError) -> (StatusCode, &'static str, &'stati
             "the upstream took longer than it may before its response began",
             "upstream-timeout",
         ),
-        UpstreamError::Overdue { .. } => {
+        UpstreamError::RouteTimeout { .. } => {
             (StatusCode::GATEWAY_TIMEOUT, "the request took longer in all than its route allows", "route-timeout")
         }
-        UpstreamError::ClientStalled => {
+        UpstreamError::ClientTimeout => {
             (StatusCode::REQUEST_TIMEOUT, "the request body did not arrive in time", "client-timeout")
         }
         UpstreamError::BodyTooLarge => BODY_TOO_LARGE,
-        UpstreamError::ClientBroken(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-aborted"),
+        UpstreamError::ClientAborted(_) => (StatusCode::BAD_REQUEST, "the request body broke off", "client-aborted"),
     }
 }
 

@@ -15,7 +15,7 @@ use path::{PathPattern, Segment};
 
 /// What a request must look like.
 #[derive(Debug, Clone)]
-pub struct Pattern {
+pub struct RouteMatch {
     /// Lower case, without port; `*.example.com` for all below it; none for any.
     pub host: Option<String>,
     /// The path.
@@ -28,26 +28,26 @@ pub struct Pattern {
 
 /// Two routes that nothing tells apart.
 #[derive(Debug)]
-pub struct Tie<T>(pub T);
+pub struct AmbiguousRoutes<T>(pub T);
 
 /// Why no route takes a request.
 #[derive(Debug, PartialEq, Eq)]
 pub enum NoMatch {
     /// Nothing matches.
-    Nothing,
+    NotFound,
     /// Only the method fails; these would do.
-    Method(Vec<Method>),
+    MethodNotAllowed(Vec<Method>),
 }
 
 /// All routes.
 #[derive(Debug)]
 pub struct RouteTable<T> {
-    exact: HashMap<Box<str>, Node<T>>,
+    exact_hosts: HashMap<Box<str>, Node<T>>,
     /// By what follows `*`, dot included.
-    wildcard: HashMap<Box<str>, Node<T>>,
-    any: Node<T>,
+    wildcard_hosts: HashMap<Box<str>, Node<T>>,
+    any_host: Node<T>,
     /// Those that routes ask for, each once.
-    headers: Vec<HeaderName>,
+    matched_headers: Vec<HeaderName>,
 }
 
 #[derive(Debug)]
@@ -55,13 +55,13 @@ struct Node<T> {
     literals: HashMap<Box<str>, Node<T>>,
     parameter: Option<Box<Node<T>>>,
     /// Routes whose path ends here.
-    here: Vec<Entry<T>>,
+    terminal: Vec<RouteEntry<T>>,
     /// Routes that take whatever follows.
-    rest: Vec<Entry<T>>,
+    catch_all: Vec<RouteEntry<T>>,
 }
 
 #[derive(Debug)]
-struct Entry<T> {
+struct RouteEntry<T> {
     methods: Vec<Method>,
     headers: Vec<(HeaderName, HeaderValue)>,
     target: T,
@@ -69,13 +69,13 @@ struct Entry<T> {
 
 impl<T> Default for RouteTable<T> {
     fn default() -> Self {
-        RouteTable { exact: HashMap::new(), wildcard: HashMap::new(), any: Node::default(), headers: Vec::new() }
+        RouteTable { exact_hosts: HashMap::new(), wildcard_hosts: HashMap::new(), any_host: Node::default(), matched_headers: Vec::new() }
     }
 }
 
 impl<T> Default for Node<T> {
     fn default() -> Self {
-        Node { literals: HashMap::new(), parameter: None, here: Vec::new(), rest: Vec::new() }
+        Node { literals: HashMap::new(), parameter: None, terminal: Vec::new(), catch_all: Vec::new() }
     }
 }
 
@@ -84,17 +84,17 @@ impl<T: Clone> RouteTable<T> {
     ///
     /// # Errors
     /// Some request would match this route and an earlier one equally well: that one's target.
-    pub fn insert(&mut self, pattern: Pattern, target: T) -> Result<(), Tie<T>> {
+    pub fn insert(&mut self, pattern: RouteMatch, target: T) -> Result<(), AmbiguousRoutes<T>> {
         let mut node = match &pattern.host {
-            None => &mut self.any,
+            None => &mut self.any_host,
             Some(host) => match host.strip_prefix('*') {
-                Some(suffix) => self.wildcard.entry(suffix.into()).or_default(),
-                None => self.exact.entry(host.as_str().into()).or_default(),
+                Some(suffix) => self.wildcard_hosts.entry(suffix.into()).or_default(),
+                None => self.exact_hosts.entry(host.as_str().into()).or_default(),
             },
         };
         for (name, _) in &pattern.headers {
-            if !self.headers.contains(name) {
-                self.headers.push(name.clone());
+            if !self.matched_headers.contains(name) {
+                self.matched_headers.push(name.clone());
             }
         }
         let mut takes_rest = false;
@@ -105,10 +105,10 @@ impl<T: Clone> RouteTable<T> {
                 Segment::Rest(_) => takes_rest = true,
             }
         }
-        let entries = if takes_rest { &mut node.rest } else { &mut node.here };
-        let entry = Entry { methods: pattern.methods, headers: pattern.headers, target };
-        if let Some(tied) = entries.iter().find(|other| other.ties_with(&entry)) {
-            return Err(Tie(tied.target.clone()));
+        let entries = if takes_rest { &mut node.catch_all } else { &mut node.terminal };
+        let entry = RouteEntry { methods: pattern.methods, headers: pattern.headers, target };
+        if let Some(ambiguous) = entries.iter().find(|other| other.is_ambiguous_with(&entry)) {
+            return Err(AmbiguousRoutes(ambiguous.target.clone()));
         }
         entries.push(entry);
         // Best first: routes that list methods, then those that ask for more headers.
@@ -119,8 +119,8 @@ impl<T: Clone> RouteTable<T> {
 
 impl<T> RouteTable<T> {
     /// The headers that routes are told apart by.
-    pub fn headers(&self) -> impl Iterator<Item = &HeaderName> {
-        self.headers.iter()
+    pub fn matched_headers(&self) -> impl Iterator<Item = &HeaderName> {
+        self.matched_headers.iter()
     }
 
     /// The best route for a request; `host` without port in lower case, `path` in canonical form.
@@ -128,22 +128,22 @@ impl<T> RouteTable<T> {
     /// # Errors
     /// No route matches.
     pub fn find(&self, host: &str, path: &str, method: &Method, headers: &HeaderMap) -> Result<&T, NoMatch> {
-        let mut search = Search { method, headers, allowed: Vec::new() };
+        let mut search = Search { method, headers, allowed_methods: Vec::new() };
         let segments = path.strip_prefix('/');
-        if let Some(found) = self.exact.get(host).and_then(|node| search.descend(node, segments)) {
+        if let Some(found) = self.exact_hosts.get(host).and_then(|node| search.descend(node, segments)) {
             return Ok(found);
         }
-        if !self.wildcard.is_empty() {
+        if !self.wildcard_hosts.is_empty() {
             // The longest suffix first.
             for (dot, _) in host.match_indices('.') {
-                if let Some(found) = self.wildcard.get(&host[dot..]).and_then(|node| search.descend(node, segments)) {
+                if let Some(found) = self.wildcard_hosts.get(&host[dot..]).and_then(|node| search.descend(node, segments)) {
                     return Ok(found);
                 }
             }
         }
-        search.descend(&self.any, segments).ok_or(match search.allowed.is_empty() {
-            true => NoMatch::Nothing,
-            false => NoMatch::Method(search.allowed),
+        search.descend(&self.any_host, segments).ok_or(match search.allowed_methods.is_empty() {
+            true => NoMatch::NotFound,
+            false => NoMatch::MethodNotAllowed(search.allowed_methods),
         })
     }
 }
@@ -151,14 +151,14 @@ impl<T> RouteTable<T> {
 struct Search<'a> {
     method: &'a Method,
     headers: &'a HeaderMap,
-    allowed: Vec<Method>,
+    allowed_methods: Vec<Method>,
 }
 
 impl Search<'_> {
     /// The best match below a node: literal segments before parameters before the rest.
     /// Visits each node at most once, however the path is made.
     fn descend<'t, T>(&mut self, node: &'t Node<T>, remaining: Option<&str>) -> Option<&'t T> {
-        let Some(remaining) = remaining else { return self.choose(&node.here) };
+        let Some(remaining) = remaining else { return self.pick_entry(&node.terminal) };
         let (segment, next) = match remaining.split_once('/') {
             Some((segment, next)) => (segment, Some(next)),
             None => (remaining, None),
@@ -170,20 +170,20 @@ impl Search<'_> {
         if let Some(found) = parameter.and_then(|child| self.descend(child, next)) {
             return Some(found);
         }
-        self.choose(&node.rest)
+        self.pick_entry(&node.catch_all)
     }
 
-    fn choose<'t, T>(&mut self, entries: &'t [Entry<T>]) -> Option<&'t T> {
+    fn pick_entry<'t, T>(&mut self, entries: &'t [RouteEntry<T>]) -> Option<&'t T> {
         for entry in entries {
-            if entry.lacking(self.headers).is_some() {
+            if entry.missing_header(self.headers).is_some() {
                 continue;
             }
-            if entry.serves(self.method) {
+            if entry.allows_method(self.method) {
                 return Some(&entry.target);
             }
             for method in &entry.methods {
-                if !self.allowed.contains(method) {
-                    self.allowed.push(method.clone());
+                if !self.allowed_methods.contains(method) {
+                    self.allowed_methods.push(method.clone());
                 }
             }
         }
@@ -191,19 +191,19 @@ impl Search<'_> {
     }
 }
 
-impl<T> Entry<T> {
-    fn serves(&self, method: &Method) -> bool {
+impl<T> RouteEntry<T> {
+    fn allows_method(&self, method: &Method) -> bool {
         self.methods.is_empty() || self.methods.contains(method)
     }
 
     /// The first field that a request should have and has not.
-    fn lacking(&self, headers: &HeaderMap) -> Option<&HeaderName> {
+    fn missing_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
         let absent = |(name, value): &&(HeaderName, HeaderValue)| headers.get_all(name).iter().all(|v| v != value);
         self.headers.iter().find(absent).map(|(name, _)| name)
     }
 
     /// Whether one request could match both, with nothing to choose by.
-    fn ties_with(&self, other: &Entry<T>) -> bool {
+    fn is_ambiguous_with(&self, other: &RouteEntry<T>) -> bool {
         // A list of methods comes before none.
         let share_a_method = match (self.methods.is_empty(), other.methods.is_empty()) {
             (false, false) => self.methods.iter().any(|method| other.methods.contains(method)),
@@ -221,8 +221,8 @@ impl<T> Entry<T> {
 mod tests {
     use super::*;
 
-    fn pattern(host: &str, path: &str, methods: &[&str], headers: &[(&str, &str)]) -> Pattern {
-        Pattern {
+    fn pattern(host: &str, path: &str, methods: &[&str], headers: &[(&str, &str)]) -> RouteMatch {
+        RouteMatch {
             host: (!host.is_empty()).then(|| host.to_owned()),
             path: path.parse().unwrap(),
             methods: methods.iter().map(|method| method.parse().unwrap()).collect(),
@@ -230,7 +230,7 @@ mod tests {
         }
     }
 
-    fn table(patterns: Vec<Pattern>) -> RouteTable<usize> {
+    fn table(patterns: Vec<RouteMatch>) -> RouteTable<usize> {
         let mut table = RouteTable::default();
         for (index, pattern) in patterns.into_iter().enumerate() {
             table.insert(pattern, index).unwrap();
@@ -297,7 +297,7 @@ mod tests {
         assert_eq!(table.find("h", "/x", &Method::GET, &with("2")), Ok(&2));
         assert_eq!(table.find("h", "/x", &Method::GET, &with("3")), Ok(&0));
         assert_eq!(table.find("h", "/x", &Method::POST, &with("1")), Ok(&3));
-        let allowed = NoMatch::Method(vec![Method::GET, Method::POST]);
+        let allowed = NoMatch::MethodNotAllowed(vec![Method::GET, Method::POST]);
         assert_eq!(table.find("h", "/x", &Method::DELETE, &HeaderMap::new()), Err(allowed));
     }
 
@@ -313,7 +313,7 @@ mod tests {
         ] {
             let pattern: PathPattern = pattern.parse().unwrap();
             assert_eq!(pattern.capture(path, name), expected, "{pattern:?} of {path}");
-            assert_eq!(pattern.has(name), expected.is_some(), "{pattern:?} has {name}");
+            assert_eq!(pattern.has_parameter(name), expected.is_some(), "{pattern:?} has {name}");
         }
     }
 
@@ -328,7 +328,7 @@ mod tests {
             ("/{version}/users", "/v1", false),
             ("/{*rest}", "/v1", false),
         ] {
-            assert_eq!(pattern.parse::<PathPattern>().unwrap().begins_with(prefix), expected, "{prefix} of {pattern}");
+            assert_eq!(pattern.parse::<PathPattern>().unwrap().has_prefix(prefix), expected, "{prefix} of {pattern}");
         }
     }
 

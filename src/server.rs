@@ -28,7 +28,7 @@ use crate::gateway::{Gateway, Peer};
 use crate::http::activity::ConnectionActivity;
 use crate::identity::client_cert;
 use crate::limit::clock;
-use crate::runtime::{Listener, Runtime};
+use crate::runtime::{Listener, CompiledConfig};
 use bell::SelectiveWaker;
 use connections::ConnectionLimits;
 use conversation::{BoxError, HttpConnection, CloseReason};
@@ -166,7 +166,7 @@ impl Server {
         let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &runtime)).await??;
         let connection_limits = self.connection_limits.clone();
         // A trusted proxy brings many clients.
-        let _permit = if connection_limits.has_per_ip_limit() && !peer.forwarded.trusted && !settings.exempts(peer.address) {
+        let _permit = if connection_limits.has_per_ip_limit() && !peer.forwarded.trusted && !settings.is_exempt_from_per_ip(peer.address) {
             let network = runtime.client_ip.network(peer.address);
             let Some(permit) = connection_limits.permit(network) else { return Ok(()) };
             Some(permit)
@@ -181,7 +181,7 @@ impl Server {
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream);
         // A connection may last, and must not keep a configuration that nobody serves any more.
         drop(runtime);
-        let drain_grace = settings.farewell();
+        let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
         let new_connection = |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
@@ -236,7 +236,7 @@ impl Server {
         stream: &mut TcpStream,
         socket_address: SocketAddr,
         listener: &Listener,
-        runtime: &Runtime,
+        runtime: &CompiledConfig,
     ) -> Result<Peer, BoxError> {
         let scheme = if listener.tls.is_some() { "https" } else { "http" };
         let mut peer = Peer::new(socket_address.ip(), scheme, runtime);

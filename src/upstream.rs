@@ -31,13 +31,13 @@ use arc_swap::{ArcSwap, Guard};
 use tokio::time::{Duration, timeout};
 
 use crate::http::bounds::BodyError;
-use balance::Dice;
-use fleet::Fleet;
-use link::Link;
-use member::Member;
-use queue::Place;
-use table::Table;
-pub use trail::{RetryReason, Trail};
+use balance::Rng;
+use fleet::UpstreamCluster;
+use link::EndpointPool;
+use member::Endpoint;
+use queue::RequestPermit;
+use table::LoadBalancer;
+pub use trail::{RetryReason, AttemptLog};
 
 /// When to ask again for an upstream whose servers have no addresses.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
@@ -56,29 +56,29 @@ pub enum Protocol {
 #[allow(missing_docs)]
 pub enum UpstreamError {
     #[error("upstream `{upstream}` has no healthy server")]
-    NoServer { upstream: Box<str>, after: Duration },
+    NoHealthyEndpoint { upstream: Box<str>, retry_after: Duration },
     #[error("all servers of upstream `{upstream}` have as many requests as they may")]
-    Busy { upstream: Box<str> },
+    Overflow { upstream: Box<str> },
     #[error("connecting to upstream `{upstream}` failed: {source}")]
     Connect { upstream: Box<str>, source: std::io::Error },
     #[error("connecting to upstream `{upstream}` took too long")]
     ConnectTimeout { upstream: Box<str> },
-    #[error("upstream `{upstream}` broke off: {}", Reason(source))]
-    Broken { upstream: Box<str>, source: hyper::Error },
+    #[error("upstream `{upstream}` broke off: {}", RootCause(source))]
+    Reset { upstream: Box<str>, source: hyper::Error },
     #[error("upstream `{upstream}` sent no valid response: {fault}")]
-    Malformed { upstream: Box<str>, fault: &'static str },
+    InvalidResponse { upstream: Box<str>, fault: &'static str },
     #[error("upstream `{upstream}` switched to a protocol that it was not asked for")]
-    Switched { upstream: Box<str> },
+    UnexpectedUpgrade { upstream: Box<str> },
     #[error("upstream `{upstream}` did not answer in time")]
     ResponseTimeout { upstream: Box<str> },
     #[error("upstream `{upstream}` did not answer before the timeout of the route was over")]
-    Overdue { upstream: Box<str> },
+    RouteTimeout { upstream: Box<str> },
     #[error("the client stopped sending the request body")]
-    ClientStalled,
+    ClientTimeout,
     #[error("the request body is longer than the route allows")]
     BodyTooLarge,
     #[error("the client broke off the request body: {0}")]
-    ClientBroken(Box<dyn Error + Send + Sync>),
+    ClientAborted(Box<dyn Error + Send + Sync>),
 }
 
 impl From<BodyError> for UpstreamError {
@@ -86,25 +86,25 @@ impl From<BodyError> for UpstreamError {
     fn from(error: BodyError) -> Self {
         match error {
             BodyError::TooLarge => UpstreamError::BodyTooLarge,
-            BodyError::Aborted(_) | BodyError::MalformedTrailers => UpstreamError::ClientBroken(error.into()),
-            BodyError::ClientTimeout | BodyError::UpstreamIdleTimeout | BodyError::RouteTimeout => UpstreamError::ClientStalled,
+            BodyError::Aborted(_) | BodyError::MalformedTrailers => UpstreamError::ClientAborted(error.into()),
+            BodyError::ClientTimeout | BodyError::UpstreamIdleTimeout | BodyError::RouteTimeout => UpstreamError::ClientTimeout,
         }
     }
 }
 
 impl UpstreamError {
     /// Whether the upstream has nothing to do with it.
-    pub fn is_clients_fault(&self) -> bool {
-        matches!(self, UpstreamError::ClientStalled | UpstreamError::BodyTooLarge | UpstreamError::ClientBroken(_))
+    pub fn is_client_error(&self) -> bool {
+        matches!(self, UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_))
     }
 }
 
 /// What hyper says of a failure, and what was behind it.
-struct Reason<'a>(&'a hyper::Error);
+struct RootCause<'a>(&'a hyper::Error);
 
-impl Display for Reason<'_> {
+impl Display for RootCause<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Reason(error) = self;
+        let RootCause(error) = self;
         write!(f, "{error}")?;
         let mut root = error.source();
         while let Some(deeper) = root.and_then(Error::source) {
@@ -124,106 +124,106 @@ impl Display for Reason<'_> {
 /// One worker's way to an upstream.
 #[derive(Debug)]
 pub struct Upstream {
-    fleet: Arc<Fleet>,
-    links: ArcSwap<Links>,
-    dice: Dice,
+    cluster: Arc<UpstreamCluster>,
+    pools: ArcSwap<EndpointPools>,
+    rng: Rng,
 }
 
 /// The ways to the members of a fleet.
 #[derive(Debug)]
-struct Links {
-    table: Arc<Table>,
+struct EndpointPools {
+    load_balancer: Arc<LoadBalancer>,
     /// By which the fleet tells that table from others.
-    change: u64,
+    version: u64,
     /// To each of its members, in their order.
-    all: Vec<Arc<Link>>,
+    pools: Vec<Arc<EndpointPool>>,
 }
 
 /// What the members for a request are chosen by.
-struct Choice {
+struct PickState {
     /// The hash of the header that decides, if one does.
-    key: Option<u64>,
+    hash_key: Option<u64>,
     /// Those that will not do.
-    tried: Vec<Arc<Member>>,
+    tried: Vec<Arc<Endpoint>>,
 }
 
 impl Upstream {
     /// Without connections yet.
-    pub fn new(fleet: Arc<Fleet>) -> Self {
-        Upstream::knowing(fleet, &[])
+    pub fn new(cluster: Arc<UpstreamCluster>) -> Self {
+        Upstream::with_pools(cluster, &[])
     }
 
     /// With these ways to its members.
-    fn knowing(fleet: Arc<Fleet>, known: &[Arc<Link>]) -> Self {
-        let links = ArcSwap::from_pointee(Links::to(&fleet, fleet.changes(), known));
-        Upstream { fleet, links, dice: Dice::random() }
+    fn with_pools(cluster: Arc<UpstreamCluster>, known: &[Arc<EndpointPool>]) -> Self {
+        let pools = ArcSwap::from_pointee(EndpointPools::new(&cluster, cluster.version(), known));
+        Upstream { cluster, pools, rng: Rng::from_random_seed() }
     }
 
     /// Whether it leads there.
-    pub fn leads_to(&self, fleet: &Arc<Fleet>) -> bool {
-        Arc::ptr_eq(&self.fleet, fleet)
+    pub fn is_for(&self, cluster: &Arc<UpstreamCluster>) -> bool {
+        Arc::ptr_eq(&self.cluster, cluster)
     }
 
     /// Its name.
     pub fn name(&self) -> &str {
-        &self.fleet.settings.name
+        &self.cluster.settings.name
     }
 
     /// What it speaks.
     pub fn protocol(&self) -> Protocol {
-        self.fleet.settings.protocol
+        self.cluster.settings.protocol
     }
 
     /// Host and port, for requests that name no host.
     pub fn authority(&self) -> &str {
-        &self.fleet.settings.servers[0].authority
+        &self.cluster.settings.servers[0].authority
     }
 
     /// To the members that there are now; connections to those that were there before stay.
-    fn links(&self) -> Guard<Arc<Links>> {
-        let change = self.fleet.changes();
-        let links = self.links.load();
-        if links.change == change {
-            return links;
+    fn pools(&self) -> Guard<Arc<EndpointPools>> {
+        let version = self.cluster.version();
+        let pools = self.pools.load();
+        if pools.version == version {
+            return pools;
         }
-        self.links.store(Arc::new(Links::to(&self.fleet, change, &links.all)));
-        self.links.load()
+        self.pools.store(Arc::new(EndpointPools::new(&self.cluster, version, &pools.pools)));
+        self.pools.load()
     }
 
     /// A place at the member whose turn it is, and the way there; none if there is no room.
-    fn place(&self, key: Option<u64>, tried: &[Arc<Member>]) -> Option<(Arc<Link>, Place)> {
-        let links = self.links();
-        let (index, place) = self.fleet.place(&links.table, key, &self.dice, tried)?;
-        Some((links.all[index].clone(), place))
+    fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<(Arc<EndpointPool>, RequestPermit)> {
+        let pools = self.pools();
+        let (index, permit) = self.cluster.pick(&pools.load_balancer, key, &self.rng, tried)?;
+        Some((pools.pools[index].clone(), permit))
     }
 
     /// A place as soon as there is one.
-    async fn wait(&self, key: Option<u64>) -> Result<(Arc<Link>, Place), UpstreamError> {
-        let settings = &self.fleet.settings;
-        let busy = || UpstreamError::Busy { upstream: settings.name.clone() };
-        if self.links().table.usable.is_empty() {
+    async fn pick_queued(&self, key: Option<u64>) -> Result<(Arc<EndpointPool>, RequestPermit), UpstreamError> {
+        let settings = &self.cluster.settings;
+        let busy = || UpstreamError::Overflow { upstream: settings.name.clone() };
+        if self.pools().load_balancer.usable.is_empty() {
             let after = settings.health.as_ref().map_or(UNRESOLVED_RETRY, |health| health.interval);
-            return Err(UpstreamError::NoServer { upstream: settings.name.clone(), after });
+            return Err(UpstreamError::NoHealthyEndpoint { upstream: settings.name.clone(), retry_after: after });
         }
-        let mut waiting = self.fleet.queue.join().ok_or_else(busy)?;
-        if waiting.first {
+        let mut waiting = self.cluster.queue.enqueue().ok_or_else(busy)?;
+        if waiting.is_first {
             // A place may have become free before anybody could know that somebody waits for it.
-            self.place(key, &[]);
+            self.pick(key, &[]);
         }
-        let place = timeout(settings.connect_timeout, waiting.turn()).await.ok().flatten().ok_or_else(busy)?;
-        let link = self.links().all.iter().find(|link| link.leads_to(place.member())).cloned();
-        Ok((link.unwrap_or_else(|| Arc::new(Link::new(settings, place.member().clone()))), place))
+        let permit = timeout(settings.connect_timeout, waiting.ready()).await.ok().flatten().ok_or_else(busy)?;
+        let pool = self.pools().pools.iter().find(|pool| pool.is_for(permit.endpoint())).cloned();
+        Ok((pool.unwrap_or_else(|| Arc::new(EndpointPool::new(settings, permit.endpoint().clone()))), permit))
     }
 }
 
-impl Links {
+impl EndpointPools {
     /// Those of a fleet at this change of it or a later one, with what is known.
-    fn to(fleet: &Fleet, change: u64, known: &[Arc<Link>]) -> Self {
-        let table = Guard::into_inner(fleet.table());
-        let link = |member: &Arc<Member>| {
-            let known = known.iter().find(|link| link.leads_to(member)).cloned();
-            known.unwrap_or_else(|| Arc::new(Link::new(&fleet.settings, member.clone())))
+    fn new(cluster: &UpstreamCluster, version: u64, known: &[Arc<EndpointPool>]) -> Self {
+        let table = Guard::into_inner(cluster.load_balancer());
+        let pool = |endpoint: &Arc<Endpoint>| {
+            let known = known.iter().find(|pool| pool.is_for(endpoint)).cloned();
+            known.unwrap_or_else(|| Arc::new(EndpointPool::new(&cluster.settings, endpoint.clone())))
         };
-        Links { all: table.members.iter().map(link).collect(), table, change }
+        EndpointPools { pools: table.endpoints.iter().map(pool).collect(), load_balancer: table, version }
     }
 }

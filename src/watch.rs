@@ -12,14 +12,14 @@ use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::warn;
 
 /// From the first sign of a change to the look at the files: writing them is done by then, and its many events are one.
-const SETTLE: Duration = Duration::from_millis(100);
+const DEBOUNCE: Duration = Duration::from_millis(100);
 
 /// What is done with files when one of them has new content.
-pub type OnChange = Box<dyn Fn(&[Snapshot]) + Send>;
+pub type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 
 /// A file as it was last read.
 #[derive(Clone)]
-pub struct Snapshot {
+pub struct FileSnapshot {
     /// Where it is.
     pub path: PathBuf,
     /// What was in it.
@@ -28,35 +28,35 @@ pub struct Snapshot {
 
 /// Watches as long as it lives.
 #[derive(Debug)]
-pub struct Watcher {
-    _folders: RecommendedWatcher,
-    sign: SyncSender<()>,
+pub struct FileWatcher {
+    _directories: RecommendedWatcher,
+    wake: SyncSender<()>,
     /// Whether at the next sign all files are taken for changed.
-    all: Arc<AtomicBool>,
+    report_all: Arc<AtomicBool>,
 }
 
 /// Some files may be secret.
-impl fmt::Debug for Snapshot {
+impl fmt::Debug for FileSnapshot {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Snapshot").field("path", &self.path).finish_non_exhaustive()
     }
 }
 
-impl Snapshot {
+impl FileSnapshot {
     /// Reads a file.
     ///
     /// # Errors
     /// It cannot be read.
     pub fn read(path: &Path) -> io::Result<Self> {
-        Ok(Snapshot { path: path.to_owned(), content: fs::read(path)? })
+        Ok(FileSnapshot { path: path.to_owned(), content: fs::read(path)? })
     }
 }
 
-impl Watcher {
+impl FileWatcher {
     /// Calls back for all files, whether they have changed or not.
-    pub fn look_again(&self) {
-        self.all.store(true, Ordering::SeqCst);
-        let _ = self.sign.try_send(());
+    pub fn report_all(&self) {
+        self.report_all.store(true, Ordering::SeqCst);
+        let _ = self.wake.try_send(());
     }
 }
 
@@ -65,56 +65,56 @@ impl Watcher {
 ///
 /// # Errors
 /// The system refuses to watch a folder.
-pub fn watch(files: Vec<(Vec<Snapshot>, OnChange)>) -> Result<Watcher, notify::Error> {
-    let (sign, signs) = sync_channel(1);
-    let all = Arc::<AtomicBool>::default();
+pub fn watch(files: Vec<(Vec<FileSnapshot>, OnChange)>) -> Result<FileWatcher, notify::Error> {
+    let (wake, wakes) = sync_channel(1);
+    let report_all = Arc::<AtomicBool>::default();
     // A file may have changed after it was read and before it was watched.
-    let _ = sign.try_send(());
-    let signed = sign.clone();
+    let _ = wake.try_send(());
+    let on_event = wake.clone();
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
         // Reading a file is an event, too: acting on that would never end.
         if !event.is_ok_and(|event| event.kind.is_access()) {
             // Where one sign waits already, another says nothing new.
-            let _ = signed.try_send(());
+            let _ = on_event.try_send(());
         }
     })?;
     for file in files.iter().flat_map(|(files, _)| files) {
         watcher.watch(file.path.parent().unwrap_or(Path::new("")), RecursiveMode::NonRecursive)?;
     }
     let run = {
-        let all = Arc::downgrade(&all);
-        move || compare(files, &signs, &all)
+        let all = Arc::downgrade(&report_all);
+        move || watch_loop(files, &wakes, &all)
     };
     thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
-    Ok(Watcher { _folders: watcher, sign, all })
+    Ok(FileWatcher { _directories: watcher, wake, report_all })
 }
 
 /// Compares all files at each sign, until the watcher is gone.
-fn compare(files: Vec<(Vec<Snapshot>, OnChange)>, signs: &Receiver<()>, watcher: &Weak<AtomicBool>) {
+fn watch_loop(files: Vec<(Vec<FileSnapshot>, OnChange)>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
     let mut files: Vec<_> = files.into_iter().map(|(files, on_change)| (files, on_change, true)).collect();
-    while signs.recv().is_ok() {
-        thread::sleep(SETTLE);
+    while wakes.recv().is_ok() {
+        thread::sleep(DEBOUNCE);
         // What came in the meantime is seen now.
-        let _ = signs.try_recv();
-        let Some(all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
+        let _ = wakes.try_recv();
+        let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
         for (files, on_change, readable) in &mut files {
             // What was done with the file before may have made it superfluous.
             if watcher.strong_count() == 0 {
                 return;
             }
-            let read = |file: &Snapshot| Snapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
+            let read = |file: &FileSnapshot| FileSnapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
             match files.iter().map(read).collect::<Result<Vec<_>, _>>() {
-                Ok(now) => {
+                Ok(current) => {
                     *readable = true;
-                    let same = now.iter().zip(&*files).all(|(now, file)| now.content == file.content);
-                    *files = now;
-                    if all || !same {
+                    let same = current.iter().zip(&*files).all(|(now, file)| now.content == file.content);
+                    *files = current;
+                    if report_all || !same {
                         on_change(files);
                     }
                 }
                 Err((path, error)) => {
                     // Once, however often its folder changes until it is back.
-                    if std::mem::replace(readable, false) || all {
+                    if std::mem::replace(readable, false) || report_all {
                         warn!("{} cannot be read, what it said before stays in force: {error}", path.display());
                     }
                 }
@@ -135,12 +135,12 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "one").unwrap();
-        let read = Snapshot::read(&path).unwrap();
+        let read = FileSnapshot::read(&path).unwrap();
         fs::write(&path, "two").unwrap();
         let (told, contents) = channel();
         // Writing into the watched folder, as a log would, tells nothing.
         let log = folder.path().join("log");
-        let on_change = move |files: &[Snapshot]| {
+        let on_change = move |files: &[FileSnapshot]| {
             fs::write(&log, &files[0].content).unwrap();
             told.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
         };
@@ -152,7 +152,7 @@ mod tests {
             fs::rename(&new, &path).unwrap();
         }
         assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three");
-        watcher.look_again();
+        watcher.report_all();
         assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three", "asked for, it is told again");
         drop(watcher);
         assert_eq!(contents.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "the thread has ended");
@@ -163,16 +163,16 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let paths = ["one", "other"].map(|name| folder.path().join(name));
         paths.iter().for_each(|path| fs::write(path, "old").unwrap());
-        let read = || paths.iter().map(|path| Snapshot::read(path).unwrap()).collect::<Vec<_>>();
+        let read = || paths.iter().map(|path| FileSnapshot::read(path).unwrap()).collect::<Vec<_>>();
         let before = read();
         let (told, contents) = channel();
         let on_change =
-            move |files: &[Snapshot]| told.send(files.iter().map(|file| file.content.clone()).collect()).unwrap();
+            move |files: &[FileSnapshot]| told.send(files.iter().map(|file| file.content.clone()).collect()).unwrap();
         let watcher = watch(vec![(before, Box::new(on_change))]).unwrap();
         // With one gone, the other's change waits.
         fs::remove_file(&paths[0]).unwrap();
         fs::write(&paths[1], "new").unwrap();
-        assert!(contents.recv_timeout(5 * SETTLE).is_err());
+        assert!(contents.recv_timeout(5 * DEBOUNCE).is_err());
         fs::write(folder.path().join("passing"), "new").unwrap();
         fs::rename(folder.path().join("passing"), &paths[0]).unwrap();
         let both: Vec<Vec<u8>> = contents.recv_timeout(PATIENCE).unwrap();
@@ -193,9 +193,9 @@ mod tests {
         })
         .unwrap();
         witness.watch(folder.path(), RecursiveMode::NonRecursive).unwrap();
-        let watcher = watch(vec![(vec![Snapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
+        let watcher = watch(vec![(vec![FileSnapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
         looks.recv_timeout(PATIENCE).unwrap();
-        let more = std::iter::from_fn(|| looks.recv_timeout(3 * SETTLE).ok()).take(20).count();
+        let more = std::iter::from_fn(|| looks.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
         assert!(more < 20, "it comes to an end");
         drop(watcher);
     }
@@ -204,7 +204,7 @@ mod tests {
     fn a_file_that_is_gone_is_one_line_in_the_log() {
         let folder = tempfile::tempdir().unwrap();
         let (path, log) = (folder.path().join("file"), folder.path().join("log"));
-        let gone = Snapshot { path: path.clone(), content: Vec::new() };
+        let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
         let (sign, signs) = sync_channel(4);
         // Each look takes two of them.
         (0..4).for_each(|_| sign.send(()).unwrap());
@@ -212,7 +212,7 @@ mod tests {
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
         tracing::subscriber::with_default(lines.finish(), || {
             let watcher = Arc::<AtomicBool>::default();
-            compare(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &Arc::downgrade(&watcher));
+            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &Arc::downgrade(&watcher));
         });
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");

@@ -13,7 +13,7 @@ use serde_json::{Value, json};
 use sluicegate::explain::Explainer;
 use sluicegate::explain::counters::Remote;
 use sluicegate::gateway::Peer;
-use sluicegate::runtime::Runtime;
+use sluicegate::runtime::CompiledConfig;
 use support::client::Client;
 use support::eventually;
 use support::gateway::{Gateway, binary};
@@ -180,7 +180,7 @@ fn request(random: &mut Random) -> Asked {
 }
 
 /// What `explain` says of it.
-fn explained(runtime: &Runtime, remote: &Remote, asked: &Asked) -> Value {
+fn explained(runtime: &CompiledConfig, remote: &Remote, asked: &Asked) -> Value {
     let mut request = Request::builder().method(asked.method).uri(&asked.target);
     for (name, value) in &asked.headers {
         request = request.header(*name, value);
@@ -266,7 +266,7 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
         let config = configuration(random, &redis.store(), &upstream.url());
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
         let file = gateway.directory().join("gateway.toml");
-        let runtime = Runtime::load(&file, &|_| None).unwrap();
+        let runtime = CompiledConfig::load(&file, &|_| None).unwrap();
         let remote = Remote::open(&runtime).unwrap().unwrap();
         let mut said = Vec::new();
         for _ in 0..250 {

@@ -16,7 +16,7 @@ use sluicegate::replay::resolve::Event;
 use sluicegate::replay::simulate::Said;
 use sluicegate::replay::source::{Progress, Source};
 use sluicegate::replay::{Options, Replay, Watcher};
-use sluicegate::runtime::Runtime;
+use sluicegate::runtime::CompiledConfig;
 use support::client::Client;
 use support::gateway::{Gateway, binary};
 
@@ -498,7 +498,7 @@ fn consumers_have_their_own_sizes() {
     let path = |name: &str| directory.path().join(name).to_str().unwrap().to_owned();
     std::fs::write(path("gateway.toml"), config).unwrap();
     std::fs::write(path("consumers.toml"), consumers).unwrap();
-    let runtime = Runtime::load(&directory.path().join("gateway.toml"), &|_| None).unwrap();
+    let runtime = CompiledConfig::load(&directory.path().join("gateway.toml"), &|_| None).unwrap();
     let (mut by_name, mut by_hash) = (String::new(), String::new());
     for consumer in runtime.consumers.load().iter() {
         let hash = String::from_utf8(consumer.identity(&runtime.hasher).hex().to_vec()).unwrap();
@@ -569,7 +569,7 @@ fn a_log_of_the_gateway_itself_gives_its_decisions() {
         let at = (line["decided_at"].as_f64().unwrap() * 1e6).round() as u64;
         made.entry(at).or_default().push(line["status"] == 200);
     }
-    let runtime = Runtime::load(&gateway.directory().join("gateway.toml"), &|_| None).unwrap();
+    let runtime = CompiledConfig::load(&gateway.directory().join("gateway.toml"), &|_| None).unwrap();
     let source = || vec![Source::open(&path, &Progress::default()).unwrap()];
     let replay = Replay::new(runtime, &source(), &Options::default()).unwrap();
     let mut decisions = Decisions::default();

@@ -10,17 +10,17 @@ use std::time::Duration;
 
 use hickory_resolver::proto::op::ResponseCode;
 use hickory_resolver::proto::rr::RecordType;
-use sluicegate::runtime::Runtime;
-use sluicegate::upstream::fleet::Fleet;
-use sluicegate::upstream::member::Member;
-use sluicegate::upstream::resolve::Names;
+use sluicegate::runtime::CompiledConfig;
+use sluicegate::upstream::fleet::UpstreamCluster;
+use sluicegate::upstream::member::Endpoint;
+use sluicegate::upstream::resolve::DnsCache;
 use support::dns::{NameServer, Say};
 use support::gateway::Gateway;
 use support::upstream::Upstream;
 use support::{PATIENCE, eventually};
 
 /// A fleet for each of these servers, as the configuration makes it.
-fn fleets(servers: &[&str]) -> Vec<Arc<Fleet>> {
+fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     let folder = tempfile::tempdir().unwrap();
     let mut config =
         "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n"
@@ -30,28 +30,28 @@ fn fleets(servers: &[&str]) -> Vec<Arc<Fleet>> {
     }
     let path = folder.path().join("gateway.toml");
     std::fs::write(&path, config).unwrap();
-    let runtime = Runtime::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}"));
-    runtime.upstreams.into_iter().map(Fleet::new).map(Arc::new).collect()
+    let runtime = CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}"));
+    runtime.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
 }
 
 /// Looks their names up until the test is over; comes back when each has been looked up once.
-fn follow(fleets: &[Arc<Fleet>], dns: &NameServer, search: &[&str]) {
-    let (names, directory) = (Names::of(fleets), dns.directory(search));
+fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
+    let (names, directory) = (DnsCache::new(fleets), dns.directory(search));
     let (first, looked_up) = channel::<Infallible>();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-        runtime.block_on(names.follow(directory, first));
+        runtime.block_on(names.run(directory, first));
     });
     assert_eq!(looked_up.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "each is looked up once");
 }
 
-fn member(fleet: &Fleet, address: &str) -> Option<Arc<Member>> {
+fn member(fleet: &UpstreamCluster, address: &str) -> Option<Arc<Endpoint>> {
     let address: IpAddr = address.parse().unwrap();
-    fleet.members().iter().find(|member| member.address.is_some_and(|known| known.ip() == address)).cloned()
+    fleet.endpoints().iter().find(|member| member.address.is_some_and(|known| known.ip() == address)).cloned()
 }
 
-fn has(fleet: &Fleet, addresses: &[&str]) -> bool {
-    fleet.members().len() == addresses.len() && addresses.iter().all(|address| member(fleet, address).is_some())
+fn has(fleet: &UpstreamCluster, addresses: &[&str]) -> bool {
+    fleet.endpoints().len() == addresses.len() && addresses.iter().all(|address| member(fleet, address).is_some())
 }
 
 #[test]
@@ -61,11 +61,11 @@ fn a_fleet_that_takes_the_place_of_another_is_where_that_was_found() {
     let before = fleets(&["api.test:80"]);
     follow(&before, &dns, &[]);
     let settings = fleets(&["api.test:80"])[0].settings.clone();
-    let after = Arc::new(Fleet::succeeding(settings, &before[0]));
+    let after = Arc::new(UpstreamCluster::from_previous(settings, &before[0]));
     let other = fleets(&["other.test:80", "API.test:81"]);
     // Nobody has looked anything up for them.
-    drop(Names::of(&[after.clone(), other[1].clone()]));
-    assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.members());
+    drop(DnsCache::new(&[after.clone(), other[1].clone()]));
+    assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.endpoints());
     assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same name");
 }
 
@@ -75,8 +75,8 @@ fn all_addresses_are_members_and_changes_are_followed() {
     dns.at("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);
     let fleets = fleets(&["api.test:8080"]);
     follow(&fleets, &dns, &[]);
-    assert!(has(&fleets[0], &["192.0.2.1", "192.0.2.2", "2001:db8::1"]), "{:?}", fleets[0].members());
-    assert!(fleets[0].members().iter().all(|member| member.address.unwrap().port() == 8080));
+    assert!(has(&fleets[0], &["192.0.2.1", "192.0.2.2", "2001:db8::1"]), "{:?}", fleets[0].endpoints());
+    assert!(fleets[0].endpoints().iter().all(|member| member.address.unwrap().port() == 8080));
     let kept = member(&fleets[0], "192.0.2.2").unwrap();
     dns.at("api.test", &["192.0.2.3", "192.0.2.2"], 1);
     eventually("the new addresses", || has(&fleets[0], &["192.0.2.2", "192.0.2.3"]));
@@ -119,7 +119,7 @@ fn a_resolver_that_fails_leaves_the_last_answer() {
     for ((name, before), fleet) in names.iter().zip(before).zip(&fleets) {
         // The one that was under way, one that failed, and one after it.
         eventually(name, || dns.asked(name).len() >= before + 3);
-        assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.members());
+        assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.endpoints());
     }
     names.iter().for_each(|name| dns.at(name, &["192.0.2.9"], 1));
     for (name, fleet) in names.iter().zip(&fleets) {
@@ -145,7 +145,7 @@ fn a_name_without_an_address_gets_one_later() {
     let dns = NameServer::start();
     let fleets = fleets(&["late.test"]);
     follow(&fleets, &dns, &[]);
-    assert!(fleets[0].members().is_empty(), "{:?}", fleets[0].members());
+    assert!(fleets[0].endpoints().is_empty(), "{:?}", fleets[0].endpoints());
     eventually("it is asked for again", || dns.asked("late.test").len() >= 2);
     dns.at("late.test", &["192.0.2.1"], 60);
     eventually("it is found", || has(&fleets[0], &["192.0.2.1"]));
@@ -157,10 +157,10 @@ fn a_name_is_asked_for_once_however_many_servers_have_it() {
     dns.at("shared.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["shared.test:81", "Shared.Test:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
     follow(&fleets, &dns, &[]);
-    let addresses: Vec<_> = fleets.iter().map(|fleet| fleet.members()[0].address.unwrap().to_string()).collect();
+    let addresses: Vec<_> = fleets.iter().map(|fleet| fleet.endpoints()[0].address.unwrap().to_string()).collect();
     assert_eq!(addresses, ["192.0.2.1:81", "192.0.2.1:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
     assert_eq!(dns.asked("shared.test").len(), 1);
-    assert!(Names::of(&fleets[2..]).is_empty(), "addresses are not looked up");
+    assert!(DnsCache::new(&fleets[2..]).is_empty(), "addresses are not looked up");
 }
 
 #[test]
@@ -169,7 +169,7 @@ fn short_names_are_completed() {
     dns.at("api.corp.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["api"]);
     follow(&fleets, &dns, &["lab.test", "corp.test"]);
-    assert!(has(&fleets[0], &["192.0.2.1"]), "{:?}", fleets[0].members());
+    assert!(has(&fleets[0], &["192.0.2.1"]), "{:?}", fleets[0].endpoints());
 }
 
 fn gateway(server: &str) -> Gateway {

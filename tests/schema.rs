@@ -8,7 +8,7 @@ use std::path::PathBuf;
 use boon::{Compiler, SchemaIndex, Schemas};
 use serde_json::{Value, json};
 use sluicegate::config::schema;
-use sluicegate::runtime::Runtime;
+use sluicegate::runtime::CompiledConfig;
 use support::gateway::binary;
 use support::reference;
 
@@ -144,8 +144,20 @@ fn load(file: &Value) -> Result<String, String> {
     }
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, toml::to_string(file).unwrap()).unwrap();
-    let runtime = Runtime::load(&path, &|_| None).map_err(|error| error.to_string())?;
-    let Runtime { server, store, log, client_ip, api_keys, upstreams, limits, routes, admin, listeners, .. } = &runtime;
+    let runtime = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
+    let CompiledConfig {
+        server,
+        store,
+        log,
+        client_ip,
+        api_key_settings: api_keys,
+        upstreams,
+        limits,
+        routes,
+        admin,
+        listeners,
+        ..
+    } = &runtime;
     let listeners: Vec<_> = listeners
         .iter()
         .map(|listener| {
@@ -158,14 +170,29 @@ fn load(file: &Value) -> Result<String, String> {
         .map(|terms| {
             let limit = &terms.limit;
             let sizes: Vec<_> = limit.plans().map(|(tier, plan)| (tier, plan.quota, plan.rule.clone())).collect();
-            (sizes, limit.on_store_error, limit.shadow, limit.wait, limit.advance, terms.clone().by, terms.cost.clone())
+            (
+                sizes,
+                limit.on_store_error,
+                limit.shadow,
+                limit.wait,
+                limit.advance,
+                terms.clone().identity_spec,
+                terms.cost.clone(),
+            )
         })
         .collect();
     let routes: Vec<_> = routes
         .iter()
         .map(|route| {
-            let costs: Vec<_> = route.metering.limits.iter().map(|metered| metered.cost.clone()).collect();
-            (&route.target, route.websocket, route.timeout, &route.metering.dialects, &route.metering.expose, costs)
+            let costs: Vec<_> = route.rate_limits.limits.iter().map(|metered| metered.cost.clone()).collect();
+            (
+                &route.action,
+                route.websocket,
+                route.timeout,
+                &route.rate_limits.header_styles,
+                &route.rate_limits.expose_header,
+                costs,
+            )
         })
         .collect();
     let (clients, targets) = ((client_ip, api_keys, limits), (upstreams, routes));

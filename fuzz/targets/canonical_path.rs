@@ -4,7 +4,7 @@ use http::uri::PathAndQuery;
 use http::{HeaderMap, Method};
 use sluicegate::http::path::{canonical_path, forwarded_path};
 use sluicegate::route::path::PathPattern;
-use sluicegate::route::{Pattern, RouteTable};
+use sluicegate::route::{RouteMatch, RouteTable};
 
 const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1/{*rest}", "/a/b/"];
 
@@ -38,7 +38,7 @@ pub(crate) fn run(data: &[u8]) {
     let mut table = RouteTable::default();
     for (index, text) in PATTERNS.iter().enumerate() {
         let path: PathPattern = text.parse().expect("a pattern");
-        table.insert(Pattern { host: None, path, methods: Vec::new(), headers: Vec::new() }, index).expect("no tie");
+        table.insert(RouteMatch { host: None, path, methods: Vec::new(), headers: Vec::new() }, index).expect("no tie");
     }
     let route = |path: &str| table.find("a.test", path, &Method::GET, &HeaderMap::new()).ok().copied();
     let again = canonical_path(&once).expect("it is canonical");

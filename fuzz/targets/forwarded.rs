@@ -5,7 +5,7 @@ use std::net::IpAddr;
 use http::Version;
 use http::header::{FORWARDED, HeaderMap, HeaderName, HeaderValue};
 use sluicegate::http::headers::{ForwardedInfo, ProtectedHeaders, set_forwarded, strip_hop_by_hop, strip_untrusted};
-use sluicegate::identity::client_ip::ClientIp;
+use sluicegate::identity::client_ip::ClientIpResolver;
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
@@ -25,15 +25,15 @@ pub(crate) fn run(data: &[u8]) {
     for value in rest.split(|byte| *byte == b'\n').take(20).filter_map(|line| HeaderValue::from_bytes(line).ok()) {
         headers.append(&header, value);
     }
-    let rules = ClientIp {
-        trusted: vec!["10.0.0.0/8".parse().expect("a network"), "fd00::/8".parse().expect("a network")],
+    let rules = ClientIpResolver {
+        trusted_proxies: vec!["10.0.0.0/8".parse().expect("a network"), "fd00::/8".parse().expect("a network")],
         header: header.clone(),
         ipv4_prefix: 32,
         ipv6_prefix: 64,
     };
     let (stranger, proxy, other) = (address("192.0.2.1"), address("10.0.0.1"), address("fd00::2"));
-    assert_eq!(rules.client(stranger, &headers), stranger, "a stranger is believed: {headers:?}");
-    let found = rules.client(proxy, &headers);
+    assert_eq!(rules.client_address(stranger, &headers), stranger, "a stranger is believed: {headers:?}");
+    let found = rules.client_address(proxy, &headers);
     assert_eq!(found, found.to_canonical(), "an IPv4-mapped address is IPv4");
     let network = rules.network(found);
     assert_eq!(rules.network(network), network);
@@ -54,13 +54,17 @@ pub(crate) fn run(data: &[u8]) {
     };
     for joined in [false, true] {
         for hop in ["2001:db8::7", "2001:db8:0:1::7"] {
-            assert_eq!(rules.client(proxy, &with(&element(hop), joined)), address(hop), "{headers:?} and {hop}");
+            assert_eq!(
+                rules.client_address(proxy, &with(&element(hop), joined)),
+                address(hop),
+                "{headers:?} and {hop}"
+            );
         }
         for junk in ["junk", "", "for=", "for=_hidden", "\"", "256.1.1.1", "for=\"1.1.1.1"] {
-            assert_eq!(rules.client(proxy, &with(junk, joined)), proxy, "{headers:?} and {junk:?}");
+            assert_eq!(rules.client_address(proxy, &with(junk, joined)), proxy, "{headers:?} and {junk:?}");
         }
-        let walked = rules.client(proxy, &with(&element("fd00::2"), joined));
-        assert_eq!(walked, rules.client(other, &headers), "{headers:?} behind a trusted hop");
+        let walked = rules.client_address(proxy, &with(&element("fd00::2"), joined));
+        assert_eq!(walked, rules.client_address(other, &headers), "{headers:?} behind a trusted hop");
     }
     // A gateway behind this one comes to the same client.
     let mut told = headers.clone();
@@ -69,7 +73,7 @@ pub(crate) fn run(data: &[u8]) {
     strip_untrusted(&mut told, &ProtectedHeaders::default(), true);
     set_forwarded(&mut told, &origin, None, Version::HTTP_11);
     if header == X_FORWARDED_FOR || headers.contains_key(FORWARDED) {
-        assert_eq!(rules.client(address("10.0.0.2"), &told), found, "{headers:?} became {told:?}");
+        assert_eq!(rules.client_address(address("10.0.0.2"), &told), found, "{headers:?} became {told:?}");
     }
     // Of a stranger's word nothing is left.
     let mut told = headers.clone();

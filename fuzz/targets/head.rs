@@ -17,7 +17,7 @@ use sluicegate::limit::backend::Backend;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::overrides::Overrides;
-use sluicegate::runtime::Runtime;
+use sluicegate::runtime::CompiledConfig;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const CONFIG: &str = r#"
@@ -69,7 +69,7 @@ fn fixture() -> Fixture {
     let directory = tempfile::tempdir().expect("a folder");
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, CONFIG).expect("a file");
-    let runtime = Arc::new(Runtime::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
+    let runtime = Arc::new(CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
     let backend = Backend::Memory(Arc::new(MemoryStore::new(10_000, Clock::Store)));
     let overrides = Arc::new(Overrides::new(runtime.hasher.clone(), |_| None, None));
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), overrides, 0);

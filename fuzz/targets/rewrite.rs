@@ -33,7 +33,7 @@ pub(crate) fn run(data: &[u8]) {
     if id.is_empty() {
         return;
     }
-    let rewritten = Rewrite::To(text.parse().expect("a template")).target(&pattern, &path, uri.query());
+    let rewritten = Rewrite::Template(text.parse().expect("a template")).apply(&pattern, &path, uri.query());
     let at = PathAndQuery::try_from(&*rewritten).expect("it is a target");
     assert_eq!(at.as_str(), rewritten);
     assert_eq!(canonical_path(at.path()).as_deref(), Ok(at.path()), "{text} of {path:?} is canonical");
@@ -53,7 +53,7 @@ pub(crate) fn run(data: &[u8]) {
 
     for origin in ["", "https://www.example.com"] {
         let to = text.parse().expect("a template");
-        let redirect = Redirect { origin: origin.into(), to, status: StatusCode::PERMANENT_REDIRECT };
+        let redirect = Redirect { origin: origin.into(), template: to, status: StatusCode::PERMANENT_REDIRECT };
         let response = redirect.response(&pattern, &path, uri.query());
         let location = response.headers()[LOCATION].to_str().expect("visible characters");
         let target = location.strip_prefix(origin).expect("it begins with its origin");
@@ -61,7 +61,7 @@ pub(crate) fn run(data: &[u8]) {
         assert!(target.bytes().all(|byte| byte.is_ascii_graphic() && byte != b'\\'), "{location}");
     }
 
-    let stripped = Rewrite::Strip("/v1".into()).target(&pattern, &path, uri.query());
+    let stripped = Rewrite::StripPrefix("/v1".into()).apply(&pattern, &path, uri.query());
     assert_eq!(format!("/v1{stripped}"), uri.query().map_or(path.to_string(), |query| format!("{path}?{query}")));
     assert!(stripped.starts_with('/') && !stripped.starts_with("//"), "{stripped}");
 }

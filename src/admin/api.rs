@@ -20,7 +20,7 @@ use super::vitals::Vitals;
 use super::{Admin, Answer, Operator, of_type};
 use crate::limit::operator::Refused;
 use crate::limit::store::StoreError;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// Bytes of what is sent here.
 const LARGEST: usize = 16 * 1024;
@@ -33,7 +33,7 @@ type Result<T> = std::result::Result<T, ApiError>;
 /// What a request is answered from.
 struct Desk<'a> {
     /// The configuration that was in force when it came.
-    runtime: &'a Runtime,
+    runtime: &'a CompiledConfig,
     vitals: &'a Vitals,
     operator: &'a Operator,
 }
@@ -66,8 +66,8 @@ async fn respond(admin: &Admin, request: Request<Incoming>) -> Result<Answer> {
         admin.may_write(request.headers())?;
         is_json(&method, request.headers())?;
     }
-    let running = admin.vitals.configuration.running();
-    let desk = &Desk { runtime: &running.runtime, vitals: &admin.vitals, operator: &admin.operator };
+    let running = admin.vitals.configuration.active();
+    let desk = &Desk { runtime: &running.config, vitals: &admin.vitals, operator: &admin.operator };
     match (&*path, method) {
         ("/api/top", _) => top::top(desk, query),
         ("/api/differences", _) => differences::differences(desk, query),

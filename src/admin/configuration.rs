@@ -6,8 +6,8 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::{Admin, Answer, of_type};
-use crate::config::shown::masked;
-use crate::reload::configuration::{Cause, Failure};
+use crate::config::shown::redacted_config;
+use crate::reload::configuration::{ReloadCause, ReloadFailure};
 
 /// `/api/config`
 #[derive(Debug, Serialize)]
@@ -37,13 +37,13 @@ struct Outcome {
 
 impl Admin {
     pub(super) fn configuration(&self) -> Answer {
-        let running = self.vitals.configuration.running();
-        let file = &running.runtime.file;
+        let running = self.vitals.configuration.active();
+        let file = &running.config.file;
         // It was read as such.
-        let configuration = masked(&String::from_utf8_lossy(&file.content)).unwrap_or_default();
-        let last_error = self.vitals.configuration.failure();
-        let last_error = last_error.map(|Failure { error, at_us }| Error { time: instant(at_us), error });
-        let (file, since) = (file.path.display().to_string(), instant(running.since_us));
+        let configuration = redacted_config(&String::from_utf8_lossy(&file.content)).unwrap_or_default();
+        let last_error = self.vitals.configuration.last_failure();
+        let last_error = last_error.map(|ReloadFailure { error, failed_at_us: at_us }| Error { time: instant(at_us), error });
+        let (file, since) = (file.path.display().to_string(), instant(running.active_since_us));
         json(StatusCode::OK, &Shown { file, loaded_at: since, last_error, configuration })
     }
 
@@ -52,7 +52,7 @@ impl Admin {
         if let Err(problem) = self.may_write(headers) {
             return problem.into_answer();
         }
-        match self.vitals.configuration.reload(Cause::Demand).await {
+        match self.vitals.configuration.reload(ReloadCause::Requested).await {
             Ok(Ok(())) => json(StatusCode::OK, &Outcome { result: "ok", error: None }),
             Ok(Err(error)) => json(StatusCode::UNPROCESSABLE_ENTITY, &Outcome { result: "error", error: Some(error) }),
             Err(_) => {

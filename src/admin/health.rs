@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use super::vitals::Vitals;
-use crate::upstream::fleet::MemberStanding;
+use crate::upstream::fleet::EndpointStatus;
 
 /// `/readyz`
 #[derive(Debug, Serialize)]
@@ -59,10 +59,10 @@ impl Vitals {
             (false, true) => Status::Ready,
             (false, false) => Status::Degraded,
         };
-        let server = |MemberStanding { server, state, in_flight }| Server { server, state, in_flight };
-        let fleets = self.configuration.running().fleets.clone();
+        let server = |EndpointStatus { server, state, in_flight }| Server { server, state, in_flight };
+        let fleets = self.configuration.active().clusters.clone();
         let upstreams = fleets.iter().map(|fleet| {
-            let servers = fleet.standing().into_iter().map(server).collect();
+            let servers = fleet.status().into_iter().map(server).collect();
             (fleet.settings.name.clone(), servers)
         });
         Health { status, store: Store { name: &self.store, failing }, upstreams: upstreams.collect() }

@@ -174,9 +174,9 @@ async fn later(events: &mut Receiver<Bytes>) -> Option<Bytes> {
 
 /// What a second was like, and how all stands at its end.
 fn now(second: Second, vitals: &Vitals) -> Bytes {
-    let running = vitals.configuration.running();
+    let running = vitals.configuration.active();
     let counts: BTreeMap<_, _> = vitals.tallies.limits.all().into_iter().collect();
-    let limits = running.runtime.limits.iter().map(|(name, terms)| {
+    let limits = running.config.limits.iter().map(|(name, terms)| {
         let counts = sum(counts.get(&**name).into_iter().flatten().map(|tally| tally.values()));
         OfLimit {
             limit: name,
@@ -192,8 +192,8 @@ fn now(second: Second, vitals: &Vitals) -> Bytes {
         limits: limits.collect(),
         health: vitals.health(),
         configuration: Configuration {
-            loaded_at: instant(running.since_us),
-            last_error_at: vitals.configuration.failure().map(|failure| instant(failure.at_us)),
+            loaded_at: instant(running.active_since_us),
+            last_error_at: vitals.configuration.last_failure().map(|failure| instant(failure.failed_at_us)),
         },
     };
     event("second", &now)

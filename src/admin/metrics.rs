@@ -36,16 +36,16 @@ impl MetricSource for Vitals {
 impl Vitals {
     fn reloads(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let mut lines = page.counter("config_reloads", "Reloads of the configuration, and those that were refused")?;
-        for (result, count) in ["ok", "error"].iter().zip(self.configuration.counts()) {
+        for (result, count) in ["ok", "error"].iter().zip(self.configuration.reload_counts()) {
             lines.write_counter(&[("result", result)], count)?;
         }
-        let successful = u64::from(self.configuration.failure().is_none());
+        let successful = u64::from(self.configuration.last_failure().is_none());
         page.gauge(
             "config_last_reload_successful",
             "0 while the file was refused and the configuration before is in force",
         )?
         .write_gauge(&[], successful)?;
-        let since = self.configuration.running().since_us / 1_000_000;
+        let since = self.configuration.active().active_since_us / 1_000_000;
         page.gauge("config_last_reload_success_timestamp_seconds", "Since when the configuration is in force")?
             .write_gauge(&[], since)
     }
@@ -123,11 +123,11 @@ impl Vitals {
         for (upstream, tallies) in self.tallies.retries.all() {
             let counts = sum(tallies.iter().map(|tally| tally.values()));
             for (why, count) in RetryReason::ALL.iter().zip(counts) {
-                lines.write_counter(&[("upstream", &upstream), ("reason", why.word())], count)?;
+                lines.write_counter(&[("upstream", &upstream), ("reason", why.label())], count)?;
             }
         }
-        let fleets = self.configuration.running().fleets.clone();
-        let standing: Vec<_> = fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.standing())).collect();
+        let fleets = self.configuration.active().clusters.clone();
+        let standing: Vec<_> = fleets.iter().map(|fleet| (&*fleet.settings.name, fleet.status())).collect();
         let servers = || standing.iter().flat_map(|(name, all)| all.iter().map(move |one| (*name, one)));
         let mut lines =
             page.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;

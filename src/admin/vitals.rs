@@ -10,7 +10,7 @@ use crate::limit::cluster::topology::Topology;
 use crate::limit::guard::Breaker;
 use crate::limit::memory::MemoryStore;
 use crate::limit::tallies;
-use crate::reload::configuration::Configuration;
+use crate::reload::configuration::ConfigHandle;
 use crate::server::connections::ConnectionLimits;
 use crate::tally::MetricFamily;
 
@@ -26,7 +26,7 @@ pub struct Vitals {
     /// How the store is called; no credentials.
     pub store: String,
     /// What is served.
-    pub configuration: Arc<Configuration>,
+    pub configuration: Arc<ConfigHandle>,
     /// The counters in this process.
     pub memory: Arc<MemoryStore>,
     /// Whether the one store fails.

@@ -12,86 +12,86 @@ use tokio::task::AbortHandle;
 use tokio_util::sync::CancellationToken;
 
 use super::AppError;
-use crate::upstream::fleet::Fleet;
+use crate::upstream::fleet::UpstreamCluster;
 use crate::upstream::health;
-use crate::upstream::resolve::Names;
-use crate::upstream::resolve::directory::Directory;
+use crate::upstream::resolve::DnsCache;
+use crate::upstream::resolve::directory::DnsResolver;
 
 /// For so long the addresses of upstreams are waited for. Those that have none by then are 503 until they have.
-const FIRST_ADDRESSES: Duration = Duration::from_secs(1);
+const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
-type Fleets = Arc<[Arc<Fleet>]>;
+type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
 /// Looks up the names of upstreams and checks their health.
 #[derive(Debug)]
-pub(super) struct Background(UnboundedSender<(Fleets, mpsc::Sender<Infallible>)>);
+pub(super) struct MaintenanceThread(UnboundedSender<(Clusters, mpsc::Sender<Infallible>)>);
 
 /// What is being done.
 #[derive(Default)]
-struct Tasks {
+struct MaintenanceTasks {
     /// The fleets whose names are looked up, and the look-ups.
-    names: (Vec<Arc<Fleet>>, Option<AbortHandle>),
-    checks: Vec<(Arc<Fleet>, AbortHandle)>,
+    lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
+    health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
 }
 
-impl Background {
+impl MaintenanceThread {
     /// Begins with nothing to do.
     pub(super) fn start(stop: CancellationToken) -> Result<(Self, JoinHandle<Result<(), AppError>>), AppError> {
-        let (sender, fleets) = unbounded_channel();
+        let (sender, clusters) = unbounded_channel();
         let run = move || {
             let runtime = Builder::new_current_thread().enable_all().build().map_err(AppError::Worker)?;
-            runtime.block_on(stop.run_until_cancelled(attend(fleets)));
+            runtime.block_on(stop.run_until_cancelled(run(clusters)));
             Ok(())
         };
         let thread = thread::Builder::new().name("upstreams".to_owned()).spawn(run).map_err(AppError::Worker)?;
-        Ok((Background(sender), thread))
+        Ok((MaintenanceThread(sender), thread))
     }
 
     /// Attends to these fleets from now on, and to no others. Comes back when their names have been looked up once.
-    pub(super) fn attend(&self, fleets: &Fleets) -> io::Result<()> {
+    pub(super) fn set_clusters(&self, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
-        self.0.send((fleets.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
+        self.0.send((clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
         // Nothing is ever sent: it is over when all who could are gone, or when it takes too long.
-        let _ = looked_up.recv_timeout(FIRST_ADDRESSES);
+        let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())
     }
 }
 
-async fn attend(mut next: UnboundedReceiver<(Fleets, mpsc::Sender<Infallible>)>) {
-    let mut tasks = Tasks::default();
+async fn run(mut next: UnboundedReceiver<(Clusters, mpsc::Sender<Infallible>)>) {
+    let mut tasks = MaintenanceTasks::default();
     while let Some((fleets, first)) = next.recv().await {
-        tasks.change(&fleets, first);
+        tasks.update(&fleets, first);
     }
 }
 
-impl Tasks {
-    fn change(&mut self, fleets: &Fleets, first: mpsc::Sender<Infallible>) {
-        self.checks.retain(|(fleet, checks)| {
-            let stays = is_among(fleet, fleets);
+impl MaintenanceTasks {
+    fn update(&mut self, clusters: &Clusters, first: mpsc::Sender<Infallible>) {
+        self.health_checks.retain(|(cluster, checks)| {
+            let stays = contains(cluster, clusters);
             if !stays {
                 checks.abort();
             }
             stays
         });
-        for fleet in fleets.iter().filter(|fleet| fleet.settings.health.is_some()) {
-            if !self.checks.iter().any(|(known, _)| Arc::ptr_eq(known, fleet)) {
-                self.checks.push((fleet.clone(), tokio::spawn(health::watch(fleet.clone())).abort_handle()));
+        for cluster in clusters.iter().filter(|cluster| cluster.settings.health.is_some()) {
+            if !self.health_checks.iter().any(|(known, _)| Arc::ptr_eq(known, cluster)) {
+                self.health_checks.push((cluster.clone(), tokio::spawn(health::run_checks(cluster.clone())).abort_handle()));
             }
         }
-        let named: Vec<_> = fleets.iter().filter(|fleet| fleet.settings.has_names()).cloned().collect();
-        let (known, look_ups) = &mut self.names;
-        if named.len() == known.len() && named.iter().all(|fleet| is_among(fleet, known)) {
+        let named: Vec<_> = clusters.iter().filter(|cluster| cluster.settings.needs_dns()).cloned().collect();
+        let (known, task) = &mut self.lookups;
+        if named.len() == known.len() && named.iter().all(|cluster| contains(cluster, known)) {
             return;
         }
-        if let Some(before) = look_ups.take() {
+        if let Some(before) = task.take() {
             before.abort();
         }
-        let names = Names::of(&named);
-        *look_ups = Some(tokio::spawn(names.follow(Directory::System, first)).abort_handle());
+        let names = DnsCache::new(&named);
+        *task = Some(tokio::spawn(names.run(DnsResolver::System, first)).abort_handle());
         *known = named;
     }
 }
 
-fn is_among(fleet: &Arc<Fleet>, fleets: &[Arc<Fleet>]) -> bool {
-    fleets.iter().any(|other| Arc::ptr_eq(fleet, other))
+fn contains(cluster: &Arc<UpstreamCluster>, clusters: &[Arc<UpstreamCluster>]) -> bool {
+    clusters.iter().any(|other| Arc::ptr_eq(cluster, other))
 }

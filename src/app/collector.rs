@@ -26,38 +26,38 @@ use crate::limit::clock::Seldom;
 use crate::observe::spans::TraceExporter;
 use crate::tls::authorities::TrustRoots;
 use crate::upstream;
-use crate::upstream::tls::{ServerTls, Tls};
+use crate::upstream::tls::{EndpointTls, UpstreamTlsConfig};
 
 /// For a batch of spans, connecting included.
-const TIMEOUT: Duration = Duration::from_secs(5);
+const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Bytes of an answer that are read; it says how many spans were not taken.
-const MOST_ANSWER: usize = 64 << 10;
+const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
 /// That spans are lost is said once in this time.
-const SAID: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// Starts the exporting thread. What else OTLP has to know (header fields, who we are) it takes from the environment, as all exporters do.
 ///
 /// # Errors
 /// What is in the environment is not valid; there are no authorities to believe; no thread can be started.
 pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
-    let reason = Arc::<Mutex<Option<String>>>::default();
-    let client = Collector { tls: tls(endpoint)?, reason: reason.clone() };
+    let last_error = Arc::<Mutex<Option<String>>>::default();
+    let client = OtlpHttpClient { tls: tls(endpoint)?, last_error: last_error.clone() };
     let exporter = SpanExporter::builder().with_http().with_http_client(client);
     let exporter =
-        exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(TIMEOUT);
+        exporter.with_protocol(Protocol::HttpBinary).with_endpoint(endpoint.to_string()).with_timeout(EXPORT_TIMEOUT);
     let mut exporter = exporter.build()?;
     exporter.set_resource(&resource());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Not all of it: whoever has secrets may have put them into the query.
     let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
-    let said = Seldom::new();
+    let log_throttle = Seldom::new();
     Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
         let spans = batch.len() as u64;
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
-        let reason = reason.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if said.unsaid_for(SAID) {
+        let reason = last_error.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if log_throttle.unsaid_for(LOG_INTERVAL) {
             warn!(
                 spans,
                 "spans are lost, the collector at {name} did not take them: {}",
@@ -68,12 +68,12 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     })?)
 }
 
-fn tls(endpoint: &Uri) -> anyhow::Result<Option<ServerTls>> {
+fn tls(endpoint: &Uri) -> anyhow::Result<Option<EndpointTls>> {
     if endpoint.scheme_str() != Some("https") {
         return Ok(None);
     }
-    let tls = Tls::new(TrustRoots::from_system()?, None, upstream::Protocol::Http1)?;
-    Ok(Some(ServerTls { tls: Arc::new(tls), name: ServerName::try_from(host(endpoint).to_owned())? }))
+    let tls = UpstreamTlsConfig::new(TrustRoots::from_system()?, None, upstream::Protocol::Http1)?;
+    Ok(Some(EndpointTls { tls: Arc::new(tls), server_name: ServerName::try_from(host(endpoint).to_owned())? }))
 }
 
 fn host(uri: &Uri) -> &str {
@@ -82,8 +82,8 @@ fn host(uri: &Uri) -> &str {
 
 /// Who we are, unless OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say it.
 fn resource() -> Resource {
-    let said = Resource::builder().build();
-    let has = |key: &'static str| said.get(&key.into()).filter(|value| !value.as_str().starts_with("unknown_service"));
+    let from_environment = Resource::builder().build();
+    let has = |key: &'static str| from_environment.get(&key.into()).filter(|value| !value.as_str().starts_with("unknown_service"));
     let own = [
         ("service.name", "sluicegate".to_owned()),
         ("service.version", env!("CARGO_PKG_VERSION").to_owned()),
@@ -96,26 +96,26 @@ fn resource() -> Resource {
 
 /// Speaks HTTP/1.1 with a collector, a connection for each batch.
 #[derive(Debug)]
-struct Collector {
-    tls: Option<ServerTls>,
+struct OtlpHttpClient {
+    tls: Option<EndpointTls>,
     /// Why it failed; the exporter does not tell.
-    reason: Arc<Mutex<Option<String>>>,
+    last_error: Arc<Mutex<Option<String>>>,
 }
 
 #[async_trait]
-impl HttpClient for Collector {
+impl HttpClient for OtlpHttpClient {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let overdue = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
-        let answer = timeout(TIMEOUT, self.exchange(request)).await.unwrap_or_else(overdue);
+        let answer = timeout(EXPORT_TIMEOUT, self.send(request)).await.unwrap_or_else(overdue);
         if let Err(error) = &answer {
-            *self.reason.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
+            *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
         }
         answer
     }
 }
 
-impl Collector {
-    async fn exchange(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
+impl OtlpHttpClient {
+    async fn send(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
         let uri = request.uri();
         let port = uri.port_u16().unwrap_or(if self.tls.is_some() { 443 } else { 80 });
         let stream = match host(uri).parse::<IpAddr>() {
@@ -123,13 +123,13 @@ impl Collector {
             Err(_) => TcpStream::connect((host(uri), port)).await?,
         };
         match &self.tls {
-            None => exchange_over(TokioIo::new(stream), request).await,
-            Some(tls) => exchange_over(TokioIo::new(tls.connect(stream).await?), request).await,
+            None => send_over(TokioIo::new(stream), request).await,
+            Some(tls) => send_over(TokioIo::new(tls.connect(stream).await?), request).await,
         }
     }
 }
 
-async fn exchange_over(
+async fn send_over(
     stream: impl Read + Write + Unpin + Send + 'static,
     mut request: Request<Bytes>,
 ) -> Result<Response<Bytes>, HttpError> {
@@ -142,7 +142,7 @@ async fn exchange_over(
     let path = request.uri().path_and_query().cloned();
     *request.uri_mut() = path.map(Uri::from).unwrap_or_default();
     let (parts, body) = sender.send_request(request.map(Full::new)).await?.into_parts();
-    let body = Limited::new(body, MOST_ANSWER).collect().await?.to_bytes();
+    let body = Limited::new(body, MAX_RESPONSE_BYTES).collect().await?.to_bytes();
     connection.abort();
     Ok(Response::from_parts(parts, body))
 }

@@ -15,62 +15,62 @@ use tokio::net::UnixStream;
 use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 
-use super::service::{self, PREDECESSOR, SERVES};
+use super::service::{self, PARENT_PID_ENV, READY_MESSAGE};
 
 /// The new process has so long until it serves.
-const PATIENCE: Duration = Duration::from_secs(60);
+const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// The first descriptor that is no standard stream.
-const FIRST: RawFd = 3;
+const FIRST_FREE_FD: RawFd = 3;
 
 /// What is handed over.
 #[derive(Debug)]
-pub struct Handover {
+pub struct HotRestart {
     /// In the order of the listeners, that of the operator last.
     pub(super) sockets: Vec<StdListener>,
     /// Cancelled when the operator is to ask the other process.
-    pub(super) admin: CancellationToken,
+    pub(super) admin_stop: CancellationToken,
 }
 
 /// Why this process stays.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum HandoverError {
+pub enum HotRestartError {
     #[error("the new process cannot be started: {0}")]
-    Start(#[from] io::Error),
+    Spawn(#[from] io::Error),
     #[error("the new process has ended: {0}; what it says is above")]
-    Ended(ExitStatus),
-    #[error("the new process does not serve after {PATIENCE:?}")]
-    Late,
+    Exited(ExitStatus),
+    #[error("the new process does not serve after {READY_TIMEOUT:?}")]
+    Timeout,
 }
 
-impl Handover {
+impl HotRestart {
     /// Starts the program again, as it is found now under the name that this process was started with, and comes back with
     /// its id when it serves. Dropping the future ends it before.
     ///
     /// # Errors
     /// It does not come so far; everything is as before.
-    pub async fn start(&self) -> Result<u32, HandoverError> {
+    pub async fn start(&self) -> Result<u32, HotRestartError> {
         let (ours, theirs) = StdStream::pair()?;
-        let mut process = Successor(Some(self.spawn(theirs)?));
+        let mut process = ChildProcess(Some(self.spawn(theirs)?));
         ours.set_nonblocking(true)?;
-        let mut news = UnixStream::from_std(ours)?;
-        let mut said = Vec::new();
-        match timeout(PATIENCE, (&mut news).take(SERVES.len() as u64).read_to_end(&mut said)).await {
-            Ok(Ok(_)) if said == SERVES => Ok(process.release()),
-            Ok(_) => Err(HandoverError::Ended(process.end()?)),
-            Err(_) => Err(HandoverError::Late),
+        let mut ready_pipe = UnixStream::from_std(ours)?;
+        let mut message = Vec::new();
+        match timeout(READY_TIMEOUT, (&mut ready_pipe).take(READY_MESSAGE.len() as u64).read_to_end(&mut message)).await {
+            Ok(Ok(_)) if message == READY_MESSAGE => Ok(process.disarm()),
+            Ok(_) => Err(HotRestartError::Exited(process.kill()?)),
+            Err(_) => Err(HotRestartError::Timeout),
         }
     }
 
     /// Leaves all to the other process.
-    pub fn finish(self, successor: u32) {
-        service::has_successor(successor);
-        self.admin.cancel();
+    pub fn finish(self, child_id: u32) {
+        service::notify_main_pid(child_id);
+        self.admin_stop.cancel();
     }
 
-    fn spawn(&self, news: StdStream) -> io::Result<Child> {
-        let (first, copies) = inheritable(&self.sockets)?;
+    fn spawn(&self, ready_pipe: StdStream) -> io::Result<Child> {
+        let (first, copies) = inheritable_copies(&self.sockets)?;
         let mut arguments = env::args_os();
         let program = arguments.next().ok_or(io::ErrorKind::NotFound)?;
         let child = Command::new(program)
@@ -79,8 +79,8 @@ impl Handover {
             .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
             .env("LISTEN_FDS_FIRST_FD", first.to_string())
-            .env(PREDECESSOR, std::process::id().to_string())
-            .stdin(OwnedFd::from(news))
+            .env(PARENT_PID_ENV, std::process::id().to_string())
+            .stdin(OwnedFd::from(ready_pipe))
             .spawn();
         // It has them, and nobody else should.
         drop(copies);
@@ -89,30 +89,30 @@ impl Handover {
 }
 
 /// A process that is ended unless it serves.
-struct Successor(Option<Child>);
+struct ChildProcess(Option<Child>);
 
-impl Successor {
-    fn release(&mut self) -> u32 {
+impl ChildProcess {
+    fn disarm(&mut self) -> u32 {
         self.0.take().map_or(0, |process| process.id())
     }
 
-    fn end(&mut self) -> io::Result<ExitStatus> {
+    fn kill(&mut self) -> io::Result<ExitStatus> {
         let Some(mut process) = self.0.take() else { return Ok(ExitStatus::default()) };
         process.kill()?;
         process.wait()
     }
 }
 
-impl Drop for Successor {
+impl Drop for ChildProcess {
     fn drop(&mut self) {
         // It may have ended by itself.
-        let _ = self.end();
+        let _ = self.kill();
     }
 }
 
 /// Copies of sockets that a child inherits, with numbers that follow each other from the first one's.
-fn inheritable(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd>)> {
-    let mut first = FIRST;
+fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd>)> {
+    let mut first = FIRST_FREE_FD;
     'next: loop {
         let mut copies = Vec::with_capacity(sockets.len());
         for (number, socket) in (first..).zip(sockets) {
@@ -138,10 +138,10 @@ mod tests {
         let sockets: Vec<_> = (0..5).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
         // Gaps of one and two.
         let mut others: Vec<_> = (0..40).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
-        for place in [30, 29, 25, 20, 19, 10] {
-            others.swap_remove(place);
+        for index in [30, 29, 25, 20, 19, 10] {
+            others.swap_remove(index);
         }
-        let (first, copies) = inheritable(&sockets).unwrap();
+        let (first, copies) = inheritable_copies(&sockets).unwrap();
         let numbers: Vec<_> = copies.iter().map(AsRawFd::as_raw_fd).collect();
         assert_eq!(numbers, (first..first + 5).collect::<Vec<_>>());
         for (copy, socket) in copies.into_iter().zip(&sockets) {

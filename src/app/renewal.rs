@@ -9,59 +9,59 @@ use std::time::Duration;
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use super::background::Background;
+use super::background::MaintenanceThread;
 use super::service;
 use crate::config::error::ConfigError;
 use crate::gateway::Gateway;
 use crate::limit::clock;
-use crate::reload::configuration::{Cause, Configuration, Request, Running};
-use crate::reload::follow;
-use crate::runtime::{Runtime, Unfit};
+use crate::reload::configuration::{ReloadCause, ConfigHandle, ReloadRequest, ActiveConfig};
+use crate::reload::watch_files;
+use crate::runtime::{CompiledConfig, CarryOverError};
 use crate::server::connections::ConnectionLimits;
-use crate::upstream::fleet::Fleet;
+use crate::upstream::fleet::UpstreamCluster;
 use crate::upstream::settings::UpstreamSettings;
-use crate::watch::{Snapshot, Watcher};
+use crate::watch::{FileSnapshot, FileWatcher};
 use crate::words::pluralize;
 
 /// Why a configuration does not take effect.
 #[derive(Debug, thiserror::Error)]
-enum Refusal {
+enum ReloadError {
     #[error("{0}")]
     Config(#[from] ConfigError),
     #[error("{0}")]
-    Unfit(#[from] Unfit),
+    CarryOver(#[from] CarryOverError),
     #[error("its upstreams cannot be attended to: {0}")]
-    Background(#[from] io::Error),
+    Maintenance(#[from] io::Error),
     #[error("the gateway is stopping")]
     Stopping,
 }
 
 /// The gateways of all workers.
 #[derive(Debug, Default)]
-pub(super) struct Roster(Mutex<Vec<Arc<Gateway>>>);
+pub(super) struct WorkerGateways(Mutex<Vec<Arc<Gateway>>>);
 
 /// What takes part in a reload.
 #[derive(Debug)]
-pub(super) struct Renewal {
-    pub(super) configuration: Arc<Configuration>,
-    pub(super) requests: Receiver<Request>,
-    pub(super) roster: Arc<Roster>,
-    pub(super) background: Background,
-    pub(super) connections: Arc<ConnectionLimits>,
+pub(super) struct Reloader {
+    pub(super) config_handle: Arc<ConfigHandle>,
+    pub(super) requests: Receiver<ReloadRequest>,
+    pub(super) gateways: Arc<WorkerGateways>,
+    pub(super) maintenance: MaintenanceThread,
+    pub(super) connection_limits: Arc<ConnectionLimits>,
     /// Follows the files of what is in force.
-    pub(super) watcher: Option<Watcher>,
+    pub(super) watcher: Option<FileWatcher>,
     pub(super) stop: CancellationToken,
 }
 
-impl Roster {
+impl WorkerGateways {
     /// Adds the gateway of a worker, which serves what is in force.
-    pub(super) fn enrol(
+    pub(super) fn register(
         &self,
-        configuration: &Configuration,
-        gateway: impl FnOnce(&Running) -> Gateway,
+        configuration: &ConfigHandle,
+        gateway: impl FnOnce(&ActiveConfig) -> Gateway,
     ) -> Arc<Gateway> {
         let mut all = self.lock();
-        let gateway = Arc::new(gateway(&configuration.running()));
+        let gateway = Arc::new(gateway(&configuration.active()));
         all.push(gateway.clone());
         gateway
     }
@@ -71,80 +71,80 @@ impl Roster {
     }
 }
 
-impl Renewal {
+impl Reloader {
     /// Does what is asked for, as long as somebody may ask.
     pub(super) fn run(mut self) {
         while let Ok(first) = self.requests.recv() {
             // Whoever has asked by now wants what is there now.
-            let asked: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
-            service::reloads();
-            let result = self.renew().map_err(|refusal| refusal.to_string());
-            service::has_reloaded();
-            let path = self.configuration.running().runtime.file.path.display().to_string();
+            let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
+            service::notify_reloading();
+            let result = self.apply().map_err(|refusal| refusal.to_string());
+            service::notify_reloaded();
+            let path = self.config_handle.active().config.file.path.display().to_string();
             match &result {
-                Ok(()) => self.tell(&path),
+                Ok(()) => self.log_success(&path),
                 Err(error) => {
-                    self.configuration.refuse(error);
+                    self.config_handle.record_failure(error);
                     warn!("{path} is not used, the configuration before stays in force:\n{error}");
-                    if let Some(watcher) = self.watcher.as_ref().filter(|_| demanded(&asked)) {
+                    if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
                         // What of the other files is good counts all the same.
-                        watcher.look_again();
+                        watcher.report_all();
                     }
                 }
             }
-            for Request { reply, .. } in asked {
+            for ReloadRequest { reply, .. } in requests {
                 // Who has gone does not want to know.
                 let _ = reply.send(result.clone());
             }
         }
     }
 
-    fn tell(&self, path: &str) {
-        let runtime = &self.configuration.running().runtime;
-        let routes = pluralize(runtime.routes.len() as u64, "route");
-        let limits = pluralize(runtime.limits.len() as u64, "limit");
-        let upstreams = pluralize(runtime.upstreams.len() as u64, "upstream");
+    fn log_success(&self, path: &str) {
+        let config = &self.config_handle.active().config;
+        let routes = pluralize(config.routes.len() as u64, "route");
+        let limits = pluralize(config.limits.len() as u64, "limit");
+        let upstreams = pluralize(config.upstreams.len() as u64, "upstream");
         info!("reloaded {path}: {routes}, {limits}, {upstreams}");
-        for (_, warning) in runtime.warnings(Duration::from_micros(clock::unix_us())) {
+        for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }
     }
 
-    fn renew(&mut self) -> Result<(), Refusal> {
+    fn apply(&mut self) -> Result<(), ReloadError> {
         if self.stop.is_cancelled() {
-            return Err(Refusal::Stopping);
+            return Err(ReloadError::Stopping);
         }
-        let before = self.configuration.running();
-        let path = &before.runtime.file.path;
-        if let Ok(Snapshot { content, .. }) = Snapshot::read(path) {
-            self.configuration.attempt(&content);
+        let previous = self.config_handle.active();
+        let path = &previous.config.file.path;
+        if let Ok(FileSnapshot { content, .. }) = FileSnapshot::read(path) {
+            self.config_handle.record_attempt(&content);
         }
-        let mut runtime = Runtime::load(path, &|name| std::env::var(name).ok())?;
-        runtime.succeed(&before.runtime, Duration::from_micros(clock::unix_us()))?;
-        let runtime = Arc::new(runtime);
-        let fleets: Arc<[_]> = runtime.upstreams.iter().map(|settings| succeed(settings, &before)).collect();
+        let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
+        config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
+        let config = Arc::new(config);
+        let fleets: Arc<[_]> = config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
         // Before the first request for them.
-        self.background.attend(&fleets)?;
-        self.connections.resize(&runtime.server);
+        self.maintenance.set_clusters(&fleets)?;
+        self.connection_limits.resize(&config.server);
         {
-            let gateways = self.roster.lock();
-            gateways.iter().for_each(|gateway| gateway.apply_config(runtime.clone(), &fleets));
-            self.configuration.replace(runtime, fleets);
+            let gateways = self.gateways.lock();
+            gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &fleets));
+            self.config_handle.activate(config, fleets);
         }
-        self.watcher = follow(&self.configuration);
+        self.watcher = watch_files(&self.config_handle);
         Ok(())
     }
 }
 
 /// The fleet of an upstream, with what is known of its servers.
-fn succeed(settings: &Arc<UpstreamSettings>, before: &Running) -> Arc<Fleet> {
-    match before.fleets.iter().find(|fleet| fleet.settings.name == settings.name) {
-        Some(fleet) if Arc::ptr_eq(&fleet.settings, settings) => fleet.clone(),
-        Some(fleet) => Arc::new(Fleet::succeeding(settings.clone(), fleet)),
-        None => Arc::new(Fleet::new(settings.clone())),
+fn carry_over_cluster(settings: &Arc<UpstreamSettings>, previous: &ActiveConfig) -> Arc<UpstreamCluster> {
+    match previous.clusters.iter().find(|cluster| cluster.settings.name == settings.name) {
+        Some(cluster) if Arc::ptr_eq(&cluster.settings, settings) => cluster.clone(),
+        Some(cluster) => Arc::new(UpstreamCluster::from_previous(settings.clone(), cluster)),
+        None => Arc::new(UpstreamCluster::new(settings.clone())),
     }
 }
 
-fn demanded(asked: &[Request]) -> bool {
-    asked.iter().any(|request| request.cause == Cause::Demand)
+fn is_requested(requests: &[ReloadRequest]) -> bool {
+    requests.iter().any(|request| request.cause == ReloadCause::Requested)
 }

@@ -12,7 +12,7 @@ use crate::server::BACKLOG;
 
 /// The sockets of one listener.
 #[derive(Debug)]
-pub(super) struct Opened {
+pub(super) struct ListenerSockets {
     /// With the port that it became, where any was asked for.
     pub(super) address: SocketAddr,
     /// For each worker at least one; for some more, if more were handed over than there are workers.
@@ -21,21 +21,21 @@ pub(super) struct Opened {
 
 /// Sockets that were handed over, and that no listener has claimed yet.
 #[derive(Debug)]
-pub(super) struct Inherited(Vec<StdListener>);
+pub(super) struct InheritedSockets(Vec<StdListener>);
 
-impl Inherited {
+impl InheritedSockets {
     /// Takes them out of the environment: before there are other threads, and once.
-    pub(super) fn take() -> Self {
+    pub(super) fn from_env() -> Self {
         let mut handed = ListenFd::from_env();
         let count = handed.len();
-        let take = |place| match handed.take_tcp_listener(place) {
+        let take = |index| match handed.take_tcp_listener(index) {
             Ok(socket) => socket,
             Err(error) => {
                 warn!("a descriptor of LISTEN_FDS is of no use: {error}");
                 None
             }
         };
-        Inherited((0..count).filter_map(take).collect())
+        InheritedSockets((0..count).filter_map(take).collect())
     }
 
     /// All sockets of an address; with port 0 those of the first one on that address.
@@ -44,14 +44,14 @@ impl Inherited {
         let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
             return Ok(Vec::new());
         };
-        let is_there = |socket: &mut StdListener| socket.local_addr().is_ok_and(|found| found == address);
-        let claimed: Vec<_> = self.0.extract_if(.., is_there).collect();
+        let has_address = |socket: &mut StdListener| socket.local_addr().is_ok_and(|found| found == address);
+        let claimed: Vec<_> = self.0.extract_if(.., has_address).collect();
         claimed.iter().try_for_each(|socket| socket.set_nonblocking(true))?;
         Ok(claimed)
     }
 
     /// The socket of an address that one thread serves.
-    pub(super) fn single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
+    pub(super) fn open_single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
         match self.claim(address)?.into_iter().next() {
             Some(socket) => Ok(socket),
             None => listen(address, false),
@@ -59,12 +59,12 @@ impl Inherited {
     }
 
     /// The sockets of a listener.
-    pub(super) fn open(&mut self, address: SocketAddr, workers: usize) -> io::Result<Opened> {
+    pub(super) fn open(&mut self, address: SocketAddr, workers: usize) -> io::Result<ListenerSockets> {
         let mut by_worker: Vec<Vec<StdListener>> = (0..workers).map(|_| Vec::new()).collect();
         let mut address = address;
-        for (place, socket) in self.claim(address)?.into_iter().enumerate() {
+        for (index, socket) in self.claim(address)?.into_iter().enumerate() {
             address = socket.local_addr()?;
-            by_worker[place % workers].push(socket);
+            by_worker[index % workers].push(socket);
         }
         if by_worker[0].is_empty() {
             // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens. The
@@ -83,28 +83,28 @@ impl Inherited {
                 by_worker[worker].push(socket?);
             }
         }
-        Ok(Opened { address, by_worker })
+        Ok(ListenerSockets { address, by_worker })
     }
 
     /// Says which ones nobody has asked for; they are closed.
-    pub(super) fn finish(self) {
+    pub(super) fn close_unclaimed(self) {
         for address in self.0.iter().filter_map(|socket| socket.local_addr().ok()) {
             warn!("a socket on {address} was handed over, but no listener has this address: it is closed");
         }
     }
 }
 
-fn listen(address: SocketAddr, share: bool) -> io::Result<StdListener> {
-    let socket = bind(address, share)?;
+fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
+    let socket = bind(address, reuse_port)?;
     socket.listen(BACKLOG as i32)?;
     Ok(socket.into())
 }
 
-fn bind(address: SocketAddr, share: bool) -> io::Result<Socket> {
+fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
     // A restart must not wait for the connections of the process before.
     socket.set_reuse_address(true)?;
-    socket.set_reuse_port(share)?;
+    socket.set_reuse_port(reuse_port)?;
     socket.set_nonblocking(true)?;
     socket.bind(&address.into())?;
     Ok(socket)

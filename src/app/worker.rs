@@ -12,7 +12,7 @@ use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
 use super::AppError;
-use super::renewal::Roster;
+use super::renewal::WorkerGateways;
 use crate::account::TelemetrySinks;
 use crate::gateway::Gateway;
 use crate::gateway::meters;
@@ -27,8 +27,8 @@ use crate::limit::memory::MemoryStore;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::records;
 use crate::limit::tallies::Tallies;
-use crate::reload::configuration::Configuration;
-use crate::runtime::Runtime;
+use crate::reload::configuration::ConfigHandle;
+use crate::runtime::CompiledConfig;
 use crate::server::Server;
 use crate::server::connections::ConnectionLimits;
 use crate::tally::MetricFamily;
@@ -38,19 +38,19 @@ const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 
 /// What a worker takes along to its thread.
 pub(super) struct Worker {
-    pub(super) runtime: Arc<Runtime>,
+    pub(super) config: Arc<CompiledConfig>,
     pub(super) memory: Arc<MemoryStore>,
     pub(super) breaker: Arc<Breaker>,
     pub(super) topology: Arc<Topology>,
-    pub(super) lines: Arc<Lines>,
-    pub(super) advances: Arc<Advances>,
-    pub(super) denials: Option<Arc<Denials>>,
+    pub(super) wait_queues: Arc<Lines>,
+    pub(super) prefetch_pool: Arc<Advances>,
+    pub(super) denial_cache: Option<Arc<Denials>>,
     pub(super) overrides: Arc<Overrides>,
-    pub(super) connections: Arc<ConnectionLimits>,
-    pub(super) configuration: Arc<Configuration>,
-    pub(super) roster: Arc<Roster>,
-    pub(super) tallies: Arc<meters::RequestMetrics>,
-    pub(super) limits: Arc<MetricFamily<Tallies>>,
+    pub(super) connection_limits: Arc<ConnectionLimits>,
+    pub(super) config_handle: Arc<ConfigHandle>,
+    pub(super) gateways: Arc<WorkerGateways>,
+    pub(super) metrics: Arc<meters::RequestMetrics>,
+    pub(super) limit_metrics: Arc<MetricFamily<Tallies>>,
     pub(super) index: usize,
     pub(super) sinks: TelemetrySinks,
     pub(super) stop: CancellationToken,
@@ -62,32 +62,32 @@ impl Worker {
         self,
         threads: usize,
         sockets: Vec<(usize, StdListener)>,
-        serving: Sender<()>,
+        ready_sender: Sender<()>,
     ) -> Result<(), AppError> {
         let mut builder = if threads == 1 { Builder::new_current_thread() } else { Builder::new_multi_thread() };
         let runtime = builder.worker_threads(threads).enable_all().build().map_err(AppError::Worker)?;
         runtime.block_on(async {
-            let listener = |(place, socket)| Ok((place, TcpListener::from_std(socket)?));
+            let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
-            let (limiter, counts) = (self.limiter().await, (self.tallies, self.index));
-            let gateway = self.roster.enrol(&self.configuration, |running| {
-                Gateway::new(running.runtime.clone(), limiter, &running.fleets, self.sinks, counts)
+            let (limiter, counts) = (self.build_limiter().await, (self.metrics, self.index));
+            let gateway = self.gateways.register(&self.config_handle, |running| {
+                Gateway::new(running.config.clone(), limiter, &running.clusters, self.sinks, counts)
             });
-            let server = Server::new(gateway, self.connections, self.stop);
+            let server = Server::new(gateway, self.connection_limits, self.stop);
             // Nobody may want to know.
-            let _ = serving.send(());
-            drop(serving);
+            let _ = ready_sender.send(());
+            drop(ready_sender);
             server.run(listeners).await;
             Ok(())
         })
     }
 
-    async fn limiter(&self) -> Limiter {
-        let backend = match &self.runtime.store.redis {
+    async fn build_limiter(&self) -> Limiter {
+        let backend = match &self.config.store.redis {
             None => Backend::Memory(self.memory.clone()),
             Some(redis) => {
                 let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
-                let tallies = self.limits.get_or_create("", self.index);
+                let tallies = self.limit_metrics.get_or_create("", self.index);
                 let store = Shared::new(redis, breaker, topology, tallies.clone());
                 let connecting = tokio::spawn({
                     let store = store.clone();
@@ -103,8 +103,8 @@ impl Worker {
                 Backend::Redis { store, fallback: self.memory.clone(), tallies }
             }
         };
-        let (first_lease, _) = Uuid::new_v4().as_u64_pair();
-        let (denials, advances, lines) = (self.denials.clone(), self.advances.clone(), self.lines.clone());
-        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_lease)
+        let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();
+        let (denials, advances, lines) = (self.denial_cache.clone(), self.prefetch_pool.clone(), self.wait_queues.clone());
+        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_permit_id)
     }
 }

@@ -16,15 +16,15 @@ use tokio::time::Duration;
 
 use super::{BAD_CONFIG, doctor, environment};
 use crate::config::Config;
-use crate::config::error::{ConfigError, FaultyFile, Issue};
-use crate::config::file::File;
+use crate::config::error::{ConfigError, FileIssues, Issue};
+use crate::config::file::ParsedFile;
 use crate::doctor::{Check, Needs, survey};
 use crate::limit::clock;
 use crate::limit::redis::connection::attempt;
 use crate::limit::redis::server::NoConnection;
 use crate::limit::redis::{RedisSettings, Servers};
 use crate::lint;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 use crate::words::pluralize;
 
 /// Maximum time for each step of reaching the store. A file can be valid while its store is down.
@@ -71,12 +71,12 @@ struct Finding {
 }
 
 pub(super) fn check(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    let loaded = Runtime::load_as_written(path, &environment).and_then(|(runtime, file)| {
+    let loaded = CompiledConfig::load_with_source(path, &environment).and_then(|(runtime, file)| {
         let issues = lint::errors(&file, &runtime);
         if issues.is_empty() {
             return Ok((runtime, file));
         }
-        Err(ConfigError { files: vec![FaultyFile { path: path.to_owned(), text: file.text, issues }] })
+        Err(ConfigError { files: vec![FileIssues { path: path.to_owned(), text: file.text, issues }] })
     });
     match loaded {
         Ok((runtime, file)) => examine(path, &runtime, file, options),
@@ -89,9 +89,9 @@ pub(super) fn check(path: &Path, options: &Options) -> anyhow::Result<ExitCode> 
     }
 }
 
-fn examine(path: &Path, runtime: &Runtime, file: File<Config>, options: &Options) -> anyhow::Result<ExitCode> {
-    let File { value: written, text, .. } = file;
-    let about = |issues| FaultyFile { path: path.to_owned(), text: text.clone(), issues };
+fn examine(path: &Path, runtime: &CompiledConfig, file: ParsedFile<Config>, options: &Options) -> anyhow::Result<ExitCode> {
+    let ParsedFile { value: written, text, .. } = file;
+    let about = |issues| FileIssues { path: path.to_owned(), text: text.clone(), issues };
     let mut warnings = lint::warnings(&written, runtime, Duration::from_micros(clock::unix_us()));
     if let (Some((servers, redis)), false) = (&runtime.store.redis, options.offline) {
         let (url, timeout) = (written.store.url.as_ref(), written.store.timeout.as_ref());
@@ -143,16 +143,16 @@ fn print(report: &Report<'_>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn findings(file: &FaultyFile) -> Vec<Finding> {
-    let issues = file.shown().into_iter().map(|issue| {
+fn findings(file: &FileIssues) -> Vec<Finding> {
+    let issues = file.redacted_issues().into_iter().map(|issue| {
         let (line, column) = issue.position(&file.text).unzip();
-        let name = file.name();
+        let name = file.display_path();
         Finding { file: name, line, column, message: issue.message, hint: issue.hint }
     });
     issues.collect()
 }
 
-fn describe(path: &Path, runtime: &Runtime, said: &[(Level<'_>, &FaultyFile)]) -> std::io::Result<()> {
+fn describe(path: &Path, runtime: &CompiledConfig, said: &[(Level<'_>, &FileIssues)]) -> std::io::Result<()> {
     // Colours on a terminal only, and none where NO_COLOR asks for it.
     let mut out = anstream::stdout().lock();
     writeln!(

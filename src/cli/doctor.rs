@@ -8,7 +8,7 @@ use serde::Serialize;
 
 use crate::doctor::{self, Needs, Report, Status, examine};
 use crate::limit::redis::RedisSettings;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 #[derive(Debug, Serialize)]
 struct Diagnosis {
@@ -16,7 +16,7 @@ struct Diagnosis {
     servers: Vec<Report>,
 }
 
-pub(super) fn doctor(runtime: &Runtime, json: bool) -> anyhow::Result<ExitCode> {
+pub(super) fn doctor(runtime: &CompiledConfig, json: bool) -> anyhow::Result<ExitCode> {
     let mut servers = Vec::new();
     if let Some((redis, settings)) = &runtime.store.redis {
         let needs = needs(runtime, settings);
@@ -42,7 +42,7 @@ pub(super) fn doctor(runtime: &Runtime, json: bool) -> anyhow::Result<ExitCode> 
 }
 
 /// What the gateway needs of the servers of a configuration.
-pub(super) fn needs(runtime: &Runtime, settings: &RedisSettings) -> Needs {
+pub(super) fn needs(runtime: &CompiledConfig, settings: &RedisSettings) -> Needs {
     Needs {
         prefix: settings.prefix.clone(),
         timeout: runtime.store.timeout,

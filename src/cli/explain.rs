@@ -15,12 +15,12 @@ use super::BAD_CONFIG;
 use crate::explain::Explainer;
 use crate::explain::counters::{Counters, Remote, Unseen};
 use crate::explain::facts::Explanation;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// So many other routes are explained without `--all`.
 const NEAREST: usize = 10;
 
-pub(super) fn explain(arguments: &Arguments, runtime: &Runtime, config: &Path) -> anyhow::Result<ExitCode> {
+pub(super) fn explain(arguments: &Arguments, runtime: &CompiledConfig, config: &Path) -> anyhow::Result<ExitCode> {
     let asked = match arguments.asked(runtime) {
         Ok(asked) => asked,
         Err(error) => {

@@ -18,7 +18,7 @@ use crate::replay::report::{Report, html, json, table};
 use crate::replay::size::Proposal;
 use crate::replay::source::{Progress, Source, size};
 use crate::replay::{Options, Replay, Watcher};
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// Exit code of logs in which nothing can be read, and of arguments that do not fit.
 const UNREADABLE: u8 = BAD_CONFIG;
@@ -43,7 +43,7 @@ pub(super) fn replay(arguments: &Arguments, config: &Path) -> anyhow::Result<Exi
     }
 }
 
-fn replay_with(arguments: &Arguments, runtime: Runtime, proposals: Vec<Proposal>) -> anyhow::Result<ExitCode> {
+fn replay_with(arguments: &Arguments, runtime: CompiledConfig, proposals: Vec<Proposal>) -> anyhow::Result<ExitCode> {
     let progress = Progress::default();
     let open = |path: &PathBuf| Source::open(path, &progress).with_context(|| format!("{}", path.display()));
     let sources = arguments.logs.iter().map(open).collect::<Result<Vec<_>, _>>()?;
@@ -74,10 +74,10 @@ fn replay_with(arguments: &Arguments, runtime: Runtime, proposals: Vec<Proposal>
 }
 
 /// The configuration, or one that has nothing but the proposed limits.
-fn runtime(arguments: &Arguments, config: &Path, proposals: &[Proposal]) -> Result<Runtime, ConfigError> {
+fn runtime(arguments: &Arguments, config: &Path, proposals: &[Proposal]) -> Result<CompiledConfig, ConfigError> {
     let environment = |name: &str| std::env::var(name).ok();
     if arguments.by.is_empty() {
-        return Runtime::load(config, &environment);
+        return CompiledConfig::load(config, &environment);
     }
     let names: Vec<_> = proposals.iter().map(|proposal| proposal.limit.as_str()).collect();
     let mut text = String::from("[[listener]]\naddress = \"127.0.0.1:0\"\n");
@@ -90,7 +90,7 @@ fn runtime(arguments: &Arguments, config: &Path, proposals: &[Proposal]) -> Resu
     text += &format!(
         "[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = {names:?}\nrespond = {{ status = 200 }}\n"
     );
-    Runtime::of(Path::new("(the command line)"), text, &environment)
+    CompiledConfig::from_text(Path::new("(the command line)"), text, &environment)
 }
 
 /// What is shown while logs are read, where somebody looks on.

@@ -5,16 +5,16 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
-use crate::app::handover::Handover;
+use crate::app::handover::HotRestart;
 use crate::app::{App, service};
 use crate::observe::log;
-use crate::reload::configuration::{Cause, Configuration};
-use crate::runtime::Runtime;
+use crate::reload::configuration::{ReloadCause, ConfigHandle};
+use crate::runtime::CompiledConfig;
 
-pub(super) fn run(runtime: Runtime) -> anyhow::Result<()> {
+pub(super) fn run(runtime: CompiledConfig) -> anyhow::Result<()> {
     log::init(runtime.log.format, runtime.log.level).context("cannot start the log")?;
     let app = App::open(runtime)?;
-    let (configuration, handover) = (app.configuration(), app.handover()?);
+    let (configuration, handover) = (app.config_handle(), app.hot_restart()?);
     let stop = CancellationToken::new();
     let executor =
         tokio::runtime::Builder::new_current_thread().enable_all().build().context("cannot watch signals")?;
@@ -26,7 +26,7 @@ pub(super) fn run(runtime: Runtime) -> anyhow::Result<()> {
     std::thread::Builder::new().name("signals".to_owned()).spawn(move || {
         executor.block_on(async {
             signals.attend(&configuration, handover).await;
-            let drain = configuration.running().runtime.server.drain_timeout;
+            let drain = configuration.active().config.server.drain_timeout;
             info!("stopping: running requests have {drain:?}; a second signal ends them at once");
             stopper.cancel();
             signals.stop.recv().await;
@@ -65,17 +65,17 @@ impl Signals {
     }
 
     /// Does what it is told, until no new requests are wanted.
-    async fn attend(&mut self, configuration: &Configuration, handover: Handover) {
+    async fn attend(&mut self, configuration: &ConfigHandle, handover: HotRestart) {
         loop {
             tokio::select! {
-                () = self.stop.recv() => return service::stops(),
+                () = self.stop.recv() => return service::notify_stopping(),
                 // How it goes is told by whoever does it.
-                _ = self.hangup.recv() => drop(configuration.reload(Cause::Demand)),
+                _ = self.hangup.recv() => drop(configuration.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
                     info!("another process is started with the sockets of this one");
                     let started = tokio::select! {
                         started = handover.start() => started,
-                        () = self.stop.recv() => return service::stops(),
+                        () = self.stop.recv() => return service::notify_stopping(),
                     };
                     match started {
                         Ok(id) => {

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
 
-use super::masked::Masked;
-use super::secrets::redacted;
+use super::masked::RedactedText;
+use super::secrets::redact;
 
 /// One fault in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -22,12 +22,12 @@ pub struct Issue {
 
 impl Issue {
     /// A fault at a place.
-    pub fn at(span: Range<usize>, message: impl Into<String>) -> Self {
+    pub fn new(span: Range<usize>, message: impl Into<String>) -> Self {
         Issue { span: Some(span), message: message.into(), hint: None }
     }
 
     /// Says what to do.
-    pub fn hint(mut self, hint: impl Into<String>) -> Self {
+    pub fn with_hint(mut self, hint: impl Into<String>) -> Self {
         self.hint = Some(hint.into());
         self
     }
@@ -42,7 +42,7 @@ impl Issue {
 
 /// All faults of one file.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct FaultyFile {
+pub struct FileIssues {
     /// The file.
     pub path: PathBuf,
     /// Its text; empty when it could not be read.
@@ -51,26 +51,26 @@ pub struct FaultyFile {
     pub issues: Vec<Issue>,
 }
 
-impl FaultyFile {
+impl FileIssues {
     /// A fault of the file as a whole.
-    pub fn whole(path: &Path, message: &str) -> Self {
+    pub fn from_message(path: &Path, message: &str) -> Self {
         let issue = Issue { span: None, message: message.to_owned(), hint: None };
-        FaultyFile { path: path.to_owned(), text: String::new(), issues: vec![issue] }
+        FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
     }
 
     /// The path, as it may be shown: it may come from the configuration.
-    pub fn name(&self) -> String {
-        redacted(&self.path.display().to_string())
+    pub fn display_path(&self) -> String {
+        redact(&self.path.display().to_string())
     }
 
     /// The faults in the order of the file, for output without the lines of the file.
-    pub fn shown(&self) -> Vec<Issue> {
-        let masked = Masked::of(&self.text);
-        self.in_order().into_iter().map(|issue| masked_issue(&masked, issue)).collect()
+    pub fn redacted_issues(&self) -> Vec<Issue> {
+        let redacted = RedactedText::new(&self.text);
+        self.sorted_issues().into_iter().map(|issue| redact_issue(&redacted, issue)).collect()
     }
 
     /// What is wrong, in the order of the file, whatever the order in which it was checked.
-    pub fn in_order(&self) -> Vec<&Issue> {
+    pub fn sorted_issues(&self) -> Vec<&Issue> {
         let mut issues: Vec<_> = self.issues.iter().collect();
         issues.sort_by_key(|issue| issue.span.as_ref().map_or(0, |span| span.start));
         issues
@@ -78,10 +78,10 @@ impl FaultyFile {
 
     /// The report on this file, with colours if the renderer has them.
     pub fn report(&self, level: &Level<'_>, renderer: &Renderer) -> String {
-        let path = self.name();
-        let masked = Masked::of(&self.text);
-        let said = |issue: &Issue| masked_issue(&masked, issue);
-        let parts = self.in_order().into_iter().map(|issue| render(renderer, level, &path, &masked.text, &said(issue)));
+        let path = self.display_path();
+        let redacted_text = RedactedText::new(&self.text);
+        let redact = |issue: &Issue| redact_issue(&redacted_text, issue);
+        let parts = self.sorted_issues().into_iter().map(|issue| render(renderer, level, &path, &redacted_text.text, &redact(issue)));
         parts.collect::<Vec<_>>().join("\n\n")
     }
 }
@@ -90,7 +90,7 @@ impl FaultyFile {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ConfigError {
     /// The files with faults.
-    pub files: Vec<FaultyFile>,
+    pub files: Vec<FileIssues>,
 }
 
 impl std::error::Error for ConfigError {}
@@ -109,9 +109,9 @@ impl ConfigError {
     }
 }
 
-fn masked_issue(masked: &Masked, issue: &Issue) -> Issue {
-    let hint = issue.hint.as_ref().map(|hint| masked.hint(hint));
-    Issue { span: issue.span.clone(), message: masked.say(&issue.message), hint }
+fn redact_issue(redacted: &RedactedText, issue: &Issue) -> Issue {
+    let hint = issue.hint.as_ref().map(|hint| redacted.redact_hint(hint));
+    Issue { span: issue.span.clone(), message: redacted.redact_message(&issue.message), hint }
 }
 
 fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue: &Issue) -> String {

@@ -7,14 +7,14 @@ use serde_ignored::Path as KeyPath;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::error::{FaultyFile, Issue};
-pub use super::keys::nearest;
-use super::keys::unknown;
+use super::error::{FileIssues, Issue};
+pub use super::keys::closest_name;
+use super::keys::unknown_key;
 use super::{Config, Consumers};
 
 /// A file as far as it could be read, with the faults found so far.
 #[derive(Debug)]
-pub struct File<T> {
+pub struct ParsedFile<T> {
     /// Its values.
     pub value: T,
     /// Its text.
@@ -24,80 +24,80 @@ pub struct File<T> {
 }
 
 /// Looks a variable of the environment up.
-pub type Environment<'a> = &'a dyn Fn(&str) -> Option<String>;
+pub type EnvLookup<'a> = &'a dyn Fn(&str) -> Option<String>;
 
 /// Reads `gateway.toml`.
 ///
 /// # Errors
 /// It cannot be read, is no TOML, or has a value of the wrong type.
-pub fn gateway(path: &Path, environment: Environment<'_>) -> Result<File<Config>, FaultyFile> {
-    let text = std::fs::read_to_string(path).map_err(|error| unreadable(path, &error, WITHOUT_GATEWAY))?;
-    read(path, text, environment, false)
+pub fn read_gateway(path: &Path, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
+    let text = std::fs::read_to_string(path).map_err(|error| unreadable_file(path, &error, MISSING_GATEWAY_HINT))?;
+    parse(path, text, environment, false)
 }
 
 /// Reads what would be found in `gateway.toml`.
 ///
 /// # Errors
 /// It is no TOML, or has a value of the wrong type.
-pub fn gateway_of(path: &Path, text: String, environment: Environment<'_>) -> Result<File<Config>, FaultyFile> {
-    read(path, text, environment, false)
+pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> Result<ParsedFile<Config>, FileIssues> {
+    parse(path, text, environment, false)
 }
 
 /// Reads what was found in `consumers.toml`.
 ///
 /// # Errors
 /// As [`gateway`].
-pub fn consumers(path: &Path, content: &[u8], environment: Environment<'_>) -> Result<File<Consumers>, FaultyFile> {
+pub fn parse_consumers(path: &Path, content: &[u8], environment: EnvLookup<'_>) -> Result<ParsedFile<Consumers>, FileIssues> {
     let text = String::from_utf8(content.to_vec());
     let invalid =
-        |error| unreadable(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error), WITHOUT_CONSUMERS);
+        |error| unreadable_file(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error), MISSING_CONSUMERS_HINT);
     let text = text.map_err(invalid)?;
-    read(path, text, environment, true)
+    parse(path, text, environment, true)
 }
 
 /// What to do where there is no `gateway.toml`.
-const WITHOUT_GATEWAY: &str = "name another file with --config FILE; `sluicegate init` writes a first one";
+const MISSING_GATEWAY_HINT: &str = "name another file with --config FILE; `sluicegate init` writes a first one";
 
 /// What to do where there is no `consumers.toml`.
-pub const WITHOUT_CONSUMERS: &str = "`sluicegate key new --consumer NAME --create` makes it";
+pub const MISSING_CONSUMERS_HINT: &str = "`sluicegate key new --consumer NAME --create` makes it";
 
 /// A file that cannot be read; where there is none, `missing` says what to do.
-pub fn unreadable(path: &Path, error: &std::io::Error, missing: &str) -> FaultyFile {
+pub fn unreadable_file(path: &Path, error: &std::io::Error, missing_hint: &str) -> FileIssues {
     let hint = match error.kind() {
-        std::io::ErrorKind::NotFound => missing,
+        std::io::ErrorKind::NotFound => missing_hint,
         std::io::ErrorKind::InvalidData => "the file must be UTF-8 text",
         _ => "the gateway must be allowed to read it",
     };
     let issue = Issue { span: None, message: format!("cannot be read: {error}"), hint: Some(hint.to_owned()) };
-    FaultyFile { path: path.to_owned(), text: String::new(), issues: vec![issue] }
+    FileIssues { path: path.to_owned(), text: String::new(), issues: vec![issue] }
 }
 
-fn read<T: DeserializeOwned>(
+fn parse<T: DeserializeOwned>(
     path: &Path,
     text: String,
-    environment: Environment<'_>,
+    environment: EnvLookup<'_>,
     consumers: bool,
-) -> Result<File<T>, FaultyFile> {
-    let faulty = |text: &str, issues| FaultyFile { path: path.to_owned(), text: text.to_owned(), issues };
+) -> Result<ParsedFile<T>, FileIssues> {
+    let file_issues = |text: &str, issues| FileIssues { path: path.to_owned(), text: text.to_owned(), issues };
     let typed = |error: &toml::de::Error| {
         let message = error.message().replace('\n', ", ");
         let hint = type_hint(&message).map(str::to_owned);
-        faulty(&text, vec![Issue { span: Some(error.span().unwrap_or(0..0)), message, hint }])
+        file_issues(&text, vec![Issue { span: Some(error.span().unwrap_or(0..0)), message, hint }])
     };
     let mut table = DeTable::parse(&text).map_err(|error| typed(&error))?;
     let mut issues = Vec::new();
     for (_, value) in table.get_mut().iter_mut() {
-        substitute(value, environment, &mut issues);
+        substitute_env(value, environment, &mut issues);
     }
-    let places = table.clone();
+    let spans = table.clone();
     let mut ignored = Vec::new();
-    let value = serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(segments(&path)))
+    let value = serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(key_segments(&path)))
         .map_err(|error| typed(&error))?;
     for path in ignored {
-        let (message, hint) = unknown(&path, consumers);
-        issues.push(Issue { span: place(places.get_ref(), &path), message, hint });
+        let (message, hint) = unknown_key(&path, parse_consumers);
+        issues.push(Issue { span: key_span(spans.get_ref(), &path), message, hint });
     }
-    Ok(File { value, text, issues })
+    Ok(ParsedFile { value, text, issues })
 }
 
 /// What to do about the type errors that beginners make.
@@ -115,7 +115,7 @@ fn type_hint(message: &str) -> Option<&'static str> {
 }
 
 /// Replaces `${NAME}` and `${NAME:-default}` in every string, after parsing: a value can never become syntax.
-fn substitute(value: &mut Spanned<DeValue<'_>>, environment: Environment<'_>, issues: &mut Vec<Issue>) {
+fn substitute_env(value: &mut Spanned<DeValue<'_>>, environment: EnvLookup<'_>, issues: &mut Vec<Issue>) {
     let span = value.span();
     match value.get_mut() {
         DeValue::String(text) if text.contains("${") => {
@@ -124,7 +124,7 @@ fn substitute(value: &mut Spanned<DeValue<'_>>, environment: Environment<'_>, is
             while let Some((before, after)) = rest.split_once("${") {
                 out.push_str(before);
                 let Some((expression, behind)) = after.split_once('}') else {
-                    issues.push(Issue::at(span, "`${` without `}`"));
+                    issues.push(Issue::new(span, "`${` without `}`"));
                     return;
                 };
                 let (name, default) = match expression.split_once(":-") {
@@ -136,8 +136,8 @@ fn substitute(value: &mut Spanned<DeValue<'_>>, environment: Environment<'_>, is
                     None => match default {
                         Some(default) => out.push_str(default),
                         None => issues.push(
-                            Issue::at(span.clone(), format!("the environment has no `{name}`"))
-                                .hint(format!("set it, or give a default: ${{{name}:-value}}")),
+                            Issue::new(span.clone(), format!("the environment has no `{name}`"))
+                                .with_hint(format!("set it, or give a default: ${{{name}:-value}}")),
                         ),
                     },
                 }
@@ -146,33 +146,33 @@ fn substitute(value: &mut Spanned<DeValue<'_>>, environment: Environment<'_>, is
             out.push_str(rest);
             *text = out.into();
         }
-        DeValue::Array(items) => items.iter_mut().for_each(|item| substitute(item, environment, issues)),
-        DeValue::Table(table) => table.iter_mut().for_each(|(_, value)| substitute(value, environment, issues)),
+        DeValue::Array(items) => items.iter_mut().for_each(|item| substitute_env(item, environment, issues)),
+        DeValue::Table(table) => table.iter_mut().for_each(|(_, value)| substitute_env(value, environment, issues)),
         _ => {}
     }
 }
 
-fn segments(path: &KeyPath<'_>) -> Vec<String> {
+fn key_segments(path: &KeyPath<'_>) -> Vec<String> {
     match path {
         KeyPath::Root => Vec::new(),
         KeyPath::Seq { parent, index } => join(parent, index.to_string()),
         // `Spanned` asks for its value under a name of its own.
-        KeyPath::Map { parent, key } if key.starts_with("$__serde_spanned") => segments(parent),
+        KeyPath::Map { parent, key } if key.starts_with("$__serde_spanned") => key_segments(parent),
         KeyPath::Map { parent, key } => join(parent, key.clone()),
         KeyPath::Some { parent } | KeyPath::NewtypeStruct { parent } | KeyPath::NewtypeVariant { parent } => {
-            segments(parent)
+            key_segments(parent)
         }
     }
 }
 
 fn join(parent: &KeyPath<'_>, last: String) -> Vec<String> {
-    let mut all = segments(parent);
+    let mut all = key_segments(parent);
     all.push(last);
     all
 }
 
 /// The place of the key at the end of a path.
-fn place(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usize>> {
+fn key_span(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usize>> {
     let (first, rest) = path.split_first()?;
     let (key, mut value) = table.iter().find(|(key, _)| key.get_ref() == first)?;
     let mut rest = rest;
@@ -184,7 +184,7 @@ fn place(table: &DeTable<'_>, path: &[String]) -> Option<std::ops::Range<usize>>
         rest = &rest[1..];
     }
     match value.get_ref() {
-        DeValue::Table(inner) => place(inner, rest),
+        DeValue::Table(inner) => key_span(inner, rest),
         _ => Some(key.span()),
     }
 }

@@ -15,7 +15,7 @@ pub enum LimitCost {
     /// The same each time.
     Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
     /// A field says it.
-    Said(CostTable),
+    FromHeader(CostTable),
 }
 
 /// `{ request_header = "…", max = … }` or `{ response_header = "…" }`
@@ -38,9 +38,9 @@ pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<Str
 /// `"api"` or `{ api = 9, canary = 1 }`.
 #[derive(Debug, JsonSchema)]
 #[schemars(untagged)]
-pub enum Shares {
+pub enum UpstreamWeights {
     /// All goes to one upstream.
-    One(String),
+    Single(String),
     /// Each has its part.
     Weighted(#[schemars(schema_with = "schema::weights")] BTreeMap<String, Spanned<i64>>),
 }
@@ -82,19 +82,19 @@ impl<'de> Deserialize<'de> for OneOrMany {
     }
 }
 
-impl<'de> Deserialize<'de> for Shares {
+impl<'de> Deserialize<'de> for UpstreamWeights {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         struct Either;
         impl<'de> Visitor<'de> for Either {
-            type Value = Shares;
+            type Value = UpstreamWeights;
             fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
                 f.write_str("the name of an upstream or a table of names and weights")
             }
-            fn visit_str<E>(self, name: &str) -> Result<Shares, E> {
-                Ok(Shares::One(name.to_owned()))
+            fn visit_str<E>(self, name: &str) -> Result<UpstreamWeights, E> {
+                Ok(UpstreamWeights::Single(name.to_owned()))
             }
-            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<Shares, A::Error> {
-                BTreeMap::deserialize(value::MapAccessDeserializer::new(map)).map(Shares::Weighted)
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamWeights, A::Error> {
+                BTreeMap::deserialize(value::MapAccessDeserializer::new(map)).map(UpstreamWeights::Weighted)
             }
         }
         deserializer.deserialize_any(Either)
@@ -133,7 +133,7 @@ impl<'de> Deserialize<'de> for LimitCost {
                 Ok(LimitCost::Fixed(cost))
             }
             fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitCost, A::Error> {
-                CostTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitCost::Said)
+                CostTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitCost::FromHeader)
             }
         }
         deserializer.deserialize_any(Either)

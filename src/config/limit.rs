@@ -53,7 +53,7 @@ pub struct Limit {
     pub exempt: Vec<Text>,
     /// Other sizes for the consumers of a tier: `{ free = { quota = "60/min", burst = 10 } }`; with `api-key` in
     /// `by`.
-    pub tiers: BTreeMap<String, Spanned<Size>>,
+    pub tiers: BTreeMap<String, Spanned<LimitVariant>>,
     /// Units that a request costs: `5`; `{ request_header = "x-cost", max = 100 }`; `{ response_header =
     /// "x-tokens-used" }`; by default the cost of the route.
     pub cost: Option<Spanned<LimitCost>>,
@@ -74,7 +74,7 @@ pub struct Limit {
 /// `{ quota = "…", burst = … }`: another size of a limit.
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
-pub struct Size {
+pub struct LimitVariant {
     /// Instead of that of the limit. Without `quota` and `burst` both are those of the limit.
     #[schemars(schema_with = "schema::quota")]
     pub quota: Option<Text>,

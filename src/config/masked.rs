@@ -5,108 +5,108 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::secrets::{MASK, is_secret, is_secret_name, parts, redacted};
+use super::secrets::{MASK, is_secret, is_secret_name, secret_ranges, redact};
 
 /// A text of which secrets are hidden.
 #[derive(Debug)]
-pub(super) struct Masked {
+pub(super) struct RedactedText {
     /// With asterisks for what is secret in it; every byte keeps its place.
     pub(super) text: String,
     /// The secrets, as the file has them.
     secrets: Vec<String>,
 }
 
-impl Masked {
-    pub(super) fn of(text: &str) -> Self {
-        let mut masked = Masked { text: text.to_owned(), secrets: Vec::new() };
+impl RedactedText {
+    pub(super) fn new(text: &str) -> Self {
+        let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
         match DeTable::parse(text) {
-            Ok(table) => masked.table(text, table.get_ref(), &mut Vec::new()),
+            Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
             // What is no TOML is read by lines: what hides too much is better than what hides too little.
-            Err(_) => masked.text = text.split_inclusive('\n').map(line).collect(),
+            Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
         }
-        masked
+        redacted
     }
 
     /// The same words without the secrets, and without the parts of URLs that are.
-    pub(super) fn say(&self, words: &str) -> String {
-        let said = self.hint(words);
+    pub(super) fn redact_message(&self, text: &str) -> String {
+        let message = self.redact_hint(text);
         let mut out = String::new();
-        for (index, quoted) in said.split('`').enumerate() {
+        for (index, quoted) in message.split('`').enumerate() {
             out.push_str(if index == 0 { "" } else { "`" });
             // Values stand in backticks; other URLs are examples.
-            out.push_str(&if index % 2 == 1 { redacted(quoted) } else { quoted.to_owned() });
+            out.push_str(&if index % 2 == 1 { redact(quoted) } else { quoted.to_owned() });
         }
         out
     }
 
     /// The same of a hint, in which other URLs are examples.
-    pub(super) fn hint(&self, hint: &str) -> String {
-        self.secrets.iter().fold(hint.to_owned(), |said, secret| said.replace(secret, MASK))
+    pub(super) fn redact_hint(&self, hint: &str) -> String {
+        self.secrets.iter().fold(hint.to_owned(), |redacted_hint, secret| redacted_hint.replace(secret, MASK))
     }
 
-    fn table<'t>(&mut self, text: &str, table: &'t DeTable<'_>, path: &mut Vec<&'t str>) {
+    fn redact_table<'t>(&mut self, text: &str, table: &'t DeTable<'_>, path: &mut Vec<&'t str>) {
         for (key, value) in table {
             path.push(key.get_ref());
-            self.value(text, value, path);
+            self.redact_value(text, value, path);
             path.pop();
         }
     }
 
-    fn value<'t>(&mut self, text: &str, value: &'t Spanned<DeValue<'_>>, path: &mut Vec<&'t str>) {
+    fn redact_value<'t>(&mut self, text: &str, value: &'t Spanned<DeValue<'_>>, path: &mut Vec<&'t str>) {
         let span = value.span();
         match value.get_ref() {
-            DeValue::Table(table) => self.table(text, table, path),
-            DeValue::Array(items) => items.iter().for_each(|item| self.value(text, item, path)),
-            DeValue::String(string) if is_secret(path, string) => self.hide(span, string),
+            DeValue::Table(table) => self.redact_table(text, table, path),
+            DeValue::Array(items) => items.iter().for_each(|item| self.redact_value(text, item, path)),
+            DeValue::String(string) if is_secret(path, string) => self.hide_value(span, string),
             DeValue::String(string) => {
-                let found = parts(string);
+                let found = secret_ranges(string);
                 let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
                 match within {
                     // Short ones are often words, and what is said of a URL has them in their place.
                     Some(from) => found.into_iter().for_each(|part| {
                         let start = span.start + from;
-                        self.text = hide(&self.text, start + part.start, start + part.end);
-                        self.keep(&string[part], 6);
+                        self.text = mask_range(&self.text, start + part.start, start + part.end);
+                        self.remember_secret(&string[part], 6);
                     }),
                     // Written with escapes.
-                    None if !found.is_empty() => self.hide(span, string),
+                    None if !found.is_empty() => self.hide_value(span, string),
                     None => {}
                 }
             }
-            _ if is_secret(path, "") => self.hide(span, ""),
+            _ if is_secret(path, "") => self.hide_value(span, ""),
             _ => {}
         }
     }
 
     /// Shorter ones stand in words that are no secret.
-    fn keep(&mut self, secret: &str, least: usize) {
-        if secret.len() >= least && !secret.contains("${") {
+    fn remember_secret(&mut self, secret: &str, min_length: usize) {
+        if secret.len() >= min_length && !secret.contains("${") {
             self.secrets.push(secret.to_owned());
         }
     }
 
-    fn hide(&mut self, span: Range<usize>, secret: &str) {
-        self.text = hide(&self.text, span.start, span.end);
-        self.keep(secret, 3);
+    fn hide_value(&mut self, span: Range<usize>, secret: &str) {
+        self.text = mask_range(&self.text, span.start, span.end);
+        self.remember_secret(secret, 3);
     }
 }
 
-fn line(line: &str) -> String {
+fn redact_line(line: &str) -> String {
     let Some(key) = line.find('=') else { return line.to_owned() };
     let words = line.split(|sign: char| !sign.is_ascii_alphanumeric() && !"-_".contains(sign));
     let rules = line.contains("_headers") || line.contains("set");
     if rules || words.clone().any(|word| is_secret_name(word) || is_secret(&["", word], "")) {
-        return hide(line, key, line.len());
+        return mask_range(line, key, line.len());
     }
-    let mut shown = line.to_owned();
-    for part in parts(line.trim_end_matches(['"', '\'', '\n', ' ', ']', '}'])) {
-        shown = hide(&shown, part.start, part.end);
+    let mut redacted_line = line.to_owned();
+    for part in secret_ranges(line.trim_end_matches(['"', '\'', '\n', ' ', ']', '}'])) {
+        redacted_line = mask_range(&redacted_line, part.start, part.end);
     }
-    shown
+    redacted_line
 }
 
 /// With asterisks for letters and digits; names of environment variables are no secrets.
-fn hide(line: &str, from: usize, to: usize) -> String {
+fn mask_range(line: &str, from: usize, to: usize) -> String {
     let (before, rest) = line.split_at(from);
     let (secret, after) = rest.split_at(to - from);
     let (mut hidden, mut rest) = (String::with_capacity(line.len()), secret);
@@ -155,24 +155,24 @@ mod tests {
             ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
             ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
         ] {
-            let masked = Masked::of(text).text;
+            let redacted = RedactedText::new(text).text;
             assert_eq!(
-                masked.len(),
+                redacted.len(),
                 text.chars().map(char::len_utf8).sum::<usize>(),
                 "places stay what they were: {text}"
             );
             if !text.contains("\\u") {
-                assert_eq!(masked, shown);
+                assert_eq!(redacted, shown);
             }
-            assert!(!masked.contains("abc") && !masked.contains("a:b"), "{masked}");
+            assert!(!redacted.contains("abc") && !redacted.contains("a:b"), "{redacted}");
         }
     }
 
     #[test]
     fn words_about_a_value_do_not_repeat_a_secret() {
-        let masked = Masked::of("secret = \"hunter2\"\nurl = \"http://u:pw@h\"");
+        let redacted = RedactedText::new("secret = \"hunter2\"\nurl = \"http://u:pw@h\"");
         assert_eq!(
-            masked.say("`hunter2` is not a size; `http://${X}:pw2@h/?a=b` is no URL"),
+            redacted.redact_message("`hunter2` is not a size; `http://${X}:pw2@h/?a=b` is no URL"),
             "`***` is not a size; `http://***@h/?a=***` is no URL"
         );
     }

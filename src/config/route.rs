@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::{Shares, Spanned, Text, schema};
+use super::{UpstreamWeights, Spanned, Text, schema};
 
 /// `[[route]]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]
@@ -25,9 +25,9 @@ pub struct Route {
     pub headers: BTreeMap<String, Text>,
     /// An upstream's name, or several with weights: `{ api = 9, canary = 1 }`. A route has exactly one of `upstream`,
     /// `respond` and `redirect`.
-    pub upstream: Option<Spanned<Shares>>,
+    pub upstream: Option<Spanned<UpstreamWeights>>,
     /// The gateway answers itself: `{ status = 200, body = "…", content_type = "text/plain" }`.
-    pub respond: Option<Spanned<Respond>>,
+    pub direct_response: Option<Spanned<DirectResponse>>,
     /// The client is sent elsewhere: `{ to = "/v1/{rest}", status = 308 }`.
     pub redirect: Option<Spanned<Redirect>>,
     /// Names of limits, up to 16, decided together.
@@ -76,7 +76,7 @@ pub struct HeaderRules {
 #[derive(Debug, Default, Deserialize, JsonSchema)]
 #[serde(default)]
 #[schemars(extend("required" = ["status"]))]
-pub struct Respond {
+pub struct DirectResponse {
     /// Of the answer.
     #[schemars(range(min = 200, max = 599))]
     pub status: Option<Spanned<i64>>,

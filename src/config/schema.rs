@@ -9,37 +9,37 @@ use super::{Config, Consumers};
 
 /// The schema of `gateway.toml`.
 pub fn gateway() -> Schema {
-    of::<Config>("gateway.toml of Sluicegate")
+    root_schema::<Config>("gateway.toml of Sluicegate")
 }
 
 /// The schema of `consumers.toml`.
 pub fn consumers() -> Schema {
-    of::<Consumers>("consumers.toml of Sluicegate")
+    root_schema::<Consumers>("consumers.toml of Sluicegate")
 }
 
 /// Without references and in the draft that all editors know.
-fn of<T: JsonSchema>(title: &str) -> Schema {
+fn root_schema<T: JsonSchema>(title: &str) -> Schema {
     let settings = SchemaSettings::draft07().with(|settings| settings.inline_subschemas = true);
-    let mut schema = settings.with_transform(AsInToml).into_generator().into_root_schema_for::<T>();
+    let mut schema = settings.with_transform(TomlSchema).into_generator().into_root_schema_for::<T>();
     schema.insert("title".to_owned(), title.into());
     schema
 }
 
 /// TOML has no null, the gateway refuses unknown keys, and any string may have `${NAME}` in it.
 #[derive(Debug, Clone)]
-struct AsInToml;
+struct TomlSchema;
 
-impl Transform for AsInToml {
+impl Transform for TomlSchema {
     fn transform(&mut self, schema: &mut Schema) {
         if let Some(object) = schema.as_object_mut() {
-            without_null(object);
+            remove_null(object);
             if let Some(Value::String(text)) = object.get_mut("description") {
                 // Lines are those of the source.
                 *text = text.replace('\n', " ");
             }
             // What an absent table has, its keys say; and an absent list is empty.
-            let is_said = |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
-            object.retain(|key, value| key != "format" && !value.is_null() && !is_said(key, value));
+            let is_redundant_default = |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
+            object.retain(|key, value| key != "format" && !value.is_null() && !is_redundant_default(key, value));
             if object.contains_key("properties") {
                 object.insert("additionalProperties".to_owned(), Value::Bool(false));
             }
@@ -47,8 +47,8 @@ impl Transform for AsInToml {
             if let Some(Value::String(pattern)) = object.get_mut("pattern").filter(|_| is_text) {
                 pattern.push_str(r"|\$\{");
             }
-            if is_text && let Some(words) = object.remove("enum") {
-                object.insert("anyOf".to_owned(), json!([{ "enum": words }, { "pattern": r"\$\{" }]));
+            if is_text && let Some(variants) = object.remove("enum") {
+                object.insert("anyOf".to_owned(), json!([{ "enum": variants }, { "pattern": r"\$\{" }]));
             }
         }
         transform_subschemas(self, schema);
@@ -56,7 +56,7 @@ impl Transform for AsInToml {
 }
 
 /// An `Option` is a key that may be absent.
-fn without_null(object: &mut Map<String, Value>) {
+fn remove_null(object: &mut Map<String, Value>) {
     if let Some(Value::Array(kinds)) = object.get_mut("type") {
         kinds.retain(|kind| kind != "null");
         if let [only] = &kinds[..] {
@@ -77,47 +77,47 @@ fn without_null(object: &mut Map<String, Value>) {
 }
 
 pub(super) fn duration(_: &mut SchemaGenerator) -> Schema {
-    text("^[0-9]+(ms|s|m|h|d)$")
+    pattern_schema("^[0-9]+(ms|s|m|h|d)$")
 }
 
 pub(super) fn size(_: &mut SchemaGenerator) -> Schema {
-    text("^[0-9]+(B|KiB|MiB|GiB)$")
+    pattern_schema("^[0-9]+(B|KiB|MiB|GiB)$")
 }
 
 /// A count alone is for concurrency.
 pub(super) fn quota(_: &mut SchemaGenerator) -> Schema {
-    text("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
+    pattern_schema("^ *[0-9_]+([eE][0-9]+)? *(/ *(s|min|hour|day|week|month|year|[0-9]+(ms|s|m|h|d)) *)?$")
 }
 
 pub(super) fn balance(_: &mut SchemaGenerator) -> Schema {
-    text("^(least-requests|round-robin|random|hash:.+)$")
+    pattern_schema("^(least-requests|round-robin|random|hash:.+)$")
 }
 
 pub(super) fn statuses(_: &mut SchemaGenerator) -> Schema {
-    list(&text("^[1-5]([0-9][0-9]|xx)$"))
+    array_schema(&pattern_schema("^[1-5]([0-9][0-9]|xx)$"))
 }
 
 pub(super) fn key_hashes(_: &mut SchemaGenerator) -> Schema {
-    list(&text("^sha256:[0-9a-f]{64}$"))
+    array_schema(&pattern_schema("^sha256:[0-9a-f]{64}$"))
 }
 
 pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
-    list(&json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github"] }))
+    array_schema(&json_schema!({ "type": "string", "enum": ["ietf", "draft-11", "draft-07", "draft-03", "github"] }))
 }
 
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
-    let one = text("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");
-    json_schema!({ "anyOf": [one, list(&one)] })
+    let one = pattern_schema("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");
+    json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 
 pub(super) fn weights(_: &mut SchemaGenerator) -> Schema {
     json_schema!({ "type": "object", "additionalProperties": { "type": "integer", "minimum": 0, "maximum": 1_000_000 } })
 }
 
-fn text(pattern: &str) -> Schema {
+fn pattern_schema(pattern: &str) -> Schema {
     json_schema!({ "type": "string", "pattern": pattern })
 }
 
-fn list(item: &Schema) -> Schema {
+fn array_schema(item: &Schema) -> Schema {
     json_schema!({ "type": "array", "items": item })
 }

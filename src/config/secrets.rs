@@ -6,7 +6,7 @@ use std::ops::Range;
 pub(super) const MASK: &str = "***";
 
 /// Words in names of keys, header fields and query parameters whose values are secrets. In a name, `-` and `_` are the same.
-const WORDS: [&str; 11] = [
+const SECRET_WORDS: [&str; 11] = [
     "token",
     "secret",
     "pass",
@@ -21,26 +21,26 @@ const WORDS: [&str; 11] = [
 ];
 
 /// Words that beginners misspell in keys of the file.
-const MISSPELLED: [&str; 3] = ["token", "secret", "password"];
+const FUZZY_SECRET_WORDS: [&str; 3] = ["token", "secret", "password"];
 
 /// Header fields that routes set: there may be credentials among them, whatever their names.
-const RULES: [&str; 2] = ["request_headers", "response_headers"];
+const HEADER_RULE_KEYS: [&str; 2] = ["request_headers", "response_headers"];
 
 /// Tables whose keys are names that operators choose.
-const NAMED: [&str; 3] = ["limit", "upstream", "tiers"];
+const NAMED_TABLES: [&str; 3] = ["limit", "upstream", "tiers"];
 
 /// Query parameters of URLs that are no secrets.
-const HARMLESS: [&str; 2] = ["db", "protocol"];
+const PUBLIC_QUERY_PARAMETERS: [&str; 2] = ["db", "protocol"];
 
 /// Whether a name says that its value is a secret.
 pub(super) fn is_secret_name(name: &str) -> bool {
     let name = name.to_ascii_lowercase().replace('-', "_");
-    WORDS.iter().any(|word| name.contains(word))
+    SECRET_WORDS.iter().any(|word| name.contains(word))
 }
 
 /// Whether a value is a secret as a whole, by the keys that lead to it. What stands in a list has the keys of the list.
 pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
-    if path.contains(&RULES[0]) || path.contains(&RULES[1]) {
+    if path.contains(&HEADER_RULE_KEYS[0]) || path.contains(&HEADER_RULE_KEYS[1]) {
         // Names to remove are none, where they stand as they should.
         return path.last() != Some(&"remove");
     }
@@ -48,16 +48,16 @@ pub(super) fn is_secret(path: &[&str], text: &str) -> bool {
         // A key that was pasted instead of its hash.
         return !text.starts_with("sha256:");
     }
-    let misspelled = |key: &str| MISSPELLED.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
+    let misspelled = |key: &str| FUZZY_SECRET_WORDS.iter().any(|word| strsim::damerau_levenshtein(key, word) <= 2);
     path.iter().enumerate().any(|(depth, key)| {
         let is_table = depth == 0 && path.len() > 1 && *key == "api_key";
-        let is_named = depth > 0 && NAMED.contains(&path[depth - 1]) && path.len() > depth + 1;
+        let is_named = depth > 0 && NAMED_TABLES.contains(&path[depth - 1]) && path.len() > depth + 1;
         !is_table && !is_named && (is_secret_name(key) || misspelled(key))
     })
 }
 
 /// The parts of a text that are secrets wherever it stands: who logs on in a URL, and query parameters.
-pub(super) fn parts(text: &str) -> Vec<Range<usize>> {
+pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut found = Vec::new();
     let scheme = text.find("://").map(|at| at + "://".len());
     // Whatever stands before the last @: a password may have any sign in it, above all where that is the fault.
@@ -71,8 +71,8 @@ pub(super) fn parts(text: &str) -> Vec<Range<usize>> {
     let mut start = query;
     for pair in text[query..].split('&') {
         if let Some((name, value)) = pair.split_once('=') {
-            let harmless = if scheme.is_some() { HARMLESS.contains(&name) } else { !is_secret_name(name) };
-            if !harmless && !value.is_empty() {
+            let is_public = if scheme.is_some() { PUBLIC_QUERY_PARAMETERS.contains(&name) } else { !is_secret_name(name) };
+            if !is_public && !value.is_empty() {
                 found.push(start + name.len() + 1..start + pair.len());
             }
         } else if scheme.is_some() && !pair.is_empty() {
@@ -84,12 +84,12 @@ pub(super) fn parts(text: &str) -> Vec<Range<usize>> {
 }
 
 /// A text without its parts that are secrets.
-pub(super) fn redacted(text: &str) -> String {
-    let mut shown = text.to_owned();
-    for part in parts(text).into_iter().rev() {
-        shown.replace_range(part, MASK);
+pub(super) fn redact(text: &str) -> String {
+    let mut text_without_secrets = text.to_owned();
+    for part in secret_ranges(text).into_iter().rev() {
+        text_without_secrets.replace_range(part, MASK);
     }
-    shown
+    text_without_secrets
 }
 
 #[cfg(test)]
@@ -131,7 +131,7 @@ mod tests {
             ("/path/{id}", vec![]),
             ("http://a:1", vec![]),
         ] {
-            let found: Vec<_> = parts(text).into_iter().map(|part| &text[part]).collect();
+            let found: Vec<_> = secret_ranges(text).into_iter().map(|part| &text[part]).collect();
             assert_eq!(found, expected, "{text}");
         }
     }

@@ -2,32 +2,32 @@
 
 use serde_json::Value;
 
-use super::secrets::{MASK, is_secret, redacted};
+use super::secrets::{MASK, is_secret, redact};
 
 /// What a file says, as it is written: variables by their names, secrets masked.
 ///
 /// # Errors
 /// It is no TOML.
-pub fn masked(text: &str) -> Result<Value, toml::de::Error> {
+pub fn redacted_config(text: &str) -> Result<Value, toml::de::Error> {
     let mut value = toml::from_str(text)?;
-    mask(&mut value, &mut Vec::new());
+    redact_value(&mut value, &mut Vec::new());
     Ok(value)
 }
 
-fn mask<'k>(value: &'k mut Value, path: &mut Vec<&'k str>) {
+fn redact_value<'k>(value: &'k mut Value, path: &mut Vec<&'k str>) {
     match value {
         Value::String(text) if text.is_empty() => {}
         Value::String(text) if is_secret(path, text) => *text = MASK.to_owned(),
-        Value::String(text) => *text = redacted(text),
+        Value::String(text) => *text = redact(text),
         Value::Array(items) => {
             for item in items {
-                mask(item, path);
+                redact_value(item, path);
             }
         }
         Value::Object(table) => {
             for (key, value) in table {
                 path.push(key);
-                mask(value, path);
+                redact_value(value, path);
                 path.pop();
             }
         }
@@ -48,7 +48,7 @@ mod tests {
                     [upstream.api]\nservers = [\"http://${HOST}:80\", { url = \"https://a:planted@b\", weight = 2 }]\n\
                     [[route]]\nname = \"r\"\npath = \"/?\"\nrequest_headers.set = { authorization = \"planted\" }\n\
                     response_headers = { set = { x-a = \"planted\" }, remove = [\"server\"] }\n";
-        let shown = masked(text).unwrap();
+        let shown = redacted_config(text).unwrap();
         assert!(!shown.to_string().contains("planted"), "{shown}");
         for (pointer, expected) in [
             ("/admin/address", "127.0.0.1:9180"),

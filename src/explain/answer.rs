@@ -9,7 +9,7 @@ use crate::gateway::decide::append_ratelimit_headers;
 use crate::http::body::Body;
 use crate::limit::decision::Decision;
 use crate::reply::Rejection;
-use crate::runtime::{Route, Target};
+use crate::runtime::{Route, RouteAction};
 
 /// To a request that is turned down.
 pub(super) fn rejected(rejection: Rejection<'_>) -> Answer {
@@ -27,8 +27,8 @@ pub(super) fn admitted(route: &Route, request: &Request<()>, path: &str, decisio
             append_ratelimit_headers(headers, route, decision);
         }
     };
-    let mut response = match &route.target {
-        Target::Upstream(_) => {
+    let mut response = match &route.action {
+        RouteAction::Forward(_) => {
             let mut headers = HeaderMap::new();
             tell(&mut headers);
             let removed = rules.remove.iter().map(ToString::to_string).collect();
@@ -40,8 +40,8 @@ pub(super) fn admitted(route: &Route, request: &Request<()>, path: &str, decisio
                 ..Answer::default()
             };
         }
-        Target::Respond(respond) => respond.response(),
-        Target::Redirect(redirect) => redirect.response(&route.pattern, path, request.uri().query()),
+        RouteAction::DirectResponse(respond) => respond.response(),
+        RouteAction::Redirect(redirect) => redirect.response(&route.path_pattern, path, request.uri().query()),
     };
     tell(response.headers_mut());
     own(response, "ok", configured)

@@ -12,7 +12,7 @@ use crate::limit::decision::Check;
 use crate::limit::overrides::{Overrides, Table};
 use crate::limit::redis::{RedisSettings, records};
 use crate::limit::store::{Charge, Operation, Verdict};
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// It is asked once, and by a person: the bound of a decision would be too narrow.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -46,7 +46,7 @@ impl Counters for Unseen {
 }
 
 /// Overrides of the limits of a configuration; none as yet.
-pub fn overrides_of(runtime: &Runtime) -> Overrides {
+pub fn overrides_of(runtime: &CompiledConfig) -> Overrides {
     let limits = runtime.limits.iter().map(|(name, terms)| (name.clone(), terms.limit.clone()));
     let limits: BTreeMap<_, _> = limits.collect();
     Overrides::new(runtime.hasher.clone(), move |name| limits.get(name).cloned(), None)
@@ -65,7 +65,7 @@ impl Remote {
     ///
     /// # Errors
     /// No reactor.
-    pub fn open(runtime: &Runtime) -> io::Result<Option<Self>> {
+    pub fn open(runtime: &CompiledConfig) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &runtime.store.redis else { return Ok(None) };
         let key = records::key(&settings.prefix);
         let redis = (servers.clone(), RedisSettings { timeout: PATIENCE, ..settings.clone() });

@@ -5,15 +5,15 @@ use std::sync::Arc;
 use super::facts::{Limited, Part, Size, Standing};
 use crate::gateway::meters::LimitDecision;
 use crate::identity::api_key::Caller;
-use crate::identity::name::Shown;
-use crate::identity::{Asker, By, Found, Source};
+use crate::identity::name::DisplayPart;
+use crate::identity::{RequestAttributes, IdentitySpec, IdentityLookup, Descriptor};
 use crate::limit::admission::Later;
 use crate::limit::algorithm::{Outcome, Status};
 use crate::limit::backend;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::key::Encoder;
 use crate::limit::store::Verdict;
-use crate::runtime::{Metered, Route, Runtime};
+use crate::runtime::{RouteLimit, Route, CompiledConfig};
 
 /// The decision that a look comes to. What limits would charge is gone from what they say is left.
 pub(super) fn decision<'a>(verdict: Verdict, checks: &[Check<'a, '_>]) -> Decision<'a> {
@@ -40,25 +40,25 @@ fn left_after(check: &Check<'_, '_>, now: &Outcome) -> u64 {
 /// What each limit of a route asks of a request and what it would say; `checks` are those that have a say, none where the
 /// request is refused.
 pub(super) fn limited(
-    runtime: &Runtime,
+    runtime: &CompiledConfig,
     route: &Route,
-    asker: &Asker<'_>,
+    asker: &RequestAttributes<'_>,
     checks: &[Check<'_, '_>],
     verdict: Option<&Verdict>,
 ) -> Vec<Limited> {
     let decision = verdict.map(|verdict| decision(verdict.clone(), checks));
-    let metering = &route.metering;
+    let metering = &route.rate_limits;
     let limited = metering.limits.iter().enumerate().map(|(place, metered)| {
-        let by = &metering.identities[metered.identity];
-        let found = by.find(asker, &runtime.api_keys, &runtime.hasher, &mut Encoder::default());
+        let by = &metering.identities[metered.identity_index];
+        let found = by.lookup(asker, &runtime.api_key_settings, &runtime.hasher, &mut Encoder::default());
         let (identity, left_out, refuses) = match found {
-            Ok(Found::Identity(identity)) => (Some(identity.to_string()), None, None),
-            Ok(Found::OtherMethod) => {
+            Ok(IdentityLookup::Identity(identity)) => (Some(identity.to_string()), None, None),
+            Ok(IdentityLookup::OtherMethod) => {
                 let methods: Vec<_> = by.methods.iter().map(http::Method::as_str).collect();
                 (None, Some(format!("it is for {} only", methods.join(", "))), None)
             }
-            Ok(Found::Lacking(missing)) => (None, Some(format!("{missing}, and who lacks it is left out")), None),
-            Ok(Found::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
+            Ok(IdentityLookup::Missing(missing)) => (None, Some(format!("{missing}, and who lacks it is left out")), None),
+            Ok(IdentityLookup::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
         let index = checks.iter().position(|check| check.place == place);
@@ -73,7 +73,7 @@ pub(super) fn limited(
             identity,
             effective_quota: check.map(|check| size(check, asker)),
             cost: check.map(Check::needs),
-            post_paid: metered.cost.is_post_paid(),
+            post_paid: metered.cost.is_deferred(),
             usage: check
                 .zip(outcome)
                 .zip(decision.as_ref())
@@ -83,36 +83,36 @@ pub(super) fn limited(
     limited.collect()
 }
 
-fn parts(runtime: &Runtime, by: &By, asker: &Asker<'_>) -> Vec<Part> {
-    let name = by.name(asker, &runtime.api_keys, &runtime.client_ip);
-    let part = |(source, shown): (&Source, &Shown)| {
+fn parts(runtime: &CompiledConfig, by: &IdentitySpec, asker: &RequestAttributes<'_>) -> Vec<Part> {
+    let name = by.display(asker, &runtime.api_key_settings, &runtime.client_ip);
+    let part = |(source, shown): (&Descriptor, &DisplayPart)| {
         let from = match source {
-            _ if *shown.word != *source.word() => format!("the client's address, for want of the {source}"),
-            Source::ApiKey => format!("the field `{}`", runtime.api_keys.header),
-            Source::Ip => "the client's address".to_owned(),
-            Source::Global => "all requests".to_owned(),
-            Source::User(_)
-            | Source::Header(_)
-            | Source::Cookie(_)
-            | Source::Query(_)
-            | Source::Path(_)
-            | Source::Jwt(_)
-            | Source::ClientCert
-            | Source::Host
-            | Source::Method
-            | Source::Route => format!("the {source}"),
+            _ if *shown.label != *source.label() => format!("the client's address, for want of the {source}"),
+            Descriptor::ApiKey => format!("the field `{}`", runtime.api_key_settings.header),
+            Descriptor::Ip => "the client's address".to_owned(),
+            Descriptor::Global => "all requests".to_owned(),
+            Descriptor::User(_)
+            | Descriptor::Header(_)
+            | Descriptor::Cookie(_)
+            | Descriptor::Query(_)
+            | Descriptor::Path(_)
+            | Descriptor::Jwt(_)
+            | Descriptor::ClientCert
+            | Descriptor::Host
+            | Descriptor::Method
+            | Descriptor::Route => format!("the {source}"),
         };
-        Part { part: shown.word.to_string(), value: shown.value.as_ref().map(ToString::to_string), source: from }
+        Part { part: shown.label.to_string(), value: shown.value.as_ref().map(ToString::to_string), source: from }
     };
-    by.sources.iter().zip(&*name.0).map(part).collect()
+    by.descriptors.iter().zip(&*name.0).map(part).collect()
 }
 
 /// Whose size it is, and how much.
-fn size(check: &Check<'_, '_>, asker: &Asker<'_>) -> Size {
+fn size(check: &Check<'_, '_>, asker: &RequestAttributes<'_>) -> Size {
     let Check { limit, plan, .. } = check;
     let caller = asker.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
     let own = |name: &str| match caller {
-        Caller::Consumer(consumer) => consumer.plans.get(name).is_some_and(|own| Arc::ptr_eq(own, plan)),
+        Caller::Consumer(consumer) => consumer.variants.get(name).is_some_and(|own| Arc::ptr_eq(own, plan)),
         Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => false,
     };
     let tier = limit.tiers.iter().find(|(_, of)| Arc::ptr_eq(of, plan));
@@ -125,7 +125,7 @@ fn size(check: &Check<'_, '_>, asker: &Asker<'_>) -> Size {
     Size { source: of, quota: plan.quota.to_string(), capacity: plan.rule.capacity() }
 }
 
-fn standing(metered: &Metered, check: &Check<'_, '_>, now: &Outcome, decision: &Decision<'_>) -> Standing {
+fn standing(metered: &RouteLimit, check: &Check<'_, '_>, now: &Outcome, decision: &Decision<'_>) -> Standing {
     let seconds = |us: u64| us as f64 / 1e6;
     let denies = now.status != Status::Ok;
     let waits = metered.limit.wait.filter(|_| denies);

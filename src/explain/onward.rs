@@ -10,16 +10,16 @@ use crate::gateway::Peer;
 use crate::gateway::request_id::RequestId;
 use crate::gateway::tell::{UpstreamRequestInfo, prepare_upstream_headers};
 use crate::http::headers::X_REQUEST_ID;
-use crate::runtime::{Route, Runtime, Split};
+use crate::runtime::{Route, CompiledConfig, WeightedUpstreams};
 
 /// What stands for an id that the gateway would make.
 const MADE: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
 /// The request as the upstreams of a route would be sent it, for this target and with so many bytes of body.
 pub(super) fn onward(
-    runtime: &Runtime,
+    runtime: &CompiledConfig,
     route: &Route,
-    split: &Split,
+    split: &WeightedUpstreams,
     request: &Request<()>,
     peer: &Peer,
     (target, length): (Option<&PathAndQuery>, Option<u64>),

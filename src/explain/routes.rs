@@ -4,8 +4,8 @@ use http::{HeaderName, HeaderValue, Request};
 
 use super::facts::{Other, Taken};
 use crate::gateway::addressed::RequestTarget;
-use crate::route::explain::{Candidate, Missed};
-use crate::runtime::{Route, Runtime};
+use crate::route::explain::{Candidate, MismatchReason};
+use crate::runtime::{Route, CompiledConfig};
 
 type Beside<'r> = Candidate<'r, std::sync::Arc<Route>>;
 
@@ -16,7 +16,7 @@ pub(super) fn taken(route: &Route) -> Taken {
 
 /// The routes that do not take a request, the nearest of them first, up to `most`; and how many more there are.
 pub(super) fn others(
-    runtime: &Runtime,
+    runtime: &CompiledConfig,
     request: &Request<()>,
     target: &RequestTarget<'_>,
     taken: Option<usize>,
@@ -41,11 +41,11 @@ pub(super) fn others(
 
 /// The criterion, and what the route wants.
 fn why(other: &Beside<'_>, winner: Option<&Beside<'_>>) -> (&'static str, String) {
-    match other.missed {
-        Some(Missed::Host) => ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*"))),
-        Some(Missed::Path) => ("path", format!("its path is {}", other.target.path)),
-        Some(Missed::Method) => ("method", format!("it is for {} only", methods(other))),
-        Some(Missed::Header(name)) => ("header", format!("it wants `{}`", wanted(other.headers, name))),
+    match other.mismatch {
+        Some(MismatchReason::Host) => ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*"))),
+        Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
+        Some(MismatchReason::Method) => ("method", format!("it is for {} only", methods(other))),
+        Some(MismatchReason::Header(name)) => ("header", format!("it wants `{}`", wanted(other.headers, name))),
         None => ("specific", winner.map_or_else(String::new, |winner| less_specific(other, winner))),
     }
 }
@@ -56,7 +56,7 @@ fn less_specific(other: &Beside<'_>, winner: &Beside<'_>) -> String {
     if other.host != winner.host {
         return format!("it matches, but the host of {better} is more specific");
     }
-    if !other.target.pattern.is_like(&winner.target.pattern) {
+    if !other.target.path_pattern.matches_same_paths(&winner.target.path_pattern) {
         return format!("it matches, but the path of {better} is more specific");
     }
     if other.methods.is_empty() != winner.methods.is_empty() {

@@ -11,7 +11,7 @@ use crate::http::host;
 use crate::http::path::{canonical_path, forwarded_path};
 use crate::reply::Rejection;
 use crate::route::NoMatch;
-use crate::runtime::{Route, Runtime, ServerSettings};
+use crate::runtime::{Route, CompiledConfig, ServerSettings};
 
 /// Bytes of the longest target that `http::Uri` can say.
 const MAX_URI_BYTES: usize = 65_534;
@@ -81,11 +81,11 @@ impl<'a> RequestTarget<'a> {
     ///
     /// # Errors
     /// None.
-    pub fn find_route<'r, B>(&self, runtime: &'r Runtime, request: &Request<B>) -> Result<&'r Route, Rejection<'static>> {
+    pub fn find_route<'r, B>(&self, runtime: &'r CompiledConfig, request: &Request<B>) -> Result<&'r Route, Rejection<'static>> {
         match runtime.table.find(&self.host, &self.path, request.method(), request.headers()) {
             Ok(route) => Ok(route),
-            Err(NoMatch::Nothing) => Err(Rejection::NoRoute),
-            Err(NoMatch::Method(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
+            Err(NoMatch::NotFound) => Err(Rejection::NoRoute),
+            Err(NoMatch::MethodNotAllowed(allowed)) => Err(Rejection::MethodNotAllowed(allowed)),
         }
     }
 
@@ -96,7 +96,7 @@ impl<'a> RequestTarget<'a> {
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
         // Canonical again, and so a target unless it is longer than one can be.
-        let target = PathAndQuery::try_from(rewrite.target(&route.pattern, self.forwarded_path(), query));
+        let target = PathAndQuery::try_from(rewrite.apply(&route.path_pattern, self.forwarded_path(), query));
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
 }

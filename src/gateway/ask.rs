@@ -6,13 +6,13 @@ use http::Request;
 
 use crate::cost::{CostError, RefundOn};
 use crate::identity::api_key::{Caller, Consumers};
-use crate::identity::jwt::Bearer;
-use crate::identity::{Asker, By};
+use crate::identity::jwt::BearerToken;
+use crate::identity::{RequestAttributes, IdentitySpec};
 use crate::limit::admission::Later;
 use crate::limit::decision::Check;
 use crate::limit::key::{Encoder, Identity};
 use crate::reply::Rejection;
-use crate::runtime::{Metered, Route, Runtime};
+use crate::runtime::{RouteLimit, Route, CompiledConfig};
 
 /// A request that has found its route.
 #[derive(Debug)]
@@ -33,29 +33,29 @@ impl<'a, B> LimitContext<'a, B> {
     /// The same, as far as identities are concerned; `consumers` where a limit of the route is by API key.
     pub fn request_attributes(
         &self,
-        runtime: &'a Runtime,
+        runtime: &'a CompiledConfig,
         route: &'a Route,
         client: IpAddr,
         consumers: Option<&'a Consumers>,
-    ) -> Asker<'a> {
+    ) -> RequestAttributes<'a> {
         let headers = self.request.headers();
-        Asker {
+        RequestAttributes {
             method: self.request.method(),
             host: self.host,
             path: self.path,
             query: self.request.uri().query(),
             headers,
-            client,
-            network: runtime.client_ip.network(client),
-            trusted: self.trusted,
-            subject: self.certificate_subject,
+            client_address: client,
+            client_network: runtime.client_ip.network(client),
+            is_from_trusted_proxy: self.trusted,
+            client_cert_subject: self.certificate_subject,
             caller: match consumers {
-                Some(consumers) => runtime.api_keys.caller(consumers, headers),
+                Some(consumers) => runtime.api_key_settings.caller(consumers, headers),
                 None => Ok(Caller::Missing),
             },
-            bearer: Bearer::new(&runtime.verifier, headers),
-            route: &route.name,
-            pattern: &route.pattern,
+            bearer_token: BearerToken::new(&runtime.verifier, headers),
+            route_name: &route.name,
+            path_pattern: &route.path_pattern,
         }
     }
 }
@@ -65,20 +65,20 @@ impl<'a, B> LimitContext<'a, B> {
 /// # Errors
 /// The request lacks an identity, or a cost that a trusted proxy has to say.
 pub fn build_checks<'a, 'p>(
-    runtime: &Runtime,
-    identities: &[By],
-    limits: &'a [Metered],
-    attributes: &Asker<'p>,
+    runtime: &CompiledConfig,
+    identities: &[IdentitySpec],
+    limits: &'a [RouteLimit],
+    attributes: &RequestAttributes<'p>,
 ) -> Result<Vec<Check<'a, 'p>>, Rejection<'static>>
 where
     'a: 'p,
 {
     let mut encoder = Encoder::default();
-    let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.api_keys, &runtime.hasher, &mut encoder));
+    let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder));
     let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let mut checks = Vec::with_capacity(limits.len());
     for (limit_index, route_limit) in limits.iter().enumerate() {
-        if let Some(identity) = found[route_limit.identity] {
+        if let Some(identity) = found[route_limit.identity_index] {
             build_checks.push(build_check(limit_index, route_limit, identity, attributes).map_err(Rejection::InvalidCost)?);
         }
     }
@@ -88,10 +88,10 @@ where
 /// The same for a request whose credential does not count: the limits by address. It is charged what it costs at once, and
 /// nothing is given back: otherwise guessing credentials would be free. It needs no permit, since it is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
-    runtime: &Runtime,
-    identities: &[By],
-    limits: &'a [Metered],
-    attributes: &Asker<'p>,
+    runtime: &CompiledConfig,
+    identities: &[IdentitySpec],
+    limits: &'a [RouteLimit],
+    attributes: &RequestAttributes<'p>,
 ) -> Vec<Check<'a, 'p>>
 where
     'a: 'p,
@@ -99,12 +99,12 @@ where
     let mut encoder = Encoder::default();
     let mut checks = Vec::new();
     for (limit_index, route_limit) in limits.iter().enumerate() {
-        let spec = &identities[route_limit.identity];
-        if !spec.counts_guesses() {
+        let spec = &identities[route_limit.identity_index];
+        if !spec.limits_unauthenticated() {
             continue;
         }
         // What lacks another part of an identity or its cost is rejected all the same.
-        if let Ok(Some(identity)) = spec.identify(attributes, &runtime.api_keys, &runtime.hasher, &mut encoder)
+        if let Ok(Some(identity)) = spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.takes_lease()
         {
@@ -116,18 +116,18 @@ where
 
 fn build_check<'a, 'p>(
     limit_index: usize,
-    route_limit: &'a Metered,
+    route_limit: &'a RouteLimit,
     identity: Identity,
-    attributes: &Asker<'p>,
+    attributes: &RequestAttributes<'p>,
 ) -> Result<Check<'a, 'p>, CostError>
 where
     'a: 'p,
 {
     let limit = &*route_limit.limit;
-    let deferred = deferred_action(route_limit.cost.is_post_paid(), &route_limit.refund_on);
+    let deferred = deferred_action(route_limit.cost.is_deferred(), &route_limit.refund_on);
     let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
-    let cost = route_limit.cost.of_request(attributes.headers, attributes.trusted)?;
-    Ok(Check { place: limit_index, limit, plan: caller.plan(limit), identity, cost, later: deferred })
+    let cost = route_limit.cost.request_cost(attributes.headers, attributes.is_from_trusted_proxy)?;
+    Ok(Check { place: limit_index, limit, plan: caller.variant(limit), identity, cost, later: deferred })
 }
 
 /// What remains to be done for a limit when the response is known.

@@ -18,12 +18,12 @@ use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::limit::store::StoreError;
 use crate::reply::{Rejection, effective_limit, limit_status, upstream_status};
-use crate::runtime::{Route, Runtime};
+use crate::runtime::{Route, CompiledConfig};
 use crate::upstream::UpstreamError;
 
 /// Asks all limits of a route at once.
 pub(super) async fn check_limits<'a>(
-    runtime: &'a Runtime,
+    runtime: &'a CompiledConfig,
     limiter: &Limiter,
     metrics: &WorkerMetrics,
     route: &'a Route,
@@ -31,7 +31,7 @@ pub(super) async fn check_limits<'a>(
     peer: &Peer,
     mut record: Option<&mut RequestRecord>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
-    let route_limits = &route.metering;
+    let route_limits = &route.rate_limits;
     let client = peer.client_address(limit_context.request.headers());
     if let Some(record) = &mut record {
         record.client = client;
@@ -39,12 +39,12 @@ pub(super) async fn check_limits<'a>(
         record.path_template = record.trace.map(|_| route.path.clone());
     }
     // Counted: what is only borrowed while the store is asked would keep others from borrowing cheaply.
-    let consumers = route_limits.by_key.then(|| runtime.consumers.load_full());
+    let consumers = route_limits.uses_api_key.then(|| runtime.consumers.load_full());
     let attributes = limit_context.request_attributes(runtime, route, client, consumers.as_deref());
     let overrides = limiter.overrides.current();
     let mut rejection = None;
     let mut checks = match build_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes) {
-        Err(Rejection::Identity(error)) if error.is_about_credentials() => {
+        Err(Rejection::Identity(error)) if error.is_credential_error() => {
             rejection = Some(Rejection::Identity(error));
             build_unauthenticated_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes)
         }
@@ -60,8 +60,8 @@ pub(super) async fn check_limits<'a>(
     let decision = limiter.check(&build_checks).await;
     let elapsed = started_at.elapsed();
     metrics.record_decision(route.index, &build_checks, &decision, elapsed, |check| {
-        let spec = &route_limits.identities[route_limits.limits[check.place].identity];
-        spec.name(&attributes, &runtime.api_keys, &runtime.client_ip)
+        let spec = &route_limits.identities[route_limits.limits[check.place].identity_index];
+        spec.display(&attributes, &runtime.api_key_settings, &runtime.client_ip)
     });
     if let Some(record) = record {
         noted::record_decision(record, &build_checks, &decision, (started_at, elapsed));
@@ -82,12 +82,12 @@ pub(super) fn settle(charges: Debts, route: &Route, result: &Result<Response<Bod
         Err(error) => (upstream_status(error), &no_headers),
     };
     let settle_action = |limit_index: usize, later| {
-        let route_limit = &route.metering.limits[limit_index];
+        let route_limit = &route.rate_limits.limits[limit_index];
         // A client does not make its own refund.
-        let is_refunded = !result.as_ref().is_err_and(UpstreamError::is_clients_fault) && route_limit.refund_on.covers(status);
+        let is_refunded = !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
         match (is_refunded, later) {
             (true, Later::Refund) => Due::Refund,
-            (false, Later::Pay) => route_limit.cost.of_response(headers).map_or(Due::Nothing, Due::Pay),
+            (false, Later::Pay) => route_limit.cost.response_cost(headers).map_or(Due::Nothing, Due::Pay),
             _ => Due::Nothing,
         }
     };
@@ -114,11 +114,11 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision
         return;
     }
     let statuses = || decision.limits.iter().map(limit_status);
-    let is_standard = decision.limits.len() == route.metering.told
+    let is_standard = decision.limits.len() == route.rate_limits.advertised
         && decision.limits.iter().all(|judged| judged.quota == judged.limit.standard.quota);
-    let policy = if is_standard { route.metering.policy.clone() } else { fields::ratelimit_policy(statuses()) };
-    fields::append_ratelimit_headers(headers, &route.metering.dialects, policy, statuses(), effective_limit(decision), decision.now_us);
-    if let Some(expose) = &route.metering.expose {
+    let policy = if is_standard { route.rate_limits.policy_header.clone() } else { fields::ratelimit_policy(statuses()) };
+    fields::append_ratelimit_headers(headers, &route.rate_limits.header_styles, policy, statuses(), effective_limit(decision), decision.now_us);
+    if let Some(expose) = &route.rate_limits.expose_header {
         headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }
 }

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use datasketches::frequencies::{ErrorType, FrequentItemsSketch};
 
-use crate::identity::name::Name;
+use crate::identity::name::IdentityDisplay;
 use crate::limit::clock::monotonic;
 use crate::limit::key::Identity;
 
@@ -29,7 +29,7 @@ pub const WINDOW: Duration = Duration::from_secs(60 * WINDOW_MINUTES as u64);
 #[derive(Debug, Clone)]
 struct SketchKey {
     identity: Identity,
-    name: Name,
+    name: IdentityDisplay,
 }
 
 impl PartialEq for SketchKey {
@@ -62,7 +62,7 @@ pub struct HeavyHitter {
     /// Its hash.
     pub identity: Identity,
     /// What may be shown of it.
-    pub name: Name,
+    pub name: IdentityDisplay,
     /// So often at least.
     pub lower_bound: u64,
     /// And at most.
@@ -77,7 +77,7 @@ impl Default for TopDenied {
 
 impl TopDenied {
     /// Somebody was denied now; his name is asked for when he is new.
-    pub fn record(&self, identity: Identity, now: Instant, name: impl FnOnce() -> Name) {
+    pub fn record(&self, identity: Identity, now: Instant, name: impl FnOnce() -> IdentityDisplay) {
         let minute = self.minute_index(now);
         let mut sketches = self.sketches.lock().unwrap_or_else(PoisonError::into_inner);
         let slot = &mut sketches[minute as usize % WINDOW_MINUTES];
@@ -85,7 +85,7 @@ impl TopDenied {
             *slot = new_sketch().map(|sketch| (minute, sketch));
         }
         let Some((_, sketch)) = slot else { return };
-        let mut key = SketchKey { identity, name: Name::default() };
+        let mut key = SketchKey { identity, name: IdentityDisplay::default() };
         if sketch.lower_bound(&key) == 0 {
             key.name = name();
         }
@@ -122,10 +122,10 @@ fn new_sketch() -> Option<Sketch> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::identity::name::Shown;
+    use crate::identity::name::DisplayPart;
 
-    fn name(text: &str) -> Name {
-        Name([Shown { word: "ip".into(), value: Some(text.into()) }].into())
+    fn name(text: &str) -> IdentityDisplay {
+        IdentityDisplay([DisplayPart { label: "ip".into(), value: Some(text.into()) }].into())
     }
 
     fn top(denied: &[Arc<TopDenied>], now: Instant) -> Vec<(u128, u64, u64)> {

@@ -20,8 +20,8 @@ use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, UpgradeRequest};
 use crate::http::upload::RequestBody;
 use crate::observe::trace::TraceContext;
-use crate::runtime::{Route, Runtime};
-use crate::upstream::{Protocol, Trail, Upstream, UpstreamError};
+use crate::runtime::{Route, CompiledConfig};
+use crate::upstream::{Protocol, AttemptLog, Upstream, UpstreamError};
 
 /// What a request takes along.
 pub(super) struct ForwardContext<'a> {
@@ -35,12 +35,12 @@ pub(super) struct ForwardContext<'a> {
     /// What the upstream's own spans belong to, if that is recorded.
     pub(super) trace: Option<TraceContext>,
     /// Notes where it has been.
-    pub(super) attempts: &'a mut Trail,
+    pub(super) attempts: &'a mut AttemptLog,
 }
 
 /// Sends a request to an upstream and hands its answer back.
 pub(super) async fn forward(
-    runtime: &Runtime,
+    runtime: &CompiledConfig,
     route: &Route,
     upstream: &Upstream,
     mut request: Box<Request<RequestBody>>,
@@ -81,14 +81,14 @@ pub(super) async fn forward(
         Some(deadline) => match timeout_at(deadline, exchange).await {
             Ok(result) => result?,
             Err(_) if progress.is_some_and(|progress| progress.is_delayed_by_client()) => {
-                return Err(UpstreamError::ClientStalled);
+                return Err(UpstreamError::ClientTimeout);
             }
-            Err(_) => return Err(UpstreamError::Overdue { upstream: upstream.name().into() }),
+            Err(_) => return Err(UpstreamError::RouteTimeout { upstream: upstream.name().into() }),
         },
     };
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {
         let upgraded = self::accept_upgrade(response, pending_upgrade, runtime.server.idle_timeout);
-        return upgraded.ok_or_else(|| UpstreamError::Switched { upstream: upstream.name().into() });
+        return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
     }
     // What ends with the connection hyper would call kept alive otherwise.
     let is_close_delimited = http_1_0 && response.body().size_hint().exact().is_none();
@@ -100,7 +100,7 @@ pub(super) async fn forward(
 /// The bounds of an exchange, and whether the body is read before it begins: a slow client then holds no connection and no
 /// permit of an upstream.
 fn body_limits(
-    runtime: &Runtime,
+    runtime: &CompiledConfig,
     route: &Route,
     upstream: &Upstream,
     request: &Request<RequestBody>,

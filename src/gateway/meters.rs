@@ -7,15 +7,15 @@ use http::{Response, StatusCode};
 
 use super::denied::TopDenied;
 use crate::http::body::Body;
-use crate::identity::name::Name;
+use crate::identity::name::IdentityDisplay;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::{Check, Decision};
 use crate::limit::outage::Unavailable;
 use crate::limit::plan::OnStoreError;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 use crate::tally::{Histogram, MetricFamily, Counter};
-use crate::upstream::{Trail, UpstreamError};
+use crate::upstream::{AttemptLog, UpstreamError};
 
 /// The classes of statuses, as labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
@@ -150,9 +150,9 @@ struct RouteMetrics {
 
 impl WorkerMetrics {
     /// The counts that a worker adds to.
-    pub(super) fn new(request_metrics: &RequestMetrics, runtime: &Runtime, worker: usize) -> Self {
+    pub(super) fn new(request_metrics: &RequestMetrics, runtime: &CompiledConfig, worker: usize) -> Self {
         let limits = |route: &crate::runtime::Route| {
-            let names = route.metering.limits.iter().map(|route_limit| &*route_limit.limit.name);
+            let names = route.rate_limits.limits.iter().map(|route_limit| &*route_limit.limit.name);
             names.map(|name| (request_metrics.limits.get_or_create(name, worker), request_metrics.top_denied.get_or_create(name, worker))).collect()
         };
         let upstream_metrics = |name: &str| UpstreamMetrics {
@@ -182,13 +182,13 @@ impl WorkerMetrics {
         upstream: usize,
         result: &Result<Response<Body>, UpstreamError>,
         elapsed: Duration,
-        attempts: &Trail,
+        attempts: &AttemptLog,
     ) {
         let UpstreamMetrics { responses, retries } = &self.upstreams[upstream];
-        if !result.as_ref().is_err_and(UpstreamError::is_clients_fault) {
+        if !result.as_ref().is_err_and(UpstreamError::is_client_error) {
             responses.record(result.as_ref().ok().map(Response::status), elapsed);
         }
-        for (reason, times) in attempts.again().into_iter().enumerate().filter(|(_, times)| *times > 0) {
+        for (reason, times) in attempts.retries().into_iter().enumerate().filter(|(_, times)| *times > 0) {
             retries.add(reason, times);
         }
     }
@@ -200,7 +200,7 @@ impl WorkerMetrics {
         checks: &[Check<'_, '_>],
         decision: &Result<Decision<'_>, Unavailable>,
         elapsed: Duration,
-        name: impl Fn(&Check<'_, '_>) -> Name,
+        name: impl Fn(&Check<'_, '_>) -> IdentityDisplay,
     ) {
         self.check_durations.observe(elapsed);
         if decision.as_ref().is_ok_and(|decision| !decision.admitted) {

@@ -12,7 +12,7 @@ use crate::limit::outage::Unavailable;
 use crate::observe::access::{EffectiveLimit, DecisionInfo, LimitInfo, UpstreamInfo};
 use crate::reply;
 use crate::runtime::Route;
-use crate::upstream::{Trail, Upstream, UpstreamError};
+use crate::upstream::{AttemptLog, Upstream, UpstreamError};
 
 /// What says most about a request comes first.
 const DECISION_PRIORITY: [LimitDecision; 6] = [
@@ -74,9 +74,9 @@ pub(super) fn record_cost(record: &mut RequestRecord, route: &Route, result: &Re
     let no_headers = http::HeaderMap::new();
     let headers = result.as_ref().map_or(&no_headers, Response::headers);
     for limit in &mut decision.limits {
-        let cost = &route.metering.limits[limit.limit_index].cost;
-        if cost.is_post_paid() {
-            limit.cost = cost.of_response(headers).unwrap_or(0);
+        let cost = &route.rate_limits.limits[limit.limit_index].cost;
+        if cost.is_deferred() {
+            limit.cost = cost.response_cost(headers).unwrap_or(0);
         }
     }
 }
@@ -85,16 +85,16 @@ pub(super) fn record_cost(record: &mut RequestRecord, route: &Route, result: &Re
 pub(super) fn record_upstream(
     record: &mut RequestRecord,
     upstream: &Upstream,
-    attempts: &Trail,
+    attempts: &AttemptLog,
     result: &Result<Response<Body>, UpstreamError>,
     started_at: Instant,
 ) {
     record.upstream = Some(UpstreamInfo {
         upstream: upstream.name().into(),
-        server: attempts.server().map(Into::into),
+        server: attempts.endpoint_name().map(Into::into),
         upstream_status: result.as_ref().ok().map(|response| response.status().as_u16()),
         duration: started_at.elapsed(),
-        retries: attempts.again().iter().sum(),
+        retries: attempts.retries().iter().sum(),
         start_offset: record.offset_of(started_at),
     });
 }

@@ -7,7 +7,7 @@ use crate::http::headers::{self, ForwardedInfo, X_REQUEST_ID};
 use crate::http::host;
 use crate::http::upgrade::UpgradeRequest;
 use crate::observe::trace::TraceContext;
-use crate::runtime::{Route, Runtime};
+use crate::runtime::{Route, CompiledConfig};
 
 /// What is known of a request besides its head.
 #[derive(Debug)]
@@ -25,7 +25,7 @@ pub struct UpstreamRequestInfo<'a> {
 }
 
 /// Makes the header section for the upstream of the one that came; the offer to switch protocols is left to whoever can switch.
-pub fn prepare_upstream_headers<B>(runtime: &Runtime, route: &Route, request: &mut Request<B>, info: UpstreamRequestInfo<'_>) -> Option<UpgradeRequest> {
+pub fn prepare_upstream_headers<B>(runtime: &CompiledConfig, route: &Route, request: &mut Request<B>, info: UpstreamRequestInfo<'_>) -> Option<UpgradeRequest> {
     let version = request.version();
     // The host that was routed on is the only one; an authority is a valid value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
@@ -33,11 +33,11 @@ pub fn prepare_upstream_headers<B>(runtime: &Runtime, route: &Route, request: &m
     // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
     let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
-    headers::strip_hop_by_hop(headers, &runtime.guarded);
+    headers::strip_hop_by_hop(headers, &runtime.protected_headers);
     headers::set_framing(headers, info.length);
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
-    headers::strip_untrusted(headers, &runtime.guarded, info.forwarded.trusted);
+    headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
     if version == Version::HTTP_2 {
         headers::join_cookies(headers);
     }

@@ -10,25 +10,25 @@ use http::{HeaderMap, HeaderName};
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
 use crate::limit::plan::{Limit, Plan};
 
-use super::{CONSUMER, IdentityError, Source};
+use super::{CONSUMER_TAG, IdentityError, Descriptor};
 
 /// SHA-256 of an API key.
 pub type KeyHash = [u8; 32];
 
 /// Which keys are known, where they stand, and what becomes of others.
 #[derive(Debug)]
-pub struct ApiKeys {
+pub struct ApiKeySettings {
     /// The field that carries the key.
     pub header: HeaderName,
     /// Whether a request without a key passes as anonymous.
     pub anonymous_if_missing: bool,
     /// What becomes of a key that is not known.
-    pub on_unknown: OnUnknown,
+    pub on_unknown: OnUnknownKey,
 }
 
 /// What becomes of a key that is not known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum OnUnknown {
+pub enum OnUnknownKey {
     /// 401.
     Reject,
     /// As if there were none; the identity is the client's network.
@@ -49,7 +49,7 @@ pub struct Consumer {
     /// Which size of the limits that have tiers.
     pub tier: Option<Box<str>>,
     /// Sizes of its own, by the names of the limits.
-    pub plans: BTreeMap<Box<str>, Arc<Plan>>,
+    pub variants: BTreeMap<Box<str>, Arc<Plan>>,
 }
 
 /// The tier of those who have no key, where they may pass.
@@ -68,12 +68,12 @@ pub enum Caller<'a> {
     Missing,
 }
 
-impl Default for ApiKeys {
+impl Default for ApiKeySettings {
     fn default() -> Self {
-        ApiKeys {
+        ApiKeySettings {
             header: HeaderName::from_static("x-api-key"),
             anonymous_if_missing: false,
-            on_unknown: OnUnknown::Reject,
+            on_unknown: OnUnknownKey::Reject,
         }
     }
 }
@@ -84,7 +84,7 @@ impl Consumers {
     /// # Errors
     /// The key is there already: its consumer.
     pub fn insert(&mut self, hash: KeyHash, consumer: Arc<Consumer>) -> Result<(), Arc<Consumer>> {
-        match self.0.insert(index(&hash), (hash, consumer)) {
+        match self.0.insert(hash_prefix(&hash), (hash, consumer)) {
             None => Ok(()),
             Some((_, other)) => Err(other),
         }
@@ -96,7 +96,7 @@ impl Consumers {
     }
 
     /// The one with this name.
-    pub fn named(&self, name: &str) -> Option<&Consumer> {
+    pub fn find_by_name(&self, name: &str) -> Option<&Consumer> {
         self.iter().find(|consumer| *consumer.name == *name)
     }
 
@@ -105,7 +105,7 @@ impl Consumers {
         self.0.is_empty()
     }
 
-    fn find(&self, key: &[u8]) -> Option<&Consumer> {
+    fn find_by_key(&self, key: &[u8]) -> Option<&Consumer> {
         if self.is_empty() {
             return None;
         }
@@ -116,7 +116,7 @@ impl Consumers {
     }
 }
 
-fn index(hash: &KeyHash) -> [u8; 8] {
+fn hash_prefix(hash: &KeyHash) -> [u8; 8] {
     let mut first = [0; 8];
     first.copy_from_slice(&hash[..8]);
     first
@@ -126,12 +126,12 @@ impl Consumer {
     /// Its identity for limits by API key alone.
     pub fn identity(&self, hasher: &IdentityHasher) -> Identity {
         let mut encoder = Encoder::default();
-        encoder.part(CONSUMER, self.name.as_bytes());
+        encoder.part(CONSUMER_TAG, self.name.as_bytes());
         hasher.hash(encoder.bytes())
     }
 }
 
-impl ApiKeys {
+impl ApiKeySettings {
     /// Whose key a request carries.
     ///
     /// # Errors
@@ -139,27 +139,27 @@ impl ApiKeys {
     pub fn caller<'a>(&self, consumers: &'a Consumers, headers: &'a HeaderMap) -> Result<Caller<'a>, IdentityError> {
         let mut values = headers.get_all(&self.header).iter();
         let key = match (values.next(), values.next()) {
-            (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(Source::Header(self.header.clone()))),
+            (Some(_), Some(_)) => return Err(IdentityError::Ambiguous(Descriptor::Header(self.header.clone()))),
             (Some(key), None) if !key.is_empty() => key.as_bytes(),
             _ if self.anonymous_if_missing => return Ok(Caller::Anonymous),
             _ => return Ok(Caller::Missing),
         };
-        match (consumers.find(key), self.on_unknown) {
+        match (consumers.find_by_key(key), self.on_unknown) {
             (Some(consumer), _) => Ok(Caller::Consumer(consumer)),
-            (None, OnUnknown::Reject) => Err(IdentityError::UnknownKey),
-            (None, OnUnknown::Anonymous) => Ok(Caller::Anonymous),
-            (None, OnUnknown::Accept) => Ok(Caller::Accepted(key)),
+            (None, OnUnknownKey::Reject) => Err(IdentityError::UnknownApiKey),
+            (None, OnUnknownKey::Anonymous) => Ok(Caller::Anonymous),
+            (None, OnUnknownKey::Accept) => Ok(Caller::Accepted(key)),
         }
     }
 }
 
 impl<'a> Caller<'a> {
     /// The size that a limit has for the caller.
-    pub fn plan(self, limit: &'a Limit) -> &'a Arc<Plan> {
+    pub fn variant(self, limit: &'a Limit) -> &'a Arc<Plan> {
         let special = match self {
             Caller::Consumer(consumer) => {
                 let tier = || limit.tiers.get(consumer.tier.as_deref()?);
-                consumer.plans.get(&limit.name).or_else(tier)
+                consumer.variants.get(&limit.name).or_else(tier)
             }
             Caller::Anonymous => limit.tiers.get(ANONYMOUS_TIER),
             Caller::Accepted(_) | Caller::Missing => None,
@@ -169,7 +169,7 @@ impl<'a> Caller<'a> {
 }
 
 /// Reads `sha256:<64 lower-case hex digits>`.
-pub fn key_hash(text: &str) -> Option<KeyHash> {
+pub fn parse_key_hash(text: &str) -> Option<KeyHash> {
     let digits = text.strip_prefix("sha256:")?.as_bytes();
     let value = |digit: u8| match digit {
         b'0'..=b'9' => Some(digit - b'0'),
@@ -195,22 +195,22 @@ mod tests {
 
     #[test]
     fn keys_are_found_by_their_hash() {
-        let mut keys = ApiKeys::default();
+        let mut keys = ApiKeySettings::default();
         let mut consumers = Consumers::default();
         let named = |name: &str| Arc::new(Consumer { name: name.into(), ..Consumer::default() });
-        consumers.insert(key_hash(SECRET).unwrap(), named("bob")).unwrap();
-        assert_eq!(consumers.insert(key_hash(SECRET).unwrap(), named("alice")), Err(named("bob")));
+        consumers.insert(parse_key_hash(SECRET).unwrap(), named("bob")).unwrap();
+        assert_eq!(consumers.insert(parse_key_hash(SECRET).unwrap(), named("alice")), Err(named("bob")));
         for (sent, on_unknown, expected) in [
-            (vec!["secret"], OnUnknown::Reject, Ok(Caller::Consumer(&named("alice")))),
-            (vec!["Secret"], OnUnknown::Reject, Err(IdentityError::UnknownKey)),
-            (vec!["Secret"], OnUnknown::Anonymous, Ok(Caller::Anonymous)),
-            (vec!["Secret"], OnUnknown::Accept, Ok(Caller::Accepted(b"Secret"))),
-            (vec![], OnUnknown::Accept, Ok(Caller::Missing)),
-            (vec![""], OnUnknown::Accept, Ok(Caller::Missing)),
+            (vec!["secret"], OnUnknownKey::Reject, Ok(Caller::Consumer(&named("alice")))),
+            (vec!["Secret"], OnUnknownKey::Reject, Err(IdentityError::UnknownApiKey)),
+            (vec!["Secret"], OnUnknownKey::Anonymous, Ok(Caller::Anonymous)),
+            (vec!["Secret"], OnUnknownKey::Accept, Ok(Caller::Accepted(b"Secret"))),
+            (vec![], OnUnknownKey::Accept, Ok(Caller::Missing)),
+            (vec![""], OnUnknownKey::Accept, Ok(Caller::Missing)),
             (
                 vec!["secret", "x"],
-                OnUnknown::Accept,
-                Err(IdentityError::Ambiguous(Source::Header(keys.header.clone()))),
+                OnUnknownKey::Accept,
+                Err(IdentityError::Ambiguous(Descriptor::Header(keys.header.clone()))),
             ),
         ] {
             keys.on_unknown = on_unknown;
@@ -226,7 +226,7 @@ mod tests {
     #[test]
     fn hashes_have_one_form() {
         for text in ["", "sha256:", &SECRET[..70], &SECRET.to_uppercase(), "md5:00", &format!("{SECRET}00")] {
-            assert_eq!(key_hash(text), None, "{text}");
+            assert_eq!(parse_key_hash(text), None, "{text}");
         }
     }
 }

@@ -17,7 +17,7 @@ pub enum ClientCertError {
 }
 
 /// The types that have a name here: those of RFC 4514 §3, and two that OpenSSL names the same way.
-const NAMES: [(&str, &str); 11] = [
+const ATTRIBUTE_NAMES: [(&str, &str); 11] = [
     ("2.5.4.3", "CN"),
     ("2.5.4.7", "L"),
     ("2.5.4.8", "ST"),
@@ -41,12 +41,12 @@ pub fn subject(certificate: &[u8], now_s: i64) -> Result<Option<Box<str>>, Clien
     if now_s > certificate.validity().not_after.timestamp() {
         return Err(ClientCertError::Expired);
     }
-    let text = text(certificate.subject())?;
+    let text = format_name(certificate.subject())?;
     Ok((!text.is_empty()).then(|| text.into()))
 }
 
 /// The last part first, separated by `,`; attributes of one part by `+`.
-fn text(name: &X509Name<'_>) -> Result<String, ClientCertError> {
+fn format_name(name: &X509Name<'_>) -> Result<String, ClientCertError> {
     let parts: Vec<_> = name.iter_rdn().collect();
     let mut text = String::new();
     for part in parts.into_iter().rev() {
@@ -62,7 +62,7 @@ fn text(name: &X509Name<'_>) -> Result<String, ClientCertError> {
 
 fn write_attribute(text: &mut String, attribute: &AttributeTypeAndValue<'_>) -> Result<(), ClientCertError> {
     let oid = attribute.attr_type().to_id_string();
-    let name = NAMES.iter().find(|(known, _)| *known == oid).map(|(_, name)| *name);
+    let name = ATTRIBUTE_NAMES.iter().find(|(known, _)| *known == oid).map(|(_, name)| *name);
     match (name, attribute.as_str()) {
         (Some(name), Ok(value)) => {
             text.push_str(name);
@@ -104,7 +104,7 @@ mod tests {
     use rcgen::{CertificateParams, CustomExtension, DistinguishedName, DnType, DnValue, KeyPair, date_time_ymd};
     use std::collections::HashSet;
 
-    fn of(attributes: &[(DnType, DnValue)]) -> Option<String> {
+    fn subject_of(attributes: &[(DnType, DnValue)]) -> Option<String> {
         let mut params = CertificateParams::default();
         params.distinguished_name = DistinguishedName::new();
         for (kind, value) in attributes {
@@ -131,9 +131,9 @@ mod tests {
             (vec![(custom(), utf8("x"))], "1.3.6.1.4.1.99999=#0C0178"),
             (vec![(DnType::CommonName, DnValue::PrintableString("alice".try_into().unwrap()))], "CN=alice"),
         ] {
-            assert_eq!(of(&attributes).as_deref(), Some(expected));
+            assert_eq!(subject_of(&attributes).as_deref(), Some(expected));
         }
-        assert_eq!(of(&[]), None, "an empty subject is nobody's");
+        assert_eq!(subject_of(&[]), None, "an empty subject is nobody's");
     }
 
     #[test]
@@ -154,7 +154,7 @@ mod tests {
             vec![cn("#0C0161")],
             vec![(DnType::CommonName, DnValue::BmpString("a".try_into().unwrap()))],
         ];
-        let texts: HashSet<_> = subjects.iter().map(|subject| of(subject).unwrap()).collect();
+        let texts: HashSet<_> = subjects.iter().map(|subject| subject_of(subject).unwrap()).collect();
         assert_eq!(texts.len(), subjects.len(), "{texts:?}");
     }
 

@@ -7,9 +7,9 @@ use ipnet::{IpNet, Ipv4Net, Ipv6Net};
 
 /// Whom to believe, where the address stands, and how much of it counts.
 #[derive(Debug, PartialEq, Eq)]
-pub struct ClientIp {
+pub struct ClientIpResolver {
     /// Peers and hops that are believed.
-    pub trusted: Vec<IpNet>,
+    pub trusted_proxies: Vec<IpNet>,
     /// The field with the hops.
     pub header: HeaderName,
     /// Bits of an IPv4 address that count.
@@ -18,17 +18,17 @@ pub struct ClientIp {
     pub ipv6_prefix: u8,
 }
 
-impl ClientIp {
+impl ClientIpResolver {
     /// Whether a peer or hop is believed.
-    pub fn trusts(&self, address: IpAddr) -> bool {
-        self.trusted.iter().any(|net| net.contains(&address))
+    pub fn is_trusted(&self, address: IpAddr) -> bool {
+        self.trusted_proxies.iter().any(|net| net.contains(&address))
     }
 
     /// The address of the client: from the right, the first hop that is not trusted.
     /// What cannot be read ends the walk at the hop that reported it.
-    pub fn client(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
+    pub fn client_address(&self, peer: IpAddr, headers: &HeaderMap) -> IpAddr {
         let mut client = peer;
-        if !self.trusts(peer) {
+        if !self.is_trusted(peer) {
             return client;
         }
         let lines = headers.get_all(&self.header);
@@ -38,8 +38,8 @@ impl ClientIp {
                 let element = std::str::from_utf8(element).ok().filter(|element| element.is_ascii());
                 let hop =
                     if self.header == http::header::FORWARDED { element.and_then(forwarded_for) } else { element };
-                match hop.and_then(address) {
-                    Some(hop) if self.trusts(hop) => client = hop,
+                match hop.and_then(parse_address) {
+                    Some(hop) if self.is_trusted(hop) => client = hop,
                     Some(hop) => return hop,
                     None => return client,
                 }
@@ -58,7 +58,7 @@ impl ClientIp {
     }
 
     /// The same as people write it: an address, or a network where only a part of it counts.
-    pub fn network_text(&self, address: IpAddr) -> String {
+    pub fn format_network(&self, address: IpAddr) -> String {
         let (prefix, whole) = match address {
             IpAddr::V4(_) => (self.ipv4_prefix, 32),
             IpAddr::V6(_) => (self.ipv6_prefix, 128),
@@ -81,7 +81,7 @@ fn forwarded_for(element: &str) -> Option<&str> {
 }
 
 /// `192.0.2.1`, `192.0.2.1:80`, `2001:db8::1`, `[2001:db8::1]`, `[2001:db8::1]:80`; an IPv4-mapped address is IPv4.
-fn address(text: &str) -> Option<IpAddr> {
+fn parse_address(text: &str) -> Option<IpAddr> {
     let text = text.trim();
     let plain = || text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text).parse().ok();
     let address = plain().or_else(|| text.parse::<SocketAddr>().ok().map(|socket| socket.ip()))?;
@@ -93,9 +93,9 @@ mod tests {
     use super::*;
     use http::HeaderValue;
 
-    fn rules(header: &'static str) -> ClientIp {
-        ClientIp {
-            trusted: vec!["10.0.0.0/8".parse().unwrap(), "::1/128".parse().unwrap()],
+    fn resolver(header: &'static str) -> ClientIpResolver {
+        ClientIpResolver {
+            trusted_proxies: vec!["10.0.0.0/8".parse().unwrap(), "::1/128".parse().unwrap()],
             header: HeaderName::from_static(header),
             ipv4_prefix: 32,
             ipv6_prefix: 64,
@@ -124,7 +124,7 @@ mod tests {
             for line in &lines {
                 headers.append("x-forwarded-for", HeaderValue::from_bytes(line.as_bytes()).unwrap());
             }
-            let client = rules("x-forwarded-for").client(peer.parse().unwrap(), &headers);
+            let client = resolver("x-forwarded-for").client_address(peer.parse().unwrap(), &headers);
             assert_eq!(client, expected.parse::<IpAddr>().unwrap(), "{peer} {lines:?}");
         }
     }
@@ -141,18 +141,18 @@ mod tests {
             ("for=\"1.1.1.1, for=2.2.2.2", "2.2.2.2"),
         ] {
             let headers = HeaderMap::from_iter([(http::header::FORWARDED, line.parse().unwrap())]);
-            let client = rules("forwarded").client("10.0.0.1".parse().unwrap(), &headers);
+            let client = resolver("forwarded").client_address("10.0.0.1".parse().unwrap(), &headers);
             assert_eq!(client, expected.parse::<IpAddr>().unwrap(), "{line}");
         }
     }
 
     #[test]
     fn prefixes_make_networks() {
-        let rules = rules("x-forwarded-for");
+        let rules = resolver("x-forwarded-for");
         for (address, network) in [("192.0.2.77", "192.0.2.77"), ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::")] {
             assert_eq!(rules.network(address.parse().unwrap()), network.parse::<IpAddr>().unwrap());
             let text = if network.contains(':') { format!("{network}/64") } else { network.to_owned() };
-            assert_eq!(rules.network_text(address.parse().unwrap()), text);
+            assert_eq!(rules.format_network(address.parse().unwrap()), text);
         }
     }
 }

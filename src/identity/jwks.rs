@@ -19,7 +19,7 @@ pub(super) struct Key {
     id: Option<Box<str>>,
     /// Fixed by the kind of key. Never the token's choice: a public key must not become the secret of an HMAC.
     pub(super) algorithm: Algorithm,
-    pub(super) decoding: DecodingKey,
+    pub(super) decoding_key: DecodingKey,
 }
 
 /// Why a file is no set of keys.
@@ -31,11 +31,11 @@ pub enum KeySetError {
     #[error("keys[{0}] is symmetric (`oct`): whoever can check tokens with it can make them")]
     Symmetric(usize),
     #[error("keys[{0}] has {1} bits: an RSA key needs 2048 to 8192")]
-    Size(usize, usize),
+    KeySize(usize, usize),
     #[error("keys[{0}] is malformed")]
     Malformed(usize),
     #[error("two keys have the `kid` \"{0}\"")]
-    Twice(Box<str>),
+    DuplicateKid(Box<str>),
     #[error("it has no key for RS256 (RSA), ES256 (EC, P-256) or EdDSA (OKP, Ed25519)")]
     Empty,
 }
@@ -49,9 +49,9 @@ impl KeySet {
         let set: JwkSet = serde_json::from_slice(json)?;
         let mut keys: Vec<Key> = Vec::new();
         for (index, jwk) in set.keys.iter().enumerate() {
-            let Some(key) = Key::read(index, jwk)? else { continue };
+            let Some(key) = Key::from_jwk(index, jwk)? else { continue };
             if let Some(id) = key.id.clone().filter(|id| keys.iter().any(|other| other.id.as_ref() == Some(id))) {
-                return Err(KeySetError::Twice(id));
+                return Err(KeySetError::DuplicateKid(id));
             }
             keys.push(key);
         }
@@ -70,7 +70,7 @@ impl KeySet {
 
 impl Key {
     /// A key; none if it is not for what we do.
-    fn read(index: usize, jwk: &Jwk) -> Result<Option<Self>, KeySetError> {
+    fn from_jwk(index: usize, jwk: &Jwk) -> Result<Option<Self>, KeySetError> {
         let algorithm = match &jwk.algorithm {
             AlgorithmParameters::RSA(_) => Algorithm::RS256,
             AlgorithmParameters::EllipticCurve(key) if key.curve == EllipticCurve::P256 => Algorithm::ES256,
@@ -92,7 +92,7 @@ impl Key {
             DecodingKeyKind::RsaModulusExponent { n, e } => {
                 let bits = n.len() * 8 - n.first().map_or(0, |first| first.leading_zeros() as usize);
                 if !RSA_BITS.contains(&bits) {
-                    return Err(KeySetError::Size(index, bits));
+                    return Err(KeySetError::KeySize(index, bits));
                 }
                 RsaPublicKeyComponents { n, e }.to_parsed_public_key(&RSA_PKCS1_2048_8192_SHA256).map_err(malformed)?
             }
@@ -101,6 +101,6 @@ impl Key {
             }
             DecodingKeyKind::SecretOrDer(point) => ParsedPublicKey::new(&ED25519, point).map_err(malformed)?,
         };
-        Ok(Some(Key { id: common.key_id.as_deref().map(Box::from), algorithm, decoding }))
+        Ok(Some(Key { id: common.key_id.as_deref().map(Box::from), algorithm, decoding_key: decoding }))
     }
 }

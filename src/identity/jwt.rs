@@ -11,7 +11,7 @@ use jsonwebtoken::{crypto, decode_header};
 use serde_json::{Map, Value};
 
 use super::jwks::KeySet;
-use super::{IdentityError, Source};
+use super::{IdentityError, Descriptor};
 use crate::limit::clock;
 
 /// How far the clocks of issuer and gateway may lie apart. RFC 7519 §4.1.4 allows "usually no more than a few minutes";
@@ -20,7 +20,7 @@ const LEEWAY_S: f64 = 30.0;
 
 /// What tokens are checked against.
 #[derive(Debug, Default)]
-pub struct Verifier {
+pub struct JwtVerifier {
     /// The issuer's keys; a new set takes their place at once.
     pub keys: ArcSwap<KeySet>,
     /// What `iss` must be.
@@ -35,8 +35,8 @@ pub struct Claims(Map<String, Value>);
 
 /// The bearer token of one request: verified when the first limit asks for it, and once.
 #[derive(Debug)]
-pub struct Bearer<'a> {
-    verifier: &'a Verifier,
+pub struct BearerToken<'a> {
+    verifier: &'a JwtVerifier,
     headers: &'a HeaderMap,
     claims: OnceCell<Result<Option<Claims>, IdentityError>>,
 }
@@ -65,10 +65,10 @@ pub enum TokenError {
     Audience,
 }
 
-impl<'a> Bearer<'a> {
+impl<'a> BearerToken<'a> {
     /// The token in a header section, not looked at yet.
-    pub fn new(verifier: &'a Verifier, headers: &'a HeaderMap) -> Self {
-        Bearer { verifier, headers, claims: OnceCell::new() }
+    pub fn new(verifier: &'a JwtVerifier, headers: &'a HeaderMap) -> Self {
+        BearerToken { verifier, headers, claims: OnceCell::new() }
     }
 
     /// What it says; none if there is none.
@@ -76,7 +76,7 @@ impl<'a> Bearer<'a> {
     /// # Errors
     /// It does not count, or there may be two.
     pub fn claims(&self) -> Result<Option<&Claims>, IdentityError> {
-        let claims = self.claims.get_or_init(|| match token(self.headers)? {
+        let claims = self.claims.get_or_init(|| match bearer_token(self.headers)? {
             Some(token) => Ok(Some(self.verifier.verify(token, clock::unix_us() as f64 / 1e6)?)),
             None => Ok(None),
         });
@@ -85,11 +85,11 @@ impl<'a> Bearer<'a> {
 }
 
 /// The token of `Authorization: Bearer`; credentials of other schemes are nobody's business here.
-fn token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
+fn bearer_token(headers: &HeaderMap) -> Result<Option<&[u8]>, IdentityError> {
     let mut values = headers.get_all(AUTHORIZATION).iter();
     let (Some(credentials), second) = (values.next(), values.next()) else { return Ok(None) };
     if second.is_some() {
-        return Err(IdentityError::Ambiguous(Source::Header(AUTHORIZATION)));
+        return Err(IdentityError::Ambiguous(Descriptor::Header(AUTHORIZATION)));
     }
     let credentials = credentials.as_bytes();
     let end = credentials.iter().position(u8::is_ascii_whitespace).unwrap_or(credentials.len());
@@ -104,7 +104,7 @@ impl From<jsonwebtoken::errors::Error> for TokenError {
     }
 }
 
-impl Verifier {
+impl JwtVerifier {
     fn verify(&self, token: &[u8], now_s: f64) -> Result<Claims, TokenError> {
         let token = str::from_utf8(token).map_err(|_| TokenError::Malformed)?;
         let (message, signature) = token.rsplit_once('.').ok_or(TokenError::Malformed)?;
@@ -118,16 +118,16 @@ impl Verifier {
         if header.alg != key.algorithm {
             return Err(TokenError::Algorithm);
         }
-        if !crypto::verify(signature, message.as_bytes(), &key.decoding, key.algorithm)? {
+        if !crypto::verify(signature, message.as_bytes(), &key.decoding_key, key.algorithm)? {
             return Err(TokenError::Signature);
         }
         // What is signed is no longer dangerous. The library's own checks would let an `aud` pass that is a number.
         let claims = insecure_decode_claims(token)?;
-        self.check(&claims, now_s)?;
+        self.check_claims(&claims, now_s)?;
         Ok(Claims(claims))
     }
 
-    fn check(&self, claims: &Map<String, Value>, now_s: f64) -> Result<(), TokenError> {
+    fn check_claims(&self, claims: &Map<String, Value>, now_s: f64) -> Result<(), TokenError> {
         let time = |name| claims.get(name).map(|value| value.as_f64().ok_or(TokenError::Malformed)).transpose();
         let expires = time("exp")?.ok_or(TokenError::NoExpiration)?;
         if now_s >= expires + LEEWAY_S {
@@ -177,12 +177,12 @@ mod tests {
         let pair = Ed25519KeyPair::generate().unwrap();
         let jwk = json!({ "kty": "OKP", "crv": "Ed25519", "x": BASE64.encode(pair.public_key()) });
         let keys = KeySet::parse(json!({ "keys": [jwk] }).to_string().as_bytes()).unwrap();
-        let verifier = Verifier { keys: ArcSwap::from_pointee(keys), ..Verifier::default() };
+        let verifier = JwtVerifier { keys: ArcSwap::from_pointee(keys), ..JwtVerifier::default() };
         let (head, claims) = (json!({ "alg": "EdDSA" }), json!({ "sub": "alice", "exp": 9e9 }));
         let message = format!("{}.{}", BASE64.encode(head.to_string()), BASE64.encode(claims.to_string()));
         let line = format!("Bearer {message}.{}", BASE64.encode(pair.sign(message.as_bytes())));
         let headers = HeaderMap::from_iter([(AUTHORIZATION, line.parse().unwrap())]);
-        let (bearer, next) = (Bearer::new(&verifier, &headers), Bearer::new(&verifier, &headers));
+        let (bearer, next) = (BearerToken::new(&verifier, &headers), BearerToken::new(&verifier, &headers));
         assert_eq!(bearer.claims().unwrap().unwrap().text("sub").as_deref(), Some("alice"));
         verifier.keys.store(Arc::default());
         assert!(bearer.claims().unwrap().is_some(), "what was found is kept");
@@ -192,7 +192,7 @@ mod tests {
 
     #[test]
     fn times_count_to_the_second_and_the_leeway() {
-        let verifier = Verifier::default();
+        let verifier = JwtVerifier::default();
         for (claims, now_s, expected) in [
             (json!({ "exp": 1000 }), 1029.9, Ok(())),
             (json!({ "exp": 1000 }), 1030.0, Err(TokenError::Expired)),
@@ -203,7 +203,7 @@ mod tests {
             (json!({ "exp": null }), 900.0, Err(TokenError::Malformed)),
             (json!({}), 900.0, Err(TokenError::NoExpiration)),
         ] {
-            assert_eq!(verifier.check(claims.as_object().unwrap(), now_s), expected, "{claims} at {now_s}");
+            assert_eq!(verifier.check_claims(claims.as_object().unwrap(), now_s), expected, "{claims} at {now_s}");
         }
     }
 }

@@ -8,103 +8,103 @@ use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::Arc;
 
-use super::api_key::{ApiKeys, Caller, Consumers};
-use super::client_ip::ClientIp;
+use super::api_key::{ApiKeySettings, Caller, Consumers};
+use super::client_ip::ClientIpResolver;
 use super::source::cookie_value;
-use super::{ANONYMOUS, Asker, By, IP, OnMissing, Part, Source, octets};
+use super::{ANONYMOUS_TAG, RequestAttributes, IdentitySpec, IP_TAG, OnMissing, IdentityPart, Descriptor, octets};
 use crate::http::host;
 use crate::limit::key::{Encoder, Identity, IdentityHasher};
 
 /// Bytes of a value that are shown: whoever is limited may have chosen it.
-const LONGEST: usize = 128;
+const MAX_DISPLAY_BYTES: usize = 128;
 
 /// The word for an address that stands in for an API key.
-const ANONYMOUS_WORD: &str = "anonymous";
-const IP_WORD: &str = "ip";
+const ANONYMOUS_LABEL: &str = "anonymous";
+const IP_LABEL: &str = "ip";
 
 /// What operators are shown of an identity: its parts.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Name(pub Arc<[Shown]>);
+pub struct IdentityDisplay(pub Arc<[DisplayPart]>);
 
 /// What operators are shown of a part.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shown {
+pub struct DisplayPart {
     /// Its word in `by`, or of what stands in for it.
-    pub word: Box<str>,
+    pub label: Box<str>,
     /// Its value; none = it may be a secret.
     pub value: Option<Box<str>>,
 }
 
 /// What operators say of an identity: values by the words of `by`.
-pub type Said = BTreeMap<String, String>;
+pub type IdentityInput = BTreeMap<String, String>;
 
 /// An identity that an operator means.
 #[derive(Debug)]
-pub struct Meant<'a> {
+pub struct ResolvedIdentity<'a> {
     /// Its hash.
     pub identity: Identity,
     /// Whose sizes it has.
     pub caller: Caller<'a>,
     /// Whether it is never limited.
-    pub exempt: bool,
+    pub is_exempt: bool,
 }
 
 /// Why it is not known which identity is meant.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum Unclear {
+pub enum IdentityInputError {
     #[error("`{0}` is missing")]
     Missing(Cow<'static, str>),
     #[error("no consumer has this name")]
-    Consumer,
+    UnknownConsumer,
     #[error("`{0}` is not an address")]
-    Address(Cow<'static, str>),
+    InvalidAddress(Cow<'static, str>),
 }
 
-impl Source {
+impl Descriptor {
     /// As `by` has it.
-    pub fn word(&self) -> Cow<'static, str> {
+    pub fn label(&self) -> Cow<'static, str> {
         match self {
-            Source::ApiKey => "api-key".into(),
-            Source::Ip => IP_WORD.into(),
-            Source::User(name) => format!("user:{name}").into(),
-            Source::Header(name) => format!("header:{name}").into(),
-            Source::Cookie(name) => format!("cookie:{name}").into(),
-            Source::Query(name) => format!("query:{name}").into(),
-            Source::Path(name) => format!("path:{name}").into(),
-            Source::Jwt(name) => format!("jwt:{name}").into(),
-            Source::ClientCert => "client-cert".into(),
-            Source::Host => "host".into(),
-            Source::Method => "method".into(),
-            Source::Global => "global".into(),
-            Source::Route => "route".into(),
+            Descriptor::ApiKey => "api-key".into(),
+            Descriptor::Ip => IP_LABEL.into(),
+            Descriptor::User(name) => format!("user:{name}").into(),
+            Descriptor::Header(name) => format!("header:{name}").into(),
+            Descriptor::Cookie(name) => format!("cookie:{name}").into(),
+            Descriptor::Query(name) => format!("query:{name}").into(),
+            Descriptor::Path(name) => format!("path:{name}").into(),
+            Descriptor::Jwt(name) => format!("jwt:{name}").into(),
+            Descriptor::ClientCert => "client-cert".into(),
+            Descriptor::Host => "host".into(),
+            Descriptor::Method => "method".into(),
+            Descriptor::Global => "global".into(),
+            Descriptor::Route => "route".into(),
         }
     }
 
     /// Whether `by` has it as this word; names of headers have no case.
-    pub fn is_called(&self, word: &str) -> bool {
+    pub fn matches_label(&self, label: &str) -> bool {
         match self {
-            Source::User(_) | Source::Header(_) => self.word().eq_ignore_ascii_case(word),
-            _ => self.word() == word,
+            Descriptor::User(_) | Descriptor::Header(_) => self.label().eq_ignore_ascii_case(label),
+            _ => self.label() == label,
         }
     }
 
     /// The tag of its values, but for addresses and what is no value of a consumer.
     pub(super) fn tag(&self) -> u8 {
         match self {
-            Source::ApiKey => b'c',
-            Source::Ip => IP,
-            Source::User(_) => b'u',
-            Source::Header(_) => b'h',
-            Source::Cookie(_) => b'o',
-            Source::Query(_) => b'q',
-            Source::Path(_) => b'p',
-            Source::Jwt(_) => b'j',
-            Source::ClientCert => b's',
-            Source::Host => b'n',
-            Source::Method => b'm',
-            Source::Global => b'g',
-            Source::Route => b'r',
+            Descriptor::ApiKey => b'c',
+            Descriptor::Ip => IP_TAG,
+            Descriptor::User(_) => b'u',
+            Descriptor::Header(_) => b'h',
+            Descriptor::Cookie(_) => b'o',
+            Descriptor::Query(_) => b'q',
+            Descriptor::Path(_) => b'p',
+            Descriptor::Jwt(_) => b'j',
+            Descriptor::ClientCert => b's',
+            Descriptor::Host => b'n',
+            Descriptor::Method => b'm',
+            Descriptor::Global => b'g',
+            Descriptor::Route => b'r',
         }
     }
 }
@@ -119,113 +119,113 @@ fn is_public(tag: u8) -> bool {
     }
 }
 
-impl Source {
+impl Descriptor {
     /// Whether what a request says may be shown; of API keys, the consumer.
     pub fn is_public(&self) -> bool {
         is_public(self.tag())
     }
 }
 
-impl Name {
+impl IdentityDisplay {
     /// Its values in a line; `instead` of those that may be secrets.
-    pub fn line(&self, instead: &str) -> String {
-        let value = |shown: &Shown| match (&*shown.word, shown.value.as_deref()) {
+    pub fn summary(&self, placeholder: &str) -> String {
+        let value = |part: &DisplayPart| match (&*part.label, part.value.as_deref()) {
             ("global", _) => "everybody".to_owned(),
-            (ANONYMOUS_WORD, Some(value)) => format!("{ANONYMOUS_WORD} {value}"),
-            (_, value) => value.unwrap_or(instead).to_owned(),
+            (ANONYMOUS_LABEL, Some(value)) => format!("{ANONYMOUS_LABEL} {value}"),
+            (_, value) => value.unwrap_or(placeholder).to_owned(),
         };
         self.0.iter().map(value).collect::<Vec<_>>().join(", ")
     }
 }
 
-impl By {
+impl IdentitySpec {
     /// What operators are shown of the identity of a request.
-    pub fn name(&self, asker: &Asker<'_>, keys: &ApiKeys, addresses: &ClientIp) -> Name {
+    pub fn display(&self, request: &RequestAttributes<'_>, keys: &ApiKeySettings, client_ip: &ClientIpResolver) -> IdentityDisplay {
         let network =
-            |word: &str| Shown { word: word.into(), value: Some(addresses.network_text(asker.client).into()) };
-        let shown = |source: &Source| match source.part(asker, keys) {
-            Ok(Part::Value(tag, value)) => {
-                Shown { word: source.word().into(), value: is_public(tag).then(|| text(&value)) }
+            |label: &str| DisplayPart { label: label.into(), value: Some(client_ip.format_network(request.client_address).into()) };
+        let part_of = |descriptor: &Descriptor| match descriptor.extract(request, keys) {
+            Ok(IdentityPart::Value(tag, value)) => {
+                DisplayPart { label: descriptor.label().into(), value: is_public(tag).then(|| display_value(&value)) }
             }
-            Ok(Part::Address(ANONYMOUS)) => network(ANONYMOUS_WORD),
-            Ok(Part::Address(_) | Part::Missing(_)) => network(IP_WORD),
+            Ok(IdentityPart::Address(ANONYMOUS_TAG)) => network(ANONYMOUS_LABEL),
+            Ok(IdentityPart::Address(_) | IdentityPart::Missing(_)) => network(IP_LABEL),
             // Such a request has no identity.
-            Err(_) => Shown { word: source.word().into(), value: None },
+            Err(_) => DisplayPart { label: descriptor.label().into(), value: None },
         };
-        Name(self.sources.iter().map(shown).collect())
+        IdentityDisplay(self.descriptors.iter().map(part_of).collect())
     }
 
     /// Whether a part of an identity may be said by this word.
-    pub fn knows(&self, word: &str) -> bool {
-        let anonymous = || word == ANONYMOUS_WORD && self.sources.contains(&Source::ApiKey);
-        let stand_in = || word == IP_WORD && self.on_missing == OnMissing::Ip;
-        self.sources.iter().any(|source| source.word() == word) || anonymous() || stand_in()
+    pub fn has_label(&self, label: &str) -> bool {
+        let anonymous = || label == ANONYMOUS_LABEL && self.descriptors.contains(&Descriptor::ApiKey);
+        let is_ip_fallback = || label == IP_LABEL && self.on_missing == OnMissing::Ip;
+        self.descriptors.iter().any(|descriptor| descriptor.label() == label) || anonymous() || is_ip_fallback()
     }
 
     /// The identity that an operator means.
     ///
     /// # Errors
     /// It is not clear which one.
-    pub fn meant<'a>(
+    pub fn resolve<'a>(
         &self,
-        said: &Said,
-        addresses: &ClientIp,
+        input: &IdentityInput,
+        client_ip: &ClientIpResolver,
         consumers: &'a Consumers,
         hasher: &IdentityHasher,
-    ) -> Result<Meant<'a>, Unclear> {
-        let address = |word: &'static str| {
-            let text = said.get(word)?;
+    ) -> Result<ResolvedIdentity<'a>, IdentityInputError> {
+        let address = |label: &'static str| {
+            let text = input.get(label)?;
             // As it is shown, too.
             let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address).trim();
             Some(
                 address
                     .parse::<IpAddr>()
                     .map(|address| address.to_canonical())
-                    .map_err(|_| Unclear::Address(word.into())),
+                    .map_err(|_| IdentityInputError::InvalidAddress(label.into())),
             )
         };
-        let (mut encoder, mut caller, mut exempt) = (Encoder::default(), Caller::Missing, false);
+        let (mut encoder, mut caller, mut is_exempt) = (Encoder::default(), Caller::Missing, false);
         // Of parts that are no address.
-        let nowhere = IpAddr::from([0; 4]);
-        for source in &self.sources {
-            let value = said.get(&*source.word()).map(String::as_str).filter(|value| !value.is_empty());
-            let (tag, value, client) = match (source, value) {
-                (Source::Ip, _) | (_, None) if *source != Source::Global => {
-                    let anonymous = (*source == Source::ApiKey).then(|| address(ANONYMOUS_WORD)).flatten();
-                    let stands_in = *source == Source::Ip || self.on_missing == OnMissing::Ip;
+        let no_address = IpAddr::from([0; 4]);
+        for descriptor in &self.descriptors {
+            let value = input.get(&*descriptor.label()).map(String::as_str).filter(|value| !value.is_empty());
+            let (tag, value, client) = match (descriptor, value) {
+                (Descriptor::Ip, _) | (_, None) if *descriptor != Descriptor::Global => {
+                    let anonymous = (*descriptor == Descriptor::ApiKey).then(|| address(ANONYMOUS_LABEL)).flatten();
+                    let falls_back_to_ip = *descriptor == Descriptor::Ip || self.on_missing == OnMissing::Ip;
                     let (tag, client) = match anonymous {
                         Some(client) => {
                             caller = Caller::Anonymous;
-                            (ANONYMOUS, client?)
+                            (ANONYMOUS_TAG, client?)
                         }
                         None => {
-                            let client = stands_in.then(|| address(IP_WORD)).flatten();
-                            (IP, client.ok_or_else(|| Unclear::Missing(source.word()))??)
+                            let client = falls_back_to_ip.then(|| address(IP_LABEL)).flatten();
+                            (IP_TAG, client.ok_or_else(|| IdentityInputError::Missing(descriptor.label()))??)
                         }
                     };
-                    (tag, octets(addresses.network(client)), client)
+                    (tag, octets(client_ip.network(client)), client)
                 }
-                (Source::ApiKey, Some(name)) => {
-                    caller = Caller::Consumer(consumers.named(name).ok_or(Unclear::Consumer)?);
-                    (source.tag(), name.as_bytes().to_vec(), nowhere)
+                (Descriptor::ApiKey, Some(name)) => {
+                    caller = Caller::Consumer(consumers.find_by_name(name).ok_or(IdentityInputError::UnknownConsumer)?);
+                    (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
                 // As they are when a request was routed.
-                (Source::Host, Some(name)) => (source.tag(), host::canonical_host(name).into_owned().into_bytes(), nowhere),
-                (Source::Cookie(_), Some(value)) => {
-                    (source.tag(), cookie_value(value.as_bytes()).into_owned(), nowhere)
+                (Descriptor::Host, Some(name)) => (descriptor.tag(), host::canonical_host(name).into_owned().into_bytes(), no_address),
+                (Descriptor::Cookie(_), Some(value)) => {
+                    (descriptor.tag(), cookie_value(value.as_bytes()).into_owned(), no_address)
                 }
-                (_, value) => (source.tag(), value.unwrap_or_default().as_bytes().to_vec(), nowhere),
+                (_, value) => (descriptor.tag(), value.unwrap_or_default().as_bytes().to_vec(), no_address),
             };
-            exempt |= self.exempt.covers(source, tag, &value, client);
+            is_exempt |= self.exemptions.contains(descriptor, tag, &value, client);
             encoder.part(tag, &value);
         }
-        Ok(Meant { identity: hasher.hash(encoder.bytes()), caller, exempt })
+        Ok(ResolvedIdentity { identity: hasher.hash(encoder.bytes()), caller, is_exempt })
     }
 }
 
 /// The beginning of a value, as text.
-fn text(value: &[u8]) -> Box<str> {
+fn display_value(value: &[u8]) -> Box<str> {
     let whole = String::from_utf8_lossy(value);
-    let end = (0..=LONGEST.min(whole.len())).rev().find(|end| whole.is_char_boundary(*end)).unwrap_or(0);
+    let end = (0..=MAX_DISPLAY_BYTES.min(whole.len())).rev().find(|end| whole.is_char_boundary(*end)).unwrap_or(0);
     if end < whole.len() { format!("{}…", &whole[..end]).into() } else { whole.into() }
 }

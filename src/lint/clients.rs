@@ -6,7 +6,7 @@ use ipnet::IpNet;
 
 use super::Whole;
 use crate::config::error::Issue;
-use crate::identity::Source;
+use crate::identity::Descriptor;
 
 /// Wider than every network that somebody runs proxies in: 10.0.0.0/8 and fc00::/7 are the widest.
 const WIDEST: (u8, u8) = (8, 7);
@@ -21,7 +21,7 @@ pub(super) fn client_warnings(whole: &Whole<'_>) -> Vec<Issue> {
 /// Proxies that could be anybody.
 fn wide_open<'a>(whole: &'a Whole<'_>) -> impl Iterator<Item = Issue> + 'a {
     let written = whole.written.client_ip.trusted_proxies.iter().flatten();
-    written.zip(&whole.runtime.client_ip.trusted).filter_map(|(text, network)| {
+    written.zip(&whole.runtime.client_ip.trusted_proxies).filter_map(|(text, network)| {
         let share = match network {
             IpNet::V4(network) if network.prefix_len() < WIDEST.0 => network.prefix_len(),
             IpNet::V6(network) if network.prefix_len() < WIDEST.1 => network.prefix_len(),
@@ -32,7 +32,7 @@ fn wide_open<'a>(whole: &'a Whole<'_>) -> impl Iterator<Item = Issue> + 'a {
         let message = format!(
             "`{text_of}` is {size}: whoever connects from there says who he is, and gets around every limit by address"
         );
-        Some(Issue::at(text.span(), message).hint("the networks of your own proxies only, such as \"10.0.0.0/8\""))
+        Some(Issue::new(text.span(), message).with_hint("the networks of your own proxies only, such as \"10.0.0.0/8\""))
     })
 }
 
@@ -42,10 +42,10 @@ fn one_address(whole: &Whole<'_>) -> Option<Issue> {
     if !hidden || whole.written.client_ip.trusted_proxies.is_some() {
         return None;
     }
-    let used = whole.runtime.routes.iter().flat_map(|route| &route.metering.limits);
+    let used = whole.runtime.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let used: Vec<_> = used.map(|metered| &*metered.limit.name).collect();
     // In the order of the file.
-    let by_address = whole.runtime.limits.values().filter(|terms| terms.by.sources.contains(&Source::Ip));
+    let by_address = whole.runtime.limits.values().filter(|terms| terms.identity_spec.descriptors.contains(&Descriptor::Ip));
     let by_address = by_address.filter(|terms| used.contains(&&*terms.limit.name));
     let places = by_address.map(|terms| (whole.place(&terms.limit.name, |limit| limit.by.as_ref()), &terms.limit.name));
     let (place, name) = places.min_by_key(|(place, _)| place.start)?;
@@ -54,7 +54,7 @@ fn one_address(whole: &Whole<'_>) -> Option<Issue> {
     );
     let hint =
         "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the proxy's address; [] if clients connect directly";
-    Some(Issue::at(place, message).hint(hint))
+    Some(Issue::new(place, message).with_hint(hint))
 }
 
 fn is_private(address: IpAddr) -> bool {
@@ -72,7 +72,7 @@ fn no_secret(whole: &Whole<'_>) -> Option<Issue> {
     let place = store.secret.as_ref().or(store.url.as_ref()).filter(|_| redis)?.span();
     let message = "the store has no `secret`: who reads the keys in Redis can guess the addresses in them";
     Some(
-        Issue::at(place, message)
-            .hint("secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways: openssl rand -hex 32"),
+        Issue::new(place, message)
+            .with_hint("secret = \"${SLUICEGATE_STORE_SECRET}\", the same on all gateways: openssl rand -hex 32"),
     )
 }

@@ -6,10 +6,10 @@ use super::Whole;
 use crate::config::Text;
 use crate::config::error::Issue;
 use crate::cost::Cost;
-use crate::identity::Source;
+use crate::identity::Descriptor;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::{Limit, OnStoreError};
-use crate::runtime::{Route, Terms};
+use crate::runtime::{Route, CompiledLimit};
 
 /// Words of names and paths where somebody who guesses is held off by a limit alone.
 const GUARDED: &[&str] = &[
@@ -34,13 +34,13 @@ const GUARDED: &[&str] = &[
 pub(super) fn limit_warnings(whole: &Whole<'_>) -> Vec<Issue> {
     let mut found = Vec::new();
     for terms in whole.runtime.limits.values() {
-        let routes: Vec<_> = whole.runtime.routes.iter().filter(|route| route.uses(&terms.limit)).collect();
+        let routes: Vec<_> = whole.runtime.routes.iter().filter(|route| route.has_limit(&terms.limit)).collect();
         if routes.is_empty() {
             let name = &terms.limit.name;
             let place = whole.place(name, |_| None::<&Text>);
             found.push(
-                Issue::at(place, format!("no route uses `{name}`"))
-                    .hint("name it in `limits` of a route, or remove it"),
+                Issue::new(place, format!("no route uses `{name}`"))
+                    .with_hint("name it in `limits` of a route, or remove it"),
             );
         }
         found.extend(idle_lease(whole, terms));
@@ -53,7 +53,7 @@ pub(super) fn limit_warnings(whole: &Whole<'_>) -> Vec<Issue> {
 }
 
 /// Units that are never taken ahead.
-fn idle_lease(whole: &Whole<'_>, terms: &Terms) -> Vec<Issue> {
+fn idle_lease(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
     let limit = &terms.limit;
     if limit.advance == 0 {
         return Vec::new();
@@ -61,26 +61,26 @@ fn idle_lease(whole: &Whole<'_>, terms: &Terms) -> Vec<Issue> {
     let place = whole.place(&limit.name, |written| written.prefetch.as_ref());
     if whole.runtime.store.redis.is_none() {
         let text = format!("the `prefetch` of `{}` does nothing: no call is saved with the memory store", limit.name);
-        return vec![Issue::at(place, text)];
+        return vec![Issue::new(place, text)];
     }
-    let routes = whole.runtime.routes.iter().filter(|route| route.uses(limit));
+    let routes = whole.runtime.routes.iter().filter(|route| route.has_limit(limit));
     let beside = routes.filter_map(|route| {
-        let other = route.metering.limits.iter().find(|metered| metered.limit.advance == 0)?;
+        let other = route.rate_limits.limits.iter().find(|metered| metered.limit.advance == 0)?;
         let text = format!(
             "the `prefetch` of `{}` does nothing for requests of `{}` that meet `{}`, which has none",
             limit.name, route.name, other.limit.name
         );
-        Some(Issue::at(place.clone(), text))
+        Some(Issue::new(place.clone(), text))
     });
     beside.collect()
 }
 
 /// The sizes of a limit that the costs of its requests may never fit into. Costs that always are too much are errors.
-fn too_small(whole: &Whole<'_>, terms: &Terms) -> Vec<Issue> {
+fn too_small(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
     let limit = &terms.limit;
-    let uses = whole.runtime.routes.iter().flat_map(|route| &route.metering.limits);
+    let uses = whole.runtime.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let costs = uses.filter(|metered| Arc::ptr_eq(&metered.limit, limit)).map(|metered| match &metered.cost {
-        Cost::Fixed(cost) | Cost::Request { most: cost, .. } => *cost,
+        Cost::Fixed(cost) | Cost::Request { max: cost, .. } => *cost,
         Cost::Response { .. } => 1,
     });
     let dearest = costs.max().unwrap_or(0);
@@ -90,7 +90,7 @@ fn too_small(whole: &Whole<'_>, terms: &Terms) -> Vec<Issue> {
     let mut own: Vec<_> = consumers
         .iter()
         .filter_map(|consumer| {
-            Some((format!(" for the consumer `{}`", consumer.name), &**consumer.plans.get(&limit.name)?))
+            Some((format!(" for the consumer `{}`", consumer.name), &**consumer.variants.get(&limit.name)?))
         })
         .collect();
     own.sort_by(|(one, _), (other, _)| one.cmp(other));
@@ -103,22 +103,22 @@ fn too_small(whole: &Whole<'_>, terms: &Terms) -> Vec<Issue> {
              no Retry-After",
             limit.name
         );
-        Issue::at(place.clone(), text).hint("a larger burst or quota, or a smaller cost")
+        Issue::new(place.clone(), text).with_hint("a larger burst or quota, or a smaller cost")
     });
     small.collect()
 }
 
 /// A burst that was asked for, where every route has another limit that stops it before.
-fn burst(whole: &Whole<'_>, terms: &Terms, routes: &[&Arc<Route>]) -> Option<Issue> {
+fn burst(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &terms.limit;
     let written = whole.limit(&limit.name)?.get_ref().burst.as_ref()?;
     let capacity = limit.standard.rule.capacity();
     let stricter = |route: &Route| {
-        let own = route.metering.limits.iter().find(|metered| Arc::ptr_eq(&metered.limit, limit))?;
-        let others = route.metering.limits.iter().filter(|other| {
-            let by = &whole.runtime.limits.get(&*other.limit.name).map(|terms| &terms.by);
+        let own = route.rate_limits.limits.iter().find(|metered| Arc::ptr_eq(&metered.limit, limit))?;
+        let others = route.rate_limits.limits.iter().filter(|other| {
+            let by = &whole.runtime.limits.get(&*other.limit.name).map(|terms| &terms.identity_spec);
             let counts_as_much =
-                by.is_some_and(|by| *by == terms.by || (by.sources == [Source::Global] && by.methods.is_empty()));
+                by.is_some_and(|by| *by == terms.identity_spec || (by.descriptors == [Descriptor::Global] && by.methods.is_empty()));
             let stops = !other.limit.shadow && other.limit.wait.is_none() && other.limit.tiers.is_empty();
             let in_flight = matches!(other.limit.standard.rule, Rule::Concurrency(_));
             counts_as_much && stops && !in_flight && other.cost == own.cost
@@ -135,13 +135,13 @@ fn burst(whole: &Whole<'_>, terms: &Terms, routes: &[&Arc<Route>]) -> Option<Iss
         other.standard.rule.capacity()
     );
     Some(
-        Issue::at(written.span(), text)
-            .hint(format!("a burst below {}, or a larger one there", other.standard.rule.capacity())),
+        Issue::new(written.span(), text)
+            .with_hint(format!("a burst below {}, or a larger one there", other.standard.rule.capacity())),
     )
 }
 
 /// A limit that holds off who guesses passwords, and lets everybody try while the store is down.
-fn open_door(whole: &Whole<'_>, terms: &Terms, routes: &[&Arc<Route>]) -> Option<Issue> {
+fn open_door(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &terms.limit;
     if limit.on_store_error != OnStoreError::Allow || limit.shadow {
         return None;
@@ -159,11 +159,11 @@ fn open_door(whole: &Whole<'_>, terms: &Terms, routes: &[&Arc<Route>]) -> Option
     };
     let place = whole.place(&limit.name, |written| written.on_store_error.as_ref());
     let text = format!("{what} does not hold off who guesses while the store is down");
-    Some(Issue::at(place, text).hint("\"local\" goes on with this gateway's share, \"deny\" refuses with 503"))
+    Some(Issue::new(place, text).with_hint("\"local\" goes on with this gateway's share, \"deny\" refuses with 503"))
 }
 
 /// A turn that comes when the time of the route is over.
-fn long_wait(whole: &Whole<'_>, terms: &Terms, routes: &[&Arc<Route>]) -> Option<Issue> {
+fn long_wait(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let wait = terms.limit.wait?;
     let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= wait.most))?;
     let place = whole.place(&terms.limit.name, |written| written.max_wait.as_ref());
@@ -171,5 +171,5 @@ fn long_wait(whole: &Whole<'_>, terms: &Terms, routes: &[&Arc<Route>]) -> Option
         "a request may wait for `{}` longer than the `timeout` of the route `{}`: it is charged, and answered with 504",
         terms.limit.name, route.name
     );
-    Some(Issue::at(place, text).hint("a shorter `max_wait`, or a longer `timeout`"))
+    Some(Issue::new(place, text).with_hint("a shorter `max_wait`, or a longer `timeout`"))
 }

@@ -8,113 +8,113 @@ use arc_swap::ArcSwap;
 use tokio::sync::oneshot;
 
 use crate::limit::clock;
-use crate::runtime::Runtime;
-use crate::upstream::fleet::Fleet;
+use crate::runtime::CompiledConfig;
+use crate::upstream::fleet::UpstreamCluster;
 
 /// What the process serves.
 #[derive(Debug)]
-pub struct Running {
+pub struct ActiveConfig {
     /// The configuration.
-    pub runtime: Arc<Runtime>,
+    pub config: Arc<CompiledConfig>,
     /// Its upstreams, in its order.
-    pub fleets: Arc<[Arc<Fleet>]>,
+    pub clusters: Arc<[Arc<UpstreamCluster>]>,
     /// In force since, µs since the Unix epoch.
-    pub since_us: u64,
+    pub active_since_us: u64,
 }
 
 /// Why the configuration is to be read again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Cause {
+pub enum ReloadCause {
     /// Its file has changed.
-    Change,
+    FileChanged,
     /// Somebody asks: all files that it names are to be read again, too.
-    Demand,
+    Requested,
 }
 
 /// Somebody wants it to be read again.
 #[derive(Debug)]
-pub struct Request {
+pub struct ReloadRequest {
     /// Why.
-    pub cause: Cause,
+    pub cause: ReloadCause,
     /// Who waits for what becomes of it.
     pub reply: oneshot::Sender<Result<(), String>>,
 }
 
 /// Why and when the last reload failed.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Failure {
+pub struct ReloadFailure {
     /// In full.
     pub error: String,
     /// µs since the Unix epoch.
-    pub at_us: u64,
+    pub failed_at_us: u64,
 }
 
 /// The configuration of a process.
 #[derive(Debug)]
-pub struct Configuration {
-    running: ArcSwap<Running>,
-    requests: Sender<Request>,
-    failure: Mutex<Option<Failure>>,
+pub struct ConfigHandle {
+    active: ArcSwap<ActiveConfig>,
+    requests: Sender<ReloadRequest>,
+    last_failure: Mutex<Option<ReloadFailure>>,
     /// The content of its file at the last attempt.
-    tried: Mutex<Vec<u8>>,
+    last_attempt: Mutex<Vec<u8>>,
     reloads: AtomicU64,
     failures: AtomicU64,
 }
 
-impl Configuration {
+impl ConfigHandle {
     /// Of a process that begins, and what it is asked for.
-    pub fn new(runtime: Arc<Runtime>) -> (Self, Receiver<Request>) {
-        let fleets = runtime.upstreams.iter().cloned().map(Fleet::new).map(Arc::new).collect();
-        let tried = Mutex::new(runtime.file.content.clone());
-        let (requests, asked) = channel();
-        let running = ArcSwap::from_pointee(Running { runtime, fleets, since_us: clock::unix_us() });
-        let (failure, reloads, failures) = Default::default();
-        (Configuration { running, requests, failure, tried, reloads, failures }, asked)
+    pub fn new(config: Arc<CompiledConfig>) -> (Self, Receiver<ReloadRequest>) {
+        let clusters = config.upstreams.iter().cloned().map(UpstreamCluster::new).map(Arc::new).collect();
+        let last_attempt = Mutex::new(config.file.content.clone());
+        let (requests, receiver) = channel();
+        let active = ArcSwap::from_pointee(ActiveConfig { config, clusters, active_since_us: clock::unix_us() });
+        let (last_failure, reloads, failures) = Default::default();
+        (ConfigHandle { active, requests, last_failure, last_attempt, reloads, failures }, receiver)
     }
 
     /// What is in force.
-    pub fn running(&self) -> Arc<Running> {
-        self.running.load_full()
+    pub fn active(&self) -> Arc<ActiveConfig> {
+        self.active.load_full()
     }
 
     /// Asks for a reload; the answer comes when it is done.
-    pub fn reload(&self, cause: Cause) -> oneshot::Receiver<Result<(), String>> {
-        let (reply, answer) = oneshot::channel();
+    pub fn reload(&self, cause: ReloadCause) -> oneshot::Receiver<Result<(), String>> {
+        let (reply, receiver) = oneshot::channel();
         // Without anybody to do it, the answer is that there will be none.
-        let _ = self.requests.send(Request { cause, reply });
-        answer
+        let _ = self.requests.send(ReloadRequest { cause, reply });
+        receiver
     }
 
     /// Notes what is about to be tried.
-    pub fn attempt(&self, content: &[u8]) {
-        *lock(&self.tried) = content.to_vec();
+    pub fn record_attempt(&self, content: &[u8]) {
+        *lock(&self.last_attempt) = content.to_vec();
     }
 
     /// Whether this was tried last.
-    pub fn was_tried(&self, content: &[u8]) -> bool {
-        *lock(&self.tried) == content
+    pub fn is_last_attempt(&self, content: &[u8]) -> bool {
+        *lock(&self.last_attempt) == content
     }
 
     /// This is in force from now on.
-    pub fn replace(&self, runtime: Arc<Runtime>, fleets: Arc<[Arc<Fleet>]>) {
-        self.running.store(Arc::new(Running { runtime, fleets, since_us: clock::unix_us() }));
+    pub fn activate(&self, config: Arc<CompiledConfig>, clusters: Arc<[Arc<UpstreamCluster>]>) {
+        self.active.store(Arc::new(ActiveConfig { config, clusters, active_since_us: clock::unix_us() }));
         self.reloads.fetch_add(1, Ordering::Relaxed);
-        *lock(&self.failure) = None;
+        *lock(&self.last_failure) = None;
     }
 
     /// A reload has failed; what is in force stays.
-    pub fn refuse(&self, error: &str) {
+    pub fn record_failure(&self, error: &str) {
         self.failures.fetch_add(1, Ordering::Relaxed);
-        *lock(&self.failure) = Some(Failure { error: error.to_owned(), at_us: clock::unix_us() });
+        *lock(&self.last_failure) = Some(ReloadFailure { error: error.to_owned(), failed_at_us: clock::unix_us() });
     }
 
     /// The last reload, if it failed.
-    pub fn failure(&self) -> Option<Failure> {
-        lock(&self.failure).clone()
+    pub fn last_failure(&self) -> Option<ReloadFailure> {
+        lock(&self.last_failure).clone()
     }
 
     /// Reloads that were done, and that failed.
-    pub fn counts(&self) -> [u64; 2] {
+    pub fn reload_counts(&self) -> [u64; 2] {
         [&self.reloads, &self.failures].map(|count| count.load(Ordering::Relaxed))
     }
 }

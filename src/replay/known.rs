@@ -7,38 +7,38 @@ use http::HeaderName;
 
 use super::format::Provides;
 use crate::cost::Cost;
-use crate::identity::Source;
+use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
 use crate::limit::plan::Plan;
-use crate::runtime::{Runtime, Terms};
+use crate::runtime::{CompiledConfig, CompiledLimit};
 
 /// What the log would have to say to tell the identities of a limit, and does not.
-pub(super) fn lacking(terms: &Terms, runtime: &Runtime, provides: &Provides) -> Option<String> {
+pub(super) fn lacking(terms: &CompiledLimit, runtime: &CompiledConfig, provides: &Provides) -> Option<String> {
     let header = |name: &HeaderName| (!provides.headers.has(name)).then(|| format!("the header `{name}`"));
-    let lacks = |source: &Source| match source {
-        Source::ApiKey => header(&runtime.api_keys.header),
-        Source::User(name) | Source::Header(name) => header(name),
-        Source::Cookie(name) => header(&http::header::COOKIE).map(|_| format!("the cookie `{name}`")),
-        Source::Ip => (!provides.client).then(|| "the client's address".to_owned()),
-        Source::Query(name) => (!provides.query).then(|| format!("the query parameter `{name}`")),
-        Source::Host => (!provides.host).then(|| "the host".to_owned()),
-        Source::ClientCert => (!provides.subject).then(|| "the subject of the client's certificate".to_owned()),
+    let lacks = |source: &Descriptor| match source {
+        Descriptor::ApiKey => header(&runtime.api_key_settings.header),
+        Descriptor::User(name) | Descriptor::Header(name) => header(name),
+        Descriptor::Cookie(name) => header(&http::header::COOKIE).map(|_| format!("the cookie `{name}`")),
+        Descriptor::Ip => (!provides.client).then(|| "the client's address".to_owned()),
+        Descriptor::Query(name) => (!provides.query).then(|| format!("the query parameter `{name}`")),
+        Descriptor::Host => (!provides.host).then(|| "the host".to_owned()),
+        Descriptor::ClientCert => (!provides.subject).then(|| "the subject of the client's certificate".to_owned()),
         // A token that was good then is expired now, and logs that have them should not.
-        Source::Jwt(name) => Some(format!("the claim `{name}` of the token")),
-        Source::Path(_) | Source::Method | Source::Global | Source::Route => None,
+        Descriptor::Jwt(name) => Some(format!("the claim `{name}` of the token")),
+        Descriptor::Path(_) | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
     };
-    terms.by.sources.iter().find_map(lacks)
+    terms.identity_spec.descriptors.iter().find_map(lacks)
 }
 
 /// What has to be said about a limit; `stands` if a field of the log stands for its identities.
-pub(super) fn notes(terms: &Terms, stands: bool, provides: &Provides) -> Vec<String> {
+pub(super) fn notes(terms: &CompiledLimit, stands: bool, provides: &Provides) -> Vec<String> {
     let mut notes = Vec::new();
     let said = |name: &HeaderName| provides.headers.has(name) || provides.hashed;
     match &terms.cost {
-        Some(Cost::Response { otherwise, .. }) if !provides.hashed => {
+        Some(Cost::Response { default: otherwise, .. }) if !provides.hashed => {
             notes.push(format!("what responses cost is not in this log: each counts as {otherwise}"));
         }
-        Some(Cost::Request { field, otherwise, .. }) if !said(field) => {
+        Some(Cost::Request { header: field, default: otherwise, .. }) if !said(field) => {
             notes.push(format!("`{field}` is not in this log: each request counts as {otherwise}"));
         }
         _ => {}
@@ -56,15 +56,15 @@ pub(super) fn notes(terms: &Terms, stands: bool, provides: &Provides) -> Vec<Str
 }
 
 /// Consumers with sizes of their own.
-pub(super) fn consumers(runtime: &Runtime, terms: &Terms) -> HashMap<Box<[u8]>, Arc<Plan>> {
+pub(super) fn consumers(runtime: &CompiledConfig, terms: &CompiledLimit) -> HashMap<Box<[u8]>, Arc<Plan>> {
     let mut sizes = HashMap::new();
     for consumer in runtime.consumers.load().iter() {
-        let plan = Caller::Consumer(consumer).plan(&terms.limit);
-        if Arc::ptr_eq(plan, &terms.limit.standard) || !terms.by.sources.contains(&Source::ApiKey) {
+        let plan = Caller::Consumer(consumer).variant(&terms.limit);
+        if Arc::ptr_eq(plan, &terms.limit.standard) || !terms.identity_spec.descriptors.contains(&Descriptor::ApiKey) {
             continue;
         }
         sizes.insert(consumer.name.as_bytes().into(), plan.clone());
-        if terms.by.sources == [Source::ApiKey] {
+        if terms.identity_spec.descriptors == [Descriptor::ApiKey] {
             sizes.insert(consumer.identity(&runtime.hasher).hex().as_slice().into(), plan.clone());
         }
     }

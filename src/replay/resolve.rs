@@ -13,7 +13,7 @@ use super::view::{self, View};
 use crate::cost::Cost;
 use crate::gateway::addressed::RequestTarget;
 use crate::gateway::ask::{LimitContext, build_checks};
-use crate::identity::Source;
+use crate::identity::Descriptor;
 use crate::limit::key::Identity;
 use crate::limit::plan::Plan;
 use crate::reply::Rejection;
@@ -133,7 +133,7 @@ impl<'v> Resolver<'v> {
             Some(route) => route,
             None => match runtime.table.find(&target.host, &target.path, method, headers) {
                 Ok(route) => route,
-                Err(NoMatch::Nothing | NoMatch::Method(_)) => return Resolved::Refused(Refused::NoRoute),
+                Err(NoMatch::NotFound | NoMatch::MethodNotAllowed(_)) => return Resolved::Refused(Refused::NoRoute),
             },
         };
         let of_route = &self.view.routes[route.index];
@@ -141,8 +141,8 @@ impl<'v> Resolver<'v> {
             return Resolved::Unlimited;
         }
         let peer = entry.client.unwrap_or(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
-        let trusted = !entry.resolved && runtime.client_ip.trusts(peer);
-        let client = if trusted { runtime.client_ip.client(peer, headers) } else { peer };
+        let trusted = !entry.resolved && runtime.client_ip.is_trusted(peer);
+        let client = if trusted { runtime.client_ip.client_address(peer, headers) } else { peer };
         if trusted && !headers.contains_key(&runtime.client_ip.header) {
             self.unnamed += 1;
         }
@@ -162,12 +162,12 @@ impl<'v> Resolver<'v> {
             let subject = of_route.subjects[check.place];
             let by = &of_route.identities[of_route.limits[check.place].identity];
             let label = || match &by.sources[..] {
-                [Source::Ip] => Label::Network(asker.network),
+                [Descriptor::Ip] => Label::Network(asker.client_network),
                 _ if self.view.subjects[subject].secret => Label::Text(check.identity.short().into()),
                 _ => Label::Text(match headers.get(view::header(subject)) {
                     Some(stands) => String::from_utf8_lossy(stands.as_bytes()).into(),
                     None => {
-                        let name = by.name(&asker, &runtime.api_keys, &runtime.client_ip);
+                        let name = by.name(&asker, &runtime.api_key_settings, &runtime.client_ip);
                         name.line(&check.identity.short()).into()
                     }
                 }),

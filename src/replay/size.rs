@@ -6,7 +6,7 @@ use crate::limit::algorithm::Rule;
 use crate::limit::algorithm::concurrency::Concurrency;
 use crate::limit::plan::{Limit, Plan};
 use crate::limit::quota::{Quota, QuotaError};
-use crate::runtime::{Runtime, Terms};
+use crate::runtime::{CompiledConfig, CompiledLimit};
 
 /// Leases of requests in flight are renewed until they end: in a log, they last as long as that. Ten years.
 const LONG_LEASE: u64 = 3650 * 86_400 * 1_000_000;
@@ -33,7 +33,7 @@ pub enum SizeError {
 }
 
 /// The size that is proposed.
-pub(super) fn proposed(runtime: &Runtime, terms: &Terms, proposal: &Proposal) -> Result<Arc<Plan>, SizeError> {
+pub(super) fn proposed(runtime: &CompiledConfig, terms: &CompiledLimit, proposal: &Proposal) -> Result<Arc<Plan>, SizeError> {
     let Proposal { limit: name, quota: text, burst } = proposal;
     let standard = &terms.limit.standard;
     let burst = match (&standard.rule, burst) {
@@ -49,7 +49,7 @@ pub(super) fn proposed(runtime: &Runtime, terms: &Terms, proposal: &Proposal) ->
 }
 
 /// The same with leases that do not end before their requests.
-pub(super) fn unhurried(runtime: &Runtime, limit: &Limit, plan: Arc<Plan>) -> Arc<Plan> {
+pub(super) fn unhurried(runtime: &CompiledConfig, limit: &Limit, plan: Arc<Plan>) -> Arc<Plan> {
     let Rule::Concurrency(rule) = &plan.rule else { return plan };
     let rule = Rule::Concurrency(Concurrency { lease: LONG_LEASE, ..*rule });
     let long = Plan::new(&runtime.hasher, &limit.name, plan.quota, rule, limit.division);
@@ -57,7 +57,7 @@ pub(super) fn unhurried(runtime: &Runtime, limit: &Limit, plan: Arc<Plan>) -> Ar
 }
 
 /// A limit whose size is `now` with another count and burst; none if it cannot have them.
-pub(super) fn sized(runtime: &Runtime, limit: &Limit, now: Quota, count: u64, burst: Option<u64>) -> Option<Arc<Plan>> {
+pub(super) fn sized(runtime: &CompiledConfig, limit: &Limit, now: Quota, count: u64, burst: Option<u64>) -> Option<Arc<Plan>> {
     let resized = limit.resized(&runtime.hasher, Quota { count, ..now }, burst).ok()?;
     Some(unhurried(runtime, limit, Arc::new(resized)))
 }

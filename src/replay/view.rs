@@ -11,12 +11,12 @@ use super::known::{consumers, lacking, notes};
 use super::size::{Proposal, SizeError, proposed, unhurried};
 use crate::cost::{Cost, RefundOn};
 use crate::gateway::ask::deferred_action;
-use crate::identity::{By, OnMissing, Source};
+use crate::identity::{IdentitySpec, OnMissing, Descriptor};
 use crate::limit::admission::Later;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::{Limit, Plan};
 use crate::limit::quota::Quota;
-use crate::runtime::{Metered, Runtime, Terms};
+use crate::runtime::{RouteLimit, CompiledConfig, CompiledLimit};
 
 /// What a field of the log is to be: the identity of a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -62,7 +62,7 @@ pub struct Subject {
 impl Subject {
     /// Whether a response of this status gives the charge back.
     pub fn refunds(&self, status: u16) -> bool {
-        StatusCode::from_u16(status).is_ok_and(|status| self.refund_on.covers(status))
+        StatusCode::from_u16(status).is_ok_and(|status| self.refund_on.contains(status))
     }
 }
 
@@ -70,9 +70,9 @@ impl Subject {
 #[derive(Debug)]
 pub struct OfRoute {
     /// The identities of its limits.
-    pub identities: Vec<By>,
+    pub identities: Vec<IdentitySpec>,
     /// Its limits.
-    pub limits: Vec<Metered>,
+    pub limits: Vec<RouteLimit>,
     /// Which subject each of them is.
     pub subjects: Vec<usize>,
     /// Whether one is by API key.
@@ -83,7 +83,7 @@ pub struct OfRoute {
 #[derive(Debug)]
 pub struct View {
     /// The configuration.
-    pub runtime: Runtime,
+    pub runtime: CompiledConfig,
     /// The limits that routes use, in the order of their names.
     pub subjects: Vec<Subject>,
     /// For each route, by index, the limits that are replayed.
@@ -91,13 +91,13 @@ pub struct View {
 }
 
 /// Fields of the log that stand for identities, as headers that no client can send a request with: they are not in the log.
-pub fn stands(runtime: &Runtime, stands: &[Stand], provides: &Provides) -> Result<Vec<Mapped>, ViewError> {
+pub fn stands(runtime: &CompiledConfig, stands: &[Stand], provides: &Provides) -> Result<Vec<Mapped>, ViewError> {
     for stand in stands {
         if !runtime.limits.contains_key(&stand.limit) {
             return Err(no_limit(runtime, &stand.limit));
         }
     }
-    let field = |name: &str, terms: &Terms| {
+    let field = |name: &str, terms: &CompiledLimit| {
         let given = stands.iter().find(|stand| stand.limit == name).map(|stand| stand.field.clone());
         given.or_else(|| (provides.hashed && lacking(terms, runtime, provides).is_some()).then(|| hash_of(name)))
     };
@@ -115,7 +115,7 @@ pub(super) fn header(index: usize) -> HeaderName {
     HeaderName::try_from(format!("x-sluicegate-replay-{index}")).unwrap_or(http::header::FROM)
 }
 
-fn no_limit(runtime: &Runtime, name: &str) -> ViewError {
+fn no_limit(runtime: &CompiledConfig, name: &str) -> ViewError {
     ViewError::NoLimit { name: name.to_owned(), all: runtime.limits.keys().cloned().collect() }
 }
 
@@ -125,7 +125,7 @@ impl View {
     /// # Errors
     /// The proposals do not fit.
     pub fn new(
-        runtime: Runtime,
+        runtime: CompiledConfig,
         proposals: &[Proposal],
         mapped: &[Mapped],
         provides: &Provides,
@@ -142,9 +142,9 @@ impl View {
             let stands = mapped.iter().any(|mapped| mapped.header == header(index));
             let by = match stands {
                 true => {
-                    By { sources: vec![Source::Header(header(index))], on_missing: OnMissing::Skip, ..terms.by.clone() }
+                    IdentitySpec { descriptors: vec![Descriptor::Header(header(index))], on_missing: OnMissing::Skip, ..terms.identity_spec.clone() }
                 }
-                false => terms.by.clone(),
+                false => terms.identity_spec.clone(),
             };
             let lacks = lacking(terms, &runtime, provides).filter(|_| !stands);
             let in_flight = matches!(plan.rule, Rule::Concurrency(_)) && !provides.took;
@@ -152,10 +152,10 @@ impl View {
             let instead_of = proposal.map(|_| terms.limit.standard.quota).filter(|quota| *quota != plan.quota);
             let notes = notes(terms, stands, provides);
             // A log may hold the key or the token itself.
-            let has_secret = |source: &Source| matches!(source, Source::ApiKey | Source::Jwt(_)) || !source.is_public();
-            let secret = stands && !provides.hashed && terms.by.sources.iter().any(has_secret);
+            let has_secret = |source: &Descriptor| matches!(source, Descriptor::ApiKey | Descriptor::Jwt(_)) || !source.is_public();
+            let secret = stands && !provides.hashed && terms.identity_spec.descriptors.iter().any(has_secret);
             let (limit, refund_on) = (terms.limit.clone(), terms.refund_on.clone());
-            let later = deferred_action(terms.cost.as_ref().is_some_and(Cost::is_post_paid), &refund_on);
+            let later = deferred_action(terms.cost.as_ref().is_some_and(Cost::is_deferred), &refund_on);
             let consumers = if stands { consumers(&runtime, terms) } else { HashMap::new() };
             subjects.push(Subject { limit, plan, instead_of, unknown, notes, deferred_action, consumers, secret, refund_on });
             bys.push(by);
@@ -163,7 +163,7 @@ impl View {
         let routes = runtime.routes.iter().map(|route| {
             let mut of_route =
                 OfRoute { identities: Vec::new(), limits: Vec::new(), subjects: Vec::new(), by_key: false };
-            for metered in &route.metering.limits {
+            for metered in &route.rate_limits.limits {
                 let Some(subject) = subjects.iter().position(|subject| Arc::ptr_eq(&subject.limit, &metered.limit))
                 else {
                     continue;
@@ -172,12 +172,12 @@ impl View {
                     continue;
                 }
                 let by = &bys[subject];
-                of_route.by_key |= by.sources.contains(&Source::ApiKey);
+                of_route.by_key |= by.descriptors.contains(&Descriptor::ApiKey);
                 let identity = of_route.identities.iter().position(|other| other == by).unwrap_or_else(|| {
                     of_route.identities.push(by.clone());
                     of_route.identities.len() - 1
                 });
-                of_route.limits.push(Metered { identity, ..metered.clone() });
+                of_route.limits.push(RouteLimit { identity_index: identity, ..metered.clone() });
                 of_route.subjects.push(subject);
             }
             of_route

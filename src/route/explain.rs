@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 
-use super::{Entry, Node, RouteTable};
+use super::{RouteEntry, Node, RouteTable};
 
 /// A route beside a request.
 #[derive(Debug)]
@@ -18,14 +18,14 @@ pub struct Candidate<'t, T> {
     /// The fields that it wants.
     pub headers: &'t [(HeaderName, HeaderValue)],
     /// What of the request is first to be otherwise than it wants; none = it matches.
-    pub missed: Option<Missed<'t>>,
+    pub mismatch: Option<MismatchReason<'t>>,
     /// So many segments of the path are as it wants them.
-    depth: usize,
+    matched_segments: usize,
 }
 
 /// What of a request is otherwise than a route wants it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Missed<'t> {
+pub enum MismatchReason<'t> {
     /// The host.
     Host,
     /// The path.
@@ -39,49 +39,49 @@ pub enum Missed<'t> {
 impl<T> Candidate<'_, T> {
     /// Sorts those first that lack least: after host and path come the method and the fields.
     pub fn distance(&self) -> impl Ord + use<T> {
-        let criterion = match self.missed {
+        let criterion = match self.mismatch {
             None => 0,
-            Some(Missed::Header(_)) => 1,
-            Some(Missed::Method) => 2,
-            Some(Missed::Path) => 3,
-            Some(Missed::Host) => 4,
+            Some(MismatchReason::Header(_)) => 1,
+            Some(MismatchReason::Method) => 2,
+            Some(MismatchReason::Path) => 3,
+            Some(MismatchReason::Host) => 4,
         };
-        (criterion, Reverse(self.depth))
+        (criterion, Reverse(self.matched_segments))
     }
 }
 
 /// A request, as far as routes are concerned.
-struct Request<'a> {
+struct MatchInput<'a> {
     method: &'a Method,
     headers: &'a HeaderMap,
 }
 
 /// How far a request has come on the way to a node.
 #[derive(Clone, Copy)]
-struct Way<'a> {
-    is_host: bool,
+struct SearchPath<'a> {
+    host_matches: bool,
     /// What is left of its path; none if it is used up.
     remaining: Option<&'a str>,
-    is_path: bool,
-    depth: usize,
+    path_matches: bool,
+    matched_segments: usize,
 }
 
 impl<T> RouteTable<T> {
     /// All routes beside a request, in no order; host and path as in [`RouteTable::find`].
     pub fn candidates(&self, host: &str, path: &str, method: &Method, headers: &HeaderMap) -> Vec<Candidate<'_, T>> {
-        let request = Request { method, headers };
+        let request = MatchInput { method, headers };
         let mut found = Vec::new();
-        let mut walk = |node, of: Option<String>, is_host| {
-            let way = Way { is_host, remaining: path.strip_prefix('/'), is_path: true, depth: 0 };
-            Node::walk(node, &request, of.as_deref(), way, &mut found);
+        let mut walk = |node, pattern_host: Option<String>, is_host| {
+            let search_path = SearchPath { host_matches: is_host, remaining: path.strip_prefix('/'), path_matches: true, matched_segments: 0 };
+            Node::walk(node, &request, pattern_host.as_deref(), search_path, &mut found);
         };
-        for (name, node) in &self.exact {
+        for (name, node) in &self.exact_hosts {
             walk(node, Some(name.to_string()), **name == *host);
         }
-        for (suffix, node) in &self.wildcard {
+        for (suffix, node) in &self.wildcard_hosts {
             walk(node, Some(format!("*{suffix}")), host.match_indices('.').any(|(dot, _)| host[dot..] == **suffix));
         }
-        walk(&self.any, None, true);
+        walk(&self.any_host, None, true);
         found
     }
 }
@@ -89,32 +89,32 @@ impl<T> RouteTable<T> {
 impl<T> Node<T> {
     fn walk<'t>(
         node: &'t Node<T>,
-        request: &Request<'_>,
+        request: &MatchInput<'_>,
         host: Option<&str>,
-        way: Way<'_>,
+        search_path: SearchPath<'_>,
         found: &mut Vec<Candidate<'t, T>>,
     ) {
-        let mut add = |entries: &'t [Entry<T>], is_path| {
-            let way = Way { is_path: way.is_path && is_path, ..way };
+        let mut add = |entries: &'t [RouteEntry<T>], is_path| {
+            let way = SearchPath { path_matches: search_path.path_matches && is_path, ..search_path };
             found.extend(entries.iter().map(|entry| Candidate {
                 target: &entry.target,
                 host: host.map(str::to_owned),
                 methods: &entry.methods,
                 headers: &entry.headers,
-                missed: entry.missed(request, way),
-                depth: way.depth,
+                mismatch: entry.mismatch(request, way),
+                matched_segments: way.matched_segments,
             }));
         };
-        add(&node.here, way.remaining.is_none());
-        add(&node.rest, way.remaining.is_some());
-        let (segment, next) = match way.remaining.map(|remaining| remaining.split_once('/').ok_or(remaining)) {
+        add(&node.terminal, search_path.remaining.is_none());
+        add(&node.catch_all, search_path.remaining.is_some());
+        let (segment, next) = match search_path.remaining.map(|remaining| remaining.split_once('/').ok_or(remaining)) {
             Some(Ok((segment, next))) => (Some(segment), Some(next)),
             Some(Err(last)) => (Some(last), None),
             None => (None, None),
         };
         let step = |fits: bool| {
-            let is_path = way.is_path && fits;
-            Way { remaining: next, is_path, depth: way.depth + usize::from(is_path), ..way }
+            let is_path = search_path.path_matches && fits;
+            SearchPath { remaining: next, path_matches: is_path, matched_segments: search_path.matched_segments + usize::from(is_path), ..search_path }
         };
         for (literal, child) in &node.literals {
             Node::walk(child, request, host, step(segment == Some(&**literal)), found);
@@ -125,24 +125,24 @@ impl<T> Node<T> {
     }
 }
 
-impl<T> Entry<T> {
-    fn missed(&self, request: &Request<'_>, way: Way<'_>) -> Option<Missed<'_>> {
-        if !way.is_host {
-            return Some(Missed::Host);
+impl<T> RouteEntry<T> {
+    fn mismatch(&self, request: &MatchInput<'_>, search_path: SearchPath<'_>) -> Option<MismatchReason<'_>> {
+        if !search_path.host_matches {
+            return Some(MismatchReason::Host);
         }
-        if !way.is_path {
-            return Some(Missed::Path);
+        if !search_path.path_matches {
+            return Some(MismatchReason::Path);
         }
-        if !self.serves(request.method) {
-            return Some(Missed::Method);
+        if !self.allows_method(request.method) {
+            return Some(MismatchReason::Method);
         }
-        self.lacking(request.headers).map(Missed::Header)
+        self.missing_header(request.headers).map(MismatchReason::Header)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::Pattern;
+    use super::super::RouteMatch;
     use super::*;
 
     #[test]
@@ -165,15 +165,15 @@ mod tests {
         .enumerate()
         {
             let (methods, headers) = (methods.to_vec(), headers.to_vec());
-            let pattern = Pattern { host: host.map(str::to_owned), path: path.parse().unwrap(), methods, headers };
+            let pattern = RouteMatch { host: host.map(str::to_owned), path: path.parse().unwrap(), methods, headers };
             table.insert(pattern, index).unwrap();
         }
         let mut found = table.candidates("a.test", "/v1/users/7", &Method::GET, &HeaderMap::new());
         found.sort_by_key(|candidate| *candidate.target);
-        let missed: Vec<_> = found.iter().map(|candidate| candidate.missed).collect();
-        let (host, path) = (Some(Missed::Host), Some(Missed::Path));
-        let header = Some(Missed::Header(&version));
-        assert_eq!(missed, [None, host, Some(Missed::Method), header, path, path, path, None, path]);
+        let missed: Vec<_> = found.iter().map(|candidate| candidate.mismatch).collect();
+        let (host, path) = (Some(MismatchReason::Host), Some(MismatchReason::Path));
+        let header = Some(MismatchReason::Header(&version));
+        assert_eq!(missed, [None, host, Some(MismatchReason::Method), header, path, path, path, None, path]);
         found.sort_by_key(|candidate| (candidate.distance(), *candidate.target));
         let nearest: Vec<_> = found.iter().map(|candidate| *candidate.target).collect();
         assert_eq!(nearest, [0, 7, 3, 2, 6, 8, 4, 5, 1]);

@@ -16,29 +16,29 @@ pub(super) enum Segment {
 /// Why a text is no path pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum PatternError {
+pub enum PathPatternError {
     #[error("a path starts with `/`")]
     NoSlash,
     #[error("`{{*{0}}}` takes the rest of the path: nothing may follow it")]
     RestNotLast(String),
     #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
-    Parameter(String),
+    InvalidParameter(String),
     #[error("the parameter `{0}` stands twice")]
-    Twice(String),
+    DuplicateParameter(String),
     #[error("`*` alone stands for nothing: `{{*rest}}` takes the rest of the path")]
-    Star,
+    BareWildcard,
 }
 
 impl FromStr for PathPattern {
-    type Err = PatternError;
+    type Err = PathPatternError;
 
-    fn from_str(text: &str) -> Result<Self, PatternError> {
-        let segments = text.strip_prefix('/').ok_or(PatternError::NoSlash)?;
+    fn from_str(text: &str) -> Result<Self, PathPatternError> {
+        let segments = text.strip_prefix('/').ok_or(PathPatternError::NoSlash)?;
         let mut names = Vec::new();
         let mut parsed = Vec::new();
         for segment in segments.split('/') {
             if let Some(Segment::Rest(name)) = parsed.last() {
-                return Err(PatternError::RestNotLast(name.to_string()));
+                return Err(PathPatternError::RestNotLast(name.to_string()));
             }
             let inner = segment.strip_prefix('{').and_then(|segment| segment.strip_suffix('}'));
             let (name, make): (&str, fn(Box<str>) -> Segment) = match inner {
@@ -46,18 +46,18 @@ impl FromStr for PathPattern {
                     Some(name) => (name, Segment::Rest),
                     None => (inner, Segment::Parameter),
                 },
-                None if segment.contains('*') => return Err(PatternError::Star),
-                None if segment.contains(['{', '}']) => return Err(PatternError::Parameter(segment.to_owned())),
+                None if segment.contains('*') => return Err(PathPatternError::BareWildcard),
+                None if segment.contains(['{', '}']) => return Err(PathPatternError::InvalidParameter(segment.to_owned())),
                 None => {
                     parsed.push(Segment::Literal(segment.into()));
                     continue;
                 }
             };
             if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-') {
-                return Err(PatternError::Parameter(segment.to_owned()));
+                return Err(PathPatternError::InvalidParameter(segment.to_owned()));
             }
             if names.contains(&name) {
-                return Err(PatternError::Twice(name.to_owned()));
+                return Err(PathPatternError::DuplicateParameter(name.to_owned()));
             }
             names.push(name);
             parsed.push(make(name.into()));
@@ -82,7 +82,7 @@ impl PathPattern {
     }
 
     /// Whether both match the same paths.
-    pub fn is_like(&self, other: &PathPattern) -> bool {
+    pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
         let alike = |(one, other): (&Segment, &Segment)| match (one, other) {
             (Segment::Literal(one), Segment::Literal(other)) => one == other,
             (Segment::Parameter(_), Segment::Parameter(_)) | (Segment::Rest(_), Segment::Rest(_)) => true,
@@ -92,12 +92,12 @@ impl PathPattern {
     }
 
     /// Whether it has a parameter of this name.
-    pub fn has(&self, name: &str) -> bool {
-        self.names().any(|parameter| parameter == name)
+    pub fn has_parameter(&self, name: &str) -> bool {
+        self.parameter_names().any(|parameter| parameter == name)
     }
 
     /// The names of its parameters.
-    pub fn names(&self) -> impl Iterator<Item = &str> + Clone {
+    pub fn parameter_names(&self) -> impl Iterator<Item = &str> + Clone {
         self.0.iter().filter_map(|segment| match segment {
             Segment::Literal(_) => None,
             Segment::Parameter(name) | Segment::Rest(name) => Some(&**name),
@@ -105,7 +105,7 @@ impl PathPattern {
     }
 
     /// The name of the parameter that takes the rest of the path.
-    pub fn rest(&self) -> Option<&str> {
+    pub fn rest_parameter(&self) -> Option<&str> {
         match self.0.last() {
             Some(Segment::Rest(name)) => Some(name),
             _ => None,
@@ -113,7 +113,7 @@ impl PathPattern {
     }
 
     /// Whether all paths that it matches begin with the segments of this one.
-    pub fn begins_with(&self, prefix: &str) -> bool {
+    pub fn has_prefix(&self, prefix: &str) -> bool {
         let mut segments = self.0.iter();
         let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
         prefix.split('/').skip(1).all(is_next)

@@ -2,52 +2,52 @@
 
 use http::Method;
 
-use super::{Entry, Node, RouteTable};
+use super::{RouteEntry, Node, RouteTable};
 
 /// A route, the one that comes before it, and the methods that it loses to it.
-type Overtaken<'t, T> = (&'t T, &'t T, &'t [Method]);
+type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);
 
 impl<T> RouteTable<T> {
     /// Routes for certain headers that a route for all or fewer of these headers comes before, as it lists methods.
     ///
     /// No route is overtaken in any other way: what is more specific leaves requests to what is less.
-    pub fn overtaken(&self) -> impl Iterator<Item = Overtaken<'_, T>> {
+    pub fn unreachable_routes(&self) -> impl Iterator<Item = UnreachableRoute<'_, T>> {
         let mut found = Vec::new();
-        for node in self.exact.values().chain(self.wildcard.values()).chain([&self.any]) {
-            node.overtaken(&mut found);
+        for node in self.exact_hosts.values().chain(self.wildcard_hosts.values()).chain([&self.any_host]) {
+            node.collect_unreachable(&mut found);
         }
         found.into_iter()
     }
 }
 
 impl<T> Node<T> {
-    fn overtaken<'t>(&'t self, found: &mut Vec<Overtaken<'t, T>>) {
-        for entries in [&self.here, &self.rest] {
+    fn collect_unreachable<'t>(&'t self, found: &mut Vec<UnreachableRoute<'t, T>>) {
+        for entries in [&self.terminal, &self.catch_all] {
             for late in entries.iter().filter(|entry| entry.methods.is_empty() && !entry.headers.is_empty()) {
-                let before = entries.iter().filter(|entry| entry.takes_from(late));
+                let before = entries.iter().filter(|entry| entry.precedes(late));
                 found.extend(before.map(|entry| (&late.target, &entry.target, &*entry.methods)));
             }
         }
         for child in self.literals.values().chain(self.parameter.as_deref()) {
-            child.overtaken(found);
+            child.collect_unreachable(found);
         }
     }
 }
 
-impl<T> Entry<T> {
+impl<T> RouteEntry<T> {
     /// Whether all requests of a route without methods that have one of these methods come here.
-    fn takes_from(&self, late: &Entry<T>) -> bool {
+    fn precedes(&self, late: &RouteEntry<T>) -> bool {
         !self.methods.is_empty() && self.headers.iter().all(|wanted| late.headers.contains(wanted))
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::super::{Pattern, RouteTable};
+    use super::super::{RouteMatch, RouteTable};
 
     #[test]
     fn a_list_of_methods_comes_before_headers() {
-        let pattern = |path: &str, methods: &[&str], headers: &[(&str, &str)]| Pattern {
+        let pattern = |path: &str, methods: &[&str], headers: &[(&str, &str)]| RouteMatch {
             host: None,
             path: path.parse().unwrap(),
             methods: methods.iter().map(|method| method.parse().unwrap()).collect(),
@@ -66,7 +66,7 @@ mod tests {
                 let mut table = RouteTable::default();
                 table.insert(pattern(path, &[], &[("a", "1"), ("c", "1")]), "late").unwrap();
                 table.insert(pattern(path, methods, headers), "early").unwrap();
-                let found: Vec<_> = table.overtaken().map(|(late, early, _)| (*late, *early)).collect();
+                let found: Vec<_> = table.unreachable_routes().map(|(late, early, _)| (*late, *early)).collect();
                 assert_eq!(found, vec![("late", "early"); expected], "{path} {methods:?} {headers:?}");
                 // And that is what the table does.
                 let request = http::HeaderMap::from_iter([

@@ -9,7 +9,7 @@ use super::PathPattern;
 
 /// `/internal/{rest}`, `/search?of={id}`
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Template {
+pub struct RewriteTemplate {
     path: Vec<Piece>,
     /// None = it has none of its own.
     query: Option<Vec<Piece>>,
@@ -30,14 +30,14 @@ pub enum TemplateError {
     #[error("a brace belongs to a parameter of the path: `{{id}}`, `{{rest}}`")]
     Brace,
     #[error("`{{*{0}}}` is how the path writes it: here it is `{{{0}}}`")]
-    Star(String),
+    Wildcard(String),
     #[error("`#` begins what servers are not told")]
     Fragment,
     #[error("nothing follows `?`; the query of the request is kept in any case")]
     EmptyQuery,
 }
 
-impl std::str::FromStr for Template {
+impl std::str::FromStr for RewriteTemplate {
     type Err = TemplateError;
 
     fn from_str(text: &str) -> Result<Self, TemplateError> {
@@ -49,21 +49,21 @@ impl std::str::FromStr for Template {
         }
         let (path, query) = match text.split_once('?') {
             Some((_, "")) => return Err(TemplateError::EmptyQuery),
-            Some((path, query)) => (path, Some(pieces(query)?)),
+            Some((path, query)) => (path, Some(parse_pieces(query)?)),
             None => (text, None),
         };
-        Ok(Template { path: pieces(path)?, query })
+        Ok(RewriteTemplate { path: parse_pieces(path)?, query })
     }
 }
 
-fn pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
+fn parse_pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
     let mut pieces = Vec::new();
     while let Some(brace) = text.find(['{', '}']) {
         let (literal, parameter) = text.split_at(brace);
         let (name, rest) =
             parameter.strip_prefix('{').and_then(|inner| inner.split_once('}')).ok_or(TemplateError::Brace)?;
         if let Some(name) = name.strip_prefix('*') {
-            return Err(TemplateError::Star(name.to_owned()));
+            return Err(TemplateError::Wildcard(name.to_owned()));
         }
         if name.is_empty() || name.contains('{') {
             return Err(TemplateError::Brace);
@@ -80,7 +80,7 @@ fn pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
     Ok(pieces)
 }
 
-impl Template {
+impl RewriteTemplate {
     /// The parameters in it, in their order.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.path.iter().chain(self.query.iter().flatten()).filter_map(|piece| match piece {
@@ -91,30 +91,30 @@ impl Template {
 
     /// Whether a parameter of the path has whole segments to itself, wherever it stands: one that may be empty or many would else
     /// make something new of its neighbours.
-    pub fn sets_apart(&self, parameter: &str) -> bool {
+    pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {
             Some(Piece::Literal(text)) => text.starts_with('/'),
             Some(Piece::Parameter(_)) => false,
             None => true,
         };
-        self.path.iter().enumerate().all(|(place, piece)| match piece {
+        self.path.iter().enumerate().all(|(index, piece)| match piece {
             Piece::Parameter(name) if **name == *parameter => {
-                ends(place.checked_sub(1).and_then(|before| self.path.get(before))) && begins(self.path.get(place + 1))
+                ends(index.checked_sub(1).and_then(|before| self.path.get(before))) && begins(self.path.get(index + 1))
             }
             Piece::Parameter(_) | Piece::Literal(_) => true,
         })
     }
 
     /// Its path and query, with `value` for every parameter.
-    pub fn filled_with(&self, value: &str) -> (String, Option<String>) {
+    pub fn fill(&self, value: &str) -> (String, Option<String>) {
         let fill = |pieces: &[Piece]| pieces.iter().map(|piece| piece.text(|_| value)).collect();
         (fill(&self.path), self.query.as_deref().map(fill))
     }
 
     /// The target for a request whose canonical `path` its route's pattern matches. The query of the request follows that of the
     /// template.
-    pub fn target(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
+    pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
         for piece in &self.path {
@@ -130,7 +130,7 @@ impl Template {
             }
             match piece {
                 Piece::Literal(text) => out.push_str(text),
-                Piece::Parameter(name) => push_component(&mut out, value(name)),
+                Piece::Parameter(name) => push_encoded(&mut out, value(name)),
             }
         }
         if let Some(query) = query.filter(|query| separator == '?' || !query.is_empty()) {
@@ -151,7 +151,7 @@ impl Piece {
 }
 
 /// As a value in a query: of a path in canonical form only unreserved characters and what is encoded stay as they are.
-fn push_component(out: &mut String, text: &str) {
+fn push_encoded(out: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
             out.push(char::from(byte));
@@ -167,8 +167,8 @@ mod tests {
     use super::*;
 
     fn target(template: &str, pattern: &str, path: &str, query: Option<&str>) -> String {
-        let (template, pattern): (Template, PathPattern) = (template.parse().unwrap(), pattern.parse().unwrap());
-        template.target(&pattern, path, query)
+        let (template, pattern): (RewriteTemplate, PathPattern) = (template.parse().unwrap(), pattern.parse().unwrap());
+        template.expand(&pattern, path, query)
     }
 
     #[test]
@@ -220,11 +220,11 @@ mod tests {
             ("/{}", TemplateError::Brace),
             ("/{a{b}}", TemplateError::Brace),
             ("/x?a={", TemplateError::Brace),
-            ("/{*rest}", TemplateError::Star("rest".to_owned())),
+            ("/{*rest}", TemplateError::Wildcard("rest".to_owned())),
             ("/x#y", TemplateError::Fragment),
             ("/x?", TemplateError::EmptyQuery),
         ] {
-            assert_eq!(text.parse::<Template>(), Err(expected), "{text}");
+            assert_eq!(text.parse::<RewriteTemplate>(), Err(expected), "{text}");
         }
     }
 
@@ -242,7 +242,7 @@ mod tests {
             ("/{rest}{id}", false),
             ("/{rest}/.{rest}", false),
         ] {
-            assert_eq!(template.parse::<Template>().unwrap().sets_apart("rest"), apart, "{template}");
+            assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), apart, "{template}");
         }
     }
 }

@@ -7,8 +7,8 @@ use std::sync::Arc;
 use crate::config::Spanned;
 
 use super::Listener;
-use super::listeners::collide;
-use super::reader::Reader;
+use super::listeners::addresses_conflict;
+use super::reader::Validator;
 use crate::config;
 use crate::config::error::Issue;
 
@@ -18,21 +18,21 @@ pub struct AdminSettings {
     /// Where.
     pub address: SocketAddr,
     /// What the operator must know; none if he need not.
-    pub token: Option<Token>,
+    pub token: Option<AdminToken>,
 }
 
 /// A secret.
 #[derive(Clone)]
-pub struct Token(Arc<str>);
+pub struct AdminToken(Arc<str>);
 
-impl Token {
+impl AdminToken {
     /// As it is written.
-    pub fn bytes(&self) -> &[u8] {
+    pub fn as_bytes(&self) -> &[u8] {
         self.0.as_bytes()
     }
 }
 
-impl fmt::Debug for Token {
+impl fmt::Debug for AdminToken {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Token")
     }
@@ -41,20 +41,20 @@ impl fmt::Debug for Token {
 pub(super) fn admin(
     admin: &Spanned<config::Admin>,
     listeners: &[Listener],
-    reader: &mut Reader<'_>,
+    reader: &mut Validator<'_>,
 ) -> Option<AdminSettings> {
-    let place = admin.span();
+    let span = admin.span();
     let admin = admin.get_ref();
-    let text = reader.required(admin.address.as_ref(), &place, "address", "\"127.0.0.1:9180\"")?;
+    let text = reader.required(admin.address.as_ref(), &span, "address", "\"127.0.0.1:9180\"")?;
     let address = reader.address(text)?;
-    if let Some(listener) = listeners.iter().find(|listener| collide(listener.address, address)) {
+    if let Some(listener) = listeners.iter().find(|listener| addresses_conflict(listener.address, address)) {
         let message = format!("{address} is taken by the [[listener]] on {}", listener.address);
-        reader.issue(Issue::at(text.span(), message).hint("another port: the admin listener has one of its own"));
+        reader.push_issue(Issue::new(text.span(), message).with_hint("another port: the admin listener has one of its own"));
     }
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
     if token.is_none() && !address.ip().is_loopback() {
-        let issue = Issue::at(text.span(), format!("{address} can be reached from elsewhere: it needs a token"));
-        reader.issue(issue.hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"));
+        let issue = Issue::new(text.span(), format!("{address} can be reached from elsewhere: it needs a token"));
+        reader.push_issue(issue.with_hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"));
     }
-    Some(AdminSettings { address, token: token.map(|token| Token(token.into())) })
+    Some(AdminSettings { address, token: token.map(|token| AdminToken(token.into())) })
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustls::pki_types::ServerName;
 use tokio::time::Duration;
 
-use super::reader::Reader;
+use super::reader::Validator;
 use crate::config;
 use crate::config::Text;
 use crate::config::error::Issue;
@@ -16,16 +16,16 @@ use crate::tls::authorities::TrustRoots;
 use crate::tls::certificate::Certificate;
 use crate::upstream::Protocol;
 use crate::upstream::settings::UpstreamSettings;
-use crate::upstream::tls::{ServerTls, Tls};
-use crate::watch::Snapshot;
+use crate::upstream::tls::{EndpointTls, UpstreamTlsConfig};
+use crate::watch::FileSnapshot;
 
 /// The files that such a table names.
 #[derive(Debug, Default)]
 pub(super) struct TlsFiles {
     /// Whom to believe.
-    pub(super) ca: Option<Snapshot>,
+    pub(super) ca: Option<FileSnapshot>,
     /// Who we are: a certificate and its key.
-    pub(super) own: Option<[Snapshot; 2]>,
+    pub(super) gateway_certificate: Option<[FileSnapshot; 2]>,
 }
 
 /// TLS of one upstream.
@@ -34,50 +34,50 @@ pub struct UpstreamTls {
     /// The name of the upstream.
     pub name: Box<str>,
     /// What makes connections.
-    tls: Arc<Tls>,
+    tls: Arc<UpstreamTlsConfig>,
     /// What the certificates of its servers must be for; none = the host of each.
     server_name: Option<ServerName<'static>>,
     /// Where what it is made of came from.
     files: TlsFiles,
     /// Our certificate at the start.
-    own: Option<Certificate>,
+    gateway_certificate: Option<Certificate>,
     /// Whether it has been made of other files since.
-    renewed: AtomicBool,
+    is_reloaded: AtomicBool,
 }
 
 impl TlsFiles {
     pub(super) fn read(
         ca: Option<&Text>,
-        own: [Option<&Text>; 2],
-        place: Range<usize>,
-        reader: &mut Reader<'_>,
+        gateway_certificate: [Option<&Text>; 2],
+        span: Range<usize>,
+        reader: &mut Validator<'_>,
     ) -> Self {
-        let ca = ca.and_then(|text| reader.pem(text));
-        let own = match own {
-            [Some(cert), Some(key)] => Some([reader.pem(cert), reader.pem(key)]),
+        let ca = ca.and_then(|text| reader.read_pem(text));
+        let own = match gateway_certificate {
+            [Some(cert), Some(key)] => Some([reader.read_pem(cert), reader.read_pem(key)]),
             [None, None] => None,
             [Some(_), None] | [None, Some(_)] => {
-                reader.issue(Issue::at(place, "a client certificate needs `cert` and `key`"));
+                reader.push_issue(Issue::new(span, "a client certificate needs `cert` and `key`"));
                 None
             }
         };
         let own = own.and_then(|[cert, key]| Some([cert?, key?]));
-        TlsFiles { ca, own }
+        TlsFiles { ca, gateway_certificate: own }
     }
 }
 
 /// TLS of an upstream; none if all its servers speak clear text.
-pub(super) fn upstream(
+pub(super) fn upstream_tls(
     name: &str,
     upstream: &config::Upstream,
     protocol: Protocol,
-    reader: &mut Reader<'_>,
+    reader: &mut Validator<'_>,
 ) -> Option<UpstreamTls> {
-    let place = upstream.servers.iter().find(|server| server.get_ref().url.starts_with("https:"));
-    let Some(place) = place.map(|server| server.span()) else {
+    let span = upstream.servers.iter().find(|server| server.get_ref().url.starts_with("https:"));
+    let Some(span) = span.map(|server| server.span()) else {
         if let Some(tls) = &upstream.tls {
-            let issue = Issue::at(tls.span(), "`tls` goes with servers at `https://` only");
-            reader.issue(issue.hint("servers = [\"https://…\"]"));
+            let issue = Issue::new(tls.span(), "`tls` goes with servers at `https://` only");
+            reader.push_issue(issue.with_hint("servers = [\"https://…\"]"));
         }
         return None;
     };
@@ -91,9 +91,9 @@ pub(super) fn upstream(
     let written = upstream.tls.as_ref().map(|tls| tls.get_ref());
     let (ca, cert) = (written.and_then(|tls| tls.ca.as_ref()), written.and_then(|tls| tls.cert.as_ref()));
     let mut fail = |text: Option<&Text>, error: TlsError, hint: &str| {
-        reader.issue(Issue::at(text.map_or(place.clone(), |text| text.span()), error.to_string()).hint(hint));
+        reader.push_issue(Issue::new(text.map_or(span.clone(), |text| text.span()), error.to_string()).with_hint(hint));
     };
-    let authorities = match (&files.ca, ca) {
+    let trust_roots = match (&files.ca, ca) {
         (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
             fail(ca, error, "a PEM file with the certificates of the authorities that sign those of the servers");
         }),
@@ -104,58 +104,58 @@ pub(super) fn upstream(
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
-    let own = files.own.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
-    let own = own.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
-    let server_name = server_name.and_then(|text| self::server_name(text.get_ref(), text.span(), reader));
-    let (authorities, own) = (authorities.ok()?, own.ok()?);
-    match Tls::new(authorities, own.as_ref(), protocol) {
+    let gateway_certificate = files.gateway_certificate.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
+    let own = gateway_certificate.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
+    let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
+    let (trust_roots, own) = (trust_roots.ok()?, own.ok()?);
+    match UpstreamTlsConfig::new(trust_roots, own.as_ref(), protocol) {
         Ok(tls) => Some(UpstreamTls {
             name: name.into(),
             tls: Arc::new(tls),
             server_name,
             files,
-            own,
-            renewed: AtomicBool::new(false),
+            gateway_certificate: own,
+            is_reloaded: AtomicBool::new(false),
         }),
         Err(error) => {
-            reader.issue(Issue::at(place, error.to_string()));
+            reader.push_issue(Issue::new(span, error.to_string()));
             None
         }
     }
 }
 
-fn server_name(text: &str, place: Range<usize>, reader: &mut Reader<'_>) -> Option<ServerName<'static>> {
+fn parse_server_name(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<ServerName<'static>> {
     let name = ServerName::try_from(text.to_owned()).ok();
     if name.is_none() {
-        let issue = Issue::at(place, format!("`{text}` is no name that a certificate can be for"));
-        reader.issue(issue.hint("a host name or an address, such as tls.server_name = \"api.internal\""));
+        let issue = Issue::new(span, format!("`{text}` is no name that a certificate can be for"));
+        reader.push_issue(issue.with_hint("a host name or an address, such as tls.server_name = \"api.internal\""));
     }
     name
 }
 
 impl UpstreamTls {
     /// How to reach one of its servers.
-    pub(super) fn to(&self, host: &str, place: Range<usize>, reader: &mut Reader<'_>) -> Option<ServerTls> {
-        let name = self.server_name.clone().or_else(|| server_name(host, place, reader))?;
-        Some(ServerTls { tls: self.tls.clone(), name })
+    pub(super) fn for_server(&self, host: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<EndpointTls> {
+        let name = self.server_name.clone().or_else(|| parse_server_name(host, span, reader))?;
+        Some(EndpointTls { tls: self.tls.clone(), server_name: name })
     }
 
     /// The files that may change.
-    pub fn files(&self) -> Vec<Snapshot> {
-        self.files.ca.iter().chain(self.files.own.iter().flatten()).cloned().collect()
+    pub fn files(&self) -> Vec<FileSnapshot> {
+        self.files.ca.iter().chain(self.files.gateway_certificate.iter().flatten()).cloned().collect()
     }
 
     /// Takes over what is now in its files, from the next connection on.
     ///
     /// # Errors
     /// The file that cannot be used, or for which it is too late or too early; what was there before stays.
-    pub fn reload<'f>(&self, files: &'f [Snapshot], now: Duration) -> Result<(), (&'f Snapshot, TlsError)> {
-        let (ca, own) = files.split_at(usize::from(self.files.ca.is_some()));
-        let authorities = match ca {
+    pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
+        let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
+        let trust_roots = match ca {
             [file, ..] => TrustRoots::from_pem(&file.content).map_err(|error| (file, error))?,
             [] => TrustRoots::from_system().map_err(|error| (&files[0], error))?,
         };
-        let own = match own {
+        let own = match gateway_certificate {
             [cert, key] => {
                 let own = Certificate::from_pem(&cert.content, &key.content).map_err(|error| (cert, error))?;
                 own.check_validity(now.as_secs() as i64).map_err(|error| (cert, error))?;
@@ -163,33 +163,33 @@ impl UpstreamTls {
             }
             _ => None,
         };
-        self.tls.replace(authorities, own.as_ref()).map_err(|error| (&files[0], error))?;
-        self.renewed.store(true, Ordering::Relaxed);
+        self.tls.replace(trust_roots, own.as_ref()).map_err(|error| (&files[0], error))?;
+        self.is_reloaded.store(true, Ordering::Relaxed);
         Ok(())
     }
 
     /// Whether another one is made of the same.
     pub(super) fn is_same_as(&self, other: &UpstreamTls) -> bool {
-        let contents =
+        let file_contents =
             |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
-        let named = |tls: &UpstreamTls| (tls.name.clone(), tls.server_name.clone(), tls.files.ca.is_some());
-        named(self) == named(other)
+        let identity = |tls: &UpstreamTls| (tls.name.clone(), tls.server_name.clone(), tls.files.ca.is_some());
+        identity(self) == identity(other)
             && self.tls.protocol() == other.tls.protocol()
-            && contents(self) == contents(other)
-            && !other.renewed.load(Ordering::Relaxed)
+            && file_contents(self) == file_contents(other)
+            && !other.is_reloaded.load(Ordering::Relaxed)
     }
 
     /// Has connections to these servers made by it.
-    pub(super) fn dress(&self, settings: &mut UpstreamSettings) {
+    pub(super) fn attach_tls(&self, settings: &mut UpstreamSettings) {
         for tls in settings.servers.iter_mut().filter_map(|server| server.tls.as_mut()) {
             tls.tls = self.tls.clone();
         }
     }
 
     /// What servers will not like of our certificate.
-    pub(super) fn warning(&self, now: Duration) -> Option<String> {
-        let error = self.own.as_ref()?.check_validity(now.as_secs() as i64).err()?;
-        let [file, _] = self.files.own.as_ref()?;
+    pub(super) fn certificate_warning(&self, now: Duration) -> Option<String> {
+        let error = self.gateway_certificate.as_ref()?.check_validity(now.as_secs() as i64).err()?;
+        let [file, _] = self.files.gateway_certificate.as_ref()?;
         Some(format!("{}: {error}; servers of `{}` will refuse it", file.path.display(), self.name))
     }
 }

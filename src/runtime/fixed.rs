@@ -11,28 +11,28 @@ use crate::config::Config;
 
 /// The values that cannot change, by the names of their keys.
 #[derive(Default, PartialEq, Eq)]
-pub(super) struct Fixed(BTreeMap<String, String>);
+pub(super) struct RestartOnlyKeys(BTreeMap<String, String>);
 
 /// Some are secret.
-impl fmt::Debug for Fixed {
+impl fmt::Debug for RestartOnlyKeys {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_set().entries(self.0.keys()).finish()
     }
 }
 
-impl Fixed {
-    pub(super) fn of(config: &Config, server: &ServerSettings, listeners: &[Listener]) -> Self {
+impl RestartOnlyKeys {
+    pub(super) fn from_config(config: &Config, server: &ServerSettings, listeners: &[Listener]) -> Self {
         let addresses: Vec<_> = listeners.iter().map(|listener| listener.address.to_string()).collect();
         let admin = config.admin.as_ref().and_then(|admin| admin.get_ref().address.as_ref());
         let mut fixed = BTreeMap::from([
             ("server.workers".to_owned(), server.workers.to_string()),
-            ("server.threading".to_owned(), format!("{:?}", server.layout)),
+            ("server.threading".to_owned(), format!("{:?}", server.worker_model)),
             ("listener.address".to_owned(), addresses.join(" ")),
             ("admin.address".to_owned(), admin.map_or(String::new(), |address| address.get_ref().clone())),
         ]);
-        table("store", &config.store, &mut fixed);
-        table("log", &config.log, &mut fixed);
-        Fixed(fixed)
+        add_table("store", &config.store, &mut fixed);
+        add_table("log", &config.log, &mut fixed);
+        RestartOnlyKeys(fixed)
     }
 
     /// HMAC-SHA-256 of each value under this salt, in hex.
@@ -44,14 +44,14 @@ impl Fixed {
     }
 
     /// The names of those that are not the same.
-    pub(super) fn changes(&self, other: &Fixed) -> Vec<String> {
+    pub(super) fn changed_keys(&self, other: &RestartOnlyKeys) -> Vec<String> {
         let names: BTreeSet<_> = self.0.keys().chain(other.0.keys()).collect();
         names.into_iter().filter(|name| self.0.get(*name) != other.0.get(*name)).cloned().collect()
     }
 }
 
 /// All keys of a table, as they are written.
-fn table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
+fn add_table(name: &str, values: &impl Serialize, fixed: &mut BTreeMap<String, String>) {
     // Strings, numbers and tables of them always serialise.
     if let Ok(serde_json::Value::Object(keys)) = serde_json::to_value(values) {
         // What is left out is as in a version that does not know the key.

@@ -6,44 +6,44 @@ use std::sync::Arc;
 use socket2::{Domain, Socket, Type};
 use tokio::time::Duration;
 
-use super::reader::Reader;
-use super::{Listener, ListenerTls, Runtime, UpstreamTls};
+use super::reader::Validator;
+use super::{Listener, ListenerTls, CompiledConfig, UpstreamTls};
 use crate::config::error::Issue;
 use crate::config::{self, Spanned};
-use crate::identity::client_ip::ClientIp;
-use crate::identity::{OnMissing, Source};
+use crate::identity::client_ip::ClientIpResolver;
+use crate::identity::{OnMissing, Descriptor};
 use crate::tls::certificate::Certificate;
 use crate::tls::{ClientAuth, ClientVerifier, DownstreamTls, TlsError};
-use crate::watch::Snapshot;
+use crate::watch::FileSnapshot;
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
 
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
-    client_ip: &ClientIp,
-    reader: &mut Reader<'_>,
+    client_ip: &ClientIpResolver,
+    reader: &mut Validator<'_>,
 ) -> Vec<Listener> {
     if listeners.is_empty() {
-        reader.missing("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
+        reader.file_issue("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
     }
     let mut compiled: Vec<Listener> = Vec::new();
     for listener in listeners {
-        let place = listener.span();
+        let span = listener.span();
         let listener = listener.get_ref();
         let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
-        let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|wanted| *wanted.get_ref());
-        if let Some(wanted) =
-            listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted.is_empty())
+        let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
+        if let Some(value) =
+            listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted_proxies.is_empty())
         {
             let message = "`proxy_protocol` is for connections from trusted proxies, but none is trusted: every connection would be closed";
             let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
-            reader.issue(Issue::at(wanted.span(), message).hint(hint));
+            reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
         }
-        let address = reader.required(listener.address.as_ref(), &place, "address", "\"127.0.0.1:8080\"");
+        let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
         let Some(text) = address else { continue };
         match reader.address(text) {
             Some(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
-                reader.issue(Issue::at(text.span(), format!("a second listener on {address}")));
+                reader.push_issue(Issue::new(text.span(), format!("a second listener on {address}")));
             }
             Some(address) => compiled.push(Listener { address, proxy_protocol, tls }),
             None => {}
@@ -53,81 +53,81 @@ pub(super) fn listeners(
 }
 
 /// Whether two sockets cannot both listen: on one port, and one address covers the other, as the kernel has it.
-pub(super) fn collide(one: SocketAddr, other: SocketAddr) -> bool {
+pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
     // `::ffff:192.0.2.1` is an IPv4 address.
     let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
     let same_family = one.is_ipv4() == other.is_ipv4();
-    let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && takes_ipv4());
+    let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && accepts_ipv4());
     one == other || covers(one) || covers(other)
 }
 
 /// Whether sockets on `[::]` take IPv4 connections as well: the system's default (`net.ipv6.bindv6only` of Linux).
-fn takes_ipv4() -> bool {
+fn accepts_ipv4() -> bool {
     Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
 }
 
 /// Listeners that cannot listen beside an earlier one, each with this one, by their indices.
-pub(super) fn collisions(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
+pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
     (0..listeners.len()).filter_map(|later| {
-        let taken = |earlier: &usize| collide(listeners[*earlier].address, listeners[later].address);
+        let taken = |earlier: &usize| addresses_conflict(listeners[*earlier].address, listeners[later].address);
         (0..later).find(taken).map(|earlier| (earlier, later))
     })
 }
 
-fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Reader<'_>) -> Option<ListenerTls> {
-    let place = tls.span();
+fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option<ListenerTls> {
+    let span = tls.span();
     let tls = tls.get_ref();
     let (mut certificates, mut files) = (Vec::new(), Vec::new());
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
-            reader.issue(Issue::at(written.span(), "a certificate needs `cert` and `key`").hint(EXAMPLE));
+            reader.push_issue(Issue::new(written.span(), "a certificate needs `cert` and `key`").with_hint(EXAMPLE));
             continue;
         };
-        let (Some(cert), Some(key)) = (reader.pem(cert), reader.pem(key)) else { continue };
+        let (Some(cert), Some(key)) = (reader.read_pem(cert), reader.read_pem(key)) else { continue };
         match Certificate::from_pem(&cert.content, &key.content) {
             Ok(certificate) => {
                 certificates.push(certificate);
                 files.push([cert, key]);
             }
-            Err(error) => reader.issue(
-                Issue::at(written.span(), error.to_string()).hint("PEM files; `make certs` makes some for development"),
+            Err(error) => reader.push_issue(
+                Issue::new(written.span(), error.to_string()).with_hint("PEM files; `make certs` makes some for development"),
             ),
         }
     }
     if tls.certificates.is_empty() {
-        reader.issue(Issue::at(place.clone(), "TLS needs a certificate").hint(EXAMPLE));
+        reader.push_issue(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
     }
-    let (clients, client_ca) = clients(tls, reader).unzip();
+    let (clients, client_ca) = client_verifier(tls, reader).unzip();
     match DownstreamTls::new(certificates, clients) {
         Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
         Err(error) => {
-            reader.issue(Issue::at(place, error.to_string()));
+            reader.push_issue(Issue::new(span, error.to_string()));
             None
         }
     }
 }
 
 /// Whose certificates are believed.
-fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(ClientVerifier, (Snapshot, ClientAuth))> {
-    let words = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
-    let auth = reader.choice(tls.client_auth.as_ref(), ClientAuth::Optional, &words);
+fn client_verifier(tls: &config::ListenerTls, reader: &mut Validator<'_>) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
+    let variants = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
+    let auth = reader.one_of(tls.client_auth.as_ref(), ClientAuth::Optional, &variants);
     let Some(text) = &tls.client_ca else {
         if let Some(auth) = &tls.client_auth {
-            let issue = Issue::at(auth.span(), "`client_auth` goes with `client_ca` only");
-            reader.issue(issue.hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"));
+            let issue = Issue::new(auth.span(), "`client_auth` goes with `client_ca` only");
+            reader.push_issue(issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"));
         }
         return None;
     };
-    let file = reader.pem(text)?;
+    let file = reader.read_pem(text)?;
     match ClientVerifier::from_pem(&file.content, auth) {
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
-            let issue = Issue::at(text.span(), error.to_string());
-            reader.issue(issue.hint("a PEM file with the certificates of the authorities that sign those of clients"));
+            let issue = Issue::new(text.span(), error.to_string());
+            reader.push_issue(issue.with_hint("a PEM file with the certificates of the authorities that sign those of clients"));
             None
         }
     }
@@ -135,7 +135,7 @@ fn clients(tls: &config::ListenerTls, reader: &mut Reader<'_>) -> Option<(Client
 
 impl ListenerTls {
     /// Whether clients that one of both has believed are believed by the other.
-    pub(super) fn believes_as(&self, other: &ListenerTls) -> bool {
+    pub(super) fn same_trust(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
@@ -144,10 +144,10 @@ impl ListenerTls {
     ///
     /// # Errors
     /// It cannot be shown, or it is too late or too early for it; the one before stays.
-    pub fn reload_certificate(&self, place: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
+    pub fn reload_certificate(&self, index: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
         let certificate = Certificate::from_pem(chain, key)?;
         certificate.check_validity(now.as_secs() as i64)?;
-        self.tls.replace_certificate(place, certificate);
+        self.tls.replace_certificate(index, certificate);
         Ok(())
     }
 
@@ -155,14 +155,14 @@ impl ListenerTls {
     ///
     /// # Errors
     /// No authority can be read; those before stay.
-    pub fn reload_clients(&self, authorities: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
-        self.tls.set_client_verifier(ClientVerifier::from_pem(authorities, auth)?)
+    pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
+        self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
     }
 }
 
 /// What a warning is about.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Subject {
+pub enum WarningSubject {
     /// An upstream, by its name.
     Upstream(Box<str>),
     /// A listener, by its place among them.
@@ -171,30 +171,30 @@ pub enum Subject {
     Certificate(usize, usize),
 }
 
-impl Runtime {
+impl CompiledConfig {
     /// What works, but perhaps not as it was meant.
-    pub fn warnings(&self, now: Duration) -> Vec<(Subject, String)> {
-        let of_upstream = |tls: &Arc<UpstreamTls>| Some((Subject::Upstream(tls.name.clone()), tls.warning(now)?));
+    pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
+        let of_upstream = |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
-        for (place, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
+        for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
-            for (number, (certificate, [file, _])) in certificates {
+            for (certificate_index, (certificate, [file, _])) in certificates {
                 if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
                     let text = format!("{}: {error}; clients will refuse it", file.path.display());
-                    warnings.push((Subject::Certificate(place, number), text));
+                    warnings.push((WarningSubject::Certificate(index, certificate_index), text));
                 }
             }
             if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
                 continue;
             }
-            for terms in self.limits.values() {
-                let by_certificate = terms.by.sources.contains(&Source::ClientCert);
-                if by_certificate && terms.by.on_missing == OnMissing::Reject {
+            for compiled in self.limits.values() {
+                let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
+                if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
                     let text = format!(
                         "`{}` is by client-cert, but {address} has no tls.client_ca: there it refuses every request",
-                        terms.limit.name
+                        compiled.limit.name
                     );
-                    warnings.push((Subject::Listener(place), text));
+                    warnings.push((WarningSubject::Listener(index), text));
                 }
             }
         }

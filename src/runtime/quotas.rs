@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::reader::Reader;
+use super::reader::Validator;
 use crate::config;
 use crate::config::error::Issue;
 use crate::limit::algorithm::Rule;
@@ -38,11 +38,11 @@ const ALGORITHMS: [(&str, Algorithm); 8] = [
 /// The rule of a limit in its standard size; `lease` is for how long a request in flight holds its place unrenewed.
 pub(super) fn rule(
     limit: &config::Limit,
-    place: &Range<usize>,
-    lease: u64,
-    reader: &mut Reader<'_>,
+    span: &Range<usize>,
+    permit_ttl: u64,
+    reader: &mut Validator<'_>,
 ) -> Option<(Quota, Rule)> {
-    let algorithm = reader.choice(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
+    let algorithm = reader.one_of(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
     for (key, span, owner) in [
         ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
         ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
@@ -51,31 +51,31 @@ pub(super) fn rule(
     ] {
         if let Some(span) = span.filter(|_| algorithm != owner) {
             let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
-            reader.issue(Issue::at(span, format!("`{key}` goes with {owner} only")));
+            reader.push_issue(Issue::new(span, format!("`{key}` goes with {owner} only")));
         }
     }
     let example = if algorithm == Algorithm::Concurrency { "\"20\"" } else { "\"600/min\"" };
-    let text = reader.required(limit.quota.as_ref(), place, "quota", example)?;
+    let text = reader.required(limit.quota.as_ref(), span, "quota", example)?;
     if algorithm == Algorithm::Concurrency {
         let quota = Quota::at_once(text.get_ref());
         return match quota {
-            Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, lease }))),
+            Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, lease: permit_ttl }))),
             Err(error) => {
                 let hint = "so many requests at the same time: quota = \"20\"";
-                reader.issue(Issue::at(text.span(), error.to_string()).hint(hint));
+                reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
                 None
             }
         };
     }
-    let rule = text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed(algorithm, quota, limit, reader)?)));
-    rule.map_err(|error| reader.issue(Issue::at(text.span(), error.to_string()).hint(hint(&error)))).ok()
+    let rule = text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
+    rule.map_err(|error| reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error)))).ok()
 }
 
-fn timed(
+fn timed_rule(
     algorithm: Algorithm,
     quota: Quota,
     limit: &config::Limit,
-    reader: &mut Reader<'_>,
+    reader: &mut Validator<'_>,
 ) -> Result<Rule, QuotaError> {
     Ok(match algorithm {
         Algorithm::TokenBucket => {
@@ -84,15 +84,15 @@ fn timed(
         }
         Algorithm::FixedWindow => {
             let first_request =
-                reader.choice(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
+                reader.one_of(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
             let start = match quota.calendar {
                 _ if first_request => Start::FirstRequest,
                 Some(unit) => Start::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?,
                 None => Start::Aligned { phase: 0 },
             };
             if let (Some(zone), Start::Aligned { .. } | Start::FirstRequest) = (&limit.time_zone, &start) {
-                let issue = Issue::at(zone.span(), "`time_zone` goes with calendar windows only");
-                reader.issue(issue.hint("a quota per day, week, month or year, aligned"));
+                let issue = Issue::new(zone.span(), "`time_zone` goes with calendar windows only");
+                reader.push_issue(issue.with_hint("a quota per day, week, month or year, aligned"));
             }
             Rule::FixedWindow(FixedWindow::new(quota, start)?)
         }
@@ -107,31 +107,31 @@ fn timed(
 
 /// Another size of a limit: its quota and, for a token bucket, its burst. With neither it is the standard size; a quota
 /// without a burst has its own count as the burst.
-pub(super) fn size(size: &config::Size, rule: &Rule, standard: Quota) -> Result<(Quota, Option<u64>), Issue> {
-    let quota = match &size.quota {
+pub(super) fn limit_variant(written: &config::LimitVariant, rule: &Rule, standard: Quota) -> Result<(Quota, Option<u64>), Issue> {
+    let quota = match &written.quota {
         Some(text) => rule
             .read_quota(text.get_ref())
-            .map_err(|error| Issue::at(text.span(), error.to_string()).hint(hint(&error)))?,
+            .map_err(|error| Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error)))?,
         None => standard,
     };
-    let Some(burst) = &size.burst else {
+    let Some(burst) = &written.burst else {
         let inherited = match rule {
-            Rule::TokenBucket(bucket) if size.quota.is_none() => Some(bucket.burst),
+            Rule::TokenBucket(bucket) if written.quota.is_none() => Some(bucket.burst),
             _ => None,
         };
         return Ok((quota, inherited));
     };
     if !matches!(rule, Rule::TokenBucket(_)) {
-        return Err(Issue::at(burst.span(), "`burst` goes with token-bucket only"));
+        return Err(Issue::new(burst.span(), "`burst` goes with token-bucket only"));
     }
     match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT).contains(burst)) {
         Some(burst) => Ok((quota, Some(burst))),
-        None => Err(Issue::at(burst.span(), format!("{} is out of range", burst.get_ref())).hint("1 or more")),
+        None => Err(Issue::new(burst.span(), format!("{} is out of range", burst.get_ref())).with_hint("1 or more")),
     }
 }
 
 /// What to do about a quota that cannot be.
-pub(super) fn hint(error: &QuotaError) -> &'static str {
+pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
         QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
         QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",

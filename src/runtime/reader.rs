@@ -9,62 +9,62 @@ use http::{HeaderName, HeaderValue, Method};
 use tokio::time::Duration;
 
 use crate::config::Text;
-use crate::config::error::{ConfigError, FaultyFile, Issue};
-use crate::config::file::{Environment, nearest};
+use crate::config::error::{ConfigError, FileIssues, Issue};
+use crate::config::file::{EnvLookup, closest_name};
 use crate::limit::quota::duration_us;
-use crate::watch::Snapshot;
+use crate::watch::FileSnapshot;
 
 /// Collects the issues of one file. Every method gives a usable value back, so that all errors are found at once.
-pub(super) struct Reader<'a> {
+pub(super) struct Validator<'a> {
     path: PathBuf,
     text: String,
     issues: Vec<Issue>,
     /// Faults of files that this one names.
-    others: Vec<FaultyFile>,
-    pub(super) environment: Environment<'a>,
+    other_files: Vec<FileIssues>,
+    pub(super) environment: EnvLookup<'a>,
 }
 
-impl<'a> Reader<'a> {
-    pub(super) fn new(path: &Path, text: String, issues: Vec<Issue>, environment: Environment<'a>) -> Self {
-        Reader { path: path.to_owned(), text, issues, others: Vec::new(), environment }
+impl<'a> Validator<'a> {
+    pub(super) fn new(path: &Path, text: String, issues: Vec<Issue>, environment: EnvLookup<'a>) -> Self {
+        Validator { path: path.to_owned(), text, issues, other_files: Vec::new(), environment }
     }
 
     /// # Errors
     /// Everything that was collected.
     pub(super) fn finish(self) -> Result<(), ConfigError> {
-        let mut files = self.others;
+        let mut files = self.other_files;
         if !self.issues.is_empty() {
-            files.insert(0, FaultyFile { path: self.path, text: self.text, issues: self.issues });
+            files.insert(0, FileIssues { path: self.path, text: self.text, issues: self.issues });
         }
         if files.is_empty() { Ok(()) } else { Err(ConfigError { files }) }
     }
 
-    pub(super) fn issue(&mut self, issue: Issue) {
+    pub(super) fn push_issue(&mut self, issue: Issue) {
         self.issues.push(issue);
     }
 
-    pub(super) fn other_file(&mut self, faulty: FaultyFile) {
-        self.others.push(faulty);
+    pub(super) fn add_file_issues(&mut self, faulty: FileIssues) {
+        self.other_files.push(faulty);
     }
 
     /// A fault of the file as a whole.
-    pub(super) fn missing(&mut self, message: &str, hint: &str) {
+    pub(super) fn file_issue(&mut self, message: &str, hint: &str) {
         self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
     }
 
     /// A path, relative to the folder of the file.
-    pub(super) fn path(&self, text: &str) -> PathBuf {
+    pub(super) fn resolve_path(&self, text: &str) -> PathBuf {
         self.path.parent().unwrap_or(Path::new("")).join(text)
     }
 
     /// A file of certificates or a key.
-    pub(super) fn pem(&mut self, text: &Text) -> Option<Snapshot> {
-        let path = self.path(text.get_ref());
-        match Snapshot::read(&path) {
+    pub(super) fn read_pem(&mut self, text: &Text) -> Option<FileSnapshot> {
+        let path = self.resolve_path(text.get_ref());
+        match FileSnapshot::read(&path) {
             Ok(file) => Some(file),
             Err(error) => {
-                let issue = Issue::at(text.span(), format!("{} cannot be read: {error}", path.display()));
-                self.issue(issue.hint("PEM files; `make certs` makes some for development"));
+                let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
+                self.push_issue(issue.with_hint("PEM files; `make certs` makes some for development"));
                 None
             }
         }
@@ -74,13 +74,13 @@ impl<'a> Reader<'a> {
     pub(super) fn required<'t, T>(
         &mut self,
         value: Option<&'t T>,
-        place: &Range<usize>,
+        span: &Range<usize>,
         key: &str,
         example: &str,
     ) -> Option<&'t T> {
         if value.is_none() {
-            self.issue(
-                Issue::at(place.clone(), format!("`{key}` is missing")).hint(format!("for example {key} = {example}")),
+            self.push_issue(
+                Issue::new(span.clone(), format!("`{key}` is missing")).with_hint(format!("for example {key} = {example}")),
             );
         }
         value
@@ -92,7 +92,7 @@ impl<'a> Reader<'a> {
             Some(us) => Duration::from_micros(us),
             None => {
                 let message = format!("`{}` is not a duration", text.get_ref());
-                self.issue(Issue::at(text.span(), message).hint("a number with ms, s, m, h or d, such as \"250ms\""));
+                self.push_issue(Issue::new(text.span(), message).with_hint("a number with ms, s, m, h or d, such as \"250ms\""));
                 default
             }
         }
@@ -108,7 +108,7 @@ impl<'a> Reader<'a> {
         self.size_from(0, text, default)
     }
 
-    fn size_from(&mut self, least: usize, text: Option<&Text>, default: usize) -> usize {
+    fn size_from(&mut self, min: usize, text: Option<&Text>, default: usize) -> usize {
         let Some(text) = text else { return default };
         let split = text.get_ref().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.get_ref().len());
         let (count, unit) = text.get_ref().split_at(split);
@@ -120,11 +120,11 @@ impl<'a> Reader<'a> {
             _ => None,
         };
         let bytes = count.parse::<usize>().ok().zip(factor).and_then(|(count, factor)| count.checked_mul(factor));
-        match bytes.filter(|bytes| (least..=1 << 30).contains(bytes)) {
+        match bytes.filter(|bytes| (min..=1 << 30).contains(bytes)) {
             Some(bytes) => bytes,
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());
-                self.issue(Issue::at(text.span(), message).hint("a number with B, KiB or MiB, such as \"64KiB\""));
+                self.push_issue(Issue::new(text.span(), message).with_hint("a number with B, KiB or MiB, such as \"64KiB\""));
                 default
             }
         }
@@ -136,7 +136,7 @@ impl<'a> Reader<'a> {
             return *value.get_ref();
         }
         let message = format!("{} is out of range", value.get_ref());
-        self.issue(Issue::at(value.span(), message).hint(format!("from {} to {}", allowed.start, allowed.end - 1)));
+        self.push_issue(Issue::new(value.span(), message).with_hint(format!("from {} to {}", allowed.start, allowed.end - 1)));
         default
     }
 
@@ -146,20 +146,20 @@ impl<'a> Reader<'a> {
         let address = text.get_ref().parse().ok();
         if address.is_none() {
             let message = format!("`{}` is not an address with a port", text.get_ref());
-            self.issue(
-                Issue::at(text.span(), message).hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
+            self.push_issue(
+                Issue::new(text.span(), message).with_hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
             );
         }
         address
     }
 
-    pub(super) fn choice<T: Copy>(&mut self, text: Option<&Text>, default: T, words: &[(&str, T)]) -> T {
+    pub(super) fn one_of<T: Copy>(&mut self, text: Option<&Text>, default: T, variants: &[(&str, T)]) -> T {
         let Some(text) = text else { return default };
-        match words.iter().find(|(word, _)| word == text.get_ref()) {
+        match variants.iter().find(|(variant, _)| variant == text.get_ref()) {
             Some((_, value)) => *value,
             None => {
-                let all = words.iter().map(|(word, _)| *word);
-                self.unknown_name(text.span(), "value", text.get_ref(), all);
+                let names = variants.iter().map(|(variant, _)| *variant);
+                self.unknown_name(text.span(), "value", text.get_ref(), names);
                 default
             }
         }
@@ -173,22 +173,22 @@ impl<'a> Reader<'a> {
         name: &str,
         known: impl Iterator<Item = &'n str> + Clone,
     ) {
-        let issue = Issue::at(span, format!("unknown {what} `{name}`"));
-        let hint = match nearest(name, known.clone()) {
+        let issue = Issue::new(span, format!("unknown {what} `{name}`"));
+        let hint = match closest_name(name, known.clone()) {
             Some(near) => format!("did you mean `{near}`?"),
             None => match known.collect::<Vec<_>>().join(", ") {
                 all if all.is_empty() => format!("no {what} is defined"),
                 all => format!("known: {all}"),
             },
         };
-        self.issue(issue.hint(hint));
+        self.push_issue(issue.with_hint(hint));
     }
 
     /// Methods; none listed = all.
-    pub(super) fn methods(&mut self, list: Option<&[Text]>, place: &Range<usize>) -> Vec<Method> {
+    pub(super) fn methods(&mut self, list: Option<&[Text]>, span: &Range<usize>) -> Vec<Method> {
         if list.is_some_and(<[_]>::is_empty) {
-            let issue = Issue::at(place.clone(), "`methods` is empty: no request would match");
-            self.issue(issue.hint("leave it out for all methods"));
+            let issue = Issue::new(span.clone(), "`methods` is empty: no request would match");
+            self.push_issue(issue.with_hint("leave it out for all methods"));
         }
         let mut methods = Vec::new();
         for text in list.unwrap_or_default() {
@@ -196,8 +196,8 @@ impl<'a> Reader<'a> {
             match upper.parse() {
                 Ok(method) if upper == *text.get_ref() => methods.push(method),
                 _ => {
-                    let issue = Issue::at(text.span(), format!("`{}` is not a method", text.get_ref()));
-                    self.issue(issue.hint(format!("methods are upper case: \"{upper}\"")));
+                    let issue = Issue::new(text.span(), format!("`{}` is not a method", text.get_ref()));
+                    self.push_issue(issue.with_hint(format!("methods are upper case: \"{upper}\"")));
                 }
             }
         }
@@ -207,8 +207,8 @@ impl<'a> Reader<'a> {
     pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {
         let parsed = name.parse().ok();
         if parsed.is_none() {
-            let issue = Issue::at(span, format!("`{name}` is not a header name"));
-            self.issue(issue.hint("letters, digits and `-`, such as \"x-version\""));
+            let issue = Issue::new(span, format!("`{name}` is not a header name"));
+            self.push_issue(issue.with_hint("letters, digits and `-`, such as \"x-version\""));
         }
         parsed
     }
@@ -216,20 +216,20 @@ impl<'a> Reader<'a> {
     pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
         let parsed = HeaderValue::from_str(text.get_ref()).ok();
         if parsed.is_none() {
-            let issue = Issue::at(text.span(), "this cannot stand in a header");
-            self.issue(issue.hint("one line, without control characters"));
+            let issue = Issue::new(text.span(), "this cannot stand in a header");
+            self.push_issue(issue.with_hint("one line, without control characters"));
         }
         parsed
     }
 
     /// Names stand in header fields, keys and labels: letters, digits, `-`, `_`, `.`.
-    pub(super) fn name(&mut self, span: Range<usize>, name: &str) {
-        let fine = !name.is_empty()
+    pub(super) fn check_name(&mut self, span: Range<usize>, name: &str) {
+        let is_valid = !name.is_empty()
             && name.len() <= 64
             && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
-        if !fine {
+        if !is_valid {
             let hint = "1 to 64 letters, digits, `-`, `_` or `.`: names stand in header fields, keys and metrics";
-            self.issue(Issue::at(span, format!("`{name}` cannot be a name")).hint(hint));
+            self.push_issue(Issue::new(span, format!("`{name}` cannot be a name")).with_hint(hint));
         }
     }
 }

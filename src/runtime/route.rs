@@ -8,15 +8,15 @@ use http::header::{CONTENT_TYPE, LOCATION};
 use http::{HeaderValue, Response, StatusCode};
 use tokio::time::Duration;
 
-use super::split::Split;
+use super::split::WeightedUpstreams;
 use crate::cost::{Cost, RefundOn};
 use crate::http::body::Body;
 use crate::http::fields::HeaderStyle;
 use crate::http::rules::HeaderMutations;
-use crate::identity::By;
+use crate::identity::IdentitySpec;
 use crate::limit::plan::Limit;
 use crate::route::path::PathPattern;
-use crate::route::template::Template;
+use crate::route::template::RewriteTemplate;
 
 /// A route, ready to use.
 #[derive(Debug)]
@@ -28,15 +28,15 @@ pub struct Route {
     /// The path as written.
     pub path: Box<str>,
     /// The same, ready to look parameters up.
-    pub pattern: PathPattern,
+    pub path_pattern: PathPattern,
     /// Where its requests go.
-    pub target: Target,
+    pub action: RouteAction,
     /// What becomes of their path on the way to an upstream; none = it stays as it is.
     pub rewrite: Option<Rewrite>,
     /// Time for all of it, from the head of a request to the end of its answer.
     pub timeout: Option<Duration>,
     /// What they are limited by.
-    pub metering: Metering,
+    pub rate_limits: RouteLimits,
     /// Bytes that their bodies may have.
     pub max_body: Option<u64>,
     /// Whether they may switch protocols.
@@ -49,11 +49,11 @@ pub struct Route {
 
 /// A limit of a route.
 #[derive(Debug, Clone)]
-pub struct Metered {
+pub struct RouteLimit {
     /// The limit.
     pub limit: Arc<Limit>,
     /// Which of the route's identities it asks about.
-    pub identity: usize,
+    pub identity_index: usize,
     /// What a request costs it.
     pub cost: Cost,
     /// The statuses that give a charge back.
@@ -62,30 +62,30 @@ pub struct Metered {
 
 /// What a route's requests are limited by, and how callers are told.
 #[derive(Debug)]
-pub struct Metering {
+pub struct RouteLimits {
     /// The identities that its limits ask for, each once.
-    pub identities: Vec<By>,
+    pub identities: Vec<IdentitySpec>,
     /// Whether one of them is by API key.
-    pub by_key: bool,
+    pub uses_api_key: bool,
     /// Its limits.
-    pub limits: Vec<Metered>,
+    pub limits: Vec<RouteLimit>,
     /// How many of them callers are told of.
-    pub told: usize,
+    pub advertised: usize,
     /// How callers are told where they stand.
-    pub dialects: Vec<HeaderStyle>,
+    pub header_styles: Vec<HeaderStyle>,
     /// The Access-Control-Expose-Headers that lets scripts of other origins read it.
-    pub expose: Option<HeaderValue>,
+    pub expose_header: Option<HeaderValue>,
     /// The RateLimit-Policy of a response that all its limits had a say in, in their standard sizes.
-    pub policy: Option<HeaderValue>,
+    pub policy_header: Option<HeaderValue>,
 }
 
 /// Where requests go.
 #[derive(Debug)]
-pub enum Target {
+pub enum RouteAction {
     /// To upstreams, by index.
-    Upstream(Split),
+    Forward(WeightedUpstreams),
     /// The gateway answers itself.
-    Respond(Respond),
+    DirectResponse(DirectResponse),
     /// The client is sent elsewhere.
     Redirect(Redirect),
 }
@@ -94,9 +94,9 @@ pub enum Target {
 #[derive(Debug)]
 pub enum Rewrite {
     /// It loses segments that it begins with.
-    Strip(Box<str>),
+    StripPrefix(Box<str>),
     /// It becomes another.
-    To(Template),
+    Template(RewriteTemplate),
 }
 
 /// An answer that says where else to ask.
@@ -105,14 +105,14 @@ pub struct Redirect {
     /// Scheme and host; empty = where the request came.
     pub origin: Box<str>,
     /// Path and query there.
-    pub to: Template,
+    pub template: RewriteTemplate,
     /// Its status.
     pub status: StatusCode,
 }
 
 /// An answer of the gateway's own.
 #[derive(Debug)]
-pub struct Respond {
+pub struct DirectResponse {
     /// Its status.
     pub status: StatusCode,
     /// Its body.
@@ -121,7 +121,7 @@ pub struct Respond {
     pub content_type: HeaderValue,
 }
 
-impl Respond {
+impl DirectResponse {
     /// The answer.
     pub fn response(&self) -> Response<Body> {
         let mut response = Response::new(Body::full(self.body.clone()));
@@ -139,7 +139,7 @@ impl Redirect {
     /// none makes a browser read the name of a host.
     pub fn response(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> Response<Body> {
         let mut location = self.origin.to_string();
-        for byte in self.to.target(pattern, path, query).bytes() {
+        for byte in self.template.expand(pattern, path, query).bytes() {
             // Queries may have what URIs do not (RFC 3986 §2).
             if byte.is_ascii_graphic() && !b"\"<>\\^`{|}".contains(&byte) {
                 location.push(char::from(byte));
@@ -158,10 +158,10 @@ impl Redirect {
 
 impl Rewrite {
     /// The target for a request for this path, as it is forwarded, which the pattern matches, and this query.
-    pub fn target(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
+    pub fn apply(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         match self {
-            Rewrite::To(template) => template.target(pattern, path, query),
-            Rewrite::Strip(prefix) => {
+            Rewrite::Template(template) => template.expand(pattern, path, query),
+            Rewrite::StripPrefix(prefix) => {
                 // By segments: what is forwarded may encode delimiters that the prefix has as they are.
                 let end = path.match_indices('/').nth(prefix.matches('/').count()).map_or(path.len(), |(at, _)| at);
                 let rest = if end == path.len() { "/" } else { &path[end..] };
@@ -173,7 +173,7 @@ impl Rewrite {
 
 impl Route {
     /// Whether it has this limit.
-    pub fn uses(&self, limit: &Arc<Limit>) -> bool {
-        self.metering.limits.iter().any(|metered| Arc::ptr_eq(&metered.limit, limit))
+    pub fn has_limit(&self, limit: &Arc<Limit>) -> bool {
+        self.rate_limits.limits.iter().any(|route_limit| Arc::ptr_eq(&route_limit.limit, limit))
     }
 }

@@ -9,13 +9,13 @@ use tokio::time::Duration;
 use tracing::Level;
 
 use super::files;
-use super::reader::Reader;
+use super::reader::Validator;
 use crate::config::error::Issue;
 use crate::config::{self, Text};
 use crate::observe::log::LogFormat;
 
 /// hyper needs room for a head of this size at least.
-const SMALLEST_HEAD: usize = 8 << 10;
+const MIN_HEADER_SIZE: usize = 8 << 10;
 
 /// `[server]`
 #[derive(Debug, Clone)]
@@ -23,7 +23,7 @@ pub struct ServerSettings {
     /// Threads that serve requests.
     pub workers: usize,
     /// How they share work.
-    pub layout: Layout,
+    pub worker_model: WorkerModel,
     /// Time for running requests after SIGTERM.
     pub drain_timeout: Duration,
     /// Connections of clients at the same time, on all workers.
@@ -31,7 +31,7 @@ pub struct ServerSettings {
     /// The same for each client network; 0 = as many as there may be.
     pub max_connections_per_ip: usize,
     /// Whether that is the default, which is not for loopback addresses: proxies on the same machine bring many clients.
-    pub default_per_ip: bool,
+    pub is_default_per_ip: bool,
     /// Bytes of bodies that are buffered.
     pub max_buffered: usize,
     /// Time from accept to the first head.
@@ -57,23 +57,23 @@ pub struct ServerSettings {
 }
 
 /// When no new requests are wanted, a request that is on its way already has so long to come.
-const FAREWELL: Duration = Duration::from_secs(1);
+const MAX_DRAIN_GRACE: Duration = Duration::from_secs(1);
 
 impl ServerSettings {
     /// For so long connections that wait for a request stay when the gateway stops.
-    pub fn farewell(&self) -> Duration {
-        FAREWELL.min(self.drain_timeout / 2)
+    pub fn drain_grace(&self) -> Duration {
+        MAX_DRAIN_GRACE.min(self.drain_timeout / 2)
     }
 
     /// Whether connections of an address are not counted by `max_connections_per_ip`.
-    pub fn exempts(&self, address: IpAddr) -> bool {
-        self.default_per_ip && address.to_canonical().is_loopback()
+    pub fn is_exempt_from_per_ip(&self, address: IpAddr) -> bool {
+        self.is_default_per_ip && address.to_canonical().is_loopback()
     }
 }
 
 /// How workers share connections.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Layout {
+pub enum WorkerModel {
     /// Each worker accepts and serves its own.
     PerCore,
     /// One pool of threads serves all.
@@ -90,14 +90,14 @@ pub struct LogSettings {
     /// From which level on.
     pub level: Level,
     /// The access log.
-    pub access: Access,
+    pub access_log: AccessLogTarget,
     /// Where spans are sent by OTLP; none = nowhere.
     pub trace_endpoint: Option<Uri>,
 }
 
 /// Where the access log goes.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Access {
+pub enum AccessLogTarget {
     /// Nowhere.
     Off,
     /// Standard output.
@@ -106,25 +106,25 @@ pub enum Access {
     File(PathBuf),
 }
 
-pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> ServerSettings {
+pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> ServerSettings {
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let workers = match reader.number(server.workers.as_ref(), 0..1025, 0) {
         0 => cores,
         workers => workers as usize,
     };
-    let layouts = [("per-core", Layout::PerCore), ("work-stealing", Layout::Shared)];
+    let models = [("per-core", WorkerModel::PerCore), ("work-stealing", WorkerModel::Shared)];
     let max_header_size = reader.size(server.max_header_size.as_ref(), 32 << 10);
-    if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < SMALLEST_HEAD) {
-        reader.issue(Issue::at(text.span(), "`max_header_size` is too small").hint("8KiB or more"));
+    if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < MIN_HEADER_SIZE) {
+        reader.push_issue(Issue::new(text.span(), "`max_header_size` is too small").with_hint("8KiB or more"));
     }
-    let max_connections = reader.number(server.max_connections.as_ref(), 1..1_000_001, connections(workers));
+    let max_connections = reader.number(server.max_connections.as_ref(), 1..1_000_001, default_max_connections(workers));
     let half = (max_connections + 1) / 2;
     ServerSettings {
         workers,
-        layout: reader.choice(server.threading.as_ref(), Layout::PerCore, &layouts),
+        worker_model: reader.one_of(server.threading.as_ref(), WorkerModel::PerCore, &models),
         max_connections: max_connections as usize,
         max_connections_per_ip: reader.number(server.max_connections_per_ip.as_ref(), 0..1_000_001, half) as usize,
-        default_per_ip: server.max_connections_per_ip.is_none(),
+        is_default_per_ip: server.max_connections_per_ip.is_none(),
         max_buffered: reader.size(server.max_buffered.as_ref(), 64 << 20),
         drain_timeout: reader.duration(server.drain_timeout.as_ref(), Duration::from_secs(30)),
         header_timeout: reader.duration(server.header_timeout.as_ref(), Duration::from_secs(10)),
@@ -142,13 +142,13 @@ pub(super) fn server(server: &config::Server, reader: &mut Reader<'_>) -> Server
 
 /// As many connections as there are file descriptors for: each may need one to its upstream, and the workers need some
 /// for themselves (listeners, the store, their runtime).
-fn connections(workers: usize) -> i64 {
-    let own = 64 + 16 * workers as u64;
-    let connections = files::allowed().saturating_sub(own) / 2;
+fn default_max_connections(workers: usize) -> i64 {
+    let reserved = 64 + 16 * workers as u64;
+    let connections = files::hard_limit().saturating_sub(reserved) / 2;
     connections.clamp(16, 1_000_000) as i64
 }
 
-pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
+pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings {
     let by_terminal = if std::io::stderr().is_terminal() { LogFormat::Text } else { LogFormat::Json };
     let levels = [
         ("error", Level::ERROR),
@@ -158,27 +158,27 @@ pub(super) fn log(log: &config::Log, reader: &mut Reader<'_>) -> LogSettings {
         ("trace", Level::TRACE),
     ];
     let access = match log.access.as_ref().map(|access| access.get_ref().as_str()) {
-        None | Some("stdout") => Access::Stdout,
-        Some("off") => Access::Off,
-        Some(path) => Access::File(reader.path(path)),
+        None | Some("stdout") => AccessLogTarget::Stdout,
+        Some("off") => AccessLogTarget::Off,
+        Some(path) => AccessLogTarget::File(reader.resolve_path(path)),
     };
-    let format = reader.choice(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+    let format = reader.one_of(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
     LogSettings {
         format,
         // A file is read by programs, wherever the gateway was started.
         access_format: match access {
-            Access::File(_) if log.format.is_none() => LogFormat::Json,
+            AccessLogTarget::File(_) if log.format.is_none() => LogFormat::Json,
             _ => format,
         },
-        level: reader.choice(log.level.as_ref(), Level::INFO, &levels),
-        access,
+        level: reader.one_of(log.level.as_ref(), Level::INFO, &levels),
+        access_log: access,
         trace_endpoint: log.trace_endpoint.as_ref().and_then(|url| trace_endpoint(url, reader)),
     }
 }
 
 /// Where a collector takes spans; empty = nowhere. Without a path it is the one that collectors have
 /// (<https://opentelemetry.io/docs/specs/otlp/#otlphttp-request>).
-fn trace_endpoint(text: &Text, reader: &mut Reader<'_>) -> Option<Uri> {
+fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let url = text.get_ref();
     if url.is_empty() {
         return None;
@@ -186,8 +186,8 @@ fn trace_endpoint(text: &Text, reader: &mut Reader<'_>) -> Option<Uri> {
     let parsed = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
     let parsed = parsed.filter(|uri| uri.authority().is_some_and(|authority| !authority.as_str().contains('@')));
     let Some(uri) = parsed else {
-        let issue = Issue::at(text.span(), "`trace_endpoint` is not where a collector can be");
-        reader.issue(issue.hint("such as \"http://127.0.0.1:4318\"; who we are goes into OTEL_EXPORTER_OTLP_HEADERS"));
+        let issue = Issue::new(text.span(), "`trace_endpoint` is not where a collector can be");
+        reader.push_issue(issue.with_hint("such as \"http://127.0.0.1:4318\"; who we are goes into OTEL_EXPORTER_OTLP_HEADERS"));
         return None;
     };
     if uri.path() != "/" {

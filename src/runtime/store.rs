@@ -9,7 +9,7 @@ use redis::{ClientTlsConfig, TlsCertificates};
 use tokio::time::Duration;
 
 use super::client_tls::TlsFiles;
-use super::reader::Reader;
+use super::reader::Validator;
 use super::{Route, StoreSettings};
 use crate::config;
 use crate::config::error::Issue;
@@ -17,11 +17,11 @@ use crate::limit::clock::Clock;
 use crate::limit::redis::RedisSettings;
 use crate::limit::redis::script::Parts;
 
-pub(super) fn instances(store: &config::Store, reader: &mut Reader<'_>) -> u64 {
+pub(super) fn gateway_count(store: &config::Store, reader: &mut Validator<'_>) -> u64 {
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
-pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Reader<'_>) -> StoreSettings {
+pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
     let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
     let connect_timeout = reader.duration(store.connect_timeout.as_ref(), Duration::from_secs(1)).max(timeout);
     let connections = reader.number(store.connections.as_ref(), 1..9, 1) as u32;
@@ -29,7 +29,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
         // Braces would move the cluster slot away from the identity.
-        reader.issue(Issue::at(text.span(), "`prefix` must not be empty and must not have braces"));
+        reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not have braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
     let name = "memory".to_owned();
@@ -39,31 +39,31 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut R
     let tls = store.tls.as_ref().filter(|tls| {
         let used = scheme.starts_with("rediss");
         if !used {
-            let issue = Issue::at(tls.span(), "`tls` goes with a store at `rediss://` only");
-            reader.issue(issue.hint("that is, also at `rediss+sentinel://` and `rediss+cluster://`"));
+            let issue = Issue::new(tls.span(), "`tls` goes with a store at `rediss://` only");
+            reader.push_issue(issue.with_hint("that is, also at `rediss+sentinel://` and `rediss+cluster://`"));
         }
         used
     });
     let Some(text) = store.url.as_ref().filter(|_| url != "memory:") else { return settings };
-    let certificates = tls.map(|tls| certificates(tls, reader));
-    match place::read(url, certificates.as_ref()) {
+    let certificates = tls.map(|tls| tls_certificates(tls, reader));
+    match place::parse(url, certificates.as_ref()) {
         Ok((name, servers)) => {
             settings.name = name;
-            let limits = routes.iter().flat_map(|route| &route.metering.limits);
-            let algorithms = Parts::of(limits.map(|metered| &metered.limit.standard.rule));
+            let limits = routes.iter().flat_map(|route| &route.rate_limits.limits);
+            let algorithms = Parts::of(limits.map(|route_limit| &route_limit.limit.standard.rule));
             let redis =
                 RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock: Clock::Store };
             settings.redis = Some((servers, redis));
         }
-        Err(place::Wrong { what, hint }) => reader.issue(Issue::at(text.span(), what).hint(hint)),
+        Err(place::UrlError { message: what, hint }) => reader.push_issue(Issue::new(text.span(), what).with_hint(hint)),
     }
     settings
 }
 
 /// Whom to believe at the other end, and who we are.
-fn certificates(tls: &Spanned<config::StoreTls>, reader: &mut Reader<'_>) -> TlsCertificates {
+fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
     let config::StoreTls { ca, cert, key } = tls.get_ref();
-    let TlsFiles { ca, own } = TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
+    let TlsFiles { ca, gateway_certificate: own } = TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
     let client_tls = own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content, client_key: key.content });
     TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }

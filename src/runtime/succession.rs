@@ -4,55 +4,55 @@ use std::sync::Arc;
 
 use tokio::time::Duration;
 
-use super::{Listener, Runtime};
+use super::{Listener, CompiledConfig};
 use crate::tls::certificate::Certificate;
 use crate::upstream::settings::UpstreamSettings;
 
 /// Why a configuration that is right by itself cannot take the place of the one that runs.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum Unfit {
+pub enum CarryOverError {
     #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
-    Restart(Vec<String>),
+    RestartRequired(Vec<String>),
     #[error("{}", .0.join("\n"))]
-    Certificates(Vec<String>),
+    InvalidCertificates(Vec<String>),
 }
 
 fn pronoun(keys: &[String]) -> &'static str {
     if keys.len() == 1 { "it" } else { "them" }
 }
 
-impl Runtime {
+impl CompiledConfig {
     /// Takes over what is the same in the configuration before: connections and sessions go on.
     ///
     /// # Errors
     /// It needs a restart, or shows certificates that clients would refuse.
-    pub fn succeed(&mut self, before: &Runtime, now: Duration) -> Result<(), Unfit> {
-        let changes = before.fixed.changes(&self.fixed);
+    pub fn carry_over(&mut self, previous: &CompiledConfig, now: Duration) -> Result<(), CarryOverError> {
+        let changes = previous.restart_only_keys.changed_keys(&self.restart_only_keys);
         if !changes.is_empty() {
-            return Err(Unfit::Restart(changes));
+            return Err(CarryOverError::RestartRequired(changes));
         }
-        let untimely = self.untimely(before, now);
-        if !untimely.is_empty() {
-            return Err(Unfit::Certificates(untimely));
+        let expired = self.expired_certificates(previous, now);
+        if !expired.is_empty() {
+            return Err(CarryOverError::InvalidCertificates(expired));
         }
-        if self.client_ip == before.client_ip {
-            self.client_ip = before.client_ip.clone();
+        if self.client_ip == previous.client_ip {
+            self.client_ip = previous.client_ip.clone();
         }
-        for (listener, before) in self.listeners.iter().zip(&before.listeners) {
-            if let (Some(tls), Some(before)) = (&listener.tls, &before.tls)
-                && tls.believes_as(before)
+        for (listener, previous) in self.listeners.iter().zip(&previous.listeners) {
+            if let (Some(tls), Some(before)) = (&listener.tls, &previous.tls)
+                && tls.same_trust(before)
             {
                 tls.tls.use_ticketer_of(&before.tls);
             }
         }
-        self.keep_upstreams(before);
+        self.reuse_upstreams(previous);
         Ok(())
     }
 
     /// The certificates for which it is too early or too late, and which are not shown already.
-    fn untimely(&self, before: &Runtime, now: Duration) -> Vec<String> {
-        let shown: Vec<_> = before.certificates().collect();
+    fn expired_certificates(&self, previous: &CompiledConfig, now: Duration) -> Vec<String> {
+        let shown: Vec<_> = previous.certificates().collect();
         let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
         let own = own.flat_map(|tls| tls.tls.certificates().zip(&tls.certificates));
         let own = own.filter(|(certificate, _)| !shown.iter().any(|shown| shown.certified_key.cert == certificate.certified_key.cert));
@@ -68,19 +68,19 @@ impl Runtime {
         tls.flat_map(|tls| tls.tls.certificates())
     }
 
-    fn keep_upstreams(&mut self, before: &Runtime) {
+    fn reuse_upstreams(&mut self, previous: &CompiledConfig) {
         for tls in &mut self.upstream_tls {
-            let Some(known) = before.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
+            let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
             *tls = known.clone();
             let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
             // Nobody else has them yet.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
-                tls.dress(settings);
+                tls.attach_tls(settings);
             }
         }
         for settings in &mut self.upstreams {
             let same = |known: &&Arc<UpstreamSettings>| known == &settings;
-            if let Some(known) = before.upstreams.iter().find(same) {
+            if let Some(known) = previous.upstreams.iter().find(same) {
                 *settings = known.clone();
             }
         }

@@ -107,7 +107,7 @@ impl HttpConnection {
                 // What a connection has outlives its requests, so they need not count who refers to it.
                 let service = service_fn(|request| serve_request(&*self.gateway, &*self.peer, self.activity.start_request(), request));
                 let connection = http1_builder(settings).serve_connection(io, service).with_upgrades();
-                let drain_grace = settings.farewell();
+                let drain_grace = settings.drain_grace();
                 self.drive(connection, drain_grace, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {

@@ -10,52 +10,52 @@ use x509_parser::time::ASN1Time;
 /// Why TLS with a server fails.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub(super) struct NoTls(String);
+pub(super) struct TlsDiagnosis(String);
 
-impl NoTls {
+impl TlsDiagnosis {
     /// For an error of the handshake.
-    pub(super) fn of_handshake(error: io::Error) -> io::Error {
+    pub(super) fn from_handshake_error(error: io::Error) -> io::Error {
         match error.kind() {
             // Whoever takes the first message for nonsense hangs up.
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                NoTls::saying("the server hangs up in the TLS handshake; is it http://?")
+                TlsDiagnosis::with_message("the server hangs up in the TLS handshake; is it http://?")
             }
-            _ => NoTls::of(error),
+            _ => TlsDiagnosis::from_io_error(error),
         }
     }
 
     /// For what is read on a connection to a server of this name. It is told here: with TLS 1.3 a server looks at our
     /// certificate when the handshake is over for us, and whoever waits for an answer may learn no more than that
     /// there is none.
-    pub(super) fn of_reading(error: io::Error, name: &ServerName<'_>) -> io::Error {
-        let error = NoTls::of(error);
-        if error.get_ref().is_some_and(|inner| inner.is::<NoTls>()) {
+    pub(super) fn from_read_error(error: io::Error, name: &ServerName<'_>) -> io::Error {
+        let error = TlsDiagnosis::from_io_error(error);
+        if error.get_ref().is_some_and(|inner| inner.is::<TlsDiagnosis>()) {
             warn!("TLS with `{}` broke off: {error}", name.to_str());
         }
         error
     }
 
     /// For an error of a stream.
-    pub(super) fn of(error: io::Error) -> io::Error {
+    pub(super) fn from_io_error(error: io::Error) -> io::Error {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
-            Some(source) => io::Error::new(error.kind(), NoTls(advice(source))),
+            Some(source) => io::Error::new(error.kind(), TlsDiagnosis(describe_error(source))),
             None => error,
         }
     }
 
-    pub(super) fn without_http2() -> io::Error {
-        NoTls::saying("the server does not choose HTTP/2 by ALPN (`h2`); protocol = \"http1\" is for those without it")
+    pub(super) fn http2_not_negotiated() -> io::Error {
+        TlsDiagnosis::with_message("the server does not choose HTTP/2 by ALPN (`h2`); protocol = \"http1\" is for those without it")
     }
 
-    fn saying(advice: &str) -> io::Error {
-        io::Error::other(NoTls(advice.to_owned()))
+    fn with_message(advice: &str) -> io::Error {
+        io::Error::other(TlsDiagnosis(advice.to_owned()))
     }
 }
 
-fn advice(error: &Error) -> String {
+fn describe_error(error: &Error) -> String {
     match error {
-        Error::InvalidCertificate(why) => of_certificate(why),
-        Error::AlertReceived(alert) => of_alert(*alert),
+        Error::InvalidCertificate(certificate_error) => describe_certificate_error(certificate_error),
+        Error::AlertReceived(alert) => describe_alert(*alert),
         Error::InvalidMessage(_) => "the server speaks no TLS; is it http://?".to_owned(),
         Error::PeerIncompatible(_) => format!("the server's TLS is not ours, which is 1.2 and 1.3: {error}"),
         _ => format!("TLS fails: {error}"),
@@ -63,7 +63,7 @@ fn advice(error: &Error) -> String {
 }
 
 /// What is wrong with the server's certificate.
-fn of_certificate(error: &CertificateError) -> String {
+fn describe_certificate_error(error: &CertificateError) -> String {
     // Times that no calendar has are left out.
     let date = |s: u64| ASN1Time::from_timestamp(s as i64).map_or(String::new(), |time| time.to_string());
     match error {
@@ -103,7 +103,7 @@ fn of_certificate(error: &CertificateError) -> String {
 }
 
 /// What the server does not like.
-fn of_alert(alert: AlertDescription) -> String {
+fn describe_alert(alert: AlertDescription) -> String {
     match alert {
         AlertDescription::CertificateRequired => {
             "the server wants a certificate of ours: tls.cert and tls.key".to_owned()

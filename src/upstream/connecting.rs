@@ -6,24 +6,24 @@ use std::time::Instant;
 use futures_util::stream::{FuturesUnordered, StreamExt};
 use tokio::time::{Duration, sleep, timeout};
 
-use super::link::{Connection, Link};
-use super::member::Member;
-use super::queue::Place;
-use super::{Choice, Upstream, UpstreamError};
+use super::link::{Connection, EndpointPool};
+use super::member::Endpoint;
+use super::queue::RequestPermit;
+use super::{PickState, Upstream, UpstreamError};
 use crate::limit::clock::monotonic;
 
 /// For this long a connect is alone, then another one runs beside it (the Connection Attempt Delay of RFC 8305 §5).
-const HEAD_START: Duration = Duration::from_millis(250);
+const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
 /// Members that one request tries at most.
-const MOST: usize = 9;
+const MAX_CONNECT_ATTEMPTS: usize = 9;
 
 /// A connection, to whichever member it is.
-pub(super) struct Connected {
-    pub(super) link: Arc<Link>,
-    pub(super) place: Place,
+pub(super) struct EndpointConnection {
+    pub(super) pool: Arc<EndpointPool>,
+    pub(super) permit: RequestPermit,
     pub(super) connection: Connection,
-    pub(super) reused: bool,
+    pub(super) is_reused: bool,
 }
 
 impl Upstream {
@@ -34,87 +34,87 @@ impl Upstream {
     /// None could be reached, or not in time.
     pub(super) async fn connect(
         &self,
-        first: (Arc<Link>, Place),
-        choice: &mut Choice,
-        idle_will_do: bool,
-    ) -> Result<Connected, UpstreamError> {
-        let mut running = Vec::new();
-        let racing = self.race(first, choice, idle_will_do, &mut running);
-        match timeout(self.fleet.settings.connect_timeout, racing).await {
+        first: (Arc<EndpointPool>, RequestPermit),
+        pick_state: &mut PickState,
+        allow_idle: bool,
+    ) -> Result<EndpointConnection, UpstreamError> {
+        let mut attempts = Vec::new();
+        let racing = self.happy_eyeballs(first, pick_state, allow_idle, &mut attempts);
+        match timeout(self.cluster.settings.connect_timeout, racing).await {
             Ok(result) => result,
             Err(_) => {
                 let error = UpstreamError::ConnectTimeout { upstream: self.name().into() };
-                running.iter().for_each(|(member, _)| self.fleet.unreachable(member, &error));
+                attempts.iter().for_each(|(endpoint, _)| self.cluster.report_connect_failure(endpoint, &error));
                 Err(error)
             }
         }
     }
 
-    async fn race(
+    async fn happy_eyeballs(
         &self,
-        first: (Arc<Link>, Place),
-        choice: &mut Choice,
-        idle_will_do: bool,
-        running: &mut Vec<(Arc<Member>, Instant)>,
-    ) -> Result<Connected, UpstreamError> {
+        first: (Arc<EndpointPool>, RequestPermit),
+        pick_state: &mut PickState,
+        allow_idle: bool,
+        attempts: &mut Vec<(Arc<Endpoint>, Instant)>,
+    ) -> Result<EndpointConnection, UpstreamError> {
         let mut connecting = FuturesUnordered::new();
         let mut next = Some(first);
         loop {
-            if let Some((link, place)) = next.take() {
-                choice.tried.push(place.member().clone());
-                running.push((place.member().clone(), monotonic()));
+            if let Some((pool, permit)) = next.take() {
+                pick_state.tried.push(permit.endpoint().clone());
+                attempts.push((permit.endpoint().clone(), monotonic()));
                 connecting.push(async move {
-                    let result = link.connect().await;
-                    (link, place, result)
+                    let result = pool.connect().await;
+                    (pool, permit, result)
                 });
             }
             tokio::select! {
                 biased;
-                Some((link, place, result)) = connecting.next() => {
-                    running.retain(|(member, _)| !Arc::ptr_eq(member, place.member()));
+                Some((pool, permit, result)) = connecting.next() => {
+                    attempts.retain(|(endpoint, _)| !Arc::ptr_eq(endpoint, permit.endpoint()));
                     let error = match result {
                         Ok((connection, reused)) => {
-                            self.overtaken(running);
-                            return Ok(Connected { link, place, connection, reused });
+                            self.report_slow_connects(attempts);
+                            return Ok(EndpointConnection { pool, permit, connection, is_reused });
                         }
                         Err(error) => error,
                     };
-                    self.fleet.unreachable(place.member(), &error);
-                    drop(place);
-                    next = self.another(choice);
+                    self.cluster.report_connect_failure(permit.endpoint(), &error);
+                    drop(permit);
+                    next = self.pick_other(pick_state);
                     if next.is_none() && connecting.is_empty() {
                         return Err(UpstreamError::Connect { upstream: self.name().into(), source: error });
                     }
                 }
-                () = sleep(HEAD_START) => next = self.another(choice),
+                () = sleep(CONNECTION_ATTEMPT_DELAY) => next = self.pick_other(pick_state),
             }
-            if let Some((link, _)) = next.as_ref().filter(|_| idle_will_do)
-                && let Some(connection) = link.idle()
-                && let Some((link, place)) = next.take()
+            if let Some((pool, _)) = next.as_ref().filter(|_| allow_idle)
+                && let Some(connection) = pool.take_idle()
+                && let Some((pool, permit)) = next.take()
             {
-                self.overtaken(running);
-                return Ok(Connected { link, place, connection, reused: true });
+                self.report_slow_connects(attempts);
+                return Ok(EndpointConnection { pool, permit, connection, is_reused: true });
             }
         }
     }
 
     /// Another member, of another family of addresses if there is one.
-    pub(super) fn another(&self, choice: &Choice) -> Option<(Arc<Link>, Place)> {
-        if choice.tried.len() >= MOST {
+    pub(super) fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
+        if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
             return None;
         }
-        let family = |member: &Member| member.address.map(|address| address.is_ipv6());
-        let last = choice.tried.last().and_then(|member| family(member));
-        let table = self.fleet.table();
-        let same = table.members.iter().filter(|member| family(member) == last).cloned();
-        let same_and_tried: Vec<_> = same.chain(choice.tried.iter().cloned()).collect();
-        self.place(choice.key, &same_and_tried).or_else(|| self.place(choice.key, &choice.tried))
+        let family = |endpoint: &Endpoint| endpoint.address.map(|address| address.is_ipv6());
+        let last = pick_state.tried.last().and_then(|endpoint| family(endpoint));
+        let table = self.cluster.load_balancer();
+        let same = table.endpoints.iter().filter(|endpoint| family(endpoint) == last).cloned();
+        let same_and_tried: Vec<_> = same.chain(pick_state.tried.iter().cloned()).collect();
+        self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
     }
 
     /// Those that had their head start and have lost all the same.
-    fn overtaken(&self, running: &[(Arc<Member>, Instant)]) {
-        for (member, _) in running.iter().filter(|(_, since)| since.elapsed() >= HEAD_START) {
-            self.fleet.unreachable(member, &"connecting takes long");
+    fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
+        for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
+            self.cluster.report_connect_failure(endpoint, &"connecting takes long");
         }
     }
 }

@@ -8,13 +8,13 @@ use http::{Request, Response};
 use hyper::body::Incoming;
 use tokio::time::{Instant, timeout_at};
 
-use super::connecting::Connected;
-use super::http2::{Fate, fate};
-use super::patience::Patience;
-use super::pool::Failure;
-use super::repeat::Repeat;
+use super::connecting::EndpointConnection;
+use super::http2::{StreamOutcome, classify_error};
+use super::patience::ResponseTimer;
+use super::pool::SendError;
+use super::repeat::ReplayableRequest;
 use super::settings::UpstreamSettings;
-use super::{RetryReason as Why, Choice, Protocol, Trail, Upstream, UpstreamError};
+use super::{RetryReason as Why, PickState, Protocol, AttemptLog, Upstream, UpstreamError};
 use crate::http::body::Body;
 use crate::http::bounds::BodyLimits;
 use crate::http::headers::{is_grpc, is_safe};
@@ -22,24 +22,24 @@ use crate::http::response;
 use crate::http::upload::{UploadProgress, RequestBody};
 
 /// How a request may still be sent again.
-struct Course {
+struct RetryState {
     /// Once, where it was: on a fresh connection after one that was there before.
-    fresh: bool,
+    can_reconnect: bool,
     /// On other members.
-    retries: u32,
-    safe: bool,
+    retries_left: u32,
+    is_safe: bool,
     has_body: bool,
-    http2: bool,
+    is_http2: bool,
 }
 
 /// Where it goes after a failure.
 enum RetryTarget {
     /// To the same member, on a fresh connection.
-    There(Request<RequestBody>),
+    SameEndpoint(Request<RequestBody>),
     /// To another member: nothing of it was written.
-    Elsewhere(Request<RequestBody>),
+    OtherEndpoint(Request<RequestBody>),
     /// To another member, if the budget has something left.
-    Retry(Request<RequestBody>),
+    OtherEndpointWithBudget(Request<RequestBody>),
 }
 
 impl Upstream {
@@ -55,187 +55,187 @@ impl Upstream {
         &self,
         mut request: Box<Request<RequestBody>>,
         bounds: BodyLimits,
-        trail: &mut Trail,
+        attempts: &mut AttemptLog,
     ) -> Result<Response<Body>, UpstreamError> {
-        let UpstreamSettings { protocol, retries, .. } = *self.fleet.settings;
+        let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
         let http2 = protocol == Protocol::Http2;
         let progress = request.body_mut().apply_limits(bounds);
         if http2 && is_grpc(request.headers()) {
             request.body_mut().allow_trailers();
         }
         let (safe, has_body) = (is_safe(request.method()), progress.is_some());
-        let mut course = Course { fresh: true, retries, safe, has_body, http2 };
-        let mut choice = Choice { key: self.fleet.key(request.headers()), tried: Vec::new() };
-        if let Some(budget) = &self.fleet.budget {
-            budget.earn();
+        let mut retry_state = RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
+        let mut pick_state = PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new() };
+        if let Some(retry_budget) = &self.cluster.retry_budget {
+            retry_budget.deposit();
         }
         // Whoever waits comes first.
-        let found = if self.fleet.queue.is_empty() { self.place(choice.key, &[]) } else { None };
-        let mut way = match found {
-            Some(way) => way,
-            None => Box::pin(self.wait(choice.key)).await?,
+        let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
+        let mut target = match picked {
+            Some(target) => target,
+            None => Box::pin(self.pick_queued(pick_state.hash_key)).await?,
         };
-        let mut idle = way.0.idle();
+        let mut idle = target.0.take_idle();
         loop {
-            let Connected { link, place, mut connection, reused } = match idle.take() {
-                Some(connection) => Connected { link: way.0, place: way.1, connection, reused: true },
+            let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
+                Some(connection) => EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true },
                 None => {
-                    let tried = choice.tried.len() + 1;
-                    let connected = Box::pin(self.connect(way, &mut choice, course.fresh)).await;
-                    choice.tried.last().into_iter().for_each(|member| trail.at(member));
-                    trail.count(Why::Unwritten, choice.tried.len().saturating_sub(tried) as u64);
+                    let tried = pick_state.tried.len() + 1;
+                    let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
+                    pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
+                    attempts.record_retries(Why::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
                     connected?
                 }
             };
-            trail.at(place.member());
-            let copy = course.needs_copy(reused).then(|| Repeat::of(&request));
-            let answer = {
+            attempts.record_endpoint(permit.endpoint());
+            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
+            let result = {
                 // In its place, and not moved into each future that waits for it.
                 let response = pin!(connection.send(*request));
-                let answer = pin!(self.exchange(response, connection.patience(), progress.as_deref()));
+                let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
-                    None => answer.await,
+                    None => result.await,
                     Some(deadline) => {
-                        timeout_at(deadline, answer).await.unwrap_or_else(|_| Err(self.overdue(progress.as_deref())))
+                        timeout_at(deadline, result).await.unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref())))
                     }
                 }
             };
-            let mut failure = match answer {
+            let mut failure = match result {
                 Ok(Ok(response)) => {
                     if let Some(fault) = response::framing_error(&response) {
-                        let error = UpstreamError::Malformed { upstream: self.name().into(), fault };
-                        self.fleet.failed(place.member(), &error);
+                        let error = UpstreamError::InvalidResponse { upstream: self.name().into(), fault };
+                        self.cluster.report_failure(permit.endpoint(), &error);
                         return Err(error);
                     }
                     if let Some(progress) = &progress {
                         progress.mark_response_started();
                     }
-                    self.fleet.answered(place.member(), response.status());
-                    return Ok(connection.answer(response, bounds, link, place));
+                    self.cluster.report_response(permit.endpoint(), response.status());
+                    return Ok(connection.into_response(response, bounds, pool, permit));
                 }
                 Ok(Err(failure)) => failure,
                 Err(error) => {
-                    connection.retire();
+                    connection.start_draining();
                     if let UpstreamError::ResponseTimeout { .. } = error {
-                        self.fleet.failed(place.member(), &error);
+                        self.cluster.report_failure(permit.endpoint(), &error);
                     }
                     return Err(error);
                 }
             };
-            let fate = connection.fate(failure.error());
+            let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
             // A connection that was closed while nobody used it says nothing about its server.
-            let blamed = !reused && (unsent.is_some() || fate == Fate::Unknown) || fate == Fate::Answered;
-            let again = course.again(unsent, copy, fate, reused);
-            let error = self.broken(failure.into_error(), progress.as_deref());
-            if blamed && !error.is_clients_fault() {
-                self.fleet.failed(place.member(), &error);
+            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown) || outcome == StreamOutcome::PeerError;
+            let retry = retry_state.retry_target(unsent, copy, outcome, reused);
+            let error = self.exchange_error(failure.into_error(), progress.as_deref());
+            if is_endpoint_failure && !error.is_client_error() {
+                self.cluster.report_failure(permit.endpoint(), &error);
             }
-            choice.tried.push(place.member().clone());
-            let (again, other) = match again {
-                Some(RetryTarget::There(request)) => {
-                    trail.count(Why::Reconnected, 1);
-                    (request, (link, place))
+            pick_state.tried.push(permit.endpoint().clone());
+            let (retry, other) = match retry {
+                Some(RetryTarget::SameEndpoint(request)) => {
+                    attempts.record_retries(Why::Reconnected, 1);
+                    (request, (pool, permit))
                 }
-                Some(RetryTarget::Elsewhere(request)) => {
-                    let way = self.another(&choice).ok_or(error)?;
-                    trail.count(Why::Unwritten, 1);
-                    (request, way)
+                Some(RetryTarget::OtherEndpoint(request)) => {
+                    let target = self.pick_other(&pick_state).ok_or(error)?;
+                    attempts.record_retries(Why::Unwritten, 1);
+                    (request, target)
                 }
-                Some(RetryTarget::Retry(request)) => {
-                    let way = self.another(&choice).filter(|_| self.fleet.may_retry());
-                    course.retries -= 1;
-                    let way = way.ok_or(error)?;
-                    trail.count(Why::Retried, 1);
-                    (request, way)
+                Some(RetryTarget::OtherEndpointWithBudget(request)) => {
+                    let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
+                    retry_state.retries_left -= 1;
+                    let target = target.ok_or(error)?;
+                    attempts.record_retries(Why::Retried, 1);
+                    (request, target)
                 }
                 None => return Err(error),
             };
-            (request, way, course.fresh) = (Box::new(again), other, false);
+            (request, target, retry_state.can_reconnect) = (Box::new(retry), other, false);
         }
     }
 
     /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
-    async fn exchange(
+    async fn attempt(
         &self,
-        mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, Failure>>>,
-        patience: &mut Patience,
+        mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
+        timer: &mut ResponseTimer,
         progress: Option<&UploadProgress>,
-    ) -> Result<Result<Response<Incoming>, Failure>, UpstreamError> {
-        let mut seen = progress.map(UploadProgress::frame_count);
+    ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
+        let mut last_frames = progress.map(UploadProgress::frame_count);
         // An upload is looked at more often, for the time to be right from where it ends.
-        let looks = if progress.is_some() { 10 } else { 1 };
-        let mut silent = 0;
-        while silent < looks {
-            let until = Instant::now() + self.fleet.settings.response_timeout / looks;
-            let answer = poll_fn(|cx| match response.as_mut().poll(cx) {
-                Poll::Ready(answer) => Poll::Ready(Some(answer)),
-                Poll::Pending => patience.poll(until, cx).map(|()| None),
+        let polls = if progress.is_some() { 10 } else { 1 };
+        let mut silent_polls = 0;
+        while silent_polls < polls {
+            let deadline = Instant::now() + self.cluster.settings.response_timeout / polls;
+            let result = poll_fn(|cx| match response.as_mut().poll(cx) {
+                Poll::Ready(result) => Poll::Ready(Some(result)),
+                Poll::Pending => timer.poll(deadline, cx).map(|()| None),
             });
-            if let Some(answer) = answer.await {
-                return Ok(answer);
+            if let Some(result) = result.await {
+                return Ok(result);
             }
             let now = progress.map(UploadProgress::frame_count);
             // The body sees to a client that keeps everybody waiting.
-            let is_silent = now == seen && !progress.is_some_and(UploadProgress::is_waiting_for_client);
-            silent = if is_silent { silent + 1 } else { 0 };
-            seen = now;
+            let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
+            silent_polls = if is_silent { silent_polls + 1 } else { 0 };
+            last_frames = now;
         }
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
     /// What ran out of time: the client, or the upstream.
-    fn overdue(&self, progress: Option<&UploadProgress>) -> UpstreamError {
+    fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_delayed_by_client) {
-            return UpstreamError::ClientStalled;
+            return UpstreamError::ClientTimeout;
         }
-        UpstreamError::Overdue { upstream: self.name().into() }
+        UpstreamError::RouteTimeout { upstream: self.name().into() }
     }
 
-    fn broken(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {
+    fn exchange_error(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_too_large) {
             return UpstreamError::BodyTooLarge;
         }
         if progress.is_some_and(UploadProgress::is_stalled) {
-            return UpstreamError::ClientStalled;
+            return UpstreamError::ClientTimeout;
         }
         // The body stream failed before its end: that was the client.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
-        if unfinished && (error.is_user() || fate(&error).0 == Fate::Ours) {
-            return UpstreamError::ClientBroken(error.into());
+        if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
+            return UpstreamError::ClientAborted(error.into());
         }
-        UpstreamError::Broken { upstream: self.name().into(), source: error }
+        UpstreamError::Reset { upstream: self.name().into(), source: error }
     }
 }
 
-impl Course {
+impl RetryState {
     /// Whether a copy of the request may be of use.
     fn needs_copy(&self, reused: bool) -> bool {
-        let may_repeat = !self.has_body && (self.safe || self.http2);
-        may_repeat && (self.retries > 0 || self.fresh && (reused || self.http2))
+        let may_repeat = !self.has_body && (self.is_safe || self.is_http2);
+        may_repeat && (self.retries_left > 0 || self.can_reconnect && (reused || self.is_http2))
     }
 
     /// What becomes of a request that was not answered.
-    fn again(
+    fn retry_target(
         &self,
         unsent: Option<Request<RequestBody>>,
-        copy: Option<Repeat>,
-        fate: Fate,
+        copy: Option<ReplayableRequest>,
+        outcome: StreamOutcome,
         reused: bool,
     ) -> Option<RetryTarget> {
         let unwritten = unsent.is_some();
-        let harmless = match fate {
-            Fate::Unprocessed => true,
-            Fate::Unknown => self.safe,
-            Fate::Answered | Fate::Ours => false,
+        let is_safe_to_resend = match outcome {
+            StreamOutcome::NotProcessed => true,
+            StreamOutcome::Unknown => self.is_safe,
+            StreamOutcome::PeerError | StreamOutcome::LocalReset => false,
         };
-        let request = unsent.or_else(|| copy.filter(|_| harmless).map(Repeat::request))?;
-        if self.fresh && (reused || self.http2 && (unwritten || fate == Fate::Unprocessed)) {
-            Some(RetryTarget::There(request))
+        let request = unsent.or_else(|| copy.filter(|_| is_safe_to_resend).map(ReplayableRequest::into_request))?;
+        if self.can_reconnect && (reused || self.is_http2 && (unwritten || outcome == StreamOutcome::NotProcessed)) {
+            Some(RetryTarget::SameEndpoint(request))
         } else if unwritten {
-            Some(RetryTarget::Elsewhere(request))
+            Some(RetryTarget::OtherEndpoint(request))
         } else {
-            (self.retries > 0).then_some(RetryTarget::Retry(request))
+            (self.retries_left > 0).then_some(RetryTarget::OtherEndpointWithBudget(request))
         }
     }
 }

@@ -14,8 +14,8 @@ use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::sync::Mutex;
 
-use super::member::Member;
-use super::pool::Failure;
+use super::member::Endpoint;
+use super::pool::SendError;
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 
@@ -26,83 +26,83 @@ const STREAM_BUFFER: u32 = 128 << 10;
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
 /// Bytes of a response head, as for HTTP/1.1.
-const MAX_HEAD: u32 = 64 << 10;
+const MAX_HEADER_LIST_SIZE: u32 = 64 << 10;
 
 /// The connection that new requests take.
 #[derive(Debug)]
-pub(super) struct Shared {
+pub(super) struct SharedConnection {
     // Held while connecting: those who come meanwhile take what comes of it.
-    current: Mutex<Option<Connection>>,
+    current: Mutex<Option<Http2Connection>>,
     idle_timeout: Duration,
 }
 
 /// A connection that carries many requests at a time.
 #[derive(Debug, Clone)]
-pub(super) struct Connection {
+pub(super) struct Http2Connection {
     sender: SendRequest<RequestBody>,
     /// Set when no new request should take it.
-    retired: Arc<AtomicBool>,
-    used: Instant,
+    is_draining: Arc<AtomicBool>,
+    last_used_at: Instant,
     /// What requests say of their own scheme (RFC 9113 §8.3.1).
     scheme: Scheme,
 }
 
-impl Shared {
+impl SharedConnection {
     pub(super) fn new(idle_timeout: Duration) -> Self {
-        Shared { current: Mutex::default(), idle_timeout }
+        SharedConnection { current: Mutex::default(), idle_timeout }
     }
 
     /// The connection that is there, if it is fit for use and nobody is just making another.
-    pub(super) fn idle(&self) -> Option<Connection> {
-        self.fit(&mut *self.current.try_lock().ok()?)
+    pub(super) fn try_get(&self) -> Option<Http2Connection> {
+        self.usable(&mut *self.current.try_lock().ok()?)
     }
 
-    fn fit(&self, current: &mut Option<Connection>) -> Option<Connection> {
+    fn usable(&self, current: &mut Option<Http2Connection>) -> Option<Http2Connection> {
         let now = monotonic();
-        let connection = current.as_mut().filter(|connection| connection.is_fit(now, self.idle_timeout))?;
-        connection.used = now;
+        let connection = current.as_mut().filter(|connection| connection.is_usable(now, self.idle_timeout))?;
+        connection.last_used_at = now;
         Some(connection.clone())
     }
 
     /// The connection that is there, if it is fit for use, else a new one; whether it was there before.
-    pub(super) async fn take(&self, member: &Member) -> io::Result<(Connection, bool)> {
+    pub(super) async fn get_or_connect(&self, endpoint: &Endpoint) -> io::Result<(Http2Connection, bool)> {
         let mut current = self.current.lock().await;
-        if let Some(connection) = self.fit(&mut current) {
+        if let Some(connection) = self.usable(&mut current) {
             return Ok((connection, true));
         }
         // What runs on the old one goes on to its end.
         *current = None;
-        let connection = connect(member).await?;
+        let connection = connect(endpoint).await?;
         *current = Some(connection.clone());
         Ok((connection, false))
     }
 }
 
-async fn connect(member: &Member) -> io::Result<Connection> {
-    let stream = member.connect().await?;
+async fn connect(endpoint: &Endpoint) -> io::Result<Http2Connection> {
+    let stream = endpoint.connect().await?;
     let scheme = if stream.is_tls() { Scheme::HTTPS } else { Scheme::HTTP };
     let (sender, connection) = Builder::new(TokioExecutor::new())
         .initial_stream_window_size(STREAM_BUFFER)
         .initial_connection_window_size(CONNECTION_WINDOW)
         .max_send_buf_size(STREAM_BUFFER as usize)
-        .max_header_list_size(MAX_HEAD)
+        .max_header_list_size(MAX_HEADER_LIST_SIZE)
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
     // Its error reaches whoever waits for a response.
     tokio::spawn(async move { connection.await.ok() });
-    Ok(Connection { sender, retired: Arc::default(), used: monotonic(), scheme })
+    Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
 }
 
-impl Connection {
-    fn is_fit(&self, now: Instant, idle_timeout: Duration) -> bool {
-        !self.sender.is_closed() && !self.retired.load(Ordering::Relaxed) && now - self.used < idle_timeout
+impl Http2Connection {
+    fn is_usable(&self, now: Instant, idle_timeout: Duration) -> bool {
+        !self.sender.is_closed() && !self.is_draining.load(Ordering::Relaxed) && now - self.last_used_at < idle_timeout
     }
 
     pub(super) fn send(
         &mut self,
         mut request: Request<RequestBody>,
-    ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         if request.uri().scheme() != Some(&self.scheme) {
             let mut uri = std::mem::take(request.uri_mut()).into_parts();
             uri.scheme = Some(self.scheme.clone());
@@ -113,34 +113,34 @@ impl Connection {
     }
 
     /// No new request takes it.
-    pub(super) fn retire(&self) {
-        self.retired.store(true, Ordering::Relaxed);
+    pub(super) fn start_draining(&self) {
+        self.is_draining.store(true, Ordering::Relaxed);
     }
 }
 
 /// What the end of a stream says of its request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Fate {
+pub(super) enum StreamOutcome {
     /// The server has not looked at it (RFC 9113 §8.7): refused by itself, or by the end of the connection.
-    Unprocessed,
+    NotProcessed,
     /// The server has ended it, or what it says cannot be read.
-    Answered,
+    PeerError,
     /// We have ended it, because the client did.
-    Ours,
+    LocalReset,
     /// Not known: the connection is gone.
     Unknown,
 }
 
 /// What an error says, and whether the connection is good for others.
-pub(super) fn fate(error: &hyper::Error) -> (Fate, bool) {
+pub(super) fn classify_error(error: &hyper::Error) -> (StreamOutcome, bool) {
     let Some(cause) = error.source().and_then(|source| source.downcast_ref::<h2::Error>()) else {
-        return (Fate::Unknown, false);
+        return (StreamOutcome::Unknown, false);
     };
     let refused = cause.is_go_away() || cause.reason() == Some(h2::Reason::REFUSED_STREAM);
-    let fate = match (cause.is_remote(), cause.is_library()) {
-        (true, _) if refused => Fate::Unprocessed,
-        (true, _) | (_, true) => Fate::Answered,
-        _ => Fate::Ours,
+    let outcome = match (cause.is_remote(), cause.is_library()) {
+        (true, _) if refused => StreamOutcome::NotProcessed,
+        (true, _) | (_, true) => StreamOutcome::PeerError,
+        _ => StreamOutcome::LocalReset,
     };
-    (fate, cause.is_reset())
+    (outcome, cause.is_reset())
 }

@@ -8,11 +8,11 @@ use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 
 use super::Protocol;
-use super::http2::{self, Fate, Shared};
-use super::member::Member;
-use super::patience::Patience;
-use super::pool::{self, Failure, Pool};
-use super::queue::Place;
+use super::http2::{self, StreamOutcome, SharedConnection};
+use super::member::Endpoint;
+use super::patience::ResponseTimer;
+use super::pool::{self, SendError, Http1Pool};
+use super::queue::RequestPermit;
 use super::settings::UpstreamSettings;
 use crate::http::body::{Body, OnComplete};
 use crate::http::bounds::BodyLimits;
@@ -21,61 +21,61 @@ use crate::http::upload::RequestBody;
 
 /// The way to one member.
 #[derive(Debug)]
-pub(super) struct Link {
-    member: Arc<Member>,
-    connections: Connections,
+pub(super) struct EndpointPool {
+    endpoint: Arc<Endpoint>,
+    pool: ProtocolPool,
 }
 
 #[derive(Debug, Clone)]
-enum Connections {
-    Http1(Arc<Pool>),
-    Http2(Arc<Shared>),
+enum ProtocolPool {
+    Http1(Arc<Http1Pool>),
+    Http2(Arc<SharedConnection>),
 }
 
 /// What a request is sent on.
 #[derive(Debug)]
 pub(super) enum Connection {
     /// By one at a time.
-    Http1(pool::Connection),
+    Http1(pool::Http1Connection),
     /// By many.
-    Http2(http2::Connection, Patience),
+    Http2(http2::Http2Connection, ResponseTimer),
 }
 
 /// Brings a connection back into its pool when the response body has reached its end, and leaves its place at the server.
-struct Lease {
-    connection: pool::Connection,
-    link: Arc<Link>,
-    reusable: bool,
-    _place: Place,
+struct PooledConnection {
+    connection: pool::Http1Connection,
+    pool: Arc<EndpointPool>,
+    is_reusable: bool,
+    _permit: RequestPermit,
 }
 
-impl Link {
+impl EndpointPool {
     /// Without connections yet.
-    pub(super) fn new(settings: &UpstreamSettings, member: Arc<Member>) -> Self {
+    pub(super) fn new(settings: &UpstreamSettings, endpoint: Arc<Endpoint>) -> Self {
         let connections = match settings.protocol {
-            Protocol::Http1 => Connections::Http1(Arc::new(Pool::new(settings.pool_idle_timeout))),
-            Protocol::Http2 => Connections::Http2(Arc::new(Shared::new(settings.pool_idle_timeout))),
+            Protocol::Http1 => ProtocolPool::Http1(Arc::new(Http1Pool::new(settings.pool_idle_timeout))),
+            Protocol::Http2 => ProtocolPool::Http2(Arc::new(SharedConnection::new(settings.pool_idle_timeout))),
         };
-        Link { member, connections }
+        EndpointPool { endpoint, pool: connections }
     }
 
     /// Whether this is its server.
-    pub(super) fn leads_to(&self, member: &Arc<Member>) -> bool {
-        self.member.is(member)
+    pub(super) fn is_for(&self, endpoint: &Arc<Endpoint>) -> bool {
+        self.endpoint.is_same_as(endpoint)
     }
 
     /// The same connections to its server as another configuration has it, if that speaks with it in the same way.
-    pub(super) fn to(&self, member: &Arc<Member>) -> Option<Self> {
-        let name = |member: &Member| member.server.tls.as_ref().map(|tls| tls.name.clone());
-        let fits = self.member.is(member) && name(&self.member) == name(member);
-        fits.then(|| Link { member: member.clone(), connections: self.connections.clone() })
+    pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
+        let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
+        let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
+        fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool: self.pool.clone() })
     }
 
     /// A connection that is there.
-    pub(super) fn idle(&self) -> Option<Connection> {
-        match &self.connections {
-            Connections::Http1(pool) => Some(Connection::Http1(pool.take()?)),
-            Connections::Http2(shared) => Some(Connection::Http2(shared.idle()?, Patience::default())),
+    pub(super) fn take_idle(&self) -> Option<Connection> {
+        match &self.pool {
+            ProtocolPool::Http1(pool) => Some(Connection::Http1(pool.take_idle()?)),
+            ProtocolPool::Http2(shared) => Some(Connection::Http2(shared.try_get()?, ResponseTimer::default())),
         }
     }
 
@@ -84,11 +84,11 @@ impl Link {
     /// # Errors
     /// Those of the system.
     pub(super) async fn connect(&self) -> io::Result<(Connection, bool)> {
-        match &self.connections {
-            Connections::Http1(_) => Ok((Connection::Http1(pool::connect(&self.member).await?), false)),
-            Connections::Http2(shared) => {
-                let (connection, reused) = shared.take(&self.member).await?;
-                Ok((Connection::Http2(connection, Patience::default()), reused))
+        match &self.pool {
+            ProtocolPool::Http1(_) => Ok((Connection::Http1(pool::connect(&self.endpoint).await?), false)),
+            ProtocolPool::Http2(shared) => {
+                let (connection, reused) = shared.get_or_connect(&self.endpoint).await?;
+                Ok((Connection::Http2(connection, ResponseTimer::default()), reused))
             }
         }
     }
@@ -99,7 +99,7 @@ impl Connection {
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,
-    ) -> impl Future<Output = Result<Response<Incoming>, Failure>> + Send + use<> {
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         match self {
             Connection::Http1(connection) => Either::Left(connection.send(request)),
             // On the heap: inside this future it would take room for every request.
@@ -108,65 +108,65 @@ impl Connection {
     }
 
     /// What a request on it is waited for by.
-    pub(super) fn patience(&mut self) -> &mut Patience {
+    pub(super) fn timer(&mut self) -> &mut ResponseTimer {
         match self {
-            Connection::Http1(connection) => &mut connection.patience,
-            Connection::Http2(_, patience) => patience,
+            Connection::Http1(connection) => &mut connection.timer,
+            Connection::Http2(_, timer) => timer,
         }
     }
 
     /// Hands a response on, with the connection of a link and the place that it takes.
-    pub(super) fn answer(
+    pub(super) fn into_response(
         self,
         response: Response<Incoming>,
         bounds: BodyLimits,
-        link: Arc<Link>,
-        place: Place,
+        pool: Arc<EndpointPool>,
+        permit: RequestPermit,
     ) -> Response<Body> {
         // The connection is not ours any more: whoever asked for it takes it over from the extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return response.map(|_| Body::full("").on_data_end(Box::new(place)));
+            return response.map(|_| Body::full("").on_data_end(Box::new(permit)));
         }
         match self {
             Connection::Http1(connection) => {
                 let reusable = !declares_forbidden_body(response.status(), response.headers());
                 let reads = connection.reads.clone();
-                let lease = Box::new(Lease { connection, link, reusable, _place: place });
+                let lease = Box::new(PooledConnection { connection, pool, is_reusable: reusable, _permit: permit });
                 response.map(|body| Body::from_upstream(body, bounds, lease).with_read_limit(reads))
             }
-            Connection::Http2(..) => response.map(|body| Body::from_upstream(body, bounds, Box::new(place))),
+            Connection::Http2(..) => response.map(|body| Body::from_upstream(body, bounds, Box::new(permit))),
         }
     }
 
     /// What the end of an exchange says of its request. A connection that is no good any more is not used again.
-    pub(super) fn fate(&self, error: &hyper::Error) -> Fate {
+    pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
         match self {
             // Something that cannot be read is an answer, too.
-            Connection::Http1(..) if error.is_parse() => Fate::Answered,
-            Connection::Http1(..) => Fate::Unknown,
+            Connection::Http1(..) if error.is_parse() => StreamOutcome::PeerError,
+            Connection::Http1(..) => StreamOutcome::Unknown,
             Connection::Http2(connection, _) => {
-                let (fate, lives) = http2::fate(error);
-                if !lives {
-                    connection.retire();
+                let (outcome, is_alive) = http2::classify_error(error);
+                if !is_alive {
+                    connection.start_draining();
                 }
-                fate
+                outcome
             }
         }
     }
 
     /// Slow or dead: whoever comes next shall not find out.
-    pub(super) fn retire(&self) {
+    pub(super) fn start_draining(&self) {
         match self {
             // It is dropped, and closed by that.
             Connection::Http1(..) => {}
-            Connection::Http2(connection, _) => connection.retire(),
+            Connection::Http2(connection, _) => connection.start_draining(),
         }
     }
 }
 
-impl OnComplete for Lease {
+impl OnComplete for PooledConnection {
     fn on_complete(self: Box<Self>, _sent: u64, complete: bool) {
-        if let (true, Connections::Http1(pool)) = (complete && self.reusable, &self.link.connections) {
+        if let (true, ProtocolPool::Http1(pool)) = (complete && self.is_reusable, &self.pool.pool) {
             pool.put(self.connection);
         }
     }

@@ -7,74 +7,74 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::net::TcpStream;
 
-use super::condition::Condition;
-use super::connect::Stream;
-use super::queue::{Place, Queue};
-use super::settings::{ServerSettings, UpstreamSettings};
+use super::condition::HealthState;
+use super::connect::UpstreamStream;
+use super::queue::{RequestPermit, PendingQueue};
+use super::settings::{UpstreamServerSettings, UpstreamSettings};
 use crate::limit::clock::Seldom;
 
 /// One that requests can be sent to: an address of a server.
 #[derive(Debug)]
-pub struct Member {
+pub struct Endpoint {
     /// Its place among the servers of the fleet.
-    pub index: usize,
+    pub server_index: usize,
     /// As configured.
-    pub server: ServerSettings,
+    pub server: UpstreamServerSettings,
     /// Where; none = the system finds it out for each connection.
     pub address: Option<SocketAddr>,
     /// One for all configurations that have it.
-    pub(super) state: Arc<State>,
+    pub(super) state: Arc<EndpointState>,
 }
 
 /// How a server does, whatever the configuration says of it.
 #[derive(Debug)]
-pub(super) struct State {
-    condition: Mutex<Condition>,
+pub(super) struct EndpointState {
+    health_state: Mutex<HealthState>,
     /// Whether it was said that it takes no connections.
-    pub(super) unreachable: Seldom,
+    pub(super) unreachable_log: Seldom,
     /// Requests that failed, in a row.
-    pub(super) errors: AtomicU32,
+    pub(super) consecutive_errors: AtomicU32,
     in_flight: AtomicUsize,
     max_requests: AtomicUsize,
-    queue: Arc<Queue>,
+    queue: Arc<PendingQueue>,
     /// Whether the table has it.
-    pub(super) usable: AtomicBool,
+    pub(super) is_usable: AtomicBool,
 }
 
-impl Member {
+impl Endpoint {
     /// Without requests.
     pub(super) fn new(
         settings: &UpstreamSettings,
         index: usize,
         address: Option<SocketAddr>,
-        condition: Condition,
-        queue: Arc<Queue>,
+        health_state: HealthState,
+        queue: Arc<PendingQueue>,
     ) -> Self {
-        let state = State {
-            condition: Mutex::new(condition),
-            unreachable: Seldom::new(),
-            errors: AtomicU32::new(0),
+        let state = EndpointState {
+            health_state: Mutex::new(health_state),
+            unreachable_log: Seldom::new(),
+            consecutive_errors: AtomicU32::new(0),
             in_flight: AtomicUsize::new(0),
             max_requests: AtomicUsize::new(settings.max_requests),
             queue,
-            usable: AtomicBool::new(true),
+            is_usable: AtomicBool::new(true),
         };
-        Member { index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
+        Endpoint { server_index: index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
     }
 
     /// The same as other settings have it, with its condition and the requests that it has.
-    pub(super) fn under(&self, settings: &UpstreamSettings, index: usize) -> Self {
+    pub(super) fn with_settings(&self, settings: &UpstreamSettings, index: usize) -> Self {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);
         if settings.health.is_none() {
             // Nobody would find out that it is healthy again.
-            self.condition().uncheck();
+            self.health_state().reset_checks();
         }
-        Member { index, server: settings.servers[index].clone(), address: self.address, state }
+        Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
     }
 
     /// Whether both are one server, as the same or as different configurations have it.
-    pub(super) fn is(&self, other: &Member) -> bool {
+    pub(super) fn is_same_as(&self, other: &Endpoint) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }
 
@@ -88,8 +88,8 @@ impl Member {
         }
     }
 
-    pub(super) fn condition(&self) -> MutexGuard<'_, Condition> {
-        self.state.condition.lock().unwrap_or_else(PoisonError::into_inner)
+    pub(super) fn health_state(&self) -> MutexGuard<'_, HealthState> {
+        self.state.health_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(super) fn in_flight(&self) -> usize {
@@ -97,23 +97,23 @@ impl Member {
     }
 
     /// A place, if there is room for one more request.
-    pub(super) fn enter(member: &Arc<Member>) -> Option<Place> {
-        let (in_flight, most) = (&member.state.in_flight, member.state.max_requests.load(Ordering::Relaxed));
-        if most == 0 {
+    pub(super) fn try_acquire(endpoint: &Arc<Endpoint>) -> Option<RequestPermit> {
+        let (in_flight, max) = (&endpoint.state.in_flight, endpoint.state.max_requests.load(Ordering::Relaxed));
+        if max == 0 {
             in_flight.fetch_add(1, Ordering::Relaxed);
         } else {
-            let one_more = |now: usize| (now < most).then_some(now + 1);
+            let one_more = |now: usize| (now < max).then_some(now + 1);
             in_flight.fetch_update(Ordering::SeqCst, Ordering::SeqCst, one_more).ok()?;
         }
-        Some(Place::at(member.clone()))
+        Some(RequestPermit::new(endpoint.clone()))
     }
 
     /// Gives a place back.
-    pub(super) fn leave(member: &Arc<Member>) {
-        let State { in_flight, queue, usable, .. } = &*member.state;
+    pub(super) fn release(endpoint: &Arc<Endpoint>) {
+        let EndpointState { in_flight, queue, is_usable: usable, .. } = &*endpoint.state;
         in_flight.fetch_sub(1, Ordering::SeqCst);
         if !queue.is_empty() && usable.load(Ordering::Relaxed) {
-            queue.offer(member);
+            queue.hand_over(endpoint);
         }
     }
 
@@ -121,11 +121,11 @@ impl Member {
     ///
     /// # Errors
     /// Nobody listens, the name has no address, or TLS fails.
-    pub(super) async fn connect(&self) -> io::Result<Stream> {
+    pub(super) async fn connect(&self) -> io::Result<UpstreamStream> {
         let stream = match self.address {
             Some(address) => TcpStream::connect(address).await?,
             None => TcpStream::connect((&*self.server.host, self.server.port)).await?,
         };
-        Stream::over(stream, self.server.tls.as_ref()).await
+        UpstreamStream::handshake(stream, self.server.tls.as_ref()).await
     }
 }

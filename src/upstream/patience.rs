@@ -7,21 +7,21 @@ use tokio::time::{Instant, Sleep, sleep_until};
 
 /// A timer that is set when it fires too early, and not for each request: those that are answered in time never wait for it.
 #[derive(Debug, Default)]
-pub(super) struct Patience(Option<Pin<Box<Sleep>>>);
+pub(super) struct ResponseTimer(Option<Pin<Box<Sleep>>>);
 
-impl Patience {
+impl ResponseTimer {
     /// Ready at that time. Whoever polls is woken before, too, where an earlier request set the timer.
-    pub(super) fn poll(&mut self, until: Instant, cx: &mut Context<'_>) -> Poll<()> {
-        let timer = self.0.get_or_insert_with(|| Box::pin(sleep_until(until)));
-        if timer.deadline() > until {
-            timer.as_mut().reset(until);
+    pub(super) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
+        let timer = self.0.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
+        if timer.deadline() > deadline {
+            timer.as_mut().reset(deadline);
         }
         loop {
             ready!(timer.as_mut().poll(cx));
-            if timer.deadline() >= until {
+            if timer.deadline() >= deadline {
                 return Poll::Ready(());
             }
-            timer.as_mut().reset(until);
+            timer.as_mut().reset(deadline);
         }
     }
 }
@@ -38,18 +38,18 @@ mod tests {
     fn a_wait_is_over_at_its_own_time_whatever_the_timer_was_set_for() {
         let reactor = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         reactor.block_on(async {
-            let (mut patience, start) = (Patience::default(), Instant::now());
+            let (mut timer, start) = (ResponseTimer::default(), Instant::now());
             let after = |ms| start + Duration::from_millis(ms);
             // Answered at once: the timer stays set for much later.
-            let answered = poll_fn(|cx| Poll::Ready(patience.poll(after(3_600_000), cx).is_pending())).await;
+            let answered = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
             assert!(answered, "the hour was over at once");
-            let short = timeout(Duration::from_secs(60), poll_fn(|cx| patience.poll(after(5), cx)));
+            let short = timeout(Duration::from_secs(60), poll_fn(|cx| timer.poll(after(5), cx)));
             short.await.expect("a shorter wait than the one before it takes as long");
             // Answered at once again; when the timer fires for it, somebody waits for longer.
             let soon = Instant::now() + Duration::from_millis(5);
-            poll_fn(|cx| Poll::Ready(_ = patience.poll(soon, cx))).await;
+            poll_fn(|cx| Poll::Ready(_ = timer.poll(soon, cx))).await;
             let until = Instant::now() + Duration::from_millis(40);
-            poll_fn(|cx| patience.poll(until, cx)).await;
+            poll_fn(|cx| timer.poll(until, cx)).await;
             assert!(Instant::now() >= until, "over too early");
         });
     }

@@ -6,69 +6,69 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::oneshot;
 
-use super::member::Member;
+use super::member::Endpoint;
 use crate::http::body::OnComplete;
 
 /// One request in flight at a member, until its answer's body is gone.
 #[derive(Debug)]
-pub(super) struct Place(Arc<Member>);
+pub(super) struct RequestPermit(Arc<Endpoint>);
 
 /// Those who wait for a place at any member of a fleet.
 #[derive(Debug, Default)]
-pub(super) struct Queue {
-    most: AtomicUsize,
+pub(super) struct PendingQueue {
+    max: AtomicUsize,
     /// As long as the line, for those who need not look at it.
     length: AtomicUsize,
-    line: Mutex<Line>,
+    state: Mutex<QueueState>,
 }
 
 #[derive(Debug, Default)]
-struct Line {
-    next: u64,
+struct QueueState {
+    next_id: u64,
     /// By number.
-    waiting: VecDeque<(u64, oneshot::Sender<Place>)>,
+    waiters: VecDeque<(u64, oneshot::Sender<RequestPermit>)>,
 }
 
 /// A place in the line.
 #[derive(Debug)]
-pub(super) struct Waiting {
-    queue: Arc<Queue>,
-    number: u64,
-    turn: oneshot::Receiver<Place>,
+pub(super) struct Waiter {
+    queue: Arc<PendingQueue>,
+    id: u64,
+    permit: oneshot::Receiver<RequestPermit>,
     /// Whether nobody is ahead.
-    pub(super) first: bool,
+    pub(super) is_first: bool,
 }
 
-impl Place {
+impl RequestPermit {
     /// At this member, which has counted it.
-    pub(super) fn at(member: Arc<Member>) -> Self {
-        Place(member)
+    pub(super) fn new(endpoint: Arc<Endpoint>) -> Self {
+        RequestPermit(endpoint)
     }
 
-    pub(super) fn member(&self) -> &Arc<Member> {
+    pub(super) fn endpoint(&self) -> &Arc<Endpoint> {
         &self.0
     }
 }
 
-impl Drop for Place {
+impl Drop for RequestPermit {
     fn drop(&mut self) {
-        Member::leave(&self.0);
+        Endpoint::release(&self.0);
     }
 }
 
-impl OnComplete for Place {
+impl OnComplete for RequestPermit {
     fn on_complete(self: Box<Self>, _sent: u64, _complete: bool) {}
 }
 
-impl Queue {
+impl PendingQueue {
     /// For so many.
-    pub(super) fn new(most: usize) -> Self {
-        Queue { most: most.into(), ..Queue::default() }
+    pub(super) fn new(max: usize) -> Self {
+        PendingQueue { max: max.into(), ..PendingQueue::default() }
     }
 
     /// For so many from now on.
-    pub(super) fn resize(&self, most: usize) {
-        self.most.store(most, Ordering::Relaxed);
+    pub(super) fn resize(&self, max: usize) {
+        self.max.store(max, Ordering::Relaxed);
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -76,58 +76,58 @@ impl Queue {
     }
 
     /// A place at the end; none if the line is full.
-    pub(super) fn join(self: &Arc<Self>) -> Option<Waiting> {
-        let (sender, turn) = oneshot::channel();
-        let mut line = self.line();
-        if line.waiting.len() >= self.most.load(Ordering::Relaxed) {
+    pub(super) fn enqueue(self: &Arc<Self>) -> Option<Waiter> {
+        let (sender, receiver) = oneshot::channel();
+        let mut state = self.lock();
+        if state.waiters.len() >= self.max.load(Ordering::Relaxed) {
             return None;
         }
-        let (number, first) = (line.next, line.waiting.is_empty());
-        line.next += 1;
-        line.waiting.push_back((number, sender));
+        let (id, is_first) = (state.next_id, state.waiters.is_empty());
+        state.next_id += 1;
+        state.waiters.push_back((id, sender));
         // Before anybody looks again for a place: whoever leaves one from now on sees that somebody waits.
-        self.length.store(line.waiting.len(), Ordering::SeqCst);
-        Some(Waiting { queue: self.clone(), number, turn, first })
+        self.length.store(state.waiters.len(), Ordering::SeqCst);
+        Some(Waiter { queue: self.clone(), id, permit: receiver, is_first })
     }
 
     /// Gives the places that a member has to those who wait.
-    pub(super) fn offer(&self, member: &Arc<Member>) {
+    pub(super) fn hand_over(&self, endpoint: &Arc<Endpoint>) {
         while !self.is_empty() {
-            let Some(mut place) = Member::enter(member) else { return };
+            let Some(mut permit) = Endpoint::try_acquire(endpoint) else { return };
             loop {
                 let next = {
-                    let mut line = self.line();
-                    let next = line.waiting.pop_front();
-                    self.length.store(line.waiting.len(), Ordering::SeqCst);
+                    let mut state = self.lock();
+                    let next = state.waiters.pop_front();
+                    self.length.store(state.waiters.len(), Ordering::SeqCst);
                     next
                 };
-                let Some((_, turn)) = next else { return };
-                match turn.send(place) {
+                let Some((_, sender)) = next else { return };
+                match sender.send(permit) {
                     Ok(()) => break,
-                    Err(unwanted) => place = unwanted,
+                    Err(returned) => permit = returned,
                 }
             }
         }
     }
 
-    fn line(&self) -> std::sync::MutexGuard<'_, Line> {
-        self.line.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> std::sync::MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Waiting {
+impl Waiter {
     /// The place, when it is there.
-    pub(super) async fn turn(&mut self) -> Option<Place> {
-        (&mut self.turn).await.ok()
+    pub(super) async fn ready(&mut self) -> Option<RequestPermit> {
+        (&mut self.permit).await.ok()
     }
 }
 
-impl Drop for Waiting {
+impl Drop for Waiter {
     fn drop(&mut self) {
-        let mut line = self.queue.line();
-        if let Ok(at) = line.waiting.binary_search_by_key(&self.number, |(number, _)| *number) {
-            line.waiting.remove(at);
-            self.queue.length.store(line.waiting.len(), Ordering::SeqCst);
+        let mut state = self.queue.lock();
+        if let Ok(index) = state.waiters.binary_search_by_key(&self.id, |(number, _)| *number) {
+            state.waiters.remove(index);
+            self.queue.length.store(state.waiters.len(), Ordering::SeqCst);
         }
     }
 }

@@ -9,50 +9,50 @@ use crate::http::upload::RequestBody;
 ///
 /// A copy of its header section would count one reference more to each field's bytes, and allocate a table for them: that
 /// costs each request what few of them need.
-pub(super) struct Repeat {
+pub(super) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
     /// Of each field in order: the length of its name; twice that of its value, and one more if it is secret; name; value.
-    fields: Vec<u8>,
+    encoded_headers: Vec<u8>,
 }
 
 /// Room for a field: of most requests all fit without it growing.
-const FIELD: usize = 48;
+const HEADER_CAPACITY: usize = 48;
 
-impl Repeat {
+impl ReplayableRequest {
     /// What is needed of this request.
-    pub(super) fn of(request: &Request<RequestBody>) -> Self {
+    pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
         let headers = request.headers();
-        let mut fields = Vec::with_capacity(headers.len() * FIELD);
+        let mut encoded = Vec::with_capacity(headers.len() * HEADER_CAPACITY);
         for (name, value) in headers {
             let (name, value, secret) = (name.as_str().as_bytes(), value.as_bytes(), value.is_sensitive());
             let lengths = [name.len() as u32, (value.len() as u32) << 1 | u32::from(secret)];
-            fields.extend_from_slice(lengths.map(u32::to_be_bytes).as_flattened());
-            fields.extend_from_slice(name);
-            fields.extend_from_slice(value);
+            encoded.extend_from_slice(lengths.map(u32::to_be_bytes).as_flattened());
+            encoded.extend_from_slice(name);
+            encoded.extend_from_slice(value);
         }
         let (method, uri, version) = (request.method().clone(), request.uri().clone(), request.version());
-        Repeat { method, uri, version, fields }
+        ReplayableRequest { method, uri, version, encoded_headers: encoded }
     }
 
     /// The request once more.
-    pub(super) fn request(self) -> Request<RequestBody> {
+    pub(super) fn into_request(self) -> Request<RequestBody> {
         let mut request = Request::new(RequestBody::empty());
         *request.method_mut() = self.method;
         *request.uri_mut() = self.uri;
         *request.version_mut() = self.version;
-        *request.headers_mut() = headers(self.fields.into());
+        *request.headers_mut() = decode_headers(self.encoded_headers.into());
         request
     }
 }
 
-fn headers(mut fields: Bytes) -> HeaderMap {
+fn decode_headers(mut encoded: Bytes) -> HeaderMap {
     let mut headers = HeaderMap::new();
-    while fields.has_remaining() {
-        let (name, value) = (fields.get_u32() as usize, fields.get_u32() as usize);
+    while encoded.has_remaining() {
+        let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
         let secret = value % 2 == 1;
-        let (name, value) = (fields.split_to(name), fields.split_to(value / 2));
+        let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
         // Both were those of a field.
         if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
             value.set_sensitive(secret);
@@ -79,15 +79,15 @@ mod tests {
         headers.append("authorization", secret);
         headers.append("accept", HeaderValue::from_bytes(b"caf\xe9; q=0.5").unwrap());
         headers.append("x-long", HeaderValue::from_str(&"y".repeat(70_000)).unwrap());
-        let again = Repeat::of(&request).request();
-        assert_eq!((again.method(), again.uri()), (request.method(), request.uri()));
-        assert_eq!((again.version(), again.headers()), (request.version(), request.headers()));
+        let retry = ReplayableRequest::from_request(&request).into_request();
+        assert_eq!((retry.method(), retry.uri()), (request.method(), request.uri()));
+        assert_eq!((retry.version(), retry.headers()), (request.version(), request.headers()));
         assert_eq!(
-            again.headers().iter().collect::<Vec<_>>(),
+            retry.headers().iter().collect::<Vec<_>>(),
             request.headers().iter().collect::<Vec<_>>(),
             "their order"
         );
-        let secrets = again.headers().iter().filter(|(_, value)| value.is_sensitive());
+        let secrets = retry.headers().iter().filter(|(_, value)| value.is_sensitive());
         assert_eq!(secrets.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["authorization"]);
     }
 }

@@ -13,65 +13,65 @@ use tokio::time::{Duration, sleep};
 use tracing::{debug, info, warn};
 use uuid::Uuid;
 
-use super::fleet::Fleet;
-use directory::{Answer, Directory, NoAddress};
+use super::fleet::UpstreamCluster;
+use directory::{ResolvedAddresses, DnsResolver, ResolveError};
 
 /// Answers that may be kept for less time, even for none, are kept for so long.
-const SHORTEST: Duration = Duration::from_secs(1);
+const MIN_TTL: Duration = Duration::from_secs(1);
 
 /// However long an answer may be kept, a server that has moved is found within this time.
-const LONGEST: Duration = Duration::from_secs(300);
+const MAX_TTL: Duration = Duration::from_secs(300);
 
 /// Between two attempts that fail; the first comes after the shortest time, and each waits twice as long as the one before.
-const MOST_PATIENT: Duration = Duration::from_secs(30);
+const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
 /// The names of the servers of all fleets.
 #[derive(Debug)]
-pub struct Names(Vec<Name>);
+pub struct DnsCache(Vec<HostEntry>);
 
 /// A name, and what is known of it.
 #[derive(Debug)]
-struct Name {
+struct HostEntry {
     host: Box<str>,
     /// The servers that have it.
-    servers: Vec<Server>,
+    servers: Vec<ServerRef>,
     /// Sorted.
     addresses: Vec<IpAddr>,
     /// Attempts that failed, in a row.
-    failures: u32,
+    consecutive_failures: u32,
     /// Why, as it was logged.
-    told: Option<NoAddress>,
+    last_error: Option<ResolveError>,
 }
 
 #[derive(Debug)]
-struct Server {
-    fleet: Arc<Fleet>,
-    index: usize,
+struct ServerRef {
+    cluster: Arc<UpstreamCluster>,
+    server_index: usize,
     port: u16,
 }
 
-impl Names {
+impl DnsCache {
     /// Each of them once, however many servers have it. Until they are looked up these servers are where they, or others
     /// of the name, were found before; those of new names have no address.
-    pub fn of(fleets: &[Arc<Fleet>]) -> Self {
-        let mut names = BTreeMap::<Box<str>, Vec<Server>>::new();
-        for fleet in fleets {
-            for (index, server) in fleet.settings.servers.iter().enumerate() {
-                if server.has_name() {
-                    let server = Server { fleet: fleet.clone(), index, port: server.port };
+    pub fn new(clusters: &[Arc<UpstreamCluster>]) -> Self {
+        let mut names = BTreeMap::<Box<str>, Vec<ServerRef>>::new();
+        for cluster in clusters {
+            for (index, server) in cluster.settings.servers.iter().enumerate() {
+                if server.needs_dns() {
+                    let server = ServerRef { cluster: cluster.clone(), server_index: index, port: server.port };
                     names
-                        .entry(fleet.settings.servers[index].host.to_ascii_lowercase().into())
+                        .entry(cluster.settings.servers[index].host.to_ascii_lowercase().into())
                         .or_default()
                         .push(server);
                 }
             }
         }
         let name = |(host, servers): (_, Vec<_>)| {
-            let name = Name { host, addresses: known(&servers), servers, failures: 0, told: None };
-            name.tell();
+            let name = HostEntry { host, addresses: known_addresses(&servers), servers, consecutive_failures: 0, last_error: None };
+            name.update_clusters();
             name
         };
-        Names(names.into_iter().map(name).collect())
+        DnsCache(names.into_iter().map(name).collect())
     }
 
     /// Whether there is nothing to look up.
@@ -81,10 +81,10 @@ impl Names {
 
     /// Looks them up again and again, as long as the future lives. All copies of `first` are gone when each has been
     /// looked up once.
-    pub async fn follow(self, directory: Directory, first: Sender<Infallible>) {
+    pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
         for name in self.0 {
-            tasks.spawn(name.follow(directory.clone(), first.clone()));
+            tasks.spawn(name.run(resolver.clone(), first.clone()));
         }
         drop(first);
         tasks.join_all().await;
@@ -92,68 +92,68 @@ impl Names {
 }
 
 /// Where servers of one name were found before, sorted.
-fn known(servers: &[Server]) -> Vec<IpAddr> {
-    let found = servers.iter().map(|server| server.fleet.addresses(server.index));
+fn known_addresses(servers: &[ServerRef]) -> Vec<IpAddr> {
+    let found = servers.iter().map(|server| server.cluster.addresses(server.server_index));
     let mut addresses = found.max_by_key(Vec::len).unwrap_or_default();
     addresses.sort_unstable();
     addresses
 }
 
-impl Name {
-    async fn follow(mut self, directory: Directory, first: Sender<Infallible>) {
+impl HostEntry {
+    async fn run(mut self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut first = Some(first);
         loop {
-            let wait = match directory.look_up(&self.host, &self.addresses).await {
-                Ok(answer) => self.found(answer),
-                Err(reason) => self.missing(reason),
+            let wait = match resolver.lookup(&self.host, &self.addresses).await {
+                Ok(resolved) => self.record_answer(resolved),
+                Err(reason) => self.record_failure(reason),
             };
             drop(first.take());
             // Many gateways that began together do not go on asking together.
-            let tenth = wait.mul_f64(Uuid::new_v4().as_u128() as u8 as f64 / 2560.0);
-            sleep(wait + tenth).await;
+            let jitter = wait.mul_f64(Uuid::new_v4().as_u128() as u8 as f64 / 2560.0);
+            sleep(wait + jitter).await;
         }
     }
 
     /// How long to wait before the next look.
-    fn found(&mut self, mut answer: Answer) -> Duration {
-        answer.addresses.sort_unstable();
-        answer.addresses.dedup();
-        let (host, again) = (&self.host, self.told.take().is_some());
-        if self.addresses != answer.addresses {
-            if self.addresses.is_empty() && !again {
-                debug!("`{host}` is at {:?}", answer.addresses);
+    fn record_answer(&mut self, mut resolved: ResolvedAddresses) -> Duration {
+        resolved.addresses.sort_unstable();
+        resolved.addresses.dedup();
+        let (host, was_failing) = (&self.host, self.last_error.take().is_some());
+        if self.addresses != resolved.addresses {
+            if self.addresses.is_empty() && !was_failing {
+                debug!("`{host}` is at {:?}", resolved.addresses);
             } else {
-                info!("`{host}` is at {:?} now", answer.addresses);
+                info!("`{host}` is at {:?} now", resolved.addresses);
             }
-            self.addresses = answer.addresses;
-            self.tell();
-        } else if again {
+            self.addresses = resolved.addresses;
+            self.update_clusters();
+        } else if was_failing {
             info!("`{host}` is found again, where it was");
         }
-        self.failures = 0;
-        answer.ttl.clamp(SHORTEST, LONGEST)
+        self.consecutive_failures = 0;
+        resolved.ttl.clamp(MIN_TTL, MAX_TTL)
     }
 
     /// Tells the fleets.
-    fn tell(&self) {
-        for Server { fleet, index, port } in &self.servers {
+    fn update_clusters(&self) {
+        for ServerRef { cluster: fleet, server_index: index, port } in &self.servers {
             let addresses = self.addresses.iter().map(|address| SocketAddr::new(*address, *port));
-            fleet.resolved(*index, &addresses.collect::<Vec<_>>());
+            fleet.set_addresses(*index, &addresses.collect::<Vec<_>>());
         }
     }
 
     /// The same; the addresses of before stay.
-    fn missing(&mut self, reason: NoAddress) -> Duration {
-        if self.told.as_ref() != Some(&reason) {
-            let instead =
+    fn record_failure(&mut self, reason: ResolveError) -> Duration {
+        if self.last_error.as_ref() != Some(&reason) {
+            let consequence =
                 if self.addresses.is_empty() { "it has no address yet" } else { "its last addresses are used" };
-            let upstreams: Vec<_> = self.servers.iter().map(|server| &*server.fleet.settings.name).collect();
-            warn!("`{}` of upstream `{}` is not found: {reason}; {instead}", self.host, upstreams.join("`, `"));
-            self.told = Some(reason);
+            let upstreams: Vec<_> = self.servers.iter().map(|server| &*server.cluster.settings.name).collect();
+            warn!("`{}` of upstream `{}` is not found: {reason}; {consequence}", self.host, upstreams.join("`, `"));
+            self.last_error = Some(reason);
         }
-        let wait = SHORTEST * 2_u32.saturating_pow(self.failures.min(16));
-        self.failures += 1;
-        wait.min(MOST_PATIENT)
+        let wait = MIN_TTL * 2_u32.saturating_pow(self.consecutive_failures.min(16));
+        self.consecutive_failures += 1;
+        wait.min(MAX_RETRY_DELAY)
     }
 }
 
@@ -161,24 +161,24 @@ impl Name {
 mod tests {
     use super::*;
 
-    fn name() -> Name {
-        Name { host: "api.test".into(), servers: Vec::new(), addresses: Vec::new(), failures: 0, told: None }
+    fn name() -> HostEntry {
+        HostEntry { host: "api.test".into(), servers: Vec::new(), addresses: Vec::new(), consecutive_failures: 0, last_error: None }
     }
 
     #[test]
     fn an_answer_holds_for_its_ttl_within_bounds() {
         for (ttl, wait) in [(0, 1), (1, 1), (60, 60), (300, 300), (86_400, 300)] {
-            let answer = Answer { addresses: vec![[192, 0, 2, 1].into()], ttl: Duration::from_secs(ttl) };
-            assert_eq!(name().found(answer), Duration::from_secs(wait), "a TTL of {ttl} s");
+            let resolved = ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: Duration::from_secs(ttl) };
+            assert_eq!(name().record_answer(resolved), Duration::from_secs(wait), "a TTL of {ttl} s");
         }
     }
 
     #[test]
     fn failures_are_repeated_less_and_less_often() {
         let mut name = name();
-        let mut missing = || name.missing(NoAddress::Silence).as_secs();
+        let mut missing = || name.record_failure(ResolveError::Timeout).as_secs();
         assert_eq!([(); 7].map(|()| missing()), [1, 2, 4, 8, 16, 30, 30]);
-        name.found(Answer { addresses: vec![[192, 0, 2, 1].into()], ttl: SHORTEST });
-        assert_eq!(name.missing(NoAddress::Silence), SHORTEST, "an answer in between begins anew");
+        name.record_answer(ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: MIN_TTL });
+        assert_eq!(name.record_failure(ResolveError::Timeout), MIN_TTL, "an answer in between begins anew");
     }
 }

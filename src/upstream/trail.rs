@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::member::Member;
+use super::member::Endpoint;
 
 /// Why a request was sent again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -20,7 +20,7 @@ impl RetryReason {
     pub const ALL: [RetryReason; 3] = [RetryReason::Reconnected, RetryReason::Unwritten, RetryReason::Retried];
 
     /// One word for labels.
-    pub fn word(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
             RetryReason::Reconnected => "stale_connection",
             RetryReason::Unwritten => "not_sent",
@@ -31,36 +31,36 @@ impl RetryReason {
 
 /// Where a request was, and how often it was sent again.
 #[derive(Debug, Default)]
-pub struct Trail {
-    again: [u64; 3],
-    server: Option<Arc<Member>>,
+pub struct AttemptLog {
+    retries: [u64; 3],
+    endpoint: Option<Arc<Endpoint>>,
     /// Whether somebody wants to know where it was: all workers share the members.
-    named: bool,
+    records_endpoint: bool,
 }
 
-impl Trail {
+impl AttemptLog {
     /// One that knows its server, if `named`.
-    pub fn new(named: bool) -> Self {
-        Trail { named, ..Trail::default() }
+    pub fn new(records_endpoint: bool) -> Self {
+        AttemptLog { records_endpoint, ..AttemptLog::default() }
     }
 
     /// How often it was sent again, by [`Again`].
-    pub fn again(&self) -> [u64; 3] {
-        self.again
+    pub fn retries(&self) -> [u64; 3] {
+        self.retries
     }
 
     /// The server that it was at last.
-    pub fn server(&self) -> Option<String> {
-        self.server.as_ref().map(|member| member.name())
+    pub fn endpoint_name(&self) -> Option<String> {
+        self.endpoint.as_ref().map(|endpoint| endpoint.name())
     }
 
-    pub(super) fn at(&mut self, member: &Arc<Member>) {
-        if self.named {
-            self.server = Some(member.clone());
+    pub(super) fn record_endpoint(&mut self, endpoint: &Arc<Endpoint>) {
+        if self.records_endpoint {
+            self.endpoint = Some(endpoint.clone());
         }
     }
 
-    pub(super) fn count(&mut self, why: RetryReason, times: u64) {
-        self.again[why as usize] += times;
+    pub(super) fn record_retries(&mut self, reason: RetryReason, times: u64) {
+        self.retries[reason as usize] += times;
     }
 }

@@ -8,7 +8,7 @@ use std::time::Instant;
 use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig, ResolverOpts};
 use hickory_resolver::proto::op::{Message, ResponseCode};
 use hickory_resolver::proto::rr::{RData, Record, RecordType};
-use sluicegate::upstream::resolve::directory::Directory;
+use sluicegate::upstream::resolve::directory::DnsResolver;
 
 use super::PATIENCE;
 
@@ -94,7 +94,7 @@ impl NameServer {
     }
 
     /// Where to ask it.
-    pub fn directory(&self, search: &[&str]) -> Directory {
+    pub fn directory(&self, search: &[&str]) -> DnsResolver {
         let mut connection = ConnectionConfig::udp();
         connection.port = self.address.port();
         let server = NameServerConfig::new(self.address.ip(), true, vec![connection]);
@@ -104,6 +104,6 @@ impl NameServer {
         // Nothing is lost on the loopback; who says nothing shall be known for it soon.
         options.timeout = PATIENCE / 40;
         options.attempts = 1;
-        Directory::Servers(Box::new(config), Box::new(options))
+        DnsResolver::Servers(Box::new(config), Box::new(options))
     }
 }

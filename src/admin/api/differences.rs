@@ -15,7 +15,7 @@ struct Differences {
 /// the salt and learns names only: values may be secret.
 pub(super) fn differences(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
     let salt = query.take("salt").ok_or_else(|| ApiError::bad("`salt` is missing"))?;
-    let mut own = desk.runtime.restart_only(&salt);
+    let mut own = desk.runtime.restart_only_digests(&salt);
     let mut restart = Vec::new();
     for (key, digest) in query.0 {
         if own.remove(&key) != Some(digest) {

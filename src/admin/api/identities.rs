@@ -8,14 +8,14 @@ use super::Desk;
 use super::overrides::Shown;
 use super::{Answer, Query, Result, json, of_store, seconds};
 use crate::admin::problem::ApiError;
-use crate::identity::Source;
+use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, Consumers};
-use crate::identity::name::{Meant, Said, Unclear};
+use crate::identity::name::{ResolvedIdentity, IdentityInput, IdentityInputError};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::key::{Bucket, Identity};
 use crate::limit::plan::Plan;
 use crate::limit::quota::EXACT;
-use crate::runtime::Terms;
+use crate::runtime::CompiledLimit;
 
 /// An identity in a request: its hash, or values by the words of `by`.
 #[derive(Debug, Deserialize)]
@@ -24,7 +24,7 @@ pub(super) enum Given {
     /// As keys, `/api/top` and the rest of the API have it.
     Hash(String),
     /// As the operator knows it.
-    Parts(Said),
+    Parts(IdentityInput),
 }
 
 impl Given {
@@ -40,7 +40,7 @@ impl Given {
     }
 
     /// Which identity of a limit it is.
-    pub(super) fn meant<'a>(&self, terms: &Terms, desk: &Desk<'_>, consumers: &'a Consumers) -> Result<Meant<'a>> {
+    pub(super) fn meant<'a>(&self, terms: &CompiledLimit, desk: &Desk<'_>, consumers: &'a Consumers) -> Result<ResolvedIdentity<'a>> {
         let runtime = &desk.runtime;
         let said = match self {
             Given::Hash(hash) => {
@@ -48,39 +48,39 @@ impl Given {
                     ApiError::bad("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
                 })?;
                 let caller = owner(identity, terms, desk, consumers);
-                return Ok(Meant { identity, caller, exempt: false });
+                return Ok(ResolvedIdentity { identity, caller, is_exempt: false });
             }
             Given::Parts(said) => said,
         };
-        let by = || terms.by.sources.iter().map(Source::word).collect::<Vec<_>>().join(" ");
-        if let Some(word) = said.keys().find(|word| !terms.by.knows(word)) {
+        let by = || terms.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
+        if let Some(word) = said.keys().find(|word| !terms.identity_spec.has_label(word)) {
             return Err(ApiError::bad(format!("`{}` is by {}, not by `{word}`", terms.limit.name, by())));
         }
-        let meant = terms.by.meant(said, &runtime.client_ip, consumers, &runtime.hasher);
+        let meant = terms.identity_spec.resolve(said, &runtime.client_ip, consumers, &runtime.hasher);
         meant.map_err(|unclear| match unclear {
-            Unclear::Missing(_) => ApiError::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by())),
-            Unclear::Consumer => ApiError::new(StatusCode::NOT_FOUND, unclear.to_string()),
-            Unclear::Address(_) => ApiError::bad(unclear.to_string()),
+            IdentityInputError::Missing(_) => ApiError::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by())),
+            IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, unclear.to_string()),
+            IdentityInputError::InvalidAddress(_) => ApiError::bad(unclear.to_string()),
         })
     }
 }
 
 /// Whose hash it is, as far as it can be told: that of a consumer, where it is by nothing else.
-fn owner<'a>(identity: Identity, terms: &Terms, desk: &Desk<'_>, consumers: &'a Consumers) -> Caller<'a> {
-    if terms.by.sources != [Source::ApiKey] {
+fn owner<'a>(identity: Identity, terms: &CompiledLimit, desk: &Desk<'_>, consumers: &'a Consumers) -> Caller<'a> {
+    if terms.identity_spec.descriptors != [Descriptor::ApiKey] {
         return Caller::Missing;
     }
     let runtime = &desk.runtime;
     let is_his = |name: &str| {
-        let said = Said::from([(Source::ApiKey.word().into_owned(), name.to_owned())]);
-        let meant = terms.by.meant(&said, &runtime.client_ip, consumers, &runtime.hasher);
+        let said = IdentityInput::from([(Descriptor::ApiKey.label().into_owned(), name.to_owned())]);
+        let meant = terms.identity_spec.resolve(&said, &runtime.client_ip, consumers, &runtime.hasher);
         meant.is_ok_and(|meant| meant.identity == identity)
     };
     consumers.iter().find(|consumer| is_his(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
 }
 
 /// The limit of this name.
-pub(super) fn limit<'a>(desk: &'a Desk<'_>, name: &str) -> Result<&'a Terms> {
+pub(super) fn limit<'a>(desk: &'a Desk<'_>, name: &str) -> Result<&'a CompiledLimit> {
     desk.runtime.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
 }
 
@@ -120,15 +120,15 @@ pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answe
         }
         (None, Given::Hash(_)) => return Err(ApiError::bad("a hash is that of one limit: `limit` is missing")),
         (None, Given::Parts(said)) => {
-            let strange = said.keys().find(|word| !limits.values().any(|terms| terms.by.knows(word)));
+            let strange = said.keys().find(|word| !limits.values().any(|terms| terms.identity_spec.has_label(word)));
             if let Some(word) = strange {
                 return Err(ApiError::bad(format!("no limit is by `{word}`")));
             }
             let mut asked = Vec::new();
             for terms in limits.values() {
-                match terms.by.meant(said, &desk.runtime.client_ip, &consumers, &desk.runtime.hasher) {
+                match terms.identity_spec.resolve(said, &desk.runtime.client_ip, &consumers, &desk.runtime.hasher) {
                     Ok(meant) => asked.push((terms, meant)),
-                    Err(Unclear::Missing(_)) => {}
+                    Err(IdentityInputError::Missing(_)) => {}
                     Err(unclear) => return Err(ApiError::bad(unclear.to_string())),
                 }
             }
@@ -142,15 +142,15 @@ pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answe
     Ok(json(&Standings { limits: try_join_all(standings).await? }))
 }
 
-async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a Terms, meant: &Meant<'_>, cost: u64) -> Result<Standing<'a>> {
+async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a CompiledLimit, meant: &ResolvedIdentity<'_>, cost: u64) -> Result<Standing<'a>> {
     let (limit, table) = (&*terms.limit, desk.operator.overrides.current());
     let other = table.as_ref().and_then(|table| table.find(limit, meant.identity));
-    let plan = other.map_or_else(|| meant.caller.plan(limit), |other| &other.plan);
+    let plan = other.map_or_else(|| meant.caller.variant(limit), |other| &other.plan);
     let verdict = desk.operator.peek(plan, meant.identity, cost).await.map_err(|error| of_store(&error))?;
     let none = Outcome { status: Status::Never, remaining: 0, reset_us: 0, retry_us: 0 };
     let Outcome { status, remaining, reset_us, retry_us } = verdict.outcomes.first().copied().unwrap_or(none);
     let (decision, retry_seconds) = match status {
-        _ if meant.exempt => ("exempt", None),
+        _ if meant.is_exempt => ("exempt", None),
         Status::Ok => ("allowed", None),
         Status::Over | Status::Busy => ("denied", Some(seconds(retry_us))),
         Status::Never => ("cost_too_large", None),
@@ -208,7 +208,7 @@ pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
     // In whichever size it was counted: those of another shape have states of their own.
     let table = desk.operator.overrides.current();
     let other = table.as_ref().and_then(|table| table.find(&terms.limit, identity)).map(|other| &*other.plan);
-    let own = consumers.iter().filter_map(|consumer| consumer.plans.get(&terms.limit.name));
+    let own = consumers.iter().filter_map(|consumer| consumer.variants.get(&terms.limit.name));
     let plans = terms.limit.plans().map(|(_, plan)| plan).chain(own.map(|plan| &**plan)).chain(other);
     let mut buckets: Vec<&Bucket> = Vec::new();
     for Plan { bucket, .. } in plans {

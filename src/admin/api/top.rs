@@ -6,7 +6,7 @@ use super::Desk;
 use super::{Answer, Query, Result, json};
 use crate::admin::problem::ApiError;
 use crate::gateway::denied::{TopDenied, WINDOW};
-use crate::identity::name::Name;
+use crate::identity::name::IdentityDisplay;
 use crate::limit::clock::monotonic;
 
 /// Identities of each limit, if nothing else is said, and at most.
@@ -31,13 +31,13 @@ struct OfLimit<'a> {
 struct OfIdentity {
     identity: String,
     #[serde(serialize_with = "parts")]
-    parts: Name,
+    parts: IdentityDisplay,
     denied_at_least: u64,
     denied_at_most: u64,
 }
 
-fn parts<S: Serializer>(name: &Name, serializer: S) -> std::result::Result<S::Ok, S::Error> {
-    serializer.collect_map(name.0.iter().map(|part| (&part.word, &part.value)))
+fn parts<S: Serializer>(name: &IdentityDisplay, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_map(name.0.iter().map(|part| (&part.label, &part.value)))
 }
 
 pub(super) fn top(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {

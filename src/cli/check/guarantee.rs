@@ -6,7 +6,7 @@ use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::{Limit, Plan};
 use crate::limit::quota::Calendar;
-use crate::runtime::Terms;
+use crate::runtime::CompiledLimit;
 
 /// Seconds of the shortest month and of the shortest year.
 const MONTH: f64 = 28.0 * 86_400.0;
@@ -31,7 +31,7 @@ pub(super) struct Guarantee<'a> {
 }
 
 /// Those of all sizes of a limit.
-pub(super) fn guarantees(terms: &Terms) -> impl Iterator<Item = Guarantee<'_>> {
+pub(super) fn guarantees(terms: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
     let limit = &terms.limit;
     limit.plans().map(|(tier, plan)| Guarantee {
         limit: &limit.name,
@@ -40,7 +40,7 @@ pub(super) fn guarantees(terms: &Terms) -> impl Iterator<Item = Guarantee<'_>> {
         window_seconds: window(plan),
         capacity: plan.rule.capacity(),
         prefetch: ahead(limit, plan),
-        overdraft: terms.cost.as_ref().is_some_and(Cost::is_post_paid),
+        overdraft: terms.cost.as_ref().is_some_and(Cost::is_deferred),
         shadow: limit.shadow,
     })
 }

@@ -13,7 +13,7 @@ use uuid::Uuid;
 use crate::cli::operate::{Listener, target};
 use crate::config::Config;
 use crate::config::error::Issue;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// Maximum time to ask the gateway. A file can be valid while no gateway runs.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -22,12 +22,12 @@ const PATIENCE: Duration = Duration::from_secs(1);
 ///
 /// # Errors
 /// The gateway refuses the token.
-pub(super) fn differences(path: &Path, runtime: &Runtime) -> anyhow::Result<Vec<String>> {
+pub(super) fn differences(path: &Path, runtime: &CompiledConfig) -> anyhow::Result<Vec<String>> {
     if runtime.admin.is_none() {
         return Ok(Vec::new());
     }
     let salt = Uuid::new_v4().to_string();
-    let mut query: Vec<_> = runtime.restart_only(&salt).into_iter().collect();
+    let mut query: Vec<_> = runtime.restart_only_digests(&salt).into_iter().collect();
     query.push(("salt".to_owned(), salt));
     let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
     let listener = Listener::of(path, runtime)?;

@@ -8,7 +8,7 @@ use http::uri::{PathAndQuery, Scheme};
 use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
 use crate::gateway::Peer;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// The arguments.
 #[derive(Debug, Args)]
@@ -83,7 +83,7 @@ const DEFAULT: &str = "http://localhost/";
 
 impl Arguments {
     /// The request that they describe.
-    pub(super) fn asked(&self, runtime: &Runtime) -> Result<Asked, ArgumentError> {
+    pub(super) fn asked(&self, runtime: &CompiledConfig) -> Result<Asked, ArgumentError> {
         let method = method(&self.method)?;
         let uri = url(&self.url)?;
         let scheme = if self.tls || uri.scheme() == Some(&Scheme::HTTPS) { "https" } else { "http" };

@@ -15,7 +15,7 @@ use crate::limit::decision::Check;
 use crate::limit::key::Identity;
 use crate::limit::overrides::{Overrides, Size, Table};
 use crate::limit::store::Verdict;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// The gateway of a configuration, if it can be asked.
 pub(super) struct Neighbour {
@@ -25,7 +25,7 @@ pub(super) struct Neighbour {
 
 impl Neighbour {
     /// That of this configuration; what operators decided is asked at once.
-    pub(super) fn of(config: &Path, runtime: &Runtime) -> Self {
+    pub(super) fn of(config: &Path, runtime: &CompiledConfig) -> Self {
         let overrides = overrides_of(runtime);
         let listener = match &runtime.admin {
             None => Err(Unseen(
@@ -48,7 +48,7 @@ fn unseen(error: &anyhow::Error) -> Unseen {
     Unseen(format!("the counters are in the memory of the running gateway: {error}"))
 }
 
-fn adopt(overrides: &Overrides, runtime: &Runtime, one: &Value) {
+fn adopt(overrides: &Overrides, runtime: &CompiledConfig, one: &Value) {
     let read = || {
         let terms = runtime.limits.get(one["limit"].as_str()?)?;
         let identity = Identity::from_hex(one["identity"].as_str()?)?;

@@ -5,7 +5,7 @@ use std::fmt;
 use anyhow::{anyhow, bail};
 use toml_edit::{Array, ArrayOfTables, DocumentMut, Item, Table, TableLike, Value, value};
 
-use crate::config::file::nearest;
+use crate::config::file::closest_name;
 
 /// The consumers as they are written.
 pub(super) struct Book(DocumentMut);
@@ -113,7 +113,7 @@ impl Book {
 
     fn unknown(&self, name: &str) -> anyhow::Error {
         let names: Vec<_> = self.consumers().into_iter().map(|line| line.name).collect();
-        let near = nearest(name, names.iter().map(String::as_str));
+        let near = closest_name(name, names.iter().map(String::as_str));
         let near = near.map_or(String::new(), |near| format!("did you mean `{near}`? "));
         anyhow!("there is no consumer `{name}`\n  {near}--create adds one")
     }

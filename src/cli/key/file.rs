@@ -11,7 +11,7 @@ use super::book::Book;
 use crate::cli::environment;
 use crate::config::error::ConfigError;
 use crate::config::file as config;
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 const EMPTY: &str =
     "# Who has which API keys; only hashes stand here. `sluicegate key new` makes keys and adds them.\n";
@@ -20,7 +20,7 @@ const EMPTY: &str =
 pub(super) struct ConsumersFile {
     path: PathBuf,
     text: String,
-    runtime: Runtime,
+    runtime: CompiledConfig,
     /// Of the folder: the file itself is replaced.
     _lock: File,
 }
@@ -31,7 +31,7 @@ impl ConsumersFile {
     /// # Errors
     /// One of the two files is wrong.
     pub(super) fn open(config: &Path) -> anyhow::Result<Self> {
-        let written = config::gateway(config, &environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        let written = config::read_gateway(config, &environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
         let Some(name) = &written.value.api_key.consumers else {
             bail!(
                 "{} names no file of consumers\n  add: [api_key] with consumers = \"consumers.toml\"",
@@ -50,7 +50,7 @@ impl ConsumersFile {
             Err(error) => Err(error),
         };
         let new = new.with_context(|| format!("{} cannot be made", path.display()))?;
-        let runtime = Runtime::load(config, &environment).inspect_err(|_| {
+        let runtime = CompiledConfig::load(config, &environment).inspect_err(|_| {
             if new {
                 // It was not there before; what is wrong is told.
                 let _ = fs::remove_file(&path);

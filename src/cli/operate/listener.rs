@@ -15,7 +15,7 @@ use serde_json::Value;
 use tokio::net::TcpStream;
 use tokio::time::{Duration, timeout};
 
-use crate::runtime::Runtime;
+use crate::runtime::CompiledConfig;
 
 /// Within this time the gateway has answered; it may wait for its store.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -45,7 +45,7 @@ impl Listener {
     }
 
     /// The one of this configuration.
-    pub(crate) fn of(config: &Path, runtime: &Runtime) -> anyhow::Result<Self> {
+    pub(crate) fn of(config: &Path, runtime: &CompiledConfig) -> anyhow::Result<Self> {
         let Some(admin) = &runtime.admin else {
             bail!(
                 "{} has no [admin]: a gateway with it cannot be asked. Add [admin] with address = \"127.0.0.1:9180\" and a \
@@ -60,7 +60,7 @@ impl Listener {
             IpAddr::V6(Ipv6Addr::UNSPECIFIED) => address.set_ip(Ipv6Addr::LOCALHOST.into()),
             IpAddr::V4(_) | IpAddr::V6(_) => {}
         }
-        let configured = admin.token.as_ref().map(|token| token.bytes());
+        let configured = admin.token.as_ref().map(|token| token.as_bytes());
         Ok(Listener { authority: address.to_string().parse()?, token: token(configured)? })
     }
 

@@ -12,48 +12,48 @@ use redis::{
 use crate::limit::redis::server::{Address, Login, Sentinels, Server};
 use crate::limit::redis::{Servers, advice};
 
-const FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
+const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
                      \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
-const ONE: &str = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
-const SENTINEL: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; where the Sentinels ask for \
+const SINGLE_FORM: &str = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
+const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; where the Sentinels ask for \
                         a password, also `sentinel_user` and `sentinel_password` behind the `?`";
-const CLUSTER: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
+const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
 
 /// What is wrong with a URL, and what it should look like.
 #[derive(Debug)]
-pub(super) struct Wrong {
-    pub(super) what: String,
+pub(super) struct UrlError {
+    pub(super) message: String,
     pub(super) hint: &'static str,
 }
 
 /// The name for the log, and where connections go.
-pub(super) fn read(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), Wrong> {
+pub(super) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), UrlError> {
     let (scheme, rest) = url.split_once(':').unwrap_or(("", url));
     let hint = match scheme {
-        "redis" | "rediss" | "redis+unix" => ONE,
-        "redis+sentinel" | "rediss+sentinel" => SENTINEL,
-        "redis+cluster" | "rediss+cluster" => CLUSTER,
-        _ => return Err(Wrong { what: "this is not a store".to_owned(), hint: FORMS }),
+        "redis" | "rediss" | "redis+unix" => SINGLE_FORM,
+        "redis+sentinel" | "rediss+sentinel" => SENTINEL_FORM,
+        "redis+cluster" | "rediss+cluster" => CLUSTER_FORM,
+        _ => return Err(UrlError { message: "this is not a store".to_owned(), hint: URL_FORMS }),
     };
     let (tls, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
     let found = match kind {
         "sentinel" => sentinels(tls, rest, certificates),
         "cluster" => cluster(tls, rest, certificates),
-        _ => client(url, certificates).map_err(|error| unusable(&error)).map(|client| {
+        _ => build_client(url, certificates).map_err(|error| unusable_url(&error)).map(|client| {
             let address = client.get_connection_info().addr();
             (format!("redis at {address}"), Servers::One(Server::Fixed(client)))
         }),
     };
-    found.map_err(|what| Wrong { what, hint })
+    found.map_err(|what| UrlError { message: what, hint })
 }
 
-fn unusable(error: &RedisError) -> String {
+fn unusable_url(error: &RedisError) -> String {
     format!("this Redis cannot be used: {}", advice::of_url(error))
 }
 
-fn client(from: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
+fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
     // Calls must not wait for the replies to those before.
-    let info = from.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
+    let info = url.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
     match certificates {
         Some(certificates) => Client::build_with_tls(info, certificates.clone()),
         None => Client::open(info),
@@ -63,13 +63,13 @@ fn client(from: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>)
 /// `//user:password@host:port,host:port/path?query`, of which a URL of one host is a special case.
 struct UrlParts<'a> {
     /// With the `@`.
-    user: &'a str,
+    credentials: &'a str,
     hosts: Vec<&'a str>,
     path: &'a str,
     query: Vec<(&'a str, Cow<'a, str>)>,
 }
 
-fn parts(rest: &str) -> Result<UrlParts<'_>, String> {
+fn split_url(rest: &str) -> Result<UrlParts<'_>, String> {
     let rest = rest.strip_prefix("//").ok_or("a URL goes on with `//` after its scheme")?;
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
@@ -83,14 +83,14 @@ fn parts(rest: &str) -> Result<UrlParts<'_>, String> {
         let (name, value) = pair.split_once('=').unwrap_or((pair, ""));
         (name, percent_decode_str(value).decode_utf8_lossy())
     });
-    Ok(UrlParts { user, hosts, path, query: pairs.collect() })
+    Ok(UrlParts { credentials: user, hosts, path, query: pairs.collect() })
 }
 
 /// What the library makes of one of the hosts.
-fn info(tls: &str, user: &str, host: &str, port: u16, database: &str) -> Result<ConnectionInfo, String> {
+fn connection_info(tls: &str, user: &str, host: &str, port: u16, database: &str) -> Result<ConnectionInfo, String> {
     let with_port = host.rsplit(']').next().unwrap_or(host).contains(':');
     let port = if with_port { String::new() } else { format!(":{port}") };
-    format!("{tls}://{user}{host}{port}/{database}").into_connection_info().map_err(|error| unusable(&error))
+    format!("{tls}://{user}{host}{port}/{database}").into_connection_info().map_err(|error| unusable_url(&error))
 }
 
 fn address(client: &Client) -> Option<Address> {
@@ -103,27 +103,27 @@ fn address(client: &Client) -> Option<Address> {
 }
 
 fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
-    let UrlParts { user, hosts, path, query } = parts(rest)?;
+    let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
     }
-    let (mut database, mut own) = (Cow::Borrowed("0"), RedisConnectionInfo::default());
+    let (mut database, mut sentinel_login) = (Cow::Borrowed("0"), RedisConnectionInfo::default());
     for (name, value) in query {
         match name {
             "db" => database = value,
-            "sentinel_user" => own = own.set_username(value),
-            "sentinel_password" => own = own.set_password(value),
+            "sentinel_user" => sentinel_login = sentinel_login.set_username(value),
+            "sentinel_password" => sentinel_login = sentinel_login.set_password(value),
             _ => return Err(format!("`{name}` is not known behind the `?`")),
         }
     }
     let sentinels = hosts.iter().map(|host| {
-        let info = info(tls, "", host, 26_379, "")?.set_redis_settings(own.clone());
-        client(info, certificates).map_err(|error| unusable(&error))
+        let info = connection_info(tls, "", host, 26_379, "")?.set_redis_settings(sentinel_login.clone());
+        build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
     // The address is the Sentinels' to say; the rest is as if the first host were the master.
     let template =
-        client(info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(|error| unusable(&error))?;
+        build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();
     let log_name = format!("redis master {name} by Sentinels at {}", hosts.join(", "));
     let sentinels = Sentinels::new(sentinels, name, Login::of(&template));
@@ -131,13 +131,13 @@ fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> R
 }
 
 fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
-    let UrlParts { user, hosts, path, query } = parts(rest)?;
+    let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if !matches!(path, "" | "0") || !query.is_empty() {
         return Err("the URL of a cluster ends behind its hosts".to_owned());
     }
     let clients = hosts.iter().map(|host| {
-        let info = info(tls, user, host, 6379, "0")?;
-        client(info, certificates).map_err(|error| unusable(&error))
+        let info = connection_info(tls, user, host, 6379, "0")?;
+        build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let clients: Vec<_> = clients.collect::<Result<_, String>>()?;
     let seeds: Vec<_> = clients.iter().filter_map(address).collect();
@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     fn seeds(url: &str) -> Vec<String> {
-        match read(url, None).unwrap() {
+        match parse(url, None).unwrap() {
             (_, Servers::Cluster { seeds, .. }) => seeds.iter().map(Address::to_string).collect(),
             (_, Servers::One(_)) => panic!("{url} is no cluster"),
         }
@@ -168,7 +168,7 @@ mod tests {
     #[test]
     fn sentinels_know_the_master_and_have_users_of_their_own() {
         let url = "redis+sentinel://user:p%40ss@a,b:1/my%20master?db=3&sentinel_user=s&sentinel_password=p%26";
-        let (name, Servers::One(Server::Master(found))) = read(url, None).unwrap() else { panic!() };
+        let (name, Servers::One(Server::Master(found))) = parse(url, None).unwrap() else { panic!() };
         assert_eq!((&*name, &*found.name), ("redis master my master by Sentinels at a, b:1", "my master"));
         let addresses: Vec<_> = found.sentinels.iter().map(|client| address(client).unwrap().to_string()).collect();
         assert_eq!(addresses, ["a:26379", "b:1"]);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_places_say_what_is_wrong() {
+    fn invalid_urls_say_what_is_wrong() {
         for (url, what) in [
             ("http://a", "this is not a store"),
             ("redis", "this is not a store"),
@@ -196,8 +196,8 @@ mod tests {
             ("redis+sentinel://a/m?db=x", "cannot be used"),
             ("redis://a:b", "cannot be used"),
         ] {
-            let wrong = read(url, None).unwrap_err();
-            assert!(wrong.what.contains(what), "{url}: {}", wrong.what);
+            let wrong = parse(url, None).unwrap_err();
+            assert!(wrong.message.contains(what), "{url}: {}", wrong.message);
         }
     }
 }

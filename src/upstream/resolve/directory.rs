@@ -16,7 +16,7 @@ const HOSTS_TTL: Duration = Duration::from_secs(5);
 
 /// Where names are looked up.
 #[derive(Debug, Clone)]
-pub enum Directory {
+pub enum DnsResolver {
     /// In /etc/hosts, and by what /etc/resolv.conf says; both as they are when a name is looked up.
     System,
     /// By these name servers alone.
@@ -25,7 +25,7 @@ pub enum Directory {
 
 /// The addresses of a name.
 #[derive(Debug)]
-pub(super) struct Answer {
+pub(super) struct ResolvedAddresses {
     pub(super) addresses: Vec<IpAddr>,
     /// How long they hold.
     pub(super) ttl: Duration,
@@ -33,35 +33,35 @@ pub(super) struct Answer {
 
 /// Why there are none.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-pub(super) enum NoAddress {
+pub(super) enum ResolveError {
     #[error("there is no such name")]
-    NoName,
+    NxDomain,
     #[error("it has neither an A nor an AAAA record")]
-    NoRecord,
+    NoRecords,
     #[error("no name server answers in time; /etc/resolv.conf says whom to ask")]
-    Silence,
+    Timeout,
     #[error("the name server cannot answer ({0})")]
-    Refused(ResponseCode),
+    ErrorResponse(ResponseCode),
     #[error("{0}")]
     Other(String),
 }
 
-impl Directory {
+impl DnsResolver {
     /// Looks a name up. Of two families one may fail alone: the addresses that were `known` of it stay then.
-    pub(super) async fn look_up(&self, host: &str, known: &[IpAddr]) -> Result<Answer, NoAddress> {
+    pub(super) async fn lookup(&self, host: &str, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
         let (config, options) = match self {
-            Directory::System => {
-                if let Some(addresses) = in_hosts_file(host) {
-                    return Ok(Answer { addresses, ttl: HOSTS_TTL });
+            DnsResolver::System => {
+                if let Some(addresses) = lookup_hosts_file(host) {
+                    return Ok(ResolvedAddresses { addresses, ttl: HOSTS_TTL });
                 }
                 let (mut config, options) = read_system_conf()?;
                 // `search` replaces the domain of this machine (resolv.conf(5)).
                 config.domain = config.domain.filter(|_| config.search.is_empty());
                 (config, options)
             }
-            Directory::Servers(config, options) => ((**config).clone(), (**options).clone()),
+            DnsResolver::Servers(config, options) => ((**config).clone(), (**options).clone()),
         };
-        let resolver = resolver(config, options)?;
+        let resolver = build_resolver(config, options)?;
         let found = resolver.lookup_ip(host).await?;
         let found = found.as_lookup();
         let mut addresses: Vec<_> = found.answers().iter().filter_map(|record| record.data.ip_addr()).collect();
@@ -80,14 +80,14 @@ impl Directory {
             }
         }
         match addresses.is_empty() {
-            true => Err(NoAddress::NoRecord),
-            false => Ok(Answer { addresses, ttl: Duration::from_secs(ttl.into()) }),
+            true => Err(ResolveError::NoRecords),
+            false => Ok(ResolvedAddresses { addresses, ttl: Duration::from_secs(ttl.into()) }),
         }
     }
 }
 
 /// As the resolver of the C library: who stands there is not asked for elsewhere.
-fn in_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
+fn lookup_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
     let (hosts, name) = (Hosts::from_system().ok()?, Name::from_utf8(host).ok()?);
     let found = [RecordType::A, RecordType::AAAA].map(|record_type| Query::query(name.clone(), record_type));
     let found = found.iter().filter_map(|query| hosts.lookup_static_host(query));
@@ -97,7 +97,7 @@ fn in_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
     (!addresses.is_empty()).then_some(addresses)
 }
 
-fn resolver(config: ResolverConfig, options: ResolverOpts) -> Result<TokioResolver, NetError> {
+fn build_resolver(config: ResolverConfig, options: ResolverOpts) -> Result<TokioResolver, NetError> {
     let mut builder = Resolver::builder_with_config(config, TokioRuntimeProvider::default()).with_options(options);
     let options = builder.options_mut();
     options.ip_strategy = LookupIpStrategy::Ipv4AndIpv6;
@@ -107,20 +107,20 @@ fn resolver(config: ResolverConfig, options: ResolverOpts) -> Result<TokioResolv
 
 /// Whether the question has no answer, which is another thing than the answer that there is nothing.
 fn is_failure(error: &NetError) -> bool {
-    !matches!(NoAddress::from(error.clone()), NoAddress::NoName | NoAddress::NoRecord)
+    !matches!(ResolveError::from(error.clone()), ResolveError::NxDomain | ResolveError::NoRecords)
 }
 
-impl From<NetError> for NoAddress {
+impl From<NetError> for ResolveError {
     fn from(error: NetError) -> Self {
         match &error {
-            NetError::Timeout => NoAddress::Silence,
-            NetError::Dns(DnsError::ResponseCode(code)) => NoAddress::Refused(*code),
+            NetError::Timeout => ResolveError::Timeout,
+            NetError::Dns(DnsError::ResponseCode(code)) => ResolveError::ErrorResponse(*code),
             NetError::Dns(DnsError::NoRecordsFound(none)) => match none.response_code {
-                ResponseCode::NXDomain => NoAddress::NoName,
-                ResponseCode::NoError => NoAddress::NoRecord,
-                code => NoAddress::Refused(code),
+                ResponseCode::NXDomain => ResolveError::NxDomain,
+                ResponseCode::NoError => ResolveError::NoRecords,
+                code => ResolveError::ErrorResponse(code),
             },
-            _ => NoAddress::Other(error.to_string()),
+            _ => ResolveError::Other(error.to_string()),
         }
     }
 }
