@@ -5,38 +5,45 @@ use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use http::{HeaderMap, Method};
 use sluicegate::http::path::canonical_path;
 use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Bucket, Encoder, Identity, IdentityHasher, Key};
+use sluicegate::limit::key::{Identity, IdentityEncoder, IdentityHasher, Key, StateName};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::Quota;
-use sluicegate::limit::store::{Charge, Mode, Operation};
+use sluicegate::limit::store::{Charge, ChargeMode, Operation};
 use sluicegate::route::{RouteMatch, RouteTable};
 
-fn decisions(criterion: &mut Criterion) {
+fn bench_decisions(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("memory store, 1,000 identities");
     let hasher = IdentityHasher::new("bench");
     let quota: Quota = "1000/min".parse().unwrap();
     for (name, rule) in [
         ("token-bucket", Rule::TokenBucket(TokenBucket::new(quota, 1000).unwrap())),
-        ("fixed-window", Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap())),
-        ("first-request", Rule::FixedWindow(FixedWindow::new(quota, Start::FirstRequest).unwrap())),
+        ("fixed-window", Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap())),
+        ("first-request", Rule::FixedWindow(FixedWindow::new(quota, WindowStart::FirstRequest).unwrap())),
         ("sliding-log", Rule::SlidingLog(SlidingLog::new(quota).unwrap())),
     ] {
         let store = MemoryStore::new(1_000_000, Clock::Store);
-        let bucket = Bucket::new(&hasher, name, &rule.shape());
+        let bucket = StateName::new(&hasher, name, &rule.shape());
         let identities: Vec<Identity> = (0u64..1000).map(|number| hasher.hash(&number.to_be_bytes())).collect();
-        let mut turn = identities.iter().cycle();
+        let mut next_identity = identities.iter().cycle();
         group.bench_function(name, |bencher| {
             bencher.iter_batched(
-                || *turn.next().unwrap(),
+                || *next_identity.next().unwrap(),
                 |identity| {
-                    let key = Key { identity, bucket: &bucket };
+                    let key = Key { identity, state_name: &bucket };
                     store.decide(
                         Operation::Check,
-                        &[Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 }],
+                        &[Charge {
+                            key,
+                            rule: &rule,
+                            cost: 1,
+                            mode: ChargeMode::Enforced,
+                            permit_id: 0,
+                            debt_before_us: 0,
+                        }],
                     )
                 },
                 BatchSize::SmallInput,
@@ -45,16 +52,16 @@ fn decisions(criterion: &mut Criterion) {
     }
     group.finish();
     criterion.bench_function("identity of an API key", |bencher| {
-        let mut encoder = Encoder::default();
+        let mut encoder = IdentityEncoder::default();
         bencher.iter(|| {
             encoder.clear();
-            encoder.part(b'k', b"0123456789abcdef0123456789abcdef");
-            hasher.hash(encoder.bytes())
+            encoder.push(b'k', b"0123456789abcdef0123456789abcdef");
+            hasher.hash(encoder.as_bytes())
         });
     });
 }
 
-fn routes(criterion: &mut Criterion) {
+fn bench_routes(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("route");
     for count in [10, 10_000] {
         let mut table = RouteTable::default();
@@ -75,5 +82,5 @@ fn routes(criterion: &mut Criterion) {
         .bench_function("path that is not", |bencher| bencher.iter(|| canonical_path("/v1/./service5//it%65ms/77")));
 }
 
-criterion_group!(benches, decisions, routes);
+criterion_group!(benches, bench_decisions, bench_routes);
 criterion_main!(benches);

@@ -10,20 +10,20 @@ use std::time::Duration;
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::calendar::Windows;
+use sluicegate::limit::calendar::CalendarWindows;
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Bucket, IdentityHasher, Key};
+use sluicegate::limit::key::{IdentityHasher, Key, StateName};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::{Calendar, Quota};
-use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::redis::server::Server;
-use sluicegate::limit::redis::{RedisSettings, RedisStore};
-use sluicegate::limit::store::{Charge, Mode, Operation, Store};
+use sluicegate::limit::quota::{CalendarUnit, Quota};
+use sluicegate::limit::redis::script::AlgorithmSet;
+use sluicegate::limit::redis::server::RedisEndpoint;
+use sluicegate::limit::redis::{RedisSettings, ServerStore};
+use sluicegate::limit::store::{Charge, ChargeMode, CounterStore, Operation};
 
 // As in the gateway: what a state takes depends on who allocates it.
 #[global_allocator]
@@ -42,23 +42,23 @@ const HOUR_US: u64 = 3_600_000_000;
 struct Subject {
     name: &'static str,
     rule: Rule,
-    bucket: Bucket,
+    bucket: StateName,
     fill: Vec<(u64, u64)>,
 }
 
 fn subjects() -> Vec<Subject> {
     let quota: Quota = "100/hour".parse().unwrap();
-    let month = Start::Calendar(Arc::new(Windows::new(Calendar::Month, "UTC").unwrap()));
+    let month = WindowStart::Calendar(Arc::new(CalendarWindows::new(CalendarUnit::Month, "UTC").unwrap()));
     let window = |start| Rule::FixedWindow(FixedWindow::new(quota, start).unwrap());
     let parts = (0..11).map(|part| (part * HOUR_US / 10, 9)).collect();
     let subject = |name, rule: Rule, fill| {
-        let bucket = Bucket::new(&IdentityHasher::new("memory"), "per-key", &rule.shape());
+        let bucket = StateName::new(&IdentityHasher::new("memory"), "per-key", &rule.shape());
         Subject { name, rule, bucket, fill }
     };
     vec![
         subject("token-bucket", Rule::TokenBucket(TokenBucket::new(quota, 100).unwrap()), vec![(0, 50)]),
-        subject("fixed-window", window(Start::Aligned { phase: 0 }), vec![(0, 50)]),
-        subject("fixed-window, first-request", window(Start::FirstRequest), vec![(0, 50)]),
+        subject("fixed-window", window(WindowStart::Aligned { phase: 0 }), vec![(0, 50)]),
+        subject("fixed-window, first-request", window(WindowStart::FirstRequest), vec![(0, 50)]),
         subject("fixed-window, month", window(month), vec![(0, 50)]),
         subject(
             "sliding-window",
@@ -69,7 +69,7 @@ fn subjects() -> Vec<Subject> {
         subject("sliding-log, 100 entries", Rule::SlidingLog(SlidingLog::new(quota).unwrap()), vec![(0, 100)]),
         subject(
             "concurrency, one in flight",
-            Rule::Concurrency(Concurrency { limit: 100, lease: HOUR_US }),
+            Rule::Concurrency(Concurrency { limit: 100, ttl: HOUR_US }),
             vec![(0, 1)],
         ),
     ]
@@ -81,11 +81,11 @@ impl Subject {
         // The ids of leases are random; here a part of a hash.
         let lease = identity.0 as u64;
         Charge {
-            key: Key { identity, bucket: &self.bucket },
+            key: Key { identity, state_name: &self.bucket },
             rule: &self.rule,
             cost,
-            mode: Mode::Binding,
-            lease,
+            mode: ChargeMode::Enforced,
+            permit_id: lease,
             debt_before_us: 0,
         }
     }
@@ -124,10 +124,10 @@ fn in_redis(server: &server::Redis, subject: &Arc<Subject>) -> (u64, u64, u64) {
             connections: 1,
             timeout: Duration::from_secs(5),
             connect_timeout: Duration::from_secs(5),
-            algorithms: Parts::default(),
+            algorithms: AlgorithmSet::default(),
             clock: clock.clone(),
         };
-        let store = Arc::new(RedisStore::new(&settings, Server::Fixed(server.client()), Arc::default()));
+        let store = Arc::new(ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default()));
         // Connected, and the script known.
         store.call(Operation::Peek, &[subject.charge(&IdentityHasher::new(""), 0, 1)]).await.unwrap();
         let before = used_memory(&mut server.connection());

@@ -6,19 +6,19 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
 use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
+use sluicegate::limit::key::{Identity, IdentityHasher, Key, StateName};
 use sluicegate::limit::quota::Quota;
-use sluicegate::limit::redis::script::{Parts, script};
-use sluicegate::limit::redis::wire::{self, Terms};
-use sluicegate::limit::store::{Charge, Mode, Operation};
+use sluicegate::limit::redis::script::{AlgorithmSet, script};
+use sluicegate::limit::redis::wire::{self, LimitArgs};
+use sluicegate::limit::store::{Charge, ChargeMode, Operation};
 
 /// The best of several rounds: other work on the machine only ever adds.
 const ROUNDS: usize = 8;
-const PIPES: usize = 200;
-const PIPE: usize = 64;
+const PIPELINES_PER_ROUND: usize = 200;
+const PIPELINE_LENGTH: usize = 64;
 
 fn main() {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
@@ -33,58 +33,62 @@ fn main() {
 
     let quota: Quota = "1000000/min".parse().unwrap();
     let bucket = Rule::TokenBucket(TokenBucket::new(quota, 1_000_000).unwrap());
-    let window = Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap());
-    let full = Rule::TokenBucket(TokenBucket::new("1/day".parse().unwrap(), 1).unwrap());
-    let log = Rule::SlidingLog(SlidingLog::new("100/s".parse().unwrap()).unwrap());
-    let first = Rule::FixedWindow(FixedWindow::new(quota, Start::FirstRequest).unwrap());
+    let window = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap());
+    let denied_bucket = Rule::TokenBucket(TokenBucket::new("1/day".parse().unwrap(), 1).unwrap());
+    let sliding_log = Rule::SlidingLog(SlidingLog::new("100/s".parse().unwrap()).unwrap());
+    let first_request = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::FirstRequest).unwrap());
     println!("µs per request in Redis, 1,000 keys in turn");
     println!("{:40} {:>6} {:>6}", "requests in a call", 1, 16);
     for (name, rules) in [
         ("token-bucket, admitted", &[&bucket][..]),
-        ("token-bucket, denied", &[&full]),
+        ("token-bucket, denied", &[&denied_bucket]),
         ("fixed-window, admitted", &[&window]),
-        ("fixed-window, first-request, admitted", &[&first]),
-        ("sliding-log of 100", &[&log]),
-        ("token-bucket + two fixed windows", &[&bucket, &window, &first]),
+        ("fixed-window, first-request, admitted", &[&first_request]),
+        ("sliding-log of 100", &[&sliding_log]),
+        ("token-bucket + two fixed windows", &[&bucket, &window, &first_request]),
     ] {
-        let mut best =
-            |requests| (0..ROUNDS).map(|_| round(&mut connection, name, rules, requests)).fold(f64::MAX, f64::min);
-        println!("{name:40} {:6.2} {:6.2}", best(1), best(16));
+        let mut best_of_rounds = |requests| {
+            (0..ROUNDS).map(|_| measure_round(&mut connection, name, rules, requests)).fold(f64::MAX, f64::min)
+        };
+        println!("{name:40} {:6.2} {:6.2}", best_of_rounds(1), best_of_rounds(16));
     }
     server.kill().unwrap();
     server.wait().unwrap();
 }
 
-fn round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], requests: usize) -> f64 {
-    let parts = Parts::of(rules.iter().copied());
-    let bucket = |rule: &Rule| Bucket::new(&IdentityHasher::new(""), name, &rule.shape());
-    let terms = |rule: &&Rule| {
-        let key = Key { identity: Identity(0), bucket: &bucket(rule) };
-        Terms::of(&Charge { key, rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 }, 0)
+fn measure_round(connection: &mut redis::Connection, name: &str, rules: &[&Rule], requests: usize) -> f64 {
+    let parts = AlgorithmSet::for_rules(rules.iter().copied());
+    let bucket = |rule: &Rule| StateName::new(&IdentityHasher::new(""), name, &rule.shape());
+    let limits = |rule: &&Rule| {
+        let key = Key { identity: Identity(0), state_name: &bucket(rule) };
+        LimitArgs::from_charge(
+            &Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 },
+            0,
+        )
     };
-    let terms: Vec<_> = rules.iter().map(terms).collect();
-    let script = script(wire::frame(Operation::Check, &terms), parts);
-    redis::cmd("SCRIPT").arg("LOAD").arg(&script.text).exec(connection).unwrap();
+    let terms: Vec<_> = rules.iter().map(limits).collect();
+    let script = script(wire::script_variant(Operation::Check, &terms), parts);
+    redis::cmd("SCRIPT").arg("LOAD").arg(&script.source).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
-    let mut argument = wire::argument(0, 1, terms.len());
-    wire::add(&mut argument, requests, Operation::Check, &terms);
-    let mut asked = 0;
-    for _ in 0..PIPES {
+    let mut argument = wire::start_argument(0, 1, terms.len());
+    wire::append_group(&mut argument, requests, Operation::Check, &terms);
+    let mut sent = 0;
+    for _ in 0..PIPELINES_PER_ROUND {
         let mut pipe = redis::pipe();
-        for _ in 0..PIPE / requests {
+        for _ in 0..PIPELINE_LENGTH / requests {
             let call = pipe.cmd("EVALSHA").arg(&script.sha).arg(requests * rules.len());
-            for request in asked..asked + requests {
+            for request in sent..sent + requests {
                 for index in 0..rules.len() {
                     call.arg(format!("rl:{{{:032}}}:{name}:{index}", request % 1000));
                 }
             }
-            asked += requests;
+            sent += requests;
             call.arg(&argument).ignore();
         }
         pipe.exec(connection).unwrap();
     }
     let stats: String = redis::cmd("INFO").arg("commandstats").query(connection).unwrap();
     let line = stats.lines().find(|line| line.starts_with("cmdstat_evalsha")).unwrap();
-    let spent: f64 = line.split("usec=").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
-    spent / asked as f64
+    let used_us: f64 = line.split("usec=").nth(1).unwrap().split(',').next().unwrap().parse().unwrap();
+    used_us / sent as f64
 }

@@ -34,9 +34,9 @@ use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
-use crate::limit::backend::Shared;
+use crate::limit::backend::RedisStore;
 use crate::limit::memory::MemoryStore;
-use crate::limit::operator::Operator;
+use crate::limit::operator::LimiterAdmin;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
 use crate::observe::metrics::{self as text_form, ExpositionFormat};
@@ -72,7 +72,7 @@ pub struct Parts {
 #[derive(Debug)]
 struct Admin {
     vitals: Arc<Vitals>,
-    operator: Operator,
+    operator: LimiterAdmin,
     live: Live,
 }
 
@@ -87,7 +87,7 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
         let _context = reactor.enter();
         let shared = shared(&vitals.configuration.active().config, &vitals);
         let live = Live::new(&vitals);
-        let admin = Admin { vitals, operator: Operator { memory, shared, overrides }, live };
+        let admin = Admin { vitals, operator: LimiterAdmin { memory, redis: shared, overrides }, live };
         (Arc::new(admin), TcpListener::from_std(socket)?)
     };
     let serve = move || {
@@ -105,13 +105,13 @@ pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::R
 }
 
 /// The store, for an operator, by whom nobody is kept waiting.
-fn shared(runtime: &CompiledConfig, vitals: &Vitals) -> Option<(Shared, String)> {
+fn shared(runtime: &CompiledConfig, vitals: &Vitals) -> Option<(RedisStore, String)> {
     let (servers, settings) = runtime.store.redis.as_ref()?;
     let timeout = runtime.store.timeout.max(STORE_TIMEOUT);
     let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
     let prefix = settings.prefix.clone();
     let (breaker, topology) = (vitals.breaker.clone(), vitals.topology.clone());
-    Some((Shared::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
+    Some((RedisStore::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
 }
 
 impl Admin {

@@ -13,12 +13,12 @@ use serde::Serialize;
 use tokio::time::Duration;
 
 use crate::limit::algorithm::Rule;
-use crate::limit::key::{Bucket, Identity, IdentityHasher, Key};
-use crate::limit::redis::Servers;
-use crate::limit::redis::advice::{missing_right, of_call};
-use crate::limit::redis::hello::Mode;
-use crate::limit::redis::script::Parts;
-use crate::limit::redis::server::{NoConnection, Server as Target};
+use crate::limit::key::{StateName, Identity, IdentityHasher, Key};
+use crate::limit::redis::RedisDeployment;
+use crate::limit::redis::advice::{missing_permission, diagnose_call};
+use crate::limit::redis::hello::ServerMode;
+use crate::limit::redis::script::AlgorithmSet;
+use crate::limit::redis::server::{ConnectError, RedisEndpoint as Target};
 use line::{Failure, Line, PATIENCE};
 
 /// One of the servers that hold the counters.
@@ -37,9 +37,9 @@ pub struct Server {
 impl Server {
     /// A key that it would keep, and that does not exist.
     fn key(&self, prefix: &str) -> Vec<u8> {
-        let bucket = Bucket::new(&IdentityHasher::new(""), "doctor", "none");
+        let bucket = StateName::new(&IdentityHasher::new(""), "doctor", "none");
         let mut key = Vec::new();
-        Key { identity: self.identity, bucket: &bucket }.write(prefix, &mut key);
+        Key { identity: self.identity, state_name: &bucket }.write(prefix, &mut key);
         key
     }
 }
@@ -48,9 +48,9 @@ impl Server {
 ///
 /// # Errors
 /// In words, why that cannot be found out.
-pub async fn servers(servers: &Servers) -> Result<Vec<Server>, NoConnection> {
+pub async fn servers(servers: &RedisDeployment) -> Result<Vec<Server>, ConnectError> {
     let mut found = Vec::new();
-    for (server, identity) in servers.all(PATIENCE).await? {
+    for (server, identity) in servers.masters(PATIENCE).await? {
         let client = server.client(PATIENCE).await?;
         let name = client.get_connection_info().addr().to_string();
         found.push(Server { name, client, target: server, identity });
@@ -60,7 +60,7 @@ pub async fn servers(servers: &Servers) -> Result<Vec<Server>, NoConnection> {
 
 impl Report {
     /// Of servers that cannot be found.
-    pub fn lost(name: &str, why: &NoConnection) -> Self {
+    pub fn lost(name: &str, why: &ConnectError) -> Self {
         let check = Check { name: "reachable", status: Status::Failed, message: why.to_string(), advice: None };
         Report { address: name.to_owned(), checks: vec![check] }
     }
@@ -74,7 +74,7 @@ pub struct Needs {
     /// Bound of a decision.
     pub timeout: Duration,
     /// What the scripts of routes must know.
-    pub algorithms: Parts,
+    pub algorithms: AlgorithmSet,
     /// The algorithms of the limits.
     pub rules: Vec<Rule>,
     /// Whether operators can set overrides: the admin listener has a token.
@@ -131,13 +131,13 @@ impl Check {
 
     /// The server refused to be looked at, or to work.
     fn refused(name: &'static str, error: &RedisError) -> Self {
-        if let Some(right) = missing_right(error) {
+        if let Some(right) = missing_permission(error) {
             return Check::left_out(name, format!("the user lacks the right {right}"))
                 .advise("examine with a user for that: docs/redis.md has one");
         }
         match error.detail() {
             Some(said) if said.contains("unknown command") => Check::left_out(name, format!("the server says: {said}")),
-            _ => Check { name, status: Status::Failed, message: of_call(error), advice: None },
+            _ => Check { name, status: Status::Failed, message: diagnose_call(error), advice: None },
         }
     }
 
@@ -181,12 +181,12 @@ pub async fn examine(server: &Server, needs: &Needs) -> Report {
 ///
 /// # Errors
 /// The server cannot be reached.
-pub async fn survey(server: &Target, needs: &Needs) -> Result<Vec<Check>, NoConnection> {
+pub async fn survey(server: &Target, needs: &Needs) -> Result<Vec<Check>, ConnectError> {
     let client = server.client(PATIENCE).await?;
-    let mut line = Line::open(&client).await.map_err(|why| NoConnection::new(&why))?;
+    let mut line = Line::open(&client).await.map_err(|why| ConnectError::new(&why))?;
     let mut checks = vec![server::round_trip(&mut line, needs.timeout).await];
     checks.push(persistence::persistence(&mut line, &needs.prefix, needs.overrides).await);
-    if server.mode() == Mode::Cluster {
+    if server.mode() == ServerMode::Cluster {
         checks.push(persistence::full_coverage(&mut line).await);
     }
     let mut found = Vec::new();
@@ -194,7 +194,7 @@ pub async fn survey(server: &Target, needs: &Needs) -> Result<Vec<Check>, NoConn
         match check {
             Ok(check) if matches!(check.status, Status::Warning | Status::Failed) => found.push(check),
             Ok(_) | Err(Failure::Refused(_)) => {}
-            Err(Failure::Lost(why)) => return Err(NoConnection::new(&why)),
+            Err(Failure::Lost(why)) => return Err(ConnectError::new(&why)),
         }
     }
     Ok(found)
@@ -214,7 +214,7 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
     };
     let line: &mut Line = &mut line;
     report.note("version", server::version(line, hello.as_ref()).await)?;
-    if let Some(found) = hello.as_ref().and_then(|hello| hello.misfit(server.target.mode(), address)) {
+    if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.target.mode(), address)) {
         // What else is wrong with the wrong server is nobody's concern.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
         return Err(Lost);
@@ -225,7 +225,7 @@ async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(),
     report.note("evictions", memory::evictions(line).await)?;
     report.note("keys", keys::keys(line, server, &needs.prefix).await)?;
     report.note("persistence", persistence::persistence(line, &needs.prefix, needs.overrides).await)?;
-    if server.target.mode() == Mode::Cluster {
+    if server.target.mode() == ServerMode::Cluster {
         report.note("full coverage", persistence::full_coverage(line).await)?;
     }
     report.note("round trip", server::round_trip(line, needs.timeout).await)?;

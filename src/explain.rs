@@ -14,7 +14,7 @@ use crate::gateway::Peer;
 use crate::gateway::addressed::{RequestTarget, origin_form};
 use crate::gateway::ask::{LimitContext, build_checks, build_unauthenticated_checks};
 use crate::http::headers::is_grpc_call;
-use crate::limit::decision::Check;
+use crate::limit::decision::LimitCheck;
 use crate::limit::store::Verdict;
 use crate::reply::Rejection;
 use crate::runtime::{CompiledConfig, RouteAction};
@@ -135,7 +135,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         Ok(answer::admitted(route, request, target.forwarded_path(), decision.as_ref()))
     }
 
-    fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
+    fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
         if build_checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(build_checks) }
     }
 }

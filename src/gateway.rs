@@ -82,7 +82,7 @@ impl Gateway {
 
     /// Waits until what requests leave behind (leases to release, late charges) is done.
     pub async fn flush_pending(&self) {
-        self.limiter.settle().await;
+        self.limiter.flush_pending().await;
     }
 
     /// Answers a request. Dropping the future ends whatever it waits for.
@@ -187,14 +187,14 @@ impl Gateway {
                 result
             }
         };
-        if let Some(settlement) = decision.debts.take().and_then(|debts| decide::settle(*debts, route, &result)) {
+        if let Some(settlement) = decision.deferred_charges.take().and_then(|debts| decide::settle(*debts, route, &result)) {
             decide::apply_settlement(&mut decision, settlement.await);
         }
         let mut response = result.map_err(Rejection::Upstream)?;
         // What a cost is taken from may be removed, what limits say is added to the rest.
         route.response_headers.apply(response.headers_mut());
         decide::append_ratelimit_headers(response.headers_mut(), route, &decision);
-        if let Some(permits) = decision.leases {
+        if let Some(permits) = decision.permits {
             response.body_mut().hold_until_drop(permits);
         }
         Ok(response)

@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
 
-use crate::limit::key::{Encoder, Identity, IdentityHasher};
+use crate::limit::key::{IdentityEncoder, Identity, IdentityHasher};
 use crate::route::path::PathPattern;
 use api_key::{ApiKeySettings, Caller};
 use jwt::{BearerToken, TokenError};
@@ -144,7 +144,7 @@ impl IdentitySpec {
         request: &RequestAttributes<'_>,
         keys: &ApiKeySettings,
         hasher: &IdentityHasher,
-        encoder: &mut Encoder,
+        encoder: &mut IdentityEncoder,
     ) -> Result<Option<Identity>, IdentityError> {
         Ok(match self.lookup(request, keys, hasher, encoder)? {
             IdentityLookup::Identity(identity) => Some(identity),
@@ -161,7 +161,7 @@ impl IdentitySpec {
         request: &RequestAttributes<'_>,
         keys: &ApiKeySettings,
         hasher: &IdentityHasher,
-        encoder: &mut Encoder,
+        encoder: &mut IdentityEncoder,
     ) -> Result<IdentityLookup, IdentityError> {
         if !self.methods.is_empty() && !self.methods.contains(request.method) {
             return Ok(IdentityLookup::OtherMethod);
@@ -180,9 +180,9 @@ impl IdentitySpec {
             if self.exemptions.contains(descriptor, tag, &value, request.client_address) {
                 return Ok(IdentityLookup::Exempt);
             }
-            encoder.part(tag, &value);
+            encoder.push(tag, &value);
         }
-        Ok(IdentityLookup::Identity(hasher.hash(encoder.bytes())))
+        Ok(IdentityLookup::Identity(hasher.hash(encoder.as_bytes())))
     }
 }
 
@@ -236,7 +236,7 @@ mod tests {
             path_pattern: &"/users/{id}".parse().unwrap(),
             bearer_token: BearerToken::new(&verifier, &headers),
         };
-        by.identify(&asker, &ApiKeySettings::default(), &IdentityHasher::new(""), &mut Encoder::default())
+        by.identify(&asker, &ApiKeySettings::default(), &IdentityHasher::new(""), &mut IdentityEncoder::default())
     }
 
     fn by(descriptors: &[Descriptor], on_missing: OnMissing) -> IdentitySpec {

@@ -16,8 +16,8 @@ use crate::http::headers::X_REQUEST_ID;
 use crate::http::path::PathError;
 use crate::identity::{IdentityError, Descriptor};
 use crate::limit::algorithm::{Rule, Status};
-use crate::limit::decision::{Decision, Judged};
-use crate::limit::outage::Unavailable;
+use crate::limit::decision::{Decision, LimitResult};
+use crate::limit::outage::StoreUnavailable;
 use crate::upstream::UpstreamError;
 use problem::{NO_STORE, Problem};
 
@@ -60,7 +60,7 @@ pub enum Rejection<'a> {
         is_grpc: bool,
     },
     /// The limits cannot be checked.
-    StoreUnavailable(Unavailable),
+    StoreUnavailable(StoreUnavailable),
     /// The upstream gave no answer.
     Upstream(UpstreamError),
 }
@@ -213,10 +213,10 @@ pub fn upstream_status(error: &UpstreamError) -> StatusCode {
 }
 
 /// What a limit tells on success.
-pub fn limit_status<'a>(result: &Judged<'a>) -> LimitStatus<'a> {
-    let Judged { limit, quota, outcome, .. } = result;
+pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
+    let LimitResult { limit, quota, outcome, .. } = result;
     // Nobody knows when requests in flight end.
-    let (unit, reset_us) = match limit.standard.rule {
+    let (unit, reset_us) = match limit.default_variant.rule {
         Rule::Concurrency(_) => (QuotaUnit::ConcurrentRequests, 0),
         _ => (QuotaUnit::PerWindow { window_s: quota.window_us.map(fields::ceil_seconds) }, outcome.reset_us),
     };
@@ -226,7 +226,7 @@ pub fn limit_status<'a>(result: &Judged<'a>) -> LimitStatus<'a> {
 /// The limit that older dialects tell of: the violated one with the longest wait, else the one with the smallest share left.
 pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
     let violated = violated_statuses(decision).max_by_key(|status| status.reset_us);
-    let statuses = decision.limits.iter().map(limit_status);
+    let statuses = decision.results.iter().map(limit_status);
     // r1/q1 < r2/q2, without the division.
     let product = |one: &LimitStatus<'_>, other: &LimitStatus<'_>| u128::from(one.remaining) * u128::from(other.quota);
     violated.or_else(|| statuses.min_by(|one, other| product(one, other).cmp(&product(other, one))))
@@ -234,8 +234,8 @@ pub fn effective_limit<'a>(decision: &Decision<'a>) -> Option<LimitStatus<'a>> {
 
 /// The violated limits with their waits, in whole seconds so that the largest agrees with Retry-After.
 fn violated_statuses<'a, 'b>(decision: &'b Decision<'a>) -> impl Iterator<Item = LimitStatus<'a>> + use<'a, 'b> {
-    decision.violated().filter(|result| result.outcome.status != Status::Never).map(|result| {
-        let wait_us = if result.outcome.status == Status::Busy { 0 } else { result.outcome.retry_us };
+    decision.violated().filter(|result| result.outcome.status != Status::CostTooLarge).map(|result| {
+        let wait_us = if result.outcome.status == Status::Saturated { 0 } else { result.outcome.retry_us };
         LimitStatus { reset_us: fields::ceil_seconds(wait_us).max(1) * 1_000_000, ..limit_status(result) }
     })
 }
@@ -256,7 +256,7 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
     };
     let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
     let headers = response.headers_mut();
-    let policy = fields::ratelimit_policy(decision.limits.iter().map(limit_status));
+    let policy = fields::ratelimit_policy(decision.results.iter().map(limit_status));
     fields::append_ratelimit_headers(headers, header_styles, policy, violated_statuses(decision), effective_limit(decision), decision.now_us);
     if let Some(retry_us) = retry_us {
         fields::set_retry_after(headers, retry_us);

@@ -39,8 +39,8 @@ use crate::identity::api_key::{ApiKeySettings, Consumers};
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::jwt::JwtVerifier;
 use crate::limit::key::IdentityHasher;
-use crate::limit::plan::Limit;
-use crate::limit::redis::{RedisSettings, Servers};
+use crate::limit::plan::LimitSpec;
+use crate::limit::redis::{RedisSettings, RedisDeployment};
 use crate::route::RouteTable;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::settings::UpstreamSettings;
@@ -125,7 +125,7 @@ pub struct ListenerTls {
 #[derive(Debug, Clone)]
 pub struct StoreSettings {
     /// Redis; none = the memory of this process.
-    pub redis: Option<(Servers, RedisSettings)>,
+    pub redis: Option<(RedisDeployment, RedisSettings)>,
     /// How the store is called in logs; no credentials.
     pub name: String,
     /// Bound of a decision.
@@ -140,7 +140,7 @@ pub struct StoreSettings {
 #[derive(Debug, Clone)]
 pub struct CompiledLimit {
     /// The limit.
-    pub limit: Arc<Limit>,
+    pub limit: Arc<LimitSpec>,
     /// What tells its identities apart.
     pub identity_spec: IdentitySpec,
     /// What a request costs; none = what the route says.

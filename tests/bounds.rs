@@ -10,9 +10,9 @@ use std::time::Duration;
 use proptest::prelude::*;
 use sluicegate::limit::algorithm::Status;
 use sluicegate::limit::clock::{Clock, monotonic, unix_us};
-use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::redis::RedisStore;
-use sluicegate::limit::store::{Charge, Operation, Store};
+use sluicegate::limit::quota::CalendarUnit;
+use sluicegate::limit::redis::ServerStore;
+use sluicegate::limit::store::{Charge, CounterStore, Operation};
 use support::gateway::Gateway;
 use support::random::{operations, property};
 use support::redis::Redis;
@@ -87,7 +87,7 @@ fn the_clocks_of_gateways_change_no_decision() {
             let limit = Limit::new(name, rule);
             for (who, cost, gateway) in &calls {
                 let charge = limit.charge(*who, *cost);
-                let ask = |store: &RedisStore| runtime.block_on(store.call(Operation::Check, &[charge])).unwrap();
+                let ask = |store: &ServerStore| runtime.block_on(store.call(Operation::Check, &[charge])).unwrap();
                 let verdicts = [ask(&right), ask(&gateways[*gateway])];
                 let [expected, said] =
                     verdicts.each_ref().map(|verdict| (verdict.granted, verdict.outcomes[0].remaining));
@@ -107,13 +107,13 @@ async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_
     let redis = Redis::start();
     let stores = Stores::new(&redis, "back");
     let of_a_minute = every_algorithm(10, MINUTE).into_iter().filter(|(name, _)| *name != "calendar");
-    let others = [("calendar", calendar(10, Calendar::Day, "UTC")), ("concurrency", concurrency(10, MINUTE))];
+    let others = [("calendar", calendar(10, CalendarUnit::Day, "UTC")), ("concurrency", concurrency(10, MINUTE))];
     for (name, rule) in of_a_minute.chain(others) {
         let mut longest = 0;
         for offset in (0..60).step_by(7).map(|seconds| seconds * SECOND) {
             let limit = Limit::new(&format!("{name}{offset}"), rule.clone());
             let ask = async |who: u128, lease: u64| {
-                stores.call(Operation::Check, &[Charge { lease, ..limit.charge(who, 1) }]).await.outcomes[0]
+                stores.call(Operation::Check, &[Charge { permit_id, ..limit.charge(who, 1) }]).await.outcomes[0]
             };
             let spend = async |who: u128| {
                 for lease in 0..10 {

@@ -5,18 +5,18 @@ mod support;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use sluicegate::limit::admission::{Ledger, Pending};
-use sluicegate::limit::backend::{Backend, Shared};
+use sluicegate::limit::admission::{OwnedCharge, StoreHandle};
+use sluicegate::limit::backend::{RedisStore, Store};
 use sluicegate::limit::clock::{Clock, monotonic};
-use sluicegate::limit::coalesce::{Coalescer, Set};
-use sluicegate::limit::guard::Guard;
+use sluicegate::limit::coalesce::{CheckGroup, Singleflight};
+use sluicegate::limit::guard::GuardedStore;
 use sluicegate::limit::key::{Identity, Key};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::plan::Plan;
-use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::redis::server::Server;
-use sluicegate::limit::redis::{RedisSettings, RedisStore};
-use sluicegate::limit::store::{Charge, Mode, Operation, Store};
+use sluicegate::limit::plan::LimitVariant;
+use sluicegate::limit::redis::script::AlgorithmSet;
+use sluicegate::limit::redis::server::RedisEndpoint;
+use sluicegate::limit::redis::{RedisSettings, ServerStore};
+use sluicegate::limit::store::{Charge, ChargeMode, CounterStore, Operation};
 use support::PATIENCE;
 use support::resp::{Answer, FakeRedis};
 use support::stores::{Limit, SECOND, all as all_of, bucket, quota};
@@ -37,29 +37,29 @@ fn held() -> (FakeRedis, mpsc::Sender<()>) {
     (fake, sender)
 }
 
-async fn connected(fake: &FakeRedis, timeout: Duration) -> RedisStore {
+async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
     connected_by(fake, timeout, 1).await
 }
 
 /// A store with so many connections, which take turns.
-async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> RedisStore {
+async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
     let settings = RedisSettings {
         prefix: "rl".to_owned(),
         connections,
         timeout,
         connect_timeout: PATIENCE,
-        algorithms: Parts::default(),
+        algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    let server = Server::Fixed(redis::Client::open(fake.url()).unwrap());
-    let store = RedisStore::new(&settings, server, Arc::default());
+    let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
+    let store = ServerStore::new(&settings, server, Arc::default());
     store.connect().await.unwrap();
-    store.renew_connections().await;
+    store.maintain_connections().await;
     store
 }
 
 /// So many requests of different identities, each in a round of its own; whether they get a verdict.
-async fn one_by_one(store: &Arc<RedisStore>, requests: u128) -> Vec<JoinHandle<bool>> {
+async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<bool>> {
     let mut asked = Vec::new();
     for identity in 0..requests {
         let store = store.clone();
@@ -250,19 +250,19 @@ async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_bus
 /// Checks of one identity, which share their calls.
 #[derive(Clone)]
 struct Hot {
-    ledger: Arc<Ledger>,
-    coalescer: Arc<Coalescer>,
-    plan: Arc<Plan>,
+    ledger: Arc<StoreHandle>,
+    coalescer: Arc<Singleflight>,
+    plan: Arc<LimitVariant>,
 }
 
 impl Hot {
-    fn new(store: RedisStore, timeout: Duration) -> Hot {
-        let store = Shared::One(Guard::new(store, Arc::default()));
+    fn new(store: ServerStore, timeout: Duration) -> Hot {
+        let store = RedisStore::Single(GuardedStore::new(store, Arc::default()));
         let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
-        let backend = Backend::Redis { store, fallback, tallies: Arc::default() };
+        let backend = Store::Redis { store, fallback, metrics: Arc::default() };
         Hot {
-            ledger: Arc::new(Ledger { backend, denials: None, tasks: TaskTracker::new() }),
-            coalescer: Arc::new(Coalescer::new(timeout, Arc::default())),
+            ledger: Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() }),
+            coalescer: Arc::new(Singleflight::new(timeout, Arc::default())),
             plan: Arc::new(plan()),
         }
     }
@@ -270,11 +270,18 @@ impl Hot {
     /// Whether a check gets a verdict.
     async fn check(&self) -> bool {
         let Hot { ledger, coalescer, plan } = self;
-        let pending =
-            Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1, advance: 0, debt_before_us: 0 };
-        let key = Key { identity: Identity(1), bucket: &plan.bucket };
-        let charge = Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 };
-        let set = Set { id: 1, advance: 0 };
+        let pending = OwnedCharge {
+            limit_index: 0,
+            variant: plan.clone(),
+            identity: Identity(1),
+            cost_or_permit_id: 1,
+            prefetch: 0,
+            debt_before_us: 0,
+        };
+        let key = Key { identity: Identity(1), state_name: &plan.state_name };
+        let charge =
+            Charge { key, rule: &plan.rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 };
+        let set = CheckGroup { id: 1, prefetch: 0 };
         coalescer.check(ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
     }
 }
@@ -314,7 +321,7 @@ async fn checks_without_a_unit_do_not_wait_for_the_refund_of_a_cancelled_one() {
     assert_eq!(fake.calls().iter().filter(|call| call.operation() == Some('R')).count(), 1);
 }
 
-fn plan() -> Plan {
+fn plan() -> LimitVariant {
     let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
-    Plan { id: 1, quota: quota(10, SECOND), share: rule.clone(), rule, bucket }
+    LimitVariant { id: 1, quota: quota(10, SECOND), local_rule: rule.clone(), rule, state_name: bucket }
 }

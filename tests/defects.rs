@@ -28,9 +28,9 @@ use std::io::Write;
 use std::net::TcpStream;
 
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Encoder, Identity, IdentityHasher};
-use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::store::{Operation, Store};
+use sluicegate::limit::key::{Identity, IdentityEncoder, IdentityHasher};
+use sluicegate::limit::quota::CalendarUnit;
+use sluicegate::limit::store::{CounterStore, Operation};
 use support::client::load;
 use support::eventually;
 use support::gateway::Gateway;
@@ -239,23 +239,23 @@ async fn a_month_has_its_own_days() {
     let stores = Stores::new(&redis, "calendar");
     let (day, hour) = (24, 1);
     for (unit, zone, start, hours) in [
-        (Calendar::Month, "UTC", "2027-01-01T00:00:00Z", 31 * day),
-        (Calendar::Month, "UTC", "2027-02-01T00:00:00Z", 28 * day),
-        (Calendar::Month, "UTC", "2028-02-01T00:00:00Z", 29 * day),
-        (Calendar::Month, "UTC", "2027-04-01T00:00:00Z", 30 * day),
+        (CalendarUnit::Month, "UTC", "2027-01-01T00:00:00Z", 31 * day),
+        (CalendarUnit::Month, "UTC", "2027-02-01T00:00:00Z", 28 * day),
+        (CalendarUnit::Month, "UTC", "2028-02-01T00:00:00Z", 29 * day),
+        (CalendarUnit::Month, "UTC", "2027-04-01T00:00:00Z", 30 * day),
         // Summer time begins and ends.
-        (Calendar::Month, "Europe/Berlin", "2027-02-28T23:00:00Z", 31 * day - hour),
-        (Calendar::Month, "Europe/Berlin", "2027-09-30T22:00:00Z", 31 * day + hour),
-        (Calendar::Day, "Europe/Berlin", "2027-03-27T23:00:00Z", day - hour),
-        (Calendar::Day, "Europe/Berlin", "2027-10-30T22:00:00Z", day + hour),
-        (Calendar::Day, "America/New_York", "2027-11-07T04:00:00Z", day + hour),
+        (CalendarUnit::Month, "Europe/Berlin", "2027-02-28T23:00:00Z", 31 * day - hour),
+        (CalendarUnit::Month, "Europe/Berlin", "2027-09-30T22:00:00Z", 31 * day + hour),
+        (CalendarUnit::Day, "Europe/Berlin", "2027-03-27T23:00:00Z", day - hour),
+        (CalendarUnit::Day, "Europe/Berlin", "2027-10-30T22:00:00Z", day + hour),
+        (CalendarUnit::Day, "America/New_York", "2027-11-07T04:00:00Z", day + hour),
         // By half an hour.
-        (Calendar::Day, "Australia/Lord_Howe", "2027-01-01T13:00:00Z", day),
+        (CalendarUnit::Day, "Australia/Lord_Howe", "2027-01-01T13:00:00Z", day),
         // A Monday.
-        (Calendar::Week, "UTC", "2027-01-04T00:00:00Z", 7 * day),
-        (Calendar::Week, "Europe/Berlin", "2027-03-21T23:00:00Z", 7 * day - hour),
-        (Calendar::Year, "UTC", "2028-01-01T00:00:00Z", 366 * day),
-        (Calendar::Year, "Asia/Tokyo", "2026-12-31T15:00:00Z", 365 * day),
+        (CalendarUnit::Week, "UTC", "2027-01-04T00:00:00Z", 7 * day),
+        (CalendarUnit::Week, "Europe/Berlin", "2027-03-21T23:00:00Z", 7 * day - hour),
+        (CalendarUnit::Year, "UTC", "2028-01-01T00:00:00Z", 366 * day),
+        (CalendarUnit::Year, "Asia/Tokyo", "2026-12-31T15:00:00Z", 365 * day),
     ] {
         let what = format!("{unit:?} of {zone} from {start}");
         let limit = Limit::new("limit", calendar(2, unit, zone));
@@ -348,12 +348,12 @@ fn no_two_identities_share_a_key() {
     }
     let hasher = IdentityHasher::new("test");
     let mut seen: HashMap<Identity, Vec<(u8, String)>> = HashMap::new();
-    let mut encoder = Encoder::default();
+    let mut encoder = IdentityEncoder::default();
     let mut add = |parts: &[(u8, &str)]| {
         encoder.clear();
-        parts.iter().for_each(|(tag, text)| encoder.part(*tag, text.as_bytes()));
+        parts.iter().for_each(|(tag, text)| encoder.push(*tag, text.as_bytes()));
         let parts = parts.iter().map(|(tag, text)| (*tag, (*text).to_owned())).collect();
-        if let Some(other) = seen.insert(hasher.hash(encoder.bytes()), parts) {
+        if let Some(other) = seen.insert(hasher.hash(encoder.as_bytes()), parts) {
             panic!("{other:?} shares its key with another");
         }
     };

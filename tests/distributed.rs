@@ -6,7 +6,7 @@ use std::process::Command;
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::redis::script::{Frame, Parts, script};
+use sluicegate::limit::redis::script::{AlgorithmSet, ScriptVariant, script};
 use support::client::load;
 use support::eventually;
 use support::gateway::Gateway;
@@ -165,7 +165,7 @@ fn scripts_are_loaded_when_a_connection_is_made() {
     let redis = Redis::start();
     let gateway = Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
     let bucket = TokenBucket::new("5/min".parse().unwrap(), 5).unwrap();
-    let sha = &script(Frame::One, Parts::of([&Rule::TokenBucket(bucket)])).sha;
+    let sha = &script(ScriptVariant::Single, AlgorithmSet::for_rules([&Rule::TokenBucket(bucket)])).sha;
     let mut connection = redis.connection();
     eventually("the script is there before any request", || {
         let exists: Vec<bool> = redis::cmd("SCRIPT").arg("EXISTS").arg(sha).query(&mut connection).unwrap();

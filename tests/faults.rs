@@ -7,11 +7,11 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use sluicegate::limit::clock::{Clock, monotonic};
-use sluicegate::limit::guard::{Breaker, Guard};
-use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::redis::server::{Address, Server};
-use sluicegate::limit::redis::{RedisSettings, RedisStore};
-use sluicegate::limit::store::{Operation, Store, StoreError};
+use sluicegate::limit::guard::{CircuitBreaker, GuardedStore};
+use sluicegate::limit::redis::script::AlgorithmSet;
+use sluicegate::limit::redis::server::{Address, RedisEndpoint};
+use sluicegate::limit::redis::{RedisSettings, ServerStore};
+use sluicegate::limit::store::{CounterStore, Operation, StoreError};
 use support::client::Reply;
 use support::eventually;
 use support::gateway::Gateway;
@@ -475,7 +475,7 @@ async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
         Answer::Usual
     });
     let timeout = Duration::from_secs(60);
-    let guard = Guard::new(store(&fake, timeout), Arc::<Breaker>::default());
+    let guard = GuardedStore::new(store(&fake, timeout), Arc::<CircuitBreaker>::default());
     let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
     let (asked, overloaded) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
     let tasks: Vec<_> = (0..ASKED as u128)
@@ -516,26 +516,29 @@ async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
     let fake =
         FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
     let timeout = Duration::from_secs(60);
-    let guard =
-        Guard::of_node(store(&fake, timeout), Arc::<Breaker>::default(), Address::parse("127.0.0.1:1").unwrap());
+    let guard = GuardedStore::for_node(
+        store(&fake, timeout),
+        Arc::<CircuitBreaker>::default(),
+        Address::parse("127.0.0.1:1").unwrap(),
+    );
     let limit = Limit::new("l", bucket(10, SECOND, 10));
     for _ in 0..100 {
         match guard.call(Operation::Check, &[limit.charge(1, 1)]).await {
-            Err(StoreError::Elsewhere(error)) => assert_eq!(error.redirect_node(), Some(("127.0.0.1:7001", 866))),
+            Err(StoreError::Redirected(error)) => assert_eq!(error.redirect_node(), Some(("127.0.0.1:7001", 866))),
             other => panic!("{other:?}"),
         }
     }
     assert_eq!(fake.calls().len(), 100, "none is made again here");
 }
 
-fn store(fake: &FakeRedis, timeout: Duration) -> RedisStore {
+fn store(fake: &FakeRedis, timeout: Duration) -> ServerStore {
     let settings = RedisSettings {
         prefix: "rl".to_owned(),
         connections: 1,
         timeout,
         connect_timeout: Duration::from_secs(1),
-        algorithms: Parts::default(),
+        algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
-    RedisStore::new(&settings, Server::Fixed(redis::Client::open(fake.url()).unwrap()), Arc::default())
+    ServerStore::new(&settings, RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap()), Arc::default())
 }

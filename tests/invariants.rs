@@ -32,7 +32,7 @@ use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
@@ -40,8 +40,8 @@ use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::monotonic;
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::EXACT;
-use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+use sluicegate::limit::quota::EXACT_INTEGER_LIMIT;
+use sluicegate::limit::store::{Charge, ChargeMode, Operation, Verdict};
 use support::eventually;
 use support::random::{
     Case, Kind, Play, Refunded, Resizing, STEPS, Step, Time, case, operations, property, resizing, rule,
@@ -154,7 +154,7 @@ impl Trial {
                     assert!(kept || written, "invariant 9, a new state has a new TTL: {}", what());
                     // The same bytes may be written again, and last longer at another rate.
                     let denied = verdict.granted == 0 || denies(*outcome);
-                    let later = operation == Operation::Check && charge.mode.is_post_paid();
+                    let later = operation == Operation::Check && charge.mode.is_deferred();
                     let rewritten = written && !denied && !later && operation != Operation::Peek;
                     if !kept || rewritten {
                         self.keys.ends.insert(key.clone(), now + outcome.reset_us);
@@ -216,10 +216,10 @@ impl Trial {
         let wanted = charges[0].cost;
         for (charge, outcome) in charges.iter().zip(&verdict.outcomes) {
             let (same, charge) = match operation {
-                Operation::Take => {
+                Operation::TakeUpTo => {
                     assert!(verdict.granted <= wanted, "invariant 10, more than was asked for: {verdict:?}");
                     let cost = verdict.granted.max(wanted.min(1));
-                    let mode = if charge.mode.is_shadow() { Mode::Shadow } else { Mode::Binding };
+                    let mode = if charge.mode.is_shadow() { ChargeMode::Shadow } else { ChargeMode::Enforced };
                     let same = if wanted == 0 { Operation::Peek } else { Operation::Check };
                     (same, Charge { cost, mode, ..*charge })
                 }
@@ -236,7 +236,11 @@ impl Trial {
 
     fn what_remains_fits<'a>(&self, charges: &[Charge<'a>]) -> Vec<Peek<'a>> {
         let costing = |costs: &mut dyn Iterator<Item = u64>| -> Vec<Charge<'a>> {
-            charges.iter().zip(costs).map(|(charge, cost)| Charge { cost, mode: Mode::Binding, ..*charge }).collect()
+            charges
+                .iter()
+                .zip(costs)
+                .map(|(charge, cost)| Charge { cost, mode: ChargeMode::Enforced, ..*charge })
+                .collect()
         };
         let idle = costing(&mut charges.iter().map(|_| 0));
         let left = self.stores.memory.decide(Operation::Peek, &idle).outcomes;
@@ -274,11 +278,11 @@ impl Trial {
         let mut peeks = Vec::new();
         for ((charge, outcome), key) in charges.iter().zip(&verdict.outcomes).zip(keys) {
             let retry_us = outcome.retry_us;
-            let over = matches!(outcome.status, Status::Over | Status::Busy);
+            let over = matches!(outcome.status, Status::Exceeded | Status::Saturated);
             if over && reckoned(charge, key, retry_us) {
                 for (wait, expected) in [(retry_us - 1, outcome.status), (retry_us, Status::Ok)] {
                     let what = format!("invariant 3, the retry is exact: {charge:#?} {outcome:?}");
-                    let alone = vec![Charge { cost: needed(charge), mode: Mode::Binding, ..*charge }];
+                    let alone = vec![Charge { cost: needed(charge), mode: ChargeMode::Enforced, ..*charge }];
                     let holds =
                         Box::new(move |answer: &Verdict| assert_eq!(answer.outcomes[0].status, expected, "{what}"));
                     peeks.push(Peek { at: now + wait, charges: alone, holds });
@@ -290,13 +294,16 @@ impl Trial {
             all.filter(|((charge, _), _)| !charge.mode.is_shadow())
         };
         let wait = binding().map(|((_, outcome), _)| outcome.retry_us).max().unwrap_or(0);
-        let ever =
-            binding().all(|((charge, outcome), key)| outcome.status != Status::Never && reckoned(charge, key, wait));
+        let ever = binding()
+            .all(|((charge, outcome), key)| outcome.status != Status::CostTooLarge && reckoned(charge, key, wait));
         // A denied request moves states that lie in the future to the present only where they deny it.
         if verdict.granted == 0 && ever && !self.play.behind {
             let what = format!("invariant 7, who waits is admitted: {charges:#?} {verdict:?}");
-            let again =
-                binding().map(|((charge, _), _)| Charge { cost: needed(charge), mode: Mode::Binding, ..*charge });
+            let again = binding().map(|((charge, _), _)| Charge {
+                cost: needed(charge),
+                mode: ChargeMode::Enforced,
+                ..*charge
+            });
             let holds = Box::new(move |answer: &Verdict| assert_eq!(answer.granted, 1, "{what}"));
             peeks.push(Peek { at: now + wait, charges: again.collect(), holds });
         }
@@ -310,7 +317,7 @@ fn denies(outcome: Outcome) -> bool {
 
 /// What must be left for a request to pass.
 fn needed(charge: &Charge<'_>) -> u64 {
-    if charge.mode.is_post_paid() { 1 } else { charge.cost }
+    if charge.mode.is_deferred() { 1 } else { charge.cost }
 }
 
 /// Whether a state is three numbers behind the instant at which its key ends.
@@ -447,7 +454,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
         let asked = monotonic();
         let charges = |lease: u64, costs: &[u64]| -> Vec<_> {
             let each = play.limits.iter().zip(costs);
-            each.map(|(limit, cost)| Charge { lease, ..limit.charge(0, *cost) }).collect()
+            each.map(|(limit, cost)| Charge { permit_id: lease, ..limit.charge(0, *cost) }).collect()
         };
         let lease = number as u64;
         let (costs, verdict) = match step.kind {
@@ -468,7 +475,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
             }
             Kind::Take if !leases => {
                 let wanted = [step.costs[0]; 4];
-                let verdict = stores.call(Operation::Take, &charges(lease, &wanted)).await;
+                let verdict = stores.call(Operation::TakeUpTo, &charges(lease, &wanted)).await;
                 ([verdict.granted; 4], verdict)
             }
             Kind::Check | Kind::Peek | Kind::Charge | Kind::Take | Kind::Renew => {
@@ -510,15 +517,15 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
                 assert!(used <= most, "{name}: burst and refill since {from}: {rule:?} {history:?}");
             }
         }
-        Rule::FixedWindow(FixedWindow { limit, window, start: Start::Aligned { phase } }) => {
+        Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::Aligned { phase } }) => {
             let used = since(now - (now - phase) % window);
             assert!(used <= *limit, "{name}: at most the limit in a window: {rule:?} {history:?}");
         }
-        Rule::FixedWindow(FixedWindow { limit, start: Start::Calendar(windows), .. }) => {
+        Rule::FixedWindow(FixedWindow { limit, start: WindowStart::Calendar(windows), .. }) => {
             let used = since(calendar_start(&windows.to_string(), now));
             assert!(used <= *limit, "{name}: at most the limit in a window: {rule:?} {history:?}");
         }
-        Rule::FixedWindow(FixedWindow { limit, window, start: Start::FirstRequest }) => {
+        Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::FirstRequest }) => {
             // Where the request that opened a window was refunded, the history does not tell where windows are.
             let mut opened = 0;
             for &(at, _) in history.iter().filter(|(_, cost)| *cost > 0 && !refunded) {
@@ -538,7 +545,7 @@ fn assert_within(rule: &Rule, history: &[(u64, u64)], refunds: &[Refund]) {
         Rule::SlidingBuckets(SlidingBuckets { limit, window, .. }) | Rule::SlidingLog(SlidingLog { limit, window }) => {
             assert!(any_window(*window) <= *limit, "{name}: at most the limit in any window: {rule:?} {history:?}");
         }
-        Rule::Concurrency(Concurrency { limit, lease }) => {
+        Rule::Concurrency(Concurrency { limit, ttl: lease }) => {
             let live = history.iter().filter(|(at, cost)| *cost > 0 && at + lease > now).count() as u64;
             assert!(live <= *limit, "{name}: at most the limit at once: {rule:?} {history:?}");
         }
@@ -632,7 +639,7 @@ async fn refunded(server: &Redis, prefix: &str, case: &Refunding) -> Option<usiz
     }
     let charged_at = now;
     let before = call(now, Operation::Peek, limit.charge(0, 0)).await?;
-    let operation = if matches!(case.how, How::AtOnce | How::Late) { Operation::Check } else { Operation::Take };
+    let operation = if matches!(case.how, How::AtOnce | How::Late) { Operation::Check } else { Operation::TakeUpTo };
     let charged = call(now, operation, limit.charge(0, case.cost)).await?;
     let granted = if operation == Operation::Check { case.cost * charged.granted } else { charged.granted };
     // What is refunded, with the units of the call that were charged after each, and what is not.
@@ -719,7 +726,7 @@ fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
                     now = now + longest / 1000 * parts - back;
                     stores.clock.set(now);
                     let cost = (*cost).min(limit.rule.capacity());
-                    let charge = Charge { lease: lease as u64, ..limit.charge(0, cost) };
+                    let charge = Charge { permit_id: lease as u64, ..limit.charge(0, cost) };
                     let asked = monotonic();
                     let outcome = stores.call(Operation::Check, &[charge]).await.outcomes[0];
                     if keys.look(&name, asked).await.is_none() {
@@ -774,7 +781,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
             let names: Vec<_> = play.limits.iter().map(|limit| limit.key(prefix, who)).collect();
             keys.look(&names, asked).await.map(|_| verdict)
         };
-        let Some(taken) = call(Operation::Take, 0, wanted).await else { return operations };
+        let Some(taken) = call(Operation::TakeUpTo, 0, wanted).await else { return operations };
         let mut singles = Vec::new();
         for _ in 0..wanted {
             let Some(single) = call(Operation::Check, 1, 1).await else { return operations };
@@ -840,7 +847,7 @@ fn largest_numbers(rule: &Rule, now: u64) -> Vec<u128> {
             vec![2 * u128::from(limit), now + 2 * u128::from(window)]
         }
         Rule::SlidingLog(SlidingLog { limit, window }) => vec![2 * u128::from(limit), now + u128::from(window)],
-        Rule::Concurrency(Concurrency { limit, lease }) => vec![2 * u128::from(limit), now + u128::from(lease)],
+        Rule::Concurrency(Concurrency { limit, ttl: lease }) => vec![2 * u128::from(limit), now + u128::from(lease)],
     }
 }
 
@@ -853,7 +860,10 @@ fn the_largest_limits_are_counted_exactly() {
     assert!(rules.len() > 200, "{} rules are accepted", rules.len());
     for (number, rule) in rules.into_iter().enumerate() {
         for largest in largest_numbers(&rule, LATE) {
-            assert!(largest < u128::from(EXACT), "invariant 13, every number stays exact: {largest} of {rule:?}");
+            assert!(
+                largest < u128::from(EXACT_INTEGER_LIMIT),
+                "invariant 13, every number stays exact: {largest} of {rule:?}"
+            );
         }
         let limit = Limit::new(&format!("limit{number}"), rule);
         let capacity = limit.rule.capacity();
@@ -879,7 +889,7 @@ fn the_largest_limits_are_counted_exactly() {
                 limit.rule
             );
             call(now + retry, Operation::Refund { charged_at: now + retry }, 1);
-            call(now + retry, Operation::Take, capacity);
+            call(now + retry, Operation::TakeUpTo, capacity);
             call(now + retry + 1, Operation::Charge, capacity / 2);
             call(now + retry + 1, Operation::Check, 1);
             call(now + retry + longest_reset(&limit.rule) / 2, Operation::Check, capacity / 2);
@@ -887,9 +897,9 @@ fn the_largest_limits_are_counted_exactly() {
             if !matches!(limit.rule, Rule::SlidingLog(_)) {
                 // Paid for later: any number that a response may tell.
                 let later = now + retry + 400 * 86_400 * SECOND;
-                call(later, Operation::Charge, EXACT - 1);
-                call(later + 1, Operation::Charge, EXACT - 1);
-                call(later + 2, Operation::Refund { charged_at: later }, EXACT - 1);
+                call(later, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
+                call(later + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
+                call(later + 2, Operation::Refund { charged_at: later }, EXACT_INTEGER_LIMIT - 1);
                 call(later + 2, Operation::Check, 1);
             }
         }
@@ -946,7 +956,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
     let span = u128::from(ends - SECOND / 2 - charged_at);
     let lowered = converted.div_ceil(refill) > span;
     let denied = verdict.outcomes[0];
-    if lowered && denied.status == Status::Over {
+    if lowered && denied.status == Status::Exceeded {
         for (wait, granted) in [(denied.retry_us - 1, 0), (denied.retry_us, 1)] {
             let answer = &stores.peek(now + wait, &[whole.to_vec()]).await[0];
             assert_eq!(answer.granted, granted, "invariant 15, the retry is told for the new rate: {case:?}");

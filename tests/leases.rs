@@ -62,7 +62,7 @@ fn leases_that_are_live_never_exceed_the_limit() {
 
 async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i64, Act)]) -> usize {
     let stores = Stores::new(server, prefix);
-    let rules = vec![Rule::Concurrency(Concurrency { limit, lease: LEASE }), log(20, 30 * SECOND)];
+    let rules = vec![Rule::Concurrency(Concurrency { limit, ttl: LEASE }), log(20, 30 * SECOND)];
     let mut limits = apart(rules, 1);
     let mut connection = server.connection();
     let key = limits[0].key(prefix, 0);
@@ -99,7 +99,7 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
                 } else if now == latest {
                     assert_eq!(dump(&mut connection), before, "who is denied changes nothing: {what}");
                 }
-                if slot.status == Status::Busy {
+                if slot.status == Status::Saturated {
                     assert!(
                         slot.retry_us <= LEASE,
                         "leases end by themselves, also when the clock was set back: {what}"
@@ -141,5 +141,5 @@ async fn play(server: &Redis, prefix: &str, back: bool, limit: u64, steps: &[(i6
 }
 
 fn held(limit: &Limit, lease: u64) -> Charge<'_> {
-    Charge { lease, ..limit.charge(0, 1) }
+    Charge { permit_id: lease, ..limit.charge(0, 1) }
 }

@@ -10,9 +10,9 @@ use lua::{Database, Interpreter, Replied};
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::EXACT;
-use sluicegate::limit::redis::script::{Parts, script};
-use sluicegate::limit::redis::wire::{self, Reply, Terms};
+use sluicegate::limit::quota::EXACT_INTEGER_LIMIT;
+use sluicegate::limit::redis::script::{AlgorithmSet, script};
+use sluicegate::limit::redis::wire::{self, LimitArgs, ScriptReply};
 use sluicegate::limit::store::{Charge, Operation, Verdict};
 use support::random::{Case, Play, Resizing, STEPS, Time, case, operations, property, resizing};
 use support::stores::{Limit, SECOND, START, extremes, longest_reset};
@@ -38,15 +38,15 @@ impl Lua54 {
             key
         };
         let keys: Vec<_> = charges.iter().map(key).collect();
-        let terms: Vec<_> = charges.iter().map(|charge| Terms::of(charge, now)).collect();
-        let mut argument = wire::argument(0, 1, terms.len());
-        wire::add(&mut argument, 1, operation, &terms);
-        let parts = Parts::of(charges.iter().map(|charge| charge.rule));
-        let script = script(wire::frame(operation, &terms), parts);
-        let reply = self.lua.run(&mut database, (&script.sha, &script.text), &keys, &[argument]);
+        let terms: Vec<_> = charges.iter().map(|charge| LimitArgs::from_charge(charge, now)).collect();
+        let mut argument = wire::start_argument(0, 1, terms.len());
+        wire::append_group(&mut argument, 1, operation, &terms);
+        let parts = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule));
+        let script = script(wire::script_variant(operation, &terms), parts);
+        let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &[argument]);
         let Replied::Bulk(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
         let reply = redis::parse_redis_value(&reply.encode()).unwrap();
-        Reply::new(reply, charges.len()).unwrap().next(charges.len()).unwrap().unwrap()
+        ScriptReply::new(reply, charges.len()).unwrap().next_verdict(charges.len()).unwrap().unwrap()
     }
 }
 
@@ -114,13 +114,13 @@ fn lua_5_4_counts_the_largest_limits() {
             call(START + wait, Operation::Peek, 1);
             call(START + wait, Operation::Peek, capacity);
         }
-        call(START + retry, Operation::Take, capacity);
+        call(START + retry, Operation::TakeUpTo, capacity);
         call(START + retry, Operation::Refund { charged_at: START + retry }, capacity / 2);
         if !matches!(limit.rule, Rule::SlidingLog(_)) {
             // Paid for later: any number that a response may tell.
-            call(START + retry, Operation::Charge, EXACT - 1);
-            call(START + retry + 1, Operation::Charge, EXACT - 1);
-            call(START + retry + 2, Operation::Refund { charged_at: START + retry }, EXACT - 1);
+            call(START + retry, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
+            call(START + retry + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
+            call(START + retry + 2, Operation::Refund { charged_at: START + retry }, EXACT_INTEGER_LIMIT - 1);
         }
         // A key may stay for long when its expiry is late; products with the time since may then leave 64 bits.
         call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);

@@ -7,7 +7,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 use sluicegate::limit::clock::monotonic;
-use sluicegate::limit::redis::records::{self, Known, Record, Written, restored, written};
+use sluicegate::limit::redis::records::{
+    self, KnownRevision, OverrideEntry, WriteStatus, parse_restore_reply, parse_write_reply,
+};
 use support::client::{Client, Reply};
 use support::gateway::Gateway;
 use support::redis::Redis;
@@ -262,20 +264,20 @@ fn script_writes_no_older_revision() {
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| command.query::<redis::Value>(&mut connection).unwrap();
     let hour = Duration::from_secs(3600);
-    let record = |identity: u128, text: &str, revision: u64, expiry_us: u64| Record {
-        field: field(identity),
-        text: text.to_owned(),
+    let record = |identity: u128, text: &str, revision: u64, expiry_us: u64| OverrideEntry {
+        key: field(identity),
+        value: text.to_owned(),
         revision,
-        expiry_us,
-        kept_us: expiry_us.max(1),
+        expires_at_us: expiry_us,
+        keep_until_us: expiry_us.max(1),
     };
     // A gateway that missed the change wants to restore what it knows.
-    run(records::set(HASH, &field(1), "new", hour, Known::default(), 2));
+    run(records::set_command(HASH, &field(1), "new", hour, KnownRevision::default(), 2));
     let [_, newest, _] = numbers(&stored(&redis)[&field(1)]);
     let before = stored(&redis);
     let older = [record(1, "old", newest - 1, FAR), record(1, "same", newest, FAR)];
-    let results = restored(run(records::restore(HASH, &older, 2))).unwrap();
-    assert_eq!((results, stored(&redis)), (vec![Written::Nothing; 2], before));
+    let results = parse_restore_reply(run(records::restore_command(HASH, &older, 2))).unwrap();
+    assert_eq!((results, stored(&redis)), (vec![WriteStatus::Unchanged; 2], before));
     // Newer, missing, expired, one too many.
     let expired = 1_000_000;
     let four = [
@@ -284,20 +286,20 @@ fn script_writes_no_older_revision() {
         record(3, "over", 5, expired),
         record(4, "more", 5, FAR),
     ];
-    let results = restored(run(records::restore(HASH, &four, 2))).unwrap();
-    assert_eq!(results, [Written::Done, Written::Done, Written::Nothing, Written::TooMany]);
+    let results = parse_restore_reply(run(records::restore_command(HASH, &four, 2))).unwrap();
+    assert_eq!(results, [WriteStatus::Written, WriteStatus::Written, WriteStatus::Unchanged, WriteStatus::TooMany]);
     assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
     // Redis' clock was set back: a change is newer all the same.
-    let known = Known { revision: FAR, kept_us: FAR, in_force: true };
-    run(records::set(HASH, &field(2), "changed", hour, known, 2));
+    let known = KnownRevision { revision: FAR, keep_until_us: FAR, is_in_force: true };
+    run(records::set_command(HASH, &field(2), "changed", hour, known, 2));
     assert_eq!(numbers(&stored(&redis)[&field(2)])[1..], [FAR + 1, FAR]);
     // The removal of an override that Redis has lost is written.
-    let reply = run(records::remove(HASH, &field(5), known, 2));
-    assert_eq!(written(reply, &field(5), "").unwrap().0, Written::Done);
+    let reply = run(records::remove_command(HASH, &field(5), known, 2));
+    assert_eq!(parse_write_reply(reply, &field(5), "").unwrap().0, WriteStatus::Written);
     assert_eq!(numbers(&stored(&redis)[&field(5)]), [0, FAR + 1, FAR]);
     // Another gateway has removed it before.
-    let reply = run(records::remove(HASH, &field(5), known, 2));
-    assert_eq!(written(reply, &field(5), "").unwrap().0, Written::Nothing);
+    let reply = run(records::remove_command(HASH, &field(5), known, 2));
+    assert_eq!(parse_write_reply(reply, &field(5), "").unwrap().0, WriteStatus::Unchanged);
 }
 
 #[test]
@@ -308,9 +310,10 @@ fn record_that_replaces_an_ended_one_is_kept() {
     // The last one is only deleted.
     plant(&redis, (1..=3).map(|identity| (identity, [1, 1, 1])));
     let hour = Duration::from_secs(3600);
-    run(records::set(HASH, &field(1), "new", hour, Known::default(), 2));
+    run(records::set_command(HASH, &field(1), "new", hour, KnownRevision::default(), 2));
     plant(&redis, [2, 3].into_iter().map(|identity| (identity, [1, 1, 1])));
-    let lost = Record { field: field(2), text: "lost".to_owned(), revision: 5, expiry_us: FAR, kept_us: FAR };
-    run(records::restore(HASH, &[lost], 2));
+    let lost =
+        OverrideEntry { key: field(2), value: "lost".to_owned(), revision: 5, expires_at_us: FAR, keep_until_us: FAR };
+    run(records::restore_command(HASH, &[lost], 2));
     assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
 }

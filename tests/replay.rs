@@ -501,7 +501,7 @@ fn consumers_have_their_own_sizes() {
     let runtime = CompiledConfig::load(&directory.path().join("gateway.toml"), &|_| None).unwrap();
     let (mut by_name, mut by_hash) = (String::new(), String::new());
     for consumer in runtime.consumers.load().iter() {
-        let hash = String::from_utf8(consumer.identity(&runtime.hasher).hex().to_vec()).unwrap();
+        let hash = String::from_utf8(consumer.identity(&runtime.hasher).to_hex().to_vec()).unwrap();
         let (name, time) = (&consumer.name, "10/Oct/2000:13:55:36 -0700");
         by_name += &format!("192.0.2.1 - {name} [{time}] \"GET / HTTP/1.1\" 200 1\n").repeat(5);
         by_hash += &format!(

@@ -169,13 +169,13 @@ fn load(file: &Value) -> Result<String, String> {
         .values()
         .map(|terms| {
             let limit = &terms.limit;
-            let sizes: Vec<_> = limit.plans().map(|(tier, plan)| (tier, plan.quota, plan.rule.clone())).collect();
+            let sizes: Vec<_> = limit.variants().map(|(tier, plan)| (tier, plan.quota, plan.rule.clone())).collect();
             (
                 sizes,
                 limit.on_store_error,
                 limit.shadow,
-                limit.wait,
-                limit.advance,
+                limit.queue_policy,
+                limit.prefetch,
                 terms.clone().identity_spec,
                 terms.cost.clone(),
             )

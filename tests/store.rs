@@ -6,20 +6,20 @@ use std::sync::Arc;
 use std::task::{Context, Waker};
 
 use redis::ConnectionLike;
-use sluicegate::limit::admission::{Ledger, Pending};
-use sluicegate::limit::algorithm::fixed_window::Start;
+use sluicegate::limit::admission::{OwnedCharge, StoreHandle};
+use sluicegate::limit::algorithm::fixed_window::WindowStart;
 use sluicegate::limit::algorithm::{Rule, Status};
-use sluicegate::limit::backend::{Backend, Shared};
+use sluicegate::limit::backend::{RedisStore, Store};
 use sluicegate::limit::clock::{Clock, monotonic};
-use sluicegate::limit::coalesce::{Coalescer, Set};
-use sluicegate::limit::guard::Guard;
+use sluicegate::limit::coalesce::{CheckGroup, Singleflight};
+use sluicegate::limit::guard::GuardedStore;
 use sluicegate::limit::key::{Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::plan::Plan;
-use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::redis::script::{Frame, Parts, script};
-use sluicegate::limit::redis::wire::{self, Terms};
-use sluicegate::limit::store::{Charge, Mode, Operation, Store, StoreError};
+use sluicegate::limit::plan::LimitVariant;
+use sluicegate::limit::quota::CalendarUnit;
+use sluicegate::limit::redis::script::{AlgorithmSet, ScriptVariant, script};
+use sluicegate::limit::redis::wire::{self, LimitArgs};
+use sluicegate::limit::store::{Charge, ChargeMode, CounterStore, Operation, StoreError};
 use support::PATIENCE;
 use support::redis::Redis;
 use support::stores::{
@@ -35,7 +35,7 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
     for (name, rule, retry) in [
         ("bucket", bucket(10, 60 * SECOND, 3), 6 * SECOND),
         ("aligned", window(3, 60 * SECOND, ALIGNED), 50 * SECOND),
-        ("first", window(3, 60 * SECOND, Start::FirstRequest), 60 * SECOND),
+        ("first", window(3, 60 * SECOND, WindowStart::FirstRequest), 60 * SECOND),
         ("log", log(3, 60 * SECOND), 60 * SECOND),
         // A third of the full window before has gone 20 s into the next one.
         ("window", sliding(3, 60 * SECOND, 1), 70 * SECOND),
@@ -51,7 +51,7 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
         let denied = stores.call(Operation::Check, &[limit.charge(1, 1)]).await;
         assert_eq!(
             (denied.granted, denied.outcomes[0].status, denied.outcomes[0].retry_us),
-            (0, Status::Over, retry),
+            (0, Status::Exceeded, retry),
             "{name}"
         );
         let other = stores.call(Operation::Check, &[limit.charge(2, 1)]).await;
@@ -61,7 +61,7 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
         stores.clock.set(START + 10 * SECOND + retry);
         assert_eq!(stores.call(Operation::Check, &[limit.charge(1, 1)]).await.granted, 1, "{name}: as promised");
         let never = stores.call(Operation::Check, &[limit.charge(1, 4)]).await;
-        assert_eq!(never.outcomes[0].status, Status::Never, "{name}: a cost beyond the limit");
+        assert_eq!(never.outcomes[0].status, Status::CostTooLarge, "{name}: a cost beyond the limit");
     }
     server.assert_every_key_expires();
 }
@@ -87,13 +87,13 @@ async fn shadow_limits_never_deny_and_post_paid_ones_are_charged_later() {
     let server = Redis::start();
     let stores = Stores::new(&server, "modes");
     let limit = Limit::new("limit", window(1, 60 * SECOND, ALIGNED));
-    let shadow = Charge { mode: Mode::Shadow, ..limit.charge(1, 1) };
-    for expected in [Status::Ok, Status::Over, Status::Over] {
+    let shadow = Charge { mode: ChargeMode::Shadow, ..limit.charge(1, 1) };
+    for expected in [Status::Ok, Status::Exceeded, Status::Exceeded] {
         let verdict = stores.call(Operation::Check, &[shadow]).await;
         assert_eq!((verdict.granted, verdict.outcomes[0].status), (1, expected));
     }
     let tokens = Limit::new("tokens", bucket(100, 60 * SECOND, 100));
-    let post_paid = Charge { mode: Mode::PostPaid, ..tokens.charge(1, 70) };
+    let post_paid = Charge { mode: ChargeMode::Deferred, ..tokens.charge(1, 70) };
     for (remaining, after) in [(100, 30), (30, 0)] {
         let verdict = stores.call(Operation::Check, &[post_paid]).await;
         assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, remaining));
@@ -124,7 +124,7 @@ async fn lower_rate_does_not_revive_repaid_debt() {
 async fn calendar_windows_open_when_the_calendar_says() {
     let server = Redis::start();
     let stores = Stores::new(&server, "calendar");
-    let limit = Limit::new("month", calendar(2, Calendar::Month, "Europe/Berlin"));
+    let limit = Limit::new("month", calendar(2, CalendarUnit::Month, "Europe/Berlin"));
     let at = |text: &str| stores.clock.set(text.parse::<jiff::Timestamp>().unwrap().as_microsecond() as u64);
     at("2027-01-31T22:59:58Z");
     let last = stores.call(Operation::Check, &[limit.charge(1, 2)]).await;
@@ -146,7 +146,7 @@ async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
     let server = Redis::start();
     // The boundaries are reckoned for a year ago, the server has the time of today.
     let store = redis_store(&server, "off", Clock::Skewed(-365 * 86_400 * SECOND as i64));
-    let limit = Limit::new("day", calendar(2, Calendar::Day, "UTC"));
+    let limit = Limit::new("day", calendar(2, CalendarUnit::Day, "UTC"));
     for left in [1, 0] {
         let verdict = store.call(Operation::Check, &[limit.charge(1, 1)]).await.unwrap();
         assert_eq!((verdict.granted, verdict.outcomes[0].remaining), (1, left));
@@ -157,13 +157,13 @@ async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
 #[tokio::test]
 async fn bad_arguments_write_nothing() {
     let server = Redis::start();
-    let parts = Parts::of([&bucket(1, SECOND, 1)]);
+    let parts = AlgorithmSet::for_rules([&bucket(1, SECOND, 1)]);
     let mut connection = server.connection();
     let limit = Limit::new("l", bucket(1, SECOND, 1));
-    let terms = Terms::of(&limit.charge(1, 1), 0);
-    let ask = |requests, terms: &[Terms]| {
-        let mut argument = wire::argument(0, 1, terms.len());
-        wire::add(&mut argument, requests, Operation::Check, terms);
+    let terms = LimitArgs::from_charge(&limit.charge(1, 1), 0);
+    let ask = |requests, terms: &[LimitArgs]| {
+        let mut argument = wire::start_argument(0, 1, terms.len());
+        wire::append_group(&mut argument, requests, Operation::Check, terms);
         argument
     };
     let good = ask(1, &[terms]);
@@ -186,8 +186,8 @@ async fn bad_arguments_write_nothing() {
         with(25, &1e300_f64.to_le_bytes()),
         with(33, b"Z"),
     ] {
-        for frame in Frame::ALL {
-            let text = &script(frame, parts).text;
+        for frame in ScriptVariant::ALL {
+            let text = &script(frame, parts).source;
             let mut call = redis::cmd("EVAL");
             let reply: Result<redis::Value, _> = call.arg(text).arg(1).arg("k").arg(&argument).query(&mut connection);
             let error = match reply.and_then(|reply| reply.extract_error()) {
@@ -208,11 +208,11 @@ async fn bad_group_after_a_good_one_charges_nothing() {
     let server = Redis::start();
     let mut connection = server.connection();
     let limit = Limit::new("l", bucket(5, SECOND, 5));
-    let parts = Parts::of([&limit.rule]);
-    let terms = [Terms::of(&limit.charge(1, 1), 0)];
-    let mut good = wire::argument(0, 2, 2);
-    wire::add(&mut good, 1, Operation::Check, &terms);
-    wire::add(&mut good, 1, Operation::Check, &terms);
+    let parts = AlgorithmSet::for_rules([&limit.rule]);
+    let terms = [LimitArgs::from_charge(&limit.charge(1, 1), 0)];
+    let mut good = wire::start_argument(0, 2, 2);
+    wire::append_group(&mut good, 1, Operation::Check, &terms);
+    wire::append_group(&mut good, 1, Operation::Check, &terms);
     // Offsets within the second group: number of requests, operation, number of limits, kind, flags, cost.
     let with = |at: usize, bytes: &[u8]| {
         let mut argument = good.clone();
@@ -245,8 +245,8 @@ async fn bad_group_after_a_good_one_charges_nothing() {
         ("takes nothing", [&with(8, b"T")[..8 + GROUP + 27], &0f64.to_le_bytes(), &good[8 + GROUP + 35..]].concat()),
     ];
     for (what, argument) in bad {
-        for frame in Frame::ALL {
-            let text = &script(frame, parts).text;
+        for frame in ScriptVariant::ALL {
+            let text = &script(frame, parts).source;
             let mut call = redis::cmd("EVAL");
             let call = call.arg(text).arg(2).arg("good").arg("bad").arg(&argument);
             // Not `query`, which tells an error of one request in an array as one of the whole call.
@@ -256,14 +256,14 @@ async fn bad_group_after_a_good_one_charges_nothing() {
                     assert!(server.keys().is_empty(), "{what}, {frame:?}: an error of the whole call writes nothing");
                 }
                 // This frame knows shadow and post-paid limits, and rejects a request alone where only its kind is unknown.
-                _ => assert_eq!(frame, Frame::Any, "{what}"),
+                _ => assert_eq!(frame, ScriptVariant::Generic, "{what}"),
             }
             redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
         }
     }
-    for frame in Frame::ALL {
+    for frame in ScriptVariant::ALL {
         let mut call = redis::cmd("EVAL");
-        let call = call.arg(&script(frame, parts).text).arg(2).arg("one").arg("other").arg(&good);
+        let call = call.arg(&script(frame, parts).source).arg(2).arg("one").arg("other").arg(&good);
         call.exec(&mut connection).unwrap();
         assert_eq!(server.keys().len(), 2, "{frame:?}: good groups are charged");
         redis::cmd("FLUSHALL").exec(&mut connection).unwrap();
@@ -281,7 +281,7 @@ async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together
         let mut asked: Vec<Vec<Charge<'_>>> = Vec::new();
         for (place, limit) in alone.iter().enumerate() {
             asked.extend(of(place).map(|(number, id)| {
-                vec![Charge { lease: (place as u64) << 32 | round << 8 | number, ..limit.charge(id, 1) }]
+                vec![Charge { permit_id: (place as u64) << 32 | round << 8 | number, ..limit.charge(id, 1) }]
             }));
         }
         asked.extend(of(alone.len()).map(|(_, id)| together.iter().map(|limit| limit.charge(id, 1)).collect()));
@@ -317,7 +317,7 @@ async fn checks_of_few_limits_are_decided_as_if_alone() {
             match number % 4 {
                 0 => Limit::new(&name, bucket(20, 60 * SECOND, 20)),
                 1 => Limit::new(&name, window(7, 60 * SECOND, ALIGNED)),
-                2 => Limit::new(&name, window(9, 5 * SECOND, Start::FirstRequest)),
+                2 => Limit::new(&name, window(9, 5 * SECOND, WindowStart::FirstRequest)),
                 _ => Limit::new(&name, sliding(11, 20 * SECOND, 100)),
             }
         };
@@ -339,7 +339,7 @@ async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
         let verdicts = all(asked.iter().map(|charges| store.call(Operation::Check, charges))).await;
         for (id, verdict) in verdicts.into_iter().enumerate() {
             match (id, verdict) {
-                (2 | 3, verdict) => assert!(matches!(verdict, Err(StoreError::Broken(_))), "{id}: {verdict:?}"),
+                (2 | 3, verdict) => assert!(matches!(verdict, Err(StoreError::CorruptState(_))), "{id}: {verdict:?}"),
                 (_, verdict) => {
                     let remaining: Vec<_> = verdict.unwrap().outcomes.iter().map(|outcome| outcome.remaining).collect();
                     assert_eq!(remaining[1], 2 - round, "{id}");
@@ -368,7 +368,7 @@ async fn what_redis_does_not_write_is_an_error_of_its_request() {
         for left in [9, 8] {
             memory("1");
             let refused = store.call(Operation::Check, &charges).await;
-            assert!(matches!(refused, Err(StoreError::Unwritable(_))), "{count}: {refused:?}");
+            assert!(matches!(refused, Err(StoreError::WritesRejected(_))), "{count}: {refused:?}");
             memory("0");
             let verdict = store.call(Operation::Check, &charges).await.unwrap();
             assert!(verdict.outcomes.iter().all(|outcome| outcome.remaining == left - 1), "{count}: {verdict:?}");
@@ -402,7 +402,7 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
     for limit in every_limit(9, 60 * SECOND) {
         let start = clock.now_us();
         let shape = limit.rule.shape();
-        let charge = |lease| Charge { lease, ..limit.charge(1, 1) };
+        let charge = |lease| Charge { permit_id, ..limit.charge(1, 1) };
         for lease in 1..=3 {
             store.call(Operation::Check, &[charge(lease)]).await.unwrap();
         }
@@ -414,10 +414,10 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
             for (operation, identity) in
                 [(Operation::Check, 1), (Operation::Check, 2), (Operation::Charge, 1), (Operation::Charge, 2)]
             {
-                let charge = Charge { lease: 9, ..limit.charge(identity, 1) };
+                let charge = Charge { permit_id: 9, ..limit.charge(identity, 1) };
                 let refused = store.call(operation, &[charge]).await;
                 assert!(
-                    matches!(refused, Err(StoreError::Unwritable(_))),
+                    matches!(refused, Err(StoreError::WritesRejected(_))),
                     "{shape} at {now}: {operation:?} {refused:?}"
                 );
             }
@@ -445,7 +445,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
     let limits = every_limit(9, 3600 * SECOND);
     let concurrency = limits.last().unwrap();
     for limit in &limits {
-        let held = |lease| Charge { lease, ..concurrency.charge(1, 1) };
+        let held = |lease| Charge { permit_id, ..concurrency.charge(1, 1) };
         for lease in 1..=3 {
             store.call(Operation::Check, &[held(lease)]).await.unwrap();
         }
@@ -474,7 +474,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
             let what = format!("{shape}: {operation:?} of {charges:?}: {answer:?}");
             match operation {
                 Operation::Check | Operation::Charge => {
-                    assert!(matches!(answer, Err(StoreError::Unwritable(_))), "{what}");
+                    assert!(matches!(answer, Err(StoreError::WritesRejected(_))), "{what}");
                 }
                 // Decided after the charges, each request in its turn.
                 _ => assert_eq!(answer.as_ref().unwrap().granted, 1, "{what}"),
@@ -514,24 +514,37 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
 async fn coalesced_units_tell_the_debt_before_each() {
     let server = Redis::start();
     let clock = Clock::manual(START);
-    let store = Shared::One(Guard::new(redis_store(&server, "coalesced", clock.clone()), Arc::default()));
+    let store = RedisStore::Single(GuardedStore::new(redis_store(&server, "coalesced", clock.clone()), Arc::default()));
     let fallback = Arc::new(MemoryStore::new(1, clock));
-    let backend = Backend::Redis { store, fallback, tallies: Arc::default() };
-    let ledger = Arc::new(Ledger { backend, denials: None, tasks: TaskTracker::new() });
-    let coalescer = Arc::new(Coalescer::new(PATIENCE, Arc::default()));
+    let backend = Store::Redis { store, fallback, metrics: Arc::default() };
+    let ledger = Arc::new(StoreHandle { store, denials: None, tasks: TaskTracker::new() });
+    let coalescer = Arc::new(Singleflight::new(PATIENCE, Arc::default()));
     let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
-    let plan = Arc::new(Plan { id: 1, quota: quota(10, SECOND), share: rule.clone(), rule: rule.clone(), bucket });
-    let pending =
-        Pending { place: 0, plan: plan.clone(), identity: Identity(1), units: 1, advance: 0, debt_before_us: 0 };
-    let key = Key { identity: Identity(1), bucket: &plan.bucket };
-    let charge = [Charge { key, rule: &plan.rule, cost: 1, mode: Mode::Binding, lease: 0, debt_before_us: 0 }];
+    let plan = Arc::new(LimitVariant {
+        id: 1,
+        quota: quota(10, SECOND),
+        local_rule: rule.clone(),
+        rule: rule.clone(),
+        state_name,
+    });
+    let pending = OwnedCharge {
+        limit_index: 0,
+        variant: plan.clone(),
+        identity: Identity(1),
+        cost_or_permit_id: 1,
+        prefetch: 0,
+        debt_before_us: 0,
+    };
+    let key = Key { identity: Identity(1), state_name: &plan.state_name };
+    let charge =
+        [Charge { key, rule: &plan.rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
     let pending = || vec![pending.clone()];
-    let set = Set { id: 1, advance: 0 };
+    let set = CheckGroup { id: 1, prefetch: 0 };
     // The first leaves alone, the others are taken together when it has its reply.
     let checks = (0..6).map(|_| coalescer.check(&ledger, set, &charge, monotonic(), pending));
     let verdicts: Vec<_> = all(checks).await.into_iter().map(Result::unwrap).collect();
-    assert_eq!(verdicts.iter().map(|verdict| verdict.charged_after).collect::<Vec<_>>(), [0, 4, 3, 2, 1, 0]);
-    let before = verdicts.iter().map(|verdict| rule.debt_before_us(&verdict.outcomes[0], 0, 1 + verdict.charged_after));
+    assert_eq!(verdicts.iter().map(|verdict| verdict.charged_later).collect::<Vec<_>>(), [0, 4, 3, 2, 1, 0]);
+    let before = verdicts.iter().map(|verdict| rule.debt_before_us(&verdict.outcomes[0], 0, 1 + verdict.charged_later));
     // A token refills in 100 ms.
     assert_eq!(before.collect::<Vec<_>>(), [0, 100_000, 200_000, 300_000, 400_000, 500_000]);
 }
@@ -585,7 +598,7 @@ async fn parallel_clients_are_admitted_exactly() {
                     let (mut memory, mut redis) = (0, 0);
                     for call in 0..50 {
                         let charges =
-                            [Charge { lease: task * 50 + call, ..limits.0.charge(1, 1) }, limits.1.charge(1, 1)];
+                            [Charge { permit_id: task * 50 + call, ..limits.0.charge(1, 1) }, limits.1.charge(1, 1)];
                         memory += stores.memory.call(Operation::Check, &charges).await.unwrap().granted;
                         redis += stores.redis.call(Operation::Check, &charges).await.unwrap().granted;
                     }
@@ -654,7 +667,7 @@ fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
 fn the_worst_case_table_is_what_a_greedy_client_gets() {
     for (name, rule, expected) in [
         ("fixed-window", window(100, 60 * SECOND, ALIGNED), 200),
-        ("first-request", window(100, 60 * SECOND, Start::FirstRequest), 199),
+        ("first-request", window(100, 60 * SECOND, WindowStart::FirstRequest), 199),
         ("sliding-window", sliding(100, 60 * SECOND, 1), 199),
         ("token-bucket, burst 100", bucket(100, 60 * SECOND, 100), 199),
         ("token-bucket, burst 10", bucket(100, 60 * SECOND, 10), 109),

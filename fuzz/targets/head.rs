@@ -13,7 +13,7 @@ use sluicegate::account::TelemetrySinks;
 use sluicegate::gateway::{Gateway, Peer};
 use sluicegate::http::upload::RequestBody;
 use sluicegate::limit::Limiter;
-use sluicegate::limit::backend::Backend;
+use sluicegate::limit::backend::Store;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::overrides::Overrides;
@@ -70,7 +70,7 @@ fn fixture() -> Fixture {
     let path = directory.path().join("gateway.toml");
     std::fs::write(&path, CONFIG).expect("a file");
     let runtime = Arc::new(CompiledConfig::load(&path, &|_| None).unwrap_or_else(|error| panic!("{error}")));
-    let backend = Backend::Memory(Arc::new(MemoryStore::new(10_000, Clock::Store)));
+    let backend = Store::Memory(Arc::new(MemoryStore::new(10_000, Clock::Store)));
     let overrides = Arc::new(Overrides::new(runtime.hasher.clone(), |_| None, None));
     let limiter = Limiter::new(backend, None, Arc::default(), Arc::default(), overrides, 0);
     let peer = Peer::new([127, 0, 0, 1].into(), "http", &runtime);

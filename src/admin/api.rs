@@ -17,8 +17,8 @@ use tokio::time::{Duration, timeout};
 
 use super::problem::ApiError;
 use super::vitals::Vitals;
-use super::{Admin, Answer, Operator, of_type};
-use crate::limit::operator::Refused;
+use super::{Admin, Answer, LimiterAdmin, of_type};
+use crate::limit::operator::AdminError;
 use crate::limit::store::StoreError;
 use crate::runtime::CompiledConfig;
 
@@ -35,7 +35,7 @@ struct Desk<'a> {
     /// The configuration that was in force when it came.
     runtime: &'a CompiledConfig,
     vitals: &'a Vitals,
-    operator: &'a Operator,
+    operator: &'a LimiterAdmin,
 }
 
 /// Answers a request whose caller may look.
@@ -149,11 +149,11 @@ fn of_store(error: &StoreError) -> ApiError {
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, error.to_string())
 }
 
-fn refused(error: &Refused) -> ApiError {
+fn refused(error: &AdminError) -> ApiError {
     match error {
-        Refused::Store(error) => of_store(error),
-        Refused::Quota(error) => ApiError::bad(error.to_string()),
-        Refused::TooMany => ApiError::new(StatusCode::CONFLICT, error.to_string()),
+        AdminError::Store(error) => of_store(error),
+        AdminError::Quota(error) => ApiError::bad(error.to_string()),
+        AdminError::TooManyOverrides => ApiError::new(StatusCode::CONFLICT, error.to_string()),
     }
 }
 

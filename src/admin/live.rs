@@ -180,7 +180,7 @@ fn now(second: Second, vitals: &Vitals) -> Bytes {
         let counts = sum(counts.get(&**name).into_iter().flatten().map(|tally| tally.values()));
         OfLimit {
             limit: name,
-            quota: terms.limit.standard.quota.to_string(),
+            quota: terms.limit.default_variant.quota.to_string(),
             shadow: terms.limit.shadow,
             decisions: LimitDecision::ALL.iter().map(|judgement| judgement.label()).zip(counts).collect(),
         }

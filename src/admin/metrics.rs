@@ -4,7 +4,7 @@ use std::fmt;
 
 use super::vitals::Vitals;
 use crate::gateway::meters::{ResponseStats, STATUS_CLASSES, LimitDecision};
-use crate::limit::tallies::Answered;
+use crate::limit::tallies::AnsweredBy;
 use crate::observe::metrics::{Labels, MetricWriter, Exposition, MetricSource};
 use crate::tally::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::upstream::RetryReason;
@@ -82,8 +82,8 @@ impl Vitals {
             "Checks of a shared store by who answered: a call of their own, a call for several, units taken ahead, the denial cache",
         )?;
         let counts = sum(all.iter().map(|tallies| tallies.checks.values()));
-        for (answered, count) in Answered::ALL.iter().zip(counts) {
-            lines.write_counter(&[("answered_by", answered.word())], count)?;
+        for (answered, count) in AnsweredBy::ALL.iter().zip(counts) {
+            lines.write_counter(&[("answered_by", answered.label())], count)?;
         }
         let mut lines = page.histogram("store_round_trip_duration", "Calls that the store answered")?;
         times(&mut lines, &[], all.iter().map(|tallies| &tallies.round_trips))?;
@@ -97,7 +97,7 @@ impl Vitals {
         for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
             lines.write_counter(&[("kind", kind)], count)?;
         }
-        let [evicted, refused] = self.memory.shortages();
+        let [evicted, refused] = self.memory.evictions_and_rejections();
         page.gauge("memory_states", "States of identities in this process")?.write_gauge(&[], self.memory.len() as u64)?;
         page.counter("memory_states_evicted", "Those of them that were evicted before they expired, for want of room")?
             .write_counter(&[], evicted)?;

@@ -6,8 +6,8 @@ use tokio_util::sync::CancellationToken;
 
 use crate::account::TelemetrySinks;
 use crate::gateway::meters::RequestMetrics;
-use crate::limit::cluster::topology::Topology;
-use crate::limit::guard::Breaker;
+use crate::limit::cluster::topology::ClusterMap;
+use crate::limit::guard::CircuitBreaker;
 use crate::limit::memory::MemoryStore;
 use crate::limit::tallies;
 use crate::reload::configuration::ConfigHandle;
@@ -20,7 +20,7 @@ pub struct Vitals {
     /// What the gateways count.
     pub tallies: Arc<RequestMetrics>,
     /// What the limiters count.
-    pub limits: Arc<MetricFamily<tallies::Tallies>>,
+    pub limits: Arc<MetricFamily<tallies::LimiterMetrics>>,
     /// The connections of clients.
     pub connections: Arc<ConnectionLimits>,
     /// How the store is called; no credentials.
@@ -30,9 +30,9 @@ pub struct Vitals {
     /// The counters in this process.
     pub memory: Arc<MemoryStore>,
     /// Whether the one store fails.
-    pub breaker: Arc<Breaker>,
+    pub breaker: Arc<CircuitBreaker>,
     /// Whether nodes of a cluster do.
-    pub topology: Arc<Topology>,
+    pub topology: Arc<ClusterMap>,
     /// What is written of requests.
     pub sinks: TelemetrySinks,
     /// When the process started, s since the Unix epoch.
@@ -46,12 +46,12 @@ pub struct Vitals {
 impl Vitals {
     /// How often a part of the store was given up.
     pub fn openings(&self) -> u64 {
-        self.breaker.openings() + self.topology.openings()
+        self.breaker.open_count() + self.topology.open_count()
     }
 
     /// The parts of the store that fail.
     pub fn failing(&self) -> Vec<String> {
-        let mut failing = self.topology.failing();
+        let mut failing = self.topology.open_nodes();
         if self.breaker.is_open() {
             failing.push(self.store.clone());
         }

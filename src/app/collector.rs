@@ -22,7 +22,7 @@ use tokio::time::{Duration, timeout};
 use tracing::warn;
 use uuid::Uuid;
 
-use crate::limit::clock::Seldom;
+use crate::limit::clock::LogThrottle;
 use crate::observe::spans::TraceExporter;
 use crate::tls::authorities::TrustRoots;
 use crate::upstream;
@@ -52,12 +52,12 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     // Not all of it: whoever has secrets may have put them into the query.
     let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
-    let log_throttle = Seldom::new();
+    let log_throttle = LogThrottle::new();
     Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
         let spans = batch.len() as u64;
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
         let reason = last_error.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if log_throttle.unsaid_for(LOG_INTERVAL) {
+        if log_throttle.should_log(LOG_INTERVAL) {
             warn!(
                 spans,
                 "spans are lost, the collector at {name} did not take them: {}",

@@ -17,16 +17,16 @@ use crate::account::TelemetrySinks;
 use crate::gateway::Gateway;
 use crate::gateway::meters;
 use crate::limit::Limiter;
-use crate::limit::advance::Advances;
-use crate::limit::backend::{Backend, Shared};
-use crate::limit::cluster::topology::Topology;
-use crate::limit::denials::Denials;
-use crate::limit::guard::Breaker;
-use crate::limit::line::Lines;
+use crate::limit::advance::PrefetchPool;
+use crate::limit::backend::{Store, RedisStore};
+use crate::limit::cluster::topology::ClusterMap;
+use crate::limit::denials::DenialCache;
+use crate::limit::guard::CircuitBreaker;
+use crate::limit::line::WaitQueues;
 use crate::limit::memory::MemoryStore;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::records;
-use crate::limit::tallies::Tallies;
+use crate::limit::tallies::LimiterMetrics;
 use crate::reload::configuration::ConfigHandle;
 use crate::runtime::CompiledConfig;
 use crate::server::Server;
@@ -40,17 +40,17 @@ const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 pub(super) struct Worker {
     pub(super) config: Arc<CompiledConfig>,
     pub(super) memory: Arc<MemoryStore>,
-    pub(super) breaker: Arc<Breaker>,
-    pub(super) topology: Arc<Topology>,
-    pub(super) wait_queues: Arc<Lines>,
-    pub(super) prefetch_pool: Arc<Advances>,
-    pub(super) denial_cache: Option<Arc<Denials>>,
+    pub(super) breaker: Arc<CircuitBreaker>,
+    pub(super) topology: Arc<ClusterMap>,
+    pub(super) wait_queues: Arc<WaitQueues>,
+    pub(super) prefetch_pool: Arc<PrefetchPool>,
+    pub(super) denial_cache: Option<Arc<DenialCache>>,
     pub(super) overrides: Arc<Overrides>,
     pub(super) connection_limits: Arc<ConnectionLimits>,
     pub(super) config_handle: Arc<ConfigHandle>,
     pub(super) gateways: Arc<WorkerGateways>,
     pub(super) metrics: Arc<meters::RequestMetrics>,
-    pub(super) limit_metrics: Arc<MetricFamily<Tallies>>,
+    pub(super) limit_metrics: Arc<MetricFamily<LimiterMetrics>>,
     pub(super) index: usize,
     pub(super) sinks: TelemetrySinks,
     pub(super) stop: CancellationToken,
@@ -84,11 +84,11 @@ impl Worker {
 
     async fn build_limiter(&self) -> Limiter {
         let backend = match &self.config.store.redis {
-            None => Backend::Memory(self.memory.clone()),
+            None => Store::Memory(self.memory.clone()),
             Some(redis) => {
                 let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
                 let tallies = self.limit_metrics.get_or_create("", self.index);
-                let store = Shared::new(redis, breaker, topology, tallies.clone());
+                let store = RedisStore::new(redis, breaker, topology, tallies.clone());
                 let connecting = tokio::spawn({
                     let store = store.clone();
                     async move { store.connect().await }
@@ -97,10 +97,10 @@ impl Worker {
                 let _ = timeout(FIRST_CONNECTION, connecting).await;
                 if self.index == 0 {
                     let (overrides, store) = (self.overrides.clone(), store.clone());
-                    let key = records::key(&redis.1.prefix);
-                    tokio::spawn(async move { overrides.follow(&store, &key).await });
+                    let key = records::hash_key(&redis.1.prefix);
+                    tokio::spawn(async move { overrides.poll(&store, &key).await });
                 }
-                Backend::Redis { store, fallback: self.memory.clone(), tallies }
+                Store::Redis { store, fallback: self.memory.clone(), metrics: tallies }
             }
         };
         let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();

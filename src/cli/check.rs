@@ -20,9 +20,9 @@ use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::ParsedFile;
 use crate::doctor::{Check, Needs, survey};
 use crate::limit::clock;
-use crate::limit::redis::connection::attempt;
-use crate::limit::redis::server::NoConnection;
-use crate::limit::redis::{RedisSettings, Servers};
+use crate::limit::redis::connection::try_connect;
+use crate::limit::redis::server::ConnectError;
+use crate::limit::redis::{RedisSettings, RedisDeployment};
 use crate::lint;
 use crate::runtime::CompiledConfig;
 use crate::words::pluralize;
@@ -181,15 +181,15 @@ fn describe(path: &Path, runtime: &CompiledConfig, said: &[(Level<'_>, &FileIssu
 
 /// Connect to the store as a gateway does. Return what `sluicegate doctor` would warn of, with the address of each server; or
 /// why a gateway cannot use the store.
-fn reach(servers: &Servers, redis: &RedisSettings, needs: &Needs) -> std::io::Result<Result<Warnings, String>> {
+fn reach(servers: &RedisDeployment, redis: &RedisSettings, needs: &Needs) -> std::io::Result<Result<Warnings, String>> {
     let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let answer = reactor.block_on(async {
         let mut found = Vec::new();
-        for (server, _) in servers.all(PATIENCE).await? {
+        for (server, _) in servers.masters(PATIENCE).await? {
             let surveyed = survey(&server, needs).await;
             // Connecting takes several round trips: a store that answers late is not silent.
             let within = if surveyed.is_ok() { 5 * PATIENCE } else { PATIENCE };
-            attempt(server.clone(), redis.algorithms, within).await?;
+            try_connect(server.clone(), redis.algorithms, within).await?;
             let address = server.client(PATIENCE).await?.get_connection_info().addr().to_string();
             found.extend(surveyed?.into_iter().map(|check| (address.clone(), check)));
         }
@@ -197,5 +197,5 @@ fn reach(servers: &Servers, redis: &RedisSettings, needs: &Needs) -> std::io::Re
     });
     // A name that is being looked up on a thread of its own is not waited for.
     reactor.shutdown_background();
-    Ok(answer.map_err(|why: NoConnection| why.to_string()))
+    Ok(answer.map_err(|why: ConnectError| why.to_string()))
 }

@@ -47,7 +47,7 @@ pub(super) fn needs(runtime: &CompiledConfig, settings: &RedisSettings) -> Needs
         prefix: settings.prefix.clone(),
         timeout: runtime.store.timeout,
         algorithms: settings.algorithms,
-        rules: runtime.limits.values().map(|terms| terms.limit.standard.rule.clone()).collect(),
+        rules: runtime.limits.values().map(|terms| terms.limit.default_variant.rule.clone()).collect(),
         overrides: runtime.admin.as_ref().is_some_and(|admin| admin.token.is_some()),
     }
 }

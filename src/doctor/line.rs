@@ -4,7 +4,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, FromRedisValue, RedisError, Value};
 use tokio::time::Duration;
 
-use crate::limit::redis::advice::{of_call, of_connecting, of_silence};
+use crate::limit::redis::advice::{diagnose_call, diagnose_connect, diagnose_timeout};
 
 /// Bound of connecting, and of each reply: far more than a gateway would wait, so that a slow server is told from a dead one.
 pub(super) const PATIENCE: Duration = Duration::from_secs(2);
@@ -30,7 +30,7 @@ impl Line {
             AsyncConnectionConfig::new().set_connection_timeout(Some(PATIENCE)).set_response_timeout(Some(PATIENCE));
         match client.get_multiplexed_async_connection_with_config(&config).await {
             Ok(pipe) => Ok(Line { pipe, address }),
-            Err(error) => Err(of_connecting(&error, &address)),
+            Err(error) => Err(diagnose_connect(&error, &address)),
         }
     }
 
@@ -44,9 +44,9 @@ impl Line {
     /// Whether to go on after an error.
     pub(super) fn failure(&self, error: RedisError) -> Failure {
         if error.is_timeout() {
-            Failure::Lost(of_silence(&self.address))
+            Failure::Lost(diagnose_timeout(&self.address))
         } else if error.is_io_error() || error.is_unrecoverable_error() {
-            Failure::Lost(of_call(&error))
+            Failure::Lost(diagnose_call(&error))
         } else {
             Failure::Refused(error)
         }

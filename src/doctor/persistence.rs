@@ -33,14 +33,14 @@ pub(super) async fn persistence(line: &mut Line, prefix: &str, wanted: bool) -> 
 
 /// The number of overrides in force; none if another node keeps the hash or the user cannot read it.
 async fn overrides(line: &mut Line, prefix: &str) -> Result<Option<u64>, Failure> {
-    let time: Value = line.ask(&records::time()).await?;
-    let all: Value = match line.ask(&records::all(&records::key(prefix))).await {
+    let time: Value = line.ask(&records::time_command()).await?;
+    let all: Value = match line.ask(&records::read_command(&records::hash_key(prefix))).await {
         Err(Failure::Refused(error)) if error.code() == Some("MOVED") => return Ok(None),
         all => all?,
     };
-    let Ok(snapshot) = records::read(time, all) else { return Ok(Some(0)) };
-    let in_force = |record: &&records::Record| record.expiry_us > snapshot.now_us && !record.text.is_empty();
-    Ok(Some(snapshot.records.iter().filter(in_force).count() as u64))
+    let Ok(snapshot) = records::parse_snapshot(time, all) else { return Ok(Some(0)) };
+    let in_force = |record: &&records::OverrideEntry| record.expires_at_us > snapshot.now_us && !record.value.is_empty();
+    Ok(Some(snapshot.entries.iter().filter(in_force).count() as u64))
 }
 
 /// Whether a cluster serves the slots of the other masters while one master is down.

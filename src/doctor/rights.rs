@@ -4,7 +4,7 @@ use redis::Value;
 
 use super::line::{Failure, Line};
 use super::{Check, Needs, Server, Status};
-use crate::limit::algorithm::{Kind, Rule};
+use crate::limit::algorithm::{AlgorithmKind, Rule};
 use crate::words::pluralize;
 
 /// Replies with the places of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
@@ -82,14 +82,14 @@ fn commands(rules: &[Rule]) -> Vec<&'static str> {
     let mut commands = [ALWAYS, OVERRIDES].concat();
     for rule in rules {
         commands.extend(match rule.kind() {
-            Kind::SlidingLog => LOG,
-            Kind::Concurrency => LEASES,
-            Kind::TokenBucket
-            | Kind::FixedWindow
-            | Kind::FirstRequest
-            | Kind::Calendar
-            | Kind::SlidingWindow
-            | Kind::SlidingBuckets => STRINGS,
+            AlgorithmKind::SlidingLog => LOG,
+            AlgorithmKind::Concurrency => LEASES,
+            AlgorithmKind::TokenBucket
+            | AlgorithmKind::FixedWindow
+            | AlgorithmKind::FirstRequest
+            | AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingWindow
+            | AlgorithmKind::SlidingBuckets => STRINGS,
         });
     }
     commands.sort_unstable();

@@ -6,8 +6,8 @@ use tokio::time::Duration;
 use super::line::{Failure, Line, PATIENCE};
 use super::{Check, Status};
 use crate::limit::clock::{monotonic, unix_us};
-use crate::limit::redis::advice::of_connecting;
-use crate::limit::redis::hello::{Hello, Role};
+use crate::limit::redis::advice::diagnose_connect;
+use crate::limit::redis::hello::{HelloReply, ServerRole};
 use crate::words::pluralize;
 
 /// Nothing older has all that the scripts use.
@@ -27,17 +27,17 @@ const SLOW_CONNECT: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// In words, why the server cannot be used at all.
-pub(super) async fn reach(client: &Client) -> Result<(Line, Option<Hello>, Check), String> {
+pub(super) async fn reach(client: &Client) -> Result<(Line, Option<HelloReply>, Check), String> {
     let started = monotonic();
     let mut line = Line::open(client).await?;
     let took = started.elapsed();
     // Without a password to check, connecting alone proves little: what listens may be anything.
     let hello: Result<Value, _> = line.ask(&redis::cmd("HELLO")).await;
     let hello = match hello {
-        Ok(reply) => Hello::read(&reply),
+        Ok(reply) => HelloReply::read(&reply),
         Err(Failure::Lost(why)) => return Err(why),
         Err(Failure::Refused(error)) if error.code() == Some("NOAUTH") => {
-            return Err(of_connecting(&error, &line.address));
+            return Err(diagnose_connect(&error, &line.address));
         }
         Err(Failure::Refused(_)) => None,
     };
@@ -51,7 +51,7 @@ pub(super) async fn reach(client: &Client) -> Result<(Line, Option<Hello>, Check
     Ok((line, hello, check))
 }
 
-pub(super) async fn version(line: &mut Line, hello: Option<&Hello>) -> Result<Check, Failure> {
+pub(super) async fn version(line: &mut Line, hello: Option<&HelloReply>) -> Result<Check, Failure> {
     let (server, version) = match hello {
         Some(hello) => (hello.server.clone(), hello.version.clone()),
         None => ("redis".to_owned(), line.info("server").await?.text("redis_version").unwrap_or("?").to_owned()),
@@ -68,14 +68,14 @@ pub(super) async fn version(line: &mut Line, hello: Option<&Hello>) -> Result<Ch
     })
 }
 
-pub(super) async fn role(line: &mut Line, hello: Option<&Hello>) -> Result<Check, Failure> {
+pub(super) async fn role(line: &mut Line, hello: Option<&HelloReply>) -> Result<Check, Failure> {
     let reply: Result<Value, _> = line.ask(&redis::cmd("ROLE")).await;
     let said = match (reply, hello) {
         (Ok(Value::Array(fields)), _) => fields,
         (Err(Failure::Lost(why)), _) => return Err(Failure::Lost(why)),
         // What it said at first is enough; only the replicas are not counted.
         (_, Some(hello)) => {
-            let role = if hello.role == Some(Role::Master) { "master" } else { "no master" };
+            let role = if hello.role == Some(ServerRole::Master) { "master" } else { "no master" };
             return Ok(Check::ok("role", role));
         }
         (Err(refused), None) => return Err(refused),

@@ -10,22 +10,22 @@ use super::server::ms;
 use super::{Check, Needs, Server, Status};
 use crate::limit::algorithm::Rule;
 use crate::limit::clock::{Clock, monotonic};
-use crate::limit::key::{Bucket, IdentityHasher, Key};
-use crate::limit::redis::advice::of_call;
-use crate::limit::redis::script::{Frame, Parts, script};
-use crate::limit::redis::{RedisSettings, RedisStore};
-use crate::limit::store::{Charge, Mode, Operation, Store, StoreError};
+use crate::limit::key::{StateName, IdentityHasher, Key};
+use crate::limit::redis::advice::diagnose_call;
+use crate::limit::redis::script::{ScriptVariant, AlgorithmSet, script};
+use crate::limit::redis::{RedisSettings, ServerStore};
+use crate::limit::store::{Charge, ChargeMode, Operation, CounterStore, StoreError};
 use crate::words::pluralize;
 
 /// The SHA-1 of no script.
 const NO_SCRIPT: &str = "0000000000000000000000000000000000000000";
 
 /// Whether the scripts of the configuration are taken and run, and a forgotten one is told.
-pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check, Failure> {
-    for frame in Frame::ALL {
+pub(super) async fn scripts(line: &mut Line, algorithms: AlgorithmSet) -> Result<Check, Failure> {
+    for frame in ScriptVariant::ALL {
         let script = script(frame, algorithms);
         let mut load = redis::cmd("SCRIPT");
-        let sha: String = line.ask(load.arg("LOAD").arg(&script.text)).await?;
+        let sha: String = line.ask(load.arg("LOAD").arg(&script.source)).await?;
         if sha != script.sha {
             let found = format!("a script is called {sha}, not {}", script.sha);
             return Ok(Check::ok("scripts", found).or(Status::Failed).advise("this is not Redis, or not its SHA-1"));
@@ -45,7 +45,7 @@ pub(super) async fn scripts(line: &mut Line, algorithms: Parts) -> Result<Check,
     }
     Ok(Check::ok(
         "scripts",
-        format!("loaded and answering: {}; one that was forgotten is told", pluralize(Frame::ALL.len() as u64, "script")),
+        format!("loaded and answering: {}; one that was forgotten is told", pluralize(ScriptVariant::ALL.len() as u64, "script")),
     ))
 }
 
@@ -56,11 +56,11 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
         connections: 1,
         timeout: PATIENCE,
         connect_timeout: PATIENCE,
-        algorithms: Parts::default(),
+        algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
     // It was seen to be of the right kind before.
-    let store = RedisStore::new(&settings, server.target.clone(), Arc::default());
+    let store = ServerStore::new(&settings, server.target.clone(), Arc::default());
     let hasher = IdentityHasher::new("doctor");
     let identity = server.identity;
     let (mut kinds, mut slowest) = (Vec::new(), tokio::time::Duration::ZERO);
@@ -70,9 +70,9 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
         }
         kinds.push(rule.kind());
         let rule = brief(rule);
-        let bucket = Bucket::new(&hasher, "doctor", &rule.shape());
-        let key = Key { identity, bucket: &bucket };
-        let charge = Charge { key, rule: &rule, cost: 1, mode: Mode::Binding, lease: 1, debt_before_us: 0 };
+        let bucket = StateName::new(&hasher, "doctor", &rule.shape());
+        let key = Key { identity, state_name: &bucket };
+        let charge = Charge { key, rule: &rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 1, debt_before_us: 0 };
         let asked = monotonic();
         let verdict = match timeout(PATIENCE, store.call(Operation::Check, &[charge])).await {
             Ok(Ok(verdict)) => verdict,
@@ -98,12 +98,12 @@ pub(super) async fn decisions(server: &Server, needs: &Needs) -> Result<Check, F
 }
 
 fn undecided(error: &StoreError) -> Check {
-    let found = error.reply().map_or_else(|| error.to_string(), of_call);
+    let found = error.error_reply().map_or_else(|| error.to_string(), diagnose_call);
     Check::ok("decisions", found).or(Status::Failed)
 }
 
 /// The same algorithm for a second, so that a key that is not given back is soon gone; calendars and leases have their own time.
 fn brief(rule: &Rule) -> Rule {
-    let quota = rule.read_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
-    quota.and_then(|quota| rule.resized(quota, None)).unwrap_or_else(|_| rule.clone())
+    let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
+    quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())
 }

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime as Reactor};
 use tokio::time::Duration;
 
-use crate::limit::backend::{Shared, DecidedBy};
-use crate::limit::decision::Check;
-use crate::limit::overrides::{Overrides, Table};
+use crate::limit::backend::{RedisStore, DecidedBy};
+use crate::limit::decision::LimitCheck;
+use crate::limit::overrides::{Overrides, OverrideTable};
 use crate::limit::redis::{RedisSettings, records};
 use crate::limit::store::{Charge, Operation, Verdict};
 use crate::runtime::CompiledConfig;
@@ -20,13 +20,13 @@ const PATIENCE: Duration = Duration::from_secs(2);
 /// Whoever can look.
 pub trait Counters {
     /// The sizes that operators gave single identities.
-    fn overrides(&self) -> Option<Arc<Table>>;
+    fn overrides(&self) -> Option<Arc<OverrideTable>>;
 
     /// Where the identities of these checks stand.
     ///
     /// # Errors
     /// Why that cannot be seen.
-    fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen>;
+    fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen>;
 }
 
 /// Why it is not known where identities stand.
@@ -36,11 +36,11 @@ pub struct Unseen(pub String);
 
 /// Nobody is asked.
 impl Counters for Unseen {
-    fn overrides(&self) -> Option<Arc<Table>> {
+    fn overrides(&self) -> Option<Arc<OverrideTable>> {
         None
     }
 
-    fn look(&self, _: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
+    fn look(&self, _: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
         Err(self.clone())
     }
 }
@@ -56,7 +56,7 @@ pub fn overrides_of(runtime: &CompiledConfig) -> Overrides {
 #[derive(Debug)]
 pub struct Remote {
     reactor: Reactor,
-    store: Shared,
+    store: RedisStore,
     overrides: Overrides,
 }
 
@@ -67,11 +67,11 @@ impl Remote {
     /// No reactor.
     pub fn open(runtime: &CompiledConfig) -> io::Result<Option<Self>> {
         let Some((servers, settings)) = &runtime.store.redis else { return Ok(None) };
-        let key = records::key(&settings.prefix);
+        let key = records::hash_key(&settings.prefix);
         let redis = (servers.clone(), RedisSettings { timeout: PATIENCE, ..settings.clone() });
         let reactor = Builder::new_current_thread().enable_all().build()?;
         let (store, overrides) = reactor.block_on(async {
-            let store = Shared::new(&redis, Arc::default(), Arc::default(), Arc::default());
+            let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
             let overrides = overrides_of(runtime);
             // A store that does not answer is spoken of where it is asked for counters.
             let _ = overrides.refresh(&store, &key).await;
@@ -82,13 +82,13 @@ impl Remote {
 }
 
 impl Counters for Remote {
-    fn overrides(&self) -> Option<Arc<Table>> {
+    fn overrides(&self) -> Option<Arc<OverrideTable>> {
         self.overrides.current()
     }
 
-    fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
+    fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
         // Of what is paid afterwards a unit must be there.
-        let charge = |check| Charge { cost: Check::needs(check), ..check.charge(DecidedBy::Store, 0) };
+        let charge = |check| Charge { cost: LimitCheck::required(check), ..check.charge(DecidedBy::Store, 0) };
         let charges: Vec<_> = checks.iter().map(charge).collect();
         let answer = self.reactor.block_on(self.store.call(Operation::Peek, &charges));
         answer.map_err(|error| Unseen(error.to_string()))

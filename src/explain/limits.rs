@@ -7,18 +7,18 @@ use crate::gateway::meters::LimitDecision;
 use crate::identity::api_key::Caller;
 use crate::identity::name::DisplayPart;
 use crate::identity::{RequestAttributes, IdentitySpec, IdentityLookup, Descriptor};
-use crate::limit::admission::Later;
+use crate::limit::admission::Deferred;
 use crate::limit::algorithm::{Outcome, Status};
 use crate::limit::backend;
-use crate::limit::decision::{Check, Decision};
-use crate::limit::key::Encoder;
+use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::key::IdentityEncoder;
 use crate::limit::store::Verdict;
 use crate::runtime::{RouteLimit, Route, CompiledConfig};
 
 /// The decision that a look comes to. What limits would charge is gone from what they say is left.
-pub(super) fn decision<'a>(verdict: Verdict, checks: &[Check<'a, '_>]) -> Decision<'a> {
+pub(super) fn decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
     let admitted = verdict.granted > 0;
-    let charged = |(check, outcome): (&Check<'_, '_>, &Outcome)| match admitted && outcome.status == Status::Ok {
+    let charged = |(check, outcome): (&LimitCheck<'_, '_>, &Outcome)| match admitted && outcome.status == Status::Ok {
         true => Outcome { remaining: left_after(check, outcome), ..*outcome },
         false => *outcome,
     };
@@ -26,13 +26,13 @@ pub(super) fn decision<'a>(verdict: Verdict, checks: &[Check<'a, '_>]) -> Decisi
     Decision::new(Verdict { outcomes, ..verdict }, backend::DecidedBy::Store, checks.iter())
 }
 
-fn left_after(check: &Check<'_, '_>, now: &Outcome) -> u64 {
-    let units = match check.later {
+fn left_after(check: &LimitCheck<'_, '_>, now: &Outcome) -> u64 {
+    let units = match check.deferred {
         // Charged when the response is there.
-        Later::Pay => 0,
+        Deferred::Charge => 0,
         // Whatever its cost, a charge is one lease.
-        Later::Nothing | Later::Refund if check.takes_lease() => check.cost.min(1),
-        Later::Nothing | Later::Refund => check.cost,
+        Deferred::Nothing | Deferred::Refund if check.is_concurrency() => check.cost.min(1),
+        Deferred::Nothing | Deferred::Refund => check.cost,
     };
     now.remaining.saturating_sub(units)
 }
@@ -43,14 +43,14 @@ pub(super) fn limited(
     runtime: &CompiledConfig,
     route: &Route,
     asker: &RequestAttributes<'_>,
-    checks: &[Check<'_, '_>],
+    checks: &[LimitCheck<'_, '_>],
     verdict: Option<&Verdict>,
 ) -> Vec<Limited> {
     let decision = verdict.map(|verdict| decision(verdict.clone(), checks));
     let metering = &route.rate_limits;
     let limited = metering.limits.iter().enumerate().map(|(place, metered)| {
         let by = &metering.identities[metered.identity_index];
-        let found = by.lookup(asker, &runtime.api_key_settings, &runtime.hasher, &mut Encoder::default());
+        let found = by.lookup(asker, &runtime.api_key_settings, &runtime.hasher, &mut IdentityEncoder::default());
         let (identity, left_out, refuses) = match found {
             Ok(IdentityLookup::Identity(identity)) => (Some(identity.to_string()), None, None),
             Ok(IdentityLookup::OtherMethod) => {
@@ -61,7 +61,7 @@ pub(super) fn limited(
             Ok(IdentityLookup::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };
-        let index = checks.iter().position(|check| check.place == place);
+        let index = checks.iter().position(|check| check.limit_index == place);
         let check = index.map(|index| &checks[index]);
         let outcome = index.and_then(|index| verdict?.outcomes.get(index));
         Limited {
@@ -72,7 +72,7 @@ pub(super) fn limited(
             parts: if identity.is_some() { parts(runtime, by, asker) } else { Vec::new() },
             identity,
             effective_quota: check.map(|check| size(check, asker)),
-            cost: check.map(Check::needs),
+            cost: check.map(LimitCheck::required),
             post_paid: metered.cost.is_deferred(),
             usage: check
                 .zip(outcome)
@@ -108,8 +108,8 @@ fn parts(runtime: &CompiledConfig, by: &IdentitySpec, asker: &RequestAttributes<
 }
 
 /// Whose size it is, and how much.
-fn size(check: &Check<'_, '_>, asker: &RequestAttributes<'_>) -> Size {
-    let Check { limit, plan, .. } = check;
+fn size(check: &LimitCheck<'_, '_>, asker: &RequestAttributes<'_>) -> Size {
+    let LimitCheck { limit, variant: plan, .. } = check;
     let caller = asker.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
     let own = |name: &str| match caller {
         Caller::Consumer(consumer) => consumer.variants.get(name).is_some_and(|own| Arc::ptr_eq(own, plan)),
@@ -117,7 +117,7 @@ fn size(check: &Check<'_, '_>, asker: &RequestAttributes<'_>) -> Size {
     };
     let tier = limit.tiers.iter().find(|(_, of)| Arc::ptr_eq(of, plan));
     let of = match (caller, tier) {
-        _ if Arc::ptr_eq(plan, &limit.standard) => "standard".to_owned(),
+        _ if Arc::ptr_eq(plan, &limit.default_variant) => "standard".to_owned(),
         (Caller::Consumer(consumer), _) if own(&limit.name) => format!("consumer {}", consumer.name),
         (_, Some((tier, _))) => format!("tier {tier}"),
         (_, None) => "override".to_owned(),
@@ -125,16 +125,16 @@ fn size(check: &Check<'_, '_>, asker: &RequestAttributes<'_>) -> Size {
     Size { source: of, quota: plan.quota.to_string(), capacity: plan.rule.capacity() }
 }
 
-fn standing(metered: &RouteLimit, check: &Check<'_, '_>, now: &Outcome, decision: &Decision<'_>) -> Standing {
+fn standing(metered: &RouteLimit, check: &LimitCheck<'_, '_>, now: &Outcome, decision: &Decision<'_>) -> Standing {
     let seconds = |us: u64| us as f64 / 1e6;
     let denies = now.status != Status::Ok;
-    let waits = metered.limit.wait.filter(|_| denies);
+    let waits = metered.limit.queue_policy.filter(|_| denies);
     Standing {
         decision: LimitDecision::from_decision(check, decision).map(LimitDecision::label),
         remaining: now.remaining,
         remaining_after: (decision.admitted && !denies).then(|| left_after(check, now)),
         reset_seconds: seconds(now.reset_us),
-        retry_seconds: (denies && now.status != Status::Never).then(|| seconds(now.retry_us)),
-        max_wait_seconds: waits.map(|wait| wait.most.as_secs_f64()),
+        retry_seconds: (denies && now.status != Status::CostTooLarge).then(|| seconds(now.retry_us)),
+        max_wait_seconds: waits.map(|wait| wait.max_wait.as_secs_f64()),
     }
 }

@@ -8,9 +8,9 @@ use crate::cost::{CostError, RefundOn};
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::jwt::BearerToken;
 use crate::identity::{RequestAttributes, IdentitySpec};
-use crate::limit::admission::Later;
-use crate::limit::decision::Check;
-use crate::limit::key::{Encoder, Identity};
+use crate::limit::admission::Deferred;
+use crate::limit::decision::LimitCheck;
+use crate::limit::key::{IdentityEncoder, Identity};
 use crate::reply::Rejection;
 use crate::runtime::{RouteLimit, Route, CompiledConfig};
 
@@ -69,11 +69,11 @@ pub fn build_checks<'a, 'p>(
     identities: &[IdentitySpec],
     limits: &'a [RouteLimit],
     attributes: &RequestAttributes<'p>,
-) -> Result<Vec<Check<'a, 'p>>, Rejection<'static>>
+) -> Result<Vec<LimitCheck<'a, 'p>>, Rejection<'static>>
 where
     'a: 'p,
 {
-    let mut encoder = Encoder::default();
+    let mut encoder = IdentityEncoder::default();
     let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder));
     let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let mut checks = Vec::with_capacity(limits.len());
@@ -92,11 +92,11 @@ pub fn build_unauthenticated_checks<'a, 'p>(
     identities: &[IdentitySpec],
     limits: &'a [RouteLimit],
     attributes: &RequestAttributes<'p>,
-) -> Vec<Check<'a, 'p>>
+) -> Vec<LimitCheck<'a, 'p>>
 where
     'a: 'p,
 {
-    let mut encoder = Encoder::default();
+    let mut encoder = IdentityEncoder::default();
     let mut checks = Vec::new();
     for (limit_index, route_limit) in limits.iter().enumerate() {
         let spec = &identities[route_limit.identity_index];
@@ -106,9 +106,9 @@ where
         // What lacks another part of an identity or its cost is rejected all the same.
         if let Ok(Some(identity)) = spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
-            && !check.takes_lease()
+            && !check.is_concurrency()
         {
-            build_checks.push(Check { later: Later::Nothing, ..check });
+            build_checks.push(LimitCheck { deferred: Deferred::Nothing, ..check });
         }
     }
     build_checks
@@ -119,7 +119,7 @@ fn build_check<'a, 'p>(
     route_limit: &'a RouteLimit,
     identity: Identity,
     attributes: &RequestAttributes<'p>,
-) -> Result<Check<'a, 'p>, CostError>
+) -> Result<LimitCheck<'a, 'p>, CostError>
 where
     'a: 'p,
 {
@@ -127,14 +127,14 @@ where
     let deferred = deferred_action(route_limit.cost.is_deferred(), &route_limit.refund_on);
     let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
     let cost = route_limit.cost.request_cost(attributes.headers, attributes.is_from_trusted_proxy)?;
-    Ok(Check { place: limit_index, limit, plan: caller.variant(limit), identity, cost, later: deferred })
+    Ok(LimitCheck { limit_index, limit, variant: caller.variant(limit), identity, cost, deferred })
 }
 
 /// What remains to be done for a limit when the response is known.
-pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Later {
+pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
-        (true, _) => Later::Pay,
-        (false, false) => Later::Refund,
-        (false, true) => Later::Nothing,
+        (true, _) => Deferred::Charge,
+        (false, false) => Deferred::Refund,
+        (false, true) => Deferred::Nothing,
     }
 }

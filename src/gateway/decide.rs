@@ -12,7 +12,7 @@ use crate::http::body::Body;
 use crate::http::fields;
 use crate::http::upload::RequestBody;
 use crate::limit::Limiter;
-use crate::limit::admission::{Debts, Due, Later, Settling};
+use crate::limit::admission::{DeferredCharges, SettleAction, Deferred, SettleFuture};
 use crate::limit::algorithm::Outcome;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
@@ -60,7 +60,7 @@ pub(super) async fn check_limits<'a>(
     let decision = limiter.check(&build_checks).await;
     let elapsed = started_at.elapsed();
     metrics.record_decision(route.index, &build_checks, &decision, elapsed, |check| {
-        let spec = &route_limits.identities[route_limits.limits[check.place].identity_index];
+        let spec = &route_limits.identities[route_limits.limits[check.limit_index].identity_index];
         spec.display(&attributes, &runtime.api_key_settings, &runtime.client_ip)
     });
     if let Some(record) = record {
@@ -75,7 +75,7 @@ pub(super) async fn check_limits<'a>(
 }
 
 /// Charges and gives back what the answer says; none if it says nothing.
-pub(super) fn settle(charges: Debts, route: &Route, result: &Result<Response<Body>, UpstreamError>) -> Option<Settling> {
+pub(super) fn settle(charges: DeferredCharges, route: &Route, result: &Result<Response<Body>, UpstreamError>) -> Option<SettleFuture> {
     let no_headers = HeaderMap::new();
     let (status, headers) = match result {
         Ok(response) => (response.status(), response.headers()),
@@ -86,9 +86,9 @@ pub(super) fn settle(charges: Debts, route: &Route, result: &Result<Response<Bod
         // A client does not make its own refund.
         let is_refunded = !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
         match (is_refunded, later) {
-            (true, Later::Refund) => Due::Refund,
-            (false, Later::Pay) => route_limit.cost.response_cost(headers).map_or(Due::Nothing, Due::Pay),
-            _ => Due::Nothing,
+            (true, Deferred::Refund) => SettleAction::Refund,
+            (false, Deferred::Charge) => route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge),
+            _ => SettleAction::Nothing,
         }
     };
     charges.settle(settle_action)
@@ -99,7 +99,7 @@ pub(super) fn apply_settlement(decision: &mut Decision<'_>, result: Result<Vec<(
     match result {
         Ok(outcomes) => {
             for (limit_index, outcome) in outcomes {
-                for limit in decision.limits.iter_mut().filter(|judged| judged.place == limit_index) {
+                for limit in decision.results.iter_mut().filter(|judged| judged.limit_index == limit_index) {
                     limit.outcome = outcome;
                 }
             }
@@ -110,12 +110,12 @@ pub(super) fn apply_settlement(decision: &mut Decision<'_>, result: Result<Vec<(
 
 /// The RateLimit fields of an admitted request.
 pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
-    if decision.limits.is_empty() {
+    if decision.results.is_empty() {
         return;
     }
-    let statuses = || decision.limits.iter().map(limit_status);
-    let is_standard = decision.limits.len() == route.rate_limits.advertised
-        && decision.limits.iter().all(|judged| judged.quota == judged.limit.standard.quota);
+    let statuses = || decision.results.iter().map(limit_status);
+    let is_standard = decision.results.len() == route.rate_limits.advertised
+        && decision.results.iter().all(|judged| judged.quota == judged.limit.default_variant.quota);
     let policy = if is_standard { route.rate_limits.policy_header.clone() } else { fields::ratelimit_policy(statuses()) };
     fields::append_ratelimit_headers(headers, &route.rate_limits.header_styles, policy, statuses(), effective_limit(decision), decision.now_us);
     if let Some(expose) = &route.rate_limits.expose_header {

@@ -10,8 +10,8 @@ use crate::http::body::Body;
 use crate::identity::name::IdentityDisplay;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
-use crate::limit::decision::{Check, Decision};
-use crate::limit::outage::Unavailable;
+use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::outage::StoreUnavailable;
 use crate::limit::plan::OnStoreError;
 use crate::runtime::CompiledConfig;
 use crate::tally::{Histogram, MetricFamily, Counter};
@@ -69,19 +69,19 @@ impl LimitDecision {
     }
 
     /// What the limit of a check had to do with the decision; none if others denied.
-    pub fn from_decision(check: &Check<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
-        let is_local = decision.source == DecidedBy::Local;
-        let find_result = |limit_index| decision.limits.iter().find(move |result| result.place == limit_index);
+    pub fn from_decision(check: &LimitCheck<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
+        let is_local = decision.decided_by == DecidedBy::Local;
+        let find_result = |limit_index| decision.results.iter().find(move |result| result.limit_index == limit_index);
         if decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit)) {
             return Some(LimitDecision::ShadowDenied);
         }
-        if decision.overloaded || is_local && check.limit.on_store_error != OnStoreError::Local {
+        if decision.is_overloaded || is_local && check.limit.on_store_error != OnStoreError::Local {
             return Some(LimitDecision::StoreError);
         }
         match (decision.admitted, is_local) {
             (true, false) => Some(LimitDecision::Allowed),
             (true, true) => Some(LimitDecision::LocalAllowed),
-            (false, local) => find_result(check.place)
+            (false, local) => find_result(check.limit_index)
                 .filter(|result| result.denies())
                 .map(|_| if local { LimitDecision::LocalDenied } else { LimitDecision::Denied }),
         }
@@ -197,10 +197,10 @@ impl WorkerMetrics {
     pub(super) fn record_decision(
         &self,
         route: usize,
-        checks: &[Check<'_, '_>],
-        decision: &Result<Decision<'_>, Unavailable>,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Result<Decision<'_>, StoreUnavailable>,
         elapsed: Duration,
-        name: impl Fn(&Check<'_, '_>) -> IdentityDisplay,
+        name: impl Fn(&LimitCheck<'_, '_>) -> IdentityDisplay,
     ) {
         self.check_durations.observe(elapsed);
         if decision.as_ref().is_ok_and(|decision| !decision.admitted) {
@@ -211,7 +211,7 @@ impl WorkerMetrics {
                 Ok(decision) => LimitDecision::from_decision(check, decision),
                 Err(_) => Some(LimitDecision::StoreError),
             };
-            let (counter, top_denied) = &self.routes[route].limits[check.place];
+            let (counter, top_denied) = &self.routes[route].limits[check.limit_index];
             if let Some(limit_decision) = limit_decision {
                 counter.increment(limit_decision as usize);
                 if limit_decision.is_denial() {

@@ -7,8 +7,8 @@ use http::Response;
 use super::meters::LimitDecision;
 use crate::account::RequestRecord;
 use crate::http::body::Body;
-use crate::limit::decision::{Check, Decision};
-use crate::limit::outage::Unavailable;
+use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::outage::StoreUnavailable;
 use crate::observe::access::{EffectiveLimit, DecisionInfo, LimitInfo, UpstreamInfo};
 use crate::reply;
 use crate::runtime::Route;
@@ -27,27 +27,27 @@ const DECISION_PRIORITY: [LimitDecision; 6] = [
 /// The limits of a request decided.
 pub(super) fn record_decision(
     record: &mut RequestRecord,
-    checks: &[Check<'_, '_>],
-    decision: &Result<Decision<'_>, Unavailable>,
+    checks: &[LimitCheck<'_, '_>],
+    decision: &Result<Decision<'_>, StoreUnavailable>,
     (started_at, elapsed): (Instant, Duration),
 ) {
     let decision = decision.as_ref().ok();
-    let to_limit_decision = |check: &Check<'_, '_>| match decision {
+    let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
         Some(decision) => LimitDecision::from_decision(check, decision),
         None => Some(LimitDecision::StoreError),
     };
     let limit_decisions: Vec<_> = checks.iter().map(to_limit_decision).collect();
-    let remaining = |check: &Check<'_, '_>| {
-        let result = decision?.limits.iter().find(|result| result.place == check.place)?;
+    let remaining = |check: &LimitCheck<'_, '_>| {
+        let result = decision?.results.iter().find(|result| result.limit_index == check.limit_index)?;
         Some(result.outcome.remaining)
     };
     let limits = checks.iter().zip(&limit_decisions).map(|(check, limit_decision)| LimitInfo {
         limit: check.limit.name.clone(),
         identity: check.identity.0,
-        cost: check.needs(),
+        cost: check.required(),
         decision: limit_decision.map(LimitDecision::label),
         remaining: remaining(check),
-        limit_index: check.place,
+        limit_index: check.limit_index,
     });
     let limits: Vec<_> = limits.collect();
     let effective_limit = decision.and_then(reply::effective_limit).and_then(|status| {
@@ -58,7 +58,7 @@ pub(super) fn record_decision(
     let shadows = decision.map_or(&[][..], |decision| &decision.shadow_denied);
     record.decision = Some(DecisionInfo {
         decision: most_relevant.map_or("denied", |limit_decision| limit_decision.label()),
-        decided_by: decision.map(Decision::decided_by),
+        decided_by: decision.map(Decision::decider_label),
         effective_limit,
         duration: elapsed,
         decided_at: decision.map(|decision| decision.now_us),

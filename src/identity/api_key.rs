@@ -7,8 +7,8 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
 
-use crate::limit::key::{Encoder, Identity, IdentityHasher};
-use crate::limit::plan::{Limit, Plan};
+use crate::limit::key::{IdentityEncoder, Identity, IdentityHasher};
+use crate::limit::plan::{LimitSpec, LimitVariant};
 
 use super::{CONSUMER_TAG, IdentityError, Descriptor};
 
@@ -49,7 +49,7 @@ pub struct Consumer {
     /// Which size of the limits that have tiers.
     pub tier: Option<Box<str>>,
     /// Sizes of its own, by the names of the limits.
-    pub variants: BTreeMap<Box<str>, Arc<Plan>>,
+    pub variants: BTreeMap<Box<str>, Arc<LimitVariant>>,
 }
 
 /// The tier of those who have no key, where they may pass.
@@ -125,9 +125,9 @@ fn hash_prefix(hash: &KeyHash) -> [u8; 8] {
 impl Consumer {
     /// Its identity for limits by API key alone.
     pub fn identity(&self, hasher: &IdentityHasher) -> Identity {
-        let mut encoder = Encoder::default();
-        encoder.part(CONSUMER_TAG, self.name.as_bytes());
-        hasher.hash(encoder.bytes())
+        let mut encoder = IdentityEncoder::default();
+        encoder.push(CONSUMER_TAG, self.name.as_bytes());
+        hasher.hash(encoder.as_bytes())
     }
 }
 
@@ -155,7 +155,7 @@ impl ApiKeySettings {
 
 impl<'a> Caller<'a> {
     /// The size that a limit has for the caller.
-    pub fn variant(self, limit: &'a Limit) -> &'a Arc<Plan> {
+    pub fn variant(self, limit: &'a LimitSpec) -> &'a Arc<LimitVariant> {
         let special = match self {
             Caller::Consumer(consumer) => {
                 let tier = || limit.tiers.get(consumer.tier.as_deref()?);
@@ -164,7 +164,7 @@ impl<'a> Caller<'a> {
             Caller::Anonymous => limit.tiers.get(ANONYMOUS_TIER),
             Caller::Accepted(_) | Caller::Missing => None,
         };
-        special.unwrap_or(&limit.standard)
+        special.unwrap_or(&limit.default_variant)
     }
 }
 

@@ -13,7 +13,7 @@ use super::client_ip::ClientIpResolver;
 use super::source::cookie_value;
 use super::{ANONYMOUS_TAG, RequestAttributes, IdentitySpec, IP_TAG, OnMissing, IdentityPart, Descriptor, octets};
 use crate::http::host;
-use crate::limit::key::{Encoder, Identity, IdentityHasher};
+use crate::limit::key::{IdentityEncoder, Identity, IdentityHasher};
 
 /// Bytes of a value that are shown: whoever is limited may have chosen it.
 const MAX_DISPLAY_BYTES: usize = 128;
@@ -184,7 +184,7 @@ impl IdentitySpec {
                     .map_err(|_| IdentityInputError::InvalidAddress(label.into())),
             )
         };
-        let (mut encoder, mut caller, mut is_exempt) = (Encoder::default(), Caller::Missing, false);
+        let (mut encoder, mut caller, mut is_exempt) = (IdentityEncoder::default(), Caller::Missing, false);
         // Of parts that are no address.
         let no_address = IpAddr::from([0; 4]);
         for descriptor in &self.descriptors {
@@ -217,9 +217,9 @@ impl IdentitySpec {
                 (_, value) => (descriptor.tag(), value.unwrap_or_default().as_bytes().to_vec(), no_address),
             };
             is_exempt |= self.exemptions.contains(descriptor, tag, &value, client);
-            encoder.part(tag, &value);
+            encoder.push(tag, &value);
         }
-        Ok(ResolvedIdentity { identity: hasher.hash(encoder.bytes()), caller, is_exempt })
+        Ok(ResolvedIdentity { identity: hasher.hash(encoder.as_bytes()), caller, is_exempt })
     }
 }
 

@@ -13,76 +13,76 @@ use tokio_util::task::TaskTracker;
 use tracing::debug;
 
 use super::algorithm::{Outcome, Rule};
-use super::backend::{Backend, DecidedBy};
-use super::clock::{monotonic, since};
-use super::denials::Denials;
+use super::backend::{Store, DecidedBy};
+use super::clock::{monotonic, elapsed_since};
+use super::denials::DenialCache;
 use super::key::{Identity, Key};
-use super::plan::Plan;
-use super::store::{Charge, Mode, Operation, StoreError, Verdict};
+use super::plan::LimitVariant;
+use super::store::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// How often a release or a refund that did not reach the store is repeated while the store is asked; also when a release that may have
 /// come before what it releases is made again.
-const REPEAT: Duration = Duration::from_secs(1);
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
-const RELEASE: Operation = Operation::Refund { charged_at: 0 };
+const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
 
 /// The same for what was not sent because too many checks were queued.
-const REPEAT_OVERLOADED: Duration = Duration::from_millis(50);
+const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
 /// A charge or refund that cannot be sent because of overload is given up after this time.
-const LONGEST_DELIVERY: Duration = Duration::from_secs(30);
+const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// What remains to be done for a limit when the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Later {
+pub enum Deferred {
     /// Nothing.
     Nothing,
     /// The cost is charged.
-    Pay,
+    Charge,
     /// The cost may be given back.
     Refund,
 }
 
 /// What the response makes of it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Due {
+pub enum SettleAction {
     /// It stays as it is.
     Nothing,
     /// So many units are charged, whatever is left.
-    Pay(u64),
+    Charge(u64),
     /// The charge is given back.
     Refund,
 }
 
 /// A charge that outlives the decision.
 #[derive(Debug, Clone)]
-pub struct Pending {
+pub struct OwnedCharge {
     /// Which limit of the route.
-    pub place: usize,
+    pub limit_index: usize,
     /// Its size.
-    pub plan: Arc<Plan>,
+    pub variant: Arc<LimitVariant>,
     /// Whose units.
     pub identity: Identity,
     /// How many; for a lease its id.
-    pub units: u64,
+    pub cost_or_permit_id: u64,
     /// Units of this state that the gateway may have prefetched at a time.
-    pub advance: u64,
+    pub prefetch: u64,
     /// Where they may be refunded: see [`Charge::debt_before_us`].
     pub debt_before_us: u64,
 }
 
 /// What the requests of one worker leave behind: calls that nobody waits for.
 #[derive(Debug)]
-pub struct Ledger {
+pub struct StoreHandle {
     /// Where the counters live.
-    pub backend: Backend,
+    pub store: Store,
     /// What was denied lately; none where asking costs nothing.
-    pub denials: Option<Arc<Denials>>,
+    pub denials: Option<Arc<DenialCache>>,
     /// Releases and late charges that are under way.
     pub tasks: TaskTracker,
 }
 
-impl Ledger {
+impl StoreHandle {
     /// Starts something that nobody waits for.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
         // Outside of a runtime the process is ending: leases end by themselves.
@@ -94,8 +94,8 @@ impl Ledger {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call(&self, source: DecidedBy, operation: Operation, pending: &[Pending]) -> Result<Verdict, StoreError> {
-        self.call_since(source, monotonic(), operation, pending).await
+    pub async fn call(&self, decided_by: DecidedBy, operation: Operation, charges: &[OwnedCharge]) -> Result<Verdict, StoreError> {
+        self.call_since(decided_by, monotonic(), operation, charges).await
     }
 
     /// The same for requests that have waited since then.
@@ -104,13 +104,13 @@ impl Ledger {
     /// See [`StoreError`].
     pub async fn call_since(
         &self,
-        source: DecidedBy,
-        since: Instant,
+        decided_by: DecidedBy,
+        started_at: Instant,
         operation: Operation,
-        pending: &[Pending],
+        charges: &[OwnedCharge],
     ) -> Result<Verdict, StoreError> {
-        let charge = |pending| Pending::charge(pending, source);
-        self.backend.call(source, since, operation, &pending.iter().map(charge).collect::<Vec<_>>()).await
+        let to_charge = |pending| OwnedCharge::charge(pending, decided_by);
+        self.store.call(decided_by, started_at, operation, &charges.iter().map(to_charge).collect::<Vec<_>>()).await
     }
 
     /// The same for charges that no request waits for: repeated while too many checks are queued.
@@ -119,14 +119,14 @@ impl Ledger {
     /// See [`StoreError`].
     pub async fn deliver(
         &self,
-        source: DecidedBy,
+        decided_by: DecidedBy,
         operation: Operation,
-        pending: Vec<Pending>,
+        charges: Vec<OwnedCharge>,
     ) -> Result<Verdict, StoreError> {
-        let began = monotonic();
+        let started_at = monotonic();
         loop {
-            match self.call(source, operation, &pending).await {
-                Err(StoreError::Overloaded) if since(began) < LONGEST_DELIVERY => sleep(REPEAT_OVERLOADED).await,
+            match self.call(decided_by, operation, &charges).await {
+                Err(StoreError::Overloaded) if elapsed_since(started_at) < DELIVERY_TIMEOUT => sleep(OVERLOAD_RETRY_INTERVAL).await,
                 result => return result,
             }
         }
@@ -134,31 +134,31 @@ impl Ledger {
 
     /// Counts permits in this process' share as well, where there is a store that may fail: in an outage the share is to count all
     /// requests that run here.
-    fn count_here(&self, operation: Operation, permits: &[Pending]) {
-        if let Backend::Redis { fallback, .. } = &self.backend {
-            let charge = |permit| Pending::charge(permit, DecidedBy::Local);
-            fallback.decide(operation, &permits.iter().map(charge).collect::<Vec<_>>());
+    fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
+        if let Store::Redis { fallback, .. } = &self.store {
+            let to_charge = |permit| OwnedCharge::charge(permit, DecidedBy::Local);
+            fallback.decide(operation, &permits.iter().map(to_charge).collect::<Vec<_>>());
         }
     }
 }
 
-impl Pending {
+impl OwnedCharge {
     /// Names the state.
     pub fn key(&self) -> Key<'_> {
-        Key { identity: self.identity, bucket: &self.plan.bucket }
+        Key { identity: self.identity, state_name: &self.variant.state_name }
     }
 
-    fn rule(&self, source: DecidedBy) -> &Rule {
-        match source {
-            DecidedBy::Store => &self.plan.rule,
-            DecidedBy::Local => &self.plan.share,
+    fn rule(&self, decided_by: DecidedBy) -> &Rule {
+        match decided_by {
+            DecidedBy::Store => &self.variant.rule,
+            DecidedBy::Local => &self.variant.local_rule,
         }
     }
 
-    fn charge(&self, source: DecidedBy) -> Charge<'_> {
-        let (key, rule) = (self.key(), self.rule(source));
-        let (cost, lease) = if let Rule::Concurrency(_) = rule { (1, self.units) } else { (self.units, 0) };
-        Charge { key, rule, cost, mode: Mode::Binding, lease, debt_before_us: self.debt_before_us }
+    fn charge(&self, decided_by: DecidedBy) -> Charge<'_> {
+        let (key, rule) = (self.key(), self.rule(decided_by));
+        let (cost, permit_id) = if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
+        Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us: self.debt_before_us }
     }
 }
 
@@ -167,105 +167,105 @@ impl Pending {
 /// The store counts them for all gateways. A renewal registers a permit again that the store has lost, or that was granted by the
 /// share of an outage. This process counts them as well: its share in an outage has to know of all requests that run here.
 #[derive(Debug)]
-pub struct Leases {
-    ledger: Arc<Ledger>,
-    source: DecidedBy,
-    held: Arc<[Pending]>,
+pub struct ConcurrencyPermits {
+    store_handle: Arc<StoreHandle>,
+    decided_by: DecidedBy,
+    permits: Arc<[OwnedCharge]>,
     renewal: Option<AbortHandle>,
-    known: Arc<Known>,
+    store_state: Arc<PermitStoreState>,
     /// Whether this process counts them.
-    here: bool,
+    is_counted_here: bool,
 }
 
 /// What the store may know of the permits of a request.
 #[derive(Debug, Default)]
-struct Known {
+struct PermitStoreState {
     /// Whether it may count them.
-    counted: AtomicBool,
+    may_be_counted: AtomicBool,
     /// Whether a call that counts them may still run: its release has to be made again, later.
-    unsettled: AtomicBool,
+    call_in_flight: AtomicBool,
 }
 
-impl Leases {
+impl ConcurrencyPermits {
     /// Permits that are about to be asked for.
-    pub fn asked(ledger: Arc<Ledger>, source: DecidedBy, asked: Vec<Pending>) -> Self {
-        let asks = source == DecidedBy::Store;
-        let known = Known { counted: AtomicBool::new(asks), unsettled: AtomicBool::new(asks) };
-        Leases {
-            ledger,
-            source,
-            held: asked.into(),
+    pub fn requested(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
+        let is_store_asked = decided_by == DecidedBy::Store;
+        let store_state = PermitStoreState { may_be_counted: AtomicBool::new(is_store_asked), call_in_flight: AtomicBool::new(is_store_asked) };
+        ConcurrencyPermits {
+            store_handle,
+            decided_by,
+            permits: permits.into(),
             renewal: None,
-            known: Arc::new(known),
-            here: source == DecidedBy::Local,
+            store_state: Arc::new(store_state),
+            is_counted_here: decided_by == DecidedBy::Local,
         }
     }
 
     /// This process counts them already.
-    pub fn counted_here(mut self) -> Self {
-        self.here = true;
+    pub fn with_local_count(mut self) -> Self {
+        self.is_counted_here = true;
         self
     }
 
     /// They were refused: the store has nothing to release.
-    pub fn refused(mut self) {
-        self.release_here();
-        self.held = Arc::new([]);
+    pub fn discard(mut self) {
+        self.release_local_share();
+        self.permits = Arc::new([]);
     }
 
-    fn release_here(&mut self) {
-        if mem::take(&mut self.here) {
-            self.ledger.count_here(RELEASE, &self.held);
+    fn release_local_share(&mut self) {
+        if mem::take(&mut self.is_counted_here) {
+            self.store_handle.count_in_local_share(RELEASE_PERMIT, &self.permits);
         }
     }
 
     /// How long each of them lasts.
-    fn lengths(&self) -> impl Iterator<Item = Duration> {
-        self.held.iter().filter_map(|held| match held.rule(self.source) {
-            Rule::Concurrency(rule) => Some(Duration::from_micros(rule.lease)),
+    fn ttls(&self) -> impl Iterator<Item = Duration> {
+        self.permits.iter().filter_map(|permit| match permit.rule(self.decided_by) {
+            Rule::Concurrency(rule) => Some(Duration::from_micros(rule.ttl)),
             _ => None,
         })
     }
 
-    fn longest(&self) -> Duration {
-        self.lengths().max().unwrap_or_default()
+    fn max_ttl(&self) -> Duration {
+        self.ttls().max().unwrap_or_default()
     }
 
     /// Those of the limits at these places were granted; a shadow limit may have had none left. Each is renewed when a third of it
     /// has passed, and when the store answers again after an outage.
-    pub fn granted(mut self, places: impl Fn(usize) -> bool) -> Self {
-        if !self.held.iter().all(|held| places(held.place)) {
-            self.held = self.held.iter().filter(|held| places(held.place)).cloned().collect();
+    pub fn hold(mut self, is_granted: impl Fn(usize) -> bool) -> Self {
+        if !self.permits.iter().all(|permit| is_granted(permit.limit_index)) {
+            self.permits = self.permits.iter().filter(|permit| is_granted(permit.limit_index)).cloned().collect();
         }
-        let Some(shortest) = self.lengths().min() else { return self };
-        if self.source == DecidedBy::Store {
-            self.known.unsettled.store(false, Ordering::Relaxed);
-            if !mem::replace(&mut self.here, true) {
-                self.ledger.count_here(Operation::Charge, &self.held);
+        let Some(min_ttl) = self.ttls().min() else { return self };
+        if self.decided_by == DecidedBy::Store {
+            self.store_state.call_in_flight.store(false, Ordering::Relaxed);
+            if !mem::replace(&mut self.is_counted_here, true) {
+                self.store_handle.count_in_local_share(Operation::Charge, &self.permits);
             }
         }
-        let (ledger, held, known) = (self.ledger.clone(), self.held.clone(), self.known.clone());
-        self.renewal = self.ledger.spawn(async move {
-            let mut pause = shortest / 3;
+        let (store_handle, permits, store_state) = (self.store_handle.clone(), self.permits.clone(), self.store_state.clone());
+        self.renewal = self.store_handle.spawn(async move {
+            let mut renew_delay = min_ttl / 3;
             loop {
-                ledger.backend.recovery_within(pause).await;
-                ledger.count_here(Operation::Renew, &held);
-                known.unsettled.store(true, Ordering::Relaxed);
-                let renewed = ledger.call(DecidedBy::Store, Operation::Renew, &held).await;
-                pause = shortest / 3;
-                match renewed {
+                store_handle.store.recovery_within(renew_delay).await;
+                store_handle.count_in_local_share(Operation::Renew, &permits);
+                store_state.call_in_flight.store(true, Ordering::Relaxed);
+                let result = store_handle.call(DecidedBy::Store, Operation::Renew, &permits).await;
+                renew_delay = min_ttl / 3;
+                match result {
                     Ok(_) => {
-                        known.counted.store(true, Ordering::Relaxed);
-                        known.unsettled.store(false, Ordering::Relaxed);
+                        store_state.may_be_counted.store(true, Ordering::Relaxed);
+                        store_state.call_in_flight.store(false, Ordering::Relaxed);
                     }
                     Err(error) => {
-                        if error.nothing_ran() {
-                            known.unsettled.store(false, Ordering::Relaxed);
+                        if error.is_not_executed() {
+                            store_state.call_in_flight.store(false, Ordering::Relaxed);
                         } else {
-                            known.counted.store(true, Ordering::Relaxed);
+                            store_state.may_be_counted.store(true, Ordering::Relaxed);
                         }
                         if error.is_overload() {
-                            pause = pause.min(REPEAT);
+                            renew_delay = renew_delay.min(RETRY_INTERVAL);
                         }
                         debug!(%error, "a concurrency permit was not renewed");
                     }
@@ -276,127 +276,127 @@ impl Leases {
     }
 }
 
-impl Drop for Leases {
+impl Drop for ConcurrencyPermits {
     fn drop(&mut self) {
         if let Some(renewal) = &self.renewal {
             renewal.abort();
         }
-        if self.held.is_empty() {
+        if self.permits.is_empty() {
             return;
         }
-        self.release_here();
-        let unsettled = self.known.unsettled.load(Ordering::Relaxed);
-        if !unsettled && !self.known.counted.load(Ordering::Relaxed) {
+        self.release_local_share();
+        let call_in_flight = self.store_state.call_in_flight.load(Ordering::Relaxed);
+        if !call_in_flight && !self.store_state.may_be_counted.load(Ordering::Relaxed) {
             return;
         }
-        let (ledger, held) = (self.ledger.clone(), self.held.clone());
+        let (store_handle, permits) = (self.store_handle.clone(), self.permits.clone());
         // A call that nobody waited for may run after its release, on another connection or in a store that hung.
-        let (mut certain, longest) = (!unsettled, self.longest());
-        self.ledger.spawn(async move {
+        let (mut is_certain, max_ttl) = (!call_in_flight, self.max_ttl());
+        self.store_handle.spawn(async move {
             // One life after the store answers again the permits have ended by themselves.
-            let mut answering = monotonic();
-            while since(answering) < longest {
-                match ledger.call(DecidedBy::Store, RELEASE, &held).await {
-                    Ok(_) if certain => return,
-                    Ok(_) => certain = true,
+            let mut last_outage_at = monotonic();
+            while elapsed_since(last_outage_at) < max_ttl {
+                match store_handle.call(DecidedBy::Store, RELEASE_PERMIT, &permits).await {
+                    Ok(_) if is_certain => return,
+                    Ok(_) => is_certain = true,
                     Err(error) => {
                         debug!(%error, "a concurrency permit is not released yet");
-                        if error.is_outage() && !ledger.tasks.is_closed() {
-                            answering = monotonic();
+                        if error.is_outage() && !store_handle.tasks.is_closed() {
+                            last_outage_at = monotonic();
                         }
                     }
                 }
-                ledger.backend.recovery_within(REPEAT).await;
+                store_handle.store.recovery_within(RETRY_INTERVAL).await;
             }
         });
     }
 }
 
 /// Settles debts: the standing of the limits that were charged or refunded, by their places on the route.
-pub type Settling = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, StoreError>> + Send>>;
+pub type SettleFuture = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, StoreError>> + Send>>;
 
 /// What a request owes until its response is known.
 #[derive(Debug)]
-pub struct Debts {
-    ledger: Arc<Ledger>,
-    source: DecidedBy,
-    owed: Vec<Owed>,
+pub struct DeferredCharges {
+    store_handle: Arc<StoreHandle>,
+    decided_by: DecidedBy,
+    charges: Vec<DeferredCharge>,
 }
 
 /// What it owes to one limit.
 #[derive(Debug)]
-pub struct Owed {
+pub struct DeferredCharge {
     /// What remains to be done.
-    pub later: Later,
+    pub deferred: Deferred,
     /// When the limit was asked, µs by the clock of whoever keeps it.
     pub charged_at: u64,
     /// The charge.
-    pub pending: Pending,
+    pub charge: OwnedCharge,
 }
 
-impl Debts {
+impl DeferredCharges {
     /// Of a request that was admitted.
-    pub fn new(ledger: Arc<Ledger>, source: DecidedBy, owed: Vec<Owed>) -> Self {
-        Debts { ledger, source, owed }
+    pub fn new(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
+        DeferredCharges { store_handle: ledger: store_handle, decided_by: source: decided_by, charges: owed: charges }
     }
 
     /// Charges and gives back what the response says for each limit, by its place on the route; none if there is nothing
     /// to do. When the store does not answer, a charge may be lost; it is never made twice.
-    pub fn settle(mut self, due: impl Fn(usize, Later) -> Due) -> Option<Settling> {
+    pub fn settle(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Option<SettleFuture> {
         // One call for all that is paid, one for all that was charged at the same instant: mostly one.
-        let mut calls: Vec<(Operation, Vec<Pending>)> = Vec::new();
-        for Owed { later, charged_at, pending } in mem::take(&mut self.owed) {
-            let (operation, pending) = match due(pending.place, later) {
-                Due::Nothing => continue,
-                Due::Pay(units) => (Operation::Charge, Pending { units, ..pending }),
-                Due::Refund => (Operation::Refund { charged_at }, pending),
+        let mut calls: Vec<(Operation, Vec<OwnedCharge>)> = Vec::new();
+        for DeferredCharge { deferred, charged_at, charge: pending } in mem::take(&mut self.charges) {
+            let (operation, pending) = match action_for(pending.limit_index, deferred) {
+                SettleAction::Nothing => continue,
+                SettleAction::Charge(cost) => (Operation::Charge, OwnedCharge { cost_or_permit_id: cost, ..pending }),
+                SettleAction::Refund => (Operation::Refund { charged_at }, pending),
             };
-            match calls.iter_mut().find(|(of_call, _)| *of_call == operation) {
-                Some((_, all)) => all.push(pending),
+            match calls.iter_mut().find(|(call_operation, _)| *call_operation == operation) {
+                Some((_, charges)) => charges.push(pending),
                 None => calls.push((operation, vec![pending])),
             }
         }
         if calls.is_empty() {
             return None;
         }
-        let (ledger, source) = (self.ledger.clone(), self.source);
+        let (store_handle, decided_by) = (self.store_handle.clone(), self.decided_by);
         // A task of its own: a client that leaves now does not escape the charge.
-        let task = self.ledger.tasks.spawn(async move {
-            let (mut standings, mut failure) = (Vec::new(), None);
+        let task = self.store_handle.tasks.spawn(async move {
+            let (mut outcomes, mut failure) = (Vec::new(), None);
             for (operation, pending) in calls {
-                match ledger.call(source, operation, &pending).await {
+                match store_handle.call(decided_by, operation, &pending).await {
                     Ok(verdict) => {
-                        standings.extend(pending.iter().map(|pending| pending.place).zip(verdict.outcomes));
+                        outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
                     }
                     Err(error) => {
                         if let StoreError::Overloaded = error {
                             // The response does not wait for it.
-                            ledger.spawn(deliver(ledger.clone(), source, operation, pending));
+                            store_handle.spawn(deliver_deferred(store_handle.clone(), decided_by, operation, pending));
                         }
                         failure = Some(error);
                     }
                 }
             }
-            failure.map_or(Ok(standings), Err)
+            failure.map_or(Ok(outcomes), Err)
         });
         Some(Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) }))
     }
 }
 
-impl Drop for Debts {
+impl Drop for DeferredCharges {
     fn drop(&mut self) {
         // The client left before the response was known; what was asked for may have been done.
-        let owed = mem::take(&mut self.owed).into_iter();
-        let owed: Vec<_> = owed.filter(|owed| owed.later == Later::Pay).map(|owed| owed.pending).collect();
+        let charges = mem::take(&mut self.charges).into_iter();
+        let owed: Vec<_> = charges.filter(|owed| owed.deferred == Deferred::Charge).map(|owed| owed.charge).collect();
         if owed.is_empty() {
             return;
         }
-        self.ledger.spawn(deliver(self.ledger.clone(), self.source, Operation::Charge, owed));
+        self.store_handle.spawn(deliver_deferred(self.store_handle.clone(), self.decided_by, Operation::Charge, owed));
     }
 }
 
-async fn deliver(ledger: Arc<Ledger>, source: DecidedBy, operation: Operation, pending: Vec<Pending>) {
-    if let Err(error) = ledger.deliver(source, operation, pending).await {
+async fn deliver_deferred(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge>) {
+    if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
         debug!(%error, ?operation, "what a response made of a cost was not counted");
     }
 }

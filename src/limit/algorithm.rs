@@ -11,11 +11,11 @@ mod step;
 pub mod token_bucket;
 
 use concurrency::Concurrency;
-use fixed_window::{FixedWindow, Start};
+use fixed_window::{FixedWindow, WindowStart};
 use sliding_buckets::SlidingBuckets;
 use sliding_log::SlidingLog;
 use sliding_window::SlidingWindow;
-pub use step::{Ask, Change, LeaseEdit, LogEdit, MOST, Outcome, State, Status, Step};
+pub use step::{StepKind, Change, PermitEdit, LogEdit, MAX_STATE, Outcome, State, Status, Step};
 use token_bucket::TokenBucket;
 
 use crate::limit::quota::{Quota, QuotaError};
@@ -39,14 +39,14 @@ pub enum Rule {
 
 impl Rule {
     /// Asks the algorithm; nothing is written.
-    pub fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
+    pub fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         match self {
-            Rule::TokenBucket(rule) => rule.step(state, now, ask, cost),
-            Rule::FixedWindow(rule) => rule.step(state, now, ask, cost),
-            Rule::SlidingWindow(rule) => rule.step(state, now, ask, cost),
-            Rule::SlidingBuckets(rule) => rule.step(state, now, ask, cost),
-            Rule::SlidingLog(rule) => rule.step(state, now, ask, cost),
-            Rule::Concurrency(rule) => rule.step(state, now, ask, cost),
+            Rule::TokenBucket(rule) => rule.step(state, now, kind, cost),
+            Rule::FixedWindow(rule) => rule.step(state, now, kind, cost),
+            Rule::SlidingWindow(rule) => rule.step(state, now, kind, cost),
+            Rule::SlidingBuckets(rule) => rule.step(state, now, kind, cost),
+            Rule::SlidingLog(rule) => rule.step(state, now, kind, cost),
+            Rule::Concurrency(rule) => rule.step(state, now, kind, cost),
         }
     }
 
@@ -67,37 +67,37 @@ impl Rule {
     }
 
     /// The kind of the script contract.
-    pub fn kind(&self) -> Kind {
+    pub fn kind(&self) -> AlgorithmKind {
         match self {
-            Rule::TokenBucket(_) => Kind::TokenBucket,
+            Rule::TokenBucket(_) => AlgorithmKind::TokenBucket,
             Rule::FixedWindow(rule) => match rule.start {
-                Start::Aligned { .. } => Kind::FixedWindow,
-                Start::FirstRequest => Kind::FirstRequest,
-                Start::Calendar(_) => Kind::Calendar,
+                WindowStart::Aligned { .. } => AlgorithmKind::FixedWindow,
+                WindowStart::FirstRequest => AlgorithmKind::FirstRequest,
+                WindowStart::Calendar(_) => AlgorithmKind::Calendar,
             },
-            Rule::SlidingWindow(_) => Kind::SlidingWindow,
-            Rule::SlidingBuckets(_) => Kind::SlidingBuckets,
-            Rule::SlidingLog(_) => Kind::SlidingLog,
-            Rule::Concurrency(_) => Kind::Concurrency,
+            Rule::SlidingWindow(_) => AlgorithmKind::SlidingWindow,
+            Rule::SlidingBuckets(_) => AlgorithmKind::SlidingBuckets,
+            Rule::SlidingLog(_) => AlgorithmKind::SlidingLog,
+            Rule::Concurrency(_) => AlgorithmKind::Concurrency,
         }
     }
 
     /// The arguments a to d of the script contract, for a call at about this instant.
-    pub fn arguments(&self, now_us: u64) -> [u64; 4] {
+    pub fn script_arguments(&self, now_us: u64) -> [u64; 4] {
         match self {
             Rule::TokenBucket(rule) => [rule.burst, rule.refill, rule.parts, 0],
             Rule::FixedWindow(rule) => match &rule.start {
-                Start::Aligned { phase } => [rule.limit, rule.window, *phase, 0],
-                Start::FirstRequest => [rule.limit, rule.window, 0, 0],
-                Start::Calendar(windows) => {
-                    let [first, second, third] = windows.around(now_us);
+                WindowStart::Aligned { phase } => [rule.limit, rule.window, *phase, 0],
+                WindowStart::FirstRequest => [rule.limit, rule.window, 0, 0],
+                WindowStart::Calendar(windows) => {
+                    let [first, second, third] = windows.boundaries_around(now_us);
                     [rule.limit, first, second, third]
                 }
             },
             Rule::SlidingWindow(rule) => [rule.limit, rule.window, rule.unit, 0],
             Rule::SlidingBuckets(rule) => [rule.limit, rule.window, rule.buckets, 0],
             Rule::SlidingLog(rule) => [rule.limit, rule.window, 0, 0],
-            Rule::Concurrency(rule) => [rule.limit, rule.lease, 0, 0],
+            Rule::Concurrency(rule) => [rule.limit, rule.ttl, 0, 0],
         }
     }
 
@@ -105,10 +105,10 @@ impl Rule {
     ///
     /// # Errors
     /// The size cannot be counted exactly, or the algorithm cannot have it.
-    pub fn resized(&self, quota: Quota, burst: Option<u64>) -> Result<Rule, QuotaError> {
+    pub fn with_quota(&self, quota: Quota, burst: Option<u64>) -> Result<Rule, QuotaError> {
         Ok(match self {
             Rule::TokenBucket(_) => Rule::TokenBucket(TokenBucket::new(quota, burst.unwrap_or(quota.count))?),
-            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow::new(quota, rule.start.resized(quota)?)?),
+            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow::new(quota, rule.start.with_quota(quota)?)?),
             Rule::SlidingWindow(_) => Rule::SlidingWindow(SlidingWindow::new(quota)?),
             Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets::new(quota, rule.buckets)?),
             Rule::SlidingLog(_) => Rule::SlidingLog(SlidingLog::new(quota)?),
@@ -120,8 +120,8 @@ impl Rule {
     ///
     /// # Errors
     /// It is no such quota.
-    pub fn read_quota(&self, text: &str) -> Result<Quota, QuotaError> {
-        if let Rule::Concurrency(_) = self { Quota::at_once(text) } else { text.parse() }
+    pub fn parse_quota(&self, text: &str) -> Result<Quota, QuotaError> {
+        if let Rule::Concurrency(_) = self { Quota::parse_concurrency(text) } else { text.parse() }
     }
 
     /// The largest cost that can ever fit.
@@ -142,9 +142,9 @@ impl Rule {
         match self {
             Rule::TokenBucket(_) | Rule::Concurrency(_) => letter,
             Rule::FixedWindow(rule) => match &rule.start {
-                Start::Calendar(windows) => format!("{letter}{windows}"),
-                Start::Aligned { phase: 1.. } => format!("{letter}{}p", rule.window),
-                Start::Aligned { .. } | Start::FirstRequest => format!("{letter}{}", rule.window),
+                WindowStart::Calendar(windows) => format!("{letter}{windows}"),
+                WindowStart::Aligned { phase: 1.. } => format!("{letter}{}p", rule.window),
+                WindowStart::Aligned { .. } | WindowStart::FirstRequest => format!("{letter}{}", rule.window),
             },
             Rule::SlidingWindow(rule) => format!("{letter}{}", rule.window),
             Rule::SlidingBuckets(rule) => format!("{letter}{}k{}", rule.window, rule.buckets),
@@ -154,22 +154,22 @@ impl Rule {
 
     /// The share of one of `n` gateways that decide without a common store, large enough for a charge of `cost`; none if it
     /// cannot be counted exactly.
-    pub fn share(&self, n: u64, cost: u64) -> Option<Rule> {
-        let of = |size: u64| size.div_ceil(n).max(cost);
+    pub fn local_share(&self, gateway_count: u64, cost: u64) -> Option<Rule> {
+        let share_of = |size: u64| size.div_ceil(gateway_count).max(cost);
         Some(match self {
-            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(n, of(rule.burst))?),
-            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: of(rule.limit), ..rule.clone() }),
-            Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: of(rule.limit), ..*rule }),
-            Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: of(rule.limit), ..*rule }),
-            Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: of(rule.limit), ..*rule }),
-            Rule::Concurrency(rule) => Rule::Concurrency(Concurrency { limit: rule.limit.div_ceil(n), ..*rule }),
+            Rule::TokenBucket(rule) => Rule::TokenBucket(rule.share(gateway_count, share_of(rule.burst))?),
+            Rule::FixedWindow(rule) => Rule::FixedWindow(FixedWindow { limit: share_of(rule.limit), ..rule.clone() }),
+            Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: share_of(rule.limit), ..*rule }),
+            Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: share_of(rule.limit), ..*rule }),
+            Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: share_of(rule.limit), ..*rule }),
+            Rule::Concurrency(rule) => Rule::Concurrency(Concurrency { limit: rule.limit.div_ceil(gateway_count), ..*rule }),
         })
     }
 }
 
 /// The kinds of the script contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Kind {
+pub enum AlgorithmKind {
     /// `token_bucket.lua`
     TokenBucket,
     /// `fixed_window.lua`, aligned
@@ -188,18 +188,18 @@ pub enum Kind {
     Concurrency,
 }
 
-impl Kind {
+impl AlgorithmKind {
     /// The letter that the script knows the kind by.
     pub fn letter(self) -> &'static str {
         match self {
-            Kind::TokenBucket => "B",
-            Kind::FixedWindow => "F",
-            Kind::FirstRequest => "X",
-            Kind::Calendar => "K",
-            Kind::SlidingWindow => "W",
-            Kind::SlidingBuckets => "S",
-            Kind::SlidingLog => "L",
-            Kind::Concurrency => "C",
+            AlgorithmKind::TokenBucket => "B",
+            AlgorithmKind::FixedWindow => "F",
+            AlgorithmKind::FirstRequest => "X",
+            AlgorithmKind::Calendar => "K",
+            AlgorithmKind::SlidingWindow => "W",
+            AlgorithmKind::SlidingBuckets => "S",
+            AlgorithmKind::SlidingLog => "L",
+            AlgorithmKind::Concurrency => "C",
         }
     }
 }

@@ -7,52 +7,52 @@ use redis::{Cmd, Value};
 use tokio::time::{Duration, sleep, timeout};
 
 use super::clock::{self, monotonic};
-use super::cluster::topology::Topology;
-use super::cluster::{self, Cluster};
-use super::guard::{Breaker, Guard, Recovery};
+use super::cluster::topology::ClusterMap;
+use super::cluster::{self, ClusterStore};
+use super::guard::{CircuitBreaker, GuardedStore, RecoverySignal};
 use super::memory::MemoryStore;
-use super::redis::{RedisSettings, RedisStore, Servers};
+use super::redis::{RedisSettings, ServerStore, RedisDeployment};
 use super::store::{Charge, Operation, StoreError, Verdict};
-use super::tallies::{Answered, Tallies};
+use super::tallies::{AnsweredBy, LimiterMetrics};
 
 /// Where the counters of this worker live.
 #[derive(Debug)]
-pub enum Backend {
+pub enum Store {
     /// In this process.
     Memory(Arc<MemoryStore>),
     /// In Redis, with this process' counters for the time when it fails.
     Redis {
         /// The store.
-        store: Shared,
+        store: RedisStore,
         /// The local shares.
         fallback: Arc<MemoryStore>,
         /// What was asked, and what came of it.
-        tallies: Arc<Tallies>,
+        metrics: Arc<LimiterMetrics>,
     },
 }
 
 /// One Redis, or many.
 #[derive(Debug, Clone)]
-pub enum Shared {
+pub enum RedisStore {
     /// One server keeps all.
-    One(Guard),
+    Single(GuardedStore),
     /// The masters of a cluster share the identities.
-    Cluster(Cluster),
+    Cluster(ClusterStore),
 }
 
-impl Shared {
+impl RedisStore {
     /// What these servers keep. Make one for each runtime, within it: connections live on the one that made them. All of a
     /// process share what is known of who fails.
     pub fn new(
-        (servers, settings): &(Servers, RedisSettings),
-        breaker: Arc<Breaker>,
-        topology: Arc<Topology>,
-        tallies: Arc<Tallies>,
+        (deployment, settings): &(RedisDeployment, RedisSettings),
+        breaker: Arc<CircuitBreaker>,
+        topology: Arc<ClusterMap>,
+        metrics: Arc<LimiterMetrics>,
     ) -> Self {
-        match servers.clone() {
-            Servers::One(server) => Shared::One(Guard::new(RedisStore::new(settings, server, tallies), breaker)),
-            Servers::Cluster { seeds, login } => {
-                Shared::Cluster(Cluster::new(settings.clone(), seeds, login, topology, tallies))
+        match deployment.clone() {
+            RedisDeployment::Single(server) => RedisStore::Single(GuardedStore::new(ServerStore::new(settings, server, metrics), breaker)),
+            RedisDeployment::Cluster { seeds, login } => {
+                RedisStore::Cluster(ClusterStore::new(settings.clone(), seeds, login, topology, metrics))
             }
         }
     }
@@ -60,16 +60,16 @@ impl Shared {
     /// Connects, so that the first request finds connections.
     pub async fn connect(&self) {
         match self {
-            Shared::One(guard) => guard.connect().await,
-            Shared::Cluster(cluster) => cluster.connect().await,
+            RedisStore::Single(guard) => guard.connect().await,
+            RedisStore::Cluster(cluster) => cluster.connect().await,
         }
     }
 
     /// Told each time that a server answers again after an outage.
-    pub fn recovery(&self) -> &Arc<Recovery> {
+    pub fn recovery(&self) -> &Arc<RecoverySignal> {
         match self {
-            Shared::One(guard) => guard.recovery(),
-            Shared::Cluster(cluster) => cluster.recovery(),
+            RedisStore::Single(guard) => guard.recovery(),
+            RedisStore::Cluster(cluster) => cluster.recovery(),
         }
     }
 
@@ -77,11 +77,11 @@ impl Shared {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn ask(&self, due: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+    pub async fn call_before(&self, deadline: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         match self {
-            Shared::One(store) => store.ask(due, false, operation, charges).await,
+            RedisStore::Single(store) => store.call_before(deadline, false, operation, charges).await,
             // On the heap: the others should not have to carry its size.
-            Shared::Cluster(store) => Box::pin(store.ask(due, operation, charges)).await,
+            RedisStore::Cluster(store) => Box::pin(store.call_before(deadline, operation, charges)).await,
         }
     }
 
@@ -90,25 +90,25 @@ impl Shared {
     /// # Errors
     /// See [`StoreError`].
     pub async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
-        self.ask(monotonic() + self.timeout(), operation, charges).await
+        self.call_before(monotonic() + self.timeout(), operation, charges).await
     }
 
     /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn aside(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
+    pub async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
         match self {
-            Shared::One(guard) => guard.aside(guard.timeout(), false, command).await,
-            Shared::Cluster(cluster) => Box::pin(cluster.aside(slot, command)).await,
+            RedisStore::Single(guard) => guard.admin_command(guard.timeout(), false, command).await,
+            RedisStore::Cluster(cluster) => Box::pin(cluster.admin_command(slot, command)).await,
         }
     }
 
     /// Maximum time from when a request asks to its verdict.
     pub fn timeout(&self) -> Duration {
         match self {
-            Shared::One(guard) => guard.timeout(),
-            Shared::Cluster(cluster) => cluster.timeout(),
+            RedisStore::Single(guard) => guard.timeout(),
+            RedisStore::Cluster(cluster) => cluster.timeout(),
         }
     }
 }
@@ -124,7 +124,7 @@ pub enum DecidedBy {
 
 impl DecidedBy {
     /// One word for logs.
-    pub fn word(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
             DecidedBy::Store => "store",
             DecidedBy::Local => "local",
@@ -132,61 +132,61 @@ impl DecidedBy {
     }
 }
 
-impl Backend {
+impl Store {
     /// Asks the store, or the counters that stand in for it. The time of the store counts from `since`.
     ///
     /// # Errors
     /// See [`StoreError`]; what is local does not fail.
     pub async fn call(
         &self,
-        source: DecidedBy,
-        since: Instant,
+        decided_by: DecidedBy,
+        started_at: Instant,
         operation: Operation,
         charges: &[Charge<'_>],
     ) -> Result<Verdict, StoreError> {
-        let (store, tallies) = match (self, source) {
-            (Backend::Memory(memory) | Backend::Redis { fallback: memory, .. }, DecidedBy::Local)
-            | (Backend::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
-            (Backend::Redis { store, tallies, .. }, DecidedBy::Store) => (store, tallies),
+        let (store, metrics) = match (self, decided_by) {
+            (Store::Memory(memory) | Store::Redis { fallback: memory, .. }, DecidedBy::Local)
+            | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
+            (Store::Redis { store, metrics: tallies, .. }, DecidedBy::Store) => (store, tallies),
         };
         // On the heap: checks that stay in this process should not have to carry its size.
-        let answer = Box::pin(store.ask(since + store.timeout(), operation, charges)).await;
-        match &answer {
-            Ok(_) => tallies.round_trips.observe(clock::since(since)),
-            Err(StoreError::Open | StoreError::Overloaded) => tallies.failures.increment(1),
-            Err(_) => tallies.failures.increment(0),
+        let result = Box::pin(store.call_before(started_at + store.timeout(), operation, charges)).await;
+        match &result {
+            Ok(_) => metrics.round_trips.observe(clock::elapsed_since(started_at)),
+            Err(StoreError::BreakerOpen | StoreError::Overloaded) => metrics.failures.increment(1),
+            Err(_) => metrics.failures.increment(0),
         }
-        answer
+        result
     }
 
     /// Returns after this time, or before that when the store answers again after an outage.
     pub async fn recovery_within(&self, time: Duration) {
         match self {
-            Backend::Memory(_) => sleep(time).await,
-            Backend::Redis { store, .. } => drop(timeout(time, store.recovery().next()).await),
+            Store::Memory(_) => sleep(time).await,
+            Store::Redis { store, .. } => drop(timeout(time, store.recovery().recovered()).await),
         }
     }
 
     /// Whether the store answered again within this time after an outage.
     pub fn has_recovered_within(&self, time: Duration) -> bool {
         match self {
-            Backend::Memory(_) => false,
-            Backend::Redis { store, .. } => store.recovery().is_within(time),
+            Store::Memory(_) => false,
+            Store::Redis { store, .. } => store.recovery().is_within(time),
         }
     }
 
     /// Notes who answered a check.
-    pub fn count(&self, answered: Answered) {
-        if let Backend::Redis { tallies, .. } = self {
-            tallies.checks.increment(answered as usize);
+    pub fn count_check(&self, answered_by: AnsweredBy) {
+        if let Store::Redis { metrics, .. } = self {
+            metrics.checks.increment(answered_by as usize);
         }
     }
 
     /// Whether these charges are decided by one call.
     pub fn is_one_call(&self, charges: &[Charge<'_>]) -> bool {
         match self {
-            Backend::Memory(_) | Backend::Redis { store: Shared::One(_), .. } => true,
-            Backend::Redis { store: Shared::Cluster(_), .. } => cluster::is_one_call(charges),
+            Store::Memory(_) | Store::Redis { store: RedisStore::Single(_), .. } => true,
+            Store::Redis { store: RedisStore::Cluster(_), .. } => cluster::is_single_slot(charges),
         }
     }
 }

@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 /// Clocks of two machines drift apart by less than this part of a wait.
-const DRIFT: u32 = 2000;
+const MAX_DRIFT_DIVISOR: u32 = 2000;
 
 /// Where a store takes the instant of a decision from.
 #[derive(Debug, Clone, Default)]
@@ -45,14 +45,14 @@ impl Clock {
     pub fn now_us(&self) -> u64 {
         match self {
             Clock::Manual(now) => now.load(Ordering::SeqCst),
-            Clock::Running(start, start_us) => start_us + since(*start).as_micros() as u64,
+            Clock::Running(start, start_us) => start_us + elapsed_since(*start).as_micros() as u64,
             Clock::Store => unix_us(),
             Clock::Skewed(by_us) => unix_us().saturating_add_signed(*by_us),
         }
     }
 
     /// Now as the script's argument: 0 leaves it to the server.
-    pub fn argument_us(&self) -> u64 {
+    pub fn script_argument_us(&self) -> u64 {
         match self {
             Clock::Manual(_) => self.now_us(),
             Clock::Store | Clock::Skewed(_) | Clock::Running(..) => 0,
@@ -62,12 +62,12 @@ impl Clock {
 
 /// The system's wall clock, µs since the Unix epoch.
 pub fn unix_us() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| elapsed_since.as_micros() as u64)
 }
 
 /// The part of a wait by another machine's clock that lasts at least as long by ours.
-pub fn certain(wait: Duration) -> Duration {
-    wait - wait / DRIFT
+pub fn subtract_drift(wait: Duration) -> Duration {
+    wait - wait / MAX_DRIFT_DIVISOR
 }
 
 /// A clock that never goes back, for deadlines and durations. It is tokio's, which the timers follow: the clock of the system,
@@ -77,24 +77,24 @@ pub fn monotonic() -> Instant {
 }
 
 /// The time since an instant of [`monotonic`]. [`Instant::elapsed`] does not stand still where that is paused.
-pub fn since(instant: Instant) -> Duration {
+pub fn elapsed_since(instant: Instant) -> Duration {
     monotonic().saturating_duration_since(instant)
 }
 
 /// Lets something that may happen often be said now and then.
 #[derive(Debug, Default)]
-pub struct Seldom(AtomicU64);
+pub struct LogThrottle(AtomicU64);
 
-impl Seldom {
+impl LogThrottle {
     /// Something that has not been said yet.
     pub const fn new() -> Self {
-        Seldom(AtomicU64::new(0))
+        LogThrottle(AtomicU64::new(0))
     }
 
     /// Whether it was not said within this time; then it counts as said now.
-    pub fn unsaid_for(&self, time: Duration) -> bool {
-        let (now, said) = (unix_us(), self.0.load(Ordering::Relaxed));
-        u128::from(now.abs_diff(said)) >= time.as_micros()
-            && self.0.compare_exchange(said, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+    pub fn should_log(&self, interval: Duration) -> bool {
+        let (now, logged_at) = (unix_us(), self.0.load(Ordering::Relaxed));
+        u128::from(now.abs_diff(logged_at)) >= interval.as_micros()
+            && self.0.compare_exchange(logged_at, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
     }
 }

@@ -18,79 +18,79 @@ use tokio::time::{Duration, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::admission::{Ledger, Pending};
-use super::advance::Advances;
+use super::admission::{StoreHandle, OwnedCharge};
+use super::advance::PrefetchPool;
 use super::algorithm::Status;
 use super::backend::DecidedBy;
-use super::clock::{monotonic, since};
-use super::redis::{LATEST, SOON};
+use super::clock::{monotonic, elapsed_since};
+use super::redis::{MAX_WORKER_DELAY, LATENCY_TARGET_DIVISOR};
 use super::store::{Charge, Operation, StoreError, Verdict};
-use super::tallies::Answered;
-use ahead::units;
+use super::tallies::AnsweredBy;
+use ahead::with_cost;
 
 /// Those who wait for a hot key let the worker go round so often before their call leaves with all who have come. With nothing else
 /// to do it is through at once; a busy one makes fewer calls, each of which takes Redis and the gateway as much as a request.
-const ROUNDS: usize = 4;
+const YIELDS_BEFORE_SEND: usize = 4;
 
 /// A worker that takes longer than this for a round is busy: all that were ready have come.
-const BUSY: Duration = Duration::from_millis(2);
+const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 
 /// A check that so many calls in a row granted to others only is denied, although more calls would find a unit that has come back
 /// meanwhile: it would not wait for one if it were alone.
-const MOST_MISSED: u32 = 2;
+const MAX_MISSED_CALLS: u32 = 2;
 
 /// Checks of one worker that may wait for a call of their set. Further ones are rejected at once.
-const MOST_WAITING: usize = 16_384;
+const MAX_WAITERS: usize = 16_384;
 
-type Answer = Result<Verdict, StoreError>;
+type CheckResult = Result<Verdict, StoreError>;
 
 /// The states of a request, if further ones for the same may be taken together with it.
 #[derive(Debug, Clone, Copy)]
-pub struct Set {
+pub struct CheckGroup {
     /// Names them.
     pub id: u128,
     /// So many units may be taken ahead when the set is hot.
-    pub advance: u64,
+    pub prefetch: u64,
 }
 
 /// A check that waits for the next call.
 #[derive(Debug)]
-struct Waiting {
-    answer: oneshot::Sender<Answer>,
-    since: Instant,
+struct Waiter {
+    reply: oneshot::Sender<CheckResult>,
+    queued_at: Instant,
     /// Calls that had no unit left for it after others got theirs.
-    missed: u32,
+    missed_calls: u32,
 }
 
 /// A set of which a check is in flight.
 #[derive(Debug, Default)]
 struct Flight {
     /// Those that leave with the next call, oldest first.
-    waiting: Vec<Waiting>,
+    waiters: Vec<Waiter>,
     /// Told when the check that found the set idle is answered; none as long as no task makes calls for those that wait.
-    landed: Option<Arc<Notify>>,
+    leader_done: Option<Arc<Notify>>,
 }
 
 /// The checks of one worker that are in flight.
 #[derive(Debug)]
-pub struct Coalescer {
+pub struct Singleflight {
     /// By the id of their set.
     flights: Mutex<HashMap<u128, Flight, RandomState>>,
     /// Checks that wait, of all sets.
-    waiting: AtomicUsize,
+    waiter_count: AtomicUsize,
     /// Maximum time from when a check is asked to its verdict.
     timeout: Duration,
     /// What is taken ahead, by all workers of the process.
-    advances: Arc<Advances>,
+    prefetch_pool: Arc<PrefetchPool>,
     /// Nothing more is needed.
-    ending: CancellationToken,
+    stop: CancellationToken,
 }
 
-impl Coalescer {
+impl Singleflight {
     /// Without checks in flight.
-    pub fn new(timeout: Duration, advances: Arc<Advances>) -> Self {
-        let (flights, waiting, ending) = Default::default();
-        Coalescer { flights, waiting, timeout, advances, ending }
+    pub fn new(timeout: Duration, prefetch_pool: Arc<PrefetchPool>) -> Self {
+        let (flights, waiter_count, stop) = Default::default();
+        Singleflight { flights, waiter_count, timeout, prefetch_pool: advances: prefetch_pool, stop }
     }
 
     /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
@@ -101,38 +101,38 @@ impl Coalescer {
     /// See [`StoreError`].
     pub async fn check(
         self: &Arc<Self>,
-        ledger: &Arc<Ledger>,
-        set: Set,
+        store_handle: &Arc<StoreHandle>,
+        group: CheckGroup,
         charges: &[Charge<'_>],
-        asked: Instant,
-        pending: impl Fn() -> Vec<Pending>,
-    ) -> Answer {
-        let turn = match self.lock().entry(set.id) {
-            Entry::Vacant(vacant) if set.advance == 0 || !self.advances.is_spent(set.id, asked) => {
+        asked_at: Instant,
+        owned_charges: impl Fn() -> Vec<OwnedCharge>,
+    ) -> CheckResult {
+        let queued = match self.lock().entry(group.id) {
+            Entry::Vacant(vacant) if group.prefetch == 0 || !self.prefetch_pool.is_exhausted(group.id, asked_at) => {
                 vacant.insert(Flight::default());
                 None
             }
             // One is in flight; or its prefetched units are used up: more are due, and this check goes with them.
             flight => {
-                if self.waiting.fetch_add(1, Ordering::Relaxed) >= MOST_WAITING {
-                    self.waiting.fetch_sub(1, Ordering::Relaxed);
+                if self.waiter_count.fetch_add(1, Ordering::Relaxed) >= MAX_WAITERS {
+                    self.waiter_count.fetch_sub(1, Ordering::Relaxed);
                     return Err(StoreError::Overloaded);
                 }
-                let (answer, turn) = oneshot::channel();
-                let idle = matches!(flight, Entry::Vacant(_));
+                let (reply, receiver) = oneshot::channel();
+                let is_idle = matches!(flight, Entry::Vacant(_));
                 let flight = flight.or_default();
-                flight.waiting.push(Waiting { answer, since: asked, missed: 0 });
-                self.serve(flight, idle, ledger, set, &pending);
-                Some(turn)
+                flight.waiters.push(Waiter { reply, queued_at: asked_at, missed_calls: 0 });
+                self.ensure_task(flight, is_idle, store_handle, group, &owned_charges);
+                Some(receiver)
             }
         };
-        let Some(turn) = turn else {
-            ledger.backend.count(Answered::Alone);
+        let Some(turn) = queued else {
+            store_handle.store.count_check(AnsweredBy::Store);
             // Dropped at the end, and also when the client leaves while its call is in flight.
-            let _landing = Landing { coalescer: self, set: set.id };
-            return ledger.backend.call(DecidedBy::Store, asked, Operation::Check, charges).await;
+            let _guard = FlightGuard { singleflight: self, group: group.id };
+            return store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, charges).await;
         };
-        ledger.backend.count(Answered::Together);
+        store_handle.store.count_check(AnsweredBy::Coalesced);
         turn.await.unwrap_or(Err(StoreError::Overloaded))
     }
 
@@ -141,59 +141,59 @@ impl Coalescer {
     }
 
     /// Has a task make the calls for those that wait, if none does yet: at once if the set is `idle`, else when its call is answered.
-    fn serve(
+    fn ensure_task(
         self: &Arc<Self>,
         flight: &mut Flight,
-        idle: bool,
-        ledger: &Arc<Ledger>,
-        set: Set,
-        pending: &impl Fn() -> Vec<Pending>,
+        is_idle: bool,
+        store_handle: &Arc<StoreHandle>,
+        group: CheckGroup,
+        owned_charges: &impl Fn() -> Vec<OwnedCharge>,
     ) {
-        if flight.landed.is_some() {
+        if flight.leader_done.is_some() {
             return;
         }
-        let landed = flight.landed.insert(Arc::default()).clone();
-        let (coalescer, pending) = (self.clone(), pending());
-        let calls = Calls { coalescer, ledger: ledger.clone(), set, pending };
+        let leader_done = flight.leader_done.insert(Arc::default()).clone();
+        let (singleflight, pending) = (self.clone(), owned_charges());
+        let task = FlightTask { singleflight, store_handle: store_handle.clone(), group, charges: pending };
         // A separate task: a request that is cancelled does not cancel the others.
-        ledger.spawn(async move {
-            if !idle {
-                let _ = timeout(calls.coalescer.timeout / SOON, landed.notified()).await;
+        store_handle.spawn(async move {
+            if !is_idle {
+                let _ = timeout(task.singleflight.timeout / LATENCY_TARGET_DIVISOR, leader_done.notified()).await;
             }
-            Arc::new(calls).make().await;
+            Arc::new(task).run().await;
         });
     }
 
     /// Take the checks that wait for the next call of a set; without any, the set is idle. Checks whose time is all but over are
     /// rejected: all that share a call wait no longer than the oldest of them.
-    fn take(&self, set: u128, now: Instant) -> Vec<Waiting> {
+    fn take_waiters(&self, group_id: u128, now: Instant) -> Vec<Waiter> {
         let mut flights = self.lock();
-        let Entry::Occupied(mut flight) = flights.entry(set) else { return Vec::new() };
-        let mut waiting = mem::take(&mut flight.get_mut().waiting);
-        self.waiting.fetch_sub(waiting.len(), Ordering::Relaxed);
-        waiting.retain(|one| !one.answer.is_closed());
-        let most = self.timeout - self.timeout / 8;
-        for late in waiting.extract_if(.., |one| now.saturating_duration_since(one.since) >= most) {
-            let _ = late.answer.send(Err(StoreError::Overloaded));
+        let Entry::Occupied(mut flight) = flights.entry(group_id) else { return Vec::new() };
+        let mut waiters = mem::take(&mut flight.get_mut().waiters);
+        self.waiter_count.fetch_sub(waiters.len(), Ordering::Relaxed);
+        waiters.retain(|waiter| !waiter.reply.is_closed());
+        let max_wait = self.timeout - self.timeout / 8;
+        for expired in waiters.extract_if(.., |one| now.saturating_duration_since(one.queued_at) >= max_wait) {
+            let _ = expired.reply.send(Err(StoreError::Overloaded));
         }
-        if waiting.is_empty() {
+        if waiters.is_empty() {
             flight.remove();
         }
-        waiting
+        waiters
     }
 }
 
 /// The end of the check that found its set idle.
-struct Landing<'a> {
-    coalescer: &'a Coalescer,
-    set: u128,
+struct FlightGuard<'a> {
+    singleflight: &'a Singleflight,
+    group: u128,
 }
 
-impl Drop for Landing<'_> {
+impl Drop for FlightGuard<'_> {
     fn drop(&mut self) {
-        if let Entry::Occupied(flight) = self.coalescer.lock().entry(self.set) {
-            match &flight.get().landed {
-                Some(landed) => landed.notify_one(),
+        if let Entry::Occupied(flight) = self.singleflight.lock().entry(self.group) {
+            match &flight.get().leader_done {
+                Some(leader_done) => leader_done.notify_one(),
                 None => drop(flight.remove()),
             }
         }
@@ -202,72 +202,72 @@ impl Drop for Landing<'_> {
 
 /// What the calls for a set are made of.
 #[derive(Debug)]
-struct Calls {
-    coalescer: Arc<Coalescer>,
-    ledger: Arc<Ledger>,
-    set: Set,
-    pending: Vec<Pending>,
+struct FlightTask {
+    singleflight: Arc<Singleflight>,
+    store_handle: Arc<StoreHandle>,
+    group: CheckGroup,
+    charges: Vec<OwnedCharge>,
 }
 
-impl Calls {
+impl FlightTask {
     /// Makes calls for all that wait, as long as any do.
-    async fn make(self: Arc<Self>) {
+    async fn run(self: Arc<Self>) {
         loop {
-            let began = monotonic();
-            for _ in 0..ROUNDS {
+            let started_at = monotonic();
+            for _ in 0..YIELDS_BEFORE_SEND {
                 yield_now().await;
-                if since(began) > BUSY {
+                if elapsed_since(started_at) > BUSY_WORKER_DELAY {
                     break;
                 }
             }
             // What the worker did meanwhile is no delay of the store.
-            let late = since(began).min(LATEST);
-            let waiting = self.coalescer.take(self.set.id, monotonic() - late);
-            let Some(oldest) = waiting.iter().map(|one| one.since + late).min() else { return };
-            let calls = self.clone();
-            let call = self.ledger.tasks.spawn(async move { calls.call(waiting, oldest).await });
+            let worker_delay = elapsed_since(started_at).min(MAX_WORKER_DELAY);
+            let waiters = self.singleflight.take_waiters(self.group.id, monotonic() - worker_delay);
+            let Some(oldest_queued_at) = waiters.iter().map(|one| one.queued_at + worker_delay).min() else { return };
+            let task = self.clone();
+            let sent = self.store_handle.tasks.spawn(async move { task.send(waiters, oldest_queued_at).await });
             // The next ones leave with the answer, or beside a call that takes longer.
-            let _ = timeout(self.coalescer.timeout / SOON, call).await;
+            let _ = timeout(self.singleflight.timeout / LATENCY_TARGET_DIVISOR, sent).await;
         }
     }
 
     /// Asks for those that wait, the oldest since then.
-    async fn call(self: Arc<Self>, waiting: Vec<Waiting>, oldest: Instant) {
-        let answer = self.ask(waiting.len() as u64, oldest).await;
-        let (left, unclaimed) = share_out(&answer, waiting);
-        if let (Ok(verdict), 1..) = (&answer, unclaimed) {
+    async fn send(self: Arc<Self>, waiters: Vec<Waiter>, oldest_queued_at: Instant) {
+        let result = self.request(waiters.len() as u64, oldest_queued_at).await;
+        let (unanswered, abandoned) = distribute(&result, waiters);
+        if let (Ok(verdict), 1..) = (&result, abandoned) {
             let refund = Operation::Refund { charged_at: verdict.now_us };
-            let mut refunded = units(&self.pending, unclaimed);
-            for (pending, outcome) in refunded.iter_mut().zip(&verdict.outcomes) {
-                pending.debt_before_us = pending.plan.rule.debt_before_us(outcome, 0, verdict.granted);
+            let mut refunds = with_cost(&self.charges, abandoned);
+            for (pending, outcome) in refunds.iter_mut().zip(&verdict.outcomes) {
+                pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, verdict.granted);
             }
-            let ledger = self.ledger.clone();
+            let ledger = self.store_handle.clone();
             // A separate task: the checks without an answer do not wait for the reply.
-            self.ledger.spawn(async move {
-                if let Err(error) = ledger.call(DecidedBy::Store, refund, &refunded).await {
+            self.store_handle.spawn(async move {
+                if let Err(error) = ledger.call(DecidedBy::Store, refund, &refunds).await {
                     debug!(%error, "units of requests that were abandoned may not have been given back");
                 }
             });
         }
-        if left.is_empty() {
+        if unanswered.is_empty() {
             return;
         }
-        let mut flights = self.coalescer.lock();
-        let flight = flights.entry(self.set.id);
-        let idle = matches!(flight, Entry::Vacant(_));
+        let mut flights = self.singleflight.lock();
+        let flight = flights.entry(self.group.id);
+        let is_idle = matches!(flight, Entry::Vacant(_));
         let flight = flight.or_default();
-        self.coalescer.waiting.fetch_add(left.len(), Ordering::Relaxed);
-        flight.waiting.splice(..0, left);
-        self.coalescer.serve(flight, idle, &self.ledger, self.set, &|| self.pending.clone());
+        self.singleflight.waiter_count.fetch_add(unanswered.len(), Ordering::Relaxed);
+        flight.waiters.splice(..0, unanswered);
+        self.singleflight.ensure_task(flight, is_idle, &self.store_handle, self.group, &|| self.charges.clone());
     }
 
     /// Asks for so many units, and prefetches some if that is due.
-    async fn ask(&self, waiting: u64, since: Instant) -> Answer {
-        match self.coalescer.reserve(self.set, &self.pending) {
-            Some(reservation) => self.prefetch(reservation, waiting, since).await,
+    async fn request(&self, waiters: u64, started_at: Instant) -> CheckResult {
+        match self.singleflight.reserve(self.group, &self.charges) {
+            Some(reservation) => self.prefetch(reservation, waiters, started_at).await,
             None => {
-                let operation = if waiting == 1 { Operation::Check } else { Operation::Take };
-                self.ledger.call_since(DecidedBy::Store, since, operation, &units(&self.pending, waiting)).await
+                let operation = if waiters == 1 { Operation::Check } else { Operation::TakeUpTo };
+                self.store_handle.call_since(DecidedBy::Store, started_at, operation, &with_cost(&self.charges, waiters)).await
             }
         }
     }
@@ -275,42 +275,42 @@ impl Calls {
 
 /// Gives the units of a call to the checks that came first. Return the checks without an answer, which ask again, and the number of
 /// units of requests that were cancelled.
-fn share_out(answer: &Answer, waiting: Vec<Waiting>) -> (Vec<Waiting>, u64) {
-    let granted = answer.as_ref().map_or(0, |verdict| verdict.granted) as usize;
-    let (mut waiting, mut unclaimed) = (waiting.into_iter(), 0);
-    for (index, one) in waiting.by_ref().take(granted).enumerate() {
-        let answer = answer.clone().map(|mut verdict| {
+fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) {
+    let granted = result.as_ref().map_or(0, |verdict| verdict.granted) as usize;
+    let (mut waiting, mut abandoned) = (waiters.into_iter(), 0);
+    for (index, waiter) in waiting.by_ref().take(granted).enumerate() {
+        let answer = result.clone().map(|mut verdict| {
             verdict.granted = 1;
-            verdict.charged_after += (granted - 1 - index) as u64;
+            verdict.charged_later += (granted - 1 - index) as u64;
             for outcome in &mut verdict.outcomes {
                 // As it was before the units behind were taken.
                 outcome.remaining += (granted - 1 - index) as u64;
             }
             verdict
         });
-        unclaimed += u64::from(one.answer.send(answer).is_err());
+        abandoned += u64::from(waiter.reply.send(answer).is_err());
     }
     if granted == 0 {
         // Nothing was left, and the answer says when something will be; or there is none.
         for one in waiting.by_ref() {
-            let _ = one.answer.send(answer.clone());
+            let _ = one.reply.send(result.clone());
         }
     }
-    let mut left: Vec<_> = waiting.map(|one| Waiting { missed: one.missed + 1, ..one }).collect();
-    if let Ok(verdict) = answer {
-        for one in left.extract_if(.., |one| one.missed >= MOST_MISSED) {
-            let _ = one.answer.send(Ok(used_up(verdict)));
+    let mut unanswered: Vec<_> = waiting.map(|one| Waiter { missed_calls: one.missed_calls + 1, ..one }).collect();
+    if let Ok(verdict) = result {
+        for one in unanswered.extract_if(.., |one| one.missed_calls >= MAX_MISSED_CALLS) {
+            let _ = one.reply.send(Ok(exhausted_denial(verdict)));
         }
     }
-    (left, unclaimed)
+    (unanswered, abandoned)
 }
 
 /// The denial by limits that have nothing left.
-fn used_up(verdict: &Verdict) -> Verdict {
-    let mut denial = Verdict { granted: 0, ..verdict.clone() };
-    for outcome in denial.outcomes.iter_mut().filter(|outcome| outcome.remaining == 0) {
+fn exhausted_denial(verdict: &Verdict) -> Verdict {
+    let mut denied = Verdict { granted: 0, ..verdict.clone() };
+    for outcome in denied.outcomes.iter_mut().filter(|outcome| outcome.remaining == 0) {
         // When a unit comes back is not known.
-        outcome.status = Status::Busy;
+        outcome.status = Status::Saturated;
     }
-    denial
+    denied
 }

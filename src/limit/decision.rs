@@ -3,39 +3,39 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::admission::{Debts, Later, Leases, Pending};
+use super::admission::{DeferredCharges, Deferred, ConcurrencyPermits, OwnedCharge};
 use super::algorithm::{Outcome, Rule, Status};
 use super::backend::DecidedBy;
-use super::clock::since;
+use super::clock::elapsed_since;
 use super::key::{Identity, Key};
-use super::plan::{Limit, Plan};
+use super::plan::{LimitSpec, LimitVariant};
 use super::quota::Quota;
-use super::store::{Charge, Mode, Verdict};
+use super::store::{Charge, ChargeMode, Verdict};
 
 /// One limit asked about one identity.
 #[derive(Debug)]
-pub struct Check<'a, 'p> {
+pub struct LimitCheck<'a, 'p> {
     /// Which of the route's limits.
-    pub place: usize,
+    pub limit_index: usize,
     /// The limit.
-    pub limit: &'a Limit,
+    pub limit: &'a LimitSpec,
     /// The size that it has for this request.
-    pub plan: &'p Arc<Plan>,
+    pub variant: &'p Arc<LimitVariant>,
     /// Whose units.
     pub identity: Identity,
     /// How many.
     pub cost: u64,
     /// What remains to be done when the response is known.
-    pub later: Later,
+    pub deferred: Deferred,
 }
 
 /// What one limit says to a request.
 #[derive(Debug)]
-pub struct Judged<'a> {
+pub struct LimitResult<'a> {
     /// Which of the route's limits.
-    pub place: usize,
+    pub limit_index: usize,
     /// The limit.
-    pub limit: &'a Limit,
+    pub limit: &'a LimitSpec,
     /// The size that it had for the request.
     pub quota: Quota,
     /// Its answer.
@@ -48,89 +48,89 @@ pub struct Decision<'a> {
     /// Whether it may pass.
     pub admitted: bool,
     /// Who decided.
-    pub source: DecidedBy,
+    pub decided_by: DecidedBy,
     /// Whether it is an earlier denial that still holds.
-    pub remembered: bool,
+    pub is_from_cache: bool,
     /// Whether it was not checked for overload: all of its limits are shadow limits.
-    pub overloaded: bool,
+    pub is_overloaded: bool,
     /// The instant of the decision, µs since the Unix epoch.
     pub now_us: u64,
     /// Each limit that had a say, with its answer.
-    pub limits: Vec<Judged<'a>>,
+    pub results: Vec<LimitResult<'a>>,
     /// The shadow limits that would have denied the request.
-    pub shadow_denied: Vec<&'a Limit>,
+    pub shadow_denied: Vec<&'a LimitSpec>,
     /// What the request holds until it is over.
-    pub leases: Option<Box<Leases>>,
+    pub permits: Option<Box<ConcurrencyPermits>>,
     /// What it owes until its response is known.
-    pub debts: Option<Box<Debts>>,
+    pub deferred_charges: Option<Box<DeferredCharges>>,
     /// Where it is admitted and a limit may refund: for each check that was decided, its place and [`Charge::debt_before_us`].
     pub debts_before_us: Box<[(usize, u64)]>,
 }
 
-impl<'a> Check<'a, '_> {
+impl<'a> LimitCheck<'a, '_> {
     /// Names the state.
     pub fn key(&self) -> Key<'_> {
-        Key { identity: self.identity, bucket: &self.plan.bucket }
+        Key { identity: self.identity, state_name: &self.variant.state_name }
     }
 
     /// Units that must be there for the request to pass.
-    pub fn needs(&self) -> u64 {
-        if self.later == Later::Pay { 1 } else { self.cost }
+    pub fn required(&self) -> u64 {
+        if self.deferred == Deferred::Charge { 1 } else { self.cost }
     }
 
     /// Whether it is about requests in flight.
-    pub fn takes_lease(&self) -> bool {
-        matches!(self.plan.rule, Rule::Concurrency(_))
+    pub fn is_concurrency(&self) -> bool {
+        matches!(self.variant.rule, Rule::Concurrency(_))
     }
 
     /// Whether further units for the same state may be taken together with this one: a single unit, charged at once.
-    pub fn is_plain(&self) -> bool {
-        self.cost == 1 && self.later != Later::Pay && !self.limit.shadow && !self.takes_lease()
+    pub fn is_batchable(&self) -> bool {
+        self.cost == 1 && self.deferred != Deferred::Charge && !self.limit.shadow && !self.is_concurrency()
     }
 
     /// Whether a denial holds until its time is over: nothing is given back, and the limit denies at all.
-    pub fn is_memorable(&self) -> bool {
-        self.later != Later::Refund && !self.limit.shadow
+    pub fn is_cacheable(&self) -> bool {
+        self.deferred != Deferred::Refund && !self.limit.shadow
     }
 
     /// The rule that decides.
-    fn rule(&self, source: DecidedBy) -> &Rule {
-        match source {
-            DecidedBy::Store => &self.plan.rule,
-            DecidedBy::Local => &self.plan.share,
+    fn rule(&self, decided_by: DecidedBy) -> &Rule {
+        match decided_by {
+            DecidedBy::Store => &self.variant.rule,
+            DecidedBy::Local => &self.variant.local_rule,
         }
     }
 
     /// What it asks of whoever decides. The leases of a request count from `first_lease` on.
-    pub fn charge(&self, source: DecidedBy, first_lease: u64) -> Charge<'_> {
-        let rule = self.rule(source);
-        let mode = match (self.limit.shadow, self.later) {
-            (true, Later::Pay) => Mode::ShadowPostPaid,
-            (true, Later::Nothing | Later::Refund) => Mode::Shadow,
-            (false, Later::Pay) => Mode::PostPaid,
-            (false, Later::Nothing | Later::Refund) => Mode::Binding,
+    pub fn charge(&self, decided_by: DecidedBy, first_permit_id: u64) -> Charge<'_> {
+        let rule = self.rule(decided_by);
+        let mode = match (self.limit.shadow, self.deferred) {
+            (true, Deferred::Charge) => ChargeMode::ShadowDeferred,
+            (true, Deferred::Nothing | Deferred::Refund) => ChargeMode::Shadow,
+            (false, Deferred::Charge) => ChargeMode::Deferred,
+            (false, Deferred::Nothing | Deferred::Refund) => ChargeMode::Enforced,
         };
-        let lease = self.lease(first_lease);
-        Charge { key: self.key(), rule, cost: self.cost, mode, lease, debt_before_us: 0 }
+        let permit_id = self.permit_id(first_permit_id);
+        Charge { key: self.key(), rule, cost: self.cost, mode, permit_id, debt_before_us: 0 }
     }
 
     /// The id of its lease.
-    pub fn lease(&self, first_lease: u64) -> u64 {
-        first_lease.wrapping_add(self.place as u64)
+    pub fn permit_id(&self, first_permit_id: u64) -> u64 {
+        first_permit_id.wrapping_add(self.limit_index as u64)
     }
 
     /// The part of it that outlives the decision.
-    pub fn pending(&self, units: u64) -> Pending {
-        let (advance, debt_before_us) = (self.limit.advance, 0);
-        Pending { place: self.place, plan: self.plan.clone(), identity: self.identity, units, advance, debt_before_us }
+    pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
+        let (prefetch, debt_before_us) = (self.limit.prefetch, 0);
+        OwnedCharge { limit_index: self.limit_index, variant: self.variant.clone(), identity: self.identity, cost_or_permit_id, prefetch, debt_before_us }
     }
 
-    fn judged(&self, outcome: Outcome) -> Judged<'a> {
-        Judged { place: self.place, limit: self.limit, quota: self.plan.quota, outcome }
+    fn to_result(&self, outcome: Outcome) -> LimitResult<'a> {
+        LimitResult { limit_index: self.limit_index, limit: self.limit, quota: self.variant.quota, outcome }
     }
 }
 
-impl Judged<'_> {
+impl LimitResult<'_> {
     /// Whether it is a reason for a denial.
     pub fn denies(&self) -> bool {
         self.outcome.status != Status::Ok
@@ -141,54 +141,54 @@ impl<'a> Decision<'a> {
     /// What a verdict means for the checks that it is about.
     pub fn new<'b, 'p: 'b>(
         verdict: Verdict,
-        source: DecidedBy,
-        checks: impl Iterator<Item = &'b Check<'a, 'p>> + Clone,
+        decided_by: DecidedBy,
+        checks: impl Iterator<Item = &'b LimitCheck<'a, 'p>> + Clone,
     ) -> Decision<'a>
     where
         'a: 'b,
     {
-        Decision::of_charged(verdict, source, checks, 0)
+        Decision::from_earlier_charge(verdict, decided_by, checks, 0)
     }
 
     /// The same, of what was charged `elapsed_us` before the verdict.
-    pub fn of_charged<'b, 'p: 'b>(
+    pub fn from_earlier_charge<'b, 'p: 'b>(
         verdict: Verdict,
-        source: DecidedBy,
-        checks: impl Iterator<Item = &'b Check<'a, 'p>> + Clone,
+        decided_by: DecidedBy,
+        checks: impl Iterator<Item = &'b LimitCheck<'a, 'p>> + Clone,
         elapsed_us: u64,
     ) -> Decision<'a>
     where
         'a: 'b,
     {
         let mut debts_before_us = Box::default();
-        if verdict.granted > 0 && checks.clone().any(|check| check.later == Later::Refund) {
-            let before = checks.clone().zip(&verdict.outcomes).map(|(check, outcome)| {
-                let units = check.cost.saturating_add(verdict.charged_after);
-                (check.place, check.rule(source).debt_before_us(outcome, elapsed_us, units))
+        if verdict.granted > 0 && checks.clone().any(|check| check.deferred == Deferred::Refund) {
+            let entries = checks.clone().zip(&verdict.outcomes).map(|(check, outcome)| {
+                let cost = check.cost.saturating_add(verdict.charged_later);
+                (check.limit_index, check.rule(decided_by).debt_before_us(outcome, elapsed_us, cost))
             });
-            debts_before_us = before.collect();
+            debts_before_us = entries.collect();
         }
         let Verdict { granted, now_us, outcomes, .. } = verdict;
-        let (mut limits, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
+        let (mut results, mut shadow_denied) = (Vec::with_capacity(outcomes.len()), Vec::new());
         for (check, outcome) in checks.zip(outcomes) {
             match (check.limit.shadow, outcome.status) {
-                (false, _) => limits.push(check.judged(outcome)),
+                (false, _) => results.push(check.to_result(outcome)),
                 (true, Status::Ok) => {}
-                (true, Status::Over | Status::Never | Status::Busy) => shadow_denied.push(check.limit),
+                (true, Status::Exceeded | Status::CostTooLarge | Status::Saturated) => shadow_denied.push(check.limit),
             }
         }
         let admitted = granted > 0;
-        let (remembered, overloaded, leases, debts) = Default::default();
+        let (is_from_cache, is_overloaded, permits, deferred_charges) = Default::default();
         Decision {
             admitted,
-            source,
-            remembered,
-            overloaded,
+            decided_by: source: decided_by,
+            is_from_cache: remembered: is_from_cache,
+            is_overloaded: overloaded: is_overloaded,
             now_us,
-            limits,
+            results: limits: results,
             shadow_denied,
-            leases,
-            debts,
+            permits: leases: permits,
+            deferred_charges: debts: deferred_charges,
             debts_before_us,
         }
     }
@@ -199,29 +199,29 @@ impl<'a> Decision<'a> {
     }
 
     /// Who decided, in a word for logs.
-    pub fn decided_by(&self) -> &'static str {
-        if self.remembered { "denial-cache" } else { self.source.word() }
+    pub fn decider_label(&self) -> &'static str {
+        if self.is_from_cache { "denial-cache" } else { self.decided_by.label() }
     }
 
     /// The limits that deny the request.
-    pub fn violated(&self) -> impl Iterator<Item = &Judged<'a>> {
-        self.limits.iter().filter(|judged| judged.denies())
+    pub fn violated(&self) -> impl Iterator<Item = &LimitResult<'a>> {
+        self.results.iter().filter(|result| result.denies())
     }
 
     /// µs until the same request would pass; none if it never will. What is busy may come free at any time.
     pub fn retry_us(&self) -> Option<u64> {
-        let wait = |judged: &Judged<'_>| match judged.outcome.status {
-            Status::Ok | Status::Busy => Some(0),
-            Status::Over => Some(judged.outcome.retry_us),
-            Status::Never => None,
+        let retry_after = |result: &LimitResult<'_>| match result.outcome.status {
+            Status::Ok | Status::Saturated => Some(0),
+            Status::Exceeded => Some(result.outcome.retry_us),
+            Status::CostTooLarge => None,
         };
-        self.violated().map(wait).try_fold(0, |longest, retry| Some(longest.max(retry?)))
+        self.violated().map(retry_after).try_fold(0, |max_retry, retry| Some(max_retry.max(retry?)))
     }
 
     /// How long a denied request that came at `arrived` is to wait before it asks again, if its limits let it wait so long.
-    pub fn pause(&self, arrived: Instant) -> Option<Duration> {
+    pub fn retry_delay(&self, arrived_at: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
-        let patient = |judged: &Judged<'_>| judged.limit.wait.is_some_and(|wait| since(arrived) + pause <= wait.most);
-        self.violated().all(patient).then_some(pause)
+        let may_wait = |result: &LimitResult<'_>| result.limit.queue_policy.is_some_and(|wait| elapsed_since(arrived_at) + pause <= wait.max_wait);
+        self.violated().all(may_wait).then_some(pause)
     }
 }

@@ -9,72 +9,72 @@ use std::time::{Duration, Instant};
 use quick_cache::sync::Cache;
 
 use super::algorithm::{Outcome, Status};
-use super::clock::{certain, monotonic};
+use super::clock::{subtract_drift, monotonic};
 
 /// Entries are not older: a client that keeps asking costs the store a call each second. Until then a denial may have become untrue, by a
 /// reset, by prefetched units that another gateway gives back, and by those of a request that it could not answer in time.
-pub const LONGEST: Duration = Duration::from_secs(1);
+pub const MAX_DENIAL_AGE: Duration = Duration::from_secs(1);
 
 /// What was denied lately, bounded in number; shared by the workers of a process.
 #[derive(Debug)]
-pub struct Denials(Cache<u128, Denial>);
+pub struct DenialCache(Cache<u128, CachedDenial>);
 
 #[derive(Debug, Clone)]
-struct Denial {
-    plan: u64,
+struct CachedDenial {
+    variant_id: u64,
     cost: u64,
     /// Redis was asked after this instant, so its wait did not begin earlier: denied until then for certain.
-    until: Instant,
+    expires_at: Instant,
     /// Redis had decided by this instant: what callers are told is counted from here, so that they do not come too early.
-    decided: Instant,
+    decided_at: Instant,
     now_us: u64,
     outcome: Outcome,
 }
 
 /// A denial as it stands now.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Known {
+pub struct DenialHit {
     /// The instant of the store's clock, µs since the Unix epoch.
     pub now_us: u64,
     /// What the limit would say.
     pub outcome: Outcome,
 }
 
-impl Denials {
+impl DenialCache {
     /// A cache for so many denials.
-    pub fn new(entries: usize) -> Self {
-        Denials(Cache::new(entries))
+    pub fn new(capacity: usize) -> Self {
+        DenialCache(Cache::new(capacity))
     }
 
     /// Whether a charge of `cost` against the state `key`, in the size `plan`, is denied for certain.
-    pub fn find(&self, key: u128, plan: u64, cost: u64) -> Option<Known> {
-        let denial = self.0.get(&key).filter(|denial| denial.plan == plan && denial.cost == cost)?;
+    pub fn get(&self, key: u128, variant_id: u64, cost: u64) -> Option<DenialHit> {
+        let denial = self.0.get(&key).filter(|denial| denial.variant_id == variant_id && denial.cost == cost)?;
         let now = monotonic();
-        if now >= denial.until {
+        if now >= denial.expires_at {
             self.0.remove(&key);
             return None;
         }
-        let elapsed_us = now.saturating_duration_since(denial.decided).as_micros() as u64;
-        let left = |us: u64| us.saturating_sub(elapsed_us);
+        let elapsed_us = now.saturating_duration_since(denial.decided_at).as_micros() as u64;
+        let remaining_us = |us: u64| us.saturating_sub(elapsed_us);
         let Outcome { reset_us, retry_us, .. } = denial.outcome;
-        let outcome = Outcome { reset_us: left(reset_us), retry_us: left(retry_us).max(1), ..denial.outcome };
-        Some(Known { now_us: denial.now_us + elapsed_us, outcome })
+        let outcome = Outcome { reset_us: remaining_us(reset_us), retry_us: remaining_us(retry_us).max(1), ..denial.outcome };
+        Some(DenialHit { now_us: denial.now_us + elapsed_us, outcome })
     }
 
     /// Forgets all: somebody gave an identity more than it had.
-    pub fn forget(&self) {
+    pub fn clear(&self) {
         self.0.clear();
     }
 
     /// Remembers a denial that was asked for at `asked` and is known now.
-    pub fn note(&self, key: u128, plan: u64, cost: u64, known: Known, asked: Instant) {
-        let Known { now_us, outcome } = known;
+    pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
+        let DenialHit { now_us, outcome } = hit;
         // Busy may end at any time; what never fits is not asked for again and again.
-        if outcome.status != Status::Over {
+        if outcome.status != Status::Exceeded {
             return;
         }
-        let until = asked + certain(Duration::from_micros(outcome.retry_us)).min(LONGEST);
-        self.0.insert(key, Denial { plan, cost, until, decided: monotonic(), now_us, outcome });
+        let expires_at = asked_at + subtract_drift(Duration::from_micros(outcome.retry_us)).min(MAX_DENIAL_AGE);
+        self.0.insert(key, CachedDenial { variant_id: plan: variant_id, cost, expires_at: until: expires_at, decided_at: monotonic(), now_us, outcome });
     }
 }
 
@@ -82,52 +82,52 @@ impl Denials {
 mod tests {
     use super::*;
 
-    fn over(retry_us: u64) -> Known {
-        let outcome = Outcome { status: Status::Over, remaining: 3, reset_us: retry_us + 5, retry_us };
-        Known { now_us: 1000, outcome }
+    fn exceeded(retry_us: u64) -> DenialHit {
+        let outcome = Outcome { status: Status::Exceeded, remaining: 3, reset_us: retry_us + 5, retry_us };
+        DenialHit { now_us: 1000, outcome }
     }
 
     #[test]
-    fn what_was_denied_is_denied_for_the_same_size_and_cost() {
-        let denials = Denials::new(100);
-        denials.note(7, 1, 5, over(60_000_000), monotonic());
-        let known = denials.find(7, 1, 5).unwrap();
-        assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Over, 3));
+    fn denial_is_cached_for_the_same_variant_and_cost() {
+        let denials = DenialCache::new(100);
+        denials.insert(7, 1, 5, exceeded(60_000_000), monotonic());
+        let known = denials.get(7, 1, 5).unwrap();
+        assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Exceeded, 3));
         assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
-        assert_eq!(denials.find(7, 1, 6), None, "more waits longer");
-        assert_eq!(denials.find(7, 1, 4), None, "less may fit");
-        assert_eq!(denials.find(7, 2, 5), None, "another size may have room");
-        assert_eq!(denials.find(8, 1, 5), None, "another state");
+        assert_eq!(denials.get(7, 1, 6), None, "more waits longer");
+        assert_eq!(denials.get(7, 1, 4), None, "less may fit");
+        assert_eq!(denials.get(7, 2, 5), None, "another size may have room");
+        assert_eq!(denials.get(8, 1, 5), None, "another state");
     }
 
     #[test]
-    fn the_wait_is_counted_from_when_it_was_asked_for() {
-        let denials = Denials::new(100);
+    fn cached_denial_expires_from_the_time_of_the_call() {
+        let denials = DenialCache::new(100);
         let before = monotonic().checked_sub(Duration::from_millis(500)).unwrap();
-        denials.note(7, 1, 1, over(490_000), before);
-        assert_eq!(denials.find(7, 1, 1), None, "it may have passed");
-        denials.note(7, 1, 1, over(900_000), before);
-        assert!(denials.find(7, 1, 1).is_some());
+        denials.insert(7, 1, 1, exceeded(490_000), before);
+        assert_eq!(denials.get(7, 1, 1), None, "it may have passed");
+        denials.insert(7, 1, 1, exceeded(900_000), before);
+        assert!(denials.get(7, 1, 1).is_some());
     }
 
     #[test]
-    fn only_what_ends_by_itself_is_remembered_and_not_for_ever() {
-        let denials = Denials::new(100);
-        for status in [Status::Busy, Status::Never, Status::Ok] {
-            let known = Known { outcome: Outcome { status, ..over(60_000_000).outcome }, ..over(60_000_000) };
-            denials.note(7, 1, 1, known, monotonic());
-            assert_eq!(denials.find(7, 1, 1), None, "{status:?}");
+    fn only_exceeded_denials_are_cached_and_expire() {
+        let denials = DenialCache::new(100);
+        for status in [Status::Saturated, Status::CostTooLarge, Status::Ok] {
+            let known = DenialHit { outcome: Outcome { status, ..exceeded(60_000_000).outcome }, ..exceeded(60_000_000) };
+            denials.insert(7, 1, 1, known, monotonic());
+            assert_eq!(denials.get(7, 1, 1), None, "{status:?}");
         }
-        let a_second_ago = monotonic().checked_sub(LONGEST).unwrap();
-        denials.note(7, 1, 1, over(3_600_000_000), a_second_ago);
-        assert_eq!(denials.find(7, 1, 1), None, "units may have come back");
+        let a_second_ago = monotonic().checked_sub(MAX_DENIAL_AGE).unwrap();
+        denials.insert(7, 1, 1, exceeded(3_600_000_000), a_second_ago);
+        assert_eq!(denials.get(7, 1, 1), None, "units may have come back");
     }
 
     #[test]
-    fn the_cache_is_bounded() {
-        let denials = Denials::new(1000);
+    fn denial_cache_is_bounded() {
+        let denials = DenialCache::new(1000);
         for key in 0..100_000 {
-            denials.note(key, 1, 1, over(60_000_000), monotonic());
+            denials.insert(key, 1, 1, exceeded(60_000_000), monotonic());
         }
         assert!(denials.0.len() <= 1000, "{}", denials.0.len());
     }

@@ -12,7 +12,7 @@ pub struct Identity(pub u128);
 
 impl Identity {
     /// In lower-case hexadecimal digits, as in keys.
-    pub fn hex(self) -> [u8; 32] {
+    pub fn to_hex(self) -> [u8; 32] {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
 
@@ -23,7 +23,7 @@ impl Identity {
     }
 
     /// The beginning of it, for people.
-    pub fn short(self) -> String {
+    pub fn short_hex(self) -> String {
         format!("#{:08x}", self.0 >> 96)
     }
 }
@@ -55,27 +55,27 @@ impl IdentityHasher {
     }
 
     /// The hash of an encoded identity.
-    pub fn hash(&self, encoded: &[u8]) -> Identity {
+    pub fn hash(&self, encoded_identity: &[u8]) -> Identity {
         let mut hasher = self.0;
-        hasher.write(encoded);
+        hasher.write(encoded_identity);
         Identity(hasher.finish128().as_u128())
     }
 }
 
 /// An identity under construction: each part is tagged and carries its length, so no two identities encode alike.
 #[derive(Debug, Default)]
-pub struct Encoder(Vec<u8>);
+pub struct IdentityEncoder(Vec<u8>);
 
-impl Encoder {
+impl IdentityEncoder {
     /// Adds a part.
-    pub fn part(&mut self, tag: u8, value: &[u8]) {
+    pub fn push(&mut self, tag: u8, value: &[u8]) {
         self.0.push(tag);
         self.0.extend_from_slice(&(value.len() as u64).to_be_bytes());
         self.0.extend_from_slice(value);
     }
 
     /// The encoded identity.
-    pub fn bytes(&self) -> &[u8] {
+    pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
@@ -91,50 +91,50 @@ pub struct Key<'a> {
     /// Whose state.
     pub identity: Identity,
     /// Of which limit.
-    pub bucket: &'a Bucket,
+    pub state_name: &'a StateName,
 }
 
 /// The part of a key that a limit contributes: `<limit>:<shape>`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Bucket {
+pub struct StateName {
     name: Box<str>,
-    tag: u128,
+    hash: u128,
     /// The limit, whatever the shape.
-    limit: u64,
+    limit_hash: u64,
 }
 
-impl Bucket {
+impl StateName {
     /// The part of the limit `limit` whose state has the shape `shape`.
     pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
         let name = format!("{limit}:{shape}");
-        let tag = hasher.hash(name.as_bytes()).0;
-        Bucket { name: name.into(), tag, limit: hasher.hash(limit.as_bytes()).0 as u64 }
+        let hash = hasher.hash(name.as_bytes()).0;
+        StateName { name: name.into(), hash: tag: hash, limit_hash: hasher.hash(limit.as_bytes()).0 as u64 }
     }
 
     /// The name of the limit.
-    pub fn limit(&self) -> &str {
+    pub fn limit_name(&self) -> &str {
         self.name.split_once(':').map_or(&*self.name, |(limit, _)| limit)
     }
 }
 
 impl Key<'_> {
     /// The key in a local table: 128 bits that nobody without the secret can choose.
-    pub fn local(&self) -> u128 {
-        self.identity.0 ^ self.bucket.tag
+    pub fn local_hash(&self) -> u128 {
+        self.identity.0 ^ self.state_name.hash
     }
 
     /// Tells its limit from others, whatever its shape.
-    pub fn limit(&self) -> u64 {
-        self.bucket.limit
+    pub fn limit_hash(&self) -> u64 {
+        self.state_name.limit_hash
     }
 
     /// Appends `<prefix>:{<identity hash>}:<limit>:<shape>`; the braces put all limits of an identity into one cluster slot.
     pub fn write(&self, prefix: &str, out: &mut Vec<u8>) {
         out.extend_from_slice(prefix.as_bytes());
         out.extend_from_slice(b":{");
-        out.extend_from_slice(&self.identity.hex());
+        out.extend_from_slice(&self.identity.to_hex());
         out.extend_from_slice(b"}:");
-        out.extend_from_slice(self.bucket.name.as_bytes());
+        out.extend_from_slice(self.state_name.name.as_bytes());
     }
 }
 
@@ -144,27 +144,27 @@ mod tests {
 
     fn key_of(parts: &[&str]) -> Vec<u8> {
         let hasher = IdentityHasher::new("");
-        let mut encoder = Encoder::default();
+        let mut encoder = IdentityEncoder::default();
         for part in parts {
-            encoder.part(b'h', part.as_bytes());
+            encoder.push(b'h', part.as_bytes());
         }
-        let bucket = Bucket::new(&hasher, "login", "l60000000");
+        let state_name = StateName::new(&hasher, "login", "l60000000");
         let mut out = Vec::new();
-        Key { identity: hasher.hash(encoder.bytes()), bucket: &bucket }.write("rl", &mut out);
+        Key { identity: hasher.hash(encoder.as_bytes()), state_name: &state_name }.write("rl", &mut out);
         out
     }
 
     #[test]
-    fn the_key_has_the_documented_form() {
+    fn key_has_documented_format() {
         let key = String::from_utf8(key_of(&["alice"])).unwrap();
         assert_eq!(key.len(), "rl:{}:login:l60000000".len() + 32);
         assert!(key.starts_with("rl:{") && key.ends_with("}:login:l60000000"), "{key}");
     }
 
     #[test]
-    fn an_identity_is_read_as_it_is_written() {
+    fn identity_hex_round_trips() {
         for identity in [0, 1, u128::MAX, 0x0123_4567_89ab_cdef << 64].map(Identity) {
-            assert_eq!(identity.to_string().as_bytes(), identity.hex());
+            assert_eq!(identity.to_string().as_bytes(), identity.to_hex());
             assert_eq!(Identity::from_hex(&identity.to_string()), Some(identity));
         }
         for text in ["", "12", "+123456789abcdef0123456789abcdef", &"0".repeat(33), &"A".repeat(32), &"é".repeat(16)] {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     #[test]
-    fn identity_text_cannot_move_or_join_keys() {
+    fn different_identities_never_share_a_key() {
         let mut seen = std::collections::HashSet::new();
         let cases: [&[&str]; 8] =
             [&["ab", "c"], &["a", "bc"], &["abc"], &["a}b{c"], &["a:b", "c"], &["a", "b:c"], &["\0", ""], &["", "\0"]];

@@ -6,59 +6,59 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The lines of this process, each for one state that requests wait for.
 #[derive(Debug, Default)]
-pub struct Lines(Mutex<HashMap<u128, Line, RandomState>>);
+pub struct WaitQueues(Mutex<HashMap<u128, WaitQueue, RandomState>>);
 
 #[derive(Debug, Default)]
-struct Line {
+struct WaitQueue {
     // tokio's mutex lets those who wait in in their order.
-    turn: Arc<tokio::sync::Mutex<()>>,
-    waiting: usize,
+    head: Arc<tokio::sync::Mutex<()>>,
+    waiters: usize,
 }
 
 /// A place in a line; leaving it frees the place.
 #[derive(Debug)]
-pub struct Place<'a> {
-    lines: &'a Lines,
+pub struct WaitTicket<'a> {
+    queues: &'a WaitQueues,
     key: u128,
-    turn: Arc<tokio::sync::Mutex<()>>,
+    head: Arc<tokio::sync::Mutex<()>>,
 }
 
-impl Lines {
+impl WaitQueues {
     /// Whether somebody waits for this state.
-    pub fn is_waited_for(&self, key: u128) -> bool {
+    pub fn has_waiters(&self, key: u128) -> bool {
         self.lock().contains_key(&key)
     }
 
     /// A place at the end of the line, if it has fewer than `places`.
-    pub fn join(&self, key: u128, places: usize) -> Option<Place<'_>> {
-        let mut lines = self.lock();
-        let line = lines.entry(key).or_default();
-        if line.waiting >= places {
+    pub fn enqueue(&self, key: u128, max_queue: usize) -> Option<WaitTicket<'_>> {
+        let mut queues = self.lock();
+        let queue = queues.entry(key).or_default();
+        if queue.waiters >= max_queue {
             return None;
         }
-        line.waiting += 1;
-        Some(Place { lines: self, key, turn: line.turn.clone() })
+        queue.waiters += 1;
+        Some(WaitTicket { queues: self, key, head: queue.head.clone() })
     }
 
-    fn lock(&self) -> MutexGuard<'_, HashMap<u128, Line, RandomState>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<u128, WaitQueue, RandomState>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Place<'_> {
+impl WaitTicket<'_> {
     /// Waits until everybody before has gone; the turn lasts as long as what is given back.
-    pub async fn turn(&self) -> impl Sized {
-        self.turn.lock().await
+    pub async fn ready(&self) -> impl Sized {
+        self.head.lock().await
     }
 }
 
-impl Drop for Place<'_> {
+impl Drop for WaitTicket<'_> {
     fn drop(&mut self) {
-        let mut lines = self.lines.lock();
-        if let Some(line) = lines.get_mut(&self.key) {
-            line.waiting -= 1;
-            if line.waiting == 0 {
-                lines.remove(&self.key);
+        let mut queues = self.queues.lock();
+        if let Some(queue) = queues.get_mut(&self.key) {
+            queue.waiters -= 1;
+            if queue.waiters == 0 {
+                queues.remove(&self.key);
             }
         }
     }
@@ -69,14 +69,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn queue_is_gone_when_its_last_request_has_left() {
-        let lines = Lines::default();
-        let (one, other) = (lines.join(1, 2).unwrap(), lines.join(1, 2).unwrap());
-        assert!(lines.join(1, 2).is_none() && lines.join(2, 2).is_some(), "each queue has its own bound");
-        assert!(lines.is_waited_for(1) && !lines.is_waited_for(2));
+    fn queue_is_removed_with_its_last_waiter() {
+        let queues = WaitQueues::default();
+        let (one, other) = (queues.enqueue(1, 2).unwrap(), queues.enqueue(1, 2).unwrap());
+        assert!(queues.enqueue(1, 2).is_none() && queues.enqueue(2, 2).is_some(), "each queue has its own bound");
+        assert!(queues.has_waiters(1) && !queues.has_waiters(2));
         drop(one);
-        assert!(lines.is_waited_for(1));
+        assert!(queues.has_waiters(1));
         drop(other);
-        assert!(!lines.is_waited_for(1), "the next request is decided at once");
+        assert!(!queues.has_waiters(1), "the next request is decided at once");
     }
 }

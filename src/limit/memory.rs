@@ -8,16 +8,16 @@ use std::time::Duration;
 
 use tracing::warn;
 
-use super::algorithm::{Ask, Change, Status, Step};
-use super::clock::{Clock, Seldom};
-use super::store::{Charge, Operation, Store, StoreError, Verdict};
-use shard::{Room, Shard, Writing};
+use super::algorithm::{StepKind, Change, Status, Step};
+use super::clock::{Clock, LogThrottle};
+use super::store::{Charge, Operation, CounterStore, StoreError, Verdict};
+use shard::{Room, Shard, StateWrite};
 
 /// Enough that two workers rarely meet in one; a power of two.
 const SHARDS: usize = 64;
 
 /// A limit whose states do not fit is logged once in this time.
-const SAID: Duration = Duration::from_secs(10);
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// Counters in this process, bounded in number.
 #[derive(Debug)]
@@ -26,16 +26,16 @@ pub struct MemoryStore {
     capacity: usize,
     clock: Clock,
     evicted: AtomicU64,
-    refused: AtomicU64,
+    rejected: AtomicU64,
 }
 
 impl MemoryStore {
     /// A store for about `identities` states of all limits together. When it is full, each limit that has states is guaranteed an
     /// equal part, and within a limit the state that has used least of it gives way.
-    pub fn new(identities: usize, clock: Clock) -> Self {
+    pub fn new(max_states: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
-        let capacity = identities.div_ceil(SHARDS).max(1);
-        MemoryStore { shards, capacity, clock, evicted: AtomicU64::new(0), refused: AtomicU64::new(0) }
+        let capacity = max_states.div_ceil(SHARDS).max(1);
+        MemoryStore { shards, capacity, clock, evicted: AtomicU64::new(0), rejected: AtomicU64::new(0) }
     }
 
     /// States held, expired ones included.
@@ -49,51 +49,51 @@ impl MemoryStore {
     }
 
     /// Drops a state; whether there was one.
-    pub fn forget(&self, key: u128) -> bool {
-        lock(&self.shards[shard_of(key)]).forget(key)
+    pub fn remove(&self, key: u128) -> bool {
+        lock(&self.shards[shard_of(key)]).remove(key)
     }
 
     /// States that were evicted before they expired, and identities that were not counted for want of room.
-    pub fn shortages(&self) -> [u64; 2] {
-        [&self.evicted, &self.refused].map(|count| count.load(Ordering::Relaxed))
+    pub fn evictions_and_rejections(&self) -> [u64; 2] {
+        [&self.evicted, &self.rejected].map(|count| count.load(Ordering::Relaxed))
     }
 
     /// Decides at once: nothing here waits.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
         // All shards of the request, each once, in one order for everybody: all or none without deadlock.
-        let mut wanted = 0u64;
+        let mut shard_bits = 0u64;
         for charge in charges {
-            wanted |= 1 << shard_of(charge.key.local());
+            shard_bits |= 1 << shard_of(charge.key.local_hash());
         }
-        let mut shards = Locked { indices: wanted, guards: Vec::with_capacity(charges.len()) };
-        for index in (0..SHARDS).filter(|index| wanted >> index & 1 == 1) {
-            shards.guards.push(lock(&self.shards[index]));
+        let mut locked = LockedShards { shard_bits: shard_bits, guards: Vec::with_capacity(charges.len()) };
+        for index in (0..SHARDS).filter(|index| shard_bits >> index & 1 == 1) {
+            locked.guards.push(lock(&self.shards[index]));
         }
         // Read under the locks, so that decisions on one state happen in the order of their instants.
         let now = self.clock.now_us();
-        decide(self, &mut shards, now, operation, charges)
+        decide_locked(self, &mut locked, now, operation, charges)
     }
 
     /// Sees that the states of these charges have room; the bits of those that have none.
-    fn make_room(&self, shards: &mut Locked<'_>, now: u64, charges: &[Charge<'_>], steps: &[Step]) -> u64 {
-        let mut full = 0;
+    fn ensure_room(&self, locked: &mut LockedShards<'_>, now: u64, charges: &[Charge<'_>], steps: &[Step]) -> u64 {
+        let mut full_limits = 0;
         for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
             if step.outcome.status != Status::Ok {
                 continue;
             }
-            match shards.shard(charge.key.local()).make_room(&charge.key, &step.change, now, self.capacity) {
-                Room::Made(0) => continue,
-                Room::Made(evicted) => {
+            match locked.shard_for(charge.key.local_hash()).ensure_room(&charge.key, &step.change, now, self.capacity) {
+                Room::Available(0) => continue,
+                Room::Available(evicted) => {
                     self.evicted.fetch_add(evicted, Ordering::Relaxed);
                 }
                 Room::Full => {
-                    full |= 1 << index.min(63);
-                    self.refused.fetch_add(1, Ordering::Relaxed);
+                    full_limits |= 1 << index.min(63);
+                    self.rejected.fetch_add(1, Ordering::Relaxed);
                 }
             }
-            static SEEN: Seldom = Seldom::new();
-            if SEEN.unsaid_for(SAID) {
-                let (limit, [evicted, refused]) = (charge.key.bucket.limit(), self.shortages());
+            static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                let (limit, [evicted, refused]) = (charge.key.state_name.limit_name(), self.evictions_and_rejections());
                 warn!(
                     limit,
                     evicted,
@@ -102,25 +102,25 @@ impl MemoryStore {
                 );
             }
         }
-        full
+        full_limits
     }
 }
 
-impl Store for MemoryStore {
+impl CounterStore for MemoryStore {
     async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
         Ok(self.decide(operation, charges))
     }
 }
 
-struct Locked<'a> {
-    indices: u64,
+struct LockedShards<'a> {
+    shard_bits: u64,
     guards: Vec<MutexGuard<'a, Shard>>,
 }
 
-impl Locked<'_> {
-    fn shard(&mut self, key: u128) -> &mut Shard {
-        let below = self.indices & ((1 << shard_of(key)) - 1);
-        &mut self.guards[below.count_ones() as usize]
+impl LockedShards<'_> {
+    fn shard_for(&mut self, key: u128) -> &mut Shard {
+        let lower_bits = self.shard_bits & ((1 << shard_of(key)) - 1);
+        &mut self.guards[lower_bits.count_ones() as usize]
     }
 }
 
@@ -134,83 +134,83 @@ fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
 }
 
 /// The rules of `lua/check.lua`.
-fn decide(
+fn decide_locked(
     store: &MemoryStore,
-    shards: &mut Locked<'_>,
+    shards: &mut LockedShards<'_>,
     now: u64,
     operation: Operation,
     charges: &[Charge<'_>],
 ) -> Verdict {
     let mut operation = operation;
     let mut granted = 1;
-    let mut units = None;
-    if operation == Operation::Take {
-        let (_, steps) = ask(shards, now, Ask::Fit, false, Some(0), charges);
-        let wanted = charges.first().map_or(0, |charge| charge.cost);
-        let binding = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
-        granted = binding.map(|(_, step)| step.free).fold(wanted, u64::min);
+    let mut requested = None;
+    if operation == Operation::TakeUpTo {
+        let (_, steps) = step_all(shards, now, StepKind::Check, false, Some(0), charges);
+        let max_cost = charges.first().map_or(0, |charge| charge.cost);
+        let enforced = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
+        granted = enforced.map(|(_, step)| step.free).fold(max_cost, u64::min);
         // With nothing left, one unit is asked for, to learn when it will fit.
-        units = Some(granted.max(wanted.min(1)));
-        if wanted == 0 {
+        requested = Some(granted.max(max_cost.min(1)));
+        if max_cost == 0 {
             operation = Operation::Peek;
         }
     }
-    let how = match operation {
-        Operation::Check | Operation::Peek | Operation::Take => Ask::Fit,
-        Operation::Charge => Ask::Charge,
-        Operation::Renew => Ask::Renew,
-        Operation::Refund { charged_at } => Ask::Refund { charged_at, debt_before_us: 0 },
+    let step_kind = match operation {
+        Operation::Check | Operation::Peek | Operation::TakeUpTo => StepKind::Check,
+        Operation::Charge => StepKind::Charge,
+        Operation::Renew => StepKind::Renew,
+        Operation::Refund { charged_at } => StepKind::Refund { charged_at, debt_before_us: 0 },
     };
-    let (admitted, steps) = ask(shards, now, how, operation == Operation::Check, units, charges);
-    let writes = admitted && operation != Operation::Peek;
-    let full = if writes { store.make_room(shards, now, charges, &steps) } else { 0 };
+    let (admitted, steps) = step_all(shards, now, step_kind, operation == Operation::Check, requested, charges);
+    let will_write = admitted && operation != Operation::Peek;
+    let full_limits = if will_write { store.ensure_room(shards, now, charges, &steps) } else { 0 };
     // All or nothing: where a check has no room for one limit, none is charged. Others are about requests that were admitted.
-    let is_check = matches!(operation, Operation::Check | Operation::Take);
-    let admitted = admitted && !(is_check && full > 0);
+    let is_check = matches!(operation, Operation::Check | Operation::TakeUpTo);
+    let admitted = admitted && !(is_check && full_limits > 0);
     let mut outcomes = Vec::with_capacity(steps.len());
     for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
         let mut outcome = step.outcome;
         if operation == Operation::Peek || !admitted {
             (outcome.remaining, outcome.reset_us) = (step.free, step.free_reset_us);
         }
-        let fits = full >> index.min(63) & 1 == 0;
-        if operation != Operation::Peek && (admitted && fits || outcome.status != Status::Ok) {
-            let used = used(charge, step.outcome.remaining);
-            let writing = Writing { lease: charge.lease, now, used };
-            shards.shard(charge.key.local()).apply(&charge.key, step.change, writing);
+        let has_room = full_limits >> index.min(63) & 1 == 0;
+        if operation != Operation::Peek && (admitted && has_room || outcome.status != Status::Ok) {
+            let used = used_share(charge, step.outcome.remaining);
+            let write = StateWrite { permit_id: charge.permit_id, now_us: now, used_share: used };
+            shards.shard_for(charge.key.local_hash()).apply(&charge.key, step.change, write);
         }
         outcomes.push(outcome);
     }
-    Verdict { full: if is_check { full } else { 0 }, ..Verdict::new(if admitted { granted } else { 0 }, now, outcomes) }
+    Verdict { full_limits: if is_check { full_limits } else { 0 }, ..Verdict::new(if admitted { granted } else { 0 }, now, outcomes) }
 }
 
 /// How much of a limit is used when so much remains, of 255.
-fn used(charge: &Charge<'_>, remaining: u64) -> u8 {
+fn used_share(charge: &Charge<'_>, remaining: u64) -> u8 {
     let capacity = u128::from(charge.rule.capacity().max(1));
-    let left = u128::from(remaining) * 255 / capacity;
-    255 - u8::try_from(left).unwrap_or(u8::MAX)
+    let remaining_share = u128::from(remaining) * 255 / capacity;
+    255 - u8::try_from(remaining_share).unwrap_or(u8::MAX)
 }
 
-fn ask(
-    shards: &mut Locked<'_>,
+fn step_all(
+    locked: &mut LockedShards<'_>,
     now: u64,
-    how: Ask,
-    may_pay_later: bool,
-    units: Option<u64>,
+    step_kind: StepKind,
+    may_defer: bool,
+    requested: Option<u64>,
     charges: &[Charge<'_>],
 ) -> (bool, Vec<Step>) {
     let mut admitted = true;
     let mut steps = Vec::with_capacity(charges.len());
     for charge in charges {
-        let state = shards.shard(charge.key.local()).state(&charge.key, now);
-        let post_paid = charge.mode.is_post_paid() && may_pay_later;
-        let cost = if post_paid { 1 } else { units.unwrap_or(charge.cost) };
-        let how = match how {
-            Ask::Refund { charged_at, .. } => Ask::Refund { charged_at, debt_before_us: charge.debt_before_us },
-            Ask::Fit | Ask::Charge | Ask::Renew => how,
+        let state = locked.shard_for(charge.key.local_hash()).state(&charge.key, now);
+        let is_deferred = charge.mode.is_deferred() && may_defer;
+        let cost = if is_deferred { 1 } else { requested.unwrap_or(charge.cost) };
+        let charge_step = match step_kind {
+            StepKind::Refund { charged_at, .. } => StepKind::Refund { charged_at, debt_before_us: charge.debt_before_us },
+            StepKind::Check | StepKind::Charge | StepKind::Renew => step_kind,
         };
-        let mut step = charge.rule.step(state, now, how, cost);
-        if post_paid && step.outcome.status == Status::Ok {
+        let mut step = charge.rule.step(state, now, charge_step, cost);
+        if is_deferred && step.outcome.status == Status::Ok {
             (step.outcome.remaining, step.outcome.reset_us) = (step.free, step.free_reset_us);
             step.change = Change::None;
         }

@@ -11,38 +11,38 @@ use serde::{Deserialize, Serialize};
 use tokio::time::{Duration, sleep};
 use tracing::{debug, info, warn};
 
-use super::backend::Shared;
-use super::clock::{Seldom, monotonic};
-use super::decision::Check;
-use super::denials::Denials;
+use super::backend::RedisStore;
+use super::clock::{LogThrottle, monotonic};
+use super::decision::LimitCheck;
+use super::denials::DenialCache;
 use super::key::{Identity, IdentityHasher, Key};
-use super::plan::{Limit, Plan};
+use super::plan::{LimitSpec, LimitVariant};
 use super::quota::QuotaError;
-use super::redis::records::{self, Record, Snapshot, Written, restored};
-use super::redis::slots::slot_of;
+use super::redis::records::{self, OverrideEntry, Snapshot, WriteStatus, parse_restore_reply};
+use super::redis::slots::key_slot;
 use super::store::StoreError;
 
 /// So many there may be at a time: each gateway reads all of them each second.
-pub const MOST: usize = 1000;
+pub const MAX_OVERRIDES: usize = 1000;
 
 /// How often it is looked what other gateways were told.
-const POLL: Duration = Duration::from_secs(1);
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
 /// Pause after a read that failed. Shorter than [`POLL`], so that a store that lost its data gets the overrides back soon.
-const RETRY: Duration = Duration::from_millis(250);
+const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 
 /// Records of one restore call: each call reads the whole hash and blocks Redis for it.
-const RESTORED_AT_ONCE: usize = 250;
+const MAX_RESTORE_BATCH: usize = 250;
 
 /// What is decided on one gateway is in force on all within this time: a poll, and what may come between.
-pub const EVERYWHERE: Duration = Duration::from_secs(2);
+pub const MAX_PROPAGATION: Duration = Duration::from_secs(2);
 
 /// That they cannot be read is logged once in this time.
-const SAID: Duration = Duration::from_secs(60);
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
 /// What an override says, as it is kept.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Size {
+pub struct OverrideQuota {
     /// In the form of the configuration.
     pub quota: String,
     /// Of a token bucket; none = as much as the quota.
@@ -57,39 +57,39 @@ pub struct Size {
 #[derive(Debug)]
 pub struct Override {
     /// Of which limit.
-    pub limit: Arc<Limit>,
+    pub limit: Arc<LimitSpec>,
     /// Whose.
     pub identity: Identity,
     /// As it was given.
-    pub size: Size,
+    pub quota: OverrideQuota,
     /// The same, ready to decide.
-    pub plan: Arc<Plan>,
-    until: Instant,
+    pub variant: Arc<LimitVariant>,
+    expires_at: Instant,
 }
 
 impl Override {
     /// How long it is still in force.
-    pub fn left(&self) -> Duration {
-        self.until.saturating_duration_since(monotonic())
+    pub fn ttl(&self) -> Duration {
+        self.expires_at.saturating_duration_since(monotonic())
     }
 }
 
 /// Those in force, by limit and identity.
 #[derive(Debug, Default)]
-pub struct Table(HashMap<u128, Arc<Override>, RandomState>);
+pub struct OverrideTable(HashMap<u128, Arc<Override>, RandomState>);
 
-impl Table {
+impl OverrideTable {
     /// The override that an identity has of a limit.
-    pub fn find(&self, limit: &Limit, identity: Identity) -> Option<&Override> {
-        let found = self.0.get(&place(limit, identity))?;
-        (monotonic() < found.until).then_some(found)
+    pub fn find(&self, limit: &LimitSpec, identity: Identity) -> Option<&Override> {
+        let found = self.0.get(&table_key(limit, identity))?;
+        (monotonic() < found.expires_at).then_some(found)
     }
 
     /// Gives the checks of identities that have one its size.
-    pub fn apply<'p>(&'p self, checks: &mut [Check<'_, 'p>]) {
+    pub fn apply<'p>(&'p self, checks: &mut [LimitCheck<'_, 'p>]) {
         for check in checks {
-            if let Some(other) = self.find(check.limit, check.identity) {
-                check.plan = &other.plan;
+            if let Some(entry) = self.find(check.limit, check.identity) {
+                check.variant = &entry.variant;
             }
         }
     }
@@ -97,31 +97,31 @@ impl Table {
     /// All of them.
     pub fn all(&self) -> Vec<Arc<Override>> {
         let now = monotonic();
-        self.0.values().filter(|each| now < each.until).cloned().collect()
+        self.0.values().filter(|entry| now < entry.expires_at).cloned().collect()
     }
 }
 
 /// Finds a limit of the configuration by its name.
-type Find = Box<dyn Fn(&str) -> Option<Arc<Limit>> + Send + Sync>;
+type LimitLookup = Box<dyn Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync>;
 
 /// The overrides of a process.
 pub struct Overrides {
-    table: ArcSwap<Table>,
+    table: ArcSwap<OverrideTable>,
     hasher: IdentityHasher,
-    limits: Find,
-    denials: Option<Arc<Denials>>,
+    find_limit: LimitLookup,
+    denials: Option<Arc<DenialCache>>,
     /// The newest record of each field that this process has seen, until it is no longer kept. Held while the table changes.
-    known: Mutex<HashMap<String, Known>>,
+    known_entries: Mutex<HashMap<String, KnownEntry>>,
 }
 
 /// A record that this process has seen.
 #[derive(Debug, Clone)]
-struct Known {
-    record: Record,
+struct KnownEntry {
+    entry: OverrideEntry,
     /// When it expires.
-    until: Instant,
+    expires_at: Instant,
     /// When it is forgotten.
-    kept: Instant,
+    forget_at: Instant,
 }
 
 impl fmt::Debug for Overrides {
@@ -134,15 +134,15 @@ impl Overrides {
     /// None as yet. `denials` are those of the process.
     pub fn new(
         hasher: IdentityHasher,
-        limits: impl Fn(&str) -> Option<Arc<Limit>> + Send + Sync + 'static,
-        denials: Option<Arc<Denials>>,
+        find_limit: impl Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync + 'static,
+        denials: Option<Arc<DenialCache>>,
     ) -> Self {
-        let (table, known) = Default::default();
-        Overrides { table, hasher, limits: Box::new(limits), denials, known }
+        let (table, known_entries) = Default::default();
+        Overrides { table, hasher, find_limit: Box::new(find_limit), denials, known_entries: known: known_entries }
     }
 
     /// Those in force now; none if there are none, as mostly.
-    pub fn current(&self) -> Option<Arc<Table>> {
+    pub fn current(&self) -> Option<Arc<OverrideTable>> {
         let table = self.table.load();
         if table.0.is_empty() { None } else { Some(Arc::clone(&table)) }
     }
@@ -153,60 +153,60 @@ impl Overrides {
     /// The limit cannot have this size.
     pub fn compile(
         &self,
-        limit: &Arc<Limit>,
+        limit: &Arc<LimitSpec>,
         identity: Identity,
-        size: Size,
-        lasts: Duration,
+        quota: OverrideQuota,
+        ttl: Duration,
     ) -> Result<Override, QuotaError> {
-        let quota = limit.standard.rule.read_quota(&size.quota)?;
-        let plan = Arc::new(limit.overridden(&self.hasher, quota, size.burst)?);
-        Ok(Override { limit: limit.clone(), identity, size, plan, until: monotonic() + lasts })
+        let parsed_quota = limit.default_variant.rule.parse_quota(&quota.quota)?;
+        let variant = Arc::new(limit.override_variant(&self.hasher, parsed_quota, quota.burst)?);
+        Ok(Override { limit: limit.clone(), identity, quota: size: quota, variant: plan: variant, expires_at: monotonic() + ttl })
     }
 
     /// Puts an override in force in this process; none if there are too many.
     pub fn put(&self, new: Override) -> Option<Arc<Override>> {
-        let (place, new, mut room) = (place(&new.limit, new.identity), Arc::new(new), true);
+        let (key, new, mut has_room) = (table_key(&new.limit, new.identity), Arc::new(new), true);
         self.table.rcu(|table| {
             let now = monotonic();
-            let kept = table.0.iter().filter(|(of, each)| **of != place && now < each.until);
-            let mut kept: HashMap<_, _, RandomState> = kept.map(|(place, each)| (*place, each.clone())).collect();
-            room = kept.len() < MOST;
-            if room {
-                kept.insert(place, new.clone());
-            } else if let Some(old) = table.0.get(&place) {
-                kept.insert(place, old.clone());
+            let entries = table.0.iter().filter(|(of, entry)| **of != key && now < entry.expires_at);
+            let mut kept: HashMap<_, _, RandomState> = entries.map(|(place, each)| (*place, each.clone())).collect();
+            has_room = kept.len() < MAX_OVERRIDES;
+            if has_room {
+                kept.insert(key, new.clone());
+            } else if let Some(old) = table.0.get(&key) {
+                kept.insert(key, old.clone());
             }
-            Table(kept)
+            OverrideTable(kept)
         });
-        room.then_some(new)
+        has_room.then_some(new)
     }
 
     /// Ends an override in this process; whether there was one.
-    pub fn remove(&self, limit: &Limit, identity: Identity) -> bool {
-        let (place, mut found) = (place(limit, identity), false);
+    pub fn remove(&self, limit: &LimitSpec, identity: Identity) -> bool {
+        let (key, mut removed) = (table_key(limit, identity), false);
         self.table.rcu(|table| {
-            let kept = table.0.iter().filter(|(of, _)| **of != place);
-            let kept: HashMap<_, _, RandomState> = kept.map(|(place, each)| (*place, each.clone())).collect();
-            found = kept.len() < table.0.len();
-            Table(kept)
+            let kept = table.0.iter().filter(|(of, _)| **of != key);
+            let kept: HashMap<_, _, RandomState> = kept.map(|(place, entry)| (*place, entry.clone())).collect();
+            removed = kept.len() < table.0.len();
+            OverrideTable(kept)
         });
-        found
+        removed
     }
 
     /// Poll the records that all gateways share, until the future is dropped.
-    pub async fn follow(&self, store: &Shared, key: &str) {
-        static FAILED: Seldom = Seldom::new();
+    pub async fn poll(&self, store: &RedisStore, key: &str) {
+        static POLL_LOG_THROTTLE: LogThrottle = LogThrottle::new();
         loop {
-            let read = self.refresh(store, key).await;
-            if let Err(error) = &read {
+            let result = self.refresh(store, key).await;
+            if let Err(error) = &result {
                 // Rate limit checks report every other error.
-                if is_of_the_hash(error) && FAILED.unsaid_for(SAID) {
+                if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
                     warn!(%error, "overrides are not followed; docs/redis.md has the rights that the gateway needs");
                 } else {
                     debug!(%error, "overrides are not followed just now");
                 }
             }
-            sleep(if read.is_ok() { POLL } else { RETRY }).await;
+            sleep(if result.is_ok() { POLL_INTERVAL } else { RETRY_INTERVAL }).await;
         }
     }
 
@@ -214,19 +214,19 @@ impl Overrides {
     ///
     /// # Errors
     /// See [`StoreError`]. Records that cannot be written back stay in force in this process and are no error.
-    pub async fn refresh(&self, store: &Shared, key: &str) -> Result<(), StoreError> {
-        let asked = monotonic();
-        let slot = slot_of(key.as_bytes());
-        let time = store.aside(slot, &records::time()).await?;
-        let all = store.aside(slot, &records::all(key)).await?;
-        let snapshot = records::read(time, all)?;
-        self.take_over(&snapshot, asked, true);
-        let lost = self.lost(&snapshot);
+    pub async fn refresh(&self, store: &RedisStore, key: &str) -> Result<(), StoreError> {
+        let asked_at = monotonic();
+        let slot = key_slot(key.as_bytes());
+        let time = store.admin_command(slot, &records::time_command()).await?;
+        let fields = store.admin_command(slot, &records::read_command(key)).await?;
+        let snapshot = records::parse_snapshot(time, fields)?;
+        self.apply_snapshot(&snapshot, asked_at, true);
+        let lost = self.lost_entries(&snapshot);
         if !lost.is_empty()
-            && let Err(error) = self.restore(store, key, &lost).await
+            && let Err(error) = self.write_back(store, key, &lost).await
         {
-            static FAILED: Seldom = Seldom::new();
-            if FAILED.unsaid_for(SAID) {
+            static RESTORE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if RESTORE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
                 warn!(%error, overrides = lost.len(), "overrides that the store lost cannot be written back");
             }
         }
@@ -234,63 +234,63 @@ impl Overrides {
     }
 
     /// Write records back that Redis lost.
-    async fn restore(&self, store: &Shared, key: &str, lost: &[Record]) -> Result<(), StoreError> {
-        let (mut done, mut dropped) = (0, 0);
-        for lost in lost.chunks(RESTORED_AT_ONCE) {
-            let reply = store.aside(slot_of(key.as_bytes()), &records::restore(key, lost, MOST)).await?;
-            let mut known = self.known();
-            for (record, written) in lost.iter().zip(restored(reply)?) {
+    async fn write_back(&self, store: &RedisStore, key: &str, lost: &[OverrideEntry]) -> Result<(), StoreError> {
+        let (mut written_count, mut dropped) = (0, 0);
+        for lost in lost.chunks(MAX_RESTORE_BATCH) {
+            let reply = store.admin_command(key_slot(key.as_bytes()), &records::restore_command(key, lost, MAX_OVERRIDES)).await?;
+            let mut known = self.lock_entries();
+            for (record, written) in lost.iter().zip(parse_restore_reply(reply)?) {
                 match written {
-                    Written::Done => done += 1,
-                    Written::Nothing => {}
-                    Written::TooMany => {
+                    WriteStatus::Written => written_count += 1,
+                    WriteStatus::Unchanged => {}
+                    WriteStatus::TooMany => {
                         dropped += 1;
-                        if known.get(&record.field).is_some_and(|known| known.record.revision == record.revision) {
-                            known.remove(&record.field);
+                        if known.get(&record.key).is_some_and(|known| known.entry.revision == record.revision) {
+                            known.remove(&record.key);
                         }
                     }
                 }
             }
         }
-        if done > 0 {
-            info!(records = done, "overrides that the store lost are written back");
+        if written_count > 0 {
+            info!(records = written_count, "overrides that the store lost are written back");
         }
         if dropped > 0 {
-            warn!(overrides = dropped, max = MOST, "too many overrides: some that the store lost are dropped");
+            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: some that the store lost are dropped");
         }
         Ok(())
     }
 
-    fn known(&self) -> MutexGuard<'_, HashMap<String, Known>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_entries(&self) -> MutexGuard<'_, HashMap<String, KnownEntry>> {
+        self.known_entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// What this process knows of a field.
-    pub fn knows(&self, field: &str) -> records::Known {
+    pub fn known_revision(&self, field: &str) -> records::KnownRevision {
         let now = monotonic();
-        let known = self.known();
-        let found = known.get(field).filter(|known| now < known.kept);
-        found.map_or_else(records::Known::default, |Known { record, until, .. }| records::Known {
+        let entries = self.lock_entries();
+        let entry = entries.get(field).filter(|known| now < known.forget_at);
+        entry.map_or_else(records::KnownRevision::default, |KnownEntry { entry: record, expires_at: until, .. }| records::KnownRevision {
             revision: record.revision,
-            kept_us: record.kept_us,
-            in_force: now < *until,
+            keep_until_us: record.keep_until_us,
+            is_in_force: now < *until,
         })
     }
 
     /// Records that this process knows and that a snapshot lacks or has in an older revision, as they are written back:
     /// they expire no later than before, even if the clock of the store was set back.
-    fn lost(&self, snapshot: &Snapshot) -> Vec<Record> {
+    fn lost_entries(&self, snapshot: &Snapshot) -> Vec<OverrideEntry> {
         let now = monotonic();
-        let stored: HashMap<_, _> = snapshot.records.iter().map(|record| (&*record.field, record.revision)).collect();
-        let is_lost = |record: &Record| stored.get(&*record.field).is_none_or(|stored| *stored < record.revision);
+        let stored: HashMap<_, _> = snapshot.entries.iter().map(|record| (&*record.key, record.revision)).collect();
+        let is_lost = |record: &OverrideEntry| stored.get(&*record.key).is_none_or(|stored| *stored < record.revision);
         let earliest =
             |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
         // Without a revision, a removal deletes the field: it is not lost.
-        let known = self.known();
-        let lost = known.values().filter(|known| known.record.revision > 0 && is_lost(&known.record));
-        let lost = lost.map(|Known { record, until, kept }| Record {
-            expiry_us: earliest(record.expiry_us, *until),
-            kept_us: earliest(record.kept_us, *kept),
+        let known = self.lock_entries();
+        let lost = known.values().filter(|known| known.entry.revision > 0 && is_lost(&known.entry));
+        let lost = lost.map(|KnownEntry { entry: record, expires_at, forget_at }| OverrideEntry {
+            expires_at_us: earliest(record.expires_at_us, *expires_at),
+            keep_until_us: earliest(record.keep_until_us, *forget_at),
             ..record.clone()
         });
         lost.collect()
@@ -298,111 +298,111 @@ impl Overrides {
 
     /// Put the records of a snapshot in force, except those of which this process knows a newer revision. The time left of
     /// each counts from `asked`. `complete`: the snapshot has all fields of the hash.
-    pub(super) fn take_over(&self, snapshot: &Snapshot, asked: Instant, complete: bool) {
+    pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
         let now = monotonic();
-        let mut known = self.known();
+        let mut known = self.lock_entries();
         // Without a revision, a field that is missing was removed.
-        let stored: HashSet<_> = snapshot.records.iter().map(|record| &*record.field).collect();
-        let is_there = |field: &str| !complete || stored.contains(field);
-        known.retain(|field, known| now < known.kept && (known.record.revision > 0 || is_there(field)));
-        let mut reset = false;
-        for record in &snapshot.records {
-            match read_field(&record.field) {
-                Some((SIZE, ..)) => {}
-                Some((about, ..)) => {
-                    reset |= about == RESET;
+        let stored: HashSet<_> = snapshot.entries.iter().map(|record| &*record.key).collect();
+        let is_there = |field: &str| !is_complete || stored.contains(field);
+        known.retain(|field, known| now < known.forget_at && (known.entry.revision > 0 || is_there(field)));
+        let mut has_reset = false;
+        for record in &snapshot.entries {
+            match parse_field(&record.key) {
+                Some((OVERRIDE_FIELD, ..)) => {}
+                Some((subject, ..)) => {
+                    has_reset |= subject == RESET_FIELD;
                     continue;
                 }
                 None => continue,
             }
-            if known.get(&record.field).is_none_or(|known| known.record.revision <= record.revision) {
-                let at = |us: u64| asked + Duration::from_micros(us.saturating_sub(snapshot.now_us));
-                let (until, kept) = (at(record.expiry_us), at(record.kept_us));
-                known.insert(record.field.clone(), Known { record: record.clone(), until, kept });
+            if known.get(&record.key).is_none_or(|known| known.entry.revision <= record.revision) {
+                let at = |us: u64| asked_at + Duration::from_micros(us.saturating_sub(snapshot.now_us));
+                let (expires_at, forget_at) = (at(record.expires_at_us), at(record.keep_until_us));
+                known.insert(record.key.clone(), KnownEntry { entry: record.clone(), expires_at, forget_at });
             }
         }
-        forget_oldest_removals(&mut known, now);
-        self.replace(&known, now, reset);
+        drop_oldest_removals(&mut known, now);
+        self.rebuild_table(&known, now, has_reset);
     }
 
     /// Build the table from the known records. `reset`: denials that are remembered may no longer hold.
-    fn replace(&self, known: &HashMap<String, Known>, now: Instant, reset: bool) {
+    fn rebuild_table(&self, entries: &HashMap<String, KnownEntry>, now: Instant, has_reset: bool) {
         let (old, mut new) = (self.table.load_full(), HashMap::default());
-        for (field, Known { record, until, .. }) in known.iter().filter(|(_, known)| now < known.until) {
-            let Some((_, limit, identity)) = read_field(field) else { continue };
+        for (field, KnownEntry { entry: record, expires_at, .. }) in entries.iter().filter(|(_, known)| now < known.expires_at) {
+            let Some((_, limit, identity)) = parse_field(field) else { continue };
             // Another gateway may have other limits.
-            let (Some(limit), Ok(size)) = ((self.limits)(limit), serde_json::from_str::<Size>(&record.text)) else {
+            let (Some(limit), Ok(quota)) = ((self.find_limit)(limit), serde_json::from_str::<OverrideQuota>(&record.value)) else {
                 continue;
             };
-            let (place, until) = (place(&limit, identity), *until);
+            let (key, until) = (table_key(&limit, identity), *expires_at);
             // The same as before keeps its plan, which is what denials and calls under way go by.
-            let same = old.0.get(&place).filter(|old| old.size == size && Arc::ptr_eq(&old.limit, &limit));
+            let same = old.0.get(&key).filter(|old| old.quota == quota && Arc::ptr_eq(&old.limit, &limit));
             let compiled = match same {
-                Some(old) => Ok(Override { limit, identity, size, plan: old.plan.clone(), until }),
-                None => self.compile(&limit, identity, size, until - now).map(|new| Override { until, ..new }),
+                Some(old) => Ok(Override { limit, identity, quota, variant: old.variant.clone(), expires_at: until }),
+                None => self.compile(&limit, identity, quota, until - now).map(|new| Override { expires_at: until, ..new }),
             };
             match compiled {
-                Ok(compiled) => drop(new.insert(place, Arc::new(compiled))),
+                Ok(compiled) => drop(new.insert(key, Arc::new(compiled))),
                 Err(error) => {
-                    static SAID_OF_SIZE: Seldom = Seldom::new();
-                    if SAID_OF_SIZE.unsaid_for(SAID) {
+                    static OVERRIDE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
+                    if OVERRIDE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
                         warn!(%error, "an override does not fit its limit in this configuration");
                     }
                 }
             }
         }
-        let plans = |table: &HashMap<u128, Arc<Override>, RandomState>| {
-            table.iter().map(|(place, each)| (*place, each.plan.id)).collect::<HashMap<_, _>>()
+        let variant_ids = |table: &HashMap<u128, Arc<Override>, RandomState>| {
+            table.iter().map(|(place, entry)| (*place, entry.variant.id)).collect::<HashMap<_, _>>()
         };
-        let changed = plans(&old.0) != plans(&new);
+        let changed = variant_ids(&old.0) != variant_ids(&new);
         if changed || !new.is_empty() {
-            self.table.store(Arc::new(Table(new)));
+            self.table.store(Arc::new(OverrideTable(new)));
         }
         // After the table: what is denied from now on is denied by the new sizes.
-        if (changed || reset)
+        if (changed || has_reset)
             && let Some(denials) = &self.denials
         {
-            denials.forget();
+            denials.clear();
         }
     }
 }
 
 /// Keep the newest [`MOST`] records of removed and expired overrides, as the script does.
-fn forget_oldest_removals(known: &mut HashMap<String, Known>, now: Instant) {
-    let removed = known.values().filter(|known| known.until <= now);
-    let mut revisions: Vec<_> = removed.map(|known| known.record.revision).collect();
-    if revisions.len() > MOST {
+fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant) {
+    let removals = entries.values().filter(|known| known.expires_at <= now);
+    let mut revisions: Vec<_> = removals.map(|known| known.entry.revision).collect();
+    if revisions.len() > MAX_OVERRIDES {
         revisions.sort_unstable_by(|one, other| other.cmp(one));
-        let oldest = revisions[MOST - 1];
-        known.retain(|_, known| now < known.until || known.record.revision >= oldest);
+        let oldest = revisions[MAX_OVERRIDES - 1];
+        entries.retain(|_, known| now < known.expires_at || known.entry.revision >= oldest);
     }
 }
 
 /// Whether the hash cannot be read, while decisions can be made.
-fn is_of_the_hash(error: &StoreError) -> bool {
-    error.reply().and_then(|reply| reply.code()).is_some_and(|code| ["NOPERM", "WRONGTYPE"].contains(&code))
+fn is_hash_error(error: &StoreError) -> bool {
+    error.error_reply().and_then(|reply| reply.code()).is_some_and(|code| ["NOPERM", "WRONGTYPE"].contains(&code))
 }
 
-const SIZE: &str = "size";
-const RESET: &str = "reset";
+const OVERRIDE_FIELD: &str = "size";
+const RESET_FIELD: &str = "reset";
 
 /// The field of an override.
-pub fn size_field(limit: &Limit, identity: Identity) -> String {
-    format!("{SIZE}/{}/{identity}", limit.name)
+pub fn override_field(limit: &LimitSpec, identity: Identity) -> String {
+    format!("{OVERRIDE_FIELD}/{}/{identity}", limit.name)
 }
 
 /// The field that tells the others of a reset.
-pub fn reset_field(limit: &Limit, identity: Identity) -> String {
-    format!("{RESET}/{}/{identity}", limit.name)
+pub fn reset_field(limit: &LimitSpec, identity: Identity) -> String {
+    format!("{RESET_FIELD}/{}/{identity}", limit.name)
 }
 
-fn read_field(field: &str) -> Option<(&str, &str, Identity)> {
-    let (about, rest) = field.split_once('/')?;
+fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
+    let (subject, rest) = field.split_once('/')?;
     let (limit, identity) = rest.rsplit_once('/')?;
-    Some((about, limit, Identity::from_hex(identity)?))
+    Some((subject, limit, Identity::from_hex(identity)?))
 }
 
 /// Where the override of an identity stands in the table, whatever its window.
-fn place(limit: &Limit, identity: Identity) -> u128 {
-    Key { identity, bucket: &limit.standard.bucket }.local()
+fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
+    Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
 }

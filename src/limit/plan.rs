@@ -5,34 +5,34 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::algorithm::Rule;
-use super::algorithm::fixed_window::{FixedWindow, Start};
-use super::key::{Bucket, IdentityHasher};
+use super::algorithm::fixed_window::{FixedWindow, WindowStart};
+use super::key::{StateName, IdentityHasher};
 use super::quota::{Quota, QuotaError};
 
 /// A named rule: how much, and what happens when the store fails.
 #[derive(Debug)]
-pub struct Limit {
+pub struct LimitSpec {
     /// The name that the configuration gives it.
     pub name: Box<str>,
     /// Its size for everybody who has no other.
-    pub standard: Arc<Plan>,
+    pub default_variant: Arc<LimitVariant>,
     /// Its size for the consumers of a tier.
-    pub tiers: BTreeMap<Box<str>, Arc<Plan>>,
+    pub tiers: BTreeMap<Box<str>, Arc<LimitVariant>>,
     /// What happens to requests while the store cannot answer.
     pub on_store_error: OnStoreError,
     /// Decides and counts, but never denies, and tells callers nothing.
     pub shadow: bool,
     /// Requests that it would deny may wait for their turn.
-    pub wait: Option<Wait>,
+    pub queue_policy: Option<QueuePolicy>,
     /// Units that a gateway may take ahead for an identity that is hot.
-    pub advance: u64,
+    pub prefetch: u64,
     /// How it is divided when the store is down.
-    pub division: Division,
+    pub local_share: LocalShare,
 }
 
 /// One size of a limit.
 #[derive(Debug, PartialEq, Eq)]
-pub struct Plan {
+pub struct LimitVariant {
     /// Tells it from every other one, also of configurations before and after: what is the same has the same.
     pub id: u64,
     /// As written: what callers are told.
@@ -40,27 +40,27 @@ pub struct Plan {
     /// What decides.
     pub rule: Rule,
     /// What decides in this process alone while the store is down: this gateway's share.
-    pub share: Rule,
+    pub local_rule: Rule,
     /// Its part of the keys; sizes of one shape share it, so that a consumer's state moves with it to another tier.
-    pub bucket: Bucket,
+    pub state_name: StateName,
 }
 
 /// What the share of one gateway depends on.
 #[derive(Debug, Clone, Copy)]
-pub struct Division {
+pub struct LocalShare {
     /// Gateways that share the store.
-    pub gateways: u64,
+    pub gateway_count: u64,
     /// The largest cost at which the limit is used: a share must have room for it.
-    pub dearest: u64,
+    pub max_cost: u64,
 }
 
 /// Waiting instead of being denied.
 #[derive(Debug, Clone, Copy)]
-pub struct Wait {
+pub struct QueuePolicy {
     /// No longer than this.
-    pub most: Duration,
+    pub max_wait: Duration,
     /// So many at a time, for one identity on one gateway.
-    pub places: usize,
+    pub max_queue: usize,
 }
 
 /// What a limit does while the store cannot answer.
@@ -75,41 +75,41 @@ pub enum OnStoreError {
     Deny,
 }
 
-impl Limit {
+impl LimitSpec {
     /// Another size of the limit; without a burst of its own it is the quota's count.
     ///
     /// # Errors
     /// The size cannot be counted exactly, the algorithm cannot have it, or it is smaller than what is taken ahead.
-    pub fn resized(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<Plan, QuotaError> {
-        let plan = self.overridden(hasher, quota, burst)?;
-        self.has_room(&plan).map(|()| plan)
+    pub fn variant(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<LimitVariant, QuotaError> {
+        let variant = self.override_variant(hasher, quota, burst)?;
+        self.validate_prefetch(&variant).map(|()| variant)
     }
 
     /// The same for a time, by an operator's word: it may be smaller than what is taken ahead, of which then less is had.
     ///
     /// # Errors
     /// The size cannot be counted exactly, or the algorithm cannot have it.
-    pub fn overridden(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<Plan, QuotaError> {
-        Plan::new(hasher, &self.name, quota, self.standard.rule.resized(quota, burst)?, self.division)
+    pub fn override_variant(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<LimitVariant, QuotaError> {
+        LimitVariant::new(hasher, &self.name, quota, self.default_variant.rule.with_quota(quota, burst)?, self.local_share)
     }
 
     /// Sees that a size of the limit has room for what is taken ahead.
     ///
     /// # Errors
     /// It is smaller.
-    pub fn has_room(&self, plan: &Plan) -> Result<(), QuotaError> {
-        let (lease, capacity) = (self.advance, plan.rule.capacity());
-        if lease > capacity { Err(QuotaError::Lease { lease, capacity }) } else { Ok(()) }
+    pub fn validate_prefetch(&self, variant: &LimitVariant) -> Result<(), QuotaError> {
+        let (prefetch, capacity) = (self.prefetch, variant.rule.capacity());
+        if prefetch > capacity { Err(QuotaError::Prefetch { prefetch: lease: prefetch, capacity }) } else { Ok(()) }
     }
 
     /// All of its sizes, with the tiers that they are for.
-    pub fn plans(&self) -> impl Iterator<Item = (Option<&str>, &Plan)> {
-        let tiers = self.tiers.iter().map(|(tier, plan)| (Some(&**tier), &**plan));
-        std::iter::once((None, &*self.standard)).chain(tiers)
+    pub fn variants(&self) -> impl Iterator<Item = (Option<&str>, &LimitVariant)> {
+        let tiers = self.tiers.iter().map(|(tier, variant)| (Some(&**tier), &**variant));
+        std::iter::once((None, &*self.default_variant)).chain(tiers)
     }
 }
 
-impl Plan {
+impl LimitVariant {
     /// The size of the limit `limit` that `rule` makes.
     ///
     /// # Errors
@@ -119,38 +119,38 @@ impl Plan {
         limit: &str,
         quota: Quota,
         rule: Rule,
-        division: Division,
+        local_share: LocalShare,
     ) -> Result<Self, QuotaError> {
-        let Division { gateways, dearest } = division;
-        let share = rule.share(gateways, dearest).ok_or(QuotaError::Share { gateways })?;
-        let bucket = Bucket::new(hasher, limit, &rule.shape());
-        let id = hasher.hash(format!("{limit} {quota:?} {rule:?} {share:?}").as_bytes()).0 as u64;
-        Ok(Plan { id, quota, rule, share, bucket })
+        let LocalShare { gateway_count, max_cost } = local_share;
+        let local_rule = rule.local_share(gateway_count, max_cost).ok_or(QuotaError::LocalShare { gateway_count })?;
+        let state_name = StateName::new(hasher, limit, &rule.shape());
+        let id = hasher.hash(format!("{limit} {quota:?} {rule:?} {local_rule:?}").as_bytes()).0 as u64;
+        Ok(LimitVariant { id, quota, rule, local_rule: share: local_rule, state_name: bucket: state_name })
     }
 
     /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is
     /// half open. Of requests in flight: the most at the same time.
-    pub fn most_in_any_window(&self) -> u64 {
+    pub fn worst_case(&self) -> u64 {
         let count = self.quota.count;
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
             // All of one window at its end, all of the next at its beginning.
-            Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. } | Start::Calendar(_), .. }) => 2 * count,
+            Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), .. }) => 2 * count,
             // The same, but one request is needed to open the first window.
-            Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) | Rule::SlidingWindow(_) => 2 * count - 1,
+            Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => 2 * count - 1,
             Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_) => count,
         }
     }
 
     /// The most that it can admit within `wait` from an instant at which it admits nothing.
-    pub fn most_within(&self, wait: Duration) -> u64 {
+    pub fn max_admitted_in(&self, wait: Duration) -> u64 {
         match (&self.rule, self.quota.window_us) {
             (Rule::TokenBucket(_), Some(window)) => {
                 let refilled = u128::from(self.quota.count) * wait.as_micros() / u128::from(window);
                 u64::try_from(refilled).unwrap_or(u64::MAX).saturating_add(1)
             }
             // All of a window may come back at once.
-            _ => self.most_in_any_window(),
+            _ => self.worst_case(),
         }
     }
 }

@@ -11,13 +11,13 @@ pub struct Quota {
     /// Length of the window in µs; none where a calendar decides (month, year) or nothing is timed.
     pub window_us: Option<u64>,
     /// The calendar unit that was written, if one was.
-    pub calendar: Option<Calendar>,
+    pub calendar: Option<CalendarUnit>,
 }
 
 /// Units whose windows follow a calendar with `fixed-window`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
-pub enum Calendar {
+pub enum CalendarUnit {
     Day,
     Week,
     Month,
@@ -29,7 +29,7 @@ pub enum Calendar {
 #[allow(missing_docs)]
 pub enum QuotaError {
     #[error("`{0}` is not a quota")]
-    Shape(String),
+    Syntax(String),
     #[error("`{0}` is not a whole number of at least 1")]
     Count(String),
     #[error("`{0}` is not a unit of time")]
@@ -39,31 +39,31 @@ pub enum QuotaError {
     #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
     Inexact { count: u64 },
     #[error("a sliding log of {count} units is too long: at most {most} are kept")]
-    LongLog { count: u64, most: u64 },
+    LongLog { count: u64, max: u64 },
     #[error("the window cannot be divided into {buckets} parts of whole microseconds")]
-    Parts { buckets: u64 },
+    Buckets { buckets: u64 },
     #[error("months and years have no fixed length: they exist only with fixed-window")]
-    NoWindow,
+    NoFixedWindow,
     #[error("the share of one of {gateways} gateways cannot be counted exactly")]
-    Share { gateways: u64 },
+    LocalShare { gateway_count: u64 },
     #[error("a prefetch of {lease} units does not fit: there are never more than {capacity}")]
-    Lease { lease: u64, capacity: u64 },
+    Prefetch { prefetch: u64, capacity: u64 },
     #[error("there is no time zone `{0}`")]
-    Zone(String),
+    TimeZone(String),
 }
 
-const SECOND: u64 = 1_000_000;
+const SECOND_US: u64 = 1_000_000;
 
 /// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
-pub const EXACT: u64 = 1 << 53;
+pub const EXACT_INTEGER_LIMIT: u64 = 1 << 53;
 
 impl Quota {
     /// So many at the same time, as concurrency has them.
     ///
     /// # Errors
     /// The text is not a count.
-    pub fn at_once(text: &str) -> Result<Self, QuotaError> {
-        Ok(Quota { count: whole(text.trim())?, window_us: None, calendar: None })
+    pub fn parse_concurrency(text: &str) -> Result<Self, QuotaError> {
+        Ok(Quota { count: parse_count(text.trim())?, window_us: None, calendar: None })
     }
 }
 
@@ -71,18 +71,18 @@ impl FromStr for Quota {
     type Err = QuotaError;
 
     fn from_str(text: &str) -> Result<Self, QuotaError> {
-        let (count, unit) = text.split_once('/').ok_or_else(|| QuotaError::Shape(text.to_owned()))?;
-        let count = whole(count.trim())?;
+        let (count, unit) = text.split_once('/').ok_or_else(|| QuotaError::Syntax(text.to_owned()))?;
+        let count = parse_count(count.trim())?;
         let unit = unit.trim();
         let (window, calendar) = match unit {
-            "s" => (Some(SECOND), None),
-            "min" => (Some(60 * SECOND), None),
-            "hour" => (Some(3600 * SECOND), None),
-            "day" => (Some(86_400 * SECOND), Some(Calendar::Day)),
-            "week" => (Some(7 * 86_400 * SECOND), Some(Calendar::Week)),
-            "month" => (None, Some(Calendar::Month)),
-            "year" => (None, Some(Calendar::Year)),
-            _ => (Some(duration_us(unit).ok_or_else(|| QuotaError::Unit(unit.to_owned()))?), None),
+            "s" => (Some(SECOND_US), None),
+            "min" => (Some(60 * SECOND_US), None),
+            "hour" => (Some(3600 * SECOND_US), None),
+            "day" => (Some(86_400 * SECOND_US), Some(CalendarUnit::Day)),
+            "week" => (Some(7 * 86_400 * SECOND_US), Some(CalendarUnit::Week)),
+            "month" => (None, Some(CalendarUnit::Month)),
+            "year" => (None, Some(CalendarUnit::Year)),
+            _ => (Some(parse_duration_us(unit).ok_or_else(|| QuotaError::Unit(unit.to_owned()))?), None),
         };
         Ok(Quota { count, window_us: window, calendar })
     }
@@ -93,16 +93,16 @@ impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.count)?;
         match (self.calendar, self.window_us) {
-            (Some(Calendar::Day), _) => f.write_str("/day"),
-            (Some(Calendar::Week), _) => f.write_str("/week"),
-            (Some(Calendar::Month), _) => f.write_str("/month"),
-            (Some(Calendar::Year), _) => f.write_str("/year"),
+            (Some(CalendarUnit::Day), _) => f.write_str("/day"),
+            (Some(CalendarUnit::Week), _) => f.write_str("/week"),
+            (Some(CalendarUnit::Month), _) => f.write_str("/month"),
+            (Some(CalendarUnit::Year), _) => f.write_str("/year"),
             (None, None) => Ok(()),
-            (None, Some(SECOND)) => f.write_str("/s"),
-            (None, Some(us)) if us == 60 * SECOND => f.write_str("/min"),
-            (None, Some(us)) if us == 3600 * SECOND => f.write_str("/hour"),
+            (None, Some(SECOND_US)) => f.write_str("/s"),
+            (None, Some(us)) if us == 60 * SECOND_US => f.write_str("/min"),
+            (None, Some(us)) if us == 3600 * SECOND_US => f.write_str("/hour"),
             (None, Some(us)) => {
-                let units = [("d", 86_400 * SECOND), ("h", 3600 * SECOND), ("m", 60 * SECOND), ("s", SECOND)];
+                let units = [("d", 86_400 * SECOND_US), ("h", 3600 * SECOND_US), ("m", 60 * SECOND_US), ("s", SECOND_US)];
                 let whole = units.into_iter().find(|(_, unit)| us.is_multiple_of(*unit)).unwrap_or(("ms", 1000));
                 write!(f, "/{}{}", us / whole.1, whole.0)
             }
@@ -111,40 +111,40 @@ impl fmt::Display for Quota {
 }
 
 /// A count, as an integer or in the form 1e6.
-fn whole(text: &str) -> Result<u64, QuotaError> {
-    let bad = || QuotaError::Count(text.to_owned());
+fn parse_count(text: &str) -> Result<u64, QuotaError> {
+    let error = || QuotaError::Count(text.to_owned());
     let digits = text.replace('_', "");
     let count = match digits.split_once(['e', 'E']) {
         Some((base, exponent)) => {
-            let exponent = exponent.parse().map_err(|_| bad())?;
-            let power = 10u64.checked_pow(exponent).ok_or_else(bad)?;
-            base.parse::<u64>().ok().and_then(|base| base.checked_mul(power)).ok_or_else(bad)?
+            let exponent = exponent.parse().map_err(|_| error())?;
+            let power = 10u64.checked_pow(exponent).ok_or_else(error)?;
+            base.parse::<u64>().ok().and_then(|base| base.checked_mul(power)).ok_or_else(error)?
         }
-        None => digits.parse().map_err(|_| bad())?,
+        None => digits.parse().map_err(|_| error())?,
     };
     if count == 0 {
         return Err(QuotaError::Zero("quota"));
     }
-    if count >= EXACT {
+    if count >= EXACT_INTEGER_LIMIT {
         return Err(QuotaError::Inexact { count });
     }
     Ok(count)
 }
 
 /// `250ms`, `5s`, `15m`, `1h`, `1d` in µs; none if it is no duration, is zero, or is longer than ten years.
-pub fn duration_us(text: &str) -> Option<u64> {
+pub fn parse_duration_us(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit())?;
     let (count, unit) = text.split_at(split);
-    let factor = match unit {
+    let unit_us = match unit {
         "ms" => 1_000,
-        "s" => SECOND,
-        "m" => 60 * SECOND,
-        "h" => 3600 * SECOND,
-        "d" => 86_400 * SECOND,
+        "s" => SECOND_US,
+        "m" => 60 * SECOND_US,
+        "h" => 3600 * SECOND_US,
+        "d" => 86_400 * SECOND_US,
         _ => return None,
     };
-    let us = count.parse::<u64>().ok()?.checked_mul(factor)?;
-    (1..=3650 * 86_400 * SECOND).contains(&us).then_some(us)
+    let us = count.parse::<u64>().ok()?.checked_mul(unit_us)?;
+    (1..=3650 * 86_400 * SECOND_US).contains(&us).then_some(us)
 }
 
 #[cfg(test)]
@@ -152,7 +152,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn quotas_are_read() {
+    fn quotas_parse() {
         for (text, count, window) in [
             ("600/min", 600, Some(60_000_000)),
             ("5/15m", 5, Some(900_000_000)),
@@ -168,16 +168,16 @@ mod tests {
     }
 
     #[test]
-    fn quotas_are_written_as_they_are_read() {
+    fn quota_display_round_trips() {
         for text in ["600/min", "5/15m", "1/s", "10/250ms", "7/week", "1/month", "3/hour", "2/30d", "4/90s", "1/day"] {
             assert_eq!(text.parse::<Quota>().unwrap().to_string(), text);
         }
-        assert_eq!(Quota::at_once("20").unwrap().to_string(), "20");
+        assert_eq!(Quota::parse_concurrency("20").unwrap().to_string(), "20");
         assert_eq!("1/60s".parse::<Quota>().unwrap().to_string(), "1/min");
     }
 
     #[test]
-    fn impossible_quotas_are_refused() {
+    fn invalid_quotas_are_rejected() {
         for text in
             ["600", "0/min", "-1/min", "1.5/min", "1/fortnight", "1/0s", "9007199254740992/s", "1e99/s", "/s", "1/"]
         {

@@ -20,20 +20,20 @@ pub enum Operation {
         charged_at: u64,
     },
     /// As many single units, up to the cost, as all limits still have; not for leases.
-    Take,
+    TakeUpTo,
     /// Let leases end later, and add those that are gone; all charges are leases.
     Renew,
 }
 
 impl Operation {
     /// As the script contract says it: a letter, and when a refunded charge was made.
-    pub fn arguments(self) -> (&'static str, u64) {
+    pub fn script_arguments(self) -> (&'static str, u64) {
         match self {
             Operation::Check => ("C", 0),
             Operation::Peek => ("P", 0),
             Operation::Charge => ("A", 0),
             Operation::Refund { charged_at } => ("R", charged_at),
-            Operation::Take => ("T", 0),
+            Operation::TakeUpTo => ("T", 0),
             Operation::Renew => ("N", 0),
         }
     }
@@ -49,44 +49,44 @@ pub struct Charge<'a> {
     /// Units.
     pub cost: u64,
     /// How the charge counts.
-    pub mode: Mode,
+    pub mode: ChargeMode,
     /// The id of the lease, where the algorithm is concurrency.
-    pub lease: u64,
+    pub permit_id: u64,
     /// Of a refund to a token bucket: see [`Rule::debt_before_us`]; else 0.
     pub debt_before_us: u64,
 }
 
 /// How a charge counts towards the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+pub enum ChargeMode {
     /// It must fit, and is charged when the request is admitted.
-    Binding,
+    Enforced,
     /// It is charged if it fits, but never denies.
     Shadow,
     /// One unit must be left; the cost is charged after the response.
-    PostPaid,
+    Deferred,
     /// Both: never denies, and is charged after the response.
-    ShadowPostPaid,
+    ShadowDeferred,
 }
 
-impl Mode {
+impl ChargeMode {
     /// Whether it never denies a request.
     pub fn is_shadow(self) -> bool {
-        matches!(self, Mode::Shadow | Mode::ShadowPostPaid)
+        matches!(self, ChargeMode::Shadow | ChargeMode::ShadowDeferred)
     }
 
     /// Whether the cost is charged after the response.
-    pub fn is_post_paid(self) -> bool {
-        matches!(self, Mode::PostPaid | Mode::ShadowPostPaid)
+    pub fn is_deferred(self) -> bool {
+        matches!(self, ChargeMode::Deferred | ChargeMode::ShadowDeferred)
     }
 
     /// The flag of the script contract.
     pub fn flag(self) -> &'static str {
         match self {
-            Mode::Binding => "-",
-            Mode::Shadow => "s",
-            Mode::PostPaid => "p",
-            Mode::ShadowPostPaid => "b",
+            ChargeMode::Enforced => "-",
+            ChargeMode::Shadow => "s",
+            ChargeMode::Deferred => "p",
+            ChargeMode::ShadowDeferred => "b",
         }
     }
 }
@@ -102,17 +102,17 @@ pub struct Verdict {
     pub outcomes: Vec<Outcome>,
     /// Where several servers decided: the instant of each charge, by the clock of its own server. Else empty. A denial by several
     /// may end at any time: units that another request was granted by one of them and denied by another are given back.
-    pub instants: Vec<u64>,
+    pub decided_at_us: Vec<u64>,
     /// Units that the same call charged after those of this verdict: the outcomes include them.
-    pub charged_after: u64,
+    pub charged_later: u64,
     /// Of the memory store: the charges, as bits, whose limits have no room for another identity. Nothing was charged then.
-    pub full: u64,
+    pub full_limits: u64,
 }
 
 impl Verdict {
     /// Of one server.
     pub fn new(granted: u64, now_us: u64, outcomes: Vec<Outcome>) -> Self {
-        Verdict { granted, now_us, outcomes, instants: Vec::new(), charged_after: 0, full: 0 }
+        Verdict { granted, now_us, outcomes, decided_at_us: Vec::new(), charged_later: 0, full_limits: 0 }
     }
 }
 
@@ -127,78 +127,78 @@ pub enum StoreError {
     Timeout,
     /// No reply within `store.timeout` while the store answers others. The call may still run; what it charges is given back.
     #[error("the store did not answer in time, as it did for others")]
-    Late,
+    LateReply,
     /// The breaker is open: the store was not asked.
     #[error("the store is failing and is not asked")]
-    Open,
+    BreakerOpen,
     /// The queue is full, or the check was not sent within `store.timeout`: the store was not asked.
     #[error("more checks are queued than the store can decide in time")]
     Overloaded,
     /// An error that is not about this call: others get the same.
     #[error("the store refuses calls: {}", reply(_0))]
-    Refused(#[source] redis::RedisError),
+    Rejected(#[source] redis::RedisError),
     /// Another server of a cluster keeps the state, or will. Nothing ran.
     #[error("the store is a node of a cluster and keeps only a part: {}", reply(_0))]
-    Elsewhere(#[source] redis::RedisError),
+    Redirected(#[source] redis::RedisError),
     /// No room, no disk or no replicas: what would write is refused, and nothing ran. What writes nothing is answered.
     #[error("the store refuses writes: {}", reply(_0))]
-    Unwritable(#[source] redis::RedisError),
+    WritesRejected(#[source] redis::RedisError),
     /// The script failed on what it found; calls about other states do not.
     #[error("a state in the store cannot be used: {}", reply(_0))]
-    Broken(#[source] redis::RedisError),
+    CorruptState(#[source] redis::RedisError),
     /// A limit has no room for another identity in the memory store. Nothing was charged.
     #[error("`store.max_memory_states` has no room for another identity of a limit")]
-    Full,
+    CapacityExceeded,
     /// The store answered something that is no verdict.
     #[error("the store's reply is not a verdict")]
-    Malformed,
+    MalformedReply,
 }
 
 impl StoreError {
     /// Whether it is certain that the call did not run and will not.
-    pub fn nothing_ran(&self) -> bool {
+    pub fn is_not_executed(&self) -> bool {
         match self {
-            StoreError::Open
+            StoreError::BreakerOpen
             | StoreError::Overloaded
-            | StoreError::Elsewhere(_)
-            | StoreError::Unwritable(_)
-            | StoreError::Full => true,
+            | StoreError::Redirected(_)
+            | StoreError::WritesRejected(_)
+            | StoreError::CapacityExceeded => true,
             StoreError::Unreachable(_)
             | StoreError::Timeout
-            | StoreError::Late
-            | StoreError::Refused(_)
-            | StoreError::Broken(_)
-            | StoreError::Malformed => false,
+            | StoreError::LateReply
+            | StoreError::Rejected(_)
+            | StoreError::CorruptState(_)
+            | StoreError::MalformedReply => false,
         }
     }
 }
 
 impl StoreError {
     /// The error reply, if there is one.
-    pub fn reply(&self) -> Option<&redis::RedisError> {
+    pub fn error_reply(&self) -> Option<&redis::RedisError> {
         match self {
-            StoreError::Refused(error)
-            | StoreError::Elsewhere(error)
-            | StoreError::Unwritable(error)
-            | StoreError::Broken(error) => Some(error),
+            StoreError::Rejected(error)
+            | StoreError::Redirected(error)
+            | StoreError::WritesRejected(error)
+            | StoreError::CorruptState(error) => Some(error),
             StoreError::Unreachable(_)
             | StoreError::Timeout
-            | StoreError::Late
-            | StoreError::Open
+            | StoreError::LateReply
+            | StoreError::BreakerOpen
             | StoreError::Overloaded
-            | StoreError::Full
-            | StoreError::Malformed => None,
+            | StoreError::CapacityExceeded
+            | StoreError::MalformedReply => None,
         }
     }
 
     /// Whether the store as a whole cannot be used.
     pub fn is_outage(&self) -> bool {
-        matches!(self, StoreError::Unreachable(_) | StoreError::Timeout | StoreError::Open | StoreError::Refused(_))
+        matches!(self, StoreError::Unreachable(_) | StoreError::Timeout | StoreError::BreakerOpen | StoreError::Rejected(_))
     }
 
     /// Whether the check came too late while the store works. That is no outage: it does not follow `on_store_error`.
     pub fn is_overload(&self) -> bool {
-        matches!(self, StoreError::Overloaded | StoreError::Late)
+        matches!(self, StoreError::Overloaded | StoreError::LateReply)
     }
 }
 
@@ -208,7 +208,7 @@ fn reply(error: &redis::RedisError) -> String {
 }
 
 /// Where the counters live.
-pub trait Store: Send + Sync {
+pub trait CounterStore: Send + Sync {
     /// Decides all of `charges` at one instant.
     ///
     /// # Errors

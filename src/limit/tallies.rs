@@ -4,20 +4,20 @@ use crate::tally::{Histogram, Counter};
 
 /// Who answered a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Answered {
+pub enum AnsweredBy {
     /// The store, with a call of its own.
-    Alone,
+    Store,
     /// The store, with a call for several.
-    Together,
+    Coalesced,
     /// Units that were taken ahead.
-    Ahead,
+    Prefetch,
     /// The denial cache.
-    Remembered,
+    DenialCache,
 }
 
 /// What was counted.
 #[derive(Debug, Default)]
-pub struct Tallies {
+pub struct LimiterMetrics {
     /// Checks, by [`Answered`].
     pub checks: Counter<4>,
     /// Calls that the store answered.
@@ -28,17 +28,17 @@ pub struct Tallies {
     pub failures: Counter<2>,
 }
 
-impl Answered {
+impl AnsweredBy {
     /// All, in the order of their tally.
-    pub const ALL: [Answered; 4] = [Answered::Alone, Answered::Together, Answered::Ahead, Answered::Remembered];
+    pub const ALL: [AnsweredBy; 4] = [AnsweredBy::Store, AnsweredBy::Coalesced, AnsweredBy::Prefetch, AnsweredBy::DenialCache];
 
     /// One word for labels.
-    pub fn word(self) -> &'static str {
+    pub fn label(self) -> &'static str {
         match self {
-            Answered::Alone => "store",
-            Answered::Together => "coalesced",
-            Answered::Ahead => "prefetch",
-            Answered::Remembered => "denial-cache",
+            AnsweredBy::Store => "store",
+            AnsweredBy::Coalesced => "coalesced",
+            AnsweredBy::Prefetch => "prefetch",
+            AnsweredBy::DenialCache => "denial-cache",
         }
     }
 }

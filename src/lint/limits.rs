@@ -8,7 +8,7 @@ use crate::config::error::Issue;
 use crate::cost::Cost;
 use crate::identity::Descriptor;
 use crate::limit::algorithm::Rule;
-use crate::limit::plan::{Limit, OnStoreError};
+use crate::limit::plan::{LimitSpec, OnStoreError};
 use crate::runtime::{Route, CompiledLimit};
 
 /// Words of names and paths where somebody who guesses is held off by a limit alone.
@@ -55,7 +55,7 @@ pub(super) fn limit_warnings(whole: &Whole<'_>) -> Vec<Issue> {
 /// Units that are never taken ahead.
 fn idle_lease(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
     let limit = &terms.limit;
-    if limit.advance == 0 {
+    if limit.prefetch == 0 {
         return Vec::new();
     }
     let place = whole.place(&limit.name, |written| written.prefetch.as_ref());
@@ -65,7 +65,7 @@ fn idle_lease(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
     }
     let routes = whole.runtime.routes.iter().filter(|route| route.has_limit(limit));
     let beside = routes.filter_map(|route| {
-        let other = route.rate_limits.limits.iter().find(|metered| metered.limit.advance == 0)?;
+        let other = route.rate_limits.limits.iter().find(|metered| metered.limit.prefetch == 0)?;
         let text = format!(
             "the `prefetch` of `{}` does nothing for requests of `{}` that meet `{}`, which has none",
             limit.name, route.name, other.limit.name
@@ -85,7 +85,7 @@ fn too_small(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
     });
     let dearest = costs.max().unwrap_or(0);
     let tiers =
-        limit.plans().map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));
+        limit.variants().map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));
     let consumers = whole.runtime.consumers.load();
     let mut own: Vec<_> = consumers
         .iter()
@@ -112,31 +112,31 @@ fn too_small(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
 fn burst(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
     let limit = &terms.limit;
     let written = whole.limit(&limit.name)?.get_ref().burst.as_ref()?;
-    let capacity = limit.standard.rule.capacity();
+    let capacity = limit.default_variant.rule.capacity();
     let stricter = |route: &Route| {
         let own = route.rate_limits.limits.iter().find(|metered| Arc::ptr_eq(&metered.limit, limit))?;
         let others = route.rate_limits.limits.iter().filter(|other| {
             let by = &whole.runtime.limits.get(&*other.limit.name).map(|terms| &terms.identity_spec);
             let counts_as_much =
                 by.is_some_and(|by| *by == terms.identity_spec || (by.descriptors == [Descriptor::Global] && by.methods.is_empty()));
-            let stops = !other.limit.shadow && other.limit.wait.is_none() && other.limit.tiers.is_empty();
-            let in_flight = matches!(other.limit.standard.rule, Rule::Concurrency(_));
+            let stops = !other.limit.shadow && other.limit.queue_policy.is_none() && other.limit.tiers.is_empty();
+            let in_flight = matches!(other.limit.default_variant.rule, Rule::Concurrency(_));
             counts_as_much && stops && !in_flight && other.cost == own.cost
         });
-        let strictest = others.min_by_key(|other| other.limit.standard.rule.capacity())?;
-        (strictest.limit.standard.rule.capacity() < capacity).then(|| strictest.limit.clone())
+        let strictest = others.min_by_key(|other| other.limit.default_variant.rule.capacity())?;
+        (strictest.limit.default_variant.rule.capacity() < capacity).then(|| strictest.limit.clone())
     };
-    let found: Option<Vec<Arc<Limit>>> = routes.iter().map(|route| stricter(route)).collect();
-    let other = found?.into_iter().max_by_key(|other| other.standard.rule.capacity())?;
+    let found: Option<Vec<Arc<LimitSpec>>> = routes.iter().map(|route| stricter(route)).collect();
+    let other = found?.into_iter().max_by_key(|other| other.default_variant.rule.capacity())?;
     let text = format!(
         "the burst of `{}` cannot be reached: `{}` stops the same requests after {} at once",
         limit.name,
         other.name,
-        other.standard.rule.capacity()
+        other.default_variant.rule.capacity()
     );
     Some(
         Issue::new(written.span(), text)
-            .with_hint(format!("a burst below {}, or a larger one there", other.standard.rule.capacity())),
+            .with_hint(format!("a burst below {}, or a larger one there", other.default_variant.rule.capacity())),
     )
 }
 
@@ -164,8 +164,8 @@ fn open_door(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -
 
 /// A turn that comes when the time of the route is over.
 fn long_wait(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -> Option<Issue> {
-    let wait = terms.limit.wait?;
-    let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= wait.most))?;
+    let wait = terms.limit.queue_policy?;
+    let route = routes.iter().find(|route| route.timeout.is_some_and(|timeout| timeout <= wait.max_wait))?;
     let place = whole.place(&terms.limit.name, |written| written.max_wait.as_ref());
     let text = format!(
         "a request may wait for `{}` longer than the `timeout` of the route `{}`: it is charged, and answered with 504",

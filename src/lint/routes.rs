@@ -4,7 +4,7 @@ use http::Method;
 
 use super::Whole;
 use crate::config::error::Issue;
-use crate::limit::redis::Servers;
+use crate::limit::redis::RedisDeployment;
 use crate::runtime::{Route, RouteAction};
 use crate::upstream::settings::UpstreamSettings;
 
@@ -73,7 +73,7 @@ fn retries(whole: &Whole<'_>, route: &Route) -> Option<Issue> {
 /// What a cluster makes of routes with several identities.
 pub(super) fn route_notes(whole: &Whole<'_>) -> Vec<Issue> {
     let is_cluster =
-        whole.runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, Servers::Cluster { .. }));
+        whole.runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, RedisDeployment::Cluster { .. }));
     let several = whole.runtime.routes.iter().filter(|route| is_cluster && route.rate_limits.identities.len() > 1);
     let notes = several.map(|route| {
         let text = format!(

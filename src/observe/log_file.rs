@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tracing::{info, warn};
 
-use crate::limit::clock::Seldom;
+use crate::limit::clock::LogThrottle;
 
 /// A file that cannot be opened again is mentioned this often.
 const REOPEN_WARNING_INTERVAL: Duration = Duration::from_secs(60);
@@ -20,7 +20,7 @@ pub struct LogFile {
     file: File,
     /// Device and inode of the open file.
     file_id: (u64, u64),
-    throttle: Seldom,
+    throttle: LogThrottle,
 }
 
 impl LogFile {
@@ -31,7 +31,7 @@ impl LogFile {
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
-        Ok(LogFile { path, file, file_id: known: file_id, throttle: Seldom::new() })
+        Ok(LogFile { path, file, file_id: known: file_id, throttle: LogThrottle::new() })
     }
 
     /// Opens what is at its path now, if that is another file or none. As long as there can be none the old one goes on.
@@ -45,7 +45,7 @@ impl LogFile {
                 (self.file_id, self.file) = (file_id, file);
                 info!("{} is another file now: it is written from here on", self.path.display());
             }
-            Err(error) if self.throttle.unsaid_for(REOPEN_WARNING_INTERVAL) => {
+            Err(error) if self.throttle.should_log(REOPEN_WARNING_INTERVAL) => {
                 warn!(%error, "{} is gone and cannot be made again: the file before goes on", self.path.display());
             }
             Err(_) => {}

@@ -7,7 +7,7 @@ use std::{io, mem, thread};
 
 use tracing::warn;
 
-use crate::limit::clock::Seldom;
+use crate::limit::clock::LogThrottle;
 
 /// That something is lost is said once in this time.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
@@ -37,7 +37,7 @@ pub struct BatchWriter<T> {
 struct Inner<T> {
     config: BatchConfig,
     pending: Mutex<PendingItems<T>>,
-    throttle: Seldom,
+    throttle: LogThrottle,
 }
 
 #[derive(Debug)]
@@ -65,7 +65,7 @@ impl<T: Send + 'static> BatchWriter<T> {
     /// The thread cannot be started.
     pub fn start(config: BatchConfig, mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static) -> io::Result<Self> {
         let pending = Mutex::new(PendingItems { items: Vec::new(), dropped: 0 });
-        let inner = Arc::new(Inner { config: terms: config, pending, throttle: Seldom::new() });
+        let inner = Arc::new(Inner { config: terms: config, pending, throttle: LogThrottle::new() });
         let (commands, command_receiver) = channel();
         let thread_inner = inner.clone();
         thread::Builder::new().name(config.name.replace(' ', "-")).spawn(move || {
@@ -98,7 +98,7 @@ impl<T: Send + 'static> BatchWriter<T> {
             pending.dropped += 1;
             let lost = pending.dropped;
             drop(pending);
-            if throttle.unsaid_for(LOG_INTERVAL) {
+            if throttle.should_log(LOG_INTERVAL) {
                 warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", config.name);
             }
             return;

@@ -9,7 +9,7 @@ use super::format::Provides;
 use crate::cost::Cost;
 use crate::identity::Descriptor;
 use crate::identity::api_key::Caller;
-use crate::limit::plan::Plan;
+use crate::limit::plan::LimitVariant;
 use crate::runtime::{CompiledConfig, CompiledLimit};
 
 /// What the log would have to say to tell the identities of a limit, and does not.
@@ -46,7 +46,7 @@ pub(super) fn notes(terms: &CompiledLimit, stands: bool, provides: &Provides) ->
     if stands && !terms.limit.tiers.is_empty() {
         notes.push("who is not known as a consumer has the standard size, whatever the tier".to_owned());
     }
-    if terms.limit.wait.is_some() {
+    if terms.limit.queue_policy.is_some() {
         notes.push("whoever would wait for a turn (`max_wait`) counts as denied".to_owned());
     }
     if !terms.refund_on.is_empty() && !provides.status {
@@ -56,16 +56,16 @@ pub(super) fn notes(terms: &CompiledLimit, stands: bool, provides: &Provides) ->
 }
 
 /// Consumers with sizes of their own.
-pub(super) fn consumers(runtime: &CompiledConfig, terms: &CompiledLimit) -> HashMap<Box<[u8]>, Arc<Plan>> {
+pub(super) fn consumers(runtime: &CompiledConfig, terms: &CompiledLimit) -> HashMap<Box<[u8]>, Arc<LimitVariant>> {
     let mut sizes = HashMap::new();
     for consumer in runtime.consumers.load().iter() {
         let plan = Caller::Consumer(consumer).variant(&terms.limit);
-        if Arc::ptr_eq(plan, &terms.limit.standard) || !terms.identity_spec.descriptors.contains(&Descriptor::ApiKey) {
+        if Arc::ptr_eq(plan, &terms.limit.default_variant) || !terms.identity_spec.descriptors.contains(&Descriptor::ApiKey) {
             continue;
         }
         sizes.insert(consumer.name.as_bytes().into(), plan.clone());
         if terms.identity_spec.descriptors == [Descriptor::ApiKey] {
-            sizes.insert(consumer.identity(&runtime.hasher).hex().as_slice().into(), plan.clone());
+            sizes.insert(consumer.identity(&runtime.hasher).to_hex().as_slice().into(), plan.clone());
         }
     }
     sizes

@@ -15,7 +15,7 @@ use crate::gateway::addressed::RequestTarget;
 use crate::gateway::ask::{LimitContext, build_checks};
 use crate::identity::Descriptor;
 use crate::limit::key::Identity;
-use crate::limit::plan::Plan;
+use crate::limit::plan::LimitVariant;
 use crate::reply::Rejection;
 use crate::route::NoMatch;
 use crate::runtime::Route;
@@ -98,7 +98,7 @@ pub struct Resolver<'v> {
     /// By subject.
     pub seen: Vec<Seen>,
     /// By subject, its sizes.
-    pub sizes: Vec<Vec<Arc<Plan>>>,
+    pub sizes: Vec<Vec<Arc<LimitVariant>>>,
     host: (Vec<u8>, Option<HeaderValue>),
     /// Lines whose peer is a trusted proxy that does not say for whom it speaks.
     pub unnamed: u64,

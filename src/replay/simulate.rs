@@ -7,15 +7,15 @@ use std::sync::Arc;
 
 use super::resolve::{Asked, Seen};
 use super::view::View;
-use crate::limit::admission::Later;
+use crate::limit::admission::Deferred;
 use crate::limit::algorithm::Rule;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::Clock;
-use crate::limit::decision::{Check, Decision};
+use crate::limit::decision::{LimitCheck, Decision};
 use crate::limit::key::{Identity, Key};
 use crate::limit::memory::MemoryStore;
-use crate::limit::plan::Plan;
-use crate::limit::store::{Charge, Mode, Operation};
+use crate::limit::plan::LimitVariant;
+use crate::limit::store::{Charge, ChargeMode, Operation};
 
 /// A shared store does not evict: as many states as there are identities.
 const UNBOUNDED: usize = 1 << 40;
@@ -64,7 +64,7 @@ enum What {
 #[derive(Debug)]
 pub struct Simulation<'a> {
     view: &'a View,
-    sizes: Vec<Vec<Arc<Plan>>>,
+    sizes: Vec<Vec<Arc<LimitVariant>>>,
     clock: Clock,
     store: MemoryStore,
     now_us: u64,
@@ -83,14 +83,14 @@ impl<'a> Simulation<'a> {
     }
 
     /// Takes over sizes that have been met since; the first one of each subject is its standard.
-    pub fn learn(&mut self, sizes: &[Vec<Arc<Plan>>]) {
+    pub fn learn(&mut self, sizes: &[Vec<Arc<LimitVariant>>]) {
         for (own, all) in self.sizes.iter_mut().zip(sizes) {
             own.extend_from_slice(&all[own.len().min(all.len())..]);
         }
     }
 
     /// Puts another standard size in the place of a subject's.
-    pub fn resize(&mut self, subject: usize, plan: Arc<Plan>) {
+    pub fn resize(&mut self, subject: usize, plan: Arc<LimitVariant>) {
         self.sizes[subject][0] = plan;
     }
 
@@ -107,13 +107,13 @@ impl<'a> Simulation<'a> {
             .enumerate()
             .map(|(place, asked)| {
                 let subject = usize::from(asked.subject);
-                Check {
-                    place,
+                LimitCheck {
+                    limit_index: place,
                     limit: &self.view.subjects[subject].limit,
-                    plan: &self.sizes[subject][usize::from(asked.size)],
+                    variant: &self.sizes[subject][usize::from(asked.size)],
                     identity: seen[subject].identities[asked.who as usize],
                     cost: asked.cost,
-                    later: self.view.subjects[subject].later,
+                    deferred: self.view.subjects[subject].later,
                 }
             })
             .collect();
@@ -122,7 +122,7 @@ impl<'a> Simulation<'a> {
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
         self.said.clear();
         for check in &checks {
-            let denies = decision.violated().any(|judged| judged.place == check.place)
+            let denies = decision.violated().any(|judged| judged.limit_index == check.limit_index)
                 || decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
             let said = match (denies, decision.admitted) {
                 (true, _) => Said::Denied,
@@ -130,24 +130,24 @@ impl<'a> Simulation<'a> {
                 (false, false) => Said::Others,
             };
             self.said.push(said);
-            if said != Said::Allowed || (check.later == Later::Nothing && !check.takes_lease()) {
+            if said != Said::Allowed || (check.deferred == Deferred::Nothing && !check.is_concurrency()) {
                 continue;
             }
-            let what = match check.later {
-                _ if check.takes_lease() => What::Release,
-                Later::Pay => What::Pay,
-                Later::Refund | Later::Nothing => {
+            let what = match check.deferred {
+                _ if check.is_concurrency() => What::Release,
+                Deferred::Charge => What::Pay,
+                Deferred::Refund | Deferred::Nothing => {
                     let mut known = decision.debts_before_us.iter();
-                    let known = known.find(|(place, _)| *place == check.place);
+                    let known = known.find(|(place, _)| *place == check.limit_index);
                     What::Refund { charged_at: now, debt_before_us: known.map_or(0, |(_, us)| *us) }
                 }
             };
-            let asked = &asked[check.place];
+            let asked = &asked[check.limit_index];
             let refunds = self.view.subjects[usize::from(asked.subject)].refunds(moment.status);
             if matches!(what, What::Refund { .. }) && !refunds {
                 continue;
             }
-            let units = if what == What::Release { check.lease(first_lease) } else { check.cost };
+            let units = if what == What::Release { check.permit_id(first_lease) } else { check.cost };
             self.due.push(Reverse(Due {
                 at_us: now + moment.took_us,
                 number: self.number,
@@ -169,11 +169,11 @@ impl<'a> Simulation<'a> {
             let plan = &self.sizes[usize::from(due.subject)][usize::from(due.size)];
             let in_flight = matches!(plan.rule, Rule::Concurrency(_));
             let charge = Charge {
-                key: Key { identity: Identity(due.identity), bucket: &plan.bucket },
+                key: Key { identity: Identity(due.identity), state_name: &plan.state_name },
                 rule: &plan.rule,
                 cost: if in_flight { 1 } else { due.units },
-                mode: Mode::Binding,
-                lease: if in_flight { due.units } else { 0 },
+                mode: ChargeMode::Enforced,
+                permit_id: if in_flight { due.units } else { 0 },
                 debt_before_us: if let What::Refund { debt_before_us, .. } = due.what { debt_before_us } else { 0 },
             };
             let operation = match due.what {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use crate::limit::algorithm::Rule;
 use crate::limit::algorithm::concurrency::Concurrency;
-use crate::limit::plan::{Limit, Plan};
+use crate::limit::plan::{LimitSpec, LimitVariant};
 use crate::limit::quota::{Quota, QuotaError};
 use crate::runtime::{CompiledConfig, CompiledLimit};
 
@@ -33,9 +33,9 @@ pub enum SizeError {
 }
 
 /// The size that is proposed.
-pub(super) fn proposed(runtime: &CompiledConfig, terms: &CompiledLimit, proposal: &Proposal) -> Result<Arc<Plan>, SizeError> {
+pub(super) fn proposed(runtime: &CompiledConfig, terms: &CompiledLimit, proposal: &Proposal) -> Result<Arc<LimitVariant>, SizeError> {
     let Proposal { limit: name, quota: text, burst } = proposal;
-    let standard = &terms.limit.standard;
+    let standard = &terms.limit.default_variant;
     let burst = match (&standard.rule, burst) {
         // What was written stays; what followed the quota still does.
         (Rule::TokenBucket(bucket), None) => Some(bucket.burst).filter(|burst| *burst != standard.quota.count),
@@ -43,21 +43,21 @@ pub(super) fn proposed(runtime: &CompiledConfig, terms: &CompiledLimit, proposal
         (_, Some(_)) => return Err(SizeError::NoBurst(name.clone())),
         (_, None) => None,
     };
-    let quota = standard.rule.read_quota(text);
-    let plan = quota.and_then(|quota| terms.limit.resized(&runtime.hasher, quota, burst));
+    let quota = standard.rule.parse_quota(text);
+    let plan = quota.and_then(|quota| terms.limit.variant(&runtime.hasher, quota, burst));
     plan.map(Arc::new).map_err(|error| SizeError::Quota { name: name.clone(), quota: text.clone(), error })
 }
 
 /// The same with leases that do not end before their requests.
-pub(super) fn unhurried(runtime: &CompiledConfig, limit: &Limit, plan: Arc<Plan>) -> Arc<Plan> {
+pub(super) fn unhurried(runtime: &CompiledConfig, limit: &LimitSpec, plan: Arc<LimitVariant>) -> Arc<LimitVariant> {
     let Rule::Concurrency(rule) = &plan.rule else { return plan };
-    let rule = Rule::Concurrency(Concurrency { lease: LONG_LEASE, ..*rule });
-    let long = Plan::new(&runtime.hasher, &limit.name, plan.quota, rule, limit.division);
+    let rule = Rule::Concurrency(Concurrency { ttl: LONG_LEASE, ..*rule });
+    let long = LimitVariant::new(&runtime.hasher, &limit.name, plan.quota, rule, limit.local_share);
     long.map_or(plan, Arc::new)
 }
 
 /// A limit whose size is `now` with another count and burst; none if it cannot have them.
-pub(super) fn sized(runtime: &CompiledConfig, limit: &Limit, now: Quota, count: u64, burst: Option<u64>) -> Option<Arc<Plan>> {
-    let resized = limit.resized(&runtime.hasher, Quota { count, ..now }, burst).ok()?;
+pub(super) fn sized(runtime: &CompiledConfig, limit: &LimitSpec, now: Quota, count: u64, burst: Option<u64>) -> Option<Arc<LimitVariant>> {
+    let resized = limit.variant(&runtime.hasher, Quota { count, ..now }, burst).ok()?;
     Some(unhurried(runtime, limit, Arc::new(resized)))
 }

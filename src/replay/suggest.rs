@@ -8,7 +8,7 @@ use super::size::sized;
 use super::tally::Tally;
 use super::view::{Subject, View};
 use crate::limit::algorithm::Rule;
-use crate::limit::plan::Plan;
+use crate::limit::plan::LimitVariant;
 
 /// The requests of a log that limits had a say in.
 #[derive(Debug, Default)]
@@ -104,7 +104,7 @@ impl Kept {
     }
 
     /// The subject in another size, its burst in proportion; none if it cannot have it.
-    fn plan(view: &View, subject: usize, count: u64) -> Option<Arc<Plan>> {
+    fn plan(view: &View, subject: usize, count: u64) -> Option<Arc<LimitVariant>> {
         let Subject { limit, plan: now, .. } = &view.subjects[subject];
         let burst = match &now.rule {
             Rule::TokenBucket(bucket) => {
@@ -117,7 +117,7 @@ impl Kept {
     }
 
     /// What a subject denies in this size; none if that is more than `most`.
-    fn denied(&self, view: &View, resolver: &Resolver<'_>, subject: usize, plan: Arc<Plan>, most: u64) -> Option<u64> {
+    fn denied(&self, view: &View, resolver: &Resolver<'_>, subject: usize, plan: Arc<LimitVariant>, most: u64) -> Option<u64> {
         let mut simulation = Simulation::new(view);
         simulation.learn(&resolver.sizes);
         simulation.resize(subject, plan);
@@ -148,6 +148,6 @@ mod tests {
         }
         assert_eq!(count(number(1234)), 1240);
         assert!((1..LARGEST).all(|number| count(number) < count(number + 1)));
-        assert!(count(LARGEST) < crate::limit::quota::EXACT * 2);
+        assert!(count(LARGEST) < crate::limit::quota::EXACT_INTEGER_LIMIT * 2);
     }
 }

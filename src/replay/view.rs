@@ -12,9 +12,9 @@ use super::size::{Proposal, SizeError, proposed, unhurried};
 use crate::cost::{Cost, RefundOn};
 use crate::gateway::ask::deferred_action;
 use crate::identity::{IdentitySpec, OnMissing, Descriptor};
-use crate::limit::admission::Later;
+use crate::limit::admission::Deferred;
 use crate::limit::algorithm::Rule;
-use crate::limit::plan::{Limit, Plan};
+use crate::limit::plan::{LimitSpec, LimitVariant};
 use crate::limit::quota::Quota;
 use crate::runtime::{RouteLimit, CompiledConfig, CompiledLimit};
 
@@ -41,9 +41,9 @@ pub enum ViewError {
 #[derive(Debug)]
 pub struct Subject {
     /// The limit.
-    pub limit: Arc<Limit>,
+    pub limit: Arc<LimitSpec>,
     /// Its standard size, proposed or as configured.
-    pub plan: Arc<Plan>,
+    pub plan: Arc<LimitVariant>,
     /// The quota that the configuration has, where another one is proposed.
     pub instead_of: Option<Quota>,
     /// Why the log does not say whose requests they are.
@@ -51,9 +51,9 @@ pub struct Subject {
     /// What has to be said about it.
     pub notes: Vec<String>,
     /// What remains to be done when a response is known.
-    pub later: Later,
+    pub later: Deferred,
     /// The sizes of consumers who have others, by what stands for them in the log: their name, or the hash of their identity.
-    pub consumers: HashMap<Box<[u8]>, Arc<Plan>>,
+    pub consumers: HashMap<Box<[u8]>, Arc<LimitVariant>>,
     /// Whether what stands for its identities may be a key.
     pub secret: bool,
     refund_on: RefundOn,
@@ -137,7 +137,7 @@ impl View {
         for (index, (name, terms)) in runtime.limits.iter().enumerate() {
             let proposal = proposals.iter().rfind(|proposal| proposal.limit == *name);
             let plan =
-                proposal.map_or(Ok(terms.limit.standard.clone()), |proposal| proposed(&runtime, terms, proposal));
+                proposal.map_or(Ok(terms.limit.default_variant.clone()), |proposal| proposed(&runtime, terms, proposal));
             let plan = unhurried(&runtime, &terms.limit, plan?);
             let stands = mapped.iter().any(|mapped| mapped.header == header(index));
             let by = match stands {
@@ -149,7 +149,7 @@ impl View {
             let lacks = lacking(terms, &runtime, provides).filter(|_| !stands);
             let in_flight = matches!(plan.rule, Rule::Concurrency(_)) && !provides.took;
             let unknown = lacks.or_else(|| in_flight.then(|| "how long requests took".to_owned()));
-            let instead_of = proposal.map(|_| terms.limit.standard.quota).filter(|quota| *quota != plan.quota);
+            let instead_of = proposal.map(|_| terms.limit.default_variant.quota).filter(|quota| *quota != plan.quota);
             let notes = notes(terms, stands, provides);
             // A log may hold the key or the token itself.
             let has_secret = |source: &Descriptor| matches!(source, Descriptor::ApiKey | Descriptor::Jwt(_)) || !source.is_public();

@@ -13,7 +13,7 @@ use crate::config::{self, Config};
 use crate::identity::Descriptor;
 use crate::identity::api_key::{ApiKeySettings, Consumer, Consumers, OnUnknownKey, parse_key_hash};
 use crate::limit::key::IdentityHasher;
-use crate::limit::plan::Plan;
+use crate::limit::plan::LimitVariant;
 use crate::watch::FileSnapshot;
 
 type LimitsByName = BTreeMap<String, CompiledLimit>;
@@ -134,7 +134,7 @@ fn limit_variants(
     limits: &LimitsByName,
     hasher: &IdentityHasher,
     issues: &mut Vec<Issue>,
-) -> BTreeMap<Box<str>, Arc<Plan>> {
+) -> BTreeMap<Box<str>, Arc<LimitVariant>> {
     let mut variants = BTreeMap::new();
     for (name, own) in written {
         let Some(compiled) = limits.get(name).filter(|compiled| uses_api_key(compiled)) else {
@@ -146,8 +146,8 @@ fn limit_variants(
             });
             continue;
         };
-        match limit_variant(own.get_ref(), &compiled.limit.standard.rule, compiled.limit.standard.quota) {
-            Ok((quota, burst)) => match compiled.limit.resized(hasher, quota, burst) {
+        match limit_variant(own.get_ref(), &compiled.limit.default_variant.rule, compiled.limit.default_variant.quota) {
+            Ok((quota, burst)) => match compiled.limit.variant(hasher, quota, burst) {
                 Ok(variant) => {
                     variants.insert(name.as_str().into(), Arc::new(variant));
                 }

@@ -17,8 +17,8 @@ use crate::cost::{Cost, RefundOn};
 use crate::identity::{IdentitySpec, OnMissing, Descriptor};
 use crate::limit::algorithm::Rule;
 use crate::limit::key::IdentityHasher;
-use crate::limit::plan::{Division, Limit, OnStoreError, Plan, Wait};
-use crate::limit::quota::EXACT;
+use crate::limit::plan::{LocalShare, LimitSpec, OnStoreError, LimitVariant, QueuePolicy};
+use crate::limit::quota::EXACT_INTEGER_LIMIT;
 use crate::upstream::settings::UpstreamSettings;
 
 /// A request in flight holds its slot for the time that its upstream may take and so much more, unless it is renewed.
@@ -65,27 +65,27 @@ pub(super) fn limits(
         let on_store_error = reader.one_of(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
         let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
         check_conflicts(limit, cost.as_ref(), &rule, reader);
-        let division = Division { gateways: instances, dearest: max_cost(config, name, cost.as_ref()) };
-        let standard = match Plan::new(hasher, name, quota, rule, division) {
+        let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
+        let standard = match LimitVariant::new(hasher, name, quota, rule, division) {
             Ok(plan) => Arc::new(plan),
             Err(error) => {
                 reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
                 continue;
             }
         };
-        let mut compiled = Limit {
+        let mut compiled = LimitSpec {
             name: name.as_str().into(),
-            standard,
+            default_variant: standard,
             tiers: BTreeMap::new(),
             on_store_error,
             shadow: limit.shadow,
-            wait,
-            advance: prefetch,
-            division,
+            queue_policy: wait,
+            prefetch,
+            local_share: division,
         };
-        if let (Err(error), Some(written)) = (compiled.has_room(&compiled.standard), &limit.prefetch) {
+        if let (Err(error), Some(written)) = (compiled.validate_prefetch(&compiled.default_variant), &limit.prefetch) {
             reader.push_issue(Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)));
-            compiled.advance = 0;
+            compiled.prefetch = 0;
         }
         compiled.tiers = tiers(limit, &compiled, &identity_spec, hasher, reader);
         if let (Some(Cost::Fixed(cost)), Some(written)) = (&cost, &limit.cost) {
@@ -97,8 +97,8 @@ pub(super) fn limits(
 }
 
 /// Sees that a fixed cost fits into every size of a limit.
-pub(super) fn check_cost_fits(cost: u64, limit: &Limit, span: Range<usize>, reader: &mut Validator<'_>) {
-    for (tier, variant) in limit.plans() {
+pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, reader: &mut Validator<'_>) {
+    for (tier, variant) in limit.variants() {
         let capacity = variant.rule.capacity();
         if cost > capacity {
             let tier = tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`"));
@@ -133,7 +133,7 @@ fn cost(limit: &config::Limit, trusted_proxies: usize, reader: &mut Validator<'_
     let written = limit.cost.as_ref()?;
     let table = match written.get_ref() {
         LimitCost::Fixed(cost) => {
-            if !(1..EXACT as i64).contains(cost) {
+            if !(1..EXACT_INTEGER_LIMIT as i64).contains(cost) {
                 let issue = Issue::new(written.span(), format!("a cost of {cost} is out of range"));
                 reader.push_issue(issue.with_hint("1 or more; a request that costs nothing needs no limit"));
             }
@@ -145,7 +145,7 @@ fn cost(limit: &config::Limit, trusted_proxies: usize, reader: &mut Validator<'_
     let default = 1;
     match (&table.request_header, &table.response_header, &table.max) {
         (Some(text), None, Some(max)) => {
-            let max = reader.number(Some(max), 1..EXACT as i64, 1) as u64;
+            let max = reader.number(Some(max), 1..EXACT_INTEGER_LIMIT as i64, 1) as u64;
             if trusted_proxies == 0 {
                 let message = "a cost in the request counts from trusted proxies only, but none is trusted";
                 let hint =
@@ -182,7 +182,7 @@ fn refund_on(limit: &config::Limit, reader: &mut Validator<'_>) -> RefundOn {
     RefundOn(statuses)
 }
 
-fn queue_policy(limit: &config::Limit, reader: &mut Validator<'_>) -> Option<Wait> {
+fn queue_policy(limit: &config::Limit, reader: &mut Validator<'_>) -> Option<QueuePolicy> {
     let max_queue = reader.number(limit.max_queue.as_ref(), 1..1 << 31, 1000) as usize;
     if limit.max_wait.is_none()
         && let Some(text) = &limit.max_queue
@@ -190,7 +190,7 @@ fn queue_policy(limit: &config::Limit, reader: &mut Validator<'_>) -> Option<Wai
         reader.push_issue(Issue::new(text.span(), "`max_queue` goes with `max_wait` only"));
     }
     let max = reader.duration(Some(limit.max_wait.as_ref()?), Duration::ZERO);
-    Some(Wait { most: max, places: max_queue })
+    Some(QueuePolicy { max_wait: max, max_queue })
 }
 
 /// Keys that do not go together.
@@ -229,11 +229,11 @@ fn check_conflicts(limit: &config::Limit, cost: Option<&Cost>, rule: &Rule, read
 
 fn tiers(
     limit: &config::Limit,
-    compiled: &Limit,
+    compiled: &LimitSpec,
     identity_spec: &IdentitySpec,
     hasher: &IdentityHasher,
     reader: &mut Validator<'_>,
-) -> BTreeMap<Box<str>, Arc<Plan>> {
+) -> BTreeMap<Box<str>, Arc<LimitVariant>> {
     let mut tiers = BTreeMap::new();
     for (tier, written) in &limit.tiers {
         reader.check_name(written.span(), tier);
@@ -242,8 +242,8 @@ fn tiers(
             reader.push_issue(issue.with_hint("add \"api-key\" to `by`"));
         }
         let variant =
-            limit_variant(written.get_ref(), &compiled.standard.rule, compiled.standard.quota).and_then(|(quota, burst)| {
-                let variant = compiled.resized(hasher, quota, burst);
+            limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota).and_then(|(quota, burst)| {
+                let variant = compiled.variant(hasher, quota, burst);
                 variant.map_err(|error| Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)))
             });
         match variant {

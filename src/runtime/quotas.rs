@@ -7,12 +7,12 @@ use crate::config;
 use crate::config::error::Issue;
 use crate::limit::algorithm::Rule;
 use crate::limit::algorithm::concurrency::Concurrency;
-use crate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use crate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use crate::limit::algorithm::sliding_log::SlidingLog;
 use crate::limit::algorithm::sliding_window::SlidingWindow;
 use crate::limit::algorithm::token_bucket::TokenBucket;
-use crate::limit::quota::{EXACT, Quota, QuotaError};
+use crate::limit::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Algorithm {
@@ -57,9 +57,9 @@ pub(super) fn rule(
     let example = if algorithm == Algorithm::Concurrency { "\"20\"" } else { "\"600/min\"" };
     let text = reader.required(limit.quota.as_ref(), span, "quota", example)?;
     if algorithm == Algorithm::Concurrency {
-        let quota = Quota::at_once(text.get_ref());
+        let quota = Quota::parse_concurrency(text.get_ref());
         return match quota {
-            Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, lease: permit_ttl }))),
+            Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, ttl: permit_ttl }))),
             Err(error) => {
                 let hint = "so many requests at the same time: quota = \"20\"";
                 reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
@@ -79,18 +79,18 @@ fn timed_rule(
 ) -> Result<Rule, QuotaError> {
     Ok(match algorithm {
         Algorithm::TokenBucket => {
-            let burst = reader.number(limit.burst.as_ref(), 1..EXACT as i64, quota.count as i64) as u64;
+            let burst = reader.number(limit.burst.as_ref(), 1..EXACT_INTEGER_LIMIT as i64, quota.count as i64) as u64;
             Rule::TokenBucket(TokenBucket::new(quota, burst)?)
         }
         Algorithm::FixedWindow => {
             let first_request =
                 reader.one_of(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
             let start = match quota.calendar {
-                _ if first_request => Start::FirstRequest,
-                Some(unit) => Start::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?,
-                None => Start::Aligned { phase: 0 },
+                _ if first_request => WindowStart::FirstRequest,
+                Some(unit) => WindowStart::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?,
+                None => WindowStart::Aligned { phase: 0 },
             };
-            if let (Some(zone), Start::Aligned { .. } | Start::FirstRequest) = (&limit.time_zone, &start) {
+            if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (&limit.time_zone, &start) {
                 let issue = Issue::new(zone.span(), "`time_zone` goes with calendar windows only");
                 reader.push_issue(issue.with_hint("a quota per day, week, month or year, aligned"));
             }
@@ -110,7 +110,7 @@ fn timed_rule(
 pub(super) fn limit_variant(written: &config::LimitVariant, rule: &Rule, standard: Quota) -> Result<(Quota, Option<u64>), Issue> {
     let quota = match &written.quota {
         Some(text) => rule
-            .read_quota(text.get_ref())
+            .parse_quota(text.get_ref())
             .map_err(|error| Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error)))?,
         None => standard,
     };
@@ -124,7 +124,7 @@ pub(super) fn limit_variant(written: &config::LimitVariant, rule: &Rule, standar
     if !matches!(rule, Rule::TokenBucket(_)) {
         return Err(Issue::new(burst.span(), "`burst` goes with token-bucket only"));
     }
-    match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT).contains(burst)) {
+    match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT_INTEGER_LIMIT).contains(burst)) {
         Some(burst) => Ok((quota, Some(burst))),
         None => Err(Issue::new(burst.span(), format!("{} is out of range", burst.get_ref())).with_hint("1 or more")),
     }
@@ -135,11 +135,11 @@ pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
     match error {
         QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
         QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
-        QuotaError::Zone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
-        QuotaError::Parts { .. } => "another number of `buckets`: 10 divides most windows",
-        QuotaError::NoWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
-        QuotaError::Lease { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is plenty",
-        QuotaError::Share { .. } => "a smaller `gateway_count`, a smaller cost, or a shorter window",
+        QuotaError::TimeZone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
+        QuotaError::Buckets { .. } => "another number of `buckets`: 10 divides most windows",
+        QuotaError::NoFixedWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
+        QuotaError::Prefetch { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is plenty",
+        QuotaError::LocalShare { .. } => "a smaller `gateway_count`, a smaller cost, or a shorter window",
         _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
     }
 }

@@ -11,7 +11,7 @@ use tokio::time::Duration;
 use crate::config::Text;
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::{EnvLookup, closest_name};
-use crate::limit::quota::duration_us;
+use crate::limit::quota::parse_duration_us;
 use crate::watch::FileSnapshot;
 
 /// Collects the issues of one file. Every method gives a usable value back, so that all errors are found at once.
@@ -88,7 +88,7 @@ impl<'a> Validator<'a> {
 
     pub(super) fn duration(&mut self, text: Option<&Text>, default: Duration) -> Duration {
         let Some(text) = text else { return default };
-        match duration_us(text.get_ref()) {
+        match parse_duration_us(text.get_ref()) {
             Some(us) => Duration::from_micros(us),
             None => {
                 let message = format!("`{}` is not a duration", text.get_ref());

@@ -14,7 +14,7 @@ use crate::http::body::Body;
 use crate::http::fields::HeaderStyle;
 use crate::http::rules::HeaderMutations;
 use crate::identity::IdentitySpec;
-use crate::limit::plan::Limit;
+use crate::limit::plan::LimitSpec;
 use crate::route::path::PathPattern;
 use crate::route::template::RewriteTemplate;
 
@@ -51,7 +51,7 @@ pub struct Route {
 #[derive(Debug, Clone)]
 pub struct RouteLimit {
     /// The limit.
-    pub limit: Arc<Limit>,
+    pub limit: Arc<LimitSpec>,
     /// Which of the route's identities it asks about.
     pub identity_index: usize,
     /// What a request costs it.
@@ -173,7 +173,7 @@ impl Rewrite {
 
 impl Route {
     /// Whether it has this limit.
-    pub fn has_limit(&self, limit: &Arc<Limit>) -> bool {
+    pub fn has_limit(&self, limit: &Arc<LimitSpec>) -> bool {
         self.rate_limits.limits.iter().any(|route_limit| Arc::ptr_eq(&route_limit.limit, limit))
     }
 }

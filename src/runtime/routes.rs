@@ -21,8 +21,8 @@ use crate::http::path::canonical_path;
 use crate::http::rules::Direction;
 use crate::identity::{IdentitySpec, Descriptor};
 use crate::limit::algorithm::{Outcome, Rule, Status};
-use crate::limit::decision::Judged;
-use crate::limit::plan::Limit;
+use crate::limit::decision::LimitResult;
+use crate::limit::plan::LimitSpec;
 use crate::reply::limit_status;
 use crate::route::path::PathPattern;
 use crate::route::{RouteMatch, RouteTable};
@@ -181,13 +181,13 @@ fn route_limits(
                 );
             }
         }
-        let is_concurrency = matches!(limit.standard.rule, Rule::Concurrency(_));
+        let is_concurrency = matches!(limit.default_variant.rule, Rule::Concurrency(_));
         let limit_cost = match limit_cost.clone() {
             None if is_concurrency => Cost::Fixed(1),
             None => {
                 let span = route.cost.as_ref().map_or(text.span(), |cost| cost.span());
                 check_cost_fits(cost, limit, span.clone(), reader);
-                if limit.advance > 0 && cost != 1 {
+                if limit.prefetch > 0 && cost != 1 {
                     let message = format!(
                         "single units are taken ahead: the `prefetch` of `{limit_name}` goes with a `cost` of 1 only"
                     );
@@ -221,9 +221,9 @@ fn route_limits(
 }
 
 /// A limit as it stands before anybody asked.
-fn initial_result(limit: &Limit) -> Judged<'_> {
+fn initial_result(limit: &LimitSpec) -> LimitResult<'_> {
     let outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
-    Judged { place: 0, limit, quota: limit.standard.quota, outcome }
+    LimitResult { limit_index: 0, limit, quota: limit.default_variant.quota, outcome }
 }
 
 fn header_styles(route: &config::Route, reader: &mut Validator<'_>) -> Vec<HeaderStyle> {

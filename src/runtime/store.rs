@@ -15,7 +15,7 @@ use crate::config;
 use crate::config::error::Issue;
 use crate::limit::clock::Clock;
 use crate::limit::redis::RedisSettings;
-use crate::limit::redis::script::Parts;
+use crate::limit::redis::script::AlgorithmSet;
 
 pub(super) fn gateway_count(store: &config::Store, reader: &mut Validator<'_>) -> u64 {
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
@@ -50,7 +50,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
         Ok((name, servers)) => {
             settings.name = name;
             let limits = routes.iter().flat_map(|route| &route.rate_limits.limits);
-            let algorithms = Parts::of(limits.map(|route_limit| &route_limit.limit.standard.rule));
+            let algorithms = AlgorithmSet::for_rules(limits.map(|route_limit| &route_limit.limit.default_variant.rule));
             let redis =
                 RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock: Clock::Store };
             settings.redis = Some((servers, redis));

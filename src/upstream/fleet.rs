@@ -204,7 +204,7 @@ impl UpstreamCluster {
             }
             news
         };
-        if is_new && endpoint.state.unreachable_log.unsaid_for(UNREACHABLE_LOG_INTERVAL) {
+        if is_new && endpoint.state.unreachable_log.should_log(UNREACHABLE_LOG_INTERVAL) {
             let (upstream, server) = (&self.settings.name, endpoint.name());
             warn!(%upstream, %server, %error, "a server takes no connection and is passed over");
         }

@@ -11,7 +11,7 @@ use super::condition::HealthState;
 use super::connect::UpstreamStream;
 use super::queue::{RequestPermit, PendingQueue};
 use super::settings::{UpstreamServerSettings, UpstreamSettings};
-use crate::limit::clock::Seldom;
+use crate::limit::clock::LogThrottle;
 
 /// One that requests can be sent to: an address of a server.
 #[derive(Debug)]
@@ -31,7 +31,7 @@ pub struct Endpoint {
 pub(super) struct EndpointState {
     health_state: Mutex<HealthState>,
     /// Whether it was said that it takes no connections.
-    pub(super) unreachable_log: Seldom,
+    pub(super) unreachable_log: LogThrottle,
     /// Requests that failed, in a row.
     pub(super) consecutive_errors: AtomicU32,
     in_flight: AtomicUsize,
@@ -52,7 +52,7 @@ impl Endpoint {
     ) -> Self {
         let state = EndpointState {
             health_state: Mutex::new(health_state),
-            unreachable_log: Seldom::new(),
+            unreachable_log: LogThrottle::new(),
             consecutive_errors: AtomicU32::new(0),
             in_flight: AtomicUsize::new(0),
             max_requests: AtomicUsize::new(settings.max_requests),

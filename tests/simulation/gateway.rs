@@ -4,140 +4,140 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sluicegate::limit::Limiter;
-use sluicegate::limit::admission::{Due, Later};
+use sluicegate::limit::admission::{SettleAction, Deferred};
 use sluicegate::limit::algorithm::Status;
-use sluicegate::limit::backend::{Backend, DecidedBy, Shared};
+use sluicegate::limit::backend::{Store, DecidedBy, RedisStore};
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::cluster::topology::Topology;
-use sluicegate::limit::decision::{Check, Decision};
-use sluicegate::limit::denials::Denials;
-use sluicegate::limit::guard::Breaker;
+use sluicegate::limit::cluster::topology::ClusterMap;
+use sluicegate::limit::decision::{LimitCheck, Decision};
+use sluicegate::limit::denials::DenialCache;
+use sluicegate::limit::guard::CircuitBreaker;
 use sluicegate::limit::key::IdentityHasher;
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::operator::Operator;
+use sluicegate::limit::operator::LimiterAdmin;
 use sluicegate::limit::overrides::Overrides;
-use sluicegate::limit::redis::hello::Mode;
+use sluicegate::limit::redis::hello::ServerMode;
 use sluicegate::limit::redis::records;
-use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::redis::server::{Address, Login, Server};
-use sluicegate::limit::redis::{RedisSettings, Servers};
+use sluicegate::limit::redis::script::AlgorithmSet;
+use sluicegate::limit::redis::server::{Address, Login, RedisEndpoint};
+use sluicegate::limit::redis::{RedisSettings, RedisDeployment};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::network::{START_US, Way, World};
-use crate::schedule::{LimitSpec, Request, Schedule, Use};
-use crate::store::{HOST, StateName, port_of};
+use crate::network::{START_US, SimulatedDial, SimulatedNetwork};
+use crate::schedule::{ScheduledLimit, Request, Schedule, CostMode};
+use crate::store::{HOST, StateId, port_of};
 
 /// The first part of every key.
 const PREFIX: &str = "rl";
 
 pub struct Gateway {
-    breaker: Arc<Breaker>,
+    breaker: Arc<CircuitBreaker>,
     /// In a cluster it has the breakers.
-    topology: Arc<Topology>,
+    topology: Arc<ClusterMap>,
     pub workers: Vec<Arc<Limiter>>,
-    pub operator: Operator,
+    pub operator: LimiterAdmin,
 }
 
 impl Gateway {
-    pub fn start(index: usize, schedule: &Schedule, world: &Arc<World>) -> Gateway {
-        let breaker = Arc::<Breaker>::default();
+    pub fn start(index: usize, schedule: &Schedule, world: &Arc<SimulatedNetwork>) -> Gateway {
+        let breaker = Arc::<CircuitBreaker>::default();
         let clock = Clock::running(START_US.saturating_add_signed(schedule.skews_us[index]));
         let fallback = Arc::new(MemoryStore::new(1 << 16, clock.clone()));
-        let denials = Some(Arc::new(Denials::new(10_000)));
+        let denials = Some(Arc::new(DenialCache::new(10_000)));
         let limits: Vec<_> = schedule.limits.iter().map(|spec| spec.limit.clone()).collect();
         let find = move |name: &str| limits.iter().find(|limit| *limit.name == *name).cloned();
         let overrides = Arc::new(Overrides::new(IdentityHasher::new("simulation"), find, denials.clone()));
-        let topology = Arc::<Topology>::default();
-        let (lines, advances) = Default::default();
-        let way = Arc::new(Way { gateway: index, world: world.clone() });
+        let topology = Arc::<ClusterMap>::default();
+        let (wait_queues, prefetch_pool) = Default::default();
+        let dial = Arc::new(SimulatedDial { gateway: index, network: world.clone() });
         let client = redis::Client::open(format!("redis://{HOST}:{}", port_of(0))).expect("a URL");
         let settings = RedisSettings {
             prefix: PREFIX.to_owned(),
             connections: schedule.connections,
             timeout: schedule.timeout,
             connect_timeout: std::time::Duration::from_secs(1),
-            algorithms: Parts::of(schedule.limits.iter().map(LimitSpec::rule)),
+            algorithms: AlgorithmSet::for_rules(schedule.limits.iter().map(ScheduledLimit::rule)),
             clock,
         };
-        let servers = match schedule.nodes {
+        let deployment = match schedule.nodes {
             2.. => {
                 let seed = Address { host: HOST.into(), port: port_of(0) };
-                Servers::Cluster { seeds: vec![seed], login: Login::of(&client).over(way) }
+                RedisDeployment::Cluster { seeds: vec![seed], login: Login::from_client(&client).with_dial(dial) }
             }
-            _ => Servers::One(Server::Dialed { client, mode: Mode::Standalone, dial: way }),
+            _ => RedisDeployment::Single(RedisEndpoint::Dialed { client, mode: ServerMode::Standalone, dial }),
         };
-        let servers = (servers, settings);
+        let servers = (deployment, settings);
         let mut first = None;
         let worker = |worker: usize| {
-            let tallies = Arc::<sluicegate::limit::tallies::Tallies>::default();
-            let store = Shared::new(&servers, breaker.clone(), topology.clone(), tallies.clone());
-            let connecting = store.clone();
+            let metrics = Arc::<sluicegate::limit::tallies::LimiterMetrics>::default();
+            let store = RedisStore::new(&servers, breaker.clone(), topology.clone(), metrics.clone());
+            let connecting_store = store.clone();
             first.get_or_insert_with(|| store.clone());
-            tokio::spawn(async move { connecting.connect().await });
-            let backend = Backend::Redis { store, fallback: fallback.clone(), tallies };
-            let first_lease = (index as u64) << 40 | (worker as u64 + 1) << 32;
-            let (advances, lines) = (Arc::clone(&advances), Arc::clone(&lines));
-            Arc::new(Limiter::new(backend, denials.clone(), advances, lines, overrides.clone(), first_lease))
+            tokio::spawn(async move { connecting_store.connect().await });
+            let backend = Store::Redis { store, fallback: fallback.clone(), metrics };
+            let first_permit_id = (index as u64) << 40 | (worker as u64 + 1) << 32;
+            let (advances, lines) = (Arc::clone(&prefetch_pool), Arc::clone(&wait_queues));
+            Arc::new(Limiter::new(backend, denials.clone(), advances, lines, overrides.clone(), first_permit_id))
         };
         let workers = (0..schedule.workers).map(worker).collect();
         let store = first.expect("a worker");
         if !schedule.overrides.is_empty() {
             let (overrides, store) = (overrides.clone(), store.clone());
-            tokio::spawn(async move { overrides.follow(&store, &records::key(PREFIX)).await });
+            tokio::spawn(async move { overrides.poll(&store, &records::hash_key(PREFIX)).await });
         }
-        let operator = Operator { memory: fallback, shared: Some((store, PREFIX.to_owned())), overrides };
+        let operator = LimiterAdmin { memory: fallback, redis: Some((store, PREFIX.to_owned())), overrides };
         Gateway { breaker, topology, workers, operator }
     }
 
     /// How often a breaker has opened.
-    pub fn openings(&self) -> u64 {
-        self.breaker.openings() + self.topology.openings()
+    pub fn open_count(&self) -> u64 {
+        self.breaker.open_count() + self.topology.open_count()
     }
 
     /// How often the breaker has changed.
-    fn era(&self) -> (bool, u64) {
-        (self.breaker.is_open(), self.breaker.openings())
+    fn breaker_state(&self) -> (bool, u64) {
+        (self.breaker.is_open(), self.breaker.open_count())
     }
 }
 
 /// What the client of a request is told.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Told {
+pub enum ClientOutcome {
     Admitted(DecidedBy),
     Denied {
-        source: DecidedBy,
-        remembered: bool,
+        decided_by: DecidedBy,
+        is_from_cache: bool,
         retry_us: Option<u64>,
     },
     /// 503
     Unavailable,
     /// The client left before.
-    Nothing,
+    Cancelled,
 }
 
 /// One limit of a request, with what became of it.
 #[derive(Debug, Clone)]
-pub struct Part {
+pub struct RequestLimit {
     pub limit: usize,
-    pub state: StateName,
+    pub state: StateId,
     /// Whether a shadow limit would have denied.
     pub shadow_denied: bool,
     /// What was charged after the response.
-    pub paid: u64,
-    pub refunded: bool,
+    pub charged_later: u64,
+    pub is_refunded: bool,
 }
 
 /// A request as its client saw it.
 #[derive(Debug, Clone)]
-pub struct Observed {
+pub struct ObservedRequest {
     pub gateway: usize,
-    pub began: Duration,
-    pub took: Duration,
-    pub told: Told,
+    pub started_at: Duration,
+    pub elapsed: Duration,
+    pub outcome: ClientOutcome,
     /// The instant of the decision by the store's clock.
     pub now_us: u64,
-    pub parts: Vec<Part>,
+    pub limits: Vec<RequestLimit>,
     /// Whether the breaker was closed all the time.
     pub breaker_closed: bool,
     /// A remembered denial, at an instant at which the store would have admitted the request.
@@ -145,191 +145,191 @@ pub struct Observed {
 }
 
 /// Who sends requests: all that a request needs.
-pub struct Client {
+pub struct LoadGenerator {
     pub schedule: Arc<Schedule>,
-    pub world: Arc<World>,
+    pub network: Arc<SimulatedNetwork>,
     pub gateways: Vec<Gateway>,
     /// Ends all responses.
-    pub ends: CancellationToken,
+    pub end_responses: CancellationToken,
     /// For each limit on permits those that hold one: as many as are there, at each instant.
-    pub held: std::sync::Mutex<std::collections::BTreeMap<StateName, Held>>,
+    pub held_permits: std::sync::Mutex<std::collections::BTreeMap<StateId, HeldPermits>>,
 }
 
 /// The requests that run and hold a permit of a state.
 #[derive(Debug, Default, Clone)]
-pub struct Held {
+pub struct HeldPermits {
     pub by_store: u64,
     pub by_share: u64,
     /// When requests ended.
-    pub ended: Vec<Duration>,
-    pub most: u64,
-    pub most_at: Duration,
+    pub released_at: Vec<Duration>,
+    pub max: u64,
+    pub max_at: Duration,
 }
 
-impl Client {
-    fn later(&self, limit: usize) -> Later {
-        match self.schedule.limits[limit].used {
-            Use::Plain => Later::Nothing,
-            Use::Refundable => Later::Refund,
-            Use::PostPaid => Later::Pay,
+impl LoadGenerator {
+    fn deferred(&self, limit: usize) -> Deferred {
+        match self.schedule.limits[limit].cost_mode {
+            CostMode::Upfront => Deferred::Nothing,
+            CostMode::Refundable => Deferred::Refund,
+            CostMode::Deferred => Deferred::Charge,
         }
     }
 
-    pub fn checks(&self, route: &[usize], client: u64) -> Vec<Check<'_, '_>> {
-        let check = |(place, index): (usize, &usize)| {
-            let LimitSpec { limit, cost, .. } = &self.schedule.limits[*index];
+    pub fn checks(&self, route: &[usize], client: u64) -> Vec<LimitCheck<'_, '_>> {
+        let check = |(limit_index, index): (usize, &usize)| {
+            let ScheduledLimit { limit, cost, .. } = &self.schedule.limits[*index];
             let identity = self.schedule.limits[*index].identity(client);
-            Check { place, limit, plan: &limit.standard, identity, cost: *cost, later: self.later(*index) }
+            LimitCheck { limit_index, limit, variant: &limit.default_variant, identity, cost: *cost, deferred: self.deferred(*index) }
         };
         route.iter().enumerate().map(check).collect()
     }
 
-    pub fn state(&self, limit: usize, client: u64) -> StateName {
+    pub fn state(&self, limit: usize, client: u64) -> StateId {
         let spec = &self.schedule.limits[limit];
         (spec.limit.name.to_string(), spec.identity(client).0)
     }
 
     /// Send a request and go on until its response has ended.
-    pub async fn request(&self, request: &Request) -> Observed {
+    pub async fn request(&self, request: &Request) -> ObservedRequest {
         let gateway = &self.gateways[request.gateway];
         let limiter = &gateway.workers[request.worker];
         let checks = self.checks(&request.route, request.client);
-        let (began, before) = (self.world.now(), gateway.era());
+        let (started_at, before) = (self.network.now(), gateway.breaker_state());
         let check = Box::pin(limiter.check(&checks));
         // A check that hangs is given up long after its time.
-        let most = request.leaves.unwrap_or(self.schedule.timeout + Duration::from_secs(5));
-        let answer = timeout(most, check).await.ok();
-        let part = |limit: &usize| {
+        let max_wait = request.client_timeout.unwrap_or(self.schedule.timeout + Duration::from_secs(5));
+        let result = timeout(max_wait, check).await.ok();
+        let request_limit = |limit: &usize| {
             let state = self.state(*limit, request.client);
-            Part { limit: *limit, state, shadow_denied: false, paid: 0, refunded: false }
+            RequestLimit { limit: *limit, state, shadow_denied: false, charged_later: 0, is_refunded: false }
         };
-        let mut observed = Observed {
+        let mut observed = ObservedRequest {
             gateway: request.gateway,
-            began,
-            took: self.world.now() - began,
-            told: Told::Nothing,
+            started_at: began: started_at,
+            elapsed: self.network.now() - started_at,
+            outcome: ClientOutcome::Cancelled,
             now_us: 0,
-            parts: request.route.iter().map(part).collect(),
-            breaker_closed: !before.0 && before == gateway.era(),
+            limits: request.route.iter().map(request_limit).collect(),
+            breaker_closed: !before.0 && before == gateway.breaker_state(),
             stale_denial: false,
         };
         let mut reason = String::new();
-        match answer {
+        match result {
             None => {}
             Some(Err(error)) => {
-                observed.told = Told::Unavailable;
+                observed.outcome = ClientOutcome::Unavailable;
                 reason = error.to_string();
             }
             Some(Ok(decision)) if decision.admitted => {
-                observed.told = Told::Admitted(decision.source);
+                observed.outcome = ClientOutcome::Admitted(decision.decided_by);
                 self.note(request, &observed, "");
                 self.respond(request, decision, &mut observed).await;
                 return observed;
             }
             Some(Ok(decision)) => {
-                let (source, remembered, retry_us) = (decision.source, decision.remembered, decision.retry_us());
-                observed.told = Told::Denied { source, remembered, retry_us };
-                observed.stale_denial = remembered && self.is_stale(&checks, &decision);
+                let (source, is_from_cache, retry_us) = (decision.decided_by, decision.is_from_cache, decision.retry_us());
+                observed.outcome = ClientOutcome::Denied { decided_by: source, is_from_cache: remembered: is_from_cache, retry_us };
+                observed.stale_denial = is_from_cache && self.is_stale(&checks, &decision);
             }
         }
         self.note(request, &observed, &reason);
         observed
     }
 
-    fn note(&self, request: &Request, observed: &Observed, reason: &str) {
-        self.world.note(|| {
-            let Request { gateway, worker, route, client, leaves, .. } = request;
-            let Observed { began, told, breaker_closed, .. } = observed;
-            let leaves = leaves.map(|_| ", the client may leave").unwrap_or_default();
+    fn note(&self, request: &Request, observed: &ObservedRequest, reason: &str) {
+        self.network.note(|| {
+            let Request { gateway, worker, route, client, client_timeout: may_cancel, .. } = request;
+            let ObservedRequest { started_at: began, outcome: told, breaker_closed, .. } = observed;
+            let leaves = may_cancel.map(|_| ", the client may leave").unwrap_or_default();
             let breaker = if *breaker_closed { "" } else { ", breaker open" };
             format!("gateway {gateway}, worker {worker}: request of {began:?} by client {client} on limits {route:?}{leaves}: {told:?}{breaker} {reason}")
         });
     }
 
     /// Whether the store would admit what a remembered denial denies.
-    fn is_stale(&self, checks: &[Check<'_, '_>], decision: &Decision<'_>) -> bool {
-        let denying = |check: &&Check<'_, '_>| {
-            decision.limits.iter().any(|judged| judged.place == check.place && judged.outcome.status != Status::Ok)
+    fn is_stale(&self, checks: &[LimitCheck<'_, '_>], decision: &Decision<'_>) -> bool {
+        let is_denying = |check: &&LimitCheck<'_, '_>| {
+            decision.results.iter().any(|result| result.limit_index == check.limit_index && result.outcome.status != Status::Ok)
         };
-        let gives_back = |check: &&Check<'_, '_>| check.later == Later::Refund || check.limit.advance > 0;
-        if checks.iter().filter(denying).any(|check| gives_back(&check)) {
+        let is_refundable = |check: &&LimitCheck<'_, '_>| check.deferred == Deferred::Refund || check.limit.prefetch > 0;
+        if checks.iter().filter(is_denying).any(|check| is_refundable(&check)) {
             return false;
         }
-        let charges: Vec<_> = checks.iter().filter(denying).map(|check| check.charge(DecidedBy::Store, 0)).collect();
-        let now_us = self.world.now_us();
-        let state = self.world.state();
+        let charges: Vec<_> = checks.iter().filter(is_denying).map(|check| check.charge(DecidedBy::Store, 0)).collect();
+        let now_us = self.network.now_us();
+        let state = self.network.state();
         // Post-paid limits admit while one unit is left.
         charges.iter().all(|charge| {
             let outcome = state.store.peek(now_us, *charge);
-            if charge.mode.is_post_paid() { outcome.remaining > 0 } else { outcome.status == Status::Ok }
+            if charge.mode.is_deferred() { outcome.remaining > 0 } else { outcome.status == Status::Ok }
         })
     }
 
-    async fn respond(&self, request: &Request, mut decision: Decision<'_>, observed: &mut Observed) {
+    async fn respond(&self, request: &Request, mut decision: Decision<'_>, observed: &mut ObservedRequest) {
         observed.now_us = decision.now_us;
-        for part in &mut observed.parts {
+        for part in &mut observed.limits {
             let limit = &self.schedule.limits[part.limit].limit;
             part.shadow_denied = decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, &**limit));
         }
-        let source = decision.source;
-        self.hold(observed, source, true);
+        let source = decision.decided_by;
+        self.count_permits(observed, source, true);
         let response = async {
-            match request.holds {
-                Some(holds) => sleep(holds).await,
+            match request.response_time {
+                Some(response_time) => sleep(response_time).await,
                 None => std::future::pending().await,
             }
         };
         tokio::select! {
             biased;
             () = response => {}
-            () = self.ends.cancelled() => {}
+            () = self.end_responses.cancelled() => {}
         }
-        if let Some(debts) = decision.debts.take() {
-            let settled = std::cell::RefCell::new(Vec::new());
-            let settling = debts.settle(|place, later| {
-                let due = match later {
-                    Later::Pay if request.pays > 0 => Due::Pay(request.pays),
-                    Later::Refund if request.refunds => Due::Refund,
-                    _ => Due::Nothing,
+        if let Some(charges) = decision.deferred_charges.take() {
+            let actions = std::cell::RefCell::new(Vec::new());
+            let settling = charges.settle(|limit_index, later| {
+                let action = match later {
+                    Deferred::Charge if request.response_cost > 0 => SettleAction::Charge(request.response_cost),
+                    Deferred::Refund if request.is_refunded => SettleAction::Refund,
+                    _ => SettleAction::Nothing,
                 };
-                settled.borrow_mut().push((place, due));
-                due
+                actions.borrow_mut().push((limit_index, action));
+                action
             });
-            for (place, due) in settled.into_inner() {
+            for (place, due) in actions.into_inner() {
                 match due {
-                    Due::Pay(units) => observed.parts[place].paid = units,
-                    Due::Refund => observed.parts[place].refunded = true,
-                    Due::Nothing => {}
+                    SettleAction::Charge(units) => observed.limits[place].charged_later = units,
+                    SettleAction::Refund => observed.limits[place].is_refunded = true,
+                    SettleAction::Nothing => {}
                 }
             }
             if let Some(settling) = settling {
                 let result = settling.await;
-                self.world.note(|| {
-                    format!("gateway {}: response of {:?} settled: {}", request.gateway, observed.began, result.is_ok())
+                self.network.note(|| {
+                    format!("gateway {}: response of {:?} settled: {}", request.gateway, observed.started_at, result.is_ok())
                 });
             }
         }
         // As the gateway does: the permits are released when the request has ended.
-        self.hold(observed, source, false);
-        drop(decision.leases.take());
+        self.count_permits(observed, source, false);
+        drop(decision.permits.take());
     }
 
-    fn hold(&self, observed: &Observed, source: DecidedBy, begins: bool) {
-        let mut held = self.held.lock().unwrap();
-        for part in &observed.parts {
+    fn count_permits(&self, observed: &ObservedRequest, source: DecidedBy, is_start: bool) {
+        let mut held_permits = self.held_permits.lock().unwrap();
+        for part in &observed.limits {
             let spec = &self.schedule.limits[part.limit];
-            if spec.permits().is_none() || part.shadow_denied {
+            if spec.concurrency().is_none() || part.shadow_denied {
                 continue;
             }
-            let held = held.entry(part.state.clone()).or_default();
+            let held = held_permits.entry(part.state.clone()).or_default();
             let count = if source == DecidedBy::Store { &mut held.by_store } else { &mut held.by_share };
-            *count = if begins { *count + 1 } else { *count - 1 };
-            if !begins {
-                held.ended.push(self.world.now());
+            *count = if is_start { *count + 1 } else { *count - 1 };
+            if !is_start {
+                held.released_at.push(self.network.now());
             }
             let running = held.by_store + held.by_share;
-            if running > held.most {
-                (held.most, held.most_at) = (running, self.world.now());
+            if running > held.max {
+                (held.max, held.max_at) = (running, self.network.now());
             }
         }
     }

@@ -5,25 +5,25 @@ use std::fmt;
 use std::time::Duration;
 
 use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::backend::DecidedBy;
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::key::Identity;
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::plan::OnStoreError;
-use sluicegate::limit::redis::LATEST;
+use sluicegate::limit::redis::MAX_WORKER_DELAY;
 use sluicegate::limit::store::Operation;
 
-use crate::gateway::{Held, Observed, Part, Told};
+use crate::gateway::{HeldPermits, ObservedRequest, RequestLimit, ClientOutcome};
 use crate::network::START_US;
-use crate::schedule::{Class, LimitSpec, Schedule, Use};
-use crate::store::{Done, StateName, Store, by_state, charge};
+use crate::schedule::{Class, ScheduledLimit, Schedule, CostMode};
+use crate::store::{DecidedRequest, StateId, SimulatedRedis, charges_by_state, charge};
 
 /// A check takes no longer than the timeout and this: timers have a resolution of a millisecond.
-const SLACK: Duration = Duration::from_millis(15);
+const TIMER_SLACK: Duration = Duration::from_millis(15);
 
 /// Refunds that the store runs within this time were on their way.
-const ON_THE_WAY_US: u64 = 300_000;
+const MAX_REFUND_DELAY_US: u64 = 300_000;
 
 /// An invariant that does not hold.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,15 +49,15 @@ pub struct History<'a> {
     pub schedule: &'a Schedule,
     /// Now, when all requests have ended and all refunds are made.
     pub now_us: u64,
-    pub store: &'a Store,
-    pub observed: &'a [Observed],
-    pub held: &'a BTreeMap<StateName, Held>,
+    pub store: &'a SimulatedRedis,
+    pub requests: &'a [ObservedRequest],
+    pub held_permits: &'a BTreeMap<StateId, HeldPermits>,
     /// How often the breaker of each gateway has opened.
-    pub openings: Vec<u64>,
+    pub open_counts: Vec<u64>,
 }
 
 /// The units of a state at their instants, in order.
-type Units = Vec<(u64, u64)>;
+type TimedUnits = Vec<(u64, u64)>;
 
 impl History<'_> {
     pub fn check(&self) -> Vec<Violation> {
@@ -75,26 +75,26 @@ impl History<'_> {
         violations
     }
 
-    fn spec(&self, state: &StateName) -> &LimitSpec {
+    fn spec(&self, state: &StateId) -> &ScheduledLimit {
         self.schedule.limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit of the schedule")
     }
 
     /// Whether the store has decided every request in time, but for those whose clients have left.
     fn is_certain(&self) -> bool {
         self.schedule.is_prompt()
-            && self.observed.iter().all(|observed| match observed.told {
-                Told::Admitted(source) | Told::Denied { source, .. } => source == DecidedBy::Store,
-                Told::Unavailable => false,
-                Told::Nothing => true,
+            && self.requests.iter().all(|observed| match observed.outcome {
+                ClientOutcome::Admitted(source) | ClientOutcome::Denied { decided_by: source, .. } => source == DecidedBy::Store,
+                ClientOutcome::Unavailable => false,
+                ClientOutcome::Cancelled => true,
             })
     }
 
     fn every_check_ends(&self, violated: &mut impl FnMut(&'static str, String)) {
-        for observed in self.observed {
+        for observed in self.requests {
             // A worker that stands still is late itself.
-            let late = if self.schedule.class == Class::Stalled { LATEST } else { Duration::ZERO };
-            if observed.took > self.schedule.timeout + SLACK + late {
-                let message = format!("the request of {:?} was decided after {:?}", observed.began, observed.took);
+            let max_lateness = if self.schedule.class == Class::Stalled { MAX_WORKER_DELAY } else { Duration::ZERO };
+            if observed.elapsed > self.schedule.timeout + TIMER_SLACK + max_lateness {
+                let message = format!("the request of {:?} was decided after {:?}", observed.started_at, observed.elapsed);
                 violated("every check ends within the timeout", message);
             }
         }
@@ -102,41 +102,41 @@ impl History<'_> {
 
     fn store_decides_while_it_is_up(&self, violated: &mut impl FnMut(&'static str, String)) {
         let Schedule { class, limits, .. } = self.schedule;
-        for observed in self.observed {
-            let parts = || observed.parts.iter().map(|part| &limits[part.limit].limit);
-            let when = format!("the request of {:?} at gateway {}", observed.began, observed.gateway);
-            let admitted_without_store = observed.told == Told::Admitted(DecidedBy::Local);
+        for observed in self.requests {
+            let parts = || observed.limits.iter().map(|part| &limits[part.limit].limit);
+            let when = format!("the request of {:?} at gateway {}", observed.started_at, observed.gateway);
+            let admitted_without_store = observed.outcome == ClientOutcome::Admitted(DecidedBy::Local);
             let denies = parts().any(|limit| limit.on_store_error == OnStoreError::Deny && !limit.shadow);
             if admitted_without_store && denies {
                 violated("a limit with on_store_error = deny admits nothing without the store", when.clone());
             }
             let shadow_only = parts().all(|limit| limit.shadow);
             // After an outage requests may be denied for permits of the share that others still hold.
-            let denied_without_store = matches!(observed.told, Told::Denied { source: DecidedBy::Local, .. });
+            let denied_without_store = matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
             let closed = *class != Class::Slow || observed.breaker_closed;
             // After an outage the share decides about permits as well, until all gateways have registered theirs.
-            let settling = matches!(observed.told, Told::Denied { .. })
-                && observed.parts.iter().any(|part| limits[part.limit].permits().is_some());
+            let settling = matches!(observed.outcome, ClientOutcome::Denied { .. })
+                && observed.limits.iter().any(|part| limits[part.limit].concurrency().is_some());
             if self.schedule.is_up() && without_store && !shadow_only && closed && !settling {
-                let message = format!("{when}: {:?}", observed.told);
+                let message = format!("{when}: {:?}", observed.outcome);
                 violated("nothing is decided without the store while it is up", message);
             }
             // A simulated node takes a millisecond for each call, and a cluster's requests share none.
             let prompt = self.schedule.is_prompt() && *class != Class::Cluster;
-            if prompt && observed.told == Told::Unavailable {
+            if prompt && observed.outcome == ClientOutcome::Unavailable {
                 violated("a store that replies in time decides every request", when);
             }
         }
         self.other_masters_decide(violated);
         if *class == Class::Far {
-            let by_store = |observed: &&Observed| {
+            let by_store = |observed: &&ObservedRequest| {
                 matches!(
-                    observed.told,
-                    Told::Admitted(DecidedBy::Store) | Told::Denied { source: DecidedBy::Store, .. }
+                    observed.outcome,
+                    ClientOutcome::Admitted(DecidedBy::Store) | ClientOutcome::Denied { decided_by: DecidedBy::Store, .. }
                 )
             };
-            let (decided, all) = (self.observed.iter().filter(by_store).count(), self.observed.len());
+            let (decided, all) = (self.requests.iter().filter(by_store).count(), self.requests.len());
             if 2 * decided < all {
                 let message =
                     format!("it replies after {:?}, and decided {decided} of {all}", self.schedule.round_trip);
@@ -145,7 +145,7 @@ impl History<'_> {
         }
         // Two of three slow connections may delay nine in ten of the calls.
         if !matches!(class, Class::Slow | Class::Uneven | Class::Faulty | Class::FaultyMaster) {
-            for (gateway, openings) in self.openings.iter().enumerate().filter(|(_, openings)| **openings > 0) {
+            for (gateway, openings) in self.open_counts.iter().enumerate().filter(|(_, openings)| **openings > 0) {
                 let message = format!("gateway {gateway}, {openings} times");
                 violated("the breaker stays closed while the store replies", message);
             }
@@ -155,18 +155,18 @@ impl History<'_> {
     /// A fault of one master concerns only requests that have a limit there.
     fn other_masters_decide(&self, violated: &mut impl FnMut(&'static str, String)) {
         let Some(faulty) = self.schedule.incidents.iter().find_map(|incident| incident.node) else { return };
-        for observed in self.observed {
-            let is_there = |part: &Part| self.store.number_of(Identity(part.state.1)) == faulty;
+        for observed in self.requests {
+            let is_there = |part: &RequestLimit| self.store.node_index_of(Identity(part.state.1)) == faulty;
             let without_store = matches!(
-                observed.told,
-                Told::Admitted(DecidedBy::Local) | Told::Denied { source: DecidedBy::Local, .. }
+                observed.outcome,
+                ClientOutcome::Admitted(DecidedBy::Local) | ClientOutcome::Denied { decided_by: DecidedBy::Local, .. }
             );
-            let parts = &observed.parts;
+            let parts = &observed.limits;
             let limits = || parts.iter().map(|part| &self.schedule.limits[part.limit]);
             // Shadow limits reject nothing, and permits follow the share as well for some time after an outage.
-            let exempt = limits().all(|spec| spec.limit.shadow) || limits().any(|spec| spec.permits().is_some());
+            let exempt = limits().all(|spec| spec.limit.shadow) || limits().any(|spec| spec.concurrency().is_some());
             if without_store && !exempt && !parts.iter().any(is_there) {
-                let message = format!("the request of {:?} at gateway {}", observed.began, observed.gateway);
+                let message = format!("the request of {:?} at gateway {}", observed.started_at, observed.gateway);
                 violated("masters that work decide while another one fails", message);
             }
         }
@@ -174,10 +174,10 @@ impl History<'_> {
 
     fn denials_are_true(&self, violated: &mut impl FnMut(&'static str, String)) {
         // What a request that left or came too late was charged is given back; a denial may be remembered for a second after it.
-        let given_back = |observed: &Observed| {
+        let was_refunded = |observed: &ObservedRequest| {
             let of =
-                |done: &Done| done.asked.iter().any(|asked| observed.parts.iter().any(|part| part.state == asked.name));
-            let now_us = START_US + (observed.began + observed.took).as_micros() as u64;
+                |done: &DecidedRequest| done.charges.iter().any(|asked| observed.limits.iter().any(|part| part.state == asked.state));
+            let now_us = START_US + (observed.started_at + observed.elapsed).as_micros() as u64;
             self.store.history.iter().any(|done| {
                 matches!(done.operation, Operation::Refund { .. })
                     && (now_us - 1_000_000..=now_us).contains(&done.at_us)
@@ -185,28 +185,28 @@ impl History<'_> {
             })
         };
         // In a cluster a request on one server may be denied for what another request is charged there and denied elsewhere.
-        let gives_back = |observed: &Observed| {
-            matches!(observed.told, Told::Nothing | Told::Unavailable)
-                || self.schedule.class == Class::Cluster && observed.parts.len() == 1
+        let may_be_refunded = |observed: &ObservedRequest| {
+            matches!(observed.outcome, ClientOutcome::Cancelled | ClientOutcome::Unavailable)
+                || self.schedule.class == Class::Cluster && observed.limits.len() == 1
         };
-        let excused = self.observed.iter().any(gives_back);
-        for observed in self.observed.iter().filter(|observed| observed.stale_denial) {
-            if self.schedule.state_losses() == 0 && !(excused && given_back(observed)) {
-                let message = format!("the request of {:?} is denied, and the store would admit it", observed.began);
+        let excused = self.requests.iter().any(may_be_refunded);
+        for observed in self.requests.iter().filter(|observed| observed.stale_denial) {
+            if self.schedule.state_losses() == 0 && !(excused && was_refunded(observed)) {
+                let message = format!("the request of {:?} is denied, and the store would admit it", observed.started_at);
                 violated("a remembered denial is true", message);
             }
         }
     }
 
     /// What was admitted and not refunded, by state and source; of a share by gateway as well.
-    fn admitted(&self) -> BTreeMap<(&StateName, Option<usize>), Units> {
-        let mut all: BTreeMap<_, Units> = BTreeMap::new();
-        for observed in self.observed {
-            let Told::Admitted(source) = observed.told else { continue };
-            for part in &observed.parts {
+    fn admitted_units(&self) -> BTreeMap<(&StateId, Option<usize>), TimedUnits> {
+        let mut all: BTreeMap<_, TimedUnits> = BTreeMap::new();
+        for observed in self.requests {
+            let ClientOutcome::Admitted(source) = observed.outcome else { continue };
+            for part in &observed.limits {
                 let spec = &self.schedule.limits[part.limit];
                 let shared = source == DecidedBy::Local && spec.limit.on_store_error == OnStoreError::Local;
-                if part.refunded || part.shadow_denied || !(shared || source == DecidedBy::Store) {
+                if part.is_refunded || part.shadow_denied || !(shared || source == DecidedBy::Store) {
                     continue;
                 }
                 let units = all.entry((&part.state, shared.then_some(observed.gateway))).or_default();
@@ -220,27 +220,27 @@ impl History<'_> {
     }
 
     fn admitted_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
-        for ((state, gateway), units) in self.admitted() {
+        for ((state, gateway), units) in self.admitted_units() {
             let spec = self.spec(state);
-            if spec.limit.shadow || spec.used == Use::PostPaid || spec.permits().is_some() {
+            if spec.limit.shadow || spec.cost_mode == CostMode::Deferred || spec.concurrency().is_some() {
                 continue;
             }
             let (rule, times) = match gateway {
                 None => (spec.rule(), 1 + self.schedule.state_losses()),
-                Some(_) => (&spec.limit.standard.share, 1),
+                Some(_) => (&spec.limit.default_variant.local_rule, 1),
             };
             let fixed = matches!(rule, Rule::FixedWindow(_));
-            let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.advance };
-            for (window_us, most) in bounds(rule, spec) {
+            let prefetched = if fixed { 0 } else { self.schedule.gateways as u64 * spec.limit.prefetch };
+            for (window_us, most) in worst_cases(rule, spec) {
                 let most = most * times + prefetched;
                 let (at_us, admitted) = match rule {
-                    Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. }, .. }) => {
-                        most_in_a_window(&units, |at_us| at_us / window_us * window_us)
+                    Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. }, .. }) => {
+                        max_in_an_aligned_window(&units, |at_us| at_us / window_us * window_us)
                     }
-                    Rule::FixedWindow(FixedWindow { start: Start::Calendar(windows), .. }) => {
-                        most_in_a_window(&units, |at_us| windows.around(at_us)[0])
+                    Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(windows), .. }) => {
+                        max_in_an_aligned_window(&units, |at_us| windows.boundaries_around(at_us)[0])
                     }
-                    _ => most_in_any_window(&units, window_us),
+                    _ => max_in_any_window(&units, window_us),
                 };
                 if admitted > most {
                     let message = format!(
@@ -260,33 +260,33 @@ impl History<'_> {
     fn charged_once(&self, violated: &mut impl FnMut(&'static str, String)) {
         // In all, and without what was given back: a request that lost a race for the last unit of one master gives back what
         // another one charged, and asks again.
-        let mut charged: BTreeMap<(&StateName, usize), (u64, i64)> = BTreeMap::new();
+        let mut charged: BTreeMap<(&StateId, usize), (u64, i64)> = BTreeMap::new();
         for done in &self.store.history {
-            for (index, asked) in done.asked.iter().enumerate() {
-                let (all, kept) = charged.entry((&asked.name, done.gateway)).or_default();
+            for (index, requested) in done.charges.iter().enumerate() {
+                let (all, kept) = charged.entry((&requested.state, done.gateway)).or_default();
                 *all += u64::try_from(done.charged(index)).unwrap_or(0);
                 *kept += done.charged(index);
             }
         }
-        let mut asked: BTreeMap<(&StateName, usize), (u64, u64)> = BTreeMap::new();
-        for observed in self.observed {
-            for part in &observed.parts {
+        let mut asked: BTreeMap<(&StateId, usize), (u64, u64)> = BTreeMap::new();
+        for observed in self.requests {
+            for part in &observed.limits {
                 let spec = &self.schedule.limits[part.limit];
                 let (asked, admitted) = asked.entry((&part.state, observed.gateway)).or_default();
-                let cost = if spec.used == Use::PostPaid { part.paid } else { spec.cost };
+                let cost = if spec.cost_mode == CostMode::Deferred { part.charged_later } else { spec.cost };
                 *asked += cost;
-                let by_store = observed.told == Told::Admitted(DecidedBy::Store) && !part.shadow_denied;
-                *admitted += if by_store && spec.used != Use::PostPaid { cost } else { 0 };
+                let by_store = observed.outcome == ClientOutcome::Admitted(DecidedBy::Store) && !part.shadow_denied;
+                *admitted += if by_store && spec.cost_mode != CostMode::Deferred { cost } else { 0 };
             }
         }
         for ((state, gateway), (asked, admitted)) in asked {
             let spec = self.spec(state);
-            if spec.permits().is_some() {
+            if spec.concurrency().is_some() {
                 continue;
             }
             let (charged, kept) = charged.get(&(state, gateway)).copied().unwrap_or_default();
             let once = if self.schedule.nodes > 1 { u64::try_from(kept).unwrap_or(0) } else { charged };
-            if once > asked && spec.limit.advance == 0 {
+            if once > asked && spec.limit.prefetch == 0 {
                 let message = format!("{state:x?} at gateway {gateway}: {once} units charged, {asked} asked for");
                 violated("a request is charged at most once", message);
             }
@@ -302,9 +302,9 @@ impl History<'_> {
         if !self.is_certain() {
             return;
         }
-        for (state, done) in by_state(&self.store.history) {
+        for (state, done) in charges_by_state(&self.store.history) {
             let spec = self.spec(state);
-            if spec.limit.advance == 0 || spec.used != Use::Plain {
+            if spec.limit.prefetch == 0 || spec.cost_mode != CostMode::Upfront {
                 continue;
             }
             for gateway in 0..self.schedule.gateways {
@@ -312,29 +312,29 @@ impl History<'_> {
                     let done = &self.store.history[*done];
                     (done.gateway == gateway).then(|| (done.at_us, done.charged(*index)))
                 };
-                let moves: Vec<_> = done.iter().filter_map(own).collect();
+                let changes: Vec<_> = done.iter().filter_map(own).collect();
                 let mut outstanding = 0;
-                for (number, (at_us, units)) in moves.iter().enumerate() {
+                for (number, (at_us, units)) in changes.iter().enumerate() {
                     outstanding += units;
                     let (mut used, mut waiting) = (0, 0);
-                    for observed in self.observed.iter().filter(|observed| observed.gateway == gateway) {
-                        if observed.parts.iter().all(|part| part.state != *state) {
+                    for observed in self.requests.iter().filter(|observed| observed.gateway == gateway) {
+                        if observed.limits.iter().all(|part| part.state != *state) {
                             continue;
                         }
-                        let began_us = START_US + observed.began.as_micros() as u64;
-                        let told_us = began_us + observed.took.as_micros() as u64;
-                        match observed.told {
-                            Told::Admitted(_) if told_us < *at_us => used += 1,
+                        let began_us = START_US + observed.started_at.as_micros() as u64;
+                        let told_us = began_us + observed.elapsed.as_micros() as u64;
+                        match observed.outcome {
+                            ClientOutcome::Admitted(_) if told_us < *at_us => used += 1,
                             // What is charged for clients that have left is not given back.
-                            Told::Nothing if began_us <= *at_us => waiting += 1,
+                            ClientOutcome::Cancelled if began_us <= *at_us => waiting += 1,
                             _ if began_us <= *at_us && told_us >= *at_us => waiting += 1,
                             _ => {}
                         }
                     }
                     let returning =
-                        moves[number + 1..].iter().take_while(|(later_us, _)| *later_us <= at_us + ON_THE_WAY_US);
+                        changes[number + 1..].iter().take_while(|(later_us, _)| *later_us <= at_us + MAX_REFUND_DELAY_US);
                     let returning: i64 = returning.filter(|(_, units)| *units < 0).map(|(_, units)| -units).sum();
-                    let most = spec.limit.advance as i64 + waiting + returning;
+                    let most = spec.limit.prefetch as i64 + waiting + returning;
                     if outstanding - used > most {
                         let message = format!(
                             "gateway {gateway} has {} units of {state:x?} at {:?}, at most {most}",
@@ -354,29 +354,29 @@ impl History<'_> {
         if !self.is_certain() {
             return;
         }
-        let mut expected: BTreeMap<&StateName, i64> = BTreeMap::new();
+        let mut expected: BTreeMap<&StateId, i64> = BTreeMap::new();
         // What may have been charged for clients that have left.
-        let mut uncertain: BTreeMap<&StateName, i64> = BTreeMap::new();
-        for observed in self.observed {
-            for part in observed.parts.iter().filter(|part| !part.shadow_denied) {
+        let mut uncertain: BTreeMap<&StateId, i64> = BTreeMap::new();
+        for observed in self.requests {
+            for part in observed.limits.iter().filter(|part| !part.shadow_denied) {
                 let spec = &self.schedule.limits[part.limit];
-                if observed.told == Told::Nothing {
+                if observed.outcome == ClientOutcome::Cancelled {
                     *uncertain.entry(&part.state).or_default() += spec.cost as i64;
                 }
-                if observed.told != Told::Admitted(DecidedBy::Store) {
+                if observed.outcome != ClientOutcome::Admitted(DecidedBy::Store) {
                     continue;
                 }
-                let cost = match spec.used {
-                    Use::PostPaid => part.paid,
-                    Use::Plain | Use::Refundable => spec.cost * u64::from(!part.refunded),
+                let cost = match spec.cost_mode {
+                    CostMode::Deferred => part.charged_later,
+                    CostMode::Upfront | CostMode::Refundable => spec.cost * u64::from(!part.is_refunded),
                 };
                 *expected.entry(&part.state).or_default() += cost as i64;
             }
         }
-        let admitted = self.admitted();
-        for (state, done) in by_state(&self.store.history) {
+        let admitted = self.admitted_units();
+        for (state, done) in charges_by_state(&self.store.history) {
             let spec = self.spec(state);
-            if spec.permits().is_some() || state.0 == "heartbeat" {
+            if spec.concurrency().is_some() || state.0 == "heartbeat" {
                 continue;
             }
             let charged: i64 = done.iter().map(|(done, index)| self.store.history[*done].charged(*index)).sum();
@@ -388,14 +388,14 @@ impl History<'_> {
                 );
                 violated("the charges of requests that are not admitted are given back", message);
             }
-            if spec.used == Use::PostPaid || spec.limit.shadow || spec.limit.advance > 0 {
+            if spec.cost_mode == CostMode::Deferred || spec.limit.shadow || spec.limit.prefetch > 0 {
                 continue;
             }
-            let charge = |cost| charge(state, &spec.limit.standard.bucket, spec.rule(), cost);
+            let charge = |cost| charge(state, &spec.limit.default_variant.state_name, spec.rule(), cost);
             let remaining = self.store.peek(self.now_us, charge(0)).remaining;
             // As if requests that are refunded had not come. They open windows of the kind that the first request opens.
             let most = match spec.rule() {
-                Rule::FixedWindow(FixedWindow { start: Start::FirstRequest, .. }) => continue,
+                Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) => continue,
                 _ => {
                     let clock = Clock::manual(START_US);
                     let ideal = MemoryStore::new(1 << 10, clock.clone());
@@ -438,13 +438,13 @@ impl History<'_> {
 
     /// What remains in a bucket where a refund credits the tokens that have not refilled meanwhile. The refill has first
     /// paid what the bucket lacked before the charge.
-    fn bucket_remaining(&self, spec: &LimitSpec, done: &[(usize, usize)]) -> u64 {
+    fn bucket_remaining(&self, spec: &ScheduledLimit, done: &[(usize, usize)]) -> u64 {
         let Rule::TokenBucket(rule) = spec.rule() else { return 0 };
         let (mut debt, mut last_us) = (0_u64, START_US);
         // What the bucket lacked before the charges of an instant.
         let mut before: BTreeMap<u64, u64> = BTreeMap::new();
         for (done, index) in done {
-            let each: &Done = &self.store.history[*done];
+            let each: &DecidedRequest = &self.store.history[*done];
             debt = debt.saturating_sub((each.at_us - last_us) * rule.refill);
             last_us = each.at_us;
             let units = each.charged(*index);
@@ -466,24 +466,24 @@ impl History<'_> {
     fn full_store_takes_no_charges(&self, violated: &mut impl FnMut(&'static str, String)) {
         for done in self.store.history.iter().filter(|done| done.out_of_memory && done.needs_memory()) {
             let at = Duration::from_micros(done.at_us - START_US);
-            let message = format!("{:?} at {at:?}: {:?}", done.operation, done.asked);
+            let message = format!("{:?} at {at:?}: {:?}", done.operation, done.charges);
             violated("a store that is out of memory takes no charges", message);
         }
     }
 
     fn running_within_bounds(&self, violated: &mut impl FnMut(&'static str, String)) {
         let Schedule { class, gateways, incidents, .. } = self.schedule;
-        for (state, held) in self.held {
+        for (state, held) in self.held_permits {
             let spec = self.spec(state);
-            let Some(rule) = spec.permits() else { continue };
+            let Some(rule) = spec.concurrency() else { continue };
             if spec.limit.shadow || spec.limit.on_store_error == OnStoreError::Allow {
                 continue;
             }
             let most = match class {
                 Class::Faulty | Class::FaultyMaster => {
                     // A store that was away for longer than two thirds of a permit's TTL may have forgotten all of them.
-                    let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.lease / 2;
-                    let lost = incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.lasts)).count();
+                    let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.ttl / 2;
+                    let lost = incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.duration)).count();
                     let shares = *gateways as u64 * rule.limit.div_ceil(*gateways as u64);
                     rule.limit * (1 + lost as u64) + shares
                 }
@@ -491,8 +491,8 @@ impl History<'_> {
                 Class::Slow => rule.limit + *gateways as u64 * rule.limit.div_ceil(*gateways as u64),
                 _ => rule.limit,
             };
-            if held.most > most {
-                let message = format!("{state:x?}: {} requests run at {:?}, at most {most}", held.most, held.most_at);
+            if held.max > most {
+                let message = format!("{state:x?}: {} requests run at {:?}, at most {most}", held.max, held.max_at);
                 violated("no more requests run than there are permits", message);
             }
         }
@@ -500,15 +500,15 @@ impl History<'_> {
 }
 
 /// The most units that a rule admits, in windows of so many µs.
-fn bounds(rule: &Rule, spec: &LimitSpec) -> Vec<(u64, u64)> {
+fn worst_cases(rule: &Rule, spec: &ScheduledLimit) -> Vec<(u64, u64)> {
     // A request that is refunded may have opened the window that others then fill.
-    let refundable = if spec.used == Use::Refundable { spec.cost } else { 0 };
+    let refundable = if spec.cost_mode == CostMode::Refundable { spec.cost } else { 0 };
     match rule {
         Rule::TokenBucket(rule) => {
-            let within = |us: u64| (us, rule.burst + (us - 1) * rule.refill / rule.parts);
-            [spec.window_us() / 4, spec.window_us(), 4 * spec.window_us()].map(within).to_vec()
+            let in_window = |us: u64| (us, rule.burst + (us - 1) * rule.refill / rule.parts);
+            [spec.window_us() / 4, spec.window_us(), 4 * spec.window_us()].map(in_window).to_vec()
         }
-        Rule::FixedWindow(FixedWindow { limit, window, start: Start::FirstRequest }) => {
+        Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::FirstRequest }) => {
             vec![(*window, 2 * limit - 1 + refundable)]
         }
         Rule::FixedWindow(rule) => vec![(rule.window, rule.limit)],
@@ -520,23 +520,23 @@ fn bounds(rule: &Rule, spec: &LimitSpec) -> Vec<(u64, u64)> {
 }
 
 /// The most units in any half-open window, and when it begins.
-fn most_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
-    let (mut first, mut sum, mut most) = (0, 0, (0, 0));
+fn max_in_any_window(units: &[(u64, u64)], window_us: u64) -> (u64, u64) {
+    let (mut first, mut sum, mut max) = (0, 0, (0, 0));
     for (at_us, cost) in units {
         sum += cost;
         while units[first].0 + window_us <= *at_us {
             sum -= units[first].1;
             first += 1;
         }
-        if sum > most.1 {
-            most = (units[first].0, sum);
+        if sum > max.1 {
+            max = (units[first].0, sum);
         }
     }
-    most
+    max
 }
 
 /// The most units in a window, by the start of the window around an instant.
-fn most_in_a_window(units: &[(u64, u64)], start: impl Fn(u64) -> u64) -> (u64, u64) {
+fn max_in_an_aligned_window(units: &[(u64, u64)], start: impl Fn(u64) -> u64) -> (u64, u64) {
     let mut windows: BTreeMap<u64, u64> = BTreeMap::new();
     for (at_us, cost) in units {
         *windows.entry(start(*at_us)).or_default() += cost;

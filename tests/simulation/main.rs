@@ -33,7 +33,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 #[test]
-fn limits_hold_in_every_schedule() {
+fn limits_hold_in_all_schedules() {
     collect_panics();
     if let Some(seed) = number("SEED") {
         let played = play(seed, true);
@@ -64,8 +64,8 @@ fn limits_hold_in_every_schedule() {
     let (failed, requests) = (failed.into_inner().unwrap(), requests.into_inner());
     println!("{schedules} schedules with {requests} requests, {} fail", failed.len());
     let Some((seed, violations)) = failed.first_key_value() else { return };
-    let again = play(*seed, true);
-    let mut summary = report(*seed, &again);
+    let replayed = play(*seed, true);
+    let mut summary = report(*seed, &replayed);
     let mut invariants: BTreeMap<_, Vec<u64>> = BTreeMap::new();
     for (seed, violations) in &failed {
         for violation in violations {
@@ -81,12 +81,12 @@ fn limits_hold_in_every_schedule() {
         writeln!(summary, "{:6} schedules, {class}: {invariant}; seeds {first:?}", seeds.len()).unwrap();
     }
     println!("{summary}");
-    assert_eq!(&again.violations, violations, "SEED={seed} repeats the schedule exactly");
+    assert_eq!(&replayed.violations, violations, "SEED={seed} repeats the schedule exactly");
     panic!("{} of {schedules} schedules fail; SEED={seed} repeats the first one", failed.len());
 }
 
 #[test]
-fn a_seed_repeats_its_schedule_exactly() {
+fn seed_repeats_its_schedule() {
     collect_panics();
     for seed in 0..20 {
         let [one, other] = [(); 2].map(|()| report(seed, &play(seed, true)));

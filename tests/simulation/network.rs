@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use redis::ConnectionAddr;
-use sluicegate::limit::redis::dial::{Dial, Dialing, Stream};
+use sluicegate::limit::redis::dial::{Dial, DialFuture, ByteStream};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
@@ -16,7 +16,7 @@ use tokio_util::sync::CancellationToken;
 
 use crate::random::Random;
 use crate::schedule::{Fault, Incident, Schedule};
-use crate::store::{Store, port_of};
+use crate::store::{SimulatedRedis, port_of};
 
 /// The instant of the store's clock at which a schedule begins: six seconds before midnight in [`TIME_ZONE`], in January 2027.
 ///
@@ -27,9 +27,9 @@ type Command = Vec<Vec<u8>>;
 
 /// The store, the way to it, and what happens.
 #[derive(Debug)]
-pub struct World {
-    began: Instant,
-    nodes: usize,
+pub struct SimulatedNetwork {
+    started_at: Instant,
+    node_count: usize,
     round_trip: Duration,
     jitter: Duration,
     service_us: u64,
@@ -39,61 +39,61 @@ pub struct World {
 
 #[derive(Debug)]
 pub struct State {
-    pub store: Store,
+    pub store: SimulatedRedis,
     random: Random,
-    active: Vec<Incident>,
+    active_incidents: Vec<Incident>,
     /// Cancelled while a server runs: tasks that wait for one go on in their order.
-    runs: Vec<CancellationToken>,
+    running: Vec<CancellationToken>,
     /// When each server has decided all that it was asked.
     busy_until: Vec<Instant>,
-    connections: BTreeMap<u64, Connection>,
-    next: u64,
+    connections: BTreeMap<u64, SimulatedConnection>,
+    next_connection: u64,
     /// How many each gateway has opened.
-    opened: BTreeMap<usize, u64>,
+    opened_connections: BTreeMap<usize, u64>,
     /// The trace, if it is wanted.
     trace: Option<Vec<(Duration, String)>>,
 }
 
 /// What becomes of an open connection.
 #[derive(Debug, Clone)]
-struct Connection {
+struct SimulatedConnection {
     /// How many the gateway had opened before.
-    earlier: u64,
+    number_before: u64,
     node: usize,
     /// It ends at once.
     reset: CancellationToken,
     /// It ends when the store has run what came by it.
-    ends: CancellationToken,
+    draining: CancellationToken,
     lose_requests: Arc<AtomicBool>,
     lose_replies: Arc<AtomicBool>,
 }
 
 /// The way of one gateway to the store.
-pub struct Way {
+pub struct SimulatedDial {
     pub gateway: usize,
-    pub world: Arc<World>,
+    pub network: Arc<SimulatedNetwork>,
 }
 
-impl fmt::Debug for Way {
+impl fmt::Debug for SimulatedDial {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         out.debug_struct("Way").field("gateway", &self.gateway).finish_non_exhaustive()
     }
 }
 
-impl Dial for Way {
-    fn dial(&self, address: &ConnectionAddr) -> Dialing {
-        let (gateway, world) = (self.gateway, self.world.clone());
+impl Dial for SimulatedDial {
+    fn dial(&self, address: &ConnectionAddr) -> DialFuture {
+        let (gateway, world) = (self.gateway, self.network.clone());
         let is_at = |node: &usize| matches!(address, ConnectionAddr::Tcp(_, port) if *port == port_of(*node));
-        let node = (0..world.nodes).find(is_at).expect("the address of a server");
+        let node = (0..world.node_count).find(is_at).expect("the address of a server");
         Box::pin(async move {
-            let about = |incident: &&Incident| incident.is_about(node);
-            let delay: Duration = world.state().active.iter().filter(about).map(connect_delay).sum();
-            sleep(delay + world.half_trip() * 2).await;
-            if world.state().active.iter().filter(about).any(|incident| refuses_connections(incident.fault)) {
+            let about = |incident: &&Incident| incident.affects(node);
+            let delay: Duration = world.state().active_incidents.iter().filter(about).map(connect_delay).sum();
+            sleep(delay + world.half_round_trip() * 2).await;
+            if world.state().active_incidents.iter().filter(about).any(|incident| refuses_connections(incident.fault)) {
                 world.note(|| format!("gateway {gateway}: connection refused"));
                 return Err(io::ErrorKind::ConnectionRefused.into());
             }
-            Ok(Box::new(world.connect(gateway, node)) as Box<dyn Stream>)
+            Ok(Box::new(world.connect(gateway, node)) as Box<dyn ByteStream>)
         })
     }
 }
@@ -106,25 +106,25 @@ fn connect_delay(incident: &Incident) -> Duration {
 }
 
 fn refuses_connections(fault: Fault) -> bool {
-    matches!(fault, Fault::RestartEmpty | Fault::RestartKept | Fault::Failover(_) | Fault::RefuseConnects)
+    matches!(fault, Fault::RestartEmpty | Fault::RestartWithState | Fault::Failover(_) | Fault::RefuseConnects)
 }
 
-impl World {
-    pub fn new(schedule: &Schedule, trace: bool) -> World {
+impl SimulatedNetwork {
+    pub fn new(schedule: &Schedule, trace: bool) -> SimulatedNetwork {
         let state = State {
-            store: Store::new(schedule.nodes, schedule.lua, START_US),
+            store: SimulatedRedis::new(schedule.nodes, schedule.lua, START_US),
             random: Random::new(!schedule.seed),
-            active: Vec::new(),
-            runs: (0..schedule.nodes).map(|_| running()).collect(),
+            active_incidents: Vec::new(),
+            running: (0..schedule.nodes).map(|_| running_token()).collect(),
             busy_until: vec![Instant::now(); schedule.nodes],
             connections: BTreeMap::new(),
-            next: 0,
-            opened: BTreeMap::new(),
+            next_connection: 0,
+            opened_connections: BTreeMap::new(),
             trace: trace.then(Vec::new),
         };
-        World {
-            began: Instant::now(),
-            nodes: schedule.nodes,
+        SimulatedNetwork {
+            started_at: Instant::now(),
+            node_count: schedule.nodes,
             round_trip: schedule.round_trip,
             jitter: schedule.jitter,
             service_us: schedule.service_us,
@@ -139,7 +139,7 @@ impl World {
 
     /// Virtual time since the schedule began.
     pub fn now(&self) -> Duration {
-        self.began.elapsed()
+        self.started_at.elapsed()
     }
 
     pub fn now_us(&self) -> u64 {
@@ -159,89 +159,89 @@ impl World {
     }
 
     /// Half of a round trip, as long as it takes just now.
-    fn half_trip(&self) -> Duration {
+    fn half_round_trip(&self) -> Duration {
         let state = &mut *self.state();
         let jitter_us = self.jitter.as_micros() as u64;
-        let jitter = if jitter_us == 0 { 0 } else { state.random.of(0..jitter_us) };
+        let jitter = if jitter_us == 0 { 0 } else { state.random.in_range(0..jitter_us) };
         (self.round_trip + Duration::from_micros(jitter)) / 2
     }
 
     /// Begins a fault.
-    pub fn begin(&self, incident: Incident) {
+    pub fn begin_fault(&self, incident: Incident) {
         self.note(|| format!("fault begins: {incident:?}"));
         let fault = incident.fault;
         let now_us = self.now_us();
         let state = &mut *self.state();
-        let all = state.connections.values().filter(|each| incident.is_about(each.node));
+        let connections = state.connections.values().filter(|each| incident.affects(each.node));
         match fault {
             Fault::Delay(_) | Fault::DelaySome(_) | Fault::Stall(_) => {}
-            Fault::LoseReplies => all.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
-            Fault::LoseRequests => all.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
-            Fault::ResetAfter => all.for_each(|each| each.ends.cancel()),
+            Fault::LoseReplies => connections.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
+            Fault::LoseRequests => connections.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
+            Fault::ResetAfter => connections.for_each(|each| each.draining.cancel()),
             Fault::Hang => {
-                for (_, runs) in state.runs.iter_mut().enumerate().filter(|(node, _)| incident.is_about(*node)) {
+                for (_, runs) in state.running.iter_mut().enumerate().filter(|(node, _)| incident.affects(*node)) {
                     *runs = CancellationToken::new();
                 }
             }
             Fault::OutOfMemory => state.store.out_of_memory = true,
             Fault::ResetBefore | Fault::RefuseConnects | Fault::SlowConnects(_) => {
-                all.for_each(|each| each.reset.cancel())
+                connections.for_each(|each| each.reset.cancel())
             }
-            Fault::RestartEmpty | Fault::RestartKept | Fault::Failover(_) => {
-                all.for_each(|each| each.reset.cancel());
-                let lost_us = match fault {
+            Fault::RestartEmpty | Fault::RestartWithState | Fault::Failover(_) => {
+                connections.for_each(|each| each.reset.cancel());
+                let loss_us = match fault {
                     Fault::RestartEmpty => None,
                     Fault::Failover(lost) => Some(lost.as_micros() as u64),
                     _ => Some(0),
                 };
-                state.store.restart(now_us, lost_us);
+                state.store.restart(now_us, loss_us);
             }
         }
-        state.active.push(incident);
+        state.active_incidents.push(incident);
     }
 
     /// Ends a fault.
-    pub fn end(&self, incident: Incident) {
+    pub fn end_fault(&self, incident: Incident) {
         self.note(|| format!("fault ends: {incident:?}"));
         let mut state = self.state();
-        state.active.retain(|active| *active != incident);
-        state.store.out_of_memory = state.active.iter().any(|active| active.fault == Fault::OutOfMemory);
-        let hangs = |node| state.active.iter().any(|active| active.fault == Fault::Hang && active.is_about(node));
-        for (_, runs) in state.runs.iter().enumerate().filter(|(node, _)| !hangs(*node)) {
+        state.active_incidents.retain(|active| *active != incident);
+        state.store.out_of_memory = state.active_incidents.iter().any(|active| active.fault == Fault::OutOfMemory);
+        let hangs = |node| state.active_incidents.iter().any(|active| active.fault == Fault::Hang && active.affects(node));
+        for (_, runs) in state.running.iter().enumerate().filter(|(node, _)| !hangs(*node)) {
             runs.cancel();
         }
     }
 
     fn connect(self: &Arc<Self>, gateway: usize, node: usize) -> DuplexStream {
-        let (near, far) = tokio::io::duplex(1 << 22);
+        let (gateway_side, store_side) = tokio::io::duplex(1 << 22);
         let (number, connection) = {
             let state = &mut *self.state();
-            let has = |fault| state.active.iter().any(|active| active.fault == fault && active.is_about(node));
+            let has = |fault| state.active_incidents.iter().any(|active| active.fault == fault && active.affects(node));
             let flag = |fault| Arc::new(AtomicBool::new(has(fault)));
-            let opened = state.opened.entry(gateway).or_default();
+            let opened = state.opened_connections.entry(gateway).or_default();
             *opened += 1;
-            let connection = Connection {
-                earlier: *opened - 1,
+            let connection = SimulatedConnection {
+                number_before: *opened - 1,
                 node,
                 reset: CancellationToken::new(),
-                ends: CancellationToken::new(),
+                draining: CancellationToken::new(),
                 lose_requests: flag(Fault::LoseRequests),
                 lose_replies: flag(Fault::LoseReplies),
             };
-            state.next += 1;
-            state.connections.insert(state.next, connection.clone());
-            (state.next, connection)
+            state.next_connection += 1;
+            state.connections.insert(state.next_connection, connection.clone());
+            (state.next_connection, connection)
         };
         self.note(|| format!("gateway {gateway}: connection {number} open"));
-        let (reads, writes) = tokio::io::split(far);
+        let (read_half, write_half) = tokio::io::split(store_side);
         let ((to_store, commands), (to_gateway, replies)) = (unbounded_channel(), unbounded_channel());
         let world = self.clone();
         tokio::spawn(async move {
             let served = async {
                 tokio::join!(
-                    world.receive(reads, &connection, to_store),
-                    world.serve((gateway, node, number), &connection, commands, to_gateway),
-                    world.reply(writes, &connection, replies),
+                    world.deliver_commands(read_half, &connection, to_store),
+                    world.run_commands((gateway, node, number), &connection, commands, to_gateway),
+                    world.deliver_replies(write_half, &connection, replies),
                 );
             };
             tokio::select! {
@@ -252,60 +252,60 @@ impl World {
             world.state().connections.remove(&number);
             world.note(|| format!("gateway {gateway}: connection {number} closed"));
         });
-        near
+        gateway_side
     }
 
     /// Reads commands, each of which reaches the store half a round trip later.
-    async fn receive(
+    async fn deliver_commands(
         &self,
-        mut reads: ReadHalf<DuplexStream>,
-        connection: &Connection,
+        mut read_half: ReadHalf<DuplexStream>,
+        connection: &SimulatedConnection,
         to_store: UnboundedSender<(Instant, Command)>,
     ) {
-        let (mut bytes, mut arrives) = (Vec::new(), Instant::now());
+        let (mut bytes, mut arrives_at) = (Vec::new(), Instant::now());
         loop {
-            while let Some((command, length)) = parse(&bytes) {
+            while let Some((command, length)) = parse_command(&bytes) {
                 bytes.drain(..length);
-                arrives = arrives.max(Instant::now() + self.half_trip() + self.delay());
+                arrives_at = arrives_at.max(Instant::now() + self.half_round_trip() + self.request_delay());
                 if !connection.lose_requests.load(Ordering::Relaxed) {
-                    let _ = to_store.send((arrives, command));
+                    let _ = to_store.send((arrives_at, command));
                 }
             }
-            match reads.read_buf(&mut bytes).await {
+            match read_half.read_buf(&mut bytes).await {
                 Ok(1..) => {}
                 Ok(0) | Err(_) => return,
             }
         }
     }
 
-    fn delay(&self) -> Duration {
+    fn request_delay(&self) -> Duration {
         let delay = |active: &Incident| if let Fault::Delay(delay) = active.fault { delay } else { Duration::ZERO };
-        self.state().active.iter().map(delay).sum()
+        self.state().active_incidents.iter().map(delay).sum()
     }
 
-    fn delay_of(&self, connection: &Connection) -> Duration {
+    fn reply_delay(&self, connection: &SimulatedConnection) -> Duration {
         let delay = |active: &Incident| match active.fault {
-            Fault::DelaySome(delay) if !connection.earlier.is_multiple_of(3) => delay,
+            Fault::DelaySome(delay) if !connection.number_before.is_multiple_of(3) => delay,
             _ => Duration::ZERO,
         };
-        self.state().active.iter().map(delay).sum()
+        self.state().active_incidents.iter().map(delay).sum()
     }
 
     /// Runs commands in their order.
-    async fn serve(
+    async fn run_commands(
         &self,
         (gateway, node, number): (usize, usize, u64),
-        connection: &Connection,
+        connection: &SimulatedConnection,
         mut commands: UnboundedReceiver<(Instant, Command)>,
         to_gateway: UnboundedSender<(Instant, Vec<u8>)>,
     ) {
-        let mut arrives = Instant::now();
+        let mut arrives_at = Instant::now();
         loop {
             let command = tokio::select! {
                 biased;
                 command = commands.recv() => command,
-                () = connection.ends.cancelled() => None,
-                () = self.is_idle() => {
+                () = connection.draining.cancelled() => None,
+                () = self.idle_timeout() => {
                     self.note(|| format!("gateway {gateway}: the store closes the idle connection {number}"));
                     None
                 }
@@ -315,8 +315,8 @@ impl World {
                 return;
             };
             sleep_until(at).await;
-            let runs = self.state().runs[node].clone();
-            runs.cancelled().await;
+            let running = self.state().running[node].clone();
+            running.cancelled().await;
             let until = self.state().busy_until[node];
             if until > Instant::now() {
                 sleep_until(until).await;
@@ -331,36 +331,36 @@ impl World {
                     state.busy_until[node].max(now) + Duration::from_micros(self.service_us * limits);
                 if let Some(trace) = &mut state.trace {
                     for written in &state.store.overrides[written..] {
-                        trace.push((self.began.elapsed(), format!("store: {written:?}")));
+                        trace.push((self.started_at.elapsed(), format!("store: {written:?}")));
                     }
                     for done in &state.store.history[before..] {
-                        let asked = done.asked.iter().map(|asked| {
+                        let asked = done.charges.iter().map(|asked| {
                             let lease =
-                                if asked.lease == 0 { String::new() } else { format!(" permit {:x}", asked.lease) };
-                            format!("{} of {:04x}, {} units{lease}", asked.name.0, asked.name.1 as u16, asked.cost)
+                                if asked.permit_id == 0 { String::new() } else { format!(" permit {:x}", asked.permit_id) };
+                            format!("{} of {:04x}, {} units{lease}", asked.state.0, asked.state.1 as u16, asked.cost)
                         });
                         let asked = asked.collect::<Vec<_>>().join("; ");
                         let event = format!(
                             "store: gateway {gateway}, {:?} {asked}: granted {}",
                             done.operation, done.verdict.granted
                         );
-                        trace.push((self.began.elapsed(), event));
+                        trace.push((self.started_at.elapsed(), event));
                     }
                     if before == state.store.history.len() && limits > 0 {
-                        trace.push((self.began.elapsed(), format!("store: gateway {gateway}, error reply")));
+                        trace.push((self.started_at.elapsed(), format!("store: gateway {gateway}, error reply")));
                     }
                 }
                 reply
             };
-            arrives = arrives.max(Instant::now() + self.half_trip() + self.delay_of(connection));
-            if !connection.ends.is_cancelled() {
-                let _ = to_gateway.send((arrives, reply));
+            arrives_at = arrives_at.max(Instant::now() + self.half_round_trip() + self.reply_delay(connection));
+            if !connection.draining.is_cancelled() {
+                let _ = to_gateway.send((arrives_at, reply));
             }
         }
     }
 
     /// Ends when a connection has been idle for so long that the store closes it.
-    async fn is_idle(&self) {
+    async fn idle_timeout(&self) {
         let Some(idle) = self.idle_close else { return std::future::pending().await };
         sleep(idle).await;
         // A command of the same instant comes first: whether one that crosses the end of its connection has run, no gateway can know.
@@ -369,16 +369,16 @@ impl World {
         }
     }
 
-    async fn reply(
+    async fn deliver_replies(
         &self,
-        mut writes: WriteHalf<DuplexStream>,
-        connection: &Connection,
+        mut write_half: WriteHalf<DuplexStream>,
+        connection: &SimulatedConnection,
         mut replies: UnboundedReceiver<(Instant, Vec<u8>)>,
     ) {
         while let Some((at, reply)) = replies.recv().await {
             // Replies that are on their way when the connection ends are lost.
-            let lost = timeout_at(at, connection.ends.cancelled()).await.is_ok();
-            if !lost && !connection.lose_replies.load(Ordering::Relaxed) && writes.write_all(&reply).await.is_err() {
+            let is_lost = timeout_at(at, connection.draining.cancelled()).await.is_ok();
+            if !is_lost && !connection.lose_replies.load(Ordering::Relaxed) && write_half.write_all(&reply).await.is_err() {
                 return;
             }
         }
@@ -386,15 +386,15 @@ impl World {
 }
 
 /// What a server that runs has among [`State::runs`].
-fn running() -> CancellationToken {
+fn running_token() -> CancellationToken {
     let runs = CancellationToken::new();
     runs.cancel();
     runs
 }
 
 /// The first command of these bytes, an array of bulk strings, and its length.
-fn parse(bytes: &[u8]) -> Option<(Command, usize)> {
-    let mut at = 0;
+fn parse_command(bytes: &[u8]) -> Option<(Command, usize)> {
+    let mut offset = 0;
     let line = |mark: u8, at: &mut usize| {
         let end = *at + bytes.get(*at..)?.iter().position(|byte| *byte == b'\r')?;
         assert_eq!(bytes[*at], mark, "a command");
@@ -402,12 +402,12 @@ fn parse(bytes: &[u8]) -> Option<(Command, usize)> {
         *at = end + 2;
         Some(number)
     };
-    let count = line(b'*', &mut at)?;
-    let mut words = Vec::with_capacity(count);
+    let count = line(b'*', &mut offset)?;
+    let mut arguments = Vec::with_capacity(count);
     for _ in 0..count {
-        let length = line(b'$', &mut at)?;
-        words.push(bytes.get(at..at + length)?.to_vec());
-        at += length + 2;
+        let length = line(b'$', &mut offset)?;
+        arguments.push(bytes.get(offset..offset + length)?.to_vec());
+        offset += length + 2;
     }
-    (at <= bytes.len()).then_some((words, at))
+    (offset <= bytes.len()).then_some((arguments, offset))
 }

@@ -6,12 +6,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use sluicegate::limit::key::{Identity, IdentityHasher};
-use sluicegate::limit::overrides::{EVERYWHERE, Size, size_field};
-use sluicegate::limit::plan::Limit;
+use sluicegate::limit::overrides::{MAX_PROPAGATION, OverrideQuota, override_field};
+use sluicegate::limit::plan::LimitSpec;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 
-use crate::gateway::Client;
+use crate::gateway::LoadGenerator;
 use crate::invariants::Violation;
 use crate::network::START_US;
 
@@ -64,7 +64,7 @@ impl Written {
         is_written.then(|| {
             let expiry_us = at_us + text(3).parse::<u64>().expect("a number");
             let new = (text(0) == "set").then(|| {
-                let size: Size = serde_json::from_str(text(6)).expect("an override");
+                let size: OverrideQuota = serde_json::from_str(text(6)).expect("an override");
                 New { quota: count(&size), expiry_us }
             });
             Written { at_us, gateway, field: text(2).to_owned(), new }
@@ -72,7 +72,7 @@ impl Written {
     }
 }
 
-fn count(size: &Size) -> u64 {
+fn count(size: &OverrideQuota) -> u64 {
     size.quota.split_once('/').and_then(|(count, _)| count.parse().ok()).expect("a quota")
 }
 
@@ -122,7 +122,7 @@ struct Seen {
 }
 
 /// The limit that has overrides: nothing else depends on it.
-fn limit(client: &Client) -> &Arc<Limit> {
+fn limit(client: &LoadGenerator) -> &Arc<LimitSpec> {
     &client.schedule.limits.last().expect("the heartbeat").limit
 }
 
@@ -131,7 +131,7 @@ fn identity(client: u64) -> Identity {
 }
 
 impl Watch {
-    pub fn start(client: &Arc<Client>) -> Watch {
+    pub fn start(client: &Arc<LoadGenerator>) -> Watch {
         let (seen, began) = (Arc::<Seen>::default(), Instant::now());
         let changes = client.schedule.overrides.iter().enumerate().map(|(number, change)| {
             let (client, seen, change) = (client.clone(), seen.clone(), *change);
@@ -152,34 +152,34 @@ impl Watch {
     }
 
     /// What is wrong, now that the store is back and all gateways have polled.
-    pub async fn finish(self, client: &Client) -> Vec<Violation> {
+    pub async fn finish(self, client: &LoadGenerator) -> Vec<Violation> {
         for change in self.changes {
             // A panic is reported by the hook.
             let _ = change.await;
         }
         let last = client.schedule.overrides.last().map_or(Duration::ZERO, |change| change.at);
-        sleep_until(self.began + last + EVERYWHERE + Duration::from_secs(1)).await;
+        sleep_until(self.began + last + MAX_PROPAGATION + Duration::from_secs(1)).await;
         self.looks.abort();
         self.seen.check(client)
     }
 }
 
 impl Seen {
-    async fn make(&self, client: &Client, number: u64, change: Change) {
+    async fn make(&self, client: &LoadGenerator, number: u64, change: Change) {
         let Change { gateway, client: of, lasts, .. } = change;
         let (limit, operator) = (limit(client), &client.gateways[gateway].operator);
-        let began_us = client.world.now_us();
+        let began_us = client.network.now_us();
         let done = match lasts {
             Some(lasts) => {
-                let size = Size { quota: format!("{number}/s"), burst: None, note: None };
+                let size = OverrideQuota { quota: format!("{number}/s"), burst: None, note: None };
                 operator.put(limit, identity(of), size, lasts).await.map(|_| true).map_err(|error| error.to_string())
             }
             None => operator.remove(limit, identity(of)).await.map_err(|error| error.to_string()),
         };
-        client.world.note(|| format!("gateway {gateway}: override {number} of client {of} for {lasts:?}: {done:?}"));
+        client.network.note(|| format!("gateway {gateway}: override {number} of client {of} for {lasts:?}: {done:?}"));
         if done == Ok(true) {
-            let ran = began_us..=client.world.now_us();
-            let field = size_field(limit, identity(of));
+            let ran = began_us..=client.network.now_us();
+            let field = override_field(limit, identity(of));
             let (quota, looks) = (lasts.map(|_| number), self.looks.lock().unwrap().len());
             self.acknowledged.lock().unwrap().push(Acknowledged { gateway, field, quota, ran, looks });
             // From now on this gateway knows it.
@@ -187,27 +187,27 @@ impl Seen {
         }
     }
 
-    fn look(&self, client: &Client) {
-        let (limit, at_us) = (limit(client), client.world.now_us());
+    fn look(&self, client: &LoadGenerator) {
+        let (limit, at_us) = (limit(client), client.network.now_us());
         for (gateway, of) in client.gateways.iter().enumerate() {
             let table = of.operator.overrides.current();
             for client in 0..CLIENTS {
                 let found = table.as_ref().and_then(|table| table.find(limit, identity(client)));
-                let quota = found.map(|found| count(&found.size));
+                let quota = found.map(|found| count(&found.quota));
                 self.looks.lock().unwrap().push(Look { at_us, gateway, client, quota });
             }
         }
     }
 
-    fn check(&self, client: &Client) -> Vec<Violation> {
+    fn check(&self, client: &LoadGenerator) -> Vec<Violation> {
         if client.schedule.overrides.is_empty() {
             return Vec::new();
         }
         self.look(client);
         let mut violations = Vec::new();
-        let written = client.world.state().store.overrides.clone();
+        let written = client.network.state().store.overrides.clone();
         for of in 0..CLIENTS {
-            let field = size_field(limit(client), identity(of));
+            let field = override_field(limit(client), identity(of));
             let written: Vec<_> = written.iter().filter(|written| written.field == field).collect();
             self.check_client(client, of, &written, &mut violations);
         }
@@ -215,7 +215,7 @@ impl Seen {
     }
 
     /// `written`: what the store has written for this client, oldest first.
-    fn check_client(&self, client: &Client, of: u64, written: &[&Written], violations: &mut Vec<Violation>) {
+    fn check_client(&self, client: &LoadGenerator, of: u64, written: &[&Written], violations: &mut Vec<Violation>) {
         let mut violated = |invariant, message| violations.push(Violation::new(invariant, message));
         let (acknowledged, looks) = (self.acknowledged.lock().unwrap(), self.looks.lock().unwrap());
         // The newest write that each gateway is known to know.
@@ -253,7 +253,7 @@ impl Seen {
         // The last one that an administrator was told of, or one after it, of which the reply was lost.
         let is_told = |written: &Written| acknowledged.iter().any(|own| own.is_of(written));
         let last_told = written.iter().rposition(|written| is_told(written));
-        let now_us = client.world.now_us();
+        let now_us = client.network.now_us();
         let mut possible: Vec<Option<u64>> = Vec::new();
         if last_told.is_none() {
             possible.push(None);

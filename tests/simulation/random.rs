@@ -20,16 +20,16 @@ impl Random {
     }
 
     /// A number of the range.
-    pub fn of(&mut self, range: Range<u64>) -> u64 {
+    pub fn in_range(&mut self, range: Range<u64>) -> u64 {
         range.start + self.next() % (range.end - range.start)
     }
 
     /// True in so many of a hundred cases.
-    pub fn percent(&mut self, percent: u64) -> bool {
-        self.of(0..100) < percent
+    pub fn is_chosen(&mut self, percent: u64) -> bool {
+        self.in_range(0..100) < percent
     }
 
     pub fn pick<T: Copy>(&mut self, from: &[T]) -> T {
-        from[self.of(0..from.len() as u64) as usize]
+        from[self.in_range(0..from.len() as u64) as usize]
     }
 }

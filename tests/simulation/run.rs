@@ -14,18 +14,18 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::gateway::{Client, Gateway, Observed, Told};
+use crate::gateway::{LoadGenerator, Gateway, ObservedRequest, ClientOutcome};
 use crate::invariants::{self, Violation};
-use crate::network::World;
+use crate::network::SimulatedNetwork;
 use crate::overrides::Watch;
-use crate::schedule::{Class, Fault, Incident, LimitSpec, Request, Schedule, Use};
-use crate::store::{StateName, charge};
+use crate::schedule::{Class, Fault, Incident, ScheduledLimit, Request, Schedule, CostMode};
+use crate::store::{StateId, charge};
 
 /// The permit of a request that has ended is released within this time, also when the first attempt fails.
 const RELEASED_WITHIN: Duration = Duration::from_millis(1500);
 
 /// No schedule takes longer than this, in virtual time.
-const LONGEST: Duration = Duration::from_secs(24 * 3600);
+const MAX_VIRTUAL_TIME: Duration = Duration::from_secs(24 * 3600);
 
 /// A schedule that was played.
 pub struct Played {
@@ -58,11 +58,11 @@ pub fn play(seed: u64, trace: bool) -> Played {
     let whole = || {
         let schedule = Arc::new(Schedule::new(seed));
         runtime.block_on(async {
-            let play = Play::new(schedule, trace);
-            let world = play.client.world.clone();
+            let play = Run::new(schedule, trace);
+            let world = play.client.network.clone();
             // Without this a schedule in which everything waits would wait in real time.
-            timeout(LONGEST, play.play()).await.unwrap_or_else(|_| Played {
-                violations: vec![Violation::new("no hang", format!("the schedule does not end within {LONGEST:?}"))],
+            timeout(MAX_VIRTUAL_TIME, play.play()).await.unwrap_or_else(|_| Played {
+                violations: vec![Violation::new("no hang", format!("the schedule does not end within {MAX_VIRTUAL_TIME:?}"))],
                 requests: 0,
                 trace: world.trace(),
             })
@@ -77,28 +77,28 @@ pub fn play(seed: u64, trace: bool) -> Played {
     played
 }
 
-struct Play {
-    client: Arc<Client>,
-    began: Instant,
-    observed: Vec<Observed>,
+struct Run {
+    client: Arc<LoadGenerator>,
+    started_at: Instant,
+    requests: Vec<ObservedRequest>,
     violations: Vec<Violation>,
 }
 
-impl Play {
-    fn new(schedule: Arc<Schedule>, trace: bool) -> Play {
+impl Run {
+    fn new(schedule: Arc<Schedule>, trace: bool) -> Run {
         let began = Instant::now();
-        let world = Arc::new(World::new(&schedule, trace));
+        let world = Arc::new(SimulatedNetwork::new(&schedule, trace));
         let gateways = (0..schedule.gateways).map(|index| Gateway::start(index, &schedule, &world)).collect();
         let held = Mutex::default();
-        let client = Arc::new(Client { schedule, world, gateways, ends: CancellationToken::new(), held });
-        Play { client, began, observed: Vec::new(), violations: Vec::new() }
+        let client = Arc::new(LoadGenerator { schedule, network: world, gateways, end_responses: CancellationToken::new(), held_permits: held });
+        Run { client, started_at: began, requests: Vec::new(), violations: Vec::new() }
     }
 
     fn schedule(&self) -> &Schedule {
         &self.client.schedule
     }
 
-    fn violated(&mut self, invariant: &'static str, message: String) {
+    fn report(&mut self, invariant: &'static str, message: String) {
         self.violations.push(Violation::new(invariant, message));
     }
 
@@ -107,8 +107,8 @@ impl Play {
         let schedule = client.schedule.clone();
         let requests: Vec<_> = schedule.requests.iter().map(|request| self.send_at(request.clone())).collect();
         let watch = Watch::start(&client);
-        let faults = tokio::spawn(bring_about(client.world.clone(), schedule.incidents.clone()));
-        sleep_until(self.began + schedule.last_request() + 2 * schedule.timeout).await;
+        let faults = tokio::spawn(play_faults(client.network.clone(), schedule.incidents.clone()));
+        sleep_until(self.started_at + schedule.last_request() + 2 * schedule.timeout).await;
         faults.await.expect("the faults end");
         if !schedule.is_up() || matches!(schedule.class, Class::Slow | Class::Stalled | Class::Uneven) {
             self.recover().await;
@@ -120,15 +120,15 @@ impl Play {
             }
             self.check_permits("recovery");
             if !schedule.is_up() {
-                let longest = schedule.limits.iter().filter_map(|spec| spec.permits()).map(|rule| rule.lease).max();
+                let longest = schedule.limits.iter().filter_map(|spec| spec.concurrency()).map(|rule| rule.ttl).max();
                 sleep(Duration::from_micros(longest.unwrap_or_default()) + Duration::from_secs(2)).await;
                 self.check_permits("one permit TTL after recovery");
             }
         }
-        client.ends.cancel();
+        client.end_responses.cancel();
         for request in requests {
             // A panic is reported by the hook.
-            self.observed.extend(request.await);
+            self.requests.extend(request.await);
         }
         // Unused units are returned after a second, and releases are repeated after a second.
         sleep(Duration::from_millis(2500) + 4 * schedule.timeout).await;
@@ -137,26 +137,26 @@ impl Play {
         }
         let checked = invariants::History {
             schedule: &schedule,
-            now_us: client.world.now_us(),
-            store: &client.world.state().store,
-            observed: &self.observed,
-            held: &client.held.lock().unwrap(),
-            openings: client.gateways.iter().map(|gateway| gateway.openings()).collect(),
+            now_us: client.network.now_us(),
+            store: &client.network.state().store,
+            requests: &self.requests,
+            held_permits: &client.held_permits.lock().unwrap(),
+            open_counts: client.gateways.iter().map(|gateway| gateway.open_count()).collect(),
         }
         .check();
         self.violations.extend(checked);
         self.violations.extend(watch.finish(&client).await);
         self.probe().await;
         for (index, limiter) in client.gateways.iter().flat_map(|gateway| &gateway.workers).enumerate() {
-            if timeout(Duration::from_secs(60), limiter.settle()).await.is_err() {
-                self.violated("no hang", format!("limiter {index} does not settle within 60 s"));
+            if timeout(Duration::from_secs(60), limiter.flush_pending()).await.is_err() {
+                self.report("no hang", format!("limiter {index} does not settle within 60 s"));
             }
         }
-        Played { violations: self.violations, requests: self.observed.len(), trace: client.world.trace() }
+        Played { violations: self.violations, requests: self.requests.len(), trace: client.network.trace() }
     }
 
-    fn send_at(&self, request: Request) -> JoinHandle<Observed> {
-        let (client, at) = (self.client.clone(), self.began + request.at);
+    fn send_at(&self, request: Request) -> JoinHandle<ObservedRequest> {
+        let (client, at) = (self.client.clone(), self.started_at + request.at);
         tokio::spawn(async move {
             sleep_until(at).await;
             client.request(&request).await
@@ -164,19 +164,19 @@ impl Play {
     }
 
     fn has_permits(&self) -> bool {
-        self.schedule().limits.iter().any(|spec| spec.permits().is_some())
+        self.schedule().limits.iter().any(|spec| spec.concurrency().is_some())
     }
 
     /// Some requests from each worker, so that breakers close and dead connections are replaced.
     async fn recover(&mut self) {
         let schedule = self.client.schedule.clone();
-        let dead = |incident: &Incident| matches!(incident.fault, Fault::LoseReplies | Fault::LoseRequests);
-        let seconds = if schedule.incidents.iter().any(dead) { 15 } else { 4 };
+        let has_dead_connections = |incident: &Incident| matches!(incident.fault, Fault::LoseReplies | Fault::LoseRequests);
+        let seconds = if schedule.incidents.iter().any(has_dead_connections) { 15 } else { 4 };
         let heartbeat = schedule.limits.len() - 1;
         for _ in 0..10 * seconds {
             for gateway in 0..schedule.gateways {
                 for worker in 0..schedule.workers {
-                    let request = self.single(heartbeat, gateway, worker, 0, Some(Duration::ZERO));
+                    let request = self.single_request(heartbeat, gateway, worker, 0, Some(Duration::ZERO));
                     let client = self.client.clone();
                     drop(tokio::spawn(async move { client.request(&request).await }));
                 }
@@ -185,24 +185,24 @@ impl Play {
         }
     }
 
-    fn single(&self, limit: usize, gateway: usize, worker: usize, client: u64, holds: Option<Duration>) -> Request {
+    fn single_request(&self, limit: usize, gateway: usize, worker: usize, client: u64, holds: Option<Duration>) -> Request {
         let (at, route) = (Duration::ZERO, vec![limit]);
-        Request { at, gateway, worker, route, client, holds, leaves: None, pays: 1, refunds: false }
+        Request { at, gateway, worker, route, client, response_time: holds, client_timeout: None, response_cost: 1, is_refunded: false }
     }
 
     /// The store counts the requests that run, and no others.
     fn check_permits(&mut self, when: &str) {
-        let held: BTreeMap<_, _> = self.client.held.lock().unwrap().clone();
-        for (state, held) in held {
+        let permits: BTreeMap<_, _> = self.client.held_permits.lock().unwrap().clone();
+        for (state, held) in permits {
             let live = self.live_permits(&state);
             let running = held.by_store + held.by_share;
-            let now = self.client.world.now();
+            let now = self.client.network.now();
             let ttl_us = self.permit_ttl_us(&state);
-            let brought_back = self.client.world.state().store.brought_back(&state, ttl_us, self.client.world.now_us());
-            let ending = held.ended.iter().filter(|ended| **ended + RELEASED_WITHIN > now).count() as u64;
+            let brought_back = self.client.network.state().store.brought_back(&state, ttl_us, self.client.network.now_us());
+            let ending = held.released_at.iter().filter(|ended| **ended + RELEASED_WITHIN > now).count() as u64;
             if live > running + ending + brought_back {
                 let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
-                self.violated("permits of requests that have ended are released", message);
+                self.report("permits of requests that have ended are released", message);
             }
             // In an outage permits end.
             let may_be_lost = when == "recovery" && !self.schedule().is_up();
@@ -211,30 +211,30 @@ impl Play {
                     "{when}: the store counts {live} permits of {state:x?}, {} requests run that it admitted",
                     held.by_store
                 );
-                self.violated("permits of running requests are kept", message);
+                self.report("permits of running requests are kept", message);
             }
         }
     }
 
-    fn spec(&self, state: &StateName) -> &LimitSpec {
+    fn spec(&self, state: &StateId) -> &ScheduledLimit {
         self.schedule().limits.iter().find(|spec| *spec.limit.name == *state.0).expect("a limit")
     }
 
-    fn permit_ttl_us(&self, state: &StateName) -> u64 {
-        self.spec(state).permits().expect("permits").lease
+    fn permit_ttl_us(&self, state: &StateId) -> u64 {
+        self.spec(state).concurrency().expect("permits").ttl
     }
 
-    fn live_permits(&self, state: &StateName) -> u64 {
+    fn live_permits(&self, state: &StateId) -> u64 {
         const MANY: u64 = 1 << 20;
-        let (spec, lease) = (self.spec(state), self.permit_ttl_us(state));
-        let rule = Rule::Concurrency(Concurrency { limit: MANY, lease });
-        let now_us = self.client.world.now_us();
+        let (spec, ttl) = (self.spec(state), self.permit_ttl_us(state));
+        let rule = Rule::Concurrency(Concurrency { limit: MANY, ttl });
+        let now_us = self.client.network.now_us();
         MANY - self
             .client
-            .world
+            .network
             .state()
             .store
-            .peek(now_us, charge(state, &spec.limit.standard.bucket, &rule, 1))
+            .peek(now_us, charge(state, &spec.limit.default_variant.state_name, &rule, 1))
             .remaining
     }
 
@@ -246,76 +246,76 @@ impl Play {
         for (index, spec) in schedule.limits.iter().enumerate() {
             if spec.limit.shadow
                 || spec.is_calendar()
-                || spec.used == Use::PostPaid
+                || spec.cost_mode == CostMode::Deferred
                 || spec.limit.name.starts_with("heartbeat")
             {
                 continue;
             }
-            let permits = spec.permits().is_some();
-            let most = (spec.rule().capacity() / spec.cost).min(40);
-            for number in 0..most {
-                let told = self.ask(index).await;
-                if told != Told::Admitted(DecidedBy::Store) {
-                    let message = format!("request {number} of {most} on limit {index} in an empty window: {told:?}");
-                    self.violated("nobody starves", message);
+            let is_concurrency = spec.concurrency().is_some();
+            let max_requests = (spec.rule().capacity() / spec.cost).min(40);
+            for number in 0..max_requests {
+                let outcome = self.check_once(index).await;
+                if outcome != ClientOutcome::Admitted(DecidedBy::Store) {
+                    let message = format!("request {number} of {max_requests} on limit {index} in an empty window: {outcome:?}");
+                    self.report("nobody starves", message);
                     break;
                 }
             }
             // The second denial is mostly a remembered one.
             sleep(Duration::from_millis(3)).await;
-            self.ask(index).await;
-            let Told::Denied { retry_us: Some(retry_us), .. } = self.ask(index).await else { continue };
-            if permits {
+            self.check_once(index).await;
+            let ClientOutcome::Denied { retry_us: Some(retry_us), .. } = self.check_once(index).await else { continue };
+            if is_concurrency {
                 continue;
             }
             sleep(Duration::from_micros(retry_us)).await;
-            let told = self.ask(index).await;
-            if told != Told::Admitted(DecidedBy::Store) {
+            let told = self.check_once(index).await;
+            if told != ClientOutcome::Admitted(DecidedBy::Store) {
                 let message =
                     format!("limit {index}: denied for {retry_us} µs, after which the same client is told {told:?}");
-                self.violated("a denial is not longer than told", message);
+                self.report("a denial is not longer than told", message);
             }
         }
     }
 
     /// What a further client of a limit is told. A permit is held for a second.
-    async fn ask(&self, limit: usize) -> Told {
+    async fn check_once(&self, limit: usize) -> ClientOutcome {
         let checks = self.client.checks(&[limit], 0);
         match self.client.gateways[0].workers[0].check(&checks).await {
             Ok(decision) if decision.admitted => {
-                let leases = decision.leases;
+                let permits = decision.permits;
                 tokio::spawn(async move {
                     sleep(Duration::from_secs(1)).await;
-                    drop(leases);
+                    drop(permits);
                 });
-                Told::Admitted(decision.source)
+                ClientOutcome::Admitted(decision.decided_by)
             }
             Ok(decision) => {
-                let (source, remembered, retry_us) = (decision.source, decision.remembered, decision.retry_us());
-                Told::Denied { source, remembered, retry_us }
+                let (source, remembered, retry_us) = (decision.decided_by, decision.is_from_cache, decision.retry_us());
+                ClientOutcome::Denied { decided_by: source, is_from_cache: remembered, retry_us }
             }
-            Err(_) => Told::Unavailable,
+            Err(_) => ClientOutcome::Unavailable,
         }
     }
 }
 
-async fn bring_about(world: Arc<World>, mut incidents: Vec<Incident>) {
+async fn play_faults(world: Arc<SimulatedNetwork>, mut incidents: Vec<Incident>) {
     incidents.sort_by_key(|incident| incident.at);
-    let began = Instant::now() - world.now();
+    let started_at = Instant::now() - world.now();
     for incident in incidents {
-        sleep_until(began + incident.at).await;
-        world.begin(incident);
+        sleep_until(started_at + incident.at).await;
+        world.begin_fault(incident);
         match incident.fault {
             Fault::Stall(length) => {
-                let end = Instant::now() + incident.lasts;
+                let end = Instant::now() + incident.duration;
                 while Instant::now() < end {
                     // No task runs meanwhile: timers and replies are late together.
                     advance(length).await;
                     sleep(Duration::from_millis(5)).await;
                 }
             }
-            _ => sleep(incident.lasts).await,
+            _ => sleep(incident.duration).await,
         }
-        world.end(incident);
+        world.end_fault(incident);
     }
 }

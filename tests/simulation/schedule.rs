@@ -6,14 +6,14 @@ use std::time::Duration;
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::key::{Identity, IdentityHasher};
-use sluicegate::limit::plan::{Division, Limit, OnStoreError, Plan};
-use sluicegate::limit::quota::{Calendar, Quota};
+use sluicegate::limit::plan::{LocalShare, LimitSpec, OnStoreError, LimitVariant};
+use sluicegate::limit::quota::{CalendarUnit, Quota};
 
 use crate::overrides::{self, Change};
 use crate::random::Random;
@@ -68,7 +68,7 @@ pub enum Fault {
     /// The store ends, and comes back without its state.
     RestartEmpty,
     /// The store ends, and comes back with its state.
-    RestartKept,
+    RestartWithState,
     /// The store ends, and a replica takes over without the writes of so long before.
     Failover(Duration),
     /// Writes are rejected with OOM.
@@ -89,58 +89,58 @@ impl Fault {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Incident {
     pub at: Duration,
-    pub lasts: Duration,
+    pub duration: Duration,
     pub fault: Fault,
     /// The server that it is about; none: all of them.
     pub node: Option<usize>,
 }
 
 impl Incident {
-    pub fn is_about(&self, node: usize) -> bool {
+    pub fn affects(&self, node: usize) -> bool {
         self.node.is_none_or(|own| own == node)
     }
 }
 
 /// How a limit is used by all of its requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Use {
+pub enum CostMode {
     /// The cost is charged by the check.
-    Plain,
+    Upfront,
     /// The cost is charged by the check, and may be refunded.
     Refundable,
     /// The cost is charged after the response.
-    PostPaid,
+    Deferred,
 }
 
 #[derive(Debug)]
-pub struct LimitSpec {
-    pub limit: Arc<Limit>,
-    pub used: Use,
+pub struct ScheduledLimit {
+    pub limit: Arc<LimitSpec>,
+    pub cost_mode: CostMode,
     /// Whether all clients share one state.
-    pub global: bool,
+    pub is_global: bool,
     pub cost: u64,
 }
 
-impl LimitSpec {
+impl ScheduledLimit {
     pub fn rule(&self) -> &Rule {
-        &self.limit.standard.rule
+        &self.limit.default_variant.rule
     }
 
     pub fn window_us(&self) -> u64 {
-        self.limit.standard.quota.window_us.unwrap_or(0)
+        self.limit.default_variant.quota.window_us.unwrap_or(0)
     }
 
     pub fn identity(&self, client: u64) -> Identity {
-        let client = if self.global { u64::MAX } else { client };
+        let client = if self.is_global { u64::MAX } else { client };
         IdentityHasher::new("simulation").hash(&client.to_le_bytes())
     }
 
     /// Whether the windows follow the calendar.
     pub fn is_calendar(&self) -> bool {
-        matches!(self.rule(), Rule::FixedWindow(FixedWindow { start: Start::Calendar(_), .. }))
+        matches!(self.rule(), Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(_), .. }))
     }
 
-    pub fn permits(&self) -> Option<&Concurrency> {
+    pub fn concurrency(&self) -> Option<&Concurrency> {
         if let Rule::Concurrency(rule) = self.rule() { Some(rule) } else { None }
     }
 
@@ -148,7 +148,7 @@ impl LimitSpec {
     pub fn reset_us(&self) -> u64 {
         match self.rule() {
             Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
-            Rule::Concurrency(rule) => rule.lease,
+            Rule::Concurrency(rule) => rule.ttl,
             _ if self.is_calendar() => 0,
             _ => 2 * self.window_us(),
         }
@@ -164,13 +164,13 @@ pub struct Request {
     pub route: Vec<usize>,
     pub client: u64,
     /// How long the response takes. None: until the end of the schedule.
-    pub holds: Option<Duration>,
+    pub response_time: Option<Duration>,
     /// When the client leaves, counted from its request.
-    pub leaves: Option<Duration>,
+    pub client_timeout: Option<Duration>,
     /// What the response costs, where it is post-paid.
-    pub pays: u64,
+    pub response_cost: u64,
     /// Whether the response is one that is not charged.
-    pub refunds: bool,
+    pub is_refunded: bool,
 }
 
 #[derive(Debug)]
@@ -195,7 +195,7 @@ pub struct Schedule {
     pub lua: bool,
     /// How far the clocks of the gateways are off, µs.
     pub skews_us: Vec<i64>,
-    pub limits: Vec<LimitSpec>,
+    pub limits: Vec<ScheduledLimit>,
     pub requests: Vec<Request>,
     pub incidents: Vec<Incident>,
     /// What administrators do, in order.
@@ -212,17 +212,17 @@ enum Theme {
     Refunds,
 }
 
-const fn ms(ms: u64) -> Duration {
+const fn millis(ms: u64) -> Duration {
     Duration::from_millis(ms)
 }
 
 /// The requests begin after this time: the gateways have connected.
-pub const WARM_UP: Duration = ms(2000);
+pub const WARM_UP: Duration = millis(2000);
 
 impl Schedule {
     pub fn new(seed: u64) -> Schedule {
         let random = &mut Random::new(seed);
-        let class = match random.of(0..100) {
+        let class = match random.in_range(0..100) {
             0..32 => Class::Healthy,
             32..36 => Class::Far,
             36..44 => Class::Slow,
@@ -234,7 +234,7 @@ impl Schedule {
             66..74 => Class::FaultyMaster,
             _ => Class::Faulty,
         };
-        let theme = match random.of(0..100) {
+        let theme = match random.in_range(0..100) {
             // Limits of one kind, whose denials are remembered, kept by several servers.
             0..50 if matches!(class, Class::Cluster | Class::FaultyMaster) => Theme::Denials,
             0..25 => Theme::Mixed,
@@ -244,31 +244,31 @@ impl Schedule {
         };
         let timeout = match class {
             // Connecting takes no longer than a second, also while the store is slow.
-            Class::Slow => ms(random.pick(&[50, 100])),
+            Class::Slow => millis(random.pick(&[50, 100])),
             // With more calls in flight when it becomes slow, nine in ten of them would be late.
-            Class::Uneven => ms(50),
-            _ => ms(random.pick(&[50, 50, 100, 250])),
+            Class::Uneven => millis(50),
+            _ => millis(random.pick(&[50, 50, 100, 250])),
         };
         let (round_trip, jitter) = match class {
             Class::Far => (timeout * 35 / 100, Duration::ZERO),
             // What one master charges and another denies takes two round trips; connecting takes four.
             Class::Cluster | Class::FaultyMaster | Class::IdleClose | Class::Uneven => {
-                (timeout / 100 * random.of(0..12) as u32, Duration::ZERO)
+                (timeout / 100 * random.in_range(0..12) as u32, Duration::ZERO)
             }
-            _ => (timeout / 100 * random.of(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
+            _ => (timeout / 100 * random.in_range(0..20) as u32, timeout / 100 * random.pick(&[0, 0, 5])),
         };
         let mut schedule = Schedule {
             seed,
             class,
-            gateways: if class == Class::Uneven { 1 } else { random.of(1..4) as usize },
-            workers: if class == Class::Uneven { 1 } else { random.of(1..3) as usize },
+            gateways: if class == Class::Uneven { 1 } else { random.in_range(1..4) as usize },
+            workers: if class == Class::Uneven { 1 } else { random.in_range(1..3) as usize },
             nodes: if matches!(class, Class::Cluster | Class::FaultyMaster) { 3 } else { 1 },
-            connections: if class == Class::Uneven { 3 } else { random.of(1..3) as u32 },
+            connections: if class == Class::Uneven { 3 } else { random.in_range(1..3) as u32 },
             timeout,
             round_trip,
             jitter,
             service_us: if class == Class::Overload { 60 } else { random.pick(&[0, 5]) },
-            idle_close: (class == Class::IdleClose).then(|| ms(random.of(50..1500))),
+            idle_close: (class == Class::IdleClose).then(|| millis(random.in_range(50..1500))),
             lua: false,
             skews_us: Vec::new(),
             limits: Vec::new(),
@@ -278,8 +278,8 @@ impl Schedule {
         };
         // Numbers of their own: what is added here leaves the rest of a schedule as it is.
         let more = &mut Random::new(seed.rotate_left(32));
-        schedule.lua = more.percent(15);
-        let calendar = schedule.lua && more.percent(40);
+        schedule.lua = more.is_chosen(15);
+        let calendar = schedule.lua && more.is_chosen(40);
         schedule.skews_us = vec![0; schedule.gateways];
         if calendar {
             // The last one is two days off: the store corrects the boundaries of the gateway, which takes two round trips.
@@ -289,12 +289,12 @@ impl Schedule {
         schedule.add_limits(random, theme, calendar);
         schedule.add_requests(random, theme);
         match class {
-            Class::Overload => schedule.overload(random),
+            Class::Overload => schedule.add_overload(random),
             Class::Slow => {
-                let fault = Fault::Delay(timeout + ms(random.of(1..50)));
+                let fault = Fault::Delay(timeout + millis(random.in_range(1..50)));
                 schedule.incidents.push(Incident {
-                    at: schedule.some_time(random),
-                    lasts: ms(random.of(20..1500)),
+                    at: schedule.random_time(random),
+                    duration: millis(random.in_range(20..1500)),
                     fault,
                     node: None,
                 });
@@ -302,7 +302,7 @@ impl Schedule {
             Class::Stalled => schedule.add_under_load(random, 2, Fault::Stall),
             Class::Uneven => schedule.add_under_load(random, 4, Fault::DelaySome),
             Class::Faulty => schedule.add_faults(random),
-            Class::FaultyMaster => schedule.add_fault_of_a_master(random),
+            Class::FaultyMaster => schedule.add_master_fault(random),
             Class::Healthy | Class::Far | Class::IdleClose | Class::Cluster => {}
         }
         let share = match class {
@@ -311,13 +311,13 @@ impl Schedule {
             Class::Faulty => 35,
             Class::Far | Class::Slow | Class::Overload | Class::IdleClose | Class::Stalled | Class::Uneven => 0,
         };
-        if more.percent(share) {
+        if more.is_chosen(share) {
             schedule.add_overrides(more);
         }
         // The twin does not know the order of the writes.
         schedule.lua |= schedule.incidents.iter().any(|incident| incident.fault == Fault::OutOfMemory);
         schedule.requests.sort_by_key(|request| request.at);
-        schedule.limits.push(heartbeat(schedule.gateways as u64));
+        schedule.limits.push(heartbeat_limit(schedule.gateways as u64));
         schedule
     }
 
@@ -330,13 +330,13 @@ impl Schedule {
              round trip {round_trip:?} + {jitter:?}, idle connections closed after {:?}",
             self.idle_close
         )];
-        for LimitSpec { limit, used, global, cost } in &self.limits {
-            let (of, shadow) =
+        for ScheduledLimit { limit, cost_mode: used, is_global: global, cost } in &self.limits {
+            let (scope, shadow) =
                 (if *global { "all" } else { "each client" }, if limit.shadow { ", shadow" } else { "" });
-            let (name, on_store_error, advance) = (&limit.name, limit.on_store_error, limit.advance);
-            let rule = &limit.standard.rule;
+            let (name, on_store_error, advance) = (&limit.name, limit.on_store_error, limit.prefetch);
+            let rule = &limit.default_variant.rule;
             lines.push(format!(
-                "{name} of {of}{shadow}: {rule:?}, {used:?} cost {cost}, {on_store_error:?}, prefetch {advance}"
+                "{name} of {scope}{shadow}: {rule:?}, {used:?} cost {cost}, {on_store_error:?}, prefetch {advance}"
             ));
         }
         lines.extend(self.incidents.iter().map(|incident| format!("{incident:?}")));
@@ -362,52 +362,52 @@ impl Schedule {
         self.incidents.iter().filter(|incident| incident.fault.loses_state()).count() as u64
     }
 
-    fn some_time(&self, random: &mut Random) -> Duration {
-        WARM_UP + ms(random.of(0..(self.last_request() - WARM_UP).as_millis() as u64 + 1))
+    fn random_time(&self, random: &mut Random) -> Duration {
+        WARM_UP + millis(random.in_range(0..(self.last_request() - WARM_UP).as_millis() as u64 + 1))
     }
 
     fn add_limits(&mut self, random: &mut Random, theme: Theme, calendar: bool) {
         let count = match theme {
             Theme::Prefetch => random.pick(&[1, 2, 2]),
             Theme::Denials => 2,
-            Theme::Mixed | Theme::Permits | Theme::Refunds => random.of(1..4),
+            Theme::Mixed | Theme::Permits | Theme::Refunds => random.in_range(1..4),
         };
         for index in 0..count {
-            let permits = match theme {
+            let is_concurrency = match theme {
                 Theme::Permits => index == 0,
-                Theme::Mixed => random.percent(15),
+                Theme::Mixed => random.is_chosen(15),
                 Theme::Prefetch | Theme::Refunds | Theme::Denials => false,
             };
-            let used = match theme {
-                _ if permits || theme == Theme::Denials => Use::Plain,
-                Theme::Refunds => random.pick(&[Use::Refundable, Use::Refundable, Use::PostPaid]),
-                Theme::Prefetch => random.pick(&[Use::Plain, Use::Plain, Use::Refundable]),
-                _ => random.pick(&[Use::Plain, Use::Plain, Use::Refundable, Use::PostPaid]),
+            let cost_mode = match theme {
+                _ if is_concurrency || theme == Theme::Denials => CostMode::Upfront,
+                Theme::Refunds => random.pick(&[CostMode::Refundable, CostMode::Refundable, CostMode::Deferred]),
+                Theme::Prefetch => random.pick(&[CostMode::Upfront, CostMode::Upfront, CostMode::Refundable]),
+                _ => random.pick(&[CostMode::Upfront, CostMode::Upfront, CostMode::Refundable, CostMode::Deferred]),
             };
-            let cost = match (theme, permits) {
+            let cost = match (theme, is_concurrency) {
                 (_, true) | (Theme::Prefetch | Theme::Denials, _) => 1,
                 _ => random.pick(&[1, 1, 2, 3]),
             };
-            let (quota, rule) = match permits {
-                true => permit_rule(random),
-                false => counting_rule(random, cost, theme),
+            let (quota, rule) = match is_concurrency {
+                true => random_concurrency_rule(random),
+                false => random_counting_rule(random, cost, theme),
             };
             let (quota, rule) = if calendar { by_calendar(quota, rule) } else { (quota, rule) };
-            let advance = match theme {
-                Theme::Prefetch => random.of(1..5).min(rule.capacity()),
+            let prefetch = match theme {
+                Theme::Prefetch => random.in_range(1..5).min(rule.capacity()),
                 _ => 0,
             };
             // The first one of a pair is shared by all, the second one is of each client.
-            let global = match theme {
+            let is_global = match theme {
                 Theme::Prefetch | Theme::Denials => index == 0,
-                _ => random.percent(50),
+                _ => random.is_chosen(50),
             };
-            let division = Division { gateways: self.gateways as u64, dearest: cost };
+            let local_share = LocalShare { gateway_count: self.gateways as u64, max_cost: cost };
             let (name, hasher) = (format!("limit{index}"), IdentityHasher::new("simulation"));
-            let plan = Plan::new(&hasher, &name, quota, rule, division).expect("the share can be counted");
-            let limit = Limit {
+            let variant = LimitVariant::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
+            let limit = LimitSpec {
                 name: name.into(),
-                standard: Arc::new(plan),
+                default_variant: Arc::new(variant),
                 tiers: BTreeMap::new(),
                 on_store_error: random.pick(&[
                     OnStoreError::Local,
@@ -415,36 +415,36 @@ impl Schedule {
                     OnStoreError::Allow,
                     OnStoreError::Deny,
                 ]),
-                shadow: theme != Theme::Prefetch && random.percent(8),
-                wait: None,
-                advance,
-                division,
+                shadow: theme != Theme::Prefetch && random.is_chosen(8),
+                queue_policy: None,
+                prefetch,
+                local_share,
             };
-            self.limits.push(LimitSpec { limit: Arc::new(limit), used, global, cost });
+            self.limits.push(ScheduledLimit { limit: Arc::new(limit), cost_mode, is_global, cost });
         }
     }
 
     fn add_requests(&mut self, random: &mut Random, theme: Theme) {
-        let clients = if theme == Theme::Prefetch { random.of(2..10) } else { random.of(1..6) };
-        let lasts = random.pick(&[500, 2000, 4000, 8000]);
-        let groups = if theme == Theme::Prefetch { random.of(10..60) } else { random.of(5..40) };
+        let clients = if theme == Theme::Prefetch { random.in_range(2..10) } else { random.in_range(1..6) };
+        let duration_ms = random.pick(&[500, 2000, 4000, 8000]);
+        let groups = if theme == Theme::Prefetch { random.in_range(10..60) } else { random.in_range(5..40) };
         let bursts = random.pick(&[0, 20, 60]).max(if theme == Theme::Prefetch { 60 } else { 0 });
-        let leaves = random.pick(&[0, 0, 0, 20]);
+        let cancel_percent = random.pick(&[0, 0, 0, 20]);
         let all: Vec<usize> = (0..self.limits.len()).collect();
-        let whole = if theme == Theme::Denials { random.pick(&[70, 100]) } else { 70 };
+        let all_limits_percent = if theme == Theme::Denials { random.pick(&[70, 100]) } else { 70 };
         for _ in 0..groups {
-            let at = WARM_UP + ms(random.of(0..lasts));
-            let client = random.of(0..clients);
+            let at = WARM_UP + millis(random.in_range(0..duration_ms));
+            let client = random.in_range(0..clients);
             let (gateway, worker) =
-                (random.of(0..self.gateways as u64) as usize, random.of(0..self.workers as u64) as usize);
+                (random.in_range(0..self.gateways as u64) as usize, random.in_range(0..self.workers as u64) as usize);
             // Mostly all limits: the states of the clients then have one limit in common.
-            let route = if random.percent(whole) { all.clone() } else { vec![random.of(0..all.len() as u64) as usize] };
-            let size = if random.percent(bursts) { random.of(2..9) } else { 1 };
-            for _ in 0..size {
-                let holds = match random.of(0..10) {
+            let route = if random.is_chosen(all_limits_percent) { all.clone() } else { vec![random.in_range(0..all.len() as u64) as usize] };
+            let burst = if random.is_chosen(bursts) { random.in_range(2..9) } else { 1 };
+            for _ in 0..burst {
+                let response_time = match random.in_range(0..10) {
                     0 if theme == Theme::Permits => None,
-                    0..3 if theme == Theme::Permits => Some(ms(random.of(500..12_000))),
-                    _ => Some(ms(random.of(0..400))),
+                    0..3 if theme == Theme::Permits => Some(millis(random.in_range(500..12_000))),
+                    _ => Some(millis(random.in_range(0..400))),
                 };
                 self.requests.push(Request {
                     at,
@@ -452,118 +452,118 @@ impl Schedule {
                     worker,
                     route: route.clone(),
                     client,
-                    holds,
-                    leaves: random.percent(leaves).then(|| ms(random.of(0..self.timeout.as_millis() as u64))),
-                    pays: random.of(0..4),
-                    refunds: random.percent(50),
+                    response_time,
+                    client_timeout: random.is_chosen(cancel_percent).then(|| millis(random.in_range(0..self.timeout.as_millis() as u64))),
+                    response_cost: random.in_range(0..4),
+                    is_refunded: random.is_chosen(50),
                 });
             }
         }
     }
 
     /// So many requests at one instant that they cannot be decided in time, mostly of different clients.
-    fn overload(&mut self, random: &mut Random) {
-        let (at, route) = (self.some_time(random), vec![0]);
-        for client in 0..random.of(1100..2500) {
+    fn add_overload(&mut self, random: &mut Random) {
+        let (at, route) = (self.random_time(random), vec![0]);
+        for client in 0..random.in_range(1100..2500) {
             self.requests.push(Request {
                 at,
                 gateway: 0,
                 worker: 0,
                 route: route.clone(),
                 client: 1000 + client,
-                holds: Some(ms(10)),
-                leaves: None,
-                pays: 1,
-                refunds: false,
+                response_time: Some(millis(10)),
+                client_timeout: None,
+                response_cost: 1,
+                is_refunded: false,
             });
         }
     }
 
     /// Adds a fault that lasts longer than the timeout, and clients that make a request every `gap` ms meanwhile.
-    fn add_under_load(&mut self, random: &mut Random, gap: u64, fault: impl Fn(Duration) -> Fault) {
-        let (at, lasts) = (self.some_time(random), ms(random.of(300..1500)));
-        self.incidents.push(Incident { at, lasts, fault: fault(self.timeout + ms(random.of(1..50))), node: None });
-        for index in 0..lasts.as_millis() as u64 / gap {
+    fn add_under_load(&mut self, random: &mut Random, gap_ms: u64, fault: impl Fn(Duration) -> Fault) {
+        let (at, duration) = (self.random_time(random), millis(random.in_range(300..1500)));
+        self.incidents.push(Incident { at, duration, fault: fault(self.timeout + millis(random.in_range(1..50))), node: None });
+        for index in 0..duration.as_millis() as u64 / gap_ms {
             self.requests.push(Request {
-                at: at + ms(gap * index),
+                at: at + millis(gap_ms * index),
                 gateway: 0,
                 worker: 0,
                 route: vec![0],
                 client: 1000 + index,
-                holds: Some(ms(10)),
-                leaves: None,
-                pays: 1,
-                refunds: false,
+                response_time: Some(millis(10)),
+                client_timeout: None,
+                response_cost: 1,
+                is_refunded: false,
             });
         }
     }
 
     fn add_faults(&mut self, random: &mut Random) {
-        let mut from = WARM_UP;
-        for _ in 0..random.of(1..3) {
-            let at = from.max(self.some_time(random));
-            let fault = match random.of(0..12) {
-                0 => Fault::Delay(self.timeout + ms(random.of(1..500))),
+        let mut earliest = WARM_UP;
+        for _ in 0..random.in_range(1..3) {
+            let at = earliest.max(self.random_time(random));
+            let fault = match random.in_range(0..12) {
+                0 => Fault::Delay(self.timeout + millis(random.in_range(1..500))),
                 1 => Fault::LoseReplies,
                 2 => Fault::LoseRequests,
                 3 => Fault::ResetBefore,
                 4 => Fault::ResetAfter,
                 5 | 6 => Fault::Hang,
                 7 => Fault::RestartEmpty,
-                8 => Fault::RestartKept,
-                9 => Fault::Failover(ms(random.of(10..1000))),
+                8 => Fault::RestartWithState,
+                9 => Fault::Failover(millis(random.in_range(10..1000))),
                 10 => Fault::OutOfMemory,
-                _ if random.percent(50) => Fault::RefuseConnects,
-                _ => Fault::SlowConnects(ms(random.of(20..900))),
+                _ if random.is_chosen(50) => Fault::RefuseConnects,
+                _ => Fault::SlowConnects(millis(random.in_range(20..900))),
             };
-            let lasts = match fault {
+            let duration = match fault {
                 Fault::ResetBefore | Fault::ResetAfter => Duration::ZERO,
-                Fault::Hang => ms(random.pick(&[
-                    random.clone().of(10..300),
-                    random.clone().of(300..4000),
-                    random.clone().of(4000..15_000),
+                Fault::Hang => millis(random.pick(&[
+                    random.clone().in_range(10..300),
+                    random.clone().in_range(300..4000),
+                    random.clone().in_range(4000..15_000),
                 ])),
-                _ => ms(random.pick(&[
-                    random.clone().of(10..300),
-                    random.clone().of(300..2000),
-                    random.clone().of(2000..9000),
+                _ => millis(random.pick(&[
+                    random.clone().in_range(10..300),
+                    random.clone().in_range(300..2000),
+                    random.clone().in_range(2000..9000),
                 ])),
             };
-            self.incidents.push(Incident { at, lasts, fault, node: None });
-            from = at + lasts + ms(random.of(10..3000));
+            self.incidents.push(Incident { at, duration, fault, node: None });
+            earliest = at + duration + millis(random.in_range(10..3000));
         }
     }
 
     /// Overrides are set and removed; if the store fails, it loses writes in the end.
     fn add_overrides(&mut self, random: &mut Random) {
-        let mut end = self.last_request().max(WARM_UP + ms(3000));
-        if let Some(last) = self.incidents.iter().map(|each| each.at + each.lasts).max() {
+        let mut end = self.last_request().max(WARM_UP + millis(3000));
+        if let Some(last) = self.incidents.iter().map(|each| each.at + each.duration).max() {
             end = end.max(last);
             if self.class == Class::Faulty {
-                let fault = match random.percent(50) {
+                let fault = match random.is_chosen(50) {
                     true => Fault::RestartEmpty,
-                    false => Fault::Failover(ms(random.of(10..4000))),
+                    false => Fault::Failover(millis(random.in_range(10..4000))),
                 };
-                let at = last + ms(random.of(10..4000));
-                self.incidents.push(Incident { at, lasts: ms(random.of(10..2000)), fault, node: None });
+                let at = last + millis(random.in_range(10..4000));
+                self.incidents.push(Incident { at, duration: millis(random.in_range(10..2000)), fault, node: None });
                 end = end.max(at);
             }
         }
-        for _ in 0..random.of(3..12) {
-            let at = WARM_UP + ms(random.of(0..(end - WARM_UP).as_millis() as u64));
-            let lasts = match random.of(0..10) {
+        for _ in 0..random.in_range(3..12) {
+            let at = WARM_UP + millis(random.in_range(0..(end - WARM_UP).as_millis() as u64));
+            let lasts = match random.in_range(0..10) {
                 0..3 => None,
-                3..6 => Some(ms(random.of(1000..8000))),
-                _ => Some(ms(random.of(60_000..600_000))),
+                3..6 => Some(millis(random.in_range(1000..8000))),
+                _ => Some(millis(random.in_range(60_000..600_000))),
             };
-            let gateway = random.of(0..self.gateways as u64) as usize;
-            self.overrides.push(Change { at, gateway, client: random.of(0..overrides::CLIENTS), lasts });
+            let gateway = random.in_range(0..self.gateways as u64) as usize;
+            self.overrides.push(Change { at, gateway, client: random.in_range(0..overrides::CLIENTS), lasts });
         }
         self.overrides.sort_by_key(|change| change.at);
     }
 
     /// One master is silent, resets or refuses connections. It keeps its state.
-    fn add_fault_of_a_master(&mut self, random: &mut Random) {
+    fn add_master_fault(&mut self, random: &mut Random) {
         let fault = random.pick(&[
             Fault::Hang,
             Fault::LoseReplies,
@@ -572,59 +572,59 @@ impl Schedule {
             Fault::ResetAfter,
             Fault::RefuseConnects,
         ]);
-        let lasts = match fault {
+        let duration = match fault {
             Fault::ResetBefore | Fault::ResetAfter => Duration::ZERO,
-            _ => ms(random.of(10..4000)),
+            _ => millis(random.in_range(10..4000)),
         };
-        let (at, node) = (self.some_time(random), Some(random.of(0..self.nodes as u64) as usize));
-        self.incidents.push(Incident { at, lasts, fault, node });
+        let (at, node) = (self.random_time(random), Some(random.in_range(0..self.nodes as u64) as usize));
+        self.incidents.push(Incident { at, duration, fault, node });
     }
 }
 
 /// A limit that nobody exceeds: its requests show that the store is used.
-fn heartbeat(gateways: u64) -> LimitSpec {
+fn heartbeat_limit(gateways: u64) -> ScheduledLimit {
     let quota = Quota { count: 1_000_000, window_us: Some(1_000_000), calendar: None };
-    let rule = Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap());
-    let division = Division { gateways, dearest: 1 };
-    let plan = Plan::new(&IdentityHasher::new("simulation"), "heartbeat", quota, rule, division).unwrap();
-    let limit = Limit {
+    let rule = Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap());
+    let local_share = LocalShare { gateway_count: gateways, max_cost: 1 };
+    let variant = LimitVariant::new(&IdentityHasher::new("simulation"), "heartbeat", quota, rule, local_share).unwrap();
+    let limit = LimitSpec {
         name: "heartbeat".into(),
-        standard: Arc::new(plan),
+        default_variant: Arc::new(variant),
         tiers: BTreeMap::new(),
         on_store_error: OnStoreError::Deny,
         shadow: false,
-        wait: None,
-        advance: 0,
-        division,
+        queue_policy: None,
+        prefetch: 0,
+        local_share,
     };
-    LimitSpec { limit: Arc::new(limit), used: Use::Plain, global: true, cost: 1 }
+    ScheduledLimit { limit: Arc::new(limit), cost_mode: CostMode::Upfront, is_global: true, cost: 1 }
 }
 
 /// A fixed window of a day, where it is an aligned one.
 fn by_calendar(quota: Quota, rule: Rule) -> (Quota, Rule) {
     match rule {
-        Rule::FixedWindow(FixedWindow { start: Start::Aligned { .. }, .. }) => {
-            let quota = Quota { window_us: Some(86_400_000_000), calendar: Some(Calendar::Day), ..quota };
-            let start = Start::calendar(Calendar::Day, TIME_ZONE).expect("a zone");
+        Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. }, .. }) => {
+            let quota = Quota { window_us: Some(86_400_000_000), calendar: Some(CalendarUnit::Day), ..quota };
+            let start = WindowStart::calendar(CalendarUnit::Day, TIME_ZONE).expect("a zone");
             (quota, Rule::FixedWindow(FixedWindow::new(quota, start).unwrap()))
         }
         rule => (quota, rule),
     }
 }
 
-fn permit_rule(random: &mut Random) -> (Quota, Rule) {
-    let limit = random.of(1..6);
-    let lease = random.pick(&[3, 6, 12]) * 1_000_000;
-    (Quota { count: limit, window_us: None, calendar: None }, Rule::Concurrency(Concurrency { limit, lease }))
+fn random_concurrency_rule(random: &mut Random) -> (Quota, Rule) {
+    let limit = random.in_range(1..6);
+    let ttl = random.pick(&[3, 6, 12]) * 1_000_000;
+    (Quota { count: limit, window_us: None, calendar: None }, Rule::Concurrency(Concurrency { limit, ttl }))
 }
 
-fn counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) {
+fn random_counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) {
     let count = match theme {
         Theme::Prefetch => {
             let most = random.pick(&[10, 30, 30]);
-            random.of(4..most)
+            random.in_range(4..most)
         }
-        _ => random.of(cost..cost * 12 + 1),
+        _ => random.in_range(cost..cost * 12 + 1),
     };
     let window = match theme {
         Theme::Prefetch => random.pick(&[500, 1000, 2000, 10_000]),
@@ -632,13 +632,13 @@ fn counting_rule(random: &mut Random, cost: u64, theme: Theme) -> (Quota, Rule) 
         Theme::Mixed | Theme::Permits | Theme::Denials => random.pick(&[500, 1000, 2000, 10_000, 30_000]),
     } * 1000;
     let quota = Quota { count, window_us: Some(window), calendar: None };
-    let rule = match random.of(0..if theme == Theme::Refunds { 9 } else { 6 }) {
-        1 => Rule::FixedWindow(FixedWindow::new(quota, Start::Aligned { phase: 0 }).unwrap()),
-        2 => Rule::FixedWindow(FixedWindow::new(quota, Start::FirstRequest).unwrap()),
+    let rule = match random.in_range(0..if theme == Theme::Refunds { 9 } else { 6 }) {
+        1 => Rule::FixedWindow(FixedWindow::new(quota, WindowStart::Aligned { phase: 0 }).unwrap()),
+        2 => Rule::FixedWindow(FixedWindow::new(quota, WindowStart::FirstRequest).unwrap()),
         3 => Rule::SlidingWindow(SlidingWindow::new(quota).unwrap()),
         4 => Rule::SlidingBuckets(SlidingBuckets::new(quota, random.pick(&[1, 4, 10])).unwrap()),
         5 => Rule::SlidingLog(SlidingLog::new(quota).unwrap()),
-        _ => Rule::TokenBucket(TokenBucket::new(quota, random.of(cost..count.max(cost) + 1)).unwrap()),
+        _ => Rule::TokenBucket(TokenBucket::new(quota, random.in_range(cost..count.max(cost) + 1)).unwrap()),
     };
     (quota, rule)
 }

@@ -7,20 +7,20 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use aws_lc_rs::digest;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
+use sluicegate::limit::key::{StateName, Identity, IdentityHasher, Key};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::redis::script::{Parts, script};
-use sluicegate::limit::redis::slots::slot;
-use sluicegate::limit::redis::wire::{self, Terms};
-use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+use sluicegate::limit::quota::CalendarUnit;
+use sluicegate::limit::redis::script::{AlgorithmSet, script};
+use sluicegate::limit::redis::slots::identity_slot;
+use sluicegate::limit::redis::wire::{self, LimitArgs};
+use sluicegate::limit::store::{Charge, ChargeMode, Operation, Verdict};
 
 use crate::lua::{Database, Interpreter, Replied};
 use crate::overrides::Written;
@@ -36,61 +36,61 @@ const OVERRIDES: &str = include_str!("../../lua/overrides.lua");
 pub const HOST: &str = "127.0.0.1";
 
 /// A state: the name of its limit and its identity.
-pub type StateName = (String, u128);
+pub type StateId = (String, u128);
 
 /// One limit of a call, as it came over the wire.
 #[derive(Debug, Clone)]
-pub struct Asked {
-    pub name: StateName,
-    bucket: Bucket,
+pub struct ReceivedCharge {
+    pub state: StateId,
+    state_name: StateName,
     pub rule: Rule,
     pub cost: u64,
-    pub mode: Mode,
-    pub lease: u64,
+    pub mode: ChargeMode,
+    pub permit_id: u64,
     pub debt_before_us: u64,
 }
 
-impl Asked {
+impl ReceivedCharge {
     fn charge(&self) -> Charge<'_> {
-        let Asked { mode, lease, debt_before_us, .. } = *self;
-        Charge { mode, lease, debt_before_us, ..charge(&self.name, &self.bucket, &self.rule, self.cost) }
+        let ReceivedCharge { mode, permit_id, debt_before_us, .. } = *self;
+        Charge { mode, permit_id, debt_before_us, ..charge(&self.state, &self.state_name, &self.rule, self.cost) }
     }
 }
 
 /// A charge of so many units.
-pub fn charge<'a>(name: &StateName, bucket: &'a Bucket, rule: &'a Rule, cost: u64) -> Charge<'a> {
+pub fn charge<'a>(name: &StateId, bucket: &'a StateName, rule: &'a Rule, cost: u64) -> Charge<'a> {
     Charge {
-        key: Key { identity: Identity(name.1), bucket },
+        key: Key { identity: Identity(name.1), state_name: bucket },
         rule,
         cost,
-        mode: Mode::Binding,
-        lease: 0,
+        mode: ChargeMode::Enforced,
+        permit_id: 0,
         debt_before_us: 0,
     }
 }
 
 /// A request that the store has decided.
 #[derive(Debug, Clone)]
-pub struct Done {
+pub struct DecidedRequest {
     pub at_us: u64,
     pub gateway: usize,
     pub operation: Operation,
-    pub asked: Vec<Asked>,
+    pub charges: Vec<ReceivedCharge>,
     pub verdict: Verdict,
     /// Whether the store was out of memory.
     pub out_of_memory: bool,
 }
 
-impl Done {
+impl DecidedRequest {
     /// The units that the request added to a state; less than none for what was given back.
     pub fn charged(&self, index: usize) -> i64 {
-        let asked = &self.asked[index];
+        let charge = &self.charges[index];
         let fits = self.verdict.outcomes[index].status == Status::Ok;
-        let cost = asked.cost as i64;
+        let cost = charge.cost as i64;
         match self.operation {
-            _ if matches!(asked.rule, Rule::Concurrency(_)) => 0,
-            Operation::Check if self.verdict.granted > 0 && fits && !asked.mode.is_post_paid() => cost,
-            Operation::Take => self.verdict.granted as i64,
+            _ if matches!(charge.rule, Rule::Concurrency(_)) => 0,
+            Operation::Check if self.verdict.granted > 0 && fits && !charge.mode.is_deferred() => cost,
+            Operation::TakeUpTo => self.verdict.granted as i64,
             Operation::Charge => cost,
             Operation::Refund { .. } => -cost,
             Operation::Check | Operation::Peek | Operation::Renew => 0,
@@ -100,13 +100,13 @@ impl Done {
     /// Whether the request needs memory for a state: a new charge or permit.
     pub fn needs_memory(&self) -> bool {
         let is_charge = match self.operation {
-            Operation::Check | Operation::Take | Operation::Charge => self.verdict.granted > 0,
+            Operation::Check | Operation::TakeUpTo | Operation::Charge => self.verdict.granted > 0,
             Operation::Peek | Operation::Refund { .. } | Operation::Renew => false,
         };
-        let mut outcomes = self.asked.iter().zip(&self.verdict.outcomes);
+        let mut outcomes = self.charges.iter().zip(&self.verdict.outcomes);
         is_charge
             && outcomes
-                .any(|(asked, outcome)| asked.cost > 0 && outcome.status == Status::Ok && !asked.mode.is_post_paid())
+                .any(|(asked, outcome)| asked.cost > 0 && outcome.status == Status::Ok && !asked.mode.is_deferred())
     }
 }
 
@@ -115,14 +115,14 @@ pub type Reply = Vec<u8>;
 
 /// One server, or the masters of a cluster.
 #[derive(Debug)]
-pub struct Store {
+pub struct SimulatedRedis {
     nodes: Vec<Node>,
     clock: Clock,
     /// Whether the scripts decide, and not their twin.
     lua: bool,
     pub out_of_memory: bool,
     /// All that was decided, also what a failover lost.
-    pub history: Vec<Done>,
+    pub history: Vec<DecidedRequest>,
     /// All writes of overrides, also those that a failover lost.
     pub overrides: Vec<Written>,
 }
@@ -135,7 +135,7 @@ struct Node {
     database: RefCell<Database>,
     scripts: BTreeMap<String, Arc<str>>,
     /// What the state consists of: indices of the history.
-    kept: Vec<usize>,
+    committed: Vec<usize>,
     /// What failovers lost: from which instant on, and indices of the history.
     lost: Vec<(u64, Vec<usize>)>,
 }
@@ -144,51 +144,51 @@ thread_local! {
     static LUA: Interpreter = Interpreter::new();
 }
 
-fn memory(clock: &Clock) -> MemoryStore {
+fn new_memory(clock: &Clock) -> MemoryStore {
     MemoryStore::new(1 << 20, clock.clone())
 }
 
-impl Store {
+impl SimulatedRedis {
     /// A store of so many servers. `lua`: the scripts decide, and not their twin.
-    pub fn new(nodes: usize, lua: bool, now_us: u64) -> Store {
+    pub fn new(nodes: usize, lua: bool, now_us: u64) -> SimulatedRedis {
         let clock = Clock::manual(now_us);
         let node = |_| Node {
-            memory: memory(&clock),
+            memory: new_memory(&clock),
             database: RefCell::new(Database::with_journal()),
             scripts: BTreeMap::new(),
-            kept: Vec::new(),
+            committed: Vec::new(),
             lost: Vec::new(),
         };
         let nodes = (0..nodes).map(node).collect();
-        Store { nodes, clock, lua, out_of_memory: false, history: Vec::new(), overrides: Vec::new() }
+        SimulatedRedis { nodes, clock, lua, out_of_memory: false, history: Vec::new(), overrides: Vec::new() }
     }
 
     /// The number of the server that keeps the states of an identity.
-    pub fn number_of(&self, identity: Identity) -> usize {
-        usize::from(slot(identity)) * self.nodes.len() / SLOTS
+    pub fn node_index_of(&self, identity: Identity) -> usize {
+        usize::from(identity_slot(identity)) * self.nodes.len() / SLOTS
     }
 
     fn node_of(&self, identity: Identity) -> &Node {
-        &self.nodes[self.number_of(identity)]
+        &self.nodes[self.node_index_of(identity)]
     }
 
     /// The store ends: scripts are lost, and the state of the last `lost_us`; all of it with `None`.
-    pub fn restart(&mut self, now_us: u64, lost_us: Option<u64>) {
-        let from_us = now_us.saturating_sub(lost_us.unwrap_or(u64::MAX));
+    pub fn restart(&mut self, now_us: u64, loss_us: Option<u64>) {
+        let from_us = now_us.saturating_sub(loss_us.unwrap_or(u64::MAX));
         for node in &mut self.nodes {
             node.scripts.clear();
             node.database.get_mut().fall_back(from_us);
-            node.memory = memory(&self.clock);
-            let (kept, lost) = node.kept.drain(..).partition(|index| self.history[*index].at_us < from_us);
-            node.kept = kept;
+            node.memory = new_memory(&self.clock);
+            let (kept, lost) = node.committed.drain(..).partition(|index| self.history[*index].at_us < from_us);
+            node.committed = kept;
             node.lost.push((from_us, lost));
             if self.lua {
                 continue;
             }
-            for index in &node.kept {
-                let Done { at_us, operation, asked, .. } = &self.history[*index];
+            for index in &node.committed {
+                let DecidedRequest { at_us, operation, charges: asked, .. } = &self.history[*index];
                 self.clock.set(*at_us);
-                let charges: Vec<_> = asked.iter().map(Asked::charge).collect();
+                let charges: Vec<_> = asked.iter().map(ReceivedCharge::charge).collect();
                 node.memory.decide(*operation, &charges);
             }
         }
@@ -201,27 +201,27 @@ impl Store {
             self.clock.set(now_us);
             return node.memory.decide(Operation::Peek, &[charge]).outcomes[0];
         }
-        let terms = [Terms::of(&charge, now_us)];
-        let mut argument = wire::argument(0, 1, 1);
-        wire::add(&mut argument, 1, Operation::Peek, &terms);
+        let terms = [LimitArgs::from_charge(&charge, now_us)];
+        let mut argument = wire::start_argument(0, 1, 1);
+        wire::append_group(&mut argument, 1, Operation::Peek, &terms);
         let mut key = Vec::new();
         charge.key.write("rl", &mut key);
-        let script = script(wire::frame(Operation::Peek, &terms), Parts::of([charge.rule]));
-        let reply = node.evaluate(now_us, false, (&script.sha, &script.text), &[key], &[argument]);
+        let script = script(wire::script_variant(Operation::Peek, &terms), AlgorithmSet::for_rules([charge.rule]));
+        let reply = node.evaluate(now_us, false, (&script.sha, &script.source), &[key], &[argument]);
         verdicts(&reply.encode(), &[1])[0].as_ref().expect("a verdict").outcomes[0]
     }
 
     /// Permits of a state that a failover brought back, because it lost their releases. They end with their TTL.
-    pub fn brought_back(&self, state: &StateName, ttl_us: u64, now_us: u64) -> u64 {
+    pub fn brought_back(&self, state: &StateId, ttl_us: u64, now_us: u64) -> u64 {
         let node = self.node_of(Identity(state.1));
         let permits = |index: &usize| {
             let done = &self.history[*index];
-            let asked = done.asked.iter().filter(|asked| asked.name == *state);
-            asked.map(|asked| (done, asked.lease)).collect::<Vec<_>>()
+            let asked = done.charges.iter().filter(|asked| asked.state == *state);
+            asked.map(|asked| (done, asked.permit_id)).collect::<Vec<_>>()
         };
-        let is_release = |done: &Done| matches!(done.operation, Operation::Refund { .. });
+        let is_release = |done: &DecidedRequest| matches!(done.operation, Operation::Refund { .. });
         let mut live = BTreeSet::new();
-        for (done, permit) in node.kept.iter().flat_map(permits) {
+        for (done, permit) in node.committed.iter().flat_map(permits) {
             if is_release(done) {
                 live.remove(&permit)
             } else {
@@ -243,18 +243,18 @@ impl Store {
             (database.now, database.out_of_memory) = (now_us, out_of_memory);
             database.command(words).encode()
         };
-        let word = |index: usize| command.get(index).map_or("", |word| std::str::from_utf8(word).unwrap_or(""));
-        let reply = match (word(0), word(1)) {
+        let argument = |index: usize| command.get(index).map_or("", |word| std::str::from_utf8(word).unwrap_or(""));
+        let reply = match (argument(0), argument(1)) {
             ("HELLO", _) => array(&["server", "redis", "version", "7.4.0", "mode", mode, "role", "master"]),
             ("SCRIPT", "LOAD") => {
-                let sha = sha_of(word(2));
-                scripts.insert(sha.clone(), word(2).into());
+                let sha = script_sha(argument(2));
+                scripts.insert(sha.clone(), argument(2).into());
                 format!("${}\r\n{sha}\r\n", sha.len()).into_bytes()
             }
             ("EVAL", "return 1") => b":1\r\n".to_vec(),
             ("EVAL", script) if script == OVERRIDES => self.write_overrides(now_us, gateway, node, command),
             ("EVAL", script) => {
-                let sha = sha_of(script);
+                let sha = script_sha(script);
                 scripts.insert(sha.clone(), script.into());
                 return self.evaluate(now_us, gateway, node, &sha, command);
             }
@@ -278,19 +278,19 @@ impl Store {
         let (requests, limits) = decode(command);
         let mut numbers = vec![now_us as f64];
         self.clock.set(now_us);
-        for (operation, asked) in requests {
-            let charges: Vec<_> = asked.iter().map(Asked::charge).collect();
+        for (operation, received) in requests {
+            let charges: Vec<_> = received.iter().map(ReceivedCharge::charge).collect();
             let verdict = self.nodes[node].memory.decide(operation, &charges);
             for Outcome { status, remaining, reset_us, retry_us } in &verdict.outcomes {
                 let (status, retry) = match status {
                     Status::Ok => (0.0, 0.0),
-                    Status::Over => (1.0, *retry_us as f64),
-                    Status::Never => (2.0, -1.0),
-                    Status::Busy => (3.0, *retry_us as f64),
+                    Status::Exceeded => (1.0, *retry_us as f64),
+                    Status::CostTooLarge => (2.0, -1.0),
+                    Status::Saturated => (3.0, *retry_us as f64),
                 };
                 numbers.extend([verdict.granted as f64, status, *remaining as f64, *reset_us as f64, retry]);
             }
-            self.record(node, Done { at_us: now_us, gateway, operation, asked, verdict, out_of_memory: false });
+            self.record(node, DecidedRequest { at_us: now_us, gateway, operation, charges: asked: received, verdict, out_of_memory: false });
         }
         let mut reply = format!("${}\r\n", 8 * numbers.len()).into_bytes();
         reply.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
@@ -298,8 +298,8 @@ impl Store {
         (reply, limits)
     }
 
-    fn record(&mut self, node: usize, done: Done) {
-        self.nodes[node].kept.push(self.history.len());
+    fn record(&mut self, node: usize, done: DecidedRequest) {
+        self.nodes[node].committed.push(self.history.len());
         self.history.push(done);
     }
 
@@ -319,7 +319,7 @@ impl Store {
         for ((operation, asked), verdict) in requests.into_iter().zip(verdicts(&reply, &limits)) {
             if let Some(verdict) = verdict {
                 let out_of_memory = self.out_of_memory;
-                self.record(node, Done { at_us: now_us, gateway, operation, asked, verdict, out_of_memory });
+                self.record(node, DecidedRequest { at_us: now_us, gateway, operation, charges: asked, verdict, out_of_memory });
             }
         }
         (reply, count)
@@ -373,8 +373,8 @@ fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
 /// What a reply of the scripts says to requests with so many limits each; none where one failed.
 fn verdicts(reply: &[u8], limits: &[usize]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
-    let mut reply = wire::Reply::new(value, limits.iter().sum()).expect("a reply of the scripts");
-    limits.iter().map(|limits| reply.next(*limits).expect("a verdict").ok()).collect()
+    let mut reply = wire::ScriptReply::new(value, limits.iter().sum()).expect("a reply of the scripts");
+    limits.iter().map(|limits| reply.next_verdict(*limits).expect("a verdict").ok()).collect()
 }
 
 /// The port of a server.
@@ -387,7 +387,7 @@ fn array(words: &[&str]) -> Reply {
     format!("*{}\r\n{}", words.len(), bulk.collect::<String>()).into_bytes()
 }
 
-fn sha_of(script: &str) -> String {
+fn script_sha(script: &str) -> String {
     static KNOWN: LazyLock<Mutex<HashMap<String, String>>> = LazyLock::new(Mutex::default);
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     if let Some(sha) = known.get(script) {
@@ -400,7 +400,7 @@ fn sha_of(script: &str) -> String {
 }
 
 /// Reads the keys and the argument of a script call, see `lua/check.lua`: its requests, and how many limits they have.
-fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<Asked>)>, u64) {
+fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<ReceivedCharge>)>, u64) {
     let text = |word: &[u8]| String::from_utf8(word.to_vec()).expect("text");
     let (keys, arguments) = keys_and_arguments(command);
     let (count, argument) = (keys.len(), &arguments[0]);
@@ -412,8 +412,8 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<Asked>)>, u64) {
     };
     let number = |bytes: &[u8]| f64::from_le_bytes(bytes.try_into().expect("eight bytes")) as u64;
     assert_eq!(number(bytes(8)), 0, "the server's time decides");
-    let (mut requests, mut left) = (Vec::new(), count);
-    while left > 0 {
+    let (mut requests, mut remaining_keys) = (Vec::new(), count);
+    while remaining_keys > 0 {
         let size = number(bytes(8));
         let letter = bytes(1)[0];
         let charged_at = number(bytes(8));
@@ -422,78 +422,78 @@ fn decode(command: &[Vec<u8>]) -> (Vec<(Operation, Vec<Asked>)>, u64) {
             b'P' => Operation::Peek,
             b'A' => Operation::Charge,
             b'R' => Operation::Refund { charged_at },
-            b'T' => Operation::Take,
+            b'T' => Operation::TakeUpTo,
             b'N' => Operation::Renew,
             _ => panic!("unknown operation"),
         };
         let limits = number(bytes(8));
-        let mut terms = Vec::new();
+        let mut limit_args = Vec::new();
         for _ in 0..limits {
             let (kind, flag) = (bytes(1)[0], bytes(1)[0]);
             let mode = match flag {
-                b'-' => Mode::Binding,
-                b's' => Mode::Shadow,
-                b'p' => Mode::PostPaid,
-                _ => Mode::ShadowPostPaid,
+                b'-' => ChargeMode::Enforced,
+                b's' => ChargeMode::Shadow,
+                b'p' => ChargeMode::Deferred,
+                _ => ChargeMode::ShadowDeferred,
             };
             let cost = number(bytes(8));
             let [a, b, c] = [(); 3].map(|()| number(bytes(8)));
-            let last = u64::from_le_bytes(bytes(8).try_into().expect("eight bytes"));
+            let last_parameter = u64::from_le_bytes(bytes(8).try_into().expect("eight bytes"));
             let (limit, window) = (a, b);
             let rule = match kind {
                 b'B' => Rule::TokenBucket(TokenBucket { burst: a, refill: b, parts: c }),
-                b'F' => Rule::FixedWindow(FixedWindow { limit, window, start: Start::Aligned { phase: c } }),
-                b'X' => Rule::FixedWindow(FixedWindow { limit, window, start: Start::FirstRequest }),
+                b'F' => Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::Aligned { phase: c } }),
+                b'X' => Rule::FixedWindow(FixedWindow { limit, window, start: WindowStart::FirstRequest }),
                 b'K' => {
                     // Only Lua decides by it.
-                    let start = Start::calendar(Calendar::Day, TIME_ZONE).expect("a zone");
+                    let start = WindowStart::calendar(CalendarUnit::Day, TIME_ZONE).expect("a zone");
                     Rule::FixedWindow(FixedWindow { limit, window: 0, start })
                 }
                 b'W' => Rule::SlidingWindow(SlidingWindow { limit, window, unit: c }),
                 b'S' => Rule::SlidingBuckets(SlidingBuckets { limit, window, buckets: c }),
                 b'L' => Rule::SlidingLog(SlidingLog { limit, window }),
-                b'C' => Rule::Concurrency(Concurrency { limit, lease: b }),
+                b'C' => Rule::Concurrency(Concurrency { limit, ttl: b }),
                 _ => panic!("unknown kind"),
             };
-            let lease = if kind == b'C' { last } else { 0 };
-            let debt_before_us = if kind == b'B' { f64::from_bits(last) as u64 } else { 0 };
-            terms.push((rule, cost, mode, lease, debt_before_us));
+            let lease = if kind == b'C' { last_parameter } else { 0 };
+            let debt_before_us = if kind == b'B' { f64::from_bits(last_parameter) as u64 } else { 0 };
+            limit_args.push((rule, cost, mode, lease, debt_before_us));
         }
         for _ in 0..size {
-            let asked = terms.iter().map(|(rule, cost, mode, lease, debt_before_us)| {
-                let (name, bucket) = state_of(&text(keys.next().expect("a key for each limit")));
-                Asked {
-                    name,
-                    bucket,
+            let asked = limit_args.iter().map(|(rule, cost, mode, lease, debt_before_us)| {
+                let (name, bucket) = parse_key(&text(keys.next().expect("a key for each limit")));
+                ReceivedCharge {
+                    state: name,
+                    state_name: bucket,
                     rule: rule.clone(),
                     cost: *cost,
                     mode: *mode,
-                    lease: *lease,
+                    permit_id: *lease,
                     debt_before_us: *debt_before_us,
                 }
             });
             requests.push((operation, asked.collect()));
         }
-        left -= (size * limits) as usize;
+        remaining_keys -= (size * limits) as usize;
     }
     (requests, count as u64)
 }
 
 /// The state that a key `<prefix>:{<identity>}:<limit>:<shape>` names.
-fn state_of(key: &str) -> (StateName, Bucket) {
+fn parse_key(key: &str) -> (StateId, StateName) {
     let (identity, bucket) = key.split_once('{').and_then(|(_, rest)| rest.split_once("}:")).expect("a key");
     let (limit, shape) = bucket.split_once(':').expect("a limit and its shape");
     let identity = Identity::from_hex(identity).expect("an identity");
-    ((limit.to_owned(), identity.0), Bucket::new(&IdentityHasher::new("simulation"), limit, shape))
+    ((limit.to_owned(), identity.0), StateName::new(&IdentityHasher::new("simulation"), limit, shape))
 }
 
 /// The history of each state: indices of the decided requests and of the limit in them.
-pub fn by_state(history: &[Done]) -> BTreeMap<&StateName, Vec<(usize, usize)>> {
+pub fn charges_by_state(history: &[DecidedRequest]) -> BTreeMap<&StateId, Vec<(usize, usize)>> {
     let mut states: BTreeMap<_, Vec<_>> = BTreeMap::new();
-    for (done, each) in history.iter().enumerate() {
+    for (request_index, request) in history.iter().enumerate() {
         // Not those of the probes of breakers.
-        for (index, asked) in each.asked.iter().enumerate().filter(|(_, asked)| !asked.name.0.starts_with('~')) {
-            states.entry(&asked.name).or_default().push((done, index));
+        for (index, asked) in request.charges.iter().enumerate().filter(|(_, asked)| !asked.state.0.starts_with('~')) {
+            states.entry(&asked.state).or_default().push((request_index, index));
         }
     }
     states

@@ -5,15 +5,15 @@ use std::fmt::{Error, Write};
 
 use sluicegate::limit::algorithm::Rule;
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Bucket, IdentityHasher, Key};
+use sluicegate::limit::key::{IdentityHasher, Key, StateName};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::store::{Charge, Mode, Operation};
+use sluicegate::limit::store::{Charge, ChargeMode, Operation};
 
 /// 10 per 10 s in every picture, so that they can be compared.
 const QUOTA: &str = "10/10s";
@@ -63,12 +63,12 @@ pub fn all() -> Vec<(String, String)> {
     let scenes = [
         ("token-bucket", "token-bucket, burst 10", bucket(10), Lines::None),
         ("token-bucket-small-burst", "token-bucket, burst 2", bucket(2), Lines::None),
-        ("fixed-window", "fixed-window", window(Start::Aligned { phase: 0 }), Lines::Windows),
-        ("first-request", "fixed-window, start = \"first-request\"", window(Start::FirstRequest), Lines::Windows),
+        ("fixed-window", "fixed-window", window(WindowStart::Aligned { phase: 0 }), Lines::Windows),
+        ("first-request", "fixed-window, start = \"first-request\"", window(WindowStart::FirstRequest), Lines::Windows),
         ("sliding-window", "sliding-window", Rule::SlidingWindow(sliding), Lines::Parts(WINDOW_MS)),
         ("sliding-buckets", "sliding-buckets, 10 parts", Rule::SlidingBuckets(buckets), Lines::Parts(WINDOW_MS / 10)),
         ("sliding-log", "sliding-log", Rule::SlidingLog(log), Lines::None),
-        ("concurrency", "concurrency", Rule::Concurrency(Concurrency { limit: 10, lease: 30_000_000 }), Lines::None),
+        ("concurrency", "concurrency", Rule::Concurrency(Concurrency { limit: 10, ttl: 30_000_000 }), Lines::None),
     ];
     let draw = |(file, title, rule, lines): (&str, &str, Rule, Lines)| {
         let counts = if let Rule::Concurrency(_) = rule { IN_FLIGHT } else { LAST_WINDOW };
@@ -83,9 +83,9 @@ fn ask(rule: &Rule, counts: &Counts) -> Vec<Asked> {
     let clock = Clock::manual(0);
     let store = MemoryStore::new(1000, clock.clone());
     let hasher = IdentityHasher::new("pictures");
-    let bucket = Bucket::new(&hasher, "limit", &rule.shape());
-    let key = Key { identity: hasher.hash(b"greedy"), bucket: &bucket };
-    let charge = |lease| Charge { key, rule, cost: 1, mode: Mode::Binding, lease, debt_before_us: 0 };
+    let bucket = StateName::new(&hasher, "limit", &rule.shape());
+    let key = Key { identity: hasher.hash(b"greedy"), state_name: &bucket };
+    let charge = |lease| Charge { key, rule, cost: 1, mode: ChargeMode::Enforced, permit_id: lease, debt_before_us: 0 };
     let mut in_flight = VecDeque::new();
     let demand = std::iter::once(4_000).chain((11_500..LENGTH_MS).step_by(250));
     demand

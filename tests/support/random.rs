@@ -6,10 +6,10 @@ use std::io::Read;
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
 use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::quota::Calendar;
-use sluicegate::limit::store::{Charge, Mode, Operation, Verdict};
+use sluicegate::limit::quota::CalendarUnit;
+use sluicegate::limit::store::{Charge, ChargeMode, Operation, Verdict};
 
 use super::stores::{
     Limit, SECOND, START, apart, bucket, buckets, calendar, concurrency, log, quota, resize, sliding, window,
@@ -87,7 +87,7 @@ pub enum Time {
 pub struct Step {
     pub kind: Kind,
     pub costs: [u64; 4],
-    pub modes: [Mode; 4],
+    pub modes: [ChargeMode; 4],
     pub identity: u128,
     /// The lease that is acquired, renewed or released.
     pub lease: u64,
@@ -141,11 +141,11 @@ pub fn rule() -> impl Strategy<Value = Rule> {
     ];
     (0..8u8, 1..12u64, windows, 1..12u64, 0..3usize).prop_map(|(kind, count, length, burst, variant)| match kind {
         0 => bucket(count, length, burst),
-        1 => window(count, length, Start::Aligned { phase: variant as u64 * 1_234_567 }),
-        2 => window(count, length, Start::FirstRequest),
+        1 => window(count, length, WindowStart::Aligned { phase: variant as u64 * 1_234_567 }),
+        2 => window(count, length, WindowStart::FirstRequest),
         3 => log(count, length),
         4 => sliding(count, length, [1, 100, length / 100][variant]),
-        5 => calendar(count, [Calendar::Day, Calendar::Week, Calendar::Month][variant], "Europe/Berlin"),
+        5 => calendar(count, [CalendarUnit::Day, CalendarUnit::Week, CalendarUnit::Month][variant], "Europe/Berlin"),
         6 => buckets(count, length, [1, 4, 10][variant]),
         _ => concurrency(count.min(5), length),
     })
@@ -172,8 +172,8 @@ fn step() -> impl Strategy<Value = Step> {
         2 => Just(Kind::Take),
         1 => Just(Kind::Renew),
     ];
-    let others = [Mode::Shadow, Mode::PostPaid, Mode::ShadowPostPaid];
-    let mode = || prop_oneof![8 => Just(Mode::Binding), 2 => prop::sample::select(others.to_vec())];
+    let others = [ChargeMode::Shadow, ChargeMode::Deferred, ChargeMode::ShadowDeferred];
+    let mode = || prop_oneof![8 => Just(ChargeMode::Enforced), 2 => prop::sample::select(others.to_vec())];
     let refunded = prop_oneof![
         6 => (0..4usize).prop_map(Refunded::Ago),
         1 => (-100_000_000..10_000_000i64).prop_map(Refunded::Off),
@@ -247,12 +247,12 @@ pub fn resizing() -> impl Strategy<Value = Resizing> {
 fn length(rule: &Rule) -> u64 {
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts / rule.refill).max(1),
-        Rule::FixedWindow(FixedWindow { start: Start::Calendar(_), .. }) => 86_400 * SECOND,
+        Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(_), .. }) => 86_400 * SECOND,
         Rule::FixedWindow(rule) => rule.window,
         Rule::SlidingWindow(rule) => rule.window,
         Rule::SlidingBuckets(rule) => rule.window / rule.buckets,
         Rule::SlidingLog(rule) => rule.window,
-        Rule::Concurrency(rule) => rule.lease,
+        Rule::Concurrency(rule) => rule.ttl,
     }
 }
 
@@ -326,14 +326,14 @@ impl Play {
             Kind::Peek => Operation::Peek,
             Kind::Charge => Operation::Charge,
             Kind::Refund => Operation::Refund { charged_at },
-            Kind::Take => Operation::Take,
+            Kind::Take => Operation::TakeUpTo,
         };
         let each = self.limits.iter().zip(step.costs).zip(step.modes).enumerate();
         let charges = each.map(|(index, ((limit, cost), mode))| {
             let charged = charged.filter(|_| step.kind == Kind::Refund);
             let debt_before_us = charged.and_then(|(_, debts)| debts.get(index)).copied().unwrap_or_default();
-            let cost = if operation == Operation::Take { step.costs[0] } else { cost };
-            Charge { mode, lease: step.lease, debt_before_us, ..limit.charge(step.identity, cost) }
+            let cost = if operation == Operation::TakeUpTo { step.costs[0] } else { cost };
+            Charge { mode, permit_id: step.lease, debt_before_us, ..limit.charge(step.identity, cost) }
         });
         (operation, charges.collect())
     }

@@ -6,21 +6,21 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, Start};
+use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
 use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
 use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule};
-use sluicegate::limit::calendar::Windows;
+use sluicegate::limit::calendar::CalendarWindows;
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Bucket, Identity, IdentityHasher, Key};
+use sluicegate::limit::key::{Identity, IdentityHasher, Key, StateName};
 use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::{Calendar, EXACT, Quota};
-use sluicegate::limit::redis::script::Parts;
-use sluicegate::limit::redis::server::Server;
-use sluicegate::limit::redis::{RedisSettings, RedisStore};
-use sluicegate::limit::store::{Charge, Mode, Operation, Store, Verdict};
+use sluicegate::limit::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota};
+use sluicegate::limit::redis::script::AlgorithmSet;
+use sluicegate::limit::redis::server::RedisEndpoint;
+use sluicegate::limit::redis::{RedisSettings, ServerStore};
+use sluicegate::limit::store::{Charge, ChargeMode, CounterStore, Operation, Verdict};
 
 use super::PATIENCE;
 use super::redis::Redis;
@@ -28,12 +28,12 @@ use super::redis::Redis;
 pub const SECOND: u64 = 1_000_000;
 /// A whole number of minutes, in 2027.
 pub const START: u64 = 30_000_000 * 60 * SECOND;
-pub const ALIGNED: Start = Start::Aligned { phase: 0 };
+pub const ALIGNED: WindowStart = WindowStart::Aligned { phase: 0 };
 
 /// Both stores under one virtual clock.
 pub struct Stores {
     pub memory: MemoryStore,
-    pub redis: RedisStore,
+    pub redis: ServerStore,
     pub clock: Clock,
 }
 
@@ -93,16 +93,16 @@ pub async fn all<F: Future>(futures: impl IntoIterator<Item = F>) -> Vec<F::Outp
 }
 
 /// A store on a server that loads its scripts when they are missed.
-pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> RedisStore {
+pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> ServerStore {
     let settings = RedisSettings {
         prefix: prefix.to_owned(),
         connections: 1,
         timeout: PATIENCE,
         connect_timeout: PATIENCE,
-        algorithms: Parts::default(),
+        algorithms: AlgorithmSet::default(),
         clock,
     };
-    RedisStore::new(&settings, Server::Fixed(server.client()), Arc::default())
+    ServerStore::new(&settings, RedisEndpoint::Single(server.client()), Arc::default())
 }
 
 pub fn quota(count: u64, window: u64) -> Quota {
@@ -113,12 +113,12 @@ pub fn bucket(count: u64, window: u64, burst: u64) -> Rule {
     Rule::TokenBucket(TokenBucket::new(quota(count, window), burst).unwrap())
 }
 
-pub fn window(limit: u64, window: u64, start: Start) -> Rule {
+pub fn window(limit: u64, window: u64, start: WindowStart) -> Rule {
     Rule::FixedWindow(FixedWindow { limit, window, start })
 }
 
-pub fn calendar(limit: u64, unit: Calendar, zone: &str) -> Rule {
-    window(limit, 0, Start::Calendar(Arc::new(Windows::new(unit, zone).unwrap())))
+pub fn calendar(limit: u64, unit: CalendarUnit, zone: &str) -> Rule {
+    window(limit, 0, WindowStart::Calendar(Arc::new(CalendarWindows::new(unit, zone).unwrap())))
 }
 
 pub fn sliding(limit: u64, window: u64, unit: u64) -> Rule {
@@ -134,7 +134,7 @@ pub fn log(limit: u64, window: u64) -> Rule {
 }
 
 pub fn concurrency(limit: u64, lease: u64) -> Rule {
-    Rule::Concurrency(Concurrency { limit, lease })
+    Rule::Concurrency(Concurrency { limit, ttl: lease })
 }
 
 /// Each algorithm that counts over time with this quota; that of the calendar with so many units a year.
@@ -142,8 +142,8 @@ pub fn every_algorithm(limit: u64, length: u64) -> [(&'static str, Rule); 7] {
     [
         ("token-bucket", bucket(limit, length, limit)),
         ("fixed-window", window(limit, length, ALIGNED)),
-        ("first-request", window(limit, length, Start::FirstRequest)),
-        ("calendar", calendar(limit, Calendar::Year, "Europe/Berlin")),
+        ("first-request", window(limit, length, WindowStart::FirstRequest)),
+        ("calendar", calendar(limit, CalendarUnit::Year, "Europe/Berlin")),
         ("sliding-window", sliding(limit, length, 100)),
         ("sliding-buckets", buckets(limit, length, 10)),
         ("sliding-log", log(limit, length)),
@@ -157,19 +157,21 @@ pub fn extremes() -> Vec<Rule> {
     let windows = [1, 7, 250, 1000, 999_983, 60_000, 86_400_000, 3650 * 86_400_000].map(|ms| ms * 1000);
     let mut rules = Vec::new();
     for window in windows {
-        let quotas = || counts.iter().filter(|count| (1..EXACT).contains(*count)).map(|count| quota(*count, window));
+        let quotas = || {
+            counts.iter().filter(|count| (1..EXACT_INTEGER_LIMIT).contains(*count)).map(|count| quota(*count, window))
+        };
         // Of those that are accepted, the largest are the ones to fear.
         let mut largest = |rule: &dyn Fn(Quota) -> Option<Rule>| {
             let mut accepted: Vec<_> = quotas().filter_map(rule).collect();
             accepted.sort_by_key(Rule::capacity);
             rules.extend(accepted.into_iter().rev().take(5));
         };
-        for burst in [1, 1000, EXACT - 1] {
+        for burst in [1, 1000, EXACT_INTEGER_LIMIT - 1] {
             let bucket = |quota: Quota| TokenBucket::new(quota, burst.min(quota.count)).ok();
             largest(&|quota| bucket(quota).map(Rule::TokenBucket));
         }
         largest(&|quota| FixedWindow::new(quota, ALIGNED).ok().map(Rule::FixedWindow));
-        largest(&|quota| FixedWindow::new(quota, Start::FirstRequest).ok().map(Rule::FixedWindow));
+        largest(&|quota| FixedWindow::new(quota, WindowStart::FirstRequest).ok().map(Rule::FixedWindow));
         largest(&|quota| SlidingWindow::new(quota).ok().map(Rule::SlidingWindow));
         largest(&|quota| SlidingBuckets::new(quota, 1).ok().map(Rule::SlidingBuckets));
         largest(&|quota| SlidingBuckets::new(quota, 1000).ok().map(Rule::SlidingBuckets));
@@ -195,7 +197,7 @@ pub fn longest_reset(rule: &Rule) -> u64 {
     const HOUR: u64 = 3600 * SECOND;
     match rule {
         Rule::TokenBucket(rule) => (rule.burst * rule.parts).div_ceil(rule.refill),
-        Rule::FixedWindow(FixedWindow { start: Start::Calendar(windows), .. }) => {
+        Rule::FixedWindow(FixedWindow { start: WindowStart::Calendar(windows), .. }) => {
             // A day, week, month or year that the end of summer time makes longer.
             let days = match windows.to_string().split('@').next() {
                 Some("day") => 1,
@@ -209,7 +211,7 @@ pub fn longest_reset(rule: &Rule) -> u64 {
         Rule::SlidingWindow(rule) => 2 * rule.window,
         Rule::SlidingBuckets(rule) => rule.window + rule.window / rule.buckets,
         Rule::SlidingLog(rule) => rule.window,
-        Rule::Concurrency(rule) => rule.lease,
+        Rule::Concurrency(rule) => rule.ttl,
     }
 }
 
@@ -217,22 +219,22 @@ pub fn longest_reset(rule: &Rule) -> u64 {
 #[derive(Debug)]
 pub struct Limit {
     pub rule: Rule,
-    pub bucket: Bucket,
+    pub bucket: StateName,
 }
 
 impl Limit {
     pub fn new(name: &str, rule: Rule) -> Limit {
-        let bucket = Bucket::new(&IdentityHasher::new("test"), name, &rule.shape());
+        let bucket = StateName::new(&IdentityHasher::new("test"), name, &rule.shape());
         Limit { rule, bucket }
     }
 
     pub fn charge(&self, identity: u128, cost: u64) -> Charge<'_> {
         Charge {
-            key: Key { identity: Identity(identity), bucket: &self.bucket },
+            key: Key { identity: Identity(identity), state_name: &self.bucket },
             rule: &self.rule,
             cost,
-            mode: Mode::Binding,
-            lease: 0,
+            mode: ChargeMode::Enforced,
+            permit_id: 0,
             debt_before_us: 0,
         }
     }
@@ -255,7 +257,7 @@ pub fn apart(rules: Vec<Rule>, identities: u128) -> Vec<Limit> {
         .map(|rule| {
             let named = numbers.by_ref().map(|number: u32| Limit::new(&format!("limit{number}"), rule.clone()));
             let mut fitting = named.filter(|limit| {
-                let own: HashSet<_> = (0..identities).map(|who| limit.charge(who, 0).key.local() % 64).collect();
+                let own: HashSet<_> = (0..identities).map(|who| limit.charge(who, 0).key.local_hash() % 64).collect();
                 let fits = own.len() as u128 == identities && own.is_disjoint(&shards);
                 if fits {
                     shards.extend(own);

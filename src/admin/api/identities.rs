@@ -12,9 +12,9 @@ use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::name::{ResolvedIdentity, IdentityInput, IdentityInputError};
 use crate::limit::algorithm::{Outcome, Rule, Status};
-use crate::limit::key::{Bucket, Identity};
-use crate::limit::plan::Plan;
-use crate::limit::quota::EXACT;
+use crate::limit::key::{StateName, Identity};
+use crate::limit::plan::LimitVariant;
+use crate::limit::quota::EXACT_INTEGER_LIMIT;
 use crate::runtime::CompiledLimit;
 
 /// An identity in a request: its hash, or values by the words of `by`.
@@ -108,7 +108,7 @@ struct Standing<'a> {
 }
 
 pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
-    let cost = query.number("cost", 1..=EXACT - 1, 1)?;
+    let cost = query.number("cost", 1..=EXACT_INTEGER_LIMIT - 1, 1)?;
     let (only, limits) = (query.take("limit"), &desk.runtime.limits);
     let given = Given::of(query)?;
     let consumers = desk.runtime.consumers.load();
@@ -145,15 +145,15 @@ pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answe
 async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a CompiledLimit, meant: &ResolvedIdentity<'_>, cost: u64) -> Result<Standing<'a>> {
     let (limit, table) = (&*terms.limit, desk.operator.overrides.current());
     let other = table.as_ref().and_then(|table| table.find(limit, meant.identity));
-    let plan = other.map_or_else(|| meant.caller.variant(limit), |other| &other.plan);
+    let plan = other.map_or_else(|| meant.caller.variant(limit), |other| &other.variant);
     let verdict = desk.operator.peek(plan, meant.identity, cost).await.map_err(|error| of_store(&error))?;
-    let none = Outcome { status: Status::Never, remaining: 0, reset_us: 0, retry_us: 0 };
+    let none = Outcome { status: Status::CostTooLarge, remaining: 0, reset_us: 0, retry_us: 0 };
     let Outcome { status, remaining, reset_us, retry_us } = verdict.outcomes.first().copied().unwrap_or(none);
     let (decision, retry_seconds) = match status {
         _ if meant.is_exempt => ("exempt", None),
         Status::Ok => ("allowed", None),
-        Status::Over | Status::Busy => ("denied", Some(seconds(retry_us))),
-        Status::Never => ("cost_too_large", None),
+        Status::Exceeded | Status::Saturated => ("denied", Some(seconds(retry_us))),
+        Status::CostTooLarge => ("cost_too_large", None),
     };
     Ok(Standing {
         limit: &limit.name,
@@ -207,11 +207,11 @@ pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
     let identity = asked.identity.meant(terms, desk, &consumers)?.identity;
     // In whichever size it was counted: those of another shape have states of their own.
     let table = desk.operator.overrides.current();
-    let other = table.as_ref().and_then(|table| table.find(&terms.limit, identity)).map(|other| &*other.plan);
+    let other = table.as_ref().and_then(|table| table.find(&terms.limit, identity)).map(|other| &*other.variant);
     let own = consumers.iter().filter_map(|consumer| consumer.variants.get(&terms.limit.name));
-    let plans = terms.limit.plans().map(|(_, plan)| plan).chain(own.map(|plan| &**plan)).chain(other);
-    let mut buckets: Vec<&Bucket> = Vec::new();
-    for Plan { bucket, .. } in plans {
+    let plans = terms.limit.variants().map(|(_, plan)| plan).chain(own.map(|plan| &**plan)).chain(other);
+    let mut buckets: Vec<&StateName> = Vec::new();
+    for LimitVariant { state_name: bucket, .. } in plans {
         if !buckets.contains(&bucket) {
             buckets.push(bucket);
         }
@@ -221,6 +221,6 @@ pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
         limit: &terms.limit.name,
         identity: identity.to_string(),
         removed: reset.was_counted,
-        effective_within_seconds: reset.everywhere_within.as_secs(),
+        effective_within_seconds: reset.effective_within.as_secs(),
     }))
 }

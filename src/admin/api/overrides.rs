@@ -8,8 +8,8 @@ use super::identities::{Given, limit};
 use super::{Answer, Query, Result, json, of_store, refused};
 use crate::admin::problem::ApiError;
 use crate::limit::algorithm::Rule;
-use crate::limit::overrides::{MOST, Override, Size};
-use crate::limit::quota::{EXACT, duration_us};
+use crate::limit::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
+use crate::limit::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 
 /// What is to last longer belongs into the configuration.
 const LONGEST: Duration = Duration::from_secs(31 * 86_400);
@@ -37,7 +37,7 @@ pub(super) struct Shown {
     limit: String,
     identity: String,
     #[serde(flatten)]
-    size: Size,
+    size: OverrideQuota,
     expires_in_seconds: u64,
 }
 
@@ -46,8 +46,8 @@ impl Shown {
         Shown {
             limit: other.limit.name.to_string(),
             identity: other.identity.to_string(),
-            size: other.size.clone(),
-            expires_in_seconds: other.left().as_millis().div_ceil(1000) as u64,
+            size: other.quota.clone(),
+            expires_in_seconds: other.ttl().as_millis().div_ceil(1000) as u64,
         }
     }
 }
@@ -58,20 +58,20 @@ pub(super) async fn put(desk: &Desk<'_>, asked: ToPut) -> Result<Answer> {
     let consumers = desk.runtime.consumers.load();
     let identity = identity.meant(terms, desk, &consumers)?.identity;
     if let Some(burst) = burst {
-        if !matches!(terms.limit.standard.rule, Rule::TokenBucket(_)) {
+        if !matches!(terms.limit.default_variant.rule, Rule::TokenBucket(_)) {
             return Err(ApiError::bad("`burst` goes with token-bucket only"));
         }
-        if !(1..EXACT).contains(&burst) {
+        if !(1..EXACT_INTEGER_LIMIT).contains(&burst) {
             return Err(ApiError::bad("`burst` is 1 or more"));
         }
     }
     if note.as_ref().is_some_and(|note| note.len() > NOTE) {
         return Err(ApiError::bad(format!("`note` has at most {NOTE} bytes")));
     }
-    let lasts = duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
+    let lasts = parse_duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
     let lasts =
         lasts.ok_or_else(|| ApiError::bad("`ttl` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
-    let size = Size { quota, burst, note };
+    let size = OverrideQuota { quota, burst, note };
     let new = desk.operator.put(&terms.limit, identity, size, lasts).await.map_err(|error| refused(&error))?;
     Ok(json(&serde_json::json!({ "override": Shown::of(&new) })))
 }
@@ -80,7 +80,7 @@ pub(super) async fn all(desk: &Desk<'_>) -> Result<Answer> {
     let (mut all, error) = desk.operator.overrides().await;
     all.sort_by(|one, other| (&one.limit.name, one.identity.0).cmp(&(&other.limit.name, other.identity.0)));
     let shown: Vec<_> = all.iter().map(|each| Shown::of(each)).collect();
-    let mut answer = serde_json::json!({ "max_overrides": MOST, "overrides": shown });
+    let mut answer = serde_json::json!({ "max_overrides": MAX_OVERRIDES, "overrides": shown });
     if let Some(error) = error {
         answer["store_error"] = error.to_string().into();
     }

@@ -4,8 +4,8 @@ use serde::Serialize;
 
 use crate::cost::Cost;
 use crate::limit::algorithm::Rule;
-use crate::limit::plan::{Limit, Plan};
-use crate::limit::quota::Calendar;
+use crate::limit::plan::{LimitSpec, LimitVariant};
+use crate::limit::quota::CalendarUnit;
 use crate::runtime::CompiledLimit;
 
 /// Seconds of the shortest month and of the shortest year.
@@ -33,10 +33,10 @@ pub(super) struct Guarantee<'a> {
 /// Those of all sizes of a limit.
 pub(super) fn guarantees(terms: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
     let limit = &terms.limit;
-    limit.plans().map(|(tier, plan)| Guarantee {
+    limit.variants().map(|(tier, plan)| Guarantee {
         limit: &limit.name,
         tier,
-        max_admitted: plan.most_in_any_window(),
+        max_admitted: plan.worst_case(),
         window_seconds: window(plan),
         capacity: plan.rule.capacity(),
         prefetch: ahead(limit, plan),
@@ -45,18 +45,18 @@ pub(super) fn guarantees(terms: &CompiledLimit) -> impl Iterator<Item = Guarante
     })
 }
 
-fn window(plan: &Plan) -> Option<f64> {
+fn window(plan: &LimitVariant) -> Option<f64> {
     match (plan.quota.window_us, plan.quota.calendar) {
         _ if matches!(plan.rule, Rule::Concurrency(_)) => None,
         (Some(us), _) => Some(us as f64 / 1e6),
-        (None, Some(Calendar::Year)) => Some(YEAR),
+        (None, Some(CalendarUnit::Year)) => Some(YEAR),
         (None, _) => Some(MONTH),
     }
 }
 
 /// What a limit gives up by what gateways take ahead; nothing where units end with their window.
-fn ahead(limit: &Limit, plan: &Plan) -> u64 {
-    if matches!(plan.rule, Rule::FixedWindow(_)) { 0 } else { limit.advance }
+fn ahead(limit: &LimitSpec, plan: &LimitVariant) -> u64 {
+    if matches!(plan.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }
 
 impl Guarantee<'_> {

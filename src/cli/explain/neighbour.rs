@@ -11,9 +11,9 @@ use crate::cli::operate::Listener;
 use crate::explain::counters::{Counters, Unseen, overrides_of};
 use crate::limit::algorithm::{Outcome, Status};
 use crate::limit::clock::unix_us;
-use crate::limit::decision::Check;
+use crate::limit::decision::LimitCheck;
 use crate::limit::key::Identity;
-use crate::limit::overrides::{Overrides, Size, Table};
+use crate::limit::overrides::{Overrides, OverrideQuota, OverrideTable};
 use crate::limit::store::Verdict;
 use crate::runtime::CompiledConfig;
 
@@ -52,7 +52,7 @@ fn adopt(overrides: &Overrides, runtime: &CompiledConfig, one: &Value) {
     let read = || {
         let terms = runtime.limits.get(one["limit"].as_str()?)?;
         let identity = Identity::from_hex(one["identity"].as_str()?)?;
-        let size: Size = serde_json::from_value(one.clone()).ok()?;
+        let size: OverrideQuota = serde_json::from_value(one.clone()).ok()?;
         let lasts = Duration::from_secs(one["expires_in_seconds"].as_u64()?);
         overrides.compile(&terms.limit, identity, size, lasts).ok()
     };
@@ -63,16 +63,16 @@ fn adopt(overrides: &Overrides, runtime: &CompiledConfig, one: &Value) {
 }
 
 impl Counters for Neighbour {
-    fn overrides(&self) -> Option<Arc<Table>> {
+    fn overrides(&self) -> Option<Arc<OverrideTable>> {
         self.overrides.current()
     }
 
-    fn look(&self, checks: &[Check<'_, '_>]) -> Result<Verdict, Unseen> {
+    fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
         let listener = self.listener.as_ref().map_err(Unseen::clone)?;
         let (mut outcomes, mut granted) = (Vec::new(), 1);
         for check in checks {
             // Names of limits and hashes need no encoding.
-            let cost = check.needs().max(1);
+            let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
             let answer = listener.ask(Method::GET, &target, None).map_err(|error| unseen(&error))?;
             let outcome = outcome(&answer["limits"][0])
@@ -91,8 +91,8 @@ fn outcome(standing: &Value) -> Option<Outcome> {
     let us = |value: &Value| value.as_f64().map(|seconds| (seconds * 1e6) as u64);
     let status = match standing["decision"].as_str()? {
         "allowed" | "exempt" => Status::Ok,
-        "denied" => Status::Over,
-        "cost_too_large" => Status::Never,
+        "denied" => Status::Exceeded,
+        "cost_too_large" => Status::CostTooLarge,
         _ => return None,
     };
     Some(Outcome {

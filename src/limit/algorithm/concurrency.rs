@@ -1,6 +1,6 @@
 //! Concurrency: a lease for each request in flight, freed when the request ends, or by itself when its gateway dies.
 
-use super::{Ask, Change, LeaseEdit, Outcome, State, Status, Step};
+use super::{StepKind, Change, PermitEdit, Outcome, State, Status, Step};
 
 /// At most `limit` live leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -8,54 +8,54 @@ pub struct Concurrency {
     /// Leases at the same time.
     pub limit: u64,
     /// Length of a lease, µs.
-    pub lease: u64,
+    pub ttl: u64,
 }
 
 /// A place that a request in flight holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Lease {
+pub struct Permit {
     /// The instant at which it ends if it is not renewed, µs.
-    pub ends: u64,
+    pub expires_at: u64,
     /// Whose it is.
     pub id: u64,
 }
 
 impl Concurrency {
-    pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
-        let leases: &[Lease] = match state {
-            Some(State::Leases(leases)) => leases,
+    pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
+        let permits: &[Permit] = match state {
+            Some(State::Permits(leases)) => leases,
             _ => &[],
         };
-        let first = leases.partition_point(|lease| lease.ends <= now);
-        let live = (leases.len() - first) as u64;
+        let first_live = permits.partition_point(|lease| lease.expires_at <= now);
+        let live = (permits.len() - first_live) as u64;
         // Whatever its cost, a charge is one lease.
         let cost = cost.min(1);
         let free = self.limit.saturating_sub(live);
-        let free_reset_us = if live > 0 { self.lease } else { 0 };
+        let free_reset_us = if live > 0 { self.ttl } else { 0 };
         let step = |outcome, change| Step { outcome, free, free_reset_us, change };
-        let held = |change| {
+        let unchanged = |change| {
             step(Outcome { status: Status::Ok, remaining: free, reset_us: free_reset_us, retry_us: 0 }, change)
         };
-        let edit = |action| Change::Leases(LeaseEdit { now, lease: self.lease, action });
-        match ask {
-            Ask::Refund { .. } => held(edit(Action::Release)),
-            Ask::Renew => {
-                let outcome = Outcome { status: Status::Ok, remaining: free, reset_us: self.lease, retry_us: 0 };
-                step(outcome, edit(Action::Renew))
+        let edit = |action| Change::Permits(PermitEdit { now, ttl: self.ttl, action });
+        match kind {
+            StepKind::Refund { .. } => unchanged(edit(PermitAction::Release)),
+            StepKind::Renew => {
+                let outcome = Outcome { status: Status::Ok, remaining: free, reset_us: self.ttl, retry_us: 0 };
+                step(outcome, edit(PermitAction::Renew))
             }
-            Ask::Fit if live + cost > self.limit => {
-                let blocking = leases[first + (live + cost - self.limit) as usize - 1];
-                let retry_us = (blocking.ends - now).min(self.lease);
+            StepKind::Check if live + cost > self.limit => {
+                let blocking = permits[first_live + (live + cost - self.limit) as usize - 1];
+                let retry_us = (blocking.expires_at - now).min(self.ttl);
                 // What would end later than a new lease was made before the clock was set back.
-                let behind = leases.last().is_some_and(|last| last.ends > now + self.lease);
-                let mended = if behind { edit(Action::Mend) } else { Change::None };
-                step(Outcome { status: Status::Busy, remaining: free, reset_us: free_reset_us, retry_us }, mended)
+                let clock_went_back = permits.last().is_some_and(|last| last.expires_at > now + self.ttl);
+                let repair = if clock_went_back { edit(PermitAction::RepairClockSkew) } else { Change::None };
+                step(Outcome { status: Status::Saturated, remaining: free, reset_us: free_reset_us, retry_us }, repair)
             }
-            Ask::Fit | Ask::Charge if cost == 0 => held(Change::None),
-            Ask::Fit | Ask::Charge => {
+            StepKind::Check | StepKind::Charge if cost == 0 => unchanged(Change::None),
+            StepKind::Check | StepKind::Charge => {
                 let remaining = free.saturating_sub(1);
-                let outcome = Outcome { status: Status::Ok, remaining, reset_us: self.lease, retry_us: 0 };
-                step(outcome, edit(Action::Acquire))
+                let outcome = Outcome { status: Status::Ok, remaining, reset_us: self.ttl, retry_us: 0 };
+                step(outcome, edit(PermitAction::Acquire))
             }
         }
     }
@@ -63,7 +63,7 @@ impl Concurrency {
 
 /// What happens to a set of leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Action {
+pub enum PermitAction {
     /// A lease is added.
     Acquire,
     /// A lease ends later; one that is gone is added, over the limit if need be: its request is running.
@@ -71,26 +71,26 @@ pub enum Action {
     /// A lease ends now.
     Release,
     /// No lease ends later than a new one would.
-    Mend,
+    RepairClockSkew,
 }
 
-impl LeaseEdit {
+impl PermitEdit {
     /// Carries out the edit for the lease `id`; `leases` stay in the order of their ends.
-    pub fn apply(&self, leases: &mut Vec<Lease>, id: u64) {
-        if self.action == Action::Release {
-            leases.retain(|lease| lease.id != id);
+    pub fn apply(&self, permits: &mut Vec<Permit>, id: u64) {
+        if self.action == PermitAction::Release {
+            permits.retain(|lease| lease.id != id);
             return;
         }
-        let ends = self.now + self.lease;
-        if self.action != Action::Mend {
-            leases.retain(|lease| lease.ends > self.now);
+        let expires_at = self.now + self.ttl;
+        if self.action != PermitAction::RepairClockSkew {
+            permits.retain(|lease| lease.expires_at > self.now);
         }
-        for lease in leases.iter_mut().rev().take_while(|lease| lease.ends > ends) {
-            lease.ends = ends;
+        for lease in permits.iter_mut().rev().take_while(|lease| lease.expires_at > expires_at) {
+            lease.expires_at = expires_at;
         }
-        if let Action::Acquire | Action::Renew = self.action {
-            leases.retain(|lease| lease.id != id);
-            leases.push(Lease { ends, id });
+        if let PermitAction::Acquire | PermitAction::Renew = self.action {
+            permits.retain(|lease| lease.id != id);
+            permits.push(Permit { expires_at, id });
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::concurrency::{Action, Lease};
+use super::concurrency::{PermitAction, Permit};
 
 /// What one limit keeps about one identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -10,13 +10,13 @@ pub enum State {
     /// At `last` (µs) the bucket lacked `debt` parts of `1/parts` token.
     Bucket {
         /// Instant of the last charge, µs.
-        last: u64,
+        updated_at: u64,
         /// What the bucket lacks, in parts.
         debt: u64,
         /// Parts of a token.
         parts: u64,
         /// When the key of the state ends in Redis, µs: between 0.5 s and 1.001 s after the debt is repaid.
-        ends: u64,
+        key_expires_at: u64,
     },
     /// `count` units since the window opened at `start` (µs).
     Window {
@@ -44,14 +44,14 @@ pub enum State {
     /// The instants (µs) of the admitted units, oldest first.
     Log(VecDeque<u64>),
     /// The leases of requests in flight, in the order of their ends.
-    Leases(Vec<Lease>),
+    Permits(Vec<Permit>),
 }
 
 /// Which of the ways in which a charge can be asked for applies to one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Ask {
+pub enum StepKind {
     /// Admit the cost if it fits.
-    Fit,
+    Check,
     /// Charge the cost whatever is left.
     Charge,
     /// Give back a charge that was made at this instant, µs.
@@ -71,11 +71,11 @@ pub enum Status {
     /// It fits.
     Ok,
     /// Over: it fits after exactly `retry_us`.
-    Over,
+    Exceeded,
     /// The cost is larger than the limit: it never fits.
-    Never,
+    CostTooLarge,
     /// Everything is in use: it fits when something is released, after `retry_us` at the latest.
-    Busy,
+    Saturated,
 }
 
 /// What one limit answers to a charge.
@@ -97,13 +97,13 @@ pub enum Change {
     /// Leave it.
     None,
     /// The state is empty: nothing to keep.
-    Empty,
+    Delete,
     /// Replace it; it means nothing any more after so many µs.
     Put(State, u64),
     /// Edit the log.
     Log(LogEdit),
     /// Edit the leases.
-    Leases(LeaseEdit),
+    Permits(PermitEdit),
 }
 
 /// An edit of a log, kept small because a log may be long.
@@ -112,7 +112,7 @@ pub struct LogEdit {
     /// The instant of the edit, µs; later entries are moved to it when `mend` is set.
     pub now: u64,
     /// Whether entries lie in the future, because the clock was set back.
-    pub mend: bool,
+    pub repair_clock_skew: bool,
     /// How many old entries to drop.
     pub drop: usize,
     /// How many units to append at `now`.
@@ -125,17 +125,17 @@ pub struct LogEdit {
 
 /// An edit of a set of leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct LeaseEdit {
+pub struct PermitEdit {
     /// The instant of the edit, µs.
     pub now: u64,
     /// Length of a lease, µs.
-    pub lease: u64,
+    pub ttl: u64,
     /// What to do.
-    pub action: Action,
+    pub action: PermitAction,
 }
 
 /// What a state holds at most. Charges that ask for no room stop adding there, so that every sum stays exact.
-pub const MOST: u64 = 1 << 52;
+pub const MAX_STATE: u64 = 1 << 52;
 
 /// The answer of one limit before anything is written.
 #[derive(Debug, Clone, PartialEq, Eq)]

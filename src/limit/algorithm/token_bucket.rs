@@ -1,11 +1,11 @@
 //! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
 
-use super::{Ask, Change, MOST, Outcome, State, Status, Step};
-use crate::limit::quota::{EXACT, Quota, QuotaError};
+use super::{StepKind, Change, MAX_STATE, Outcome, State, Status, Step};
+use crate::limit::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
 /// For how long the key of a state stays in Redis when the state means nothing any more, µs.
-const LEAST_SLACK: u64 = 500_000;
-const MOST_SLACK: u64 = 1_001_000;
+const MIN_KEY_SLACK_US: u64 = 500_000;
+const MAX_KEY_SLACK_US: u64 = 1_001_000;
 
 /// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -24,14 +24,14 @@ impl TokenBucket {
     /// # Errors
     /// The burst is zero, or `burst × parts` would leave the exact integers of Redis' Lua.
     pub fn new(quota: Quota, burst: u64) -> Result<Self, QuotaError> {
-        let window = quota.window_us.ok_or(QuotaError::NoWindow)?;
+        let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         if burst == 0 {
             return Err(QuotaError::Zero("burst"));
         }
         let divisor = gcd(quota.count, window);
         let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
         // Twice: a charge is added to the debt before it is compared.
-        if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT) {
+        if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
             return Err(QuotaError::Inexact { count: quota.count });
         }
         Ok(bucket)
@@ -54,79 +54,79 @@ impl TokenBucket {
         u64::try_from(charged_us).map_or(0, |charged_us| reset_us.saturating_sub(charged_us))
     }
 
-    pub(super) fn step(&self, state: Option<&State>, now: u64, ask: Ask, cost: u64) -> Step {
-        let (mut debt, mut behind, mut lowered, mut kept_until) = (0, false, false, 0);
-        if let Some(&State::Bucket { last, debt: owed, parts, ends }) = state {
-            debt = if parts == self.parts { owed } else { convert(owed, parts, self.parts) };
-            behind = last > now;
+    pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
+        let (mut debt, mut clock_went_back, mut rate_lowered, mut key_expires_at) = (0, false, false, 0);
+        if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
+            debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
+            clock_went_back = updated_at > now;
             // The rate at which the state was written repays the debt within `span`.
-            let (passed, span) = (now.saturating_sub(last), ends.saturating_sub(LEAST_SLACK).saturating_sub(last));
-            let left = span.saturating_sub(passed);
-            let usual = debt.saturating_sub(passed.saturating_mul(self.refill));
-            (debt, lowered) = match !behind && debt.div_ceil(self.refill) > span {
+            let (elapsed, repay_time) = (now.saturating_sub(updated_at), stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at));
+            let left = repay_time.saturating_sub(elapsed);
+            let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
+            (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
                 // The rate was lowered: what the earlier one has repaid by now is not owed again.
                 true if left == 0 => (0, false),
-                true => (usual.min(scaled(debt, left, span)), true),
-                false => (usual, false),
+                true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
+                false => (refilled_debt, false),
             };
-            kept_until = ends;
+            key_expires_at = stored_expiry;
         }
         let capacity = self.burst * self.parts;
         let left = |debt: u64| capacity.saturating_sub(debt) / self.parts;
         let reset = |debt: u64| debt.div_ceil(self.refill);
         let put = |debt: u64| {
             if debt == 0 {
-                Change::Empty
+                Change::Delete
             } else {
-                let lasts = reset(debt);
+                let ttl_us = reset(debt);
                 // The key ends as late as it does, or a second after the debt is repaid: the rule of `lua/check.lua`.
-                let fits = |slack: u64| (LEAST_SLACK..MOST_SLACK).contains(&slack);
-                let ends = match kept_until.checked_sub(now + lasts).is_some_and(fits) {
-                    true => kept_until,
-                    false => now + (lasts.div_ceil(1000) + 1000) * 1000,
+                let is_within_slack = |slack: u64| (MIN_KEY_SLACK_US..MAX_KEY_SLACK_US).contains(&slack);
+                let ends = match key_expires_at.checked_sub(now + ttl_us).is_some_and(is_within_slack) {
+                    true => key_expires_at,
+                    false => now + (ttl_us.div_ceil(1000) + 1000) * 1000,
                 };
-                Change::Put(State::Bucket { last: now, debt, parts: self.parts, ends }, lasts)
+                Change::Put(State::Bucket { updated_at: now, debt, parts: self.parts, key_expires_at: ends }, ttl_us)
             }
         };
         let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
-        let held = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
+        let charged_outcome = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
-        if let Ask::Refund { charged_at, debt_before_us } = ask {
+        if let StepKind::Refund { charged_at, debt_before_us } = kind {
             // Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
-            let paid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
-            let given = cost.saturating_mul(self.parts).min(MOST).saturating_sub(paid_us.saturating_mul(self.refill));
-            let rest = debt.saturating_sub(given);
-            return step(held(rest), put(rest));
+            let repaid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
+            let credit = cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));
+            let debt_after_refund = debt.saturating_sub(credit);
+            return step(charged_outcome(debt_after_refund), put(debt_after_refund));
         }
         let charged = debt.saturating_add(cost.saturating_mul(self.parts));
-        if ask == Ask::Fit && charged > capacity {
+        if kind == StepKind::Check && charged > capacity {
             let (status, retry_us) = if cost > self.burst {
-                (Status::Never, 0)
+                (Status::CostTooLarge, 0)
             } else {
-                (Status::Over, (charged - capacity).div_ceil(self.refill))
+                (Status::Exceeded, (charged - capacity).div_ceil(self.refill))
             };
             // The retry is told for the new rate, which applies from now on.
-            let mended = if behind || lowered { put(debt) } else { Change::None };
-            return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, mended);
+            let repair = if clock_went_back || rate_lowered { put(debt) } else { Change::None };
+            return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
         }
-        let charged = charged.min(MOST);
+        let charged = charged.min(MAX_STATE);
         // Nothing owed and nothing charged: nothing to write.
         let change = if charged == 0 { Change::None } else { put(charged) };
-        step(held(charged), change)
+        step(charged_outcome(charged), change)
     }
 }
 
 /// The same debt, in parts of another size.
-fn convert(debt: u64, from: u64, to: u64) -> u64 {
-    (debt / from).saturating_mul(to).saturating_add(scaled(debt % from, to, from)).min(MOST)
+fn convert_parts(debt: u64, from: u64, to: u64) -> u64 {
+    (debt / from).saturating_mul(to).saturating_add(scale_rounding_up(debt % from, to, from)).min(MAX_STATE)
 }
 
 /// `value * to / from`, rounded up as the script does it: exactly where doubles hold the product, else at most 2 too many. `value` or
 /// `to` is less than `from`.
-fn scaled(value: u64, to: u64, from: u64) -> u64 {
+fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
     let product = u128::from(value) * u128::from(to);
     let exact = product.div_ceil(u128::from(from)) as u64;
-    if product < u128::from(EXACT) {
+    if product < u128::from(EXACT_INTEGER_LIMIT) {
         return exact;
     }
     // The numbers of a share may leave the exact integers of doubles.

@@ -12,182 +12,182 @@ use tokio::sync::oneshot;
 use tokio::time::sleep;
 use tracing::debug;
 
-use super::{Cluster, PAUSE, is_of_multiple_keys};
+use super::{ClusterStore, REDIRECTION_DELAY, is_try_again};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::clock::monotonic;
-use crate::limit::key::{Bucket, Identity, Key};
-use crate::limit::redis::slots::slot;
-use crate::limit::store::{Charge, Mode, Operation, StoreError, Verdict};
+use crate::limit::key::{StateName, Identity, Key};
+use crate::limit::redis::slots::identity_slot;
+use crate::limit::store::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// How often a request that lost a race asks again, and a refund that was not made is repeated.
-const ROUNDS: usize = 3;
+const MAX_ATTEMPTS: usize = 3;
 
 /// A charge that outlives whoever asks for it.
 #[derive(Debug)]
-struct Owned {
+struct ShardCharge {
     identity: Identity,
-    bucket: Bucket,
+    state_name: StateName,
     rule: Rule,
     cost: u64,
-    mode: Mode,
-    lease: u64,
+    mode: ChargeMode,
+    permit_id: u64,
     debt_before_us: u64,
 }
 
-impl Owned {
-    fn of(charge: &Charge<'_>) -> Self {
-        let Charge { key: Key { identity, bucket }, rule, cost, mode, lease, debt_before_us } = *charge;
-        Owned { identity, bucket: bucket.clone(), rule: rule.clone(), cost, mode, lease, debt_before_us }
+impl ShardCharge {
+    fn from_charge(charge: &Charge<'_>) -> Self {
+        let Charge { key: Key { identity, state_name }, rule, cost, mode, permit_id, debt_before_us } = *charge;
+        ShardCharge { identity, state_name: state_name.clone(), rule: rule.clone(), cost, mode, permit_id: lease: permit_id, debt_before_us }
     }
 
-    fn charge(&self, cost: u64) -> Charge<'_> {
-        let key = Key { identity: self.identity, bucket: &self.bucket };
-        let Owned { mode, lease, debt_before_us, .. } = *self;
-        Charge { key, rule: &self.rule, cost, mode, lease, debt_before_us }
+    fn to_charge(&self, cost: u64) -> Charge<'_> {
+        let key = Key { identity: self.identity, state_name: &self.state_name };
+        let ShardCharge { mode, permit_id, debt_before_us, .. } = *self;
+        Charge { key, rule: &self.rule, cost, mode, permit_id, debt_before_us }
     }
 }
 
 /// The charges of one call, with their places among all.
-type Group = Vec<(usize, Owned)>;
+type ShardCall = Vec<(usize, ShardCharge)>;
 
 /// A group and what became of it.
-type Answer<'a> = (&'a [(usize, Owned)], Result<Verdict, StoreError>);
+type ShardResult<'a> = (&'a [(usize, ShardCharge)], Result<Verdict, StoreError>);
 
-impl Cluster {
+impl ClusterStore {
     /// Decides with a call for each group of charges of which each is the `same` as the first.
-    pub(super) async fn apart(
+    pub(super) async fn scatter(
         &self,
-        due: Instant,
+        deadline: Instant,
         operation: Operation,
         charges: &[Charge<'_>],
-        same: impl Fn(&Charge<'_>, &Charge<'_>) -> bool,
+        is_same_group: impl Fn(&Charge<'_>, &Charge<'_>) -> bool,
     ) -> Result<Verdict, StoreError> {
-        let mut groups: Vec<Group> = Vec::new();
-        for (place, charge) in charges.iter().enumerate() {
-            let owned = (place, Owned::of(charge));
-            match groups.iter_mut().find(|group| same(&charges[group[0].0], charge)) {
-                Some(group) => group.push(owned),
-                None => groups.push(vec![owned]),
+        let mut groups: Vec<ShardCall> = Vec::new();
+        for (charge_index, charge) in charges.iter().enumerate() {
+            let indexed_charge = (charge_index, ShardCharge::from_charge(charge));
+            match groups.iter_mut().find(|group| is_same_group(&charges[group[0].0], charge)) {
+                Some(group) => group.push(indexed_charge),
+                None => groups.push(vec![indexed_charge]),
             }
         }
         // A task of its own: a client that leaves now must not keep what is to be given back.
-        let (cluster, places) = (self.clone(), charges.len());
-        let (told, verdict) = oneshot::channel();
+        let (cluster, charge_count) = (self.clone(), charges.len());
+        let (result_sender, verdict) = oneshot::channel();
         tokio::spawn(async move {
-            let (result, in_vain) = cluster.decide(due, operation, &groups, places).await;
-            let _ = told.send(result);
+            let (result, to_refund) = cluster.scatter_gather(deadline, operation, &groups, charge_count).await;
+            let _ = result_sender.send(result);
             // After the error: its time is over.
-            join_all(in_vain.iter().map(|answer| cluster.give_back(operation, answer, 0))).await;
+            join_all(to_refund.iter().map(|shard_result| cluster.refund_excess(operation, shard_result, 0))).await;
         });
         verdict.await.unwrap_or(Err(StoreError::Timeout))
     }
 
     /// Whether all groups can be asked: without one of them the others would be asked in vain.
-    async fn all_work(&self, groups: &[Group]) -> Result<(), StoreError> {
+    async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
         for group in groups {
-            if self.guard(&self.owner(slot(group[0].1.identity)).await?)?.is_open() {
-                self.look_again();
-                return Err(StoreError::Open);
+            if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
+                self.refresh_topology();
+                return Err(StoreError::BreakerOpen);
             }
         }
         Ok(())
     }
 
     /// The verdict, and what is to be given back because another group failed.
-    async fn decide<'a>(
+    async fn scatter_gather<'a>(
         &self,
-        due: Instant,
+        deadline: Instant,
         operation: Operation,
-        groups: &'a [Group],
-        places: usize,
-    ) -> (Result<Verdict, StoreError>, Vec<Answer<'a>>) {
-        if let Err(error) = self.all_work(groups).await {
+        groups: &'a [ShardCall],
+        charge_count: usize,
+    ) -> (Result<Verdict, StoreError>, Vec<ShardResult<'a>>) {
+        if let Err(error) = self.check_available(groups).await {
             return (Err(error), Vec::new());
         }
-        if !matches!(operation, Operation::Check | Operation::Take) {
-            let answers = self.ask_all(due, operation, groups).await;
-            let granted = least(&answers);
-            return (merge(answers, granted, places), Vec::new());
+        if !matches!(operation, Operation::Check | Operation::TakeUpTo) {
+            let results = self.call_all(deadline, operation, groups).await;
+            let granted = min_granted(&results);
+            return (merge(results, granted, charge_count), Vec::new());
         }
-        for _ in 0..ROUNDS {
-            let mut asked = self.ask_all(due, Operation::Peek, groups).await;
-            if least(&asked) == 0 {
-                if asked.iter().any(is_denial) {
+        for _ in 0..MAX_ATTEMPTS {
+            let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
+            if min_granted(&peeked) == 0 {
+                if peeked.iter().any(is_denial) {
                     // Denied, whatever those would have said that could not answer.
-                    asked.retain(|(_, answer)| answer.is_ok());
+                    peeked.retain(|(_, answer)| answer.is_ok());
                 }
-                return (merge(asked, 0, places), Vec::new());
+                return (merge(peeked, 0, charge_count), Vec::new());
             }
-            let charged = self.ask_all(due, operation, groups).await;
-            let granted = least(&charged);
+            let charged = self.call_all(deadline, operation, groups).await;
+            let granted = min_granted(&charged);
             if granted == 0 && !charged.iter().any(is_denial) {
-                return (merge(charged.clone(), 0, places), charged);
+                return (merge(charged.clone(), 0, charge_count), charged);
             }
-            join_all(charged.iter().map(|answer| self.give_back(operation, answer, granted))).await;
+            join_all(charged.iter().map(|answer| self.refund_excess(operation, answer, granted))).await;
             if granted > 0 {
-                return (merge(charged, granted, places), Vec::new());
+                return (merge(charged, granted, charge_count), Vec::new());
             }
         }
         // Others were quicker each time. What is left changes from one round trip to the next.
-        let mut asked = self.ask_all(due, Operation::Peek, groups).await;
+        let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
         asked.retain(|(_, answer)| answer.is_ok());
-        let busy = |verdict| self.busy(verdict);
-        (merge(asked, 0, places).map(busy), Vec::new())
+        let saturated = |verdict| self.saturated(verdict);
+        (merge(asked, 0, charge_count).map(saturated), Vec::new())
     }
 
     /// The denial of a request that lost every race.
-    fn busy(&self, mut verdict: Verdict) -> Verdict {
+    fn saturated(&self, mut verdict: Verdict) -> Verdict {
         if verdict.outcomes.iter().all(|outcome| outcome.status == Status::Ok)
             && let Some(outcome) = verdict.outcomes.first_mut()
         {
-            (outcome.status, outcome.retry_us) = (Status::Busy, self.timeout().as_micros() as u64);
+            (outcome.status, outcome.retry_us) = (Status::Saturated, self.timeout().as_micros() as u64);
         }
         verdict
     }
 
     /// Asks each group, and where its keys are on two nodes each of its charges.
-    async fn ask_all<'a>(&self, due: Instant, operation: Operation, groups: &'a [Group]) -> Vec<Answer<'a>> {
-        let mut answers = self.ask_each(due, operation, groups.iter().map(Vec::as_slice)).await;
-        let in_pieces = answers.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_of_multiple_keys));
-        let in_pieces: Vec<_> = in_pieces.map(|(group, _)| group).collect();
-        answers.extend(self.ask_each(due, operation, in_pieces.iter().flat_map(|group| group.chunks(1))).await);
-        answers
+    async fn call_all<'a>(&self, deadline: Instant, operation: Operation, groups: &'a [ShardCall]) -> Vec<ShardResult<'a>> {
+        let mut results = self.call_each(deadline, operation, groups.iter().map(Vec::as_slice)).await;
+        let split_groups = results.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_try_again));
+        let in_pieces: Vec<_> = split_groups.map(|(group, _)| group).collect();
+        results.extend(self.call_each(deadline, operation, in_pieces.iter().flat_map(|group| group.chunks(1))).await);
+        results
     }
 
-    async fn ask_each<'a>(
+    async fn call_each<'a>(
         &self,
-        due: Instant,
+        deadline: Instant,
         operation: Operation,
-        groups: impl Iterator<Item = &'a [(usize, Owned)]>,
-    ) -> Vec<Answer<'a>> {
-        let cost = |owned: &Owned| match operation {
+        groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
+    ) -> Vec<ShardResult<'a>> {
+        let cost = |owned: &ShardCharge| match operation {
             // What is charged after the response needs one unit now; of many units any number is taken.
-            Operation::Peek if owned.mode.is_post_paid() => 1,
+            Operation::Peek if owned.mode.is_deferred() => 1,
             _ => owned.cost,
         };
         join_all(groups.map(async |group| {
-            let charges: Vec<_> = group.iter().map(|(_, owned)| owned.charge(cost(owned))).collect();
-            (group, self.follow(due, operation, &charges).await)
+            let charges: Vec<_> = group.iter().map(|(_, owned)| owned.to_charge(cost(owned))).collect();
+            (group, self.call_owner(deadline, operation, &charges).await)
         }))
         .await
     }
 
     /// Gives back what a group was granted beyond what all were.
-    async fn give_back(&self, operation: Operation, (group, answer): &Answer<'_>, granted: u64) {
-        let Some(verdict) = answer.as_ref().ok().filter(|verdict| verdict.granted > granted) else { return };
+    async fn refund_excess(&self, operation: Operation, (group, result): &ShardResult<'_>, granted: u64) {
+        let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > granted) else { return };
         let refund = Operation::Refund { charged_at: verdict.now_us };
         let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
             // A shadow limit may have had no room; what is paid after the response is not charged yet.
-            outcome.status == Status::Ok && !owned.mode.is_post_paid()
+            outcome.status == Status::Ok && !owned.mode.is_deferred()
         });
         join_all(charged.map(async |((_, owned), outcome)| {
-            let cost = if operation == Operation::Take { verdict.granted - granted } else { owned.cost };
+            let cost = if operation == Operation::TakeUpTo { verdict.granted - granted } else { owned.cost };
             let debt_before_us = owned.rule.debt_before_us(outcome, 0, cost);
-            let charge = Charge { debt_before_us, ..owned.charge(cost) };
-            for _ in 0..ROUNDS {
-                match self.follow(monotonic() + self.timeout(), refund, &[charge]).await {
+            let charge = Charge { debt_before_us, ..owned.to_charge(cost) };
+            for _ in 0..MAX_ATTEMPTS {
+                match self.call_owner(monotonic() + self.timeout(), refund, &[charge]).await {
                     Ok(_) => return,
-                    Err(error) if error.nothing_ran() => sleep(PAUSE).await,
+                    Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
                     Err(error) => return debug!(%error, "a denied request may keep what it was granted elsewhere"),
                 }
             }
@@ -198,33 +198,33 @@ impl Cluster {
 }
 
 /// What all groups grant.
-fn least(answers: &[Answer<'_>]) -> u64 {
-    let granted = answers.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
+fn min_granted(results: &[ShardResult<'_>]) -> u64 {
+    let granted = results.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
     granted.min().unwrap_or(0)
 }
 
-fn is_denial((_, answer): &Answer<'_>) -> bool {
-    answer.as_ref().is_ok_and(|verdict| verdict.granted == 0)
+fn is_denial((_, result): &ShardResult<'_>) -> bool {
+    result.as_ref().is_ok_and(|verdict| verdict.granted == 0)
 }
 
 /// One verdict of several.
-fn merge(answers: Vec<Answer<'_>>, granted: u64, places: usize) -> Result<Verdict, StoreError> {
+fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Result<Verdict, StoreError> {
     let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
-    let verdict = Verdict::new(granted, 0, vec![untouched; places]);
-    let mut merged = Verdict { instants: vec![0; places], ..verdict };
-    for (group, answer) in answers {
+    let verdict = Verdict::new(granted, 0, vec![untouched; charge_count]);
+    let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
+    for (group, answer) in results {
         let verdict = answer.map_err(|error| match error {
             // Here it did not run, but the others were asked.
-            error if error.is_overload() => StoreError::Late,
-            error if error.nothing_ran() => StoreError::Unreachable(error.to_string()),
+            error if error.is_overload() => StoreError::LateReply,
+            error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
             error => error,
         })?;
         merged.now_us = merged.now_us.max(verdict.now_us);
         // The outcomes include what was given back.
-        merged.charged_after = merged.charged_after.max(verdict.granted.saturating_sub(granted));
-        for ((place, _), outcome) in group.iter().zip(verdict.outcomes) {
-            merged.outcomes[*place] = outcome;
-            merged.instants[*place] = verdict.now_us;
+        merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
+        for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
+            merged.outcomes[*charge_index] = outcome;
+            merged.decided_at_us[*charge_index] = verdict.now_us;
         }
     }
     Ok(merged)
@@ -237,27 +237,27 @@ mod tests {
     use super::*;
 
     #[test]
-    fn error_of_one_group_is_that_of_all_and_never_says_that_nothing_ran() {
+    fn merged_error_never_reports_not_executed() {
         let refused = redis::RedisError::from((ErrorKind::Server(ServerErrorKind::ResponseError), "OOM"));
         // Whether it is overload, and whether it is an outage.
         let cases = [
             (StoreError::Overloaded, true, false),
-            (StoreError::Late, true, false),
-            (StoreError::Open, false, true),
+            (StoreError::LateReply, true, false),
+            (StoreError::BreakerOpen, false, true),
             (StoreError::Timeout, false, true),
-            (StoreError::Unwritable(refused.clone()), false, true),
-            (StoreError::Elsewhere(refused.clone()), false, true),
-            (StoreError::Refused(refused), false, true),
+            (StoreError::WritesRejected(refused.clone()), false, true),
+            (StoreError::Redirected(refused.clone()), false, true),
+            (StoreError::Rejected(refused), false, true),
         ];
         for (error, is_overload, is_outage) in cases {
             for first in [true, false] {
                 let ran = || (&[][..], Ok(Verdict::new(1, 1, Vec::new())));
                 let failed = || (&[][..], Err(error.clone()));
                 let answers = if first { vec![failed(), ran()] } else { vec![ran(), failed()] };
-                assert_eq!(least(&answers), 0, "{error}: nothing is granted, so that what ran is given back");
+                assert_eq!(min_granted(&answers), 0, "{error}: nothing is granted, so that what ran is given back");
                 let merged = merge(answers, 0, 2).unwrap_err();
                 assert_eq!((merged.is_overload(), merged.is_outage()), (is_overload, is_outage), "{error}: {merged}");
-                assert!(!merged.nothing_ran(), "{error}: {merged}");
+                assert!(!merged.is_not_executed(), "{error}: {merged}");
             }
         }
     }

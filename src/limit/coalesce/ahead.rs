@@ -6,73 +6,73 @@ use std::time::Instant;
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::{Answer, Calls, Coalescer, Set};
-use crate::limit::admission::{Ledger, Pending};
-use crate::limit::advance::Reservation;
+use super::{CheckResult, FlightTask, Singleflight, CheckGroup};
+use crate::limit::admission::{StoreHandle, OwnedCharge};
+use crate::limit::advance::PrefetchReservation;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
 use crate::limit::store::{Operation, Verdict};
 
-impl Coalescer {
+impl Singleflight {
     /// A unit of each state of the set that was taken ahead: the verdict, and when the unit was charged, µs.
-    pub fn draw(&self, set: Set) -> Option<(Verdict, u64)> {
+    pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
         // Most limits have no advance: their requests meet neither lock nor clock.
-        if set.advance == 0 { None } else { self.advances.draw(set.id, monotonic()) }
+        if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }
     }
 
     /// Gives back what this worker has taken ahead, in tasks of the ledger.
-    pub fn end(&self) {
-        self.ending.cancel();
+    pub fn stop(&self) {
+        self.stop.cancel();
     }
 
-    pub(super) fn reserve(&self, set: Set, pending: &[Pending]) -> Option<Reservation> {
-        if set.advance == 0 {
+    pub(super) fn reserve(&self, group: CheckGroup, charges: &[OwnedCharge]) -> Option<PrefetchReservation> {
+        if group.prefetch == 0 {
             return None;
         }
-        self.advances.reserve(set.id, pending.iter().map(|pending| (pending.key().local(), pending.advance)))
+        self.prefetch_pool.reserve(group.id, charges.iter().map(|pending| (pending.key().local_hash(), pending.prefetch)))
     }
 }
 
-impl Calls {
+impl FlightTask {
     /// Asks for the units of those that wait and for those of a reservation, and keeps what is not theirs.
-    pub(super) async fn prefetch(&self, reservation: Reservation, waiting: u64, since: Instant) -> Answer {
-        let asked = monotonic();
-        let all = units(&self.pending, waiting + reservation.units());
-        let verdict = self.ledger.call_since(DecidedBy::Store, since, Operation::Take, &all).await?;
-        if verdict.granted > waiting {
-            let rules = self.pending.iter().map(|pending| &pending.plan.rule);
-            if reservation.keep(verdict.granted - waiting, verdict.clone(), rules, asked, monotonic()) {
-                self.coalescer.watch(&self.ledger, self.set.id, self.pending.clone());
+    pub(super) async fn prefetch(&self, reservation: PrefetchReservation, waiters: u64, started_at: Instant) -> CheckResult {
+        let asked_at = monotonic();
+        let charges = with_cost(&self.charges, waiters + reservation.tokens());
+        let verdict = self.store_handle.call_since(DecidedBy::Store, started_at, Operation::TakeUpTo, &charges).await?;
+        if verdict.granted > waiters {
+            let rules = self.charges.iter().map(|pending| &pending.variant.rule);
+            if reservation.fill(verdict.granted - waiters, verdict.clone(), rules, asked_at, monotonic()) {
+                self.singleflight.refund_when_expired(&self.store_handle, self.group.id, self.charges.clone());
             }
         }
         Ok(verdict)
     }
 }
 
-impl Coalescer {
+impl Singleflight {
     /// Gives back prefetched units that are not used within their time.
-    fn watch(&self, ledger: &Arc<Ledger>, set: u128, pending: Vec<Pending>) {
-        let (book, advances, ending) = (ledger.clone(), self.advances.clone(), self.ending.clone());
-        ledger.spawn(async move {
+    fn refund_when_expired(&self, store_handle: &Arc<StoreHandle>, group: u128, charges: Vec<OwnedCharge>) {
+        let (store, pool, stop) = (store_handle.clone(), self.prefetch_pool.clone(), self.stop.clone());
+        store_handle.spawn(async move {
             let unused = loop {
-                match advances.end(set, monotonic()) {
+                match pool.expire(group, monotonic()) {
                     Ok(unused) => break unused,
-                    Err(lasts) => {
-                        if timeout(lasts, ending.cancelled()).await.is_ok() {
-                            break advances.break_off(set);
+                    Err(ttl) => {
+                        if timeout(ttl, stop.cancelled()).await.is_ok() {
+                            break pool.cancel(group);
                         }
                     }
                 }
             };
-            if unused.units == 0 {
+            if unused.tokens == 0 {
                 return;
             }
             let refund = Operation::Refund { charged_at: unused.charged_at };
-            let mut refunded = units(&pending, unused.units);
+            let mut refunded = with_cost(&charges, unused.tokens);
             for (pending, outcome) in refunded.iter_mut().zip(&unused.outcomes) {
-                pending.debt_before_us = pending.plan.rule.debt_before_us(outcome, 0, unused.units);
+                pending.debt_before_us = pending.variant.rule.debt_before_us(outcome, 0, unused.tokens);
             }
-            if let Err(error) = book.deliver(DecidedBy::Store, refund, refunded).await {
+            if let Err(error) = store.deliver(DecidedBy::Store, refund, refunded).await {
                 debug!(%error, "units that were taken ahead may not have been given back");
             }
         });
@@ -80,6 +80,6 @@ impl Coalescer {
 }
 
 /// The same charges, of so many units.
-pub(super) fn units(pending: &[Pending], units: u64) -> Vec<Pending> {
-    pending.iter().map(|pending| Pending { units, ..pending.clone() }).collect()
+pub(super) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> {
+    charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
 }

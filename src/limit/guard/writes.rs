@@ -5,18 +5,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use tokio::time::Duration;
 use tracing::{info, warn};
 
-use crate::limit::store::{Charge, Mode, Operation, StoreError, Verdict};
+use crate::limit::store::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
 /// Without a refusal for this long: a store at the edge of its memory takes one write and refuses the next.
-const SETTLED: Duration = Duration::from_secs(1);
+const WRITE_RECOVERY_TIME: Duration = Duration::from_secs(1);
 
 /// When a write was refused last, µs since the Unix epoch; 0 while writes are taken.
 #[derive(Debug, Default)]
-pub(super) struct Writes(AtomicU64);
+pub(super) struct WriteHealth(AtomicU64);
 
-impl Writes {
+impl WriteHealth {
     /// Learns from a call. `now_us` is asked for the time only when it matters.
-    pub(super) fn learn(
+    pub(super) fn record(
         &self,
         operation: Operation,
         charges: &[Charge<'_>],
@@ -25,16 +25,16 @@ impl Writes {
     ) {
         match result {
             Ok(verdict) => {
-                let refused = self.0.load(Ordering::Relaxed);
-                if refused != 0 && has_written(operation, charges, verdict) {
-                    let settled = u128::from(now_us().abs_diff(refused)) >= SETTLED.as_micros();
-                    let taken = || self.0.compare_exchange(refused, 0, Ordering::Relaxed, Ordering::Relaxed);
-                    if settled && taken().is_ok() {
+                let rejected_at_us = self.0.load(Ordering::Relaxed);
+                if rejected_at_us != 0 && has_written(operation, charges, verdict) {
+                    let is_settled = u128::from(now_us().abs_diff(rejected_at_us)) >= WRITE_RECOVERY_TIME.as_micros();
+                    let reset = || self.0.compare_exchange(rejected_at_us, 0, Ordering::Relaxed, Ordering::Relaxed);
+                    if is_settled && reset().is_ok() {
                         info!("the store takes writes again");
                     }
                 }
             }
-            Err(error @ StoreError::Unwritable(_)) => {
+            Err(error @ StoreError::WritesRejected(_)) => {
                 if self.0.swap(now_us(), Ordering::Relaxed) == 0 {
                     warn!(%error, "the store takes no writes: what it would charge follows on_store_error until it does");
                 }
@@ -46,7 +46,7 @@ impl Writes {
 
 /// Whether a call wrote for certain: it charged something at once.
 fn has_written(operation: Operation, charges: &[Charge<'_>], verdict: &Verdict) -> bool {
-    matches!(operation, Operation::Check | Operation::Take | Operation::Charge)
+    matches!(operation, Operation::Check | Operation::TakeUpTo | Operation::Charge)
         && verdict.granted > 0
-        && charges.iter().any(|charge| charge.mode == Mode::Binding && charge.cost > 0)
+        && charges.iter().any(|charge| charge.mode == ChargeMode::Enforced && charge.cost > 0)
 }

@@ -7,43 +7,43 @@ use std::sync::Arc;
 use redis::{ConnectionAddr, ErrorKind, RedisError};
 
 /// Of a URL that names no server.
-pub fn of_url(error: &RedisError) -> String {
-    let said = error.to_string();
-    let about = |words| said.starts_with(words);
-    if about("Redis URL did not parse") {
+pub fn diagnose_url(error: &RedisError) -> String {
+    let message = error.to_string();
+    let starts_with = |words| message.starts_with(words);
+    if starts_with("Redis URL did not parse") {
         "this URL cannot be read; write redis://USER:PASSWORD@HOST:PORT/DB, and @ : / # % inside a password as %40 %3A %2F %23 %25".to_owned()
-    } else if about("Missing hostname") {
+    } else if starts_with("Missing hostname") {
         "this URL names no host; write redis://HOST:PORT/DB".to_owned()
-    } else if about("Missing path") {
+    } else if starts_with("Missing path") {
         "this URL names no socket; write redis+unix:///PATH?db=0".to_owned()
-    } else if about("Invalid database number") {
+    } else if starts_with("Invalid database number") {
         "the database is not a number; write it as in redis://HOST:PORT/0 or redis+unix:///PATH?db=0".to_owned()
-    } else if about("Cannot connect to a wildcard") {
+    } else if starts_with("Cannot connect to a wildcard") {
         "that is an address to listen on; name the one that Redis is reached at".to_owned()
     } else {
-        said
+        message
     }
 }
 
 /// Of an attempt to connect to `address`.
-pub fn of_connecting(error: &RedisError, address: &ConnectionAddr) -> String {
+pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String {
     match error.kind() {
         // Not the address but what was found there: see `hello`.
         ErrorKind::InvalidClientConfig => error.detail().map_or_else(|| error.to_string(), str::to_owned),
-        ErrorKind::Parse => strangers(error, address),
+        ErrorKind::Parse => diagnose_protocol(error, address),
         _ => match io_error(error) {
-            Some(io) => of_socket(io, address),
-            None => of_call(error),
+            Some(io) => diagnose_socket(io, address),
+            None => diagnose_call(error),
         },
     }
 }
 
 /// Of a call on a connection.
-pub fn of_call(error: &RedisError) -> String {
-    let said = error.detail().unwrap_or_default();
-    if let Some(right) = missing_right(error) {
+pub fn diagnose_call(error: &RedisError) -> String {
+    let detail = error.detail().unwrap_or_default();
+    if let Some(permission) = missing_permission(error) {
         return format!(
-            "Redis does not allow this user what the gateway needs, {right}; give it the rights that docs/redis.md lists"
+            "Redis does not allow this user what the gateway needs, {permission}; give it the rights that docs/redis.md lists"
         );
     }
     match (error.kind(), error.code().unwrap_or_default()) {
@@ -58,7 +58,7 @@ pub fn of_call(error: &RedisError) -> String {
             "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER".to_owned()
         }
         (_, "MOVED" | "ASK" | "CROSSSLOT") => "this Redis is a node of a cluster; use redis+cluster://".to_owned(),
-        (_, "CLUSTERDOWN") => format!("the cluster does not serve ({said}); see what redis-cli --cluster check says"),
+        (_, "CLUSTERDOWN") => format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"),
         (_, "MASTERDOWN") => {
             "this Redis is a replica that has lost its master; give the address of a master".to_owned()
         }
@@ -70,13 +70,13 @@ pub fn of_call(error: &RedisError) -> String {
             "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own".to_owned()
         }
         (_, "MISCONF") => "Redis takes no writes since it cannot save to its disk; see its log".to_owned(),
-        (_, "ERR") if said.contains("DB index is out of range") => {
+        (_, "ERR") if detail.contains("DB index is out of range") => {
             "this Redis does not have so many databases; correct the number at the end of store.url".to_owned()
         }
-        (_, "ERR") if said.contains("SELECT is not allowed in cluster mode") => {
+        (_, "ERR") if detail.contains("SELECT is not allowed in cluster mode") => {
             "this Redis is a node of a cluster; use redis+cluster://, without a database".to_owned()
         }
-        (_, "ERR") if said.contains("unknown command 'SELECT'") => {
+        (_, "ERR") if detail.contains("unknown command 'SELECT'") => {
             "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
                 .to_owned()
         }
@@ -87,7 +87,7 @@ pub fn of_call(error: &RedisError) -> String {
 }
 
 /// Of a server that takes connections, or nothing at all, and does not answer in time.
-pub fn of_silence(address: &ConnectionAddr) -> String {
+pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     match address {
         ConnectionAddr::TcpTls { .. } => format!(
             "{address} does not answer the TLS handshake in time; a Redis without TLS is silent like that: use redis:// then"
@@ -100,28 +100,28 @@ pub fn of_silence(address: &ConnectionAddr) -> String {
 }
 
 /// The right that a user lacks, as `ACL SETUSER` takes it, if that is what the error is about.
-pub fn missing_right(error: &RedisError) -> Option<String> {
-    let said = error.detail()?;
+pub fn missing_permission(error: &RedisError) -> Option<String> {
+    let detail = error.detail()?;
     // Redis 7.0 does not say which command of a script it was.
-    let script = said.starts_with("The user executing the script can't") || said.contains("ACL failure in script");
+    let script = detail.starts_with("The user executing the script can't") || detail.contains("ACL failure in script");
     if error.code() != Some("NOPERM") && !script {
         return None;
     }
     // "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
-    match said.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
+    match detail.split_once(" run the '").and_then(|(_, rest)| rest.split_once('\'')) {
         Some((command, _)) => Some(format!("+{command}")),
-        None if said.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
+        None if detail.contains("key") => Some("~PREFIX:* for the keys of store.prefix".to_owned()),
         None if script => Some("a command of the scripts".to_owned()),
-        None => Some(said.to_owned()),
+        None => Some(detail.to_owned()),
     }
 }
 
-fn of_socket(error: &io::Error, address: &ConnectionAddr) -> String {
+fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
     let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>());
     if let Some(error) = inner {
-        return of_tls(error, address);
+        return diagnose_tls(error, address);
     }
-    let said = error.to_string();
+    let message = error.to_string();
     match (error.kind(), address) {
         (io::ErrorKind::ConnectionRefused, _) => {
             format!("nothing listens at {address}; start Redis there, or correct the address in store.url")
@@ -132,7 +132,7 @@ fn of_socket(error: &io::Error, address: &ConnectionAddr) -> String {
         (io::ErrorKind::PermissionDenied, ConnectionAddr::Unix(_)) => {
             format!("the gateway may not open the socket {address}; see unixsocketperm of Redis")
         }
-        (io::ErrorKind::TimedOut, _) => of_silence(address),
+        (io::ErrorKind::TimedOut, _) => diagnose_timeout(address),
         (
             io::ErrorKind::ConnectionReset
             | io::ErrorKind::ConnectionAborted
@@ -147,14 +147,14 @@ fn of_socket(error: &io::Error, address: &ConnectionAddr) -> String {
             };
             format!("{address} closes the connection before it answers; if it {other}, use {scheme}")
         }
-        _ if said.starts_with("failed to lookup") => {
+        _ if message.starts_with("failed to lookup") => {
             format!("the name of {address} does not resolve; correct the host in store.url, or see to the DNS")
         }
-        _ => format!("{address} cannot be reached ({said}); correct the address in store.url, or see to the network"),
+        _ => format!("{address} cannot be reached ({message}); correct the address in store.url, or see to the network"),
     }
 }
 
-fn of_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
+fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
     match error {
         rustls::Error::InvalidMessage(_) => {
             format!("{address} speaks no TLS; use redis://, or correct the port in store.url")
@@ -172,15 +172,15 @@ fn of_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
 }
 
 /// Somebody else's protocol, of which the parser tells the first bytes.
-fn strangers(error: &RedisError, address: &ConnectionAddr) -> String {
-    let said = error.detail().unwrap_or_default();
-    let begins = |byte: u8| said.contains(&format!("Unexpected `{byte}`"));
-    let what = if begins(b'H') || begins(b'<') { "a web server" } else { "not Redis" };
-    format!("what answers at {address} is {what}; correct the address in store.url")
+fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
+    let detail = error.detail().unwrap_or_default();
+    let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));
+    let protocol = if unexpected_byte(b'H') || unexpected_byte(b'<') { "a web server" } else { "not Redis" };
+    format!("what answers at {address} is {protocol}; correct the address in store.url")
 }
 
 fn io_error(error: &RedisError) -> Option<&io::Error> {
     // The library keeps it behind an `Arc`, which is the source by its type.
-    let shared = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
-    shared.downcast_ref()
+    let inner = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
+    inner.downcast_ref()
 }

@@ -3,41 +3,41 @@
 use redis::{Cmd, RedisError, Value};
 use tokio::sync::oneshot::{self, Receiver, Sender};
 
-use super::Sample;
-use super::fault::is_of_the_connection;
-use super::script::{Frame, Parts, Script, script};
-use super::wire::{self, Reply, Terms};
+use super::ProbeCall;
+use super::fault::is_connection_error;
+use super::script::{ScriptVariant, AlgorithmSet, Script, script};
+use super::wire::{self, ScriptReply, LimitArgs};
 use crate::limit::algorithm::Status;
 use crate::limit::store::{Charge, Operation, StoreError, Verdict};
 
 /// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
-pub(super) const MOST_KEYS: usize = 128;
+pub(super) const MAX_KEYS: usize = 128;
 
 /// Why a request got no verdict.
 #[derive(Debug, Clone)]
-pub(super) enum Refusal {
+pub(super) enum BatchError {
     /// An error reply, to the whole call or to this request; or the connection broke.
-    Reply(RedisError),
+    ErrorReply(RedisError),
     /// There was no call, or no reply to it.
     Store(StoreError),
 }
 
-pub(super) type Answer = Result<Verdict, Refusal>;
+pub(super) type BatchResult = Result<Verdict, BatchError>;
 
 /// The requests of one call.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
     /// Groups that may take memory first, see [`Group::may_delete`]; then in the order of their first request.
-    groups: Vec<Group>,
-    keys: usize,
-    algorithms: Parts,
+    groups: Vec<BatchGroup>,
+    key_count: usize,
+    algorithms: AlgorithmSet,
     /// Whether Redis may not know the script by its name.
-    text: bool,
+    sends_source: bool,
     purpose: Purpose,
     /// Bytes of keys.
-    bytes: usize,
+    key_bytes: usize,
     /// The first charge: a probe after a failure makes a call like this one.
-    sample: Option<Sample>,
+    probe_call: Option<ProbeCall>,
 }
 
 /// Why a call is made.
@@ -45,7 +45,7 @@ pub(super) struct Batch {
 pub(super) enum Purpose {
     /// Requests wait for it.
     #[default]
-    Requests,
+    Checks,
     /// The same, but another node of the cluster referred them to this one, which is importing their slot: `ASKING` goes before it.
     Asking,
     /// To find out whether the server works again. It is made while the breaker is open, and judges nothing.
@@ -53,54 +53,54 @@ pub(super) enum Purpose {
 }
 
 /// What became of a batch whose reply arrived.
-pub(super) struct Answered {
+pub(super) struct BatchOutcome {
     /// Whether the reply fits the call, and comes from a server that decides.
-    pub(super) good: bool,
+    pub(super) is_valid: bool,
     /// Whether at least one request got a verdict.
-    pub(super) decided: bool,
+    pub(super) has_verdict: bool,
     /// What was charged for requests that no longer wait: it is given back.
-    pub(super) unclaimed: Option<(Batch, Vec<Receiver<Answer>>)>,
+    pub(super) refunds: Option<(Batch, Vec<Receiver<BatchResult>>)>,
 }
 
 /// Requests that differ in their keys only.
 #[derive(Debug)]
-struct Group {
+struct BatchGroup {
     operation: Operation,
-    terms: Vec<Terms>,
+    limits: Vec<LimitArgs>,
     /// The keys of all, and where each ends.
     keys: Vec<u8>,
-    ends: Vec<usize>,
-    waiting: Vec<Sender<Answer>>,
+    key_ends: Vec<usize>,
+    waiters: Vec<Sender<BatchResult>>,
 }
 
 impl Batch {
     /// Whether nobody is in it.
     pub(super) fn is_empty(&self) -> bool {
-        self.keys == 0
+        self.key_count == 0
     }
 
     /// Whether so many more keys would be too many.
-    pub(super) fn is_full_for(&self, keys: usize) -> bool {
-        !self.is_empty() && self.keys + keys > MOST_KEYS
+    pub(super) fn would_overflow(&self, keys: usize) -> bool {
+        !self.is_empty() && self.key_count + keys > MAX_KEYS
     }
 
     /// How many keys are in it.
-    pub(super) fn keys(&self) -> usize {
-        self.keys
+    pub(super) fn key_count(&self) -> usize {
+        self.key_count
     }
 
     /// How many bytes their names take.
-    pub(super) fn bytes(&self) -> usize {
-        self.bytes
+    pub(super) fn key_bytes(&self) -> usize {
+        self.key_bytes
     }
 
     /// The first charge.
-    pub(super) fn sample(&self) -> Option<Sample> {
-        self.sample.clone()
+    pub(super) fn probe_call(&self) -> Option<ProbeCall> {
+        self.probe_call.clone()
     }
 
     /// A batch of no requests as yet, for calls made for this.
-    pub(super) fn of(purpose: Purpose) -> Self {
+    pub(super) fn for_purpose(purpose: Purpose) -> Self {
         Batch { purpose, ..Batch::default() }
     }
 
@@ -110,50 +110,50 @@ impl Batch {
     }
 
     /// How many are in it.
-    pub(super) fn requests(&self) -> usize {
-        self.groups.iter().map(|group| group.waiting.len()).sum()
+    pub(super) fn request_count(&self) -> usize {
+        self.groups.iter().map(|group| group.waiters.len()).sum()
     }
 
     /// Lets the call carry its script, not only the script's name.
-    pub(super) fn carry_text(&mut self) {
-        self.text = true;
+    pub(super) fn send_source(&mut self) {
+        self.sends_source = true;
     }
 
     /// Takes one more request in, and says where its answer comes.
-    pub(super) fn add(
+    pub(super) fn push(
         &mut self,
         prefix: &str,
         operation: Operation,
         charges: &[Charge<'_>],
-        near_us: u64,
-    ) -> Receiver<Answer> {
-        self.algorithms = self.algorithms.and(Parts::of(charges.iter().map(|charge| charge.rule)));
-        if self.sample.is_none() {
-            self.sample = charges.first().map(Sample::of);
+        assumed_now_us: u64,
+    ) -> Receiver<BatchResult> {
+        self.algorithms = self.algorithms.union(AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule)));
+        if self.probe_call.is_none() {
+            self.probe_call = charges.first().map(ProbeCall::from_charge);
         }
-        let terms = || charges.iter().map(|charge| Terms::of(charge, near_us));
-        let (group, waiting) = self.join(operation, terms);
-        let before = group.keys.len();
+        let limits = || charges.iter().map(|charge| LimitArgs::from_charge(charge, assumed_now_us));
+        let (group, reply) = self.join_group(operation, limits);
+        let bytes_before = group.keys.len();
         for charge in charges {
             charge.key.write(prefix, &mut group.keys);
-            group.ends.push(group.keys.len());
+            group.key_ends.push(group.keys.len());
         }
-        let written = group.keys.len() - before;
-        self.bytes += written;
-        waiting
+        let written = group.keys.len() - bytes_before;
+        self.key_bytes += written;
+        reply
     }
 
     /// Adds a request with these terms, whose keys are still to be written, to the group of its kind.
-    fn join<T: Iterator<Item = Terms>>(
+    fn join_group<T: Iterator<Item = LimitArgs>>(
         &mut self,
         operation: Operation,
-        terms: impl Fn() -> T,
-    ) -> (&mut Group, Receiver<Answer>) {
-        let (answer, waiting) = oneshot::channel();
-        let alike = |group: &Group| group.operation == operation && terms().eq(group.terms.iter().copied());
-        let place = self.groups.iter().position(alike).unwrap_or_else(|| {
-            let (terms, keys, ends, waiting) = (terms().collect(), Vec::new(), Vec::new(), Vec::new());
-            let group = Group { operation, terms, keys, ends, waiting };
+        limits: impl Fn() -> T,
+    ) -> (&mut BatchGroup, Receiver<BatchResult>) {
+        let (sender, receiver) = oneshot::channel();
+        let is_same_group = |group: &BatchGroup| group.operation == operation && limits().eq(group.limits.iter().copied());
+        let group_index = self.groups.iter().position(is_same_group).unwrap_or_else(|| {
+            let (terms, keys, ends, waiting) = (limits().collect(), Vec::new(), Vec::new(), Vec::new());
+            let group = BatchGroup { operation, limits: terms, keys, key_ends: ends, waiters: waiting };
             let place = match group.may_delete() {
                 true => self.groups.len(),
                 false => self.groups.partition_point(|group| !group.may_delete()),
@@ -161,131 +161,131 @@ impl Batch {
             self.groups.insert(place, group);
             place
         });
-        let group = &mut self.groups[place];
-        self.keys += group.terms.len();
-        group.waiting.push(answer);
-        (group, waiting)
+        let group = &mut self.groups[group_index];
+        self.key_count += group.limits.len();
+        group.waiters.push(sender);
+        (group, receiver)
     }
 
     /// Forgets those who wait no longer; whether anybody is left.
-    pub(super) fn retain_waiting(&mut self) -> bool {
+    pub(super) fn drop_cancelled(&mut self) -> bool {
         for group in &mut self.groups {
-            if group.waiting.iter().any(Sender::is_closed) {
-                group.retain_waiting();
+            if group.waiters.iter().any(Sender::is_closed) {
+                group.drop_cancelled();
             }
         }
-        self.groups.retain(|group| !group.waiting.is_empty());
-        self.keys = self.groups.iter().map(|group| group.ends.len()).sum();
+        self.groups.retain(|group| !group.waiters.is_empty());
+        self.key_count = self.groups.iter().map(|group| group.key_ends.len()).sum();
         !self.is_empty()
     }
 
     /// The script for a call that at least needs these.
-    fn script(&self, algorithms: Parts) -> &'static Script {
-        let frames = self.groups.iter().map(|group| wire::frame(group.operation, &group.terms));
-        script(frames.reduce(Frame::and).unwrap_or(Frame::Any), self.algorithms.and(algorithms))
+    fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
+        let variants = self.groups.iter().map(|group| wire::script_variant(group.operation, &group.limits));
+        script(variants.reduce(ScriptVariant::union).unwrap_or(ScriptVariant::Generic), self.algorithms.union(algorithms))
     }
 
     /// The call; see `lua/check.lua`.
-    pub(super) fn command(&self, algorithms: Parts, now_us: u64) -> Cmd {
+    pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
         let script = self.script(algorithms);
-        let limits: usize = self.groups.iter().map(|group| group.terms.len()).sum();
-        let mut argument = wire::argument(now_us, self.groups.len(), limits);
-        let mut command = Cmd::with_capacity(4 + self.keys, 64 + 80 * self.keys + argument.capacity());
-        if self.text {
-            command.arg("EVAL").arg(&script.text);
+        let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
+        let mut argument = wire::start_argument(now_us, self.groups.len(), limits);
+        let mut command = Cmd::with_capacity(4 + self.key_count, 64 + 80 * self.key_count + argument.capacity());
+        if self.sends_source {
+            command.arg("EVAL").arg(&script.source);
         } else {
             command.arg("EVALSHA").arg(&script.sha);
         }
-        command.arg(self.keys);
+        command.arg(self.key_count);
         for group in &self.groups {
-            let mut begin = 0;
-            for end in &group.ends {
-                command.arg(&group.keys[begin..*end]);
-                begin = *end;
+            let mut start = 0;
+            for end in &group.key_ends {
+                command.arg(&group.keys[start..*end]);
+                start = *end;
             }
-            wire::add(&mut argument, group.waiting.len(), group.operation, &group.terms);
+            wire::append_group(&mut argument, group.waiters.len(), group.operation, &group.limits);
         }
         command.arg(argument);
         command
     }
 
     /// Tells everybody why there is no reply.
-    pub(super) fn refuse(self, refusal: &Refusal) {
-        for waiting in self.groups.into_iter().flat_map(|group| group.waiting) {
-            let _ = waiting.send(Err(refusal.clone()));
+    pub(super) fn fail(self, error: &BatchError) {
+        for waiter in self.groups.into_iter().flat_map(|group| group.waiters) {
+            let _ = waiter.send(Err(error.clone()));
         }
     }
 
     /// Tells all that wait that there was no reply in time. What a late reply grants them is unclaimed.
-    pub(super) fn give_up(&mut self, refusal: &Refusal) {
-        for waiting in self.groups.iter_mut().flat_map(|group| &mut group.waiting) {
+    pub(super) fn fail_waiters(&mut self, error: &BatchError) {
+        for waiter in self.groups.iter_mut().flat_map(|group| &mut group.waiters) {
             let (closed, _) = oneshot::channel();
-            let _ = std::mem::replace(waiting, closed).send(Err(refusal.clone()));
+            let _ = std::mem::replace(waiter, closed).send(Err(error.clone()));
         }
     }
 
     /// Tells each request what the reply says to it.
-    pub(super) fn answer(self, reply: Value) -> Answered {
-        let limits = self.groups.iter().map(|group| group.ends.len()).sum();
-        let Some(mut reply) = Reply::new(reply, limits) else {
-            self.refuse(&Refusal::Store(StoreError::Malformed));
-            return Answered { good: false, decided: false, unclaimed: None };
+    pub(super) fn complete(self, reply: Value) -> BatchOutcome {
+        let limits = self.groups.iter().map(|group| group.key_ends.len()).sum();
+        let Some(mut reply) = ScriptReply::new(reply, limits) else {
+            self.fail(&BatchError::Store(StoreError::MalformedReply));
+            return BatchOutcome { is_valid: false, has_verdict: false, refunds: None };
         };
-        let (mut good, mut decided) = (true, false);
+        let (mut is_valid, mut has_verdict) = (true, false);
         let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
         let mut receivers = Vec::new();
         for mut group in self.groups {
-            for (index, waiting) in std::mem::take(&mut group.waiting).into_iter().enumerate() {
-                let answer = match reply.next(group.terms.len()) {
+            for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
+                let result = match reply.next_verdict(group.limits.len()) {
                     Some(Ok(verdict)) => Ok(verdict),
-                    Some(Err(error)) => Err(Refusal::Reply(error.into())),
-                    None => Err(Refusal::Store(StoreError::Malformed)),
+                    Some(Err(error)) => Err(BatchError::ErrorReply(error.into())),
+                    None => Err(BatchError::Store(StoreError::MalformedReply)),
                 };
-                good &= match &answer {
+                is_valid &= match &result {
                     Ok(_) => true,
-                    Err(Refusal::Reply(error)) => !is_of_the_connection(error),
-                    Err(Refusal::Store(_)) => false,
+                    Err(BatchError::ErrorReply(error)) => !is_connection_error(error),
+                    Err(BatchError::Store(_)) => false,
                 };
-                decided |= answer.is_ok();
-                if let Err(Ok(verdict)) = waiting.send(answer) {
-                    receivers.extend(refunds.give_back(&group, index, &verdict));
+                has_verdict |= result.is_ok();
+                if let Err(Ok(verdict)) = waiting.send(result) {
+                    receivers.extend(refunds.push_refund(&group, index, &verdict));
                 }
             }
         }
-        let unclaimed = (!receivers.is_empty()).then_some((refunds, receivers));
-        Answered { good, decided, unclaimed }
+        let refunds = (!receivers.is_empty()).then_some((refunds, receivers));
+        BatchOutcome { is_valid, has_verdict, refunds }
     }
 
     /// Adds the refund of what a request of `group` was charged.
-    fn give_back(&mut self, group: &Group, request: usize, verdict: &Verdict) -> Option<Receiver<Answer>> {
-        if !matches!(group.operation, Operation::Check | Operation::Take) || verdict.granted == 0 {
+    fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<Receiver<BatchResult>> {
+        if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
             return None;
         }
-        let first = request * group.terms.len();
-        let charged: Vec<_> = (group.terms.iter().zip(&verdict.outcomes).enumerate())
+        let first = request * group.limits.len();
+        let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
             // A shadow limit may have had no room; a post-paid cost is charged after the response.
             .filter(|(_, (terms, outcome))| outcome.status == Status::Ok && !terms.is_post_paid())
             .map(|(limit, (terms, outcome))| {
-                let cost = if group.operation == Operation::Take { verdict.granted } else { terms.cost() };
-                (terms.refunding(cost, outcome), group.key(first + limit))
+                let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
+                (terms.for_refund(cost, outcome), group.key(first + limit))
             })
             .collect();
-        if charged.is_empty() {
+        if refunded.is_empty() {
             return None;
         }
         let refund = Operation::Refund { charged_at: verdict.now_us };
-        let (group, receiver) = self.join(refund, || charged.iter().map(|(terms, _)| *terms));
-        for (_, key) in charged {
+        let (group, receiver) = self.join_group(refund, || refunded.iter().map(|(terms, _)| *terms));
+        for (_, key) in refunded {
             group.keys.extend_from_slice(key);
-            group.ends.push(group.keys.len());
+            group.key_ends.push(group.keys.len());
         }
         Some(receiver)
     }
 }
 
-impl Group {
+impl BatchGroup {
     fn key(&self, index: usize) -> &[u8] {
-        key(&self.keys, &self.ends, index)
+        key_at(&self.keys, &self.key_ends, index)
     }
 
     /// Whether it may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that may take memory only
@@ -293,27 +293,27 @@ impl Group {
     fn may_delete(&self) -> bool {
         match self.operation {
             Operation::Refund { .. } | Operation::Renew => true,
-            Operation::Check | Operation::Peek | Operation::Charge | Operation::Take => false,
+            Operation::Check | Operation::Peek | Operation::Charge | Operation::TakeUpTo => false,
         }
     }
 
-    fn retain_waiting(&mut self) {
-        let limits = self.terms.len();
-        let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.ends));
-        let waiting = std::mem::take(&mut self.waiting);
+    fn drop_cancelled(&mut self) {
+        let limits = self.limits.len();
+        let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.key_ends));
+        let waiting = std::mem::take(&mut self.waiters);
         for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
             let first = request * limits;
             for end in first..first + limits {
-                self.keys.extend_from_slice(key(&keys, &ends, end));
-                self.ends.push(self.keys.len());
+                self.keys.extend_from_slice(key_at(&keys, &ends, end));
+                self.key_ends.push(self.keys.len());
             }
-            self.waiting.push(answer);
+            self.waiters.push(answer);
         }
     }
 }
 
 /// The key at this index of all that are written one after the other.
-fn key<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
+fn key_at<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
     let begin = if index == 0 { 0 } else { ends[index - 1] };
     &keys[begin..ends[index]]
 }

@@ -13,24 +13,24 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, RedisResult};
 use tokio::io::{AsyncRead, AsyncWrite};
 
 /// An open byte stream.
-pub trait Stream: AsyncRead + AsyncWrite + Send + Unpin {}
+pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
 
-impl<S: AsyncRead + AsyncWrite + Send + Unpin> Stream for S {}
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for S {}
 
 /// The future of [`Dial::dial`].
-pub type Dialing = Pin<Box<dyn Future<Output = io::Result<Box<dyn Stream>>> + Send>>;
+pub type DialFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn ByteStream>>> + Send>>;
 
 /// Opens byte streams to servers.
 pub trait Dial: Debug + Send + Sync {
     /// Open a stream to the server at `address`. The caller bounds the time.
-    fn dial(&self, address: &ConnectionAddr) -> Dialing;
+    fn dial(&self, address: &ConnectionAddr) -> DialFuture;
 }
 
 /// Connect and log in as the redis crate does for `client`, over a stream of `dial`.
 ///
 /// # Errors
 /// The stream cannot be opened, or the server rejects the login.
-pub(super) async fn connect(
+pub(super) async fn connect_dialed(
     dial: &Arc<dyn Dial>,
     client: &Client,
     config: AsyncConnectionConfig,

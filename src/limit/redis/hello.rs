@@ -5,7 +5,7 @@ use redis::{ConnectionAddr, ErrorKind, RedisError, RedisResult, Value};
 
 /// How a server works together with others.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mode {
+pub enum ServerMode {
     /// By itself, or as a master with replicas.
     Standalone,
     /// A node of a cluster.
@@ -16,7 +16,7 @@ pub enum Mode {
 
 /// What a server does with writes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Role {
+pub enum ServerRole {
     /// It takes them.
     Master,
     /// It follows a master.
@@ -25,20 +25,20 @@ pub enum Role {
 
 /// The reply to `HELLO`.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Hello {
+pub struct HelloReply {
     /// `redis`, `valkey`, …
     pub server: String,
     /// Such as `7.0.15`.
     pub version: String,
     /// How it works together with others.
-    pub mode: Mode,
+    pub mode: ServerMode,
     /// What it does with writes; a Sentinel does not say.
-    pub role: Option<Role>,
+    pub role: Option<ServerRole>,
 }
 
-impl Hello {
+impl HelloReply {
     /// Reads the flat array of RESP2 or the map of RESP3; none if it does not say what is needed.
-    pub fn read(reply: &Value) -> Option<Hello> {
+    pub fn read(reply: &Value) -> Option<HelloReply> {
         let field = |name: &str| match reply {
             Value::Array(fields) => {
                 let found = fields.chunks_exact(2).find(|pair| text(&pair[0]) == Some(name));
@@ -50,34 +50,34 @@ impl Hello {
             _ => None,
         };
         let mode = match field("mode")? {
-            "standalone" => Mode::Standalone,
-            "cluster" => Mode::Cluster,
-            "sentinel" => Mode::Sentinel,
+            "standalone" => ServerMode::Standalone,
+            "cluster" => ServerMode::Cluster,
+            "sentinel" => ServerMode::Sentinel,
             _ => return None,
         };
         let role = match field("role") {
-            Some("master") => Some(Role::Master),
-            Some("replica" | "slave") => Some(Role::Replica),
+            Some("master") => Some(ServerRole::Master),
+            Some("replica" | "slave") => Some(ServerRole::Replica),
             _ => None,
         };
-        Some(Hello { server: field("server")?.to_owned(), version: field("version")?.to_owned(), mode, role })
+        Some(HelloReply { server: field("server")?.to_owned(), version: field("version")?.to_owned(), mode, role })
     }
 
     /// Why a server of this kind cannot be used where a `wanted` one is expected, and what to do; none if it can.
-    pub fn misfit(&self, wanted: Mode, address: &ConnectionAddr) -> Option<String> {
-        Some(match (self.mode, wanted) {
-            (Mode::Standalone, Mode::Standalone) if self.role == Some(Role::Replica) => format!(
+    pub fn mismatch(&self, expected: ServerMode, address: &ConnectionAddr) -> Option<String> {
+        Some(match (self.mode, expected) {
+            (ServerMode::Standalone, ServerMode::Standalone) if self.role == Some(ServerRole::Replica) => format!(
                 "{address} is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER to follow it"
             ),
-            (Mode::Standalone, Mode::Standalone)
-            | (Mode::Cluster, Mode::Cluster)
-            | (Mode::Sentinel, Mode::Sentinel) => return None,
-            (Mode::Sentinel, _) => {
+            (ServerMode::Standalone, ServerMode::Standalone)
+            | (ServerMode::Cluster, ServerMode::Cluster)
+            | (ServerMode::Sentinel, ServerMode::Sentinel) => return None,
+            (ServerMode::Sentinel, _) => {
                 format!("{address} is a Sentinel; use redis+sentinel://{address}/MASTER, with the name of the master")
             }
-            (Mode::Cluster, _) => format!("{address} is a node of a cluster; use redis+cluster://{address}"),
-            (Mode::Standalone, Mode::Cluster) => format!("{address} is no node of a cluster; use redis://{address}"),
-            (Mode::Standalone, Mode::Sentinel) => format!("{address} is no Sentinel; use redis://{address}"),
+            (ServerMode::Cluster, _) => format!("{address} is a node of a cluster; use redis+cluster://{address}"),
+            (ServerMode::Standalone, ServerMode::Cluster) => format!("{address} is no node of a cluster; use redis://{address}"),
+            (ServerMode::Standalone, ServerMode::Sentinel) => format!("{address} is no Sentinel; use redis://{address}"),
         })
     }
 }
@@ -86,10 +86,10 @@ impl Hello {
 ///
 /// # Errors
 /// It is another one, or the connection broke. A server that refuses to tell is taken as it is.
-pub async fn expect(pipe: &mut MultiplexedConnection, wanted: Mode, address: &ConnectionAddr) -> RedisResult<()> {
+pub async fn verify_server(pipe: &mut MultiplexedConnection, expected: ServerMode, address: &ConnectionAddr) -> RedisResult<()> {
     let reply = pipe.send_packed_command(&redis::cmd("HELLO")).await?;
-    match Hello::read(&reply).and_then(|hello| hello.misfit(wanted, address)) {
-        Some(why) => Err(RedisError::from((ErrorKind::InvalidClientConfig, "another kind of server", why))),
+    match HelloReply::read(&reply).and_then(|hello| hello.mismatch(expected, address)) {
+        Some(mismatch) => Err(RedisError::from((ErrorKind::InvalidClientConfig, "another kind of server", mismatch))),
         None => Ok(()),
     }
 }
@@ -110,44 +110,44 @@ mod tests {
         Value::BulkString(text.as_bytes().to_vec())
     }
 
-    fn hello(mode: &str, role: Option<&str>) -> Hello {
+    fn hello(mode: &str, role: Option<&str>) -> HelloReply {
         let mut pairs = vec![("server", "redis"), ("version", "7.0.15"), ("mode", mode)];
         pairs.extend(role.map(|role| ("role", role)));
         let flat = pairs.iter().flat_map(|(key, value)| [bulk(key), bulk(value)]).collect();
         let map = pairs.iter().map(|(key, value)| (Value::SimpleString((*key).to_owned()), bulk(value))).collect();
-        let read = Hello::read(&Value::Array(flat)).unwrap();
-        assert_eq!(Some(&read), Hello::read(&Value::Map(map)).as_ref(), "RESP2 and RESP3");
+        let read = HelloReply::read(&Value::Array(flat)).unwrap();
+        assert_eq!(Some(&read), HelloReply::read(&Value::Map(map)).as_ref(), "RESP2 and RESP3");
         read
     }
 
     #[test]
-    fn what_is_not_what_was_asked_for_is_told_with_what_to_use() {
+    fn wrong_server_kind_names_the_right_url() {
         let address = ConnectionAddr::Tcp("h".to_owned(), 1);
         let (single, replica) = (hello("standalone", Some("master")), hello("standalone", Some("replica")));
         let (node, sentinel) = (hello("cluster", Some("replica")), hello("sentinel", None));
         for (hello, wanted, expected) in [
-            (&single, Mode::Standalone, None),
-            (&single, Mode::Cluster, Some("h:1 is no node of a cluster; use redis://h:1")),
-            (&single, Mode::Sentinel, Some("h:1 is no Sentinel; use redis://h:1")),
-            (&replica, Mode::Standalone, Some("h:1 is a replica; give the address of its master")),
-            (&node, Mode::Cluster, None),
-            (&node, Mode::Standalone, Some("h:1 is a node of a cluster; use redis+cluster://h:1")),
-            (&sentinel, Mode::Sentinel, None),
-            (&sentinel, Mode::Cluster, Some("h:1 is a Sentinel; use redis+sentinel://h:1/MASTER")),
+            (&single, ServerMode::Standalone, None),
+            (&single, ServerMode::Cluster, Some("h:1 is no node of a cluster; use redis://h:1")),
+            (&single, ServerMode::Sentinel, Some("h:1 is no Sentinel; use redis://h:1")),
+            (&replica, ServerMode::Standalone, Some("h:1 is a replica; give the address of its master")),
+            (&node, ServerMode::Cluster, None),
+            (&node, ServerMode::Standalone, Some("h:1 is a node of a cluster; use redis+cluster://h:1")),
+            (&sentinel, ServerMode::Sentinel, None),
+            (&sentinel, ServerMode::Cluster, Some("h:1 is a Sentinel; use redis+sentinel://h:1/MASTER")),
         ] {
-            let said = hello.misfit(wanted, &address);
+            let mismatch = hello.mismatch(wanted, &address);
             match expected {
-                None => assert_eq!(said, None, "{hello:?}"),
-                Some(expected) => assert!(said.as_ref().is_some_and(|said| said.starts_with(expected)), "{said:?}"),
+                None => assert_eq!(mismatch, None, "{hello:?}"),
+                Some(expected) => assert!(mismatch.as_ref().is_some_and(|said| said.starts_with(expected)), "{mismatch:?}"),
             }
         }
     }
 
     #[test]
-    fn a_reply_that_does_not_say_is_no_reason() {
+    fn incomplete_hello_is_accepted() {
         for reply in [Value::Okay, Value::Nil, Value::Array(Vec::new()), Value::Array(vec![bulk("mode"), bulk("new")])]
         {
-            assert_eq!(Hello::read(&reply), None, "{reply:?}");
+            assert_eq!(HelloReply::read(&reply), None, "{reply:?}");
         }
     }
 }

@@ -5,47 +5,47 @@ use std::time::Instant;
 
 use tokio::time::Duration;
 
-use super::server::NoConnection;
+use super::server::ConnectError;
 use crate::limit::clock::monotonic;
 
 /// Two attempts a second.
-const GAP: Duration = Duration::from_millis(500);
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(500);
 
 /// When one worker may connect to one server.
 #[derive(Debug, Default)]
-pub struct Pace {
+pub struct ReconnectThrottle {
     /// Why the last attempt failed, and when another one was made.
-    failure: Mutex<Option<(NoConnection, Instant)>>,
+    last_failure: Mutex<Option<(ConnectError, Instant)>>,
     /// When a connection was given up though it works.
-    retired: Mutex<Option<Instant>>,
+    last_retired_at: Mutex<Option<Instant>>,
 }
 
-impl Pace {
+impl ReconnectThrottle {
     /// Connects, unless an attempt failed a moment ago.
     ///
     /// # Errors
     /// Those of the attempt; in place of one that is not made, those of the one before.
-    pub async fn connect<T>(&self, attempt: impl Future<Output = Result<T, NoConnection>>) -> Result<T, NoConnection> {
-        let began = monotonic();
-        self.begin(began)?;
+    pub async fn throttle<T>(&self, attempt: impl Future<Output = Result<T, ConnectError>>) -> Result<T, ConnectError> {
+        let started_at = monotonic();
+        self.try_begin(started_at)?;
         let result = attempt.await;
-        *lock(&self.failure) = result.as_ref().err().map(|error| (error.clone(), began));
+        *lock(&self.last_failure) = result.as_ref().err().map(|error| (error.clone(), started_at));
         result
     }
 
     /// Whether a connection that works may be given up for a new one now.
     pub fn may_retire(&self, now: Instant) -> bool {
-        let mut retired = lock(&self.retired);
-        let may = retired.is_none_or(|last| now.saturating_duration_since(last) >= GAP);
-        if may {
-            *retired = Some(now);
+        let mut last_retired_at = lock(&self.last_retired_at);
+        let is_due = last_retired_at.is_none_or(|last| now.saturating_duration_since(last) >= RECONNECT_INTERVAL);
+        if is_due {
+            *last_retired_at = Some(now);
         }
-        may
+        is_due
     }
 
-    fn begin(&self, now: Instant) -> Result<(), NoConnection> {
-        match &mut *lock(&self.failure) {
-            Some((error, last)) if now.saturating_duration_since(*last) < GAP => Err(error.clone()),
+    fn try_begin(&self, now: Instant) -> Result<(), ConnectError> {
+        match &mut *lock(&self.last_failure) {
+            Some((error, last)) if now.saturating_duration_since(*last) < RECONNECT_INTERVAL => Err(error.clone()),
             Some((_, last)) => {
                 *last = now;
                 Ok(())
@@ -63,20 +63,20 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 mod tests {
     use super::*;
 
-    fn refused() -> NoConnection {
-        NoConnection::new("nothing listens there")
+    fn connect_error() -> ConnectError {
+        ConnectError::new("nothing listens there")
     }
 
     #[tokio::test]
-    async fn after_a_failure_there_are_two_attempts_a_second() {
-        let pace = Pace::default();
+    async fn two_reconnects_per_second_after_a_failure() {
+        let pace = ReconnectThrottle::default();
         let now = monotonic();
-        assert!(pace.begin(now).is_ok() && pace.begin(now).is_ok(), "none has failed yet");
-        assert!(pace.connect(async { Err::<(), _>(refused()) }).await.is_err());
+        assert!(pace.try_begin(now).is_ok() && pace.try_begin(now).is_ok(), "none has failed yet");
+        assert!(pace.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
         let failed = monotonic();
         let mut made = Vec::new();
         for ms in 0..5000 {
-            match pace.begin(failed + Duration::from_millis(ms)) {
+            match pace.try_begin(failed + Duration::from_millis(ms)) {
                 Ok(()) => made.push(ms),
                 Err(error) => assert_eq!(error.to_string(), "nothing listens there", "the reason is told"),
             }
@@ -86,16 +86,16 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn one_that_succeeds_frees_the_way() {
-        let pace = Pace::default();
-        *lock(&pace.failure) = Some((refused(), monotonic().checked_sub(GAP).unwrap()));
-        assert!(pace.connect(async { Ok(()) }).await.is_ok());
-        assert!(pace.begin(monotonic()).is_ok() && pace.begin(monotonic()).is_ok());
+    async fn success_ends_the_throttling() {
+        let pace = ReconnectThrottle::default();
+        *lock(&pace.last_failure) = Some((connect_error(), monotonic().checked_sub(RECONNECT_INTERVAL).unwrap()));
+        assert!(pace.throttle(async { Ok(()) }).await.is_ok());
+        assert!(pace.try_begin(monotonic()).is_ok() && pace.try_begin(monotonic()).is_ok());
     }
 
     #[test]
-    fn connections_are_retired_as_seldom() {
-        let (pace, now) = (Pace::default(), monotonic());
+    fn two_retired_connections_per_second() {
+        let (pace, now) = (ReconnectThrottle::default(), monotonic());
         let retired: Vec<_> = (0..1000).filter(|ms| pace.may_retire(now + Duration::from_millis(*ms))).collect();
         assert_eq!(retired, [0, 500]);
     }

@@ -7,24 +7,24 @@ use redis::{Cmd, Value, from_redis_value};
 
 use crate::limit::store::StoreError;
 
-const WRITE: &str = include_str!("../../../lua/overrides.lua");
+const OVERRIDES_SCRIPT: &str = include_str!("../../../lua/overrides.lua");
 
 /// Arguments of the script for each record.
-type Arguments<'a> = (&'a str, u64, u64, u64, &'a str);
+type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
 
 /// One field of the hash.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Record {
+pub struct OverrideEntry {
     /// Limit, identity and what the record is about.
-    pub field: String,
+    pub key: String,
     /// The override as JSON. Empty for a reset and for a removed override.
-    pub text: String,
+    pub value: String,
     /// Revision: the time of the write, and greater than the revision that it replaced. 0 if the value has none.
     pub revision: u64,
     /// Instant until which it is in force, µs since the Unix epoch by Redis' clock. A removed override has 0.
-    pub expiry_us: u64,
+    pub expires_at_us: u64,
     /// Instant until which the record is kept, so that no gateway restores a record that it replaced.
-    pub kept_us: u64,
+    pub keep_until_us: u64,
 }
 
 /// Records and the time of Redis at which they were read.
@@ -33,71 +33,71 @@ pub struct Snapshot {
     /// Time of Redis, µs since the Unix epoch.
     pub now_us: u64,
     /// Records that are still kept.
-    pub records: Vec<Record>,
+    pub entries: Vec<OverrideEntry>,
 }
 
 /// What a gateway knows of a field that it writes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Known {
+pub struct KnownRevision {
     /// Revision of the record; 0 if it knows none.
     pub revision: u64,
     /// See [`Record::kept_us`].
-    pub kept_us: u64,
+    pub keep_until_us: u64,
     /// Whether it is in force.
-    pub in_force: bool,
+    pub is_in_force: bool,
 }
 
 /// The key of the hash.
-pub fn key(prefix: &str) -> String {
+pub fn hash_key(prefix: &str) -> String {
     format!("{prefix}:overrides")
 }
 
 /// Set a field; [`written`] reads the reply.
-pub fn set(key: &str, field: &str, text: &str, lasts: Duration, known: Known, most: usize) -> Cmd {
-    command(key, "set", most, [(field, lasts.as_micros() as u64, known.kept_us, known.revision, text)])
+pub fn set_command(key: &str, field: &str, text: &str, ttl: Duration, known: KnownRevision, max_entries: usize) -> Cmd {
+    overrides_command(hash_key, "set", max_entries, [(field, ttl.as_micros() as u64, known.keep_until_us, known.revision, text)])
 }
 
 /// Remove a field; [`written`] reads the reply.
-pub fn remove(key: &str, field: &str, known: Known, most: usize) -> Cmd {
-    command(key, "remove", most, [(field, u64::from(known.in_force), known.kept_us, known.revision, "")])
+pub fn remove_command(key: &str, field: &str, known: KnownRevision, max_entries: usize) -> Cmd {
+    overrides_command(hash_key, "remove", max_entries, [(field, u64::from(known.is_in_force), known.keep_until_us, known.revision, "")])
 }
 
 /// Write records back that Redis lost; [`restored`] reads the reply. Redis keeps what it has if it is not older.
-pub fn restore(key: &str, records: &[Record], most: usize) -> Cmd {
+pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
     let arguments = records.iter().map(|record| {
-        let Record { field, text, revision, expiry_us, kept_us } = record;
+        let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } = record;
         (&**field, *expiry_us, *kept_us, *revision, &**text)
     });
-    command(key, "restore", most, arguments)
+    overrides_command(hash_key, "restore", max_entries, arguments)
 }
 
-fn command<'a>(key: &str, operation: &str, most: usize, records: impl IntoIterator<Item = Arguments<'a>>) -> Cmd {
+fn overrides_command<'a>(key: &str, operation: &str, max_entries: usize, records: impl IntoIterator<Item = EntryArguments<'a>>) -> Cmd {
     let mut command = redis::cmd("EVAL");
-    command.arg(WRITE).arg(1).arg(key).arg(operation).arg(most);
-    for (field, lasts, kept_us, revision, text) in records {
-        command.arg(field).arg(lasts).arg(kept_us).arg(revision).arg(text);
+    command.arg(OVERRIDES_SCRIPT).arg(1).arg(hash_key).arg(operation).arg(max_entries);
+    for (field, expiry_us, kept_us, revision, text) in records {
+        command.arg(field).arg(expiry_us).arg(kept_us).arg(revision).arg(text);
     }
     command
 }
 
 /// Result of a write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Written {
+pub enum WriteStatus {
     /// The record is written.
-    Done,
+    Written,
     /// There is nothing to remove, or nothing to restore.
-    Nothing,
+    Unchanged,
     /// The maximum number of records is reached.
     TooMany,
 }
 
-impl Written {
-    fn of(status: i64) -> Result<Self, StoreError> {
+impl WriteStatus {
+    fn from_status(status: i64) -> Result<Self, StoreError> {
         match status {
-            1 => Ok(Written::Done),
-            0 => Ok(Written::Nothing),
-            -1 => Ok(Written::TooMany),
-            _ => Err(StoreError::Malformed),
+            1 => Ok(WriteStatus::Written),
+            0 => Ok(WriteStatus::Unchanged),
+            -1 => Ok(WriteStatus::TooMany),
+            _ => Err(StoreError::MalformedReply),
         }
     }
 }
@@ -106,33 +106,33 @@ impl Written {
 ///
 /// # Errors
 /// The reply is malformed.
-pub fn written(reply: Value, field: &str, text: &str) -> Result<(Written, Option<Snapshot>), StoreError> {
+pub fn parse_write_reply(reply: Value, field: &str, value: &str) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
     let (status, now_us, expiry_us, revision, kept_us) =
-        from_redis_value::<(i64, u64, u64, u64, u64)>(reply).map_err(|_| StoreError::Malformed)?;
-    let written = Written::of(status)?;
-    let record = Record { field: field.to_owned(), text: text.to_owned(), revision, expiry_us, kept_us };
-    let snapshot = (written == Written::Done).then(|| Snapshot { now_us, records: vec![record] });
-    Ok((written, snapshot))
+        from_redis_value::<(i64, u64, u64, u64, u64)>(reply).map_err(|_| StoreError::MalformedReply)?;
+    let written = WriteStatus::from_status(status)?;
+    let record = OverrideEntry { key: field.to_owned(), value: value.to_owned(), revision, expires_at_us: expiry_us, keep_until_us: kept_us };
+    let snapshot = (parse_write_reply == WriteStatus::Written).then(|| Snapshot { now_us, entries: vec![record] });
+    Ok((parse_write_reply, snapshot))
 }
 
 /// Read the reply to [`restore`]: a result for each record.
 ///
 /// # Errors
 /// The reply is malformed.
-pub fn restored(reply: Value) -> Result<Vec<Written>, StoreError> {
-    let statuses: Vec<i64> = from_redis_value(reply).map_err(|_| StoreError::Malformed)?;
-    statuses.into_iter().map(Written::of).collect()
+pub fn parse_restore_reply(reply: Value) -> Result<Vec<WriteStatus>, StoreError> {
+    let statuses: Vec<i64> = from_redis_value(reply).map_err(|_| StoreError::MalformedReply)?;
+    statuses.into_iter().map(WriteStatus::from_status).collect()
 }
 
 /// Read the time, which [`read`] needs.
-pub fn time() -> Cmd {
+pub fn time_command() -> Cmd {
     redis::cmd("TIME")
 }
 
 /// Read all fields.
-pub fn all(key: &str) -> Cmd {
+pub fn read_command(key: &str) -> Cmd {
     let mut command = redis::cmd("HGETALL");
-    command.arg(key);
+    command.arg(hash_key);
     command
 }
 
@@ -140,29 +140,29 @@ pub fn all(key: &str) -> Cmd {
 ///
 /// # Errors
 /// The replies are malformed.
-pub fn read(time: Value, all: Value) -> Result<Snapshot, StoreError> {
-    let (seconds, us): (u64, u64) = from_redis_value(time).map_err(|_| StoreError::Malformed)?;
-    let now_us = seconds * 1_000_000 + us;
-    let fields: Vec<(Vec<u8>, Vec<u8>)> = from_redis_value(all).map_err(|_| StoreError::Malformed)?;
+pub fn parse_snapshot(time: Value, hash_reply: Value) -> Result<Snapshot, StoreError> {
+    let (seconds, micros): (u64, u64) = from_redis_value(time_command).map_err(|_| StoreError::MalformedReply)?;
+    let now_us = seconds * 1_000_000 + micros;
+    let fields: Vec<(Vec<u8>, Vec<u8>)> = from_redis_value(hash_reply).map_err(|_| StoreError::MalformedReply)?;
     let record = |(field, value): (Vec<u8>, Vec<u8>)| {
-        let record = Record::parse(String::from_utf8(field).ok()?, std::str::from_utf8(&value).ok()?)?;
-        (now_us < record.kept_us).then_some(record)
+        let record = OverrideEntry::parse(String::from_utf8(field).ok()?, std::str::from_utf8(&value).ok()?)?;
+        (now_us < record.keep_until_us).then_some(record)
     };
-    Ok(Snapshot { now_us, records: fields.into_iter().filter_map(record).collect() })
+    Ok(Snapshot { now_us, entries: fields.into_iter().filter_map(record).collect() })
 }
 
-impl Record {
+impl OverrideEntry {
     /// Parse `EXPIRY REVISION KEPT TEXT`, or `EXPIRY TEXT`, which has no revision.
     fn parse(field: String, value: &str) -> Option<Self> {
         let (expiry, rest) = value.split_once(' ')?;
         let expiry_us = expiry.parse().ok()?;
         let numbers = || {
             let (revision, rest) = rest.split_once(' ')?;
-            let (kept, text) = rest.split_once(' ')?;
-            Some((revision.parse().ok()?, kept.parse().ok()?, text))
+            let (keep_until, text) = rest.split_once(' ')?;
+            Some((revision.parse().ok()?, keep_until.parse().ok()?, text))
         };
         let (revision, kept_us, text) = numbers().unwrap_or((0, expiry_us, rest));
-        Some(Record { field, text: text.to_owned(), revision, expiry_us, kept_us })
+        Some(OverrideEntry { key: field, value: text.to_owned(), revision, expires_at_us: expiry_us, keep_until_us: kept_us })
     }
 }
 
@@ -171,8 +171,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn values_with_and_without_a_revision_are_read() {
-        let parse = |value| Record::parse("f".to_owned(), value).map(|r| (r.expiry_us, r.revision, r.kept_us, r.text));
+    fn entries_parse_with_and_without_a_revision() {
+        let parse = |value| OverrideEntry::parse("f".to_owned(), value).map(|r| (r.expires_at_us, r.revision, r.keep_until_us, r.value));
         assert_eq!(parse("9 5 12 {\"quota\":\"1/s\"}"), Some((9, 5, 12, "{\"quota\":\"1/s\"}".to_owned())));
         assert_eq!(parse("9 {\"quota\":\"1/s\", \"note\": \"3 4 x\"}").unwrap().1, 0);
         assert_eq!(parse("9 {}"), Some((9, 0, 9, "{}".to_owned())));

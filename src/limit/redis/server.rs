@@ -10,13 +10,13 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisResult};
 use tokio::time::Duration;
 
-use super::advice::{of_connecting, of_silence};
+use super::advice::{diagnose_connect, diagnose_timeout};
 use super::dial::Dial;
-use super::hello::{self, Mode};
+use super::hello::{self, ServerMode};
 use crate::limit::clock::monotonic;
 
 /// How often the Sentinels are asked whether another server is the master by now.
-const ASK_AGAIN: Duration = Duration::from_secs(1);
+const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);
 
 /// A host and a port.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -49,12 +49,12 @@ impl fmt::Display for Address {
 /// Why there is no connection, in a sentence that says what to do.
 #[derive(Debug, Clone, thiserror::Error)]
 #[error("{0}")]
-pub struct NoConnection(Arc<str>);
+pub struct ConnectError(Arc<str>);
 
-impl NoConnection {
+impl ConnectError {
     /// For this reason.
     pub fn new(reason: &str) -> Self {
-        NoConnection(reason.into())
+        ConnectError(reason.into())
     }
 }
 
@@ -68,12 +68,12 @@ pub struct Login {
 
 impl Login {
     /// As this client does.
-    pub fn of(client: &Client) -> Self {
+    pub fn from_client(client: &Client) -> Self {
         Login { info: client.get_connection_info().clone(), dial: None }
     }
 
     /// The same over streams that `dial` opens.
-    pub fn over(self, dial: Arc<dyn Dial>) -> Self {
+    pub fn with_dial(self, dial: Arc<dyn Dial>) -> Self {
         Login { dial: Some(dial), ..self }
     }
 
@@ -81,7 +81,7 @@ impl Login {
     ///
     /// # Errors
     /// The certificates cannot be used.
-    pub fn at(&self, address: &Address) -> RedisResult<Client> {
+    pub fn client_for(&self, address: &Address) -> RedisResult<Client> {
         let (host, port) = (address.host.to_string(), address.port);
         let address = match self.info.addr().clone() {
             ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
@@ -96,22 +96,22 @@ impl Login {
     ///
     /// # Errors
     /// The certificates cannot be used.
-    pub fn node(&self, address: &Address) -> Result<Server, NoConnection> {
-        let client = self.at(address).map_err(|error| NoConnection::new(&error.to_string()))?;
+    pub fn node_endpoint(&self, address: &Address) -> Result<RedisEndpoint, ConnectError> {
+        let client = self.client_for(address).map_err(|error| ConnectError::new(&error.to_string()))?;
         Ok(match &self.dial {
-            None => Server::Node(client),
-            Some(dial) => Server::Dialed { client, mode: Mode::Cluster, dial: dial.clone() },
+            None => RedisEndpoint::Node(client),
+            Some(dial) => RedisEndpoint::Dialed { client, mode: ServerMode::Cluster, dial: dial.clone() },
         })
     }
 }
 
 /// Where connections go.
 #[derive(Debug, Clone)]
-pub enum Server {
+pub enum RedisEndpoint {
     /// To a server of its own.
-    Fixed(Client),
+    Single(Client),
     /// To the master that Sentinels name when the connection is made.
-    Master(Arc<Sentinels>),
+    Sentinel(Arc<Sentinels>),
     /// To a node of a cluster.
     Node(Client),
     /// To any of these, over streams that the redis crate does not open.
@@ -119,27 +119,27 @@ pub enum Server {
         /// The address and the login.
         client: Client,
         /// What it has to be.
-        mode: Mode,
+        mode: ServerMode,
         /// Opens the streams.
         dial: Arc<dyn Dial>,
     },
 }
 
-impl Server {
+impl RedisEndpoint {
     /// What it has to be.
-    pub fn mode(&self) -> Mode {
+    pub fn mode(&self) -> ServerMode {
         match self {
-            Server::Fixed(_) | Server::Master(_) => Mode::Standalone,
-            Server::Node(_) => Mode::Cluster,
-            Server::Dialed { mode, .. } => *mode,
+            RedisEndpoint::Single(_) | RedisEndpoint::Sentinel(_) => ServerMode::Standalone,
+            RedisEndpoint::Node(_) => ServerMode::Cluster,
+            RedisEndpoint::Dialed { mode, .. } => *mode,
         }
     }
 
     /// Opens its streams, if the redis crate does not.
     pub(super) fn dial(&self) -> Option<&Arc<dyn Dial>> {
         match self {
-            Server::Dialed { dial, .. } => Some(dial),
-            Server::Fixed(_) | Server::Master(_) | Server::Node(_) => None,
+            RedisEndpoint::Dialed { dial, .. } => Some(dial),
+            RedisEndpoint::Single(_) | RedisEndpoint::Sentinel(_) | RedisEndpoint::Node(_) => None,
         }
     }
 
@@ -147,29 +147,29 @@ impl Server {
     ///
     /// # Errors
     /// No Sentinel can be asked, or none knows the master.
-    pub async fn client(&self, within: Duration) -> Result<Client, NoConnection> {
+    pub async fn client(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
         match self {
-            Server::Fixed(client) | Server::Node(client) | Server::Dialed { client, .. } => Ok(client.clone()),
-            Server::Master(sentinels) => sentinels.master(within).await,
+            RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => Ok(client.clone()),
+            RedisEndpoint::Sentinel(sentinels) => sentinels.query_master(connect_timeout).await,
         }
     }
 
     /// The master that the Sentinels name now, asked once a second for all workers; none for other servers.
-    pub async fn named(&self, within: Duration) -> Option<Client> {
+    pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
         match self {
-            Server::Fixed(_) | Server::Node(_) | Server::Dialed { .. } => None,
-            Server::Master(sentinels) => sentinels.login.at(&sentinels.named(within).await?).ok(),
+            RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,
+            RedisEndpoint::Sentinel(sentinels) => sentinels.login.client_for(&sentinels.current_master(connect_timeout).await?).ok(),
         }
     }
 
     /// Why there is no connection when nobody said so in time.
-    pub fn silence(&self) -> NoConnection {
-        NoConnection::new(&match self {
-            Server::Fixed(client) | Server::Node(client) | Server::Dialed { client, .. } => {
-                of_silence(client.get_connection_info().addr())
+    pub fn timeout_error(&self) -> ConnectError {
+        ConnectError::new(&match self {
+            RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
+                diagnose_timeout(client.get_connection_info().addr())
             }
-            Server::Master(sentinels) => {
-                format!("neither a Sentinel nor the master `{}` answers in time; are they stopped?", sentinels.name)
+            RedisEndpoint::Sentinel(sentinels) => {
+                format!("neither a Sentinel nor the master `{}` answers in time; are they stopped?", sentinels.master_name)
             }
         })
     }
@@ -181,94 +181,94 @@ pub struct Sentinels {
     /// All that are known.
     pub sentinels: Vec<Client>,
     /// What they call the master.
-    pub name: String,
+    pub master_name: String,
     /// How to log on at the master.
     pub login: Login,
-    latest: Mutex<Latest>,
+    last_master: Mutex<LastMaster>,
 }
 
 /// The master that the Sentinels named last, and when they were asked.
 #[derive(Debug, Default)]
-struct Latest {
-    asked: Option<Instant>,
-    master: Option<Address>,
+struct LastMaster {
+    queried_at: Option<Instant>,
+    address: Option<Address>,
 }
 
 impl Sentinels {
     /// `sentinels` watch a master that they call `name`.
-    pub fn new(sentinels: Vec<Client>, name: String, login: Login) -> Self {
-        Sentinels { sentinels, name, login, latest: Mutex::default() }
+    pub fn new(sentinels: Vec<Client>, master_name: String, login: Login) -> Self {
+        Sentinels { sentinels, master_name: name: master_name, login, last_master: Mutex::default() }
     }
 
     /// The master of the latest failover. After a graceful failover the earlier master stays writable for about ten seconds, then its
     /// Sentinels close all connections to it: connections have to move before.
-    async fn named(&self, within: Duration) -> Option<Address> {
+    async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
         if self.is_due(monotonic()) {
-            let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.ask_epoch(sentinel, within)));
+            let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));
             let latest = join_all(replies).await.into_iter().flatten().max_by_key(|(epoch, _)| *epoch);
             if let Some((_, master)) = latest {
-                self.latest().master = Some(master);
+                self.lock_last_master().address = Some(master);
             }
         }
-        self.latest().master.clone()
+        self.lock_last_master().address.clone()
     }
 
     fn is_due(&self, now: Instant) -> bool {
-        let mut latest = self.latest();
-        let due = latest.asked.is_none_or(|asked| now.saturating_duration_since(asked) >= ASK_AGAIN);
+        let mut last_master = self.lock_last_master();
+        let due = last_master.queried_at.is_none_or(|queried_at| now.saturating_duration_since(queried_at) >= SENTINEL_QUERY_INTERVAL);
         if due {
-            latest.asked = Some(now);
+            last_master.queried_at = Some(now);
         }
         due
     }
 
-    fn latest(&self) -> MutexGuard<'_, Latest> {
-        self.latest.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock_last_master(&self) -> MutexGuard<'_, LastMaster> {
+        self.last_master.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// The master, and the epoch of the failover that made it one.
-    async fn ask_epoch(&self, sentinel: &Client, within: Duration) -> Option<(u64, Address)> {
-        let mut connection = self.connect(sentinel, within).await.ok()?;
-        let mut question = redis::cmd("SENTINEL");
+    async fn query_epoch(&self, sentinel: &Client, connect_timeout: Duration) -> Option<(u64, Address)> {
+        let mut connection = self.connect(sentinel, connect_timeout).await.ok()?;
+        let mut command = redis::cmd("SENTINEL");
         let state: HashMap<String, String> =
-            question.arg("MASTER").arg(&self.name).query_async(&mut connection).await.ok()?;
+            command.arg("MASTER").arg(&self.master_name).query_async(&mut connection).await.ok()?;
         let master = Address { host: state.get("ip")?.as_str().into(), port: state.get("port")?.parse().ok()? };
         Some((state.get("config-epoch")?.parse().ok()?, master))
     }
 
     /// Asks all of them at the same time; the first that knows the master is believed. One that is behind names a server
     /// that is a replica by now, which whoever connects finds out.
-    async fn master(&self, within: Duration) -> Result<Client, NoConnection> {
-        let answers = self.sentinels.iter().map(|sentinel| {
+    async fn query_master(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
+        let queries = self.sentinels.iter().map(|sentinel| {
             Box::pin(async move {
-                let answer = self.ask(sentinel, within).await;
+                let result = self.query_one(sentinel, connect_timeout).await;
                 let address = sentinel.get_connection_info().addr();
-                answer.map_err(|error| NoConnection::new(&of_connecting(&error, address)))
+                result.map_err(|error| ConnectError::new(&diagnose_connect(&error, address)))
             })
         });
-        match select_ok(answers).await {
-            Ok((Some(master), _)) => self.login.at(&master).map_err(|error| NoConnection::new(&error.to_string())),
-            Ok((None, _)) => Err(NoConnection::new(&format!(
+        match select_ok(queries).await {
+            Ok((Some(master), _)) => self.login.client_for(&master).map_err(|error| ConnectError::new(&error.to_string())),
+            Ok((None, _)) => Err(ConnectError::new(&format!(
                 "the Sentinels know no master `{}`; the name after the `/` of store.url is that of `sentinel monitor`",
-                self.name
+                self.master_name
             ))),
             Err(error) => Err(error),
         }
     }
 
-    async fn connect(&self, sentinel: &Client, within: Duration) -> RedisResult<MultiplexedConnection> {
+    async fn connect(&self, sentinel: &Client, connect_timeout: Duration) -> RedisResult<MultiplexedConnection> {
         let config =
-            AsyncConnectionConfig::new().set_connection_timeout(Some(within)).set_response_timeout(Some(within));
+            AsyncConnectionConfig::new().set_connection_timeout(Some(connect_timeout)).set_response_timeout(Some(connect_timeout));
         let mut connection = sentinel.get_multiplexed_async_connection_with_config(&config).await?;
-        hello::expect(&mut connection, Mode::Sentinel, sentinel.get_connection_info().addr()).await?;
+        hello::verify_server(&mut connection, ServerMode::Sentinel, sentinel.get_connection_info().addr()).await?;
         Ok(connection)
     }
 
-    async fn ask(&self, sentinel: &Client, within: Duration) -> RedisResult<Option<Address>> {
-        let mut connection = self.connect(sentinel, within).await?;
-        let mut question = redis::cmd("SENTINEL");
-        question.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.name);
-        let master: Option<(String, u16)> = question.query_async(&mut connection).await?;
+    async fn query_one(&self, sentinel: &Client, connect_timeout: Duration) -> RedisResult<Option<Address>> {
+        let mut connection = self.connect(sentinel, connect_timeout).await?;
+        let mut command = redis::cmd("SENTINEL");
+        command.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.master_name);
+        let master: Option<(String, u16)> = command.query_async(&mut connection).await?;
         Ok(master.map(|(host, port)| Address { host: host.into(), port }))
     }
 }

@@ -4,57 +4,57 @@
 use tokio::time::Duration;
 
 /// A call without keys weighs as much as so many keys: what it costs Redis to run the smallest script.
-const CALL: usize = 8;
+const CALL_WEIGHT: usize = 8;
 
 /// The smallest window, and the first one, holds one full batch.
-const SMALLEST: usize = 128 + CALL;
+const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
 
 /// The largest holds sixteen: with a round trip of 40 ms they carry 50,000 checks a second.
-const LARGEST: usize = 16 * SMALLEST;
+const MAX_WINDOW: usize = 16 * MIN_WINDOW;
 
 /// Replies after which the shortest round trip is forgotten: a server may have moved.
-const FORGOTTEN: u32 = 10_000;
+const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
 
 /// The window.
 #[derive(Debug)]
-pub(super) struct Window {
+pub(super) struct InFlightWindow {
     size: usize,
     /// Whether no reply was slow yet: until then the window grows by all that is answered (slow start).
-    starting: bool,
+    slow_start: bool,
     /// The shortest of the last round trips.
-    shortest: Duration,
+    min_round_trip: Duration,
     replies: u32,
 }
 
-impl Default for Window {
+impl Default for InFlightWindow {
     fn default() -> Self {
-        Window { size: SMALLEST, starting: true, shortest: Duration::MAX, replies: 0 }
+        InFlightWindow { size: MIN_WINDOW, slow_start: true, min_round_trip: Duration::MAX, replies: 0 }
     }
 }
 
-impl Window {
+impl InFlightWindow {
     /// What a call with so many keys weighs.
     pub(super) fn weight(keys: usize) -> usize {
-        keys + CALL
+        keys + CALL_WEIGHT
     }
 
     /// Whether a call with so many keys fits beside what is in flight.
     pub(super) fn has_room(&self, in_flight: usize, keys: usize) -> bool {
-        in_flight + Window::weight(keys) <= self.size
+        in_flight + InFlightWindow::weight(keys) <= self.size
     }
 
     /// Learns from a reply to a call of this weight after this time: a delay of more than a quarter of what the timeout leaves over
     /// the shortest round trip halves the window. A smaller one lets it grow, where it was the window that `limited` what is in flight.
-    pub(super) fn answered(&mut self, weight: usize, after: Duration, timeout: Duration, limited: bool) {
+    pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
         self.replies += 1;
-        if self.replies == FORGOTTEN {
-            (self.replies, self.shortest) = (0, Duration::MAX);
+        if self.replies == ROUND_TRIP_RESET_REPLIES {
+            (self.replies, self.min_round_trip) = (0, Duration::MAX);
         }
-        self.shortest = self.shortest.min(after);
-        if after - self.shortest > timeout.saturating_sub(self.shortest) / 4 {
-            (self.size, self.starting) = ((self.size / 2).max(SMALLEST), false);
-        } else if limited {
-            self.size = (self.size + if self.starting { weight } else { CALL }).min(LARGEST);
+        self.min_round_trip = self.min_round_trip.min(round_trip);
+        if round_trip - self.min_round_trip > timeout.saturating_sub(self.min_round_trip) / 4 {
+            (self.size, self.slow_start) = ((self.size / 2).max(MIN_WINDOW), false);
+        } else if is_limited {
+            self.size = (self.size + if self.slow_start { weight } else { CALL_WEIGHT }).min(MAX_WINDOW);
         }
     }
 }
@@ -65,44 +65,44 @@ mod tests {
 
     const TIMEOUT: Duration = Duration::from_millis(50);
 
-    fn answered(window: &mut Window, ms: &[u64]) -> usize {
-        ms.iter().for_each(|ms| window.answered(SMALLEST, Duration::from_millis(*ms), TIMEOUT, true));
+    fn size_after(window: &mut InFlightWindow, round_trips_ms: &[u64]) -> usize {
+        round_trips_ms.iter().for_each(|ms| window.record_reply(MIN_WINDOW, Duration::from_millis(*ms), TIMEOUT, true));
         window.size
     }
 
     #[test]
-    fn grows_while_replies_are_prompt_and_halves_when_they_slow_down() {
-        let mut window = Window::default();
+    fn window_grows_on_prompt_replies_and_halves_on_slow_ones() {
+        let mut window = InFlightWindow::default();
         assert!(window.has_room(0, 128) && !window.has_room(1, 128), "a full batch always fits");
-        assert_eq!(answered(&mut window, &[1; 3]), 4 * SMALLEST, "slow start");
-        assert_eq!(answered(&mut window, &[13]), 5 * SMALLEST, "12 ms more than the shortest of 1 ms");
-        assert_eq!(answered(&mut window, &[14]), 5 * SMALLEST / 2);
-        assert_eq!(answered(&mut window, &[1; 2]), 5 * SMALLEST / 2 + 2 * CALL, "additive from then on");
-        assert_eq!(answered(&mut window, &[1; 1000]), LARGEST);
-        assert_eq!(answered(&mut window, &[20; 10]), SMALLEST);
+        assert_eq!(size_after(&mut window, &[1; 3]), 4 * MIN_WINDOW, "slow start");
+        assert_eq!(size_after(&mut window, &[13]), 5 * MIN_WINDOW, "12 ms more than the shortest of 1 ms");
+        assert_eq!(size_after(&mut window, &[14]), 5 * MIN_WINDOW / 2);
+        assert_eq!(size_after(&mut window, &[1; 2]), 5 * MIN_WINDOW / 2 + 2 * CALL_WEIGHT, "additive from then on");
+        assert_eq!(size_after(&mut window, &[1; 1000]), MAX_WINDOW);
+        assert_eq!(size_after(&mut window, &[20; 10]), MIN_WINDOW);
     }
 
     #[test]
-    fn does_not_grow_while_there_is_room_in_it() {
-        let mut window = Window::default();
+    fn window_does_not_grow_while_it_has_room() {
+        let mut window = InFlightWindow::default();
         for _ in 0..1000 {
-            window.answered(CALL, Duration::from_millis(1), TIMEOUT, false);
+            window.record_reply(CALL_WEIGHT, Duration::from_millis(1), TIMEOUT, false);
         }
-        assert_eq!(window.size, SMALLEST);
+        assert_eq!(window.size, MIN_WINDOW);
     }
 
     #[test]
-    fn a_distant_server_is_not_a_slow_one() {
-        let mut window = Window::default();
-        assert_eq!(answered(&mut window, &[40; 1000]), LARGEST);
-        assert_eq!(answered(&mut window, &[43]), LARGEST / 2, "of 10 ms that are left");
+    fn distant_server_is_not_slow() {
+        let mut window = InFlightWindow::default();
+        assert_eq!(size_after(&mut window, &[40; 1000]), MAX_WINDOW);
+        assert_eq!(size_after(&mut window, &[43]), MAX_WINDOW / 2, "of 10 ms that are left");
     }
 
     #[test]
-    fn a_server_that_moved_away_is_distant_in_the_end() {
-        let mut window = Window::default();
-        answered(&mut window, &[1; 10]);
-        let replies = vec![30; 2 * FORGOTTEN as usize];
-        assert_eq!(answered(&mut window, &replies), LARGEST);
+    fn min_round_trip_is_forgotten() {
+        let mut window = InFlightWindow::default();
+        size_after(&mut window, &[1; 10]);
+        let replies = vec![30; 2 * ROUND_TRIP_RESET_REPLIES as usize];
+        assert_eq!(size_after(&mut window, &replies), MAX_WINDOW);
     }
 }

@@ -2,49 +2,49 @@
 
 use redis::{ServerError, Value};
 
-use super::script::Frame;
+use super::script::ScriptVariant;
 use crate::limit::algorithm::token_bucket::TokenBucket;
-use crate::limit::algorithm::{Kind, Outcome, Rule, Status};
-use crate::limit::store::{Charge, Mode, Operation, Verdict};
+use crate::limit::algorithm::{AlgorithmKind, Outcome, Rule, Status};
+use crate::limit::store::{Charge, ChargeMode, Operation, Verdict};
 
 /// Bytes of a number: a double, which holds all integers up to 2^53.
-const NUMBER: usize = 8;
+const NUMBER_BYTES: usize = 8;
 
 /// Numbers that a reply has for each limit.
-const OUTCOME: usize = 5;
+const NUMBERS_PER_LIMIT: usize = 5;
 
 /// What is asked of one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Terms {
-    kind: Kind,
-    mode: Mode,
+pub struct LimitArgs {
+    kind: AlgorithmKind,
+    mode: ChargeMode,
     cost: u64,
-    numbers: [u64; 3],
-    last: [u8; NUMBER],
+    parameters: [u64; 3],
+    last_parameter: [u8; NUMBER_BYTES],
 }
 
-impl Terms {
+impl LimitArgs {
     /// Of this charge; calendar windows are reckoned for about `near_us`.
-    pub fn of(charge: &Charge<'_>, near_us: u64) -> Self {
-        let (kind, [a, b, c, d]) = (charge.rule.kind(), charge.rule.arguments(near_us));
-        let last = match kind {
-            Kind::Concurrency => charge.lease.to_le_bytes(),
-            Kind::TokenBucket => number(charge.debt_before_us),
-            _ => number(d),
+    pub fn from_charge(charge: &Charge<'_>, assumed_now_us: u64) -> Self {
+        let (kind, [a, b, c, d]) = (charge.rule.kind(), charge.rule.script_arguments(assumed_now_us));
+        let last_parameter = match kind {
+            AlgorithmKind::Concurrency => charge.permit_id.to_le_bytes(),
+            AlgorithmKind::TokenBucket => encode_number(charge.debt_before_us),
+            _ => encode_number(d),
         };
-        Terms { kind, mode: charge.mode, cost: charge.cost, numbers: [a, b, c], last }
+        LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter: last: last_parameter }
     }
 
     /// For the refund of this cost, where the charge had this outcome.
-    pub fn refunding(self, cost: u64, outcome: &Outcome) -> Self {
-        let [burst, refill, parts] = self.numbers;
-        let last = match self.kind {
-            Kind::TokenBucket => {
-                number(Rule::TokenBucket(TokenBucket { burst, refill, parts }).debt_before_us(outcome, 0, cost))
+    pub fn for_refund(self, cost: u64, outcome: &Outcome) -> Self {
+        let [burst, refill, parts] = self.parameters;
+        let last_parameter = match self.kind {
+            AlgorithmKind::TokenBucket => {
+                encode_number(Rule::TokenBucket(TokenBucket { burst, refill, parts }).debt_before_us(outcome, 0, cost))
             }
-            _ => self.last,
+            _ => self.last_parameter,
         };
-        Terms { cost, last, ..self }
+        LimitArgs { cost, last_parameter: last: last_parameter, ..self }
     }
 
     /// What is charged.
@@ -54,59 +54,59 @@ impl Terms {
 
     /// Whether the cost is charged after the response.
     pub fn is_post_paid(&self) -> bool {
-        self.mode.is_post_paid()
+        self.mode.is_deferred()
     }
 }
 
 /// The frame that decides such requests at the least cost.
-pub fn frame(operation: Operation, terms: &[Terms]) -> Frame {
-    let plain = terms.iter().all(|terms| terms.mode == Mode::Binding && Frame::counts(terms.kind));
-    match (operation, terms) {
-        (Operation::Check, _) if plain => Frame::of_checks(terms.len()),
-        (Operation::Take, [Terms { cost: 1.., .. }]) if plain => Frame::One,
-        _ => Frame::Any,
+pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVariant {
+    let is_plain = limits.iter().all(|terms| terms.mode == ChargeMode::Enforced && ScriptVariant::supports(terms.kind));
+    match (operation, limits) {
+        (Operation::Check, _) if is_plain => ScriptVariant::for_checks(limits.len()),
+        (Operation::TakeUpTo, [LimitArgs { cost: 1.., .. }]) if is_plain => ScriptVariant::Single,
+        _ => ScriptVariant::Generic,
     }
 }
 
 /// The argument of a call, with room for so many groups and limits; `now_us` 0 = the server's time.
-pub fn argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
-    let mut argument = Vec::with_capacity(NUMBER + 25 * groups + 42 * limits);
-    argument.extend(number(now_us));
-    argument
+pub fn start_argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
+    let mut argument = Vec::with_capacity(NUMBER_BYTES + 25 * groups + 42 * limits);
+    start_argument.extend(encode_number(now_us));
+    start_argument
 }
 
 /// Adds so many requests that differ in their keys only.
-pub fn add(argument: &mut Vec<u8>, requests: usize, operation: Operation, terms: &[Terms]) {
-    let (letter, charged_at) = operation.arguments();
-    argument.extend(number(requests as u64));
-    argument.extend(letter.bytes());
-    argument.extend(number(charged_at));
-    argument.extend(number(terms.len() as u64));
-    for Terms { kind, mode, cost, numbers, last } in terms {
-        argument.extend(kind.letter().bytes().chain(mode.flag().bytes()));
-        argument.extend(number(*cost));
+pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operation, limits: &[LimitArgs]) {
+    let (letter, charged_at) = operation.script_arguments();
+    start_argument.extend(encode_number(requests as u64));
+    start_argument.extend(letter.bytes());
+    start_argument.extend(encode_number(charged_at));
+    start_argument.extend(encode_number(limits.len() as u64));
+    for LimitArgs { kind, mode, cost, parameterlast: parametersumbers, last_parameter: last } in limits {
+        start_argument.extend(kind.letter().bytes().chain(mode.flag().bytes()));
+        start_argument.extend(encode_number(*cost));
         for term in numbers {
-            argument.extend(number(*term));
+            start_argument.extend(encode_number(*term));
         }
-        argument.extend(last);
+        start_argument.extend(parameters);
     }
 }
 
-fn number(number: u64) -> [u8; NUMBER] {
+fn encode_number(number: u64) -> [u8; NUMBER_BYTES] {
     (number as f64).to_le_bytes()
 }
 
 /// The reply to a call, request by request.
 #[derive(Debug)]
-pub struct Reply {
+pub struct ScriptReply {
     bytes: Vec<u8>,
     /// Of the requests that failed: how many limits come before, and why.
     failures: Vec<(usize, ServerError)>,
     /// Limits read so far.
-    read: usize,
+    limits_read: usize,
 }
 
-impl Reply {
+impl ScriptReply {
     /// Reads a reply for so many limits, if it is one.
     pub fn new(reply: Value, limits: usize) -> Option<Self> {
         let mut parts = match reply {
@@ -115,36 +115,36 @@ impl Reply {
         };
         let Some(Value::BulkString(bytes)) = parts.next() else { return None };
         let mut failures = Vec::new();
-        while let Some(before) = parts.next() {
-            let (Value::Int(before), Some(Value::ServerError(error))) = (before, parts.next()) else { return None };
+        while let Some(first_limit) = parts.next() {
+            let (Value::Int(before), Some(Value::ServerError(error))) = (first_limit, parts.next()) else { return None };
             failures.push((usize::try_from(before).ok()?, error));
         }
-        (bytes.len() == NUMBER * (1 + OUTCOME * limits)).then_some(Reply { bytes, failures, read: 0 })
+        (bytes.len() == NUMBER_BYTES * (1 + NUMBERS_PER_LIMIT * limits)).then_some(ScriptReply { bytes, failures, limits_read: 0 })
     }
 
     /// What it says to the next request, which has so many limits; none if that is no verdict.
-    pub fn next(&mut self, limits: usize) -> Option<Result<Verdict, ServerError>> {
-        let first = self.read;
-        self.read += limits;
+    pub fn next_verdict(&mut self, limits: usize) -> Option<Result<Verdict, ServerError>> {
+        let first = self.limits_read;
+        self.limits_read += limits;
         if let Some(failed) = self.failures.iter().position(|(before, _)| *before == first) {
             return Some(Err(self.failures.swap_remove(failed).1));
         }
-        let granted = natural(self.number(1 + OUTCOME * first))?;
-        let outcomes = (first..self.read).map(|limit| self.outcome(limit)).collect::<Option<_>>()?;
-        Some(Ok(Verdict::new(granted, natural(self.number(0))?, outcomes)))
+        let granted = decode_integer(self.number(1 + NUMBERS_PER_LIMIT * first))?;
+        let outcomes = (first..self.limits_read).map(|limit| self.outcome(limit)).collect::<Option<_>>()?;
+        Some(Ok(Verdict::new(granted, decode_integer(self.number(0))?, outcomes)))
     }
 
     fn outcome(&self, limit: usize) -> Option<Outcome> {
-        let field = |field| self.number(1 + OUTCOME * limit + field);
-        let status = match natural(field(1))? {
+        let field = |field| self.number(1 + NUMBERS_PER_LIMIT * limit + field);
+        let status = match decode_integer(field(1))? {
             0 => Status::Ok,
-            1 => Status::Over,
-            2 => Status::Never,
-            3 => Status::Busy,
+            1 => Status::Exceeded,
+            2 => Status::CostTooLarge,
+            3 => Status::Saturated,
             _ => return None,
         };
         // -1 stands for "never".
-        let (remaining, reset_us, retry_us) = (natural(field(2))?, natural(field(3))?, natural(field(4).max(0.0))?);
+        let (remaining, reset_us, retry_us) = (decode_integer(field(2))?, decode_integer(field(3))?, decode_integer(field(4).max(0.0))?);
         Some(Outcome { status, remaining, reset_us, retry_us })
     }
 
@@ -154,7 +154,7 @@ impl Reply {
 }
 
 /// A number that the arithmetic of the scripts may come to: what is no integer would have been rounded somewhere.
-fn natural(number: f64) -> Option<u64> {
+fn decode_integer(number: f64) -> Option<u64> {
     let whole = number as u64;
     (whole as f64 == number && whole <= 1 << 53).then_some(whole)
 }

@@ -9,8 +9,8 @@ use redis::{
     Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, RedisError, TlsCertificates,
 };
 
-use crate::limit::redis::server::{Address, Login, Sentinels, Server};
-use crate::limit::redis::{Servers, advice};
+use crate::limit::redis::server::{Address, Login, Sentinels, RedisEndpoint};
+use crate::limit::redis::{RedisDeployment, advice};
 
 const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
                      \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
@@ -27,7 +27,7 @@ pub(super) struct UrlError {
 }
 
 /// The name for the log, and where connections go.
-pub(super) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), UrlError> {
+pub(super) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), UrlError> {
     let (scheme, rest) = url.split_once(':').unwrap_or(("", url));
     let hint = match scheme {
         "redis" | "rediss" | "redis+unix" => SINGLE_FORM,
@@ -41,14 +41,14 @@ pub(super) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result
         "cluster" => cluster(tls, rest, certificates),
         _ => build_client(url, certificates).map_err(|error| unusable_url(&error)).map(|client| {
             let address = client.get_connection_info().addr();
-            (format!("redis at {address}"), Servers::One(Server::Fixed(client)))
+            (format!("redis at {address}"), RedisDeployment::Single(RedisEndpoint::Single(client)))
         }),
     };
     found.map_err(|what| UrlError { message: what, hint })
 }
 
 fn unusable_url(error: &RedisError) -> String {
-    format!("this Redis cannot be used: {}", advice::of_url(error))
+    format!("this Redis cannot be used: {}", advice::diagnose_url(error))
 }
 
 fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
@@ -102,7 +102,7 @@ fn address(client: &Client) -> Option<Address> {
     }
 }
 
-fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
+fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), String> {
     let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
@@ -126,11 +126,11 @@ fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> R
         build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();
     let log_name = format!("redis master {name} by Sentinels at {}", hosts.join(", "));
-    let sentinels = Sentinels::new(sentinels, name, Login::of(&template));
-    Ok((log_name, Servers::One(Server::Master(Arc::new(sentinels)))))
+    let sentinels = Sentinels::new(sentinels, name, Login::from_client(&template));
+    Ok((log_name, RedisDeployment::Single(RedisEndpoint::Sentinel(Arc::new(sentinels)))))
 }
 
-fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, Servers), String> {
+fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), String> {
     let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if !matches!(path, "" | "0") || !query.is_empty() {
         return Err("the URL of a cluster ends behind its hosts".to_owned());
@@ -142,7 +142,7 @@ fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Res
     let clients: Vec<_> = clients.collect::<Result<_, String>>()?;
     let seeds: Vec<_> = clients.iter().filter_map(address).collect();
     let name = format!("redis cluster at {}", hosts.join(", "));
-    Ok((name, Servers::Cluster { seeds, login: Login::of(&clients[0]) }))
+    Ok((name, RedisDeployment::Cluster { seeds, login: Login::from_client(&clients[0]) }))
 }
 
 #[cfg(test)]
@@ -151,8 +151,8 @@ mod tests {
 
     fn seeds(url: &str) -> Vec<String> {
         match parse(url, None).unwrap() {
-            (_, Servers::Cluster { seeds, .. }) => seeds.iter().map(Address::to_string).collect(),
-            (_, Servers::One(_)) => panic!("{url} is no cluster"),
+            (_, RedisDeployment::Cluster { seeds, .. }) => seeds.iter().map(Address::to_string).collect(),
+            (_, RedisDeployment::Single(_)) => panic!("{url} is no cluster"),
         }
     }
 
@@ -168,13 +168,13 @@ mod tests {
     #[test]
     fn sentinels_know_the_master_and_have_users_of_their_own() {
         let url = "redis+sentinel://user:p%40ss@a,b:1/my%20master?db=3&sentinel_user=s&sentinel_password=p%26";
-        let (name, Servers::One(Server::Master(found))) = parse(url, None).unwrap() else { panic!() };
-        assert_eq!((&*name, &*found.name), ("redis master my master by Sentinels at a, b:1", "my master"));
+        let (name, RedisDeployment::Single(RedisEndpoint::Sentinel(found))) = parse(url, None).unwrap() else { panic!() };
+        assert_eq!((&*name, &*found.master_name), ("redis master my master by Sentinels at a, b:1", "my master"));
         let addresses: Vec<_> = found.sentinels.iter().map(|client| address(client).unwrap().to_string()).collect();
         assert_eq!(addresses, ["a:26379", "b:1"]);
         let own = found.sentinels[0].get_connection_info().redis_settings();
         assert_eq!((own.username(), own.password()), (Some("s"), Some("p&")));
-        let master = found.login.at(&Address::parse("m:2").unwrap()).unwrap();
+        let master = found.login.client_for(&Address::parse("m:2").unwrap()).unwrap();
         let settings = master.get_connection_info().redis_settings();
         assert_eq!((settings.username(), settings.password(), settings.db()), (Some("user"), Some("p@ss"), 3));
         assert_eq!(address(&master).unwrap().to_string(), "m:2");
