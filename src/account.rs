@@ -8,9 +8,9 @@ use http::{HeaderMap, Method, Response};
 
 use crate::http::body::{Body, OnComplete};
 use crate::limit::clock::unix_us;
-use crate::observe::access::{AccessLog, DecisionInfo, AccessRecord, UpstreamInfo};
+use crate::observe::access::{AccessLog, AccessRecord, DecisionInfo, UpstreamInfo};
 use crate::observe::spans::{self, TraceExporter};
-use crate::observe::trace::{TraceParent, TraceContext};
+use crate::observe::trace::{TraceContext, TraceParent};
 
 /// Where records go.
 #[derive(Debug, Clone, Default)]

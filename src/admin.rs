@@ -40,7 +40,7 @@ use crate::limit::operator::LimiterAdmin;
 use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
 use crate::observe::metrics::{self as text_form, ExpositionFormat};
-use crate::runtime::{CompiledConfig, AdminToken};
+use crate::runtime::{AdminToken, CompiledConfig};
 use connections::{Connection, Connections};
 use live::{Events, Live};
 use problem::ApiError;

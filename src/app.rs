@@ -36,7 +36,7 @@ use crate::observe::log_file::LogFile;
 use crate::reload;
 use crate::reload::configuration::{ConfigHandle, ReloadRequest};
 use crate::runtime::files;
-use crate::runtime::{AccessLogTarget, AdminSettings, WorkerModel, Listener, CompiledConfig, RouteAction};
+use crate::runtime::{AccessLogTarget, AdminSettings, CompiledConfig, Listener, RouteAction, WorkerModel};
 use crate::server::connections::ConnectionLimits;
 use crate::tally::MetricFamily;
 use crate::watch::FileWatcher;
@@ -109,7 +109,8 @@ impl App {
         let mut sockets: Vec<Vec<_>> = (0..accepting).map(|_| Vec::new()).collect();
         for (listener_index, &Listener { address, .. }) in config.listeners.iter().enumerate() {
             let opened = inherited.open(address, accepting);
-            let ListenerSockets { address, by_worker } = opened.map_err(|source| AppError::Listen { address, source })?;
+            let ListenerSockets { address, by_worker } =
+                opened.map_err(|source| AppError::Listen { address, source })?;
             addresses.push(address);
             for (worker, opened) in sockets.iter_mut().zip(by_worker) {
                 worker.extend(opened.into_iter().map(|socket| (listener_index, socket)));
@@ -127,7 +128,17 @@ impl App {
         let configuration = Arc::new(configuration);
         let watcher = reload::watch_files(&configuration);
         let admin_stop = CancellationToken::new();
-        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle: configuration, reload_requests: requests, watcher })
+        Ok(App {
+            config,
+            sockets,
+            addresses,
+            admin,
+            admin_stop,
+            sinks,
+            config_handle: configuration,
+            reload_requests: requests,
+            watcher,
+        })
     }
 
     /// What is in force, and may be read again.
@@ -166,7 +177,8 @@ impl App {
         let metrics = Arc::<RequestMetrics>::default();
         let limit_metrics = Arc::<MetricFamily<limit::tallies::LimiterMetrics>>::default();
         let entries = self.config.store.denial_cache;
-        let denial_cache = (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
+        let denial_cache =
+            (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
         let configuration = self.config_handle.clone();
         let limits_by_name = move |name: &str| {
             let running = configuration.active();

@@ -18,9 +18,9 @@ mod upstream;
 
 use std::collections::BTreeMap;
 
-pub use forms::{CostTable, LimitCost, OneOrMany, UpstreamWeights, UpstreamServer};
+pub use forms::{CostTable, LimitCost, OneOrMany, UpstreamServer, UpstreamWeights};
 pub use limit::{Limit, LimitVariant};
-pub use route::{HeaderRules, Redirect, DirectResponse, Route};
+pub use route::{DirectResponse, HeaderRules, Redirect, Route};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 pub use spanned::Spanned;

@@ -13,9 +13,9 @@ use serde::Serialize;
 use tokio::time::Duration;
 
 use crate::limit::algorithm::Rule;
-use crate::limit::key::{StateName, Identity, IdentityHasher, Key};
+use crate::limit::key::{Identity, IdentityHasher, Key, StateName};
 use crate::limit::redis::RedisDeployment;
-use crate::limit::redis::advice::{missing_permission, diagnose_call};
+use crate::limit::redis::advice::{diagnose_call, missing_permission};
 use crate::limit::redis::hello::ServerMode;
 use crate::limit::redis::script::AlgorithmSet;
 use crate::limit::redis::server::{ConnectError, RedisEndpoint as Target};

@@ -89,7 +89,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
         let overrides = self.counters.overrides();
         let mut without_credential = None;
         let mut checks = match build_checks(runtime, &route.rate_limits.identities, &route.rate_limits.limits, &asker) {
-            Ok(checks) => build_checks,
+            Ok(checks) => checks,
             Err(rejection) => {
                 facts.limits = limits::limited(runtime, route, &asker, &[], None);
                 if !matches!(&rejection, Rejection::Identity(error) if error.is_credential_error()) {
@@ -100,12 +100,12 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
             }
         };
         if let Some(table) = &overrides {
-            table.apply(&mut build_checks);
+            table.apply(&mut checks);
         }
-        let verdict = self.look(&build_checks);
-        facts.limits = limits::limited(runtime, route, &asker, &build_checks, verdict.as_ref().ok());
+        let verdict = self.look(&checks);
+        facts.limits = limits::limited(runtime, route, &asker, &checks, verdict.as_ref().ok());
         let decision = match verdict {
-            Ok(verdict) => Some(limits::decision(verdict, &build_checks)),
+            Ok(verdict) => Some(limits::decision(verdict, &checks)),
             Err(Unseen(why)) => {
                 facts.counters_unavailable = Some(why);
                 None
@@ -136,7 +136,7 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
     }
 
     fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
-        if build_checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(build_checks) }
+        if checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(checks) }
     }
 }
 

@@ -23,7 +23,7 @@ use http_body::Body as _;
 use tokio::time::Instant;
 use tracing::{debug, warn};
 
-use crate::account::{RequestStart, RequestRecord, TelemetrySinks};
+use crate::account::{RequestRecord, RequestStart, TelemetrySinks};
 use crate::http::body::Body;
 use crate::http::headers::is_grpc_call;
 use crate::http::upload::RequestBody;
@@ -31,7 +31,7 @@ use crate::limit::Limiter;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::reply::Rejection;
-use crate::runtime::{Route, CompiledConfig, RouteAction};
+use crate::runtime::{CompiledConfig, Route, RouteAction};
 use crate::upstream::fleet::UpstreamCluster;
 use crate::upstream::{AttemptLog, UpstreamError};
 use addressed::{RequestTarget, origin_form};
@@ -65,13 +65,14 @@ impl Gateway {
         (request_metrics, worker): (Arc<RequestMetrics>, usize),
     ) -> Self {
         let snapshot = ArcSwap::from_pointee(ConfigSnapshot::new(runtime, clusters, &request_metrics, worker));
-        Gateway { snapshot: current: snapshot, limiter, sinks: Arc::new(sinks), request_metrics: tallies: request_metrics, worker }
+        Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
     /// Serves another configuration from the next request on. What is the same in both goes on: counts, and connections
     /// to upstreams.
     pub fn apply_config(&self, runtime: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
-        let snapshot = ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
+        let snapshot =
+            ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
         self.snapshot.store(Arc::new(snapshot));
     }
 
@@ -99,7 +100,8 @@ impl Gateway {
             path: request.uri().path(),
             headers: request.headers(),
         };
-        let mut state = RequestState { record: RequestRecord::start(&self.sinks, &start), route_index: None, request_id: None };
+        let mut state =
+            RequestState { record: RequestRecord::start(&self.sinks, &start), route_index: None, request_id: None };
         if state.record.is_some() {
             state.ensure_request_id(&request, peer);
         }
@@ -187,7 +189,9 @@ impl Gateway {
                 result
             }
         };
-        if let Some(settlement) = decision.deferred_charges.take().and_then(|debts| decide::settle(*debts, route, &result)) {
+        if let Some(settlement) =
+            decision.deferred_charges.take().and_then(|debts| decide::settle(*debts, route, &result))
+        {
             decide::apply_settlement(&mut decision, settlement.await);
         }
         let mut response = result.map_err(Rejection::Upstream)?;
@@ -218,7 +222,8 @@ impl Gateway {
         let deadline = route.timeout.map(|timeout| Instant::now() + timeout);
         let rewritten_target = target.rewrite(route, request.uri().query())?;
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
-        let limit_context = LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
+        let limit_context =
+            LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
         let decision = if route.rate_limits.limits.is_empty() && state.record.is_none() {
             Decision::unlimited()
         } else {
@@ -235,7 +240,7 @@ impl Gateway {
             });
         }
         let path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path().to_owned());
-        Ok(AdmittedRequest { route, decision, forwarded_path: path, rewritten_target: rewritten: rewritten_target, deadline })
+        Ok(AdmittedRequest { route, decision, forwarded_path: path, rewritten_target, deadline })
     }
 }
 

@@ -14,7 +14,7 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
 
-use crate::limit::key::{IdentityEncoder, Identity, IdentityHasher};
+use crate::limit::key::{Identity, IdentityEncoder, IdentityHasher};
 use crate::route::path::PathPattern;
 use api_key::{ApiKeySettings, Caller};
 use jwt::{BearerToken, TokenError};
@@ -192,7 +192,10 @@ impl Exemptions {
         match tag {
             IP_TAG | ANONYMOUS_TAG => self.networks.iter().any(|net| net.contains(&client)),
             _ if tag != descriptor.tag() => false,
-            _ => self.values.iter().any(|(descriptor, exemptions)| descriptor == descriptor && exemptions.as_bytes() == value),
+            _ => self
+                .values
+                .iter()
+                .any(|(descriptor, exemptions)| descriptor == descriptor && exemptions.as_bytes() == value),
         }
     }
 }
@@ -214,7 +217,11 @@ mod tests {
     use crate::identity::jwt::JwtVerifier;
     use std::collections::HashSet;
 
-    fn identify(by: &IdentitySpec, lines: &[(&'static str, &str)], trusted: bool) -> Result<Option<Identity>, IdentityError> {
+    fn identify(
+        by: &IdentitySpec,
+        lines: &[(&'static str, &str)],
+        trusted: bool,
+    ) -> Result<Option<Identity>, IdentityError> {
         let mut headers = HeaderMap::new();
         for (name, value) in lines {
             headers.append(*name, value.parse().unwrap());
@@ -240,7 +247,12 @@ mod tests {
     }
 
     fn by(descriptors: &[Descriptor], on_missing: OnMissing) -> IdentitySpec {
-        IdentitySpec { descriptors: descriptors.to_vec(), on_missing, methods: Vec::new(), exemptions: Exemptions::default() }
+        IdentitySpec {
+            descriptors: descriptors.to_vec(),
+            on_missing,
+            methods: Vec::new(),
+            exemptions: Exemptions::default(),
+        }
     }
 
     #[test]
@@ -284,7 +296,8 @@ mod tests {
             (Descriptor::Query("a".into()), "", Err("the query parameter `a` stands more than once")),
             (Descriptor::Query("c".into()), "", Err("the query parameter `c` is needed")),
         ] {
-            let found = identify(&by(std::slice::from_ref(&descriptor), OnMissing::Reject), &[("cookie", cookie)], false);
+            let found =
+                identify(&by(std::slice::from_ref(&descriptor), OnMissing::Reject), &[("cookie", cookie)], false);
             let found = found.map(|identity| identity.is_some()).map_err(|error| error.to_string());
             assert_eq!(found, expected.map_err(str::to_owned), "{descriptor:?} of {cookie}");
         }

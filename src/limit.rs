@@ -29,13 +29,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use admission::{DeferredCharges, Deferred, ConcurrencyPermits, StoreHandle, DeferredCharge, OwnedCharge};
+use admission::{ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, StoreHandle};
 use advance::PrefetchPool;
 use algorithm::{Outcome, Status};
-use backend::{Store, DecidedBy};
-use clock::{monotonic, elapsed_since, unix_us};
-use coalesce::{Singleflight, CheckGroup};
-use decision::{LimitCheck, Decision};
+use backend::{DecidedBy, Store};
+use clock::{elapsed_since, monotonic, unix_us};
+use coalesce::{CheckGroup, Singleflight};
+use decision::{Decision, LimitCheck};
 use denials::{DenialCache, DenialHit};
 use line::WaitQueues;
 use outage::{StoreUnavailable, decide_overloaded, decide_without_store};
@@ -74,7 +74,7 @@ impl Limiter {
             Store::Redis { store, .. } => Some(Arc::new(Singleflight::new(store.timeout(), prefetch_pool))),
         };
         let store_handle = Arc::new(StoreHandle { store, denials, tasks: TaskTracker::new() });
-        Limiter { store_handle: ledger: store_handle, singleflight: coalescer: singleflight, wait_queues: lines: wait_queues, overrides, next_permit_id: AtomicU64::new(first_permit_id) }
+        Limiter { store_handle, singleflight, wait_queues, overrides, next_permit_id: AtomicU64::new(first_permit_id) }
     }
 
     /// Decides all checks of a request at one instant: all are charged or none. Where the limits that deny it let it wait,
@@ -117,8 +117,11 @@ impl Limiter {
         let max_admitted = first.variant.max_admitted_in(queue_policy.max_wait) / first.cost.max(1);
         let max_queue = queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1));
         // Whoever finds no place, or has none any more, must not take what those before are waiting for.
-        let Some(ticket) = self.wait_queues.enqueue(key, max_queue) else { return Ok(queue_full(checks, first, queue_policy)) };
-        let ready = timeout(queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at)), pin!(ticket.ready())).await;
+        let Some(ticket) = self.wait_queues.enqueue(key, max_queue) else {
+            return Ok(queue_full(checks, first, queue_policy));
+        };
+        let ready =
+            timeout(queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at)), pin!(ticket.ready())).await;
         let Ok(_ready) = ready else { return Ok(queue_full(checks, first, queue_policy)) };
         loop {
             let decision = self.check_now(checks).await?;
@@ -133,7 +136,8 @@ impl Limiter {
         if checks.is_empty() {
             return Ok(Decision::unlimited());
         }
-        let singleflight_group = self.singleflight.as_ref().and_then(|coalescer| Some((coalescer, check_group(checks)?)));
+        let singleflight_group =
+            self.singleflight.as_ref().and_then(|coalescer| Some((coalescer, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
         // Before what is remembered: the store may have denied what this process has taken.
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
@@ -144,7 +148,8 @@ impl Limiter {
             first_permit_id = self.allocate_permit_ids(checks);
             leases = Some(self.pending_permits(checks, DecidedBy::Store, first_permit_id));
         }
-        if let Some(requested) = leases.take_if(|_| self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME)) {
+        if let Some(requested) = leases.take_if(|_| self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME))
+        {
             match self.try_local_permits(checks, first_permit_id) {
                 Some(denial) => {
                     requested.discard();
@@ -159,11 +164,11 @@ impl Limiter {
             Some((coalescer, set)) if self.store_handle.store.is_one_call(&charges) => {
                 let pending_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
                 // On the heap: denied requests do not come here.
-                Box::pin(coalescer.check(&self.store_handle, set, &chaasked_at asked, pending_charges)).await
+                Box::pin(coalescer.check(&self.store_handle, set, &charges, asked_at, pending_charges)).await
             }
             _ => {
                 self.store_handle.store.count_check(AnsweredBy::Store);
-                self.store_handle.store.call(DecidedBy::Sasked_at asked, Operation::Check, &charges).await
+                self.store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, &charges).await
             }
         };
         if let Some(full_limits) = result.as_ref().ok().map(|verdict| verdict.full_limits).filter(|full| *full > 0) {
@@ -185,7 +190,9 @@ impl Limiter {
                 Decision::new(verdict, DecidedBy::Store, checks.iter())
             }
             Err(error) => {
-                let Store::Redis { fallback, .. } = &self.store_handle.store else { return Err(StoreUnavailable(error)) };
+                let Store::Redis { fallback, .. } = &self.store_handle.store else {
+                    return Err(StoreUnavailable(error));
+                };
                 if let Some(leases) = leases.take().filter(|_| error.is_not_executed()) {
                     // After any other error it is not known what was granted: it is released.
                     leases.discard();
@@ -204,8 +211,10 @@ impl Limiter {
         };
         match (leases, decision.admitted) {
             (Some(leases), true) => {
-                let denied = |limit: &LimitSpec| decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit));
-                let granted = |limit_index| checks.iter().any(|check| check.limit_index == limit_index && !denied(check.limit));
+                let denied =
+                    |limit: &LimitSpec| decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit));
+                let granted =
+                    |limit_index| checks.iter().any(|check| check.limit_index == limit_index && !denied(check.limit));
                 decision.permits = Some(Box::new(leases.hold(granted)));
             }
             (Some(leases), false) => leases.discard(),
@@ -222,8 +231,11 @@ impl Limiter {
         full_limits: u64,
         first_permit_id: u64,
     ) -> Result<Decision<'a>, StoreUnavailable> {
-        let Store::Memory(memory) = &self.store_handle.store else { return Err(StoreUnavailable(StoreError::CapacityExceeded)) };
-        let (verdict, counted) = outage::decide_with_room(memory, checks.iter(), full_limits, DecidedBy::Store, first_permit_id)?;
+        let Store::Memory(memory) = &self.store_handle.store else {
+            return Err(StoreUnavailable(StoreError::CapacityExceeded));
+        };
+        let (verdict, counted) =
+            outage::decide_with_room(memory, checks.iter(), full_limits, DecidedBy::Store, first_permit_id)?;
         let mut decision = Decision::new(verdict, DecidedBy::Store, counted.into_iter());
         if decision.admitted && checks.iter().any(LimitCheck::is_concurrency) {
             let permits = self.pending_permits(checks, DecidedBy::Store, first_permit_id);
@@ -237,14 +249,20 @@ impl Limiter {
     fn try_local_permits<'a>(&self, checks: &[LimitCheck<'a, '_>], first_permit_id: u64) -> Option<Decision<'a>> {
         let Store::Redis { fallback, .. } = &self.store_handle.store else { return None };
         let concurrency_checks = || checks.iter().filter(|check| check.is_concurrency());
-        let charges: Vec<_> = concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
+        let charges: Vec<_> =
+            concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
         // Without room for the permits the store alone decides.
-        (verdict.granted == 0 && verdict.full_limits == 0).then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
+        (verdict.granted == 0 && verdict.full_limits == 0)
+            .then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
     }
 
     /// The decision by units that were taken ahead.
-    fn try_prefetched<'a>(&self, checks: &[LimitCheck<'a, '_>], (singleflight, group): (&Arc<Singleflight>, CheckGroup)) -> Option<Decision<'a>> {
+    fn try_prefetched<'a>(
+        &self,
+        checks: &[LimitCheck<'a, '_>],
+        (singleflight, group): (&Arc<Singleflight>, CheckGroup),
+    ) -> Option<Decision<'a>> {
         let (verdict, charged_at) = singleflight.take_prefetched(group)?;
         self.store_handle.store.count_check(AnsweredBy::Prefetch);
         let elapsed_us = verdict.now_us - charged_at;
@@ -282,7 +300,12 @@ impl Limiter {
         self.next_permit_id.fetch_add(permits, Ordering::Relaxed)
     }
 
-    fn pending_permits(&self, checks: &[LimitCheck<'_, '_>], source: DecidedBy, first_permit_id: u64) -> ConcurrencyPermits {
+    fn pending_permits(
+        &self,
+        checks: &[LimitCheck<'_, '_>],
+        source: DecidedBy,
+        first_permit_id: u64,
+    ) -> ConcurrencyPermits {
         let charges = checks.iter().filter(|check| check.is_concurrency());
         let asked = charges.map(|check| check.owned_charge(check.permit_id(first_permit_id))).collect();
         ConcurrencyPermits::requested(self.store_handle.clone(), source, asked)
@@ -290,29 +313,45 @@ impl Limiter {
 
     /// Notes what an admitted request owes; `charged_at` is when its units were charged, if that was before the decision, and
     /// `instants` where several servers did.
-    fn defer_charges(&self, checks: &[LimitCheck<'_, '_>], decision: &mut Decision<'_>, charged_at: Option<u64>, decided_at_us: &[u64]) {
+    fn defer_charges(
+        &self,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &mut Decision<'_>,
+        charged_at: Option<u64>,
+        decided_at_us: &[u64],
+    ) {
         if decision.admitted && checks.iter().any(|check| check.deferred != Deferred::Nothing) {
             let charged_at = charged_at.unwrap_or(decision.now_us);
-            decision.deferred_charges = Some(Box::new(self.deferred_charges(checks, decision, charged_at, decided_at_us)));
+            decision.deferred_charges =
+                Some(Box::new(self.deferred_charges(checks, decision, charged_at, decided_at_us)));
         }
     }
 
-    fn deferred_charges(&self, checks: &[LimitCheck<'_, '_>], decision: &Decision<'_>, charged_at: u64, decided_at_us: &[u64]) -> DeferredCharges {
+    fn deferred_charges(
+        &self,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Decision<'_>,
+        charged_at: u64,
+        decided_at_us: &[u64],
+    ) -> DeferredCharges {
         let is_shadow_denied =
             |check: &LimitCheck<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
         let falls_back_locally = |check: &LimitCheck<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
         let is_counted = |check: &LimitCheck<'_, '_>| {
-            check.deferred != Deferred::Nothing && !is_shadow_denied(check) && (decision.decided_by == DecidedBy::Store || falls_back_locally(check))
+            check.deferred != Deferred::Nothing
+                && !is_shadow_denied(check)
+                && (decision.decided_by == DecidedBy::Store || falls_back_locally(check))
         };
         let debt_before_us = |check: &LimitCheck<'_, '_>| {
             let mut debts = decision.debts_before_us.iter();
             debts.find(|(limit_index, _)| *limit_index == check.limit_index).map_or(0, |(_, us)| *us)
         };
-        let charges = checks.iter().enumerate().filter(|(_, check)| is_counted(check)).map(|(index, check)| DeferredCharge {
-            deferred: check.deferred,
-            charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
-            charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge(check.cost) },
-        });
+        let charges =
+            checks.iter().enumerate().filter(|(_, check)| is_counted(check)).map(|(index, check)| DeferredCharge {
+                deferred: check.deferred,
+                charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
+                charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge(check.cost) },
+            });
         DeferredCharges::new(self.store_handle.clone(), decision.decided_by, charges.collect())
     }
 }
@@ -325,10 +364,15 @@ const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
 /// The denial of a request that finds no place in the line for `first`: after `wait` those who stand there are gone.
-fn queue_full<'a>(checks: &[LimitCheck<'a, '_>], first: &LimitCheck<'a, '_>, queue_policy: QueuePolicy) -> Decision<'a> {
+fn queue_full<'a>(
+    checks: &[LimitCheck<'a, '_>],
+    first: &LimitCheck<'a, '_>,
+    queue_policy: QueuePolicy,
+) -> Decision<'a> {
     let max_wait_us = queue_policy.max_wait.as_micros() as u64;
     let exceeded = Outcome { status: Status::Exceeded, remaining: 0, reset_us: max_wait_us, retry_us: max_wait_us };
-    let outcome = |check: &LimitCheck<'_, '_>| if check.limit_index == first.limit_index { exceeded } else { NOT_INVOLVED };
+    let outcome =
+        |check: &LimitCheck<'_, '_>| if check.limit_index == first.limit_index { exceeded } else { NOT_INVOLVED };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
     // Not by a local share: the store is well.
     Decision::new(verdict, DecidedBy::Store, checks.iter())

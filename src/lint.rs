@@ -34,16 +34,15 @@ pub fn warnings(written: &Config, runtime: &CompiledConfig, now: Duration) -> Ve
 /// What a start would refuse, and the configuration by itself does not show.
 pub fn errors(file: &ParsedFile<Config>, runtime: &CompiledConfig) -> Vec<Issue> {
     let address = |place: usize| file.value.listener.get(place).and_then(|each| each.get_ref().address.as_ref());
-    let issue =
-        |(earlier, later): (usize, usize)| {
-            let [one, other] = [earlier, later].map(|place| runtime.listeners[place].address);
-            let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
-            let (line, _) = Issue::new(earlier, "").position(&file.text)?;
-            let message = format!("{other} is taken by the [[listener]] on {one} in line {line}");
-            Some(Issue::new(later, message).with_hint(
-                "one of both, or another port: an unspecified address is every address; [::] may be IPv4 as well",
-            ))
-        };
+    let issue = |(earlier, later): (usize, usize)| {
+        let [one, other] = [earlier, later].map(|place| runtime.listeners[place].address);
+        let (earlier, later) = (address(earlier)?.span(), address(later)?.span());
+        let (line, _) = Issue::new(earlier, "").position(&file.text)?;
+        let message = format!("{other} is taken by the [[listener]] on {one} in line {line}");
+        Some(Issue::new(later, message).with_hint(
+            "one of both, or another port: an unspecified address is every address; [::] may be IPv4 as well",
+        ))
+    };
     runtime.address_conflicts().filter_map(issue).collect()
 }
 

@@ -12,8 +12,8 @@ use tracing::{info, warn};
 use crate::identity::jwks::KeySet;
 use crate::limit::clock;
 use crate::runtime::CompiledConfig;
-use crate::watch::{OnChange, FileSnapshot, FileWatcher, watch};
-use configuration::{ReloadCause, ConfigHandle};
+use crate::watch::{FileSnapshot, FileWatcher, OnChange, watch};
+use configuration::{ConfigHandle, ReloadCause};
 
 /// Follows the files of what is in force as long as the result lives; none if the system refuses to watch a folder.
 pub fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {

@@ -11,10 +11,10 @@ use http::{Method, Response, StatusCode};
 
 use crate::cost::CostError;
 use crate::http::body::Body;
-use crate::http::fields::{self, QuotaUnit, HeaderStyle, LimitStatus};
+use crate::http::fields::{self, HeaderStyle, LimitStatus, QuotaUnit};
 use crate::http::headers::X_REQUEST_ID;
 use crate::http::path::PathError;
-use crate::identity::{IdentityError, Descriptor};
+use crate::identity::{Descriptor, IdentityError};
 use crate::limit::algorithm::{Rule, Status};
 use crate::limit::decision::{Decision, LimitResult};
 use crate::limit::outage::StoreUnavailable;
@@ -84,8 +84,12 @@ impl Rejection<'_> {
     /// it was, for whoever reads our log or the upstream's.
     pub fn into_response(self, request_id: Option<HeaderValue>) -> (Response<Body>, &'static str) {
         match self {
-            Rejection::InvalidPath(error) => (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-path"),
-            Rejection::InvalidHost(detail) => (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, detail), "bad-host"),
+            Rejection::InvalidPath(error) => {
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-path")
+            }
+            Rejection::InvalidHost(detail) => {
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, detail), "bad-host")
+            }
             Rejection::TooManyHeaders => {
                 let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
                 (problem_response(status, ABOUT_BLANK, "the request has too many headers"), "too-many-headers")
@@ -111,25 +115,35 @@ impl Rejection<'_> {
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
                 (response, "unsupported-transfer-coding")
             }
-            Rejection::NoRoute => (problem_response(StatusCode::NOT_FOUND, ABOUT_BLANK, "no route matches the request"), "no-route"),
+            Rejection::NoRoute => {
+                (problem_response(StatusCode::NOT_FOUND, ABOUT_BLANK, "no route matches the request"), "no-route")
+            }
             Rejection::MethodNotAllowed(allowed) => {
-                let mut response =
-                    problem_response(StatusCode::METHOD_NOT_ALLOWED, ABOUT_BLANK, "the route does not serve this method");
+                let mut response = problem_response(
+                    StatusCode::METHOD_NOT_ALLOWED,
+                    ABOUT_BLANK,
+                    "the route does not serve this method",
+                );
                 let list = allowed.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
                 // Methods are tokens, so the list is a valid value.
                 response.headers_mut().extend(HeaderValue::try_from(list).ok().map(|value| (ALLOW, value)));
                 (response, "method-not-allowed")
             }
             Rejection::Identity(error) => (identity_error_response(&error), "no-identity"),
-            Rejection::InvalidCost(error) => (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost"),
+            Rejection::InvalidCost(error) => {
+                (problem_response(StatusCode::BAD_REQUEST, ABOUT_BLANK, &error.to_string()), "bad-cost")
+            }
             Rejection::RateLimited { decision, header_styles, expose_headers, is_grpc } => {
                 let mut response = rate_limited_response(&decision, header_styles, is_grpc);
-                response.headers_mut().extend(expose_headers.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
+                response
+                    .headers_mut()
+                    .extend(expose_headers.map(|names| (ACCESS_CONTROL_EXPOSE_HEADERS, names.clone())));
                 (response, "rate-limited")
             }
             Rejection::StoreUnavailable(_) => {
                 let detail = "limits cannot be checked at the moment";
-                let mut response = problem_response_with_id(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
+                let mut response =
+                    problem_response_with_id(StatusCode::SERVICE_UNAVAILABLE, REDUCED_CAPACITY, detail, request_id);
                 response.headers_mut().insert(RETRY_AFTER, HeaderValue::from(STORE_RETRY_AFTER_S));
                 (response, "store-unavailable")
             }
@@ -257,7 +271,14 @@ fn rate_limited_response(decision: &Decision<'_>, header_styles: &[HeaderStyle],
     let mut response = if is_grpc { resource_exhausted_response(&detail) } else { problem.into_response() };
     let headers = response.headers_mut();
     let policy = fields::ratelimit_policy(decision.results.iter().map(limit_status));
-    fields::append_ratelimit_headers(headers, header_styles, policy, violated_statuses(decision), effective_limit(decision), decision.now_us);
+    fields::append_ratelimit_headers(
+        headers,
+        header_styles,
+        policy,
+        violated_statuses(decision),
+        effective_limit(decision),
+        decision.now_us,
+    );
     if let Some(retry_us) = retry_us {
         fields::set_retry_after(headers, retry_us);
     }
@@ -282,7 +303,12 @@ fn problem_response(status: StatusCode, kind: &str, detail: &str) -> Response<Bo
 }
 
 /// A problem that says which request it was about.
-fn problem_response_with_id(status: StatusCode, kind: &str, detail: &str, request_id: Option<HeaderValue>) -> Response<Body> {
+fn problem_response_with_id(
+    status: StatusCode,
+    kind: &str,
+    detail: &str,
+    request_id: Option<HeaderValue>,
+) -> Response<Body> {
     let title = status.canonical_reason().unwrap_or("Error");
     let id = request_id.as_ref().and_then(|id| id.to_str().ok());
     let problem = Problem { kind, title, status, detail, violated_policies: Vec::new(), request_id: id };

@@ -69,7 +69,12 @@ struct RouteEntry<T> {
 
 impl<T> Default for RouteTable<T> {
     fn default() -> Self {
-        RouteTable { exact_hosts: HashMap::new(), wildcard_hosts: HashMap::new(), any_host: Node::default(), matched_headers: Vec::new() }
+        RouteTable {
+            exact_hosts: HashMap::new(),
+            wildcard_hosts: HashMap::new(),
+            any_host: Node::default(),
+            matched_headers: Vec::new(),
+        }
     }
 }
 
@@ -136,7 +141,9 @@ impl<T> RouteTable<T> {
         if !self.wildcard_hosts.is_empty() {
             // The longest suffix first.
             for (dot, _) in host.match_indices('.') {
-                if let Some(found) = self.wildcard_hosts.get(&host[dot..]).and_then(|node| search.descend(node, segments)) {
+                if let Some(found) =
+                    self.wildcard_hosts.get(&host[dot..]).and_then(|node| search.descend(node, segments))
+                {
                     return Ok(found);
                 }
             }

@@ -40,7 +40,7 @@ use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::jwt::JwtVerifier;
 use crate::limit::key::IdentityHasher;
 use crate::limit::plan::LimitSpec;
-use crate::limit::redis::{RedisSettings, RedisDeployment};
+use crate::limit::redis::{RedisDeployment, RedisSettings};
 use crate::route::RouteTable;
 use crate::tls::{ClientAuth, DownstreamTls};
 use crate::upstream::settings::UpstreamSettings;
@@ -50,8 +50,8 @@ pub use client_tls::UpstreamTls;
 use fixed::RestartOnlyKeys;
 pub use listeners::WarningSubject;
 use reader::Validator;
-pub use route::{RouteLimit, RouteLimits, Redirect, DirectResponse, Rewrite, Route, RouteAction};
-pub use settings::{AccessLogTarget, WorkerModel, LogSettings, ServerSettings};
+pub use route::{DirectResponse, Redirect, Rewrite, Route, RouteAction, RouteLimit, RouteLimits};
+pub use settings::{AccessLogTarget, LogSettings, ServerSettings, WorkerModel};
 pub use split::WeightedUpstreams;
 pub use succession::CarryOverError;
 
@@ -162,7 +162,10 @@ impl CompiledConfig {
     ///
     /// # Errors
     /// As [`Runtime::load`].
-    pub fn load_with_source(path: &Path, environment: EnvLookup<'_>) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
+    pub fn load_with_source(
+        path: &Path,
+        environment: EnvLookup<'_>,
+    ) -> Result<(CompiledConfig, ParsedFile<Config>), ConfigError> {
         Self::compile_file(path, file::read_gateway(path, environment), environment)
     }
 
@@ -204,12 +207,7 @@ impl CompiledConfig {
     ///
     /// # Errors
     /// Everything that is wrong with it; the consumers stay as they were.
-    pub fn reload_consumers(
-        &self,
-        path: &Path,
-        content: &[u8],
-        environment: EnvLookup<'_>,
-    ) -> Result<(), ConfigError> {
+    pub fn reload_consumers(&self, path: &Path, content: &[u8], environment: EnvLookup<'_>) -> Result<(), ConfigError> {
         let consumers = consumers::read(path, content, &self.limits, &self.hasher, environment);
         let consumers = consumers.and_then(|loaded| match loaded.is_incomplete {
             true => Err(FileIssues::from_message(path, "no consumer has a key")),
@@ -241,7 +239,10 @@ fn compile(file: FileSnapshot, config: &Config, reader: &mut Validator<'_>) -> C
     let (routes, table) = routes::routes(config, &limits, &upstreams, reader);
     let mut trusted_headers = limits::trusted_headers(&limits);
     trusted_headers.push(client_ip.header.clone());
-    let identity_headers = limits.values().flat_map(|compiled| &compiled.identity_spec.descriptors).filter_map(|descriptor| descriptor.header(&api_keys));
+    let identity_headers = limits
+        .values()
+        .flat_map(|compiled| &compiled.identity_spec.descriptors)
+        .filter_map(|descriptor| descriptor.header(&api_keys));
     let guarded = ProtectedHeaders::new(trusted_headers, identity_headers.chain(table.matched_headers().cloned()));
     let store = store::store(&config.store, &routes, reader);
     let fixed = RestartOnlyKeys::from_config(config, &server, &listeners);

@@ -28,10 +28,10 @@ use crate::gateway::{Gateway, Peer};
 use crate::http::activity::ConnectionActivity;
 use crate::identity::client_cert;
 use crate::limit::clock;
-use crate::runtime::{Listener, CompiledConfig};
+use crate::runtime::{CompiledConfig, Listener};
 use bell::SelectiveWaker;
 use connections::ConnectionLimits;
-use conversation::{BoxError, HttpConnection, CloseReason};
+use conversation::{BoxError, CloseReason, HttpConnection};
 use lent::ReclaimableStream;
 use linger::{lingering_close, reset_on_close};
 use protocol::Protocol;
@@ -142,10 +142,12 @@ impl Server {
         self.tasks.spawn(async move {
             let _permit = permit;
             let (force_close, mut waker) = (server.force_close.clone(), SelectiveWaker::new());
-            let (mut force_closed, mut connection) = (pin!(force_close.cancelled()), pin!(server.serve_connection(stream, address, listener_index)));
+            let (mut force_closed, mut connection) =
+                (pin!(force_close.cancelled()), pin!(server.serve_connection(stream, address, listener_index)));
             // `run_until_cancelled` would keep room for the future twice, and ask for the end whenever something comes.
             let closed = poll_fn(|cx| {
-                let is_force_closed = waker.take_context(cx).is_some_and(|mut cx| force_closed.as_mut().poll(&mut cx).is_ready());
+                let is_force_closed =
+                    waker.take_context(cx).is_some_and(|mut cx| force_closed.as_mut().poll(&mut cx).is_ready());
                 if is_force_closed { Poll::Ready(Ok(())) } else { connection.as_mut().poll(cx) }
             });
             if let Err(error) = closed.await {
@@ -154,7 +156,12 @@ impl Server {
         });
     }
 
-    async fn serve_connection(self, mut stream: TcpStream, address: SocketAddr, listener_index: usize) -> Result<(), BoxError> {
+    async fn serve_connection(
+        self,
+        mut stream: TcpStream,
+        address: SocketAddr,
+        listener_index: usize,
+    ) -> Result<(), BoxError> {
         // Answers are written whole; waiting for more would only delay them.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
@@ -166,7 +173,10 @@ impl Server {
         let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &runtime)).await??;
         let connection_limits = self.connection_limits.clone();
         // A trusted proxy brings many clients.
-        let _permit = if connection_limits.has_per_ip_limit() && !peer.forwarded.trusted && !settings.is_exempt_from_per_ip(peer.address) {
+        let _permit = if connection_limits.has_per_ip_limit()
+            && !peer.forwarded.trusted
+            && !settings.is_exempt_from_per_ip(peer.address)
+        {
             let network = runtime.client_ip.network(peer.address);
             let Some(permit) = connection_limits.permit(network) else { return Ok(()) };
             Some(permit)
@@ -184,7 +194,8 @@ impl Server {
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
-        let new_connection = |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
+        let new_connection =
+            |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
         // On the heap, each with its own size: a task keeps room for the largest of what it may ever do.
         let close_reason = match acceptor {
             None => {
@@ -199,11 +210,13 @@ impl Server {
             Some(acceptor) => {
                 let handshake = Box::pin(acceptor.accept(stream));
                 let accepted = timeout_at(deadline, handshake).await?;
-                let stream = Box::new(accepted.inspect_err(|error| handshake::log_failure(error, peer.address, &client_hello))?);
+                let stream =
+                    Box::new(accepted.inspect_err(|error| handshake::log_failure(error, peer.address, &client_hello))?);
                 drop(client_hello);
                 let session = stream.get_ref().1;
                 if let Some([certificate, ..]) = session.peer_certificates() {
-                    peer.certificate_subject = client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
+                    peer.certificate_subject =
+                        client_cert::subject(certificate, (clock::unix_us() / 1_000_000) as i64)?;
                 }
                 let protocol = Protocol::from_alpn(session.alpn_protocol());
                 Box::pin(new_connection(peer).run(stream, protocol)).await?

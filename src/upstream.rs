@@ -37,7 +37,7 @@ use link::EndpointPool;
 use member::Endpoint;
 use queue::RequestPermit;
 use table::LoadBalancer;
-pub use trail::{RetryReason, AttemptLog};
+pub use trail::{AttemptLog, RetryReason};
 
 /// When to ask again for an upstream whose servers have no addresses.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
@@ -87,7 +87,9 @@ impl From<BodyError> for UpstreamError {
         match error {
             BodyError::TooLarge => UpstreamError::BodyTooLarge,
             BodyError::Aborted(_) | BodyError::MalformedTrailers => UpstreamError::ClientAborted(error.into()),
-            BodyError::ClientTimeout | BodyError::UpstreamIdleTimeout | BodyError::RouteTimeout => UpstreamError::ClientTimeout,
+            BodyError::ClientTimeout | BodyError::UpstreamIdleTimeout | BodyError::RouteTimeout => {
+                UpstreamError::ClientTimeout
+            }
         }
     }
 }

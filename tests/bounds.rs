@@ -112,7 +112,7 @@ async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_
         let mut longest = 0;
         for offset in (0..60).step_by(7).map(|seconds| seconds * SECOND) {
             let limit = Limit::new(&format!("{name}{offset}"), rule.clone());
-            let ask = async |who: u128, lease: u64| {
+            let ask = async |who: u128, permit_id: u64| {
                 stores.call(Operation::Check, &[Charge { permit_id, ..limit.charge(who, 1) }]).await.outcomes[0]
             };
             let spend = async |who: u128| {

@@ -402,7 +402,7 @@ async fn charge_beyond_maxmemory_fails_and_writes_nothing() {
     for limit in every_limit(9, 60 * SECOND) {
         let start = clock.now_us();
         let shape = limit.rule.shape();
-        let charge = |lease| Charge { permit_id, ..limit.charge(1, 1) };
+        let charge = |permit_id| Charge { permit_id, ..limit.charge(1, 1) };
         for lease in 1..=3 {
             store.call(Operation::Check, &[charge(lease)]).await.unwrap();
         }
@@ -445,7 +445,7 @@ async fn release_in_a_call_lets_no_charge_write_beyond_maxmemory() {
     let limits = every_limit(9, 3600 * SECOND);
     let concurrency = limits.last().unwrap();
     for limit in &limits {
-        let held = |lease| Charge { permit_id, ..concurrency.charge(1, 1) };
+        let held = |permit_id| Charge { permit_id, ..concurrency.charge(1, 1) };
         for lease in 1..=3 {
             store.call(Operation::Check, &[held(lease)]).await.unwrap();
         }
@@ -517,7 +517,7 @@ async fn coalesced_units_tell_the_debt_before_each() {
     let store = RedisStore::Single(GuardedStore::new(redis_store(&server, "coalesced", clock.clone()), Arc::default()));
     let fallback = Arc::new(MemoryStore::new(1, clock));
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
-    let ledger = Arc::new(StoreHandle { store, denials: None, tasks: TaskTracker::new() });
+    let ledger = Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() });
     let coalescer = Arc::new(Singleflight::new(PATIENCE, Arc::default()));
     let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
     let plan = Arc::new(LimitVariant {
@@ -525,7 +525,7 @@ async fn coalesced_units_tell_the_debt_before_each() {
         quota: quota(10, SECOND),
         local_rule: rule.clone(),
         rule: rule.clone(),
-        state_name,
+        state_name: bucket,
     });
     let pending = OwnedCharge {
         limit_index: 0,

@@ -42,7 +42,8 @@ impl Admin {
         // It was read as such.
         let configuration = redacted_config(&String::from_utf8_lossy(&file.content)).unwrap_or_default();
         let last_error = self.vitals.configuration.last_failure();
-        let last_error = last_error.map(|ReloadFailure { error, failed_at_us: at_us }| Error { time: instant(at_us), error });
+        let last_error =
+            last_error.map(|ReloadFailure { error, failed_at_us: at_us }| Error { time: instant(at_us), error });
         let (file, since) = (file.path.display().to_string(), instant(running.active_since_us));
         json(StatusCode::OK, &Shown { file, loaded_at: since, last_error, configuration })
     }

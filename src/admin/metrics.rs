@@ -3,9 +3,9 @@
 use std::fmt;
 
 use super::vitals::Vitals;
-use crate::gateway::meters::{ResponseStats, STATUS_CLASSES, LimitDecision};
+use crate::gateway::meters::{LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::limit::tallies::AnsweredBy;
-use crate::observe::metrics::{Labels, MetricWriter, Exposition, MetricSource};
+use crate::observe::metrics::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::tally::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
 use crate::upstream::RetryReason;
 
@@ -16,7 +16,8 @@ impl MetricSource for Vitals {
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let version = [("version", env!("CARGO_PKG_VERSION"))];
         page.gauge("build_info", "The version that runs")?.write_gauge(&version, 1)?;
-        page.gauge("start_time_seconds", "When the process started, since the Unix epoch")?.write_gauge(&[], self.started)?;
+        page.gauge("start_time_seconds", "When the process started, since the Unix epoch")?
+            .write_gauge(&[], self.started)?;
         let (open, most) = self.connections.open_and_max();
         page.gauge("connections", "Open connections of clients")?.write_gauge(&[], open as u64)?;
         page.gauge("connections_max", "Connections that there may be")?.write_gauge(&[], most as u64)?;
@@ -98,7 +99,8 @@ impl Vitals {
             lines.write_counter(&[("kind", kind)], count)?;
         }
         let [evicted, refused] = self.memory.evictions_and_rejections();
-        page.gauge("memory_states", "States of identities in this process")?.write_gauge(&[], self.memory.len() as u64)?;
+        page.gauge("memory_states", "States of identities in this process")?
+            .write_gauge(&[], self.memory.len() as u64)?;
         page.counter("memory_states_evicted", "Those of them that were evicted before they expired, for want of room")?
             .write_counter(&[], evicted)?;
         page.counter("memory_states_rejected", "New identities that a limit could not count, for want of room")?
@@ -108,7 +110,8 @@ impl Vitals {
             .write_gauge(&[], u64::from(failing.is_empty()))?;
         page.gauge("store_circuit_breakers_open", "Breakers that are open: of the store, or of nodes of a cluster")?
             .write_gauge(&[], failing.len() as u64)?;
-        page.counter("store_circuit_breaker_openings", "How often a breaker opened")?.write_counter(&[], self.openings())
+        page.counter("store_circuit_breaker_openings", "How often a breaker opened")?
+            .write_counter(&[], self.openings())
     }
 
     fn upstreams(&self, page: &mut Exposition<'_>) -> fmt::Result {
@@ -144,7 +147,8 @@ impl Vitals {
 
     fn written(&self, page: &mut Exposition<'_>) -> fmt::Result {
         let lost = self.sinks.access_log.as_ref().map_or(0, |access| access.dropped());
-        page.counter("access_log_dropped", "Lines of the access log that were not written")?.write_counter(&[], lost)?;
+        page.counter("access_log_dropped", "Lines of the access log that were not written")?
+            .write_counter(&[], lost)?;
         let lost = self.sinks.trace_exporter.as_ref().map_or(0, |spans| spans.dropped());
         page.counter("trace_spans_dropped", "Spans that the collector did not take")?.write_counter(&[], lost)
     }
@@ -170,7 +174,11 @@ fn answers(mut lines: MetricWriter<'_>, label: &'static str, family: &MetricFami
     Ok(())
 }
 
-fn times<'a>(lines: &mut MetricWriter<'_>, labels: Labels<'_>, all: impl Iterator<Item = &'a Histogram>) -> fmt::Result {
+fn times<'a>(
+    lines: &mut MetricWriter<'_>,
+    labels: Labels<'_>,
+    all: impl Iterator<Item = &'a Histogram>,
+) -> fmt::Result {
     let mut total_us = 0;
     let buckets = sum(all.map(|durations| {
         let (buckets, sum_us) = durations.snapshot();

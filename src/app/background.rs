@@ -75,7 +75,8 @@ impl MaintenanceTasks {
         });
         for cluster in clusters.iter().filter(|cluster| cluster.settings.health.is_some()) {
             if !self.health_checks.iter().any(|(known, _)| Arc::ptr_eq(known, cluster)) {
-                self.health_checks.push((cluster.clone(), tokio::spawn(health::run_checks(cluster.clone())).abort_handle()));
+                self.health_checks
+                    .push((cluster.clone(), tokio::spawn(health::run_checks(cluster.clone())).abort_handle()));
             }
         }
         let named: Vec<_> = clusters.iter().filter(|cluster| cluster.settings.needs_dns()).cloned().collect();

@@ -83,7 +83,9 @@ fn host(uri: &Uri) -> &str {
 /// Who we are, unless OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say it.
 fn resource() -> Resource {
     let from_environment = Resource::builder().build();
-    let has = |key: &'static str| from_environment.get(&key.into()).filter(|value| !value.as_str().starts_with("unknown_service"));
+    let has = |key: &'static str| {
+        from_environment.get(&key.into()).filter(|value| !value.as_str().starts_with("unknown_service"))
+    };
     let own = [
         ("service.name", "sluicegate".to_owned()),
         ("service.version", env!("CARGO_PKG_VERSION").to_owned()),

@@ -56,7 +56,8 @@ impl HotRestart {
         ours.set_nonblocking(true)?;
         let mut ready_pipe = UnixStream::from_std(ours)?;
         let mut message = Vec::new();
-        match timeout(READY_TIMEOUT, (&mut ready_pipe).take(READY_MESSAGE.len() as u64).read_to_end(&mut message)).await {
+        match timeout(READY_TIMEOUT, (&mut ready_pipe).take(READY_MESSAGE.len() as u64).read_to_end(&mut message)).await
+        {
             Ok(Ok(_)) if message == READY_MESSAGE => Ok(process.disarm()),
             Ok(_) => Err(HotRestartError::Exited(process.kill()?)),
             Err(_) => Err(HotRestartError::Timeout),

@@ -14,9 +14,9 @@ use super::service;
 use crate::config::error::ConfigError;
 use crate::gateway::Gateway;
 use crate::limit::clock;
-use crate::reload::configuration::{ReloadCause, ConfigHandle, ReloadRequest, ActiveConfig};
+use crate::reload::configuration::{ActiveConfig, ConfigHandle, ReloadCause, ReloadRequest};
 use crate::reload::watch_files;
-use crate::runtime::{CompiledConfig, CarryOverError};
+use crate::runtime::{CarryOverError, CompiledConfig};
 use crate::server::connections::ConnectionLimits;
 use crate::upstream::fleet::UpstreamCluster;
 use crate::upstream::settings::UpstreamSettings;
@@ -122,7 +122,8 @@ impl Reloader {
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
         let config = Arc::new(config);
-        let fleets: Arc<[_]> = config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
+        let fleets: Arc<[_]> =
+            config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
         // Before the first request for them.
         self.maintenance.set_clusters(&fleets)?;
         self.connection_limits.resize(&config.server);

@@ -18,7 +18,7 @@ use crate::gateway::Gateway;
 use crate::gateway::meters;
 use crate::limit::Limiter;
 use crate::limit::advance::PrefetchPool;
-use crate::limit::backend::{Store, RedisStore};
+use crate::limit::backend::{RedisStore, Store};
 use crate::limit::cluster::topology::ClusterMap;
 use crate::limit::denials::DenialCache;
 use crate::limit::guard::CircuitBreaker;
@@ -104,7 +104,8 @@ impl Worker {
             }
         };
         let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();
-        let (denials, advances, lines) = (self.denial_cache.clone(), self.prefetch_pool.clone(), self.wait_queues.clone());
+        let (denials, advances, lines) =
+            (self.denial_cache.clone(), self.prefetch_pool.clone(), self.wait_queues.clone());
         Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_permit_id)
     }
 }

@@ -22,7 +22,7 @@ use crate::doctor::{Check, Needs, survey};
 use crate::limit::clock;
 use crate::limit::redis::connection::try_connect;
 use crate::limit::redis::server::ConnectError;
-use crate::limit::redis::{RedisSettings, RedisDeployment};
+use crate::limit::redis::{RedisDeployment, RedisSettings};
 use crate::lint;
 use crate::runtime::CompiledConfig;
 use crate::words::pluralize;
@@ -89,7 +89,12 @@ pub(super) fn check(path: &Path, options: &Options) -> anyhow::Result<ExitCode> 
     }
 }
 
-fn examine(path: &Path, runtime: &CompiledConfig, file: ParsedFile<Config>, options: &Options) -> anyhow::Result<ExitCode> {
+fn examine(
+    path: &Path,
+    runtime: &CompiledConfig,
+    file: ParsedFile<Config>,
+    options: &Options,
+) -> anyhow::Result<ExitCode> {
     let ParsedFile { value: written, text, .. } = file;
     let about = |issues| FileIssues { path: path.to_owned(), text: text.clone(), issues };
     let mut warnings = lint::warnings(&written, runtime, Duration::from_micros(clock::unix_us()));

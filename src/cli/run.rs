@@ -8,7 +8,7 @@ use tracing::{error, info};
 use crate::app::handover::HotRestart;
 use crate::app::{App, service};
 use crate::observe::log;
-use crate::reload::configuration::{ReloadCause, ConfigHandle};
+use crate::reload::configuration::{ConfigHandle, ReloadCause};
 use crate::runtime::CompiledConfig;
 
 pub(super) fn run(runtime: CompiledConfig) -> anyhow::Result<()> {

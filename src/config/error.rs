@@ -81,7 +81,10 @@ impl FileIssues {
         let path = self.display_path();
         let redacted_text = RedactedText::new(&self.text);
         let redact = |issue: &Issue| redact_issue(&redacted_text, issue);
-        let parts = self.sorted_issues().into_iter().map(|issue| render(renderer, level, &path, &redacted_text.text, &redact(issue)));
+        let parts = self
+            .sorted_issues()
+            .into_iter()
+            .map(|issue| render(renderer, level, &path, &redacted_text.text, &redact(issue)));
         parts.collect::<Vec<_>>().join("\n\n")
     }
 }

@@ -47,10 +47,15 @@ pub fn parse_gateway(path: &Path, text: String, environment: EnvLookup<'_>) -> R
 ///
 /// # Errors
 /// As [`gateway`].
-pub fn parse_consumers(path: &Path, content: &[u8], environment: EnvLookup<'_>) -> Result<ParsedFile<Consumers>, FileIssues> {
+pub fn parse_consumers(
+    path: &Path,
+    content: &[u8],
+    environment: EnvLookup<'_>,
+) -> Result<ParsedFile<Consumers>, FileIssues> {
     let text = String::from_utf8(content.to_vec());
-    let invalid =
-        |error| unreadable_file(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error), MISSING_CONSUMERS_HINT);
+    let invalid = |error| {
+        unreadable_file(path, &std::io::Error::new(std::io::ErrorKind::InvalidData, error), MISSING_CONSUMERS_HINT)
+    };
     let text = text.map_err(invalid)?;
     parse(path, text, environment, true)
 }
@@ -91,10 +96,11 @@ fn parse<T: DeserializeOwned>(
     }
     let spans = table.clone();
     let mut ignored = Vec::new();
-    let value = serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(key_segments(&path)))
-        .map_err(|error| typed(&error))?;
+    let value =
+        serde_ignored::deserialize(toml::de::Deserializer::from(table), |path| ignored.push(key_segments(&path)))
+            .map_err(|error| typed(&error))?;
     for path in ignored {
-        let (message, hint) = unknown_key(&path, parse_consumers);
+        let (message, hint) = unknown_key(&path, consumers);
         issues.push(Issue { span: key_span(spans.get_ref(), &path), message, hint });
     }
     Ok(ParsedFile { value, text, issues })

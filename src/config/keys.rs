@@ -7,8 +7,9 @@ use serde::forward_to_deserialize_any;
 
 use super::forms::ServerTable;
 use super::{
-    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, Eject, HeaderRules, Health, Jwt,
-    Limit, Listener, ListenerTls, Log, Redirect, DirectResponse, Route, Server, LimitVariant, Store, StoreTls, Upstream, UpstreamTls,
+    Admin, ApiKey, Certificate, ClientIp, Config, Consumer, Consumers, CostTable, DirectResponse, Eject, HeaderRules,
+    Health, Jwt, Limit, LimitVariant, Listener, ListenerTls, Log, Redirect, Route, Server, Store, StoreTls, Upstream,
+    UpstreamTls,
 };
 
 /// Keys of the contract that do nothing yet, by the table they stand in.

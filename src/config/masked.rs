@@ -5,7 +5,7 @@ use std::ops::Range;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
 
-use super::secrets::{MASK, is_secret, is_secret_name, secret_ranges, redact};
+use super::secrets::{MASK, is_secret, is_secret_name, redact, secret_ranges};
 
 /// A text of which secrets are hidden.
 #[derive(Debug)]

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use schemars::JsonSchema;
 use serde::Deserialize;
 
-use super::{UpstreamWeights, Spanned, Text, schema};
+use super::{Spanned, Text, UpstreamWeights, schema};
 
 /// `[[route]]`
 #[derive(Debug, Default, Deserialize, JsonSchema)]

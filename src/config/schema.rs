@@ -38,7 +38,8 @@ impl Transform for TomlSchema {
                 *text = text.replace('\n', " ");
             }
             // What an absent table has, its keys say; and an absent list is empty.
-            let is_redundant_default = |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
+            let is_redundant_default =
+                |key: &str, value: &Value| key == "default" && (value.is_object() || *value == json!([]));
             object.retain(|key, value| key != "format" && !value.is_null() && !is_redundant_default(key, value));
             if object.contains_key("properties") {
                 object.insert("additionalProperties".to_owned(), Value::Bool(false));
@@ -106,7 +107,8 @@ pub(super) fn dialects(_: &mut SchemaGenerator) -> Schema {
 }
 
 pub(super) fn identities(_: &mut SchemaGenerator) -> Schema {
-    let one = pattern_schema("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");
+    let one =
+        pattern_schema("^(api-key|client-cert|ip|host|route|method|global|(user|header|cookie|query|path|jwt):.+)$");
     json_schema!({ "anyOf": [one, array_schema(&one)] })
 }
 

@@ -71,7 +71,8 @@ pub(super) fn secret_ranges(text: &str) -> Vec<Range<usize>> {
     let mut start = query;
     for pair in text[query..].split('&') {
         if let Some((name, value)) = pair.split_once('=') {
-            let is_public = if scheme.is_some() { PUBLIC_QUERY_PARAMETERS.contains(&name) } else { !is_secret_name(name) };
+            let is_public =
+                if scheme.is_some() { PUBLIC_QUERY_PARAMETERS.contains(&name) } else { !is_secret_name(name) };
             if !is_public && !value.is_empty() {
                 found.push(start + name.len() + 1..start + pair.len());
             }

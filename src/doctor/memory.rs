@@ -81,7 +81,7 @@ pub(super) async fn evictions(line: &mut Line) -> Result<Check, Failure> {
 /// How many keys a database has.
 pub(super) fn keys_of(info: &Info, database: i64) -> u64 {
     let counted = info.text(&format!("db{database}")).and_then(|figures| figures.strip_prefix("keys="));
-    pluralize.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
+    counted.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
 }
 
 fn mib(bytes: u64) -> String {

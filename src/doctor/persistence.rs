@@ -39,7 +39,8 @@ async fn overrides(line: &mut Line, prefix: &str) -> Result<Option<u64>, Failure
         all => all?,
     };
     let Ok(snapshot) = records::parse_snapshot(time, all) else { return Ok(Some(0)) };
-    let in_force = |record: &&records::OverrideEntry| record.expires_at_us > snapshot.now_us && !record.value.is_empty();
+    let in_force =
+        |record: &&records::OverrideEntry| record.expires_at_us > snapshot.now_us && !record.value.is_empty();
     Ok(Some(snapshot.entries.iter().filter(in_force).count() as u64))
 }
 

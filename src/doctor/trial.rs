@@ -10,11 +10,11 @@ use super::server::ms;
 use super::{Check, Needs, Server, Status};
 use crate::limit::algorithm::Rule;
 use crate::limit::clock::{Clock, monotonic};
-use crate::limit::key::{StateName, IdentityHasher, Key};
+use crate::limit::key::{IdentityHasher, Key, StateName};
 use crate::limit::redis::advice::diagnose_call;
-use crate::limit::redis::script::{ScriptVariant, AlgorithmSet, script};
+use crate::limit::redis::script::{AlgorithmSet, ScriptVariant, script};
 use crate::limit::redis::{RedisSettings, ServerStore};
-use crate::limit::store::{Charge, ChargeMode, Operation, CounterStore, StoreError};
+use crate::limit::store::{Charge, ChargeMode, CounterStore, Operation, StoreError};
 use crate::words::pluralize;
 
 /// The SHA-1 of no script.
@@ -45,7 +45,10 @@ pub(super) async fn scripts(line: &mut Line, algorithms: AlgorithmSet) -> Result
     }
     Ok(Check::ok(
         "scripts",
-        format!("loaded and answering: {}; one that was forgotten is told", pluralize(ScriptVariant::ALL.len() as u64, "script")),
+        format!(
+            "loaded and answering: {}; one that was forgotten is told",
+            pluralize(ScriptVariant::ALL.len() as u64, "script")
+        ),
     ))
 }
 

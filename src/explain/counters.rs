@@ -7,9 +7,9 @@ use std::sync::Arc;
 use tokio::runtime::{Builder, Runtime as Reactor};
 use tokio::time::Duration;
 
-use crate::limit::backend::{RedisStore, DecidedBy};
+use crate::limit::backend::{DecidedBy, RedisStore};
 use crate::limit::decision::LimitCheck;
-use crate::limit::overrides::{Overrides, OverrideTable};
+use crate::limit::overrides::{OverrideTable, Overrides};
 use crate::limit::redis::{RedisSettings, records};
 use crate::limit::store::{Charge, Operation, Verdict};
 use crate::runtime::CompiledConfig;

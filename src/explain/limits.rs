@@ -6,14 +6,14 @@ use super::facts::{Limited, Part, Size, Standing};
 use crate::gateway::meters::LimitDecision;
 use crate::identity::api_key::Caller;
 use crate::identity::name::DisplayPart;
-use crate::identity::{RequestAttributes, IdentitySpec, IdentityLookup, Descriptor};
+use crate::identity::{Descriptor, IdentityLookup, IdentitySpec, RequestAttributes};
 use crate::limit::admission::Deferred;
 use crate::limit::algorithm::{Outcome, Status};
 use crate::limit::backend;
-use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::decision::{Decision, LimitCheck};
 use crate::limit::key::IdentityEncoder;
 use crate::limit::store::Verdict;
-use crate::runtime::{RouteLimit, Route, CompiledConfig};
+use crate::runtime::{CompiledConfig, Route, RouteLimit};
 
 /// The decision that a look comes to. What limits would charge is gone from what they say is left.
 pub(super) fn decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
@@ -57,7 +57,9 @@ pub(super) fn limited(
                 let methods: Vec<_> = by.methods.iter().map(http::Method::as_str).collect();
                 (None, Some(format!("it is for {} only", methods.join(", "))), None)
             }
-            Ok(IdentityLookup::Missing(missing)) => (None, Some(format!("{missing}, and who lacks it is left out")), None),
+            Ok(IdentityLookup::Missing(missing)) => {
+                (None, Some(format!("{missing}, and who lacks it is left out")), None)
+            }
             Ok(IdentityLookup::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
             Err(error) => (None, None, Some(error.to_string())),
         };

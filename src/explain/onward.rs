@@ -10,7 +10,7 @@ use crate::gateway::Peer;
 use crate::gateway::request_id::RequestId;
 use crate::gateway::tell::{UpstreamRequestInfo, prepare_upstream_headers};
 use crate::http::headers::X_REQUEST_ID;
-use crate::runtime::{Route, CompiledConfig, WeightedUpstreams};
+use crate::runtime::{CompiledConfig, Route, WeightedUpstreams};
 
 /// What stands for an id that the gateway would make.
 const MADE: HeaderValue = HeaderValue::from_static("(a new one for each request)");

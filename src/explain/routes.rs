@@ -5,7 +5,7 @@ use http::{HeaderName, HeaderValue, Request};
 use super::facts::{Other, Taken};
 use crate::gateway::addressed::RequestTarget;
 use crate::route::explain::{Candidate, MismatchReason};
-use crate::runtime::{Route, CompiledConfig};
+use crate::runtime::{CompiledConfig, Route};
 
 type Beside<'r> = Candidate<'r, std::sync::Arc<Route>>;
 

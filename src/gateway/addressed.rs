@@ -11,7 +11,7 @@ use crate::http::host;
 use crate::http::path::{canonical_path, forwarded_path};
 use crate::reply::Rejection;
 use crate::route::NoMatch;
-use crate::runtime::{Route, CompiledConfig, ServerSettings};
+use crate::runtime::{CompiledConfig, Route, ServerSettings};
 
 /// Bytes of the longest target that `http::Uri` can say.
 const MAX_URI_BYTES: usize = 65_534;
@@ -49,7 +49,10 @@ impl<'a> RequestTarget<'a> {
         }
         // hyper counts those of HTTP/1.1 itself.
         let (headers, max_headers) = (request.headers(), settings.max_headers);
-        if request.version() == Version::HTTP_2 && headers.len() > max_headers && http1_header_count(headers) > max_headers {
+        if request.version() == Version::HTTP_2
+            && headers.len() > max_headers
+            && http1_header_count(headers) > max_headers
+        {
             return Err(Rejection::TooManyHeaders);
         }
         let length = uri.path_and_query().map_or(0, |target| target.as_str().len());
@@ -81,7 +84,11 @@ impl<'a> RequestTarget<'a> {
     ///
     /// # Errors
     /// None.
-    pub fn find_route<'r, B>(&self, runtime: &'r CompiledConfig, request: &Request<B>) -> Result<&'r Route, Rejection<'static>> {
+    pub fn find_route<'r, B>(
+        &self,
+        runtime: &'r CompiledConfig,
+        request: &Request<B>,
+    ) -> Result<&'r Route, Rejection<'static>> {
         match runtime.table.find(&self.host, &self.path, request.method(), request.headers()) {
             Ok(route) => Ok(route),
             Err(NoMatch::NotFound) => Err(Rejection::NoRoute),

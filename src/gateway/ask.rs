@@ -7,12 +7,12 @@ use http::Request;
 use crate::cost::{CostError, RefundOn};
 use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::jwt::BearerToken;
-use crate::identity::{RequestAttributes, IdentitySpec};
+use crate::identity::{IdentitySpec, RequestAttributes};
 use crate::limit::admission::Deferred;
 use crate::limit::decision::LimitCheck;
-use crate::limit::key::{IdentityEncoder, Identity};
+use crate::limit::key::{Identity, IdentityEncoder};
 use crate::reply::Rejection;
-use crate::runtime::{RouteLimit, Route, CompiledConfig};
+use crate::runtime::{CompiledConfig, Route, RouteLimit};
 
 /// A request that has found its route.
 #[derive(Debug)]
@@ -74,15 +74,17 @@ where
     'a: 'p,
 {
     let mut encoder = IdentityEncoder::default();
-    let resolved = identities.iter().map(|spec| spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder));
+    let resolved = identities
+        .iter()
+        .map(|spec| spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder));
     let found: Vec<_> = resolved.collect::<Result<_, _>>().map_err(Rejection::Identity)?;
     let mut checks = Vec::with_capacity(limits.len());
     for (limit_index, route_limit) in limits.iter().enumerate() {
         if let Some(identity) = found[route_limit.identity_index] {
-            build_checks.push(build_check(limit_index, route_limit, identity, attributes).map_err(Rejection::InvalidCost)?);
+            checks.push(build_check(limit_index, route_limit, identity, attributes).map_err(Rejection::InvalidCost)?);
         }
     }
-    Ok(build_checks)
+    Ok(checks)
 }
 
 /// The same for a request whose credential does not count: the limits by address. It is charged what it costs at once, and
@@ -108,10 +110,10 @@ where
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.is_concurrency()
         {
-            build_checks.push(LimitCheck { deferred: Deferred::Nothing, ..check });
+            checks.push(LimitCheck { deferred: Deferred::Nothing, ..check });
         }
     }
-    build_checks
+    checks
 }
 
 fn build_check<'a, 'p>(

@@ -12,13 +12,13 @@ use crate::http::body::Body;
 use crate::http::fields;
 use crate::http::upload::RequestBody;
 use crate::limit::Limiter;
-use crate::limit::admission::{DeferredCharges, SettleAction, Deferred, SettleFuture};
+use crate::limit::admission::{Deferred, DeferredCharges, SettleAction, SettleFuture};
 use crate::limit::algorithm::Outcome;
 use crate::limit::clock::monotonic;
 use crate::limit::decision::Decision;
 use crate::limit::store::StoreError;
 use crate::reply::{Rejection, effective_limit, limit_status, upstream_status};
-use crate::runtime::{Route, CompiledConfig};
+use crate::runtime::{CompiledConfig, Route};
 use crate::upstream::UpstreamError;
 
 /// Asks all limits of a route at once.
@@ -48,23 +48,23 @@ pub(super) async fn check_limits<'a>(
             rejection = Some(Rejection::Identity(error));
             build_unauthenticated_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes)
         }
-        checks => build_checks?,
+        checks => checks?,
     };
     if let Some(table) = &overrides {
-        table.apply(&mut build_checks);
+        table.apply(&mut checks);
     }
-    if build_checks.is_empty() {
+    if checks.is_empty() {
         return rejection.map_or_else(|| Ok(Decision::unlimited()), Err);
     }
     let started_at = monotonic();
-    let decision = limiter.check(&build_checks).await;
+    let decision = limiter.check(&checks).await;
     let elapsed = started_at.elapsed();
-    metrics.record_decision(route.index, &build_checks, &decision, elapsed, |check| {
+    metrics.record_decision(route.index, &checks, &decision, elapsed, |check| {
         let spec = &route_limits.identities[route_limits.limits[check.limit_index].identity_index];
         spec.display(&attributes, &runtime.api_key_settings, &runtime.client_ip)
     });
     if let Some(record) = record {
-        noted::record_decision(record, &build_checks, &decision, (started_at, elapsed));
+        noted::record_decision(record, &checks, &decision, (started_at, elapsed));
     }
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
     // A client that is over a limit learns nothing of its credential.
@@ -75,7 +75,11 @@ pub(super) async fn check_limits<'a>(
 }
 
 /// Charges and gives back what the answer says; none if it says nothing.
-pub(super) fn settle(charges: DeferredCharges, route: &Route, result: &Result<Response<Body>, UpstreamError>) -> Option<SettleFuture> {
+pub(super) fn settle(
+    charges: DeferredCharges,
+    route: &Route,
+    result: &Result<Response<Body>, UpstreamError>,
+) -> Option<SettleFuture> {
     let no_headers = HeaderMap::new();
     let (status, headers) = match result {
         Ok(response) => (response.status(), response.headers()),
@@ -84,10 +88,13 @@ pub(super) fn settle(charges: DeferredCharges, route: &Route, result: &Result<Re
     let settle_action = |limit_index: usize, later| {
         let route_limit = &route.rate_limits.limits[limit_index];
         // A client does not make its own refund.
-        let is_refunded = !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
+        let is_refunded =
+            !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
         match (is_refunded, later) {
             (true, Deferred::Refund) => SettleAction::Refund,
-            (false, Deferred::Charge) => route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge),
+            (false, Deferred::Charge) => {
+                route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
+            }
             _ => SettleAction::Nothing,
         }
     };
@@ -116,8 +123,16 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision
     let statuses = || decision.results.iter().map(limit_status);
     let is_standard = decision.results.len() == route.rate_limits.advertised
         && decision.results.iter().all(|judged| judged.quota == judged.limit.default_variant.quota);
-    let policy = if is_standard { route.rate_limits.policy_header.clone() } else { fields::ratelimit_policy(statuses()) };
-    fields::append_ratelimit_headers(headers, &route.rate_limits.header_styles, policy, statuses(), effective_limit(decision), decision.now_us);
+    let policy =
+        if is_standard { route.rate_limits.policy_header.clone() } else { fields::ratelimit_policy(statuses()) };
+    fields::append_ratelimit_headers(
+        headers,
+        &route.rate_limits.header_styles,
+        policy,
+        statuses(),
+        effective_limit(decision),
+        decision.now_us,
+    );
     if let Some(expose) = &route.rate_limits.expose_header {
         headers.append(ACCESS_CONTROL_EXPOSE_HEADERS, expose.clone());
     }

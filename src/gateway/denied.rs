@@ -98,7 +98,8 @@ impl TopDenied {
         for worker in workers {
             let minute = worker.minute_index(now);
             let sketches = worker.sketches.lock().unwrap_or_else(PoisonError::into_inner);
-            let recent = sketches.iter().flatten().filter(|(sketch_minute, _)| sketch_minute + (WINDOW_MINUTES as u64) > minute);
+            let recent =
+                sketches.iter().flatten().filter(|(sketch_minute, _)| sketch_minute + (WINDOW_MINUTES as u64) > minute);
             recent.for_each(|(_, sketch)| sum.merge(sketch));
         }
         let rows = sum.frequent_items(ErrorType::NoFalseNegatives).into_iter().take(count);

@@ -20,8 +20,8 @@ use crate::http::tunnel::Tunnel;
 use crate::http::upgrade::{self, UpgradeRequest};
 use crate::http::upload::RequestBody;
 use crate::observe::trace::TraceContext;
-use crate::runtime::{Route, CompiledConfig};
-use crate::upstream::{Protocol, AttemptLog, Upstream, UpstreamError};
+use crate::runtime::{CompiledConfig, Route};
+use crate::upstream::{AttemptLog, Protocol, Upstream, UpstreamError};
 
 /// What a request takes along.
 pub(super) struct ForwardContext<'a> {

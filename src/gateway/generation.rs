@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::meters::{WorkerMetrics, RequestMetrics};
+use super::meters::{RequestMetrics, WorkerMetrics};
 use crate::runtime::CompiledConfig;
 use crate::upstream::Upstream;
 use crate::upstream::fleet::UpstreamCluster;
@@ -17,10 +17,15 @@ pub(super) struct ConfigSnapshot {
 
 impl ConfigSnapshot {
     /// The first one.
-    pub(super) fn new(runtime: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>], request_metrics: &RequestMetrics, worker: usize) -> Self {
+    pub(super) fn new(
+        runtime: Arc<CompiledConfig>,
+        clusters: &[Arc<UpstreamCluster>],
+        request_metrics: &RequestMetrics,
+        worker: usize,
+    ) -> Self {
         let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
         let upstreams = clusters.iter().cloned().map(Upstream::new).map(Arc::new).collect();
-        ConfigSnapshot { runtime, upstreams, metrics: meters: metrics }
+        ConfigSnapshot { runtime, upstreams, metrics }
     }
 
     /// The one that takes the place of another, with its connections to upstreams that are still there.
@@ -40,6 +45,6 @@ impl ConfigSnapshot {
             }
         };
         let metrics = WorkerMetrics::new(request_metrics, &runtime, worker);
-        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics: meters: metrics }
+        ConfigSnapshot { upstreams: clusters.iter().map(upstream).collect(), runtime, metrics }
     }
 }

@@ -10,11 +10,11 @@ use crate::http::body::Body;
 use crate::identity::name::IdentityDisplay;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
-use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::decision::{Decision, LimitCheck};
 use crate::limit::outage::StoreUnavailable;
 use crate::limit::plan::OnStoreError;
 use crate::runtime::CompiledConfig;
-use crate::tally::{Histogram, MetricFamily, Counter};
+use crate::tally::{Counter, Histogram, MetricFamily};
 use crate::upstream::{AttemptLog, UpstreamError};
 
 /// The classes of statuses, as labels.
@@ -153,7 +153,14 @@ impl WorkerMetrics {
     pub(super) fn new(request_metrics: &RequestMetrics, runtime: &CompiledConfig, worker: usize) -> Self {
         let limits = |route: &crate::runtime::Route| {
             let names = route.rate_limits.limits.iter().map(|route_limit| &*route_limit.limit.name);
-            names.map(|name| (request_metrics.limits.get_or_create(name, worker), request_metrics.top_denied.get_or_create(name, worker))).collect()
+            names
+                .map(|name| {
+                    (
+                        request_metrics.limits.get_or_create(name, worker),
+                        request_metrics.top_denied.get_or_create(name, worker),
+                    )
+                })
+                .collect()
         };
         let upstream_metrics = |name: &str| UpstreamMetrics {
             responses: request_metrics.upstreams.get_or_create(name, worker),
@@ -162,7 +169,10 @@ impl WorkerMetrics {
         let routes = runtime.routes.iter();
         WorkerMetrics {
             routes: routes
-                .map(|route| RouteMetrics { responses: request_metrics.routes.get_or_create(&route.name, worker), limits: limits(route) })
+                .map(|route| RouteMetrics {
+                    responses: request_metrics.routes.get_or_create(&route.name, worker),
+                    limits: limits(route),
+                })
                 .collect(),
             unmatched: request_metrics.routes.get_or_create("", worker),
             upstreams: runtime.upstreams.iter().map(|upstream| upstream_metrics(&upstream.name)).collect(),

@@ -7,9 +7,9 @@ use http::Response;
 use super::meters::LimitDecision;
 use crate::account::RequestRecord;
 use crate::http::body::Body;
-use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::decision::{Decision, LimitCheck};
 use crate::limit::outage::StoreUnavailable;
-use crate::observe::access::{EffectiveLimit, DecisionInfo, LimitInfo, UpstreamInfo};
+use crate::observe::access::{DecisionInfo, EffectiveLimit, LimitInfo, UpstreamInfo};
 use crate::reply;
 use crate::runtime::Route;
 use crate::upstream::{AttemptLog, Upstream, UpstreamError};
@@ -54,7 +54,8 @@ pub(super) fn record_decision(
         let info = limits.iter().find(|info| &*info.limit == status.name)?;
         Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
     });
-    let most_relevant = DECISION_PRIORITY.iter().find(|limit_decision| limit_decisions.contains(&Some(**limit_decision)));
+    let most_relevant =
+        DECISION_PRIORITY.iter().find(|limit_decision| limit_decisions.contains(&Some(**limit_decision)));
     let shadows = decision.map_or(&[][..], |decision| &decision.shadow_denied);
     record.decision = Some(DecisionInfo {
         decision: most_relevant.map_or("denied", |limit_decision| limit_decision.label()),

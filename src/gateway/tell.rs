@@ -7,7 +7,7 @@ use crate::http::headers::{self, ForwardedInfo, X_REQUEST_ID};
 use crate::http::host;
 use crate::http::upgrade::UpgradeRequest;
 use crate::observe::trace::TraceContext;
-use crate::runtime::{Route, CompiledConfig};
+use crate::runtime::{CompiledConfig, Route};
 
 /// What is known of a request besides its head.
 #[derive(Debug)]
@@ -25,7 +25,12 @@ pub struct UpstreamRequestInfo<'a> {
 }
 
 /// Makes the header section for the upstream of the one that came; the offer to switch protocols is left to whoever can switch.
-pub fn prepare_upstream_headers<B>(runtime: &CompiledConfig, route: &Route, request: &mut Request<B>, info: UpstreamRequestInfo<'_>) -> Option<UpgradeRequest> {
+pub fn prepare_upstream_headers<B>(
+    runtime: &CompiledConfig,
+    route: &Route,
+    request: &mut Request<B>,
+    info: UpstreamRequestInfo<'_>,
+) -> Option<UpgradeRequest> {
     let version = request.version();
     // The host that was routed on is the only one; an authority is a valid value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());

@@ -36,7 +36,13 @@ impl ConnectionActivity {
     /// Of a connection that opens now.
     pub fn new() -> Arc<Self> {
         let (last_response_end_ms, headers_counter, announces_close, tunnel) = Default::default();
-        Arc::new(ConnectionActivity { opened_at: monotonic(), last_response_end_ms, headers_counter, announces_close, tunnel })
+        Arc::new(ConnectionActivity {
+            opened_at: monotonic(),
+            last_response_end_ms,
+            headers_counter,
+            announces_close,
+            tunnel,
+        })
     }
 
     /// A request starts.

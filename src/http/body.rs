@@ -144,7 +144,8 @@ impl Body {
 
     /// What the protocol buffers until it is written.
     fn to_chunk(&self, frame: Frame<Bytes>) -> Frame<DataChunk> {
-        let flow = self.flow.as_ref().filter(|flow| flow.is_multiplexed() && matches!(self.kind, BodyKind::Upstream(..)));
+        let flow =
+            self.flow.as_ref().filter(|flow| flow.is_multiplexed() && matches!(self.kind, BodyKind::Upstream(..)));
         frame.map_data(|bytes| match flow {
             Some(flow) => DataChunk::tracked(bytes, flow),
             None => DataChunk::untracked(bytes),
@@ -248,7 +249,9 @@ impl BodyKind {
         match self {
             BodyKind::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
             BodyKind::Upstream(body, idle_timer) => match (Pin::new(body).poll_frame(cx), idle_timer) {
-                (Poll::Pending, Some(idle_timer)) => idle_timer.poll(cx).map(|()| Some(Err(BodyError::UpstreamIdleTimeout))),
+                (Poll::Pending, Some(idle_timer)) => {
+                    idle_timer.poll(cx).map(|()| Some(Err(BodyError::UpstreamIdleTimeout)))
+                }
                 (polled, idle_timer) => {
                     if let Some(idle_timer) = idle_timer {
                         idle_timer.record_progress();

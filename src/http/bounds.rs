@@ -48,7 +48,7 @@ pub(super) struct Deadline {
 
 impl Deadline {
     pub(super) fn new(instant: Instant) -> Self {
-        Deadline { instant: at: instant, timer: Box::pin(sleep_until(instant)) }
+        Deadline { instant, timer: Box::pin(sleep_until(instant)) }
     }
 
     /// Ready when the time is over.
@@ -68,7 +68,7 @@ pub(super) struct IdleTimer {
 
 impl IdleTimer {
     pub(super) fn new(timeout: Duration) -> Self {
-        IdleTimer { timeout: limit: timeout, timer: None, has_progressed: false }
+        IdleTimer { timeout, timer: None, has_progressed: false }
     }
 
     /// Something came.

@@ -66,7 +66,7 @@ impl BufferBudget {
     /// Takes so many bytes, if they are there.
     pub(super) fn try_reserve(self: &Arc<Self>, size: usize) -> Option<BufferReservation> {
         self.add(size);
-        let reservation = BufferReservation { budget: self.clone(), size: bytes: size };
+        let reservation = BufferReservation { budget: self.clone(), size };
         let fits = |budget: &BufferBudget| budget.used.load(Ordering::Relaxed) <= budget.max.load(Ordering::Relaxed);
         (fits(self) && self.parent.as_ref().is_none_or(|parent| fits(parent))).then_some(reservation)
     }

@@ -106,7 +106,7 @@ pub fn append_ratelimit_headers<'a>(
             }
             Ok(())
         });
-        append_header(headers, RATELIMIT_POLICY, ratelimit_policy);
+        append_header(headers, RATELIMIT_POLICY, policy);
         append_header(headers, RATELIMIT, statuses);
     }
     let Some(effective) = effective else { return };
@@ -128,9 +128,10 @@ pub fn append_ratelimit_headers<'a>(
                         QuotaUnit::ConcurrentRequests => Ok(()),
                     }
                 });
-                let status =
-                    structured_list(effective_only(), |out, _| write!(out, "limit={quota}, remaining={remaining}, reset={reset}"));
-                append_header(headers, RATELIMIT_POLICY, ratelimit_policy);
+                let status = structured_list(effective_only(), |out, _| {
+                    write!(out, "limit={quota}, remaining={remaining}, reset={reset}")
+                });
+                append_header(headers, RATELIMIT_POLICY, policy);
                 append_header(headers, RATELIMIT, status);
             }
             HeaderStyle::Draft03 => append_triple(headers, DRAFT_03_HEADERS, reset),

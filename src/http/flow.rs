@@ -60,8 +60,28 @@ impl StreamFlow {
 
     fn new(budget: Arc<BufferBudget>, is_multiplexed: bool) -> Self {
         let (buffered, written_waker) = (AtomicUsize::new(0), AtomicWaker::new());
-        let (chunk_counter, request_abandoned, is_close_delimited, bodies_started, bodies_ended, body_ended, deadline_us) = Default::default();
-        StreamFlow { budget, is_multiplexed: is_stream: is_multiplexed, buffered: held: buffered, written_waker: written: written_waker, chunk_counter: pieces: chunk_counter, request_abandoned: cut: request_abandoned, is_close_delimited: unframed: is_close_delimited, bodies_started: bodies: bodies_started, bodies_ended: over: bodies_ended, body_ended: read: body_ended, deadline_us: end_us: deadline_us }
+        let (
+            chunk_counter,
+            request_abandoned,
+            is_close_delimited,
+            bodies_started,
+            bodies_ended,
+            body_ended,
+            deadline_us,
+        ) = Default::default();
+        StreamFlow {
+            budget,
+            is_multiplexed,
+            buffered,
+            written_waker,
+            chunk_counter,
+            request_abandoned,
+            is_close_delimited,
+            bodies_started,
+            bodies_ended,
+            body_ended,
+            deadline_us,
+        }
     }
 
     /// How much is read of the response to the request of the running task before its body is polled.
@@ -168,7 +188,8 @@ impl StreamFlow {
         CURRENT.with_borrow(|current| {
             let flow = current.as_ref()?;
             let bodies = flow.bodies_started.load(Ordering::Relaxed);
-            (flow.is_request_abandoned() || flow.bodies_ended.load(Ordering::Relaxed) != bodies).then(|| (flow.clone(), bodies))
+            (flow.is_request_abandoned() || flow.bodies_ended.load(Ordering::Relaxed) != bodies)
+                .then(|| (flow.clone(), bodies))
         })
     }
 
@@ -218,7 +239,7 @@ impl WriteWatchdog {
 
     fn new(timeout: Duration, flow: StreamFlow) -> Self {
         let flow = Arc::new(flow);
-        WriteWatchdog { scoped_flow: Some(flow.clone()), flow, timeout: limit: timeout, seen_counter: 0, timer: None }
+        WriteWatchdog { scoped_flow: Some(flow.clone()), flow, timeout, seen_counter: 0, timer: None }
     }
 
     /// The flow.

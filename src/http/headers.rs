@@ -66,7 +66,7 @@ impl ProtectedHeaders {
                 proxy_only.push(name);
             }
         }
-        ProtectedHeaders { aliases: HeaderAliases::from_names(&proxy_only), names: proxy_only, proxy_only_count: proxy_only_count }
+        ProtectedHeaders { aliases: HeaderAliases::from_names(&proxy_only), names: proxy_only, proxy_only_count }
     }
 
     fn is_proxy_only(&self, name: &HeaderName) -> bool {
@@ -148,7 +148,9 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             // The usual one goes anyway.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
-            .filter(|name: &HeaderName| *name != TE && !is_gateway_header(name.as_str()) && !protected.names.contains(name))
+            .filter(|name: &HeaderName| {
+                *name != TE && !is_gateway_header(name.as_str()) && !protected.names.contains(name)
+            })
             .collect();
         for name in nominated {
             headers.remove(name);
@@ -202,7 +204,8 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
         if protected.is_proxy_only(name) || is_forwarding_header(name.as_str()) {
             return !trusted;
         }
-        let is_alias = protected.aliases.contains(name) || has_special_characters(name.as_str()) && is_gateway_header(&fold_name(name.as_str()));
+        let is_alias = protected.aliases.contains(name)
+            || has_special_characters(name.as_str()) && is_gateway_header(&fold_name(name.as_str()));
         is_alias && !protected.names.contains(name)
     };
     let names: Vec<_> = headers.keys().filter(is_unwanted).cloned().collect();

@@ -34,7 +34,7 @@ pub(super) struct MinRateTimer {
 impl MinRateTimer {
     pub(super) fn new(limits: UploadLimits) -> Self {
         let credit = if limits.min_rate == 0 { Duration::MAX } else { GRACE_PERIOD };
-        MinRateTimer { limits: demand: limits, credit: left: credit, waiting_since: None, deadline: None, timer: None }
+        MinRateTimer { limits, credit, waiting_since: None, deadline: None, timer: None }
     }
 
     /// Bytes came.
@@ -52,7 +52,8 @@ impl MinRateTimer {
         let UploadLimits { idle_timeout, total_timeout, .. } = self.limits;
         let is_new = self.waiting_since.is_none();
         let since = *self.waiting_since.get_or_insert_with(Instant::now);
-        let deadline = *self.deadline.get_or_insert_with(|| since + total_timeout.unwrap_or(Duration::from_secs(u32::MAX.into())));
+        let deadline =
+            *self.deadline.get_or_insert_with(|| since + total_timeout.unwrap_or(Duration::from_secs(u32::MAX.into())));
         let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         if is_new {
             timer.as_mut().reset(deadline.min(since + idle_timeout.min(self.credit)));
@@ -85,7 +86,11 @@ mod tests {
     #[test]
     fn upload_times_out_below_minimum_rate() {
         let seconds = Duration::from_secs;
-        let demand = |rate, total: Option<u64>| UploadLimits { idle_timeout: seconds(30), min_rate: rate, total_timeout: total.map(seconds) };
+        let demand = |rate, total: Option<u64>| UploadLimits {
+            idle_timeout: seconds(30),
+            min_rate: rate,
+            total_timeout: total.map(seconds),
+        };
         let reactor = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         for (what, demand, bytes, every, expected) in [
             ("a byte per second", demand(240, None), 1, 1000, Some(5)),
@@ -105,7 +110,11 @@ mod tests {
     fn fast_upload_may_pause_and_upstream_backpressure_is_not_charged() {
         let reactor = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
         reactor.block_on(async {
-            let mut pace = MinRateTimer::new(UploadLimits { idle_timeout: Duration::from_secs(30), min_rate: 240, total_timeout: None });
+            let mut pace = MinRateTimer::new(UploadLimits {
+                idle_timeout: Duration::from_secs(30),
+                min_rate: 240,
+                total_timeout: None,
+            });
             pace.received(100_000);
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
             assert!(paused.await.is_err(), "earned by what it has sent");

@@ -2,7 +2,9 @@
 
 use http::header::{CONTENT_LENGTH, EXPECT, FORWARDED, HOST, HeaderMap, HeaderName, HeaderValue, VIA};
 
-use super::headers::{HeaderAliases, HOP_BY_HOP, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, fold_name};
+use super::headers::{
+    HOP_BY_HOP, HeaderAliases, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, fold_name,
+};
 
 /// Where rules apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -32,10 +32,14 @@ impl Tunnel {
         let (Ok(downstream), Ok(upstream)) = join(self.downstream, self.upstream).await else { return false };
         let activity = TunnelActivity { started_at: monotonic(), last_activity_ms: AtomicU64::new(0) };
         let mut bytes_received = 0;
-        let mut downstream = CountingIo { io: TokioIo::new(downstream), bytes_written: bytes_sent, activity: &activity };
-        let mut upstream = CountingIo { io: TokioIo::new(upstream), bytes_written: &mut bytes_received, activity: &activity };
+        let mut downstream =
+            CountingIo { io: TokioIo::new(downstream), bytes_written: bytes_sent, activity: &activity };
+        let mut upstream =
+            CountingIo { io: TokioIo::new(upstream), bytes_written: &mut bytes_received, activity: &activity };
         let mut copied = pin!(copy_bidirectional(&mut downstream, &mut upstream));
-        while let Some(remaining) = self.idle_timeout.checked_sub(activity.idle_time()).filter(|remaining| !remaining.is_zero()) {
+        while let Some(remaining) =
+            self.idle_timeout.checked_sub(activity.idle_time()).filter(|remaining| !remaining.is_zero())
+        {
             if let Ok(ended) = timeout(remaining, &mut copied).await {
                 return ended.is_ok();
             }

@@ -159,8 +159,8 @@ impl RequestBody {
             remaining: u64::MAX,
             flow,
             forwards_trailers: false,
-            is_http2: http2: is_http2,
-            is_counted: counted: is_counted,
+            is_http2,
+            is_counted,
             in_flight: None,
         })))
     }
@@ -212,7 +212,8 @@ impl RequestBody {
         if let Some(inner) = &mut self.0 {
             let content = if buffer.is_empty() { content } else { buffer.freeze() };
             inner.in_flight = None;
-            inner.source = BodySource::Buffered { bytes: (!content.is_empty()).then_some(content), _reservation: reservation };
+            inner.source =
+                BodySource::Buffered { bytes: (!content.is_empty()).then_some(content), _reservation: reservation };
         }
         Ok(())
     }
@@ -237,7 +238,8 @@ impl RequestBodyInner {
     /// Whether a client is silent for too long that owes something: once the response has begun, only one that has said how
     /// much is to come.
     fn is_client_timed_out(&mut self, cx: &mut Context<'_>) -> bool {
-        let is_timed = !self.progress.response_started.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
+        let is_timed =
+            !self.progress.response_started.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
         is_timed && self.rate_timer.as_mut().is_some_and(|timer| timer.poll(cx).is_ready())
     }
 

@@ -11,7 +11,7 @@ use jsonwebtoken::{crypto, decode_header};
 use serde_json::{Map, Value};
 
 use super::jwks::KeySet;
-use super::{IdentityError, Descriptor};
+use super::{Descriptor, IdentityError};
 use crate::limit::clock;
 
 /// How far the clocks of issuer and gateway may lie apart. RFC 7519 §4.1.4 allows "usually no more than a few minutes";

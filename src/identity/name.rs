@@ -11,9 +11,9 @@ use std::sync::Arc;
 use super::api_key::{ApiKeySettings, Caller, Consumers};
 use super::client_ip::ClientIpResolver;
 use super::source::cookie_value;
-use super::{ANONYMOUS_TAG, RequestAttributes, IdentitySpec, IP_TAG, OnMissing, IdentityPart, Descriptor, octets};
+use super::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, IdentitySpec, OnMissing, RequestAttributes, octets};
 use crate::http::host;
-use crate::limit::key::{IdentityEncoder, Identity, IdentityHasher};
+use crate::limit::key::{Identity, IdentityEncoder, IdentityHasher};
 
 /// Bytes of a value that are shown: whoever is limited may have chosen it.
 const MAX_DISPLAY_BYTES: usize = 128;
@@ -140,9 +140,16 @@ impl IdentityDisplay {
 
 impl IdentitySpec {
     /// What operators are shown of the identity of a request.
-    pub fn display(&self, request: &RequestAttributes<'_>, keys: &ApiKeySettings, client_ip: &ClientIpResolver) -> IdentityDisplay {
-        let network =
-            |label: &str| DisplayPart { label: label.into(), value: Some(client_ip.format_network(request.client_address).into()) };
+    pub fn display(
+        &self,
+        request: &RequestAttributes<'_>,
+        keys: &ApiKeySettings,
+        client_ip: &ClientIpResolver,
+    ) -> IdentityDisplay {
+        let network = |label: &str| DisplayPart {
+            label: label.into(),
+            value: Some(client_ip.format_network(request.client_address).into()),
+        };
         let part_of = |descriptor: &Descriptor| match descriptor.extract(request, keys) {
             Ok(IdentityPart::Value(tag, value)) => {
                 DisplayPart { label: descriptor.label().into(), value: is_public(tag).then(|| display_value(&value)) }
@@ -210,7 +217,9 @@ impl IdentitySpec {
                     (descriptor.tag(), name.as_bytes().to_vec(), no_address)
                 }
                 // As they are when a request was routed.
-                (Descriptor::Host, Some(name)) => (descriptor.tag(), host::canonical_host(name).into_owned().into_bytes(), no_address),
+                (Descriptor::Host, Some(name)) => {
+                    (descriptor.tag(), host::canonical_host(name).into_owned().into_bytes(), no_address)
+                }
                 (Descriptor::Cookie(_), Some(value)) => {
                     (descriptor.tag(), cookie_value(value.as_bytes()).into_owned(), no_address)
                 }

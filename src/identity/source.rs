@@ -8,7 +8,7 @@ use http::header::{AUTHORIZATION, COOKIE};
 use percent_encoding::{percent_decode, percent_decode_str};
 
 use super::api_key::{ApiKeySettings, Caller};
-use super::{RequestAttributes, IdentityError};
+use super::{IdentityError, RequestAttributes};
 
 /// One part of an identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -96,7 +96,11 @@ impl Descriptor {
             Descriptor::Header(name) => Some(name.clone()),
             Descriptor::Cookie(_) => Some(COOKIE),
             Descriptor::Jwt(_) => Some(AUTHORIZATION),
-            Descriptor::User(_) | Descriptor::Ip | Descriptor::Query(_) | Descriptor::Path(_) | Descriptor::ClientCert => None,
+            Descriptor::User(_)
+            | Descriptor::Ip
+            | Descriptor::Query(_)
+            | Descriptor::Path(_)
+            | Descriptor::ClientCert => None,
             Descriptor::Host | Descriptor::Method | Descriptor::Global | Descriptor::Route => None,
         }
     }
@@ -106,7 +110,11 @@ impl Descriptor {
         matches!(self, Descriptor::ApiKey | Descriptor::Jwt(_) | Descriptor::ClientCert)
     }
 
-    pub(super) fn extract<'a>(&self, request: &'a RequestAttributes<'_>, keys: &'a ApiKeySettings) -> Result<IdentityPart<'a>, IdentityError> {
+    pub(super) fn extract<'a>(
+        &self,
+        request: &'a RequestAttributes<'_>,
+        keys: &'a ApiKeySettings,
+    ) -> Result<IdentityPart<'a>, IdentityError> {
         let missing = || IdentityPart::Missing(IdentityError::Missing(self.clone()));
         // Two values for one name: the upstream may believe the other one.
         let only = |tag, mut values: Vec<Cow<'a, [u8]>>| match values.len() {
@@ -120,7 +128,9 @@ impl Descriptor {
         };
         match self {
             Descriptor::ApiKey => Ok(match request.caller.clone()? {
-                Caller::Consumer(consumer) => IdentityPart::Value(CONSUMER_TAG, Cow::Borrowed(consumer.name.as_bytes())),
+                Caller::Consumer(consumer) => {
+                    IdentityPart::Value(CONSUMER_TAG, Cow::Borrowed(consumer.name.as_bytes()))
+                }
                 Caller::Accepted(key) => IdentityPart::Value(b'k', Cow::Borrowed(key)),
                 Caller::Anonymous => IdentityPart::Address(ANONYMOUS_TAG),
                 Caller::Missing => IdentityPart::Missing(IdentityError::MissingApiKey(keys.header.clone())),
@@ -156,7 +166,8 @@ impl Descriptor {
                 only(b'o', values)
             }
             Descriptor::Query(name) => {
-                let pairs = request.query.unwrap_or("").split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
+                let pairs =
+                    request.query.unwrap_or("").split('&').map(|pair| pair.split_once('=').unwrap_or((pair, "")));
                 let values = pairs.filter(|(key, _)| *form_decoded(key) == *name.as_bytes());
                 only(b'q', values.map(|(_, value)| form_decoded(value)).collect())
             }

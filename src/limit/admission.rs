@@ -13,8 +13,8 @@ use tokio_util::task::TaskTracker;
 use tracing::debug;
 
 use super::algorithm::{Outcome, Rule};
-use super::backend::{Store, DecidedBy};
-use super::clock::{monotonic, elapsed_since};
+use super::backend::{DecidedBy, Store};
+use super::clock::{elapsed_since, monotonic};
 use super::denials::DenialCache;
 use super::key::{Identity, Key};
 use super::plan::LimitVariant;
@@ -94,7 +94,12 @@ impl StoreHandle {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call(&self, decided_by: DecidedBy, operation: Operation, charges: &[OwnedCharge]) -> Result<Verdict, StoreError> {
+    pub async fn call(
+        &self,
+        decided_by: DecidedBy,
+        operation: Operation,
+        charges: &[OwnedCharge],
+    ) -> Result<Verdict, StoreError> {
         self.call_since(decided_by, monotonic(), operation, charges).await
     }
 
@@ -126,7 +131,9 @@ impl StoreHandle {
         let started_at = monotonic();
         loop {
             match self.call(decided_by, operation, &charges).await {
-                Err(StoreError::Overloaded) if elapsed_since(started_at) < DELIVERY_TIMEOUT => sleep(OVERLOAD_RETRY_INTERVAL).await,
+                Err(StoreError::Overloaded) if elapsed_since(started_at) < DELIVERY_TIMEOUT => {
+                    sleep(OVERLOAD_RETRY_INTERVAL).await
+                }
                 result => return result,
             }
         }
@@ -157,7 +164,8 @@ impl OwnedCharge {
 
     fn charge(&self, decided_by: DecidedBy) -> Charge<'_> {
         let (key, rule) = (self.key(), self.rule(decided_by));
-        let (cost, permit_id) = if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
+        let (cost, permit_id) =
+            if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
         Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us: self.debt_before_us }
     }
 }
@@ -190,7 +198,10 @@ impl ConcurrencyPermits {
     /// Permits that are about to be asked for.
     pub fn requested(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
         let is_store_asked = decided_by == DecidedBy::Store;
-        let store_state = PermitStoreState { may_be_counted: AtomicBool::new(is_store_asked), call_in_flight: AtomicBool::new(is_store_asked) };
+        let store_state = PermitStoreState {
+            may_be_counted: AtomicBool::new(is_store_asked),
+            call_in_flight: AtomicBool::new(is_store_asked),
+        };
         ConcurrencyPermits {
             store_handle,
             decided_by,
@@ -244,7 +255,8 @@ impl ConcurrencyPermits {
                 self.store_handle.count_in_local_share(Operation::Charge, &self.permits);
             }
         }
-        let (store_handle, permits, store_state) = (self.store_handle.clone(), self.permits.clone(), self.store_state.clone());
+        let (store_handle, permits, store_state) =
+            (self.store_handle.clone(), self.permits.clone(), self.store_state.clone());
         self.renewal = self.store_handle.spawn(async move {
             let mut renew_delay = min_ttl / 3;
             loop {
@@ -337,7 +349,7 @@ pub struct DeferredCharge {
 impl DeferredCharges {
     /// Of a request that was admitted.
     pub fn new(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
-        DeferredCharges { store_handle: ledger: store_handle, decided_by: source: decided_by, charges: owed: charges }
+        DeferredCharges { store_handle, decided_by, charges }
     }
 
     /// Charges and gives back what the response says for each limit, by its place on the route; none if there is nothing
@@ -395,7 +407,12 @@ impl Drop for DeferredCharges {
     }
 }
 
-async fn deliver_deferred(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, operation: Operation, charges: Vec<OwnedCharge>) {
+async fn deliver_deferred(
+    store_handle: Arc<StoreHandle>,
+    decided_by: DecidedBy,
+    operation: Operation,
+    charges: Vec<OwnedCharge>,
+) {
     if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
         debug!(%error, ?operation, "what a response made of a cost was not counted");
     }

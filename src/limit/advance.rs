@@ -95,9 +95,18 @@ impl PrefetchPool {
 
     /// The right to ask for an advance, if none of the set is kept or asked for; of as many units as each of its `states` still may
     /// have outstanding.
-    pub fn reserve(self: &Arc<Self>, group: u128, states: impl Iterator<Item = (u128, u64)>) -> Option<PrefetchReservation> {
+    pub fn reserve(
+        self: &Arc<Self>,
+        group: u128,
+        states: impl Iterator<Item = (u128, u64)>,
+    ) -> Option<PrefetchReservation> {
         let mut pool_state = self.lock();
-        let has_room = pool_state.prefetched.get(&group).map_or(pool_state.prefetched.len() + pool_state.pending.len() < MAX_GROUPS, |advance| advance.remaining == 0);
+        let has_room = pool_state
+            .prefetched
+            .get(&group)
+            .map_or(pool_state.prefetched.len() + pool_state.pending.len() < MAX_GROUPS, |advance| {
+                advance.remaining == 0
+            });
         if !has_room || pool_state.pending.contains(&group) {
             return None;
         }
@@ -115,7 +124,7 @@ impl PrefetchPool {
             *pool_state.outstanding.entry(*state).or_default() += tokens;
         }
         pool_state.pending.insert(group);
-        Some(PrefetchReservation { pool: self.clone(), group: set: group, states, tokens: units: tokens })
+        Some(PrefetchReservation { pool: self.clone(), group, states, tokens })
     }
 
     /// Ends the advance of a set that has lapsed.
@@ -124,7 +133,10 @@ impl PrefetchPool {
     /// It lasts for so long still.
     pub fn expire(&self, group: u128, now: Instant) -> Result<UnusedTokens, Duration> {
         let mut pool_state = self.lock();
-        let ttl = pool_state.prefetched.get(&group).map_or(Duration::ZERO, |advance| advance.expires_at.saturating_duration_since(now));
+        let ttl = pool_state
+            .prefetched
+            .get(&group)
+            .map_or(Duration::ZERO, |advance| advance.expires_at.saturating_duration_since(now));
         if ttl.is_zero() { Ok(pool_state.remove(group)) } else { Err(ttl) }
     }
 
@@ -144,7 +156,11 @@ impl PoolState {
             return UnusedTokens { tokens: 0, charged_at: 0, outcomes: Vec::new() };
         };
         release(&mut self.outstanding, &advance.states, advance.remaining);
-        UnusedTokens { tokens: advance.remaining, charged_at: advance.verdict.now_us, outcomes: advance.verdict.outcomes }
+        UnusedTokens {
+            tokens: advance.remaining,
+            charged_at: advance.verdict.now_us,
+            outcomes: advance.verdict.outcomes,
+        }
     }
 }
 
@@ -180,7 +196,8 @@ impl PrefetchReservation {
         // No more than was asked for; the rest of it is released with the reservation.
         let units = tokens.min(self.tokens);
         self.tokens -= units;
-        let advance = PrefetchedTokens { remaining: units, states: self.states.clone(), expires_at, decided_at: decided: decided_at, verdict };
+        let advance =
+            PrefetchedTokens { remaining: units, states: self.states.clone(), expires_at, decided_at, verdict };
         match self.pool.lock().prefetched.entry(self.group) {
             Entry::Occupied(mut exhausted) => {
                 exhausted.insert(advance);
@@ -244,7 +261,13 @@ mod tests {
 
     /// An advance of one limit that was asked for and given at `at`.
     fn fill(advances: &Arc<PrefetchPool>, rule: &Rule, units: u64, reset_us: u64, at: Instant) -> bool {
-        advances.reserve(GROUP, single_state(100)).unwrap().fill(units, verdict(20, reset_us), std::iter::once(rule), at, at)
+        advances.reserve(GROUP, single_state(100)).unwrap().fill(
+            units,
+            verdict(20, reset_us),
+            std::iter::once(rule),
+            at,
+            at,
+        )
     }
 
     #[test]
@@ -272,7 +295,10 @@ mod tests {
         let outcomes = verdict(20, 40 * SECOND).outcomes;
         assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL / 4), Err(PREFETCH_TTL * 3 / 4));
         assert_eq!(advances.take(GROUP, start + PREFETCH_TTL), None);
-        assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL), Ok(UnusedTokens { tokens: 2, charged_at: 1000, outcomes }));
+        assert_eq!(
+            advances.expire(GROUP, start + PREFETCH_TTL),
+            Ok(UnusedTokens { tokens: 2, charged_at: 1000, outcomes })
+        );
         assert_eq!(
             advances.expire(GROUP, start + PREFETCH_TTL),
             Ok(UnusedTokens { tokens: 0, charged_at: 0, outcomes: vec![] }),
@@ -316,7 +342,10 @@ mod tests {
         assert!(reserve(GROUP).is_none() && !advances.is_exhausted(GROUP, start), "one unit is");
         advances.take(GROUP, start).unwrap();
         assert!(advances.is_exhausted(GROUP, start));
-        assert!(!fill(&advances, &log_rule(), 2, SECOND, start + PREFETCH_TTL / 2), "who sees to its end goes on doing so");
+        assert!(
+            !fill(&advances, &log_rule(), 2, SECOND, start + PREFETCH_TTL / 2),
+            "who sees to its end goes on doing so"
+        );
         assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL), Err(PREFETCH_TTL / 2), "the second lasts longer");
         let outcomes = verdict(20, SECOND).outcomes;
         assert_eq!(advances.cancel(GROUP), UnusedTokens { tokens: 2, charged_at: 1000, outcomes });

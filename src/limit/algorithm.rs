@@ -15,7 +15,7 @@ use fixed_window::{FixedWindow, WindowStart};
 use sliding_buckets::SlidingBuckets;
 use sliding_log::SlidingLog;
 use sliding_window::SlidingWindow;
-pub use step::{StepKind, Change, PermitEdit, LogEdit, MAX_STATE, Outcome, State, Status, Step};
+pub use step::{Change, LogEdit, MAX_STATE, Outcome, PermitEdit, State, Status, Step, StepKind};
 use token_bucket::TokenBucket;
 
 use crate::limit::quota::{Quota, QuotaError};
@@ -162,7 +162,9 @@ impl Rule {
             Rule::SlidingWindow(rule) => Rule::SlidingWindow(SlidingWindow { limit: share_of(rule.limit), ..*rule }),
             Rule::SlidingBuckets(rule) => Rule::SlidingBuckets(SlidingBuckets { limit: share_of(rule.limit), ..*rule }),
             Rule::SlidingLog(rule) => Rule::SlidingLog(SlidingLog { limit: share_of(rule.limit), ..*rule }),
-            Rule::Concurrency(rule) => Rule::Concurrency(Concurrency { limit: rule.limit.div_ceil(gateway_count), ..*rule }),
+            Rule::Concurrency(rule) => {
+                Rule::Concurrency(Concurrency { limit: rule.limit.div_ceil(gateway_count), ..*rule })
+            }
         })
     }
 }

@@ -11,7 +11,7 @@ use super::cluster::topology::ClusterMap;
 use super::cluster::{self, ClusterStore};
 use super::guard::{CircuitBreaker, GuardedStore, RecoverySignal};
 use super::memory::MemoryStore;
-use super::redis::{RedisSettings, ServerStore, RedisDeployment};
+use super::redis::{RedisDeployment, RedisSettings, ServerStore};
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::{AnsweredBy, LimiterMetrics};
 
@@ -50,7 +50,9 @@ impl RedisStore {
         metrics: Arc<LimiterMetrics>,
     ) -> Self {
         match deployment.clone() {
-            RedisDeployment::Single(server) => RedisStore::Single(GuardedStore::new(ServerStore::new(settings, server, metrics), breaker)),
+            RedisDeployment::Single(server) => {
+                RedisStore::Single(GuardedStore::new(ServerStore::new(settings, server, metrics), breaker))
+            }
             RedisDeployment::Cluster { seeds, login } => {
                 RedisStore::Cluster(ClusterStore::new(settings.clone(), seeds, login, topology, metrics))
             }
@@ -77,7 +79,12 @@ impl RedisStore {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call_before(&self, deadline: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+    pub async fn call_before(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
         match self {
             RedisStore::Single(store) => store.call_before(deadline, false, operation, charges).await,
             // On the heap: the others should not have to carry its size.

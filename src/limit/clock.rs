@@ -62,7 +62,7 @@ impl Clock {
 
 /// The system's wall clock, µs since the Unix epoch.
 pub fn unix_us() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| elapsed_since.as_micros() as u64)
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |since| since.as_micros() as u64)
 }
 
 /// The part of a wait by another machine's clock that lasts at least as long by ours.

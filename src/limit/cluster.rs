@@ -16,7 +16,7 @@ use super::guard::{GuardedStore, RecoverySignal};
 use super::redis::server::{Address, Login};
 use super::redis::slots::{SlotMap, identity_slot};
 use super::redis::{RedisSettings, ServerStore};
-use super::store::{Charge, Operation, CounterStore, StoreError, Verdict};
+use super::store::{Charge, CounterStore, Operation, StoreError, Verdict};
 use super::tallies::LimiterMetrics;
 use topology::ClusterMap;
 
@@ -65,7 +65,7 @@ impl ClusterStore {
         cluster_map: Arc<ClusterMap>,
         metrics: Arc<LimiterMetrics>,
     ) -> Self {
-        ClusterStore(Arc::new(Inner { settings, seeds, login, cluster_map: topology: cluster_map, metrics: tallies: metrics, nodes: Mutex::default() }))
+        ClusterStore(Arc::new(Inner { settings, seeds, login, cluster_map, metrics, nodes: Mutex::default() }))
     }
 
     /// Maximum time from when a request asks to its verdict.
@@ -81,7 +81,8 @@ impl ClusterStore {
     /// Connects to all masters, so that the first request finds connections.
     pub async fn connect(&self) {
         // Connecting to the node that is asked takes longer than a call.
-        let discovered = timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
+        let discovered =
+            timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
         let nodes = match &discovered {
             Ok(Ok(slots)) => slots.masters(),
             // Those that cannot be reached are found out before the first request.
@@ -96,9 +97,15 @@ impl ClusterStore {
     }
 
     /// Asks the master of the one identity that these charges have, wherever it may be by now.
-    async fn call_owner(&self, deadline: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+    async fn call_owner(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
         let Some(charge) = charges.first() else { return Err(StoreError::MalformedReply) };
-        let ask = |guard: GuardedStore, asking| async move { guard.call_before(deadline, asking, operation, charges).await };
+        let ask =
+            |guard: GuardedStore, asking| async move { guard.call_before(deadline, asking, operation, charges).await };
         self.with_owner(identity_slot(charge.key.identity), deadline, ask).await
     }
 
@@ -111,7 +118,7 @@ impl ClusterStore {
         let ask = |guard: GuardedStore, asking| async move {
             guard.admin_command(deadline.saturating_duration_since(monotonic()), asking, command).await
         };
-        self.with_owner(identity_slot, deadline, ask).await
+        self.with_owner(slot, deadline, ask).await
     }
 
     /// Asks the master of a slot.
@@ -121,7 +128,7 @@ impl ClusterStore {
         deadline: Instant,
         ask: impl Fn(GuardedStore, bool) -> F,
     ) -> Result<T, StoreError> {
-        let mut address = self.owner(identity_slot).await?;
+        let mut address = self.owner(slot).await?;
         let mut asking = false;
         for redirections in 0_u32.. {
             if redirections > MAX_REDIRECTIONS {
@@ -158,7 +165,7 @@ impl ClusterStore {
     }
 
     async fn owner(&self, slot: u16) -> Result<Address, StoreError> {
-        self.slots().await?.owner(identity_slot).cloned().ok_or_else(|| {
+        self.slots().await?.owner(slot).cloned().ok_or_else(|| {
             self.refresh_topology();
             StoreError::Unreachable(format!("no node of the cluster keeps slot {slot}"))
         })
@@ -222,7 +229,9 @@ impl ClusterStore {
         if known_nodes.slots.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
             let is_member = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
             // A node that left and came back has a new breaker; nobody probes for the old one any more.
-            known_nodes.guards.retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
+            known_nodes
+                .guards
+                .retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
             known_nodes.slots = slots;
         }
         if let Some(guard) = known_nodes.guards.get(address) {
@@ -241,7 +250,12 @@ impl ClusterStore {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn call_before(&self, deadline: Instant, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+    pub async fn call_before(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
         if !is_single_slot(charges) {
             let is_same_identity = |one: &Charge<'_>, other: &Charge<'_>| one.key.identity == other.key.identity;
             return self.scatter(deadline, operation, charges, is_same_identity).await;

@@ -18,12 +18,12 @@ use tokio::time::{Duration, timeout};
 use tokio_util::sync::CancellationToken;
 use tracing::debug;
 
-use super::admission::{StoreHandle, OwnedCharge};
+use super::admission::{OwnedCharge, StoreHandle};
 use super::advance::PrefetchPool;
 use super::algorithm::Status;
 use super::backend::DecidedBy;
-use super::clock::{monotonic, elapsed_since};
-use super::redis::{MAX_WORKER_DELAY, LATENCY_TARGET_DIVISOR};
+use super::clock::{elapsed_since, monotonic};
+use super::redis::{LATENCY_TARGET_DIVISOR, MAX_WORKER_DELAY};
 use super::store::{Charge, Operation, StoreError, Verdict};
 use super::tallies::AnsweredBy;
 use ahead::with_cost;
@@ -90,7 +90,7 @@ impl Singleflight {
     /// Without checks in flight.
     pub fn new(timeout: Duration, prefetch_pool: Arc<PrefetchPool>) -> Self {
         let (flights, waiter_count, stop) = Default::default();
-        Singleflight { flights, waiter_count, timeout, prefetch_pool: advances: prefetch_pool, stop }
+        Singleflight { flights, waiter_count, timeout, prefetch_pool, stop }
     }
 
     /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
@@ -267,7 +267,9 @@ impl FlightTask {
             Some(reservation) => self.prefetch(reservation, waiters, started_at).await,
             None => {
                 let operation = if waiters == 1 { Operation::Check } else { Operation::TakeUpTo };
-                self.store_handle.call_since(DecidedBy::Store, started_at, operation, &with_cost(&self.charges, waiters)).await
+                self.store_handle
+                    .call_since(DecidedBy::Store, started_at, operation, &with_cost(&self.charges, waiters))
+                    .await
             }
         }
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::admission::{DeferredCharges, Deferred, ConcurrencyPermits, OwnedCharge};
+use super::admission::{ConcurrencyPermits, Deferred, DeferredCharges, OwnedCharge};
 use super::algorithm::{Outcome, Rule, Status};
 use super::backend::DecidedBy;
 use super::clock::elapsed_since;
@@ -122,7 +122,14 @@ impl<'a> LimitCheck<'a, '_> {
     /// The part of it that outlives the decision.
     pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
         let (prefetch, debt_before_us) = (self.limit.prefetch, 0);
-        OwnedCharge { limit_index: self.limit_index, variant: self.variant.clone(), identity: self.identity, cost_or_permit_id, prefetch, debt_before_us }
+        OwnedCharge {
+            limit_index: self.limit_index,
+            variant: self.variant.clone(),
+            identity: self.identity,
+            cost_or_permit_id,
+            prefetch,
+            debt_before_us,
+        }
     }
 
     fn to_result(&self, outcome: Outcome) -> LimitResult<'a> {
@@ -181,14 +188,14 @@ impl<'a> Decision<'a> {
         let (is_from_cache, is_overloaded, permits, deferred_charges) = Default::default();
         Decision {
             admitted,
-            decided_by: source: decided_by,
-            is_from_cache: remembered: is_from_cache,
-            is_overloaded: overloaded: is_overloaded,
+            decided_by,
+            is_from_cache,
+            is_overloaded,
             now_us,
-            results: limits: results,
+            results,
             shadow_denied,
-            permits: leases: permits,
-            deferred_charges: debts: deferred_charges,
+            permits,
+            deferred_charges,
             debts_before_us,
         }
     }
@@ -221,7 +228,9 @@ impl<'a> Decision<'a> {
     /// How long a denied request that came at `arrived` is to wait before it asks again, if its limits let it wait so long.
     pub fn retry_delay(&self, arrived_at: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
-        let may_wait = |result: &LimitResult<'_>| result.limit.queue_policy.is_some_and(|wait| elapsed_since(arrived_at) + pause <= wait.max_wait);
+        let may_wait = |result: &LimitResult<'_>| {
+            result.limit.queue_policy.is_some_and(|wait| elapsed_since(arrived_at) + pause <= wait.max_wait)
+        };
         self.violated().all(may_wait).then_some(pause)
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use quick_cache::sync::Cache;
 
 use super::algorithm::{Outcome, Status};
-use super::clock::{subtract_drift, monotonic};
+use super::clock::{monotonic, subtract_drift};
 
 /// Entries are not older: a client that keeps asking costs the store a call each second. Until then a denial may have become untrue, by a
 /// reset, by prefetched units that another gateway gives back, and by those of a request that it could not answer in time.
@@ -57,7 +57,8 @@ impl DenialCache {
         let elapsed_us = now.saturating_duration_since(denial.decided_at).as_micros() as u64;
         let remaining_us = |us: u64| us.saturating_sub(elapsed_us);
         let Outcome { reset_us, retry_us, .. } = denial.outcome;
-        let outcome = Outcome { reset_us: remaining_us(reset_us), retry_us: remaining_us(retry_us).max(1), ..denial.outcome };
+        let outcome =
+            Outcome { reset_us: remaining_us(reset_us), retry_us: remaining_us(retry_us).max(1), ..denial.outcome };
         Some(DenialHit { now_us: denial.now_us + elapsed_us, outcome })
     }
 
@@ -74,7 +75,7 @@ impl DenialCache {
             return;
         }
         let expires_at = asked_at + subtract_drift(Duration::from_micros(outcome.retry_us)).min(MAX_DENIAL_AGE);
-        self.0.insert(key, CachedDenial { variant_id: plan: variant_id, cost, expires_at: until: expires_at, decided_at: monotonic(), now_us, outcome });
+        self.0.insert(key, CachedDenial { variant_id, cost, expires_at, decided_at: monotonic(), now_us, outcome });
     }
 }
 
@@ -114,7 +115,8 @@ mod tests {
     fn only_exceeded_denials_are_cached_and_expire() {
         let denials = DenialCache::new(100);
         for status in [Status::Saturated, Status::CostTooLarge, Status::Ok] {
-            let known = DenialHit { outcome: Outcome { status, ..exceeded(60_000_000).outcome }, ..exceeded(60_000_000) };
+            let known =
+                DenialHit { outcome: Outcome { status, ..exceeded(60_000_000).outcome }, ..exceeded(60_000_000) };
             denials.insert(7, 1, 1, known, monotonic());
             assert_eq!(denials.get(7, 1, 1), None, "{status:?}");
         }

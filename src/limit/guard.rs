@@ -12,11 +12,11 @@ use redis::{Cmd, Value};
 use tokio::sync::Notify;
 use tokio::time::{Duration, sleep, timeout};
 
-use super::clock::{monotonic, elapsed_since, unix_us};
+use super::clock::{elapsed_since, monotonic, unix_us};
 use super::redis::server::Address;
 use super::redis::slots::SlotMap;
-use super::redis::{CallObserver, ServerStore, ProbeCall};
-use super::store::{Charge, Operation, CounterStore, StoreError, Verdict};
+use super::redis::{CallObserver, ProbeCall, ServerStore};
+use super::store::{Charge, CounterStore, Operation, StoreError, Verdict};
 use failures::FailureWindow;
 use reasons::OutageLog;
 use writes::WriteHealth;
@@ -105,7 +105,7 @@ impl CircuitBreaker {
     /// A closed breaker; `recovery` is told each time that it closes again.
     pub fn new(recovery: Arc<RecoverySignal>) -> Self {
         let (epoch, failures, is_probing, write_health) = Default::default();
-        CircuitBreaker { epoch: era: epoch, failures, is_probing: suspected: is_probing, write_health: writes: write_health, recovery, created_at: monotonic() }
+        CircuitBreaker { epoch, failures, is_probing, write_health, recovery, created_at: monotonic() }
     }
 
     /// Whether calls fail at once.
@@ -147,7 +147,7 @@ impl GuardedStore {
         let store = Arc::new(store);
         let monitor = Arc::new(StoreMonitor { store: Arc::downgrade(&store), breaker, timeout: store.timeout(), node });
         store.set_observer(monitor.clone());
-        GuardedStore { store, monitor: watch: monitor }
+        GuardedStore { store, monitor }
     }
 
     /// Maximum time from when a request asks to its verdict.
@@ -350,7 +350,9 @@ impl CallObserver for StoreMonitor {
     }
 
     fn reply_late(&self, epoch: u32) {
-        if self.breaker.epoch.load(Ordering::Relaxed) == epoch && self.breaker.failures.record_late_reply(self.breaker.age()) {
+        if self.breaker.epoch.load(Ordering::Relaxed) == epoch
+            && self.breaker.failures.record_late_reply(self.breaker.age())
+        {
             self.open(epoch, &StoreError::Timeout, None);
         }
     }

@@ -108,7 +108,7 @@ impl StateName {
     pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
         let name = format!("{limit}:{shape}");
         let hash = hasher.hash(name.as_bytes()).0;
-        StateName { name: name.into(), hash: tag: hash, limit_hash: hasher.hash(limit.as_bytes()).0 as u64 }
+        StateName { name: name.into(), hash, limit_hash: hasher.hash(limit.as_bytes()).0 as u64 }
     }
 
     /// The name of the limit.

@@ -8,9 +8,9 @@ use std::time::Duration;
 
 use tracing::warn;
 
-use super::algorithm::{StepKind, Change, Status, Step};
+use super::algorithm::{Change, Status, Step, StepKind};
 use super::clock::{Clock, LogThrottle};
-use super::store::{Charge, Operation, CounterStore, StoreError, Verdict};
+use super::store::{Charge, CounterStore, Operation, StoreError, Verdict};
 use shard::{Room, Shard, StateWrite};
 
 /// Enough that two workers rarely meet in one; a power of two.
@@ -65,7 +65,7 @@ impl MemoryStore {
         for charge in charges {
             shard_bits |= 1 << shard_of(charge.key.local_hash());
         }
-        let mut locked = LockedShards { shard_bits: shard_bits, guards: Vec::with_capacity(charges.len()) };
+        let mut locked = LockedShards { shard_bits, guards: Vec::with_capacity(charges.len()) };
         for index in (0..SHARDS).filter(|index| shard_bits >> index & 1 == 1) {
             locked.guards.push(lock(&self.shards[index]));
         }
@@ -181,7 +181,10 @@ fn decide_locked(
         }
         outcomes.push(outcome);
     }
-    Verdict { full_limits: if is_check { full_limits } else { 0 }, ..Verdict::new(if admitted { granted } else { 0 }, now, outcomes) }
+    Verdict {
+        full_limits: if is_check { full_limits } else { 0 },
+        ..Verdict::new(if admitted { granted } else { 0 }, now, outcomes)
+    }
 }
 
 /// How much of a limit is used when so much remains, of 255.
@@ -206,7 +209,9 @@ fn step_all(
         let is_deferred = charge.mode.is_deferred() && may_defer;
         let cost = if is_deferred { 1 } else { requested.unwrap_or(charge.cost) };
         let charge_step = match step_kind {
-            StepKind::Refund { charged_at, .. } => StepKind::Refund { charged_at, debt_before_us: charge.debt_before_us },
+            StepKind::Refund { charged_at, .. } => {
+                StepKind::Refund { charged_at, debt_before_us: charge.debt_before_us }
+            }
             StepKind::Check | StepKind::Charge | StepKind::Renew => step_kind,
         };
         let mut step = charge.rule.step(state, now, charge_step, cost);

@@ -8,9 +8,11 @@ use tokio::time::Duration;
 use super::backend::RedisStore;
 use super::clock::monotonic;
 use super::denials::MAX_DENIAL_AGE;
-use super::key::{StateName, Identity, Key};
+use super::key::{Identity, Key, StateName};
 use super::memory::MemoryStore;
-use super::overrides::{MAX_PROPAGATION, MAX_OVERRIDES, Override, Overrides, OverrideQuota, reset_field, override_field};
+use super::overrides::{
+    MAX_OVERRIDES, MAX_PROPAGATION, Override, OverrideQuota, Overrides, override_field, reset_field,
+};
 use super::plan::{LimitSpec, LimitVariant};
 use super::quota::QuotaError;
 use super::redis::records::{self, KnownRevision, WriteStatus, parse_write_reply};
@@ -48,7 +50,9 @@ pub enum AdminError {
     Store(#[from] StoreError),
     #[error(transparent)]
     Quota(#[from] QuotaError),
-    #[error("there are {MAX_OVERRIDES} overrides, which is as many as there may be; remove one, or wait until one is over")]
+    #[error(
+        "there are {MAX_OVERRIDES} overrides, which is as many as there may be; remove one, or wait until one is over"
+    )]
     TooManyOverrides,
 }
 
@@ -59,7 +63,8 @@ impl LimiterAdmin {
     /// See [`StoreError`].
     pub async fn peek(&self, variant: &LimitVariant, identity: Identity, cost: u64) -> Result<Verdict, StoreError> {
         let key = Key { identity, state_name: &variant.state_name };
-        let charge = [Charge { key, rule: &variant.rule, cost, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
+        let charge =
+            [Charge { key, rule: &variant.rule, cost, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 }];
         match &self.redis {
             None => Ok(self.memory.decide(Operation::Peek, &charge)),
             Some((store, _)) => store.call(Operation::Peek, &charge).await,
@@ -70,7 +75,12 @@ impl LimiterAdmin {
     ///
     /// # Errors
     /// See [`StoreError`].
-    pub async fn reset(&self, limit: &LimitSpec, identity: Identity, state_names: &[&StateName]) -> Result<ResetResult, StoreError> {
+    pub async fn reset(
+        &self,
+        limit: &LimitSpec,
+        identity: Identity,
+        state_names: &[&StateName],
+    ) -> Result<ResetResult, StoreError> {
         let keys = || state_names.iter().map(|bucket| Key { identity, state_name: bucket });
         let mut was_counted = false;
         let Some((store, prefix)) = &self.redis else {
@@ -87,8 +97,12 @@ impl LimiterAdmin {
             self.memory.remove(key.local_hash());
         }
         let (hash, field) = (records::hash_key(prefix), reset_field(limit, identity));
-        let broadcast =
-            store.admin_command(key_slot(hash.as_bytes()), &records::set_command(&hash, &field, "", RESET_BROADCAST_TTL, KnownRevision::default(), MAX_OVERRIDES)).await;
+        let broadcast = store
+            .admin_command(
+                key_slot(hash.as_bytes()),
+                &records::set_command(&hash, &field, "", RESET_BROADCAST_TTL, KnownRevision::default(), MAX_OVERRIDES),
+            )
+            .await;
         let refreshed = self.overrides.refresh(store, &hash).await;
         let told = broadcast.and_then(|reply| parse_write_reply(reply, &field, ""));
         let effective_within = match (told, refreshed) {
@@ -117,7 +131,8 @@ impl LimiterAdmin {
         };
         let (hash, field) = (records::hash_key(prefix), override_field(limit, identity));
         let value = serde_json::to_string(&new.quota).map_err(|_| StoreError::MalformedReply)?;
-        let command = records::set_command(&hash, &field, &value, ttl, self.overrides.known_revision(&field), MAX_OVERRIDES);
+        let command =
+            records::set_command(&hash, &field, &value, ttl, self.overrides.known_revision(&field), MAX_OVERRIDES);
         match self.write(store, &hash, &command, &field, &value).await? {
             WriteStatus::Written => Ok(Arc::new(new)),
             WriteStatus::TooMany | WriteStatus::Unchanged => Err(AdminError::TooManyOverrides),
@@ -142,7 +157,7 @@ impl LimiterAdmin {
         }
         // If this fails, the next poll reads the rest.
         let _ = self.overrides.refresh(store, hash).await;
-        Ok(parse_write_reply)
+        Ok(written)
     }
 
     /// Ends an override; whether there was one.

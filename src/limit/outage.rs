@@ -5,7 +5,7 @@ use tracing::warn;
 
 use super::backend::DecidedBy;
 use super::clock::{LogThrottle, unix_us};
-use super::decision::{LimitCheck, Decision};
+use super::decision::{Decision, LimitCheck};
 use super::memory::MemoryStore;
 use super::plan::OnStoreError;
 use super::store::{Operation, StoreError, Verdict};
@@ -23,7 +23,10 @@ const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
 /// A check that was not decided in time by a store that works is rejected, whatever its limits say of outages: otherwise a client
 /// could exceed a limit by asking more. Shadow limits reject nothing.
-pub(super) fn decide_overloaded<'a>(checks: &[LimitCheck<'a, '_>], error: StoreError) -> Result<Decision<'a>, StoreUnavailable> {
+pub(super) fn decide_overloaded<'a>(
+    checks: &[LimitCheck<'a, '_>],
+    error: StoreError,
+) -> Result<Decision<'a>, StoreUnavailable> {
     static LOG_THROTTLE: LogThrottle = LogThrottle::new();
     if LOG_THROTTLE.should_log(OVERLOAD_LOG_INTERVAL) {
         warn!(%error, "checks are rejected for overload; docs/redis.md says what helps");
@@ -57,13 +60,19 @@ pub(super) fn decide_without_store<'a>(
         return Err(StoreUnavailable(error));
     }
     let falls_back_locally = |check: &&LimitCheck<'a, '_>| check.limit.on_store_error == OnStoreError::Local;
-    let charges: Vec<_> = checks.iter().filter(falls_back_locally).map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
+    let charges: Vec<_> =
+        checks.iter().filter(falls_back_locally).map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
     let verdict = fallback.decide(Operation::Check, &charges);
     if verdict.full_limits == 0 {
         return Ok(Decision::new(verdict, DecidedBy::Local, checks.iter().filter(falls_back_locally)));
     }
-    let (verdict, checks_with_room) =
-        decide_with_room(fallback, checks.iter().filter(falls_back_locally), verdict.full_limits, DecidedBy::Local, first_permit_id)?;
+    let (verdict, checks_with_room) = decide_with_room(
+        fallback,
+        checks.iter().filter(falls_back_locally),
+        verdict.full_limits,
+        DecidedBy::Local,
+        first_permit_id,
+    )?;
     Ok(Decision::new(verdict, DecidedBy::Local, checks_with_room.into_iter()))
 }
 
@@ -87,5 +96,9 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     let charges: Vec<_> = checks_with_room.iter().map(|check| check.charge(decided_by, first_permit_id)).collect();
     let verdict = memory.decide(Operation::Check, &charges);
     // Otherwise another request has taken the room in between.
-    if verdict.full_limits == 0 { Ok((verdict, checks_with_room)) } else { Err(StoreUnavailable(StoreError::CapacityExceeded)) }
+    if verdict.full_limits == 0 {
+        Ok((verdict, checks_with_room))
+    } else {
+        Err(StoreUnavailable(StoreError::CapacityExceeded))
+    }
 }

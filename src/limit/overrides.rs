@@ -138,7 +138,7 @@ impl Overrides {
         denials: Option<Arc<DenialCache>>,
     ) -> Self {
         let (table, known_entries) = Default::default();
-        Overrides { table, hasher, find_limit: Box::new(find_limit), denials, known_entries: known: known_entries }
+        Overrides { table, hasher, find_limit: Box::new(find_limit), denials, known_entries }
     }
 
     /// Those in force now; none if there are none, as mostly.
@@ -160,7 +160,7 @@ impl Overrides {
     ) -> Result<Override, QuotaError> {
         let parsed_quota = limit.default_variant.rule.parse_quota(&quota.quota)?;
         let variant = Arc::new(limit.override_variant(&self.hasher, parsed_quota, quota.burst)?);
-        Ok(Override { limit: limit.clone(), identity, quota: size: quota, variant: plan: variant, expires_at: monotonic() + ttl })
+        Ok(Override { limit: limit.clone(), identity, quota, variant, expires_at: monotonic() + ttl })
     }
 
     /// Puts an override in force in this process; none if there are too many.
@@ -237,7 +237,9 @@ impl Overrides {
     async fn write_back(&self, store: &RedisStore, key: &str, lost: &[OverrideEntry]) -> Result<(), StoreError> {
         let (mut written_count, mut dropped) = (0, 0);
         for lost in lost.chunks(MAX_RESTORE_BATCH) {
-            let reply = store.admin_command(key_slot(key.as_bytes()), &records::restore_command(key, lost, MAX_OVERRIDES)).await?;
+            let reply = store
+                .admin_command(key_slot(key.as_bytes()), &records::restore_command(key, lost, MAX_OVERRIDES))
+                .await?;
             let mut known = self.lock_entries();
             for (record, written) in lost.iter().zip(parse_restore_reply(reply)?) {
                 match written {
@@ -270,10 +272,12 @@ impl Overrides {
         let now = monotonic();
         let entries = self.lock_entries();
         let entry = entries.get(field).filter(|known| now < known.forget_at);
-        entry.map_or_else(records::KnownRevision::default, |KnownEntry { entry: record, expires_at: until, .. }| records::KnownRevision {
-            revision: record.revision,
-            keep_until_us: record.keep_until_us,
-            is_in_force: now < *until,
+        entry.map_or_else(records::KnownRevision::default, |KnownEntry { entry: record, expires_at: until, .. }| {
+            records::KnownRevision {
+                revision: record.revision,
+                keep_until_us: record.keep_until_us,
+                is_in_force: now < *until,
+            }
         })
     }
 
@@ -328,10 +332,14 @@ impl Overrides {
     /// Build the table from the known records. `reset`: denials that are remembered may no longer hold.
     fn rebuild_table(&self, entries: &HashMap<String, KnownEntry>, now: Instant, has_reset: bool) {
         let (old, mut new) = (self.table.load_full(), HashMap::default());
-        for (field, KnownEntry { entry: record, expires_at, .. }) in entries.iter().filter(|(_, known)| now < known.expires_at) {
+        for (field, KnownEntry { entry: record, expires_at, .. }) in
+            entries.iter().filter(|(_, known)| now < known.expires_at)
+        {
             let Some((_, limit, identity)) = parse_field(field) else { continue };
             // Another gateway may have other limits.
-            let (Some(limit), Ok(quota)) = ((self.find_limit)(limit), serde_json::from_str::<OverrideQuota>(&record.value)) else {
+            let (Some(limit), Ok(quota)) =
+                ((self.find_limit)(limit), serde_json::from_str::<OverrideQuota>(&record.value))
+            else {
                 continue;
             };
             let (key, until) = (table_key(&limit, identity), *expires_at);
@@ -339,7 +347,9 @@ impl Overrides {
             let same = old.0.get(&key).filter(|old| old.quota == quota && Arc::ptr_eq(&old.limit, &limit));
             let compiled = match same {
                 Some(old) => Ok(Override { limit, identity, quota, variant: old.variant.clone(), expires_at: until }),
-                None => self.compile(&limit, identity, quota, until - now).map(|new| Override { expires_at: until, ..new }),
+                None => {
+                    self.compile(&limit, identity, quota, until - now).map(|new| Override { expires_at: until, ..new })
+                }
             };
             match compiled {
                 Ok(compiled) => drop(new.insert(key, Arc::new(compiled))),

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use super::algorithm::Rule;
 use super::algorithm::fixed_window::{FixedWindow, WindowStart};
-use super::key::{StateName, IdentityHasher};
+use super::key::{IdentityHasher, StateName};
 use super::quota::{Quota, QuotaError};
 
 /// A named rule: how much, and what happens when the store fails.
@@ -80,7 +80,12 @@ impl LimitSpec {
     ///
     /// # Errors
     /// The size cannot be counted exactly, the algorithm cannot have it, or it is smaller than what is taken ahead.
-    pub fn variant(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<LimitVariant, QuotaError> {
+    pub fn variant(
+        &self,
+        hasher: &IdentityHasher,
+        quota: Quota,
+        burst: Option<u64>,
+    ) -> Result<LimitVariant, QuotaError> {
         let variant = self.override_variant(hasher, quota, burst)?;
         self.validate_prefetch(&variant).map(|()| variant)
     }
@@ -89,8 +94,19 @@ impl LimitSpec {
     ///
     /// # Errors
     /// The size cannot be counted exactly, or the algorithm cannot have it.
-    pub fn override_variant(&self, hasher: &IdentityHasher, quota: Quota, burst: Option<u64>) -> Result<LimitVariant, QuotaError> {
-        LimitVariant::new(hasher, &self.name, quota, self.default_variant.rule.with_quota(quota, burst)?, self.local_share)
+    pub fn override_variant(
+        &self,
+        hasher: &IdentityHasher,
+        quota: Quota,
+        burst: Option<u64>,
+    ) -> Result<LimitVariant, QuotaError> {
+        LimitVariant::new(
+            hasher,
+            &self.name,
+            quota,
+            self.default_variant.rule.with_quota(quota, burst)?,
+            self.local_share,
+        )
     }
 
     /// Sees that a size of the limit has room for what is taken ahead.
@@ -99,7 +115,7 @@ impl LimitSpec {
     /// It is smaller.
     pub fn validate_prefetch(&self, variant: &LimitVariant) -> Result<(), QuotaError> {
         let (prefetch, capacity) = (self.prefetch, variant.rule.capacity());
-        if prefetch > capacity { Err(QuotaError::Prefetch { prefetch: lease: prefetch, capacity }) } else { Ok(()) }
+        if prefetch > capacity { Err(QuotaError::Prefetch { prefetch, capacity }) } else { Ok(()) }
     }
 
     /// All of its sizes, with the tiers that they are for.
@@ -125,7 +141,7 @@ impl LimitVariant {
         let local_rule = rule.local_share(gateway_count, max_cost).ok_or(QuotaError::LocalShare { gateway_count })?;
         let state_name = StateName::new(hasher, limit, &rule.shape());
         let id = hasher.hash(format!("{limit} {quota:?} {rule:?} {local_rule:?}").as_bytes()).0 as u64;
-        Ok(LimitVariant { id, quota, rule, local_rule: share: local_rule, state_name: bucket: state_name })
+        Ok(LimitVariant { id, quota, rule, local_rule, state_name })
     }
 
     /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is
@@ -135,9 +151,13 @@ impl LimitVariant {
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
             // All of one window at its end, all of the next at its beginning.
-            Rule::FixedWindow(FixedWindow { start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), .. }) => 2 * count,
+            Rule::FixedWindow(FixedWindow {
+                start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
+            }) => 2 * count,
             // The same, but one request is needed to open the first window.
-            Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => 2 * count - 1,
+            Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
+                2 * count - 1
+            }
             Rule::SlidingBuckets(_) | Rule::SlidingLog(_) | Rule::Concurrency(_) => count,
         }
     }

@@ -38,15 +38,15 @@ pub enum QuotaError {
     Zero(&'static str),
     #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
     Inexact { count: u64 },
-    #[error("a sliding log of {count} units is too long: at most {most} are kept")]
+    #[error("a sliding log of {count} units is too long: at most {max} are kept")]
     LongLog { count: u64, max: u64 },
     #[error("the window cannot be divided into {buckets} parts of whole microseconds")]
     Buckets { buckets: u64 },
     #[error("months and years have no fixed length: they exist only with fixed-window")]
     NoFixedWindow,
-    #[error("the share of one of {gateways} gateways cannot be counted exactly")]
+    #[error("the share of one of {gateway_count} gateways cannot be counted exactly")]
     LocalShare { gateway_count: u64 },
-    #[error("a prefetch of {lease} units does not fit: there are never more than {capacity}")]
+    #[error("a prefetch of {prefetch} tokens does not fit: there are never more than {capacity}")]
     Prefetch { prefetch: u64, capacity: u64 },
     #[error("there is no time zone `{0}`")]
     TimeZone(String),
@@ -102,7 +102,8 @@ impl fmt::Display for Quota {
             (None, Some(us)) if us == 60 * SECOND_US => f.write_str("/min"),
             (None, Some(us)) if us == 3600 * SECOND_US => f.write_str("/hour"),
             (None, Some(us)) => {
-                let units = [("d", 86_400 * SECOND_US), ("h", 3600 * SECOND_US), ("m", 60 * SECOND_US), ("s", SECOND_US)];
+                let units =
+                    [("d", 86_400 * SECOND_US), ("h", 3600 * SECOND_US), ("m", 60 * SECOND_US), ("s", SECOND_US)];
                 let whole = units.into_iter().find(|(_, unit)| us.is_multiple_of(*unit)).unwrap_or(("ms", 1000));
                 write!(f, "/{}{}", us / whole.1, whole.0)
             }

@@ -24,17 +24,17 @@ use uuid::Uuid;
 
 use super::algorithm::{AlgorithmKind, Rule};
 use super::clock::{Clock, monotonic};
-use super::key::{StateName, Identity, IdentityHasher, Key};
-use super::store::{Charge, ChargeMode, Operation, CounterStore, StoreError, Verdict};
+use super::key::{Identity, IdentityHasher, Key, StateName};
+use super::store::{Charge, ChargeMode, CounterStore, Operation, StoreError, Verdict};
 use super::tallies::LimiterMetrics;
-use batch::{Purpose, BatchError};
-use caller::{Batcher, BatchItem};
-pub use caller::{CallObserver, MAX_WORKER_DELAY, LATENCY_TARGET_DIVISOR};
+use batch::{BatchError, Purpose};
+use caller::{BatchItem, Batcher};
+pub use caller::{CallObserver, LATENCY_TARGET_DIVISOR, MAX_WORKER_DELAY};
 use connection::checkout;
-use fault::{RedisErrorKind, Backoff};
-use hello::ServerMode as ServerMode;
+use fault::{Backoff, RedisErrorKind};
+use hello::ServerMode;
 use script::AlgorithmSet;
-use server::{Address, Login, ConnectError, RedisEndpoint};
+use server::{Address, ConnectError, Login, RedisEndpoint};
 use slots::SlotMap;
 
 /// How to use a server.
@@ -93,7 +93,8 @@ impl RedisDeployment {
             };
             let mut endpoints = Vec::new();
             for master in slots.masters() {
-                let probe_identity = unused_identities.find(|identity| slots.owner(slots::identity_slot(*identity)) == Some(master));
+                let probe_identity =
+                    unused_identities.find(|identity| slots.owner(slots::identity_slot(*identity)) == Some(master));
                 endpoints.extend(probe_identity.map(|identity| Ok((login.node_endpoint(master)?, identity))));
             }
             return endpoints.into_iter().collect();
@@ -135,8 +136,18 @@ impl ServerStore {
         let shares_calls = server.mode() != ServerMode::Cluster;
         let connections = connection::new_pool(server, algorithms, connections, connect_timeout);
         let (observer, queue, reply_count) = Default::default();
-        let batcher =
-            Batcher { connections, prefix, clock, algorithms, timeout, shares_calls, metrics, observer, queue, reply_count };
+        let batcher = Batcher {
+            connections,
+            prefix,
+            clock,
+            algorithms,
+            timeout,
+            shares_calls,
+            metrics,
+            observer,
+            queue,
+            reply_count,
+        };
         ServerStore { batcher: Arc::new(batcher), retry_timeout: timeout.mul_f64(0.8) }
     }
 
@@ -196,7 +207,8 @@ impl ServerStore {
     /// It cannot be reached, or is no node of a cluster.
     pub async fn slots(&self, address: &Address) -> Result<SlotMap, StoreError> {
         let mut connection = checkout(&self.batcher.connections).await?;
-        let reply = connection.send(redis::cmd("CLUSTER").arg("SLOTS")).await.map_err(RedisErrorKind::to_store_error)?;
+        let reply =
+            connection.send(redis::cmd("CLUSTER").arg("SLOTS")).await.map_err(RedisErrorKind::to_store_error)?;
         SlotMap::from_reply(&reply, address).ok_or(StoreError::MalformedReply)
     }
 }

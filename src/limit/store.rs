@@ -193,7 +193,10 @@ impl StoreError {
 
     /// Whether the store as a whole cannot be used.
     pub fn is_outage(&self) -> bool {
-        matches!(self, StoreError::Unreachable(_) | StoreError::Timeout | StoreError::BreakerOpen | StoreError::Rejected(_))
+        matches!(
+            self,
+            StoreError::Unreachable(_) | StoreError::Timeout | StoreError::BreakerOpen | StoreError::Rejected(_)
+        )
     }
 
     /// Whether the check came too late while the store works. That is no outage: it does not follow `on_store_error`.

@@ -1,6 +1,6 @@
 //! How one worker's checks were answered, and what the store took to answer.
 
-use crate::tally::{Histogram, Counter};
+use crate::tally::{Counter, Histogram};
 
 /// Who answered a check.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -30,7 +30,8 @@ pub struct LimiterMetrics {
 
 impl AnsweredBy {
     /// All, in the order of their tally.
-    pub const ALL: [AnsweredBy; 4] = [AnsweredBy::Store, AnsweredBy::Coalesced, AnsweredBy::Prefetch, AnsweredBy::DenialCache];
+    pub const ALL: [AnsweredBy; 4] =
+        [AnsweredBy::Store, AnsweredBy::Coalesced, AnsweredBy::Prefetch, AnsweredBy::DenialCache];
 
     /// One word for labels.
     pub fn label(self) -> &'static str {

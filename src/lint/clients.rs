@@ -32,7 +32,9 @@ fn wide_open<'a>(whole: &'a Whole<'_>) -> impl Iterator<Item = Issue> + 'a {
         let message = format!(
             "`{text_of}` is {size}: whoever connects from there says who he is, and gets around every limit by address"
         );
-        Some(Issue::new(text.span(), message).with_hint("the networks of your own proxies only, such as \"10.0.0.0/8\""))
+        Some(
+            Issue::new(text.span(), message).with_hint("the networks of your own proxies only, such as \"10.0.0.0/8\""),
+        )
     })
 }
 
@@ -45,7 +47,8 @@ fn one_address(whole: &Whole<'_>) -> Option<Issue> {
     let used = whole.runtime.routes.iter().flat_map(|route| &route.rate_limits.limits);
     let used: Vec<_> = used.map(|metered| &*metered.limit.name).collect();
     // In the order of the file.
-    let by_address = whole.runtime.limits.values().filter(|terms| terms.identity_spec.descriptors.contains(&Descriptor::Ip));
+    let by_address =
+        whole.runtime.limits.values().filter(|terms| terms.identity_spec.descriptors.contains(&Descriptor::Ip));
     let by_address = by_address.filter(|terms| used.contains(&&*terms.limit.name));
     let places = by_address.map(|terms| (whole.place(&terms.limit.name, |limit| limit.by.as_ref()), &terms.limit.name));
     let (place, name) = places.min_by_key(|(place, _)| place.start)?;

@@ -9,7 +9,7 @@ use crate::cost::Cost;
 use crate::identity::Descriptor;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::{LimitSpec, OnStoreError};
-use crate::runtime::{Route, CompiledLimit};
+use crate::runtime::{CompiledLimit, Route};
 
 /// Words of names and paths where somebody who guesses is held off by a limit alone.
 const GUARDED: &[&str] = &[
@@ -84,8 +84,9 @@ fn too_small(whole: &Whole<'_>, terms: &CompiledLimit) -> Vec<Issue> {
         Cost::Response { .. } => 1,
     });
     let dearest = costs.max().unwrap_or(0);
-    let tiers =
-        limit.variants().map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));
+    let tiers = limit
+        .variants()
+        .map(|(tier, plan)| (tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`")), plan));
     let consumers = whole.runtime.consumers.load();
     let mut own: Vec<_> = consumers
         .iter()
@@ -117,8 +118,9 @@ fn burst(whole: &Whole<'_>, terms: &CompiledLimit, routes: &[&Arc<Route>]) -> Op
         let own = route.rate_limits.limits.iter().find(|metered| Arc::ptr_eq(&metered.limit, limit))?;
         let others = route.rate_limits.limits.iter().filter(|other| {
             let by = &whole.runtime.limits.get(&*other.limit.name).map(|terms| &terms.identity_spec);
-            let counts_as_much =
-                by.is_some_and(|by| *by == terms.identity_spec || (by.descriptors == [Descriptor::Global] && by.methods.is_empty()));
+            let counts_as_much = by.is_some_and(|by| {
+                *by == terms.identity_spec || (by.descriptors == [Descriptor::Global] && by.methods.is_empty())
+            });
             let stops = !other.limit.shadow && other.limit.queue_policy.is_none() && other.limit.tiers.is_empty();
             let in_flight = matches!(other.limit.default_variant.rule, Rule::Concurrency(_));
             counts_as_much && stops && !in_flight && other.cost == own.cost

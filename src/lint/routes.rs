@@ -72,8 +72,12 @@ fn retries(whole: &Whole<'_>, route: &Route) -> Option<Issue> {
 
 /// What a cluster makes of routes with several identities.
 pub(super) fn route_notes(whole: &Whole<'_>) -> Vec<Issue> {
-    let is_cluster =
-        whole.runtime.store.redis.as_ref().is_some_and(|(servers, _)| matches!(servers, RedisDeployment::Cluster { .. }));
+    let is_cluster = whole
+        .runtime
+        .store
+        .redis
+        .as_ref()
+        .is_some_and(|(servers, _)| matches!(servers, RedisDeployment::Cluster { .. }));
     let several = whole.runtime.routes.iter().filter(|route| is_cluster && route.rate_limits.identities.len() > 1);
     let notes = several.map(|route| {
         let text = format!(

@@ -10,10 +10,11 @@ use serde::{Serialize, Serializer};
 use tracing::warn;
 
 use super::log::LogFormat;
-use super::outbox::{BatchWriter, BatchConfig};
+use super::outbox::{BatchConfig, BatchWriter};
 
 /// A batch in so long, and bytes that may wait.
-const BATCH_CONFIG: BatchConfig = BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
+const BATCH_CONFIG: BatchConfig =
+    BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
 /// At the end, for the last lines.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -144,7 +145,7 @@ impl AccessLog {
             warn!(%error, "the access log cannot be written");
             batch.iter().filter(|byte| **byte == b'\n').count() as u64
         })?;
-        Ok(AccessLog { writer: lines: writer, format })
+        Ok(AccessLog { writer, format })
     }
 
     /// Adds a line.
@@ -187,7 +188,8 @@ impl AccessRecord<'_> {
             "{time:.6} {client} {method} {path} {status} {bytes} {}ms route={route} {outcome}",
             to_milliseconds(self.duration_ms)
         )?;
-        if let Some(DecisionInfo { decision, decided_by, effective_limit, duration, shadow_denied, .. }) = self.decision {
+        if let Some(DecisionInfo { decision, decided_by, effective_limit, duration, shadow_denied, .. }) = self.decision
+        {
             write!(out, " decision={decision}")?;
             if let Some(EffectiveLimit { limit, remaining, identity }) = effective_limit {
                 write!(out, " limit={limit} remaining={remaining} identity={identity:032x}")?;

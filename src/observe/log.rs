@@ -108,7 +108,7 @@ impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let (written_sender, written) = sync_channel(1);
         let should_wait = !self.state.is_stalled.load(Ordering::Relaxed);
-        if self.sender.try_send(QueuedLine { bytes: text.to_vec(), written_sender: written: written_sender }).is_err() {
+        if self.sender.try_send(QueuedLine { bytes: text.to_vec(), written_sender }).is_err() {
             self.state.dropped.fetch_add(1, Ordering::Relaxed);
         } else if should_wait && written.recv_timeout(WRITE_TIMEOUT).is_err() {
             self.state.is_stalled.store(true, Ordering::Relaxed);

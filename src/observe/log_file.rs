@@ -31,7 +31,7 @@ impl LogFile {
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
-        Ok(LogFile { path, file, file_id: known: file_id, throttle: LogThrottle::new() })
+        Ok(LogFile { path, file, file_id, throttle: LogThrottle::new() })
     }
 
     /// Opens what is at its path now, if that is another file or none. As long as there can be none the old one goes on.

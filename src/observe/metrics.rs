@@ -32,7 +32,11 @@ pub enum ExpositionFormat {
 impl ExpositionFormat {
     /// What somebody who accepts this gets.
     pub fn from_accept(accept_header: &str) -> Self {
-        if accept_header.contains("application/openmetrics-text") { ExpositionFormat::OpenMetrics } else { ExpositionFormat::PrometheusText }
+        if accept_header.contains("application/openmetrics-text") {
+            ExpositionFormat::OpenMetrics
+        } else {
+            ExpositionFormat::PrometheusText
+        }
     }
 
     /// Its media type.
@@ -107,7 +111,13 @@ impl MetricWriter<'_> {
     ///
     /// # Errors
     /// Of the page.
-    pub fn write_histogram(&mut self, labels: Labels<'_>, bounds_us: &[u64], bucket_counts: &[u64], sum_us: u64) -> fmt::Result {
+    pub fn write_histogram(
+        &mut self,
+        labels: Labels<'_>,
+        bounds_us: &[u64],
+        bucket_counts: &[u64],
+        sum_us: u64,
+    ) -> fmt::Result {
         let bounds = bounds_us.iter().map(|us| *us as f64 / 1e6).chain([f64::INFINITY]);
         let buckets: Vec<_> = bounds.zip(bucket_counts.iter().copied()).collect();
         let count = buckets.iter().map(|(_, times)| times).sum();
@@ -141,9 +151,9 @@ pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Res
 
 /// The same in the older form, where a counter is called what its lines are called.
 fn to_prometheus_text(page: &str) -> String {
-    let mut text = String::with_capacity(render.len());
+    let mut text = String::with_capacity(page.len());
     // HELP comes before TYPE, and only the latter says which are counters.
-    let mut lines = render.lines().peekable();
+    let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");
         let renamed = match line.strip_prefix("# HELP ").and_then(|rest| rest.split_once(' ')) {
@@ -170,9 +180,9 @@ mod tests {
 
     impl MetricSource for Example {
         fn write(&self, page: &mut Exposition<'_>) -> fmt::Result {
-            render.counter("requests", "Requests")?.write_counter(&[("route", "a\"b")], 3)?;
-            render.gauge("open", "Open")?.write_gauge(&[], 2)?;
-            render.histogram("took", "Took")?.write_histogram(&[], &[1_000, 2_000], &[1, 0, 2], 7_500_000)
+            page.counter("requests", "Requests")?.write_counter(&[("route", "a\"b")], 3)?;
+            page.gauge("open", "Open")?.write_gauge(&[], 2)?;
+            page.histogram("took", "Took")?.write_histogram(&[], &[1_000, 2_000], &[1, 0, 2], 7_500_000)
         }
     }
 

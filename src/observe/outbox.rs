@@ -63,9 +63,12 @@ impl<T: Send + 'static> BatchWriter<T> {
     ///
     /// # Errors
     /// The thread cannot be started.
-    pub fn start(config: BatchConfig, mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static) -> io::Result<Self> {
+    pub fn start(
+        config: BatchConfig,
+        mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static,
+    ) -> io::Result<Self> {
         let pending = Mutex::new(PendingItems { items: Vec::new(), dropped: 0 });
-        let inner = Arc::new(Inner { config: terms: config, pending, throttle: LogThrottle::new() });
+        let inner = Arc::new(Inner { config, pending, throttle: LogThrottle::new() });
         let (commands, command_receiver) = channel();
         let thread_inner = inner.clone();
         thread::Builder::new().name(config.name.replace(' ', "-")).spawn(move || {
@@ -87,7 +90,7 @@ impl<T: Send + 'static> BatchWriter<T> {
                 }
             }
         })?;
-        Ok(BatchWriter { inner: shared: inner, commands: wake: commands })
+        Ok(BatchWriter { inner, commands })
     }
 
     /// Adds one thing, which may be several items.

@@ -10,12 +10,13 @@ use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, Tr
 use opentelemetry::{InstrumentationScope, KeyValue, Value};
 use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
 
-use super::access::{DecisionInfo, AccessRecord, UpstreamInfo};
-use super::outbox::{BatchWriter, BatchConfig};
+use super::access::{AccessRecord, DecisionInfo, UpstreamInfo};
+use super::outbox::{BatchConfig, BatchWriter};
 use super::trace::TraceContext;
 
 /// A batch in so long, and spans that may wait: some megabytes.
-const BATCH_CONFIG: BatchConfig = BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
+const BATCH_CONFIG: BatchConfig =
+    BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
 
 /// At the end, for the last spans.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
@@ -93,7 +94,14 @@ impl RequestTrace<'_> {
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
         let ids = (self.trace.request_span_id, self.trace.parent_span_id);
-        self.build_span(ids, SpanKind::Server, name, (Duration::ZERO, self.record.duration_ms), attributes, error.as_deref())
+        self.build_span(
+            ids,
+            SpanKind::Server,
+            name,
+            (Duration::ZERO, self.record.duration_ms),
+            attributes,
+            error.as_deref(),
+        )
     }
 
     /// What its limits took.
@@ -118,8 +126,10 @@ impl RequestTrace<'_> {
 
     /// What the upstream took to the head of its response.
     fn upstream_span(&self, upstream: &UpstreamInfo) -> SpanData {
-        let mut attributes =
-            vec![string_attribute("http.request.method", self.record.method), string_attribute("sluicegate.upstream", &upstream.upstream)];
+        let mut attributes = vec![
+            string_attribute("http.request.method", self.record.method),
+            string_attribute("sluicegate.upstream", &upstream.upstream),
+        ];
         if let Some(server) = &upstream.server {
             let authority = server.split(' ').next().unwrap_or_default();
             let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
@@ -129,15 +139,23 @@ impl RequestTrace<'_> {
         if upstream.retries > 0 {
             attributes.push(KeyValue::new("http.request.resend_count", upstream.retries as i64));
         }
-        attributes
-            .extend(upstream.upstream_status.map(|status| KeyValue::new("http.response.status_code", i64::from(status))));
+        attributes.extend(
+            upstream.upstream_status.map(|status| KeyValue::new("http.response.status_code", i64::from(status))),
+        );
         let error = match upstream.upstream_status {
             Some(status) => (status >= 400).then(|| status.to_string()),
             None => Some(self.record.outcome.to_owned()),
         };
         let ids = (self.trace.upstream_span_id, Some(self.trace.request_span_id));
         let name = self.record.method.to_owned();
-        self.build_span(ids, SpanKind::Client, name, (upstream.start_offset, upstream.duration), attributes, error.as_deref())
+        self.build_span(
+            ids,
+            SpanKind::Client,
+            name,
+            (upstream.start_offset, upstream.duration),
+            attributes,
+            error.as_deref(),
+        )
     }
 
     fn build_span(

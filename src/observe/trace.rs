@@ -40,8 +40,9 @@ impl TraceParent {
         if [2, 35, 52].iter().any(|index| fixed[*index] != b'-') {
             return None;
         }
-        let (trace_id, span_id, flags) = (parse_hex(&fixed[3..35])?, parse_hex(&fixed[36..52])? as u64, parse_hex(&fixed[53..])?);
-        (trace_id != 0 && span_id != 0).then_some(TraceParent { trace_id: trace: trace_id, span_id: span: span_id, is_sampled: flags & 1 == 1 })
+        let (trace_id, span_id, flags) =
+            (parse_hex(&fixed[3..35])?, parse_hex(&fixed[36..52])? as u64, parse_hex(&fixed[53..])?);
+        (trace_id != 0 && span_id != 0).then_some(TraceParent { trace_id, span_id, is_sampled: flags & 1 == 1 })
     }
 }
 
@@ -79,9 +80,16 @@ impl TraceContext {
             return None;
         }
         // Never 0: some bits of a UUID are always set.
-        let ((request_span_id, decision_span_id), (upstream_span_id, _)) = (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
+        let ((request_span_id, decision_span_id), (upstream_span_id, _)) =
+            (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
         let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
-        Some(TraceContext { trace_id: id: trace_id, parent_span_id: parent.map(|parent| parent.span_id), request_span_id: request: request_span_id, decision_span_id: decision: decision_span_id, upstream_span_id: upstream: upstream_span_id })
+        Some(TraceContext {
+            trace_id,
+            parent_span_id: parent.map(|parent| parent.span_id),
+            request_span_id,
+            decision_span_id,
+            upstream_span_id,
+        })
     }
 
     /// Tells the upstream.
@@ -105,8 +113,11 @@ mod tests {
     #[test]
     fn traceparent_parsing() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
-        let expected =
-            TraceParent { trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736, span_id: 0x00f0_67aa_0ba9_02b7, is_sampled: true };
+        let expected = TraceParent {
+            trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736,
+            span_id: 0x00f0_67aa_0ba9_02b7,
+            is_sampled: true,
+        };
         let unsampled = TraceParent { is_sampled: false, ..expected };
         for (text, parent) in [
             (good.to_owned(), Some(expected)),

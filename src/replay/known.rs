@@ -60,7 +60,9 @@ pub(super) fn consumers(runtime: &CompiledConfig, terms: &CompiledLimit) -> Hash
     let mut sizes = HashMap::new();
     for consumer in runtime.consumers.load().iter() {
         let plan = Caller::Consumer(consumer).variant(&terms.limit);
-        if Arc::ptr_eq(plan, &terms.limit.default_variant) || !terms.identity_spec.descriptors.contains(&Descriptor::ApiKey) {
+        if Arc::ptr_eq(plan, &terms.limit.default_variant)
+            || !terms.identity_spec.descriptors.contains(&Descriptor::ApiKey)
+        {
             continue;
         }
         sizes.insert(consumer.name.as_bytes().into(), plan.clone());

@@ -147,28 +147,35 @@ impl<'v> Resolver<'v> {
             self.unnamed += 1;
         }
         let subject = entry.subject.as_deref().and_then(|subject| std::str::from_utf8(subject).ok());
-        let question = LimitContext { request: &self.request, host: &target.host, path: &target.path, trusted, certificate_subject: subject };
+        let question = LimitContext {
+            request: &self.request,
+            host: &target.host,
+            path: &target.path,
+            trusted,
+            certificate_subject: subject,
+        };
         let consumers = of_route.by_key.then(|| runtime.consumers.load());
-        let asker = question.request_attributes(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
+        let asker =
+            question.request_attributes(runtime, route, client, consumers.as_deref().map(|consumers| &**consumers));
         let checks = match build_checks(runtime, &of_route.identities, &of_route.limits, &asker) {
-            Ok(checks) => build_checks,
+            Ok(checks) => checks,
             Err(Rejection::Identity(_)) => return Resolved::Refused(Refused::NoIdentity),
             Err(_) => return Resolved::Refused(Refused::Malformed),
         };
-        if build_checks.is_empty() {
+        if checks.is_empty() {
             return Resolved::Unlimited;
         }
-        let asked = build_checks.iter().map(|check| {
-            let subject = of_route.subjects[check.place];
-            let by = &of_route.identities[of_route.limits[check.place].identity];
-            let label = || match &by.sources[..] {
+        let asked = checks.iter().map(|check| {
+            let subject = of_route.subjects[check.limit_index];
+            let by = &of_route.identities[of_route.limits[check.limit_index].identity_index];
+            let label = || match &by.descriptors[..] {
                 [Descriptor::Ip] => Label::Network(asker.client_network),
-                _ if self.view.subjects[subject].secret => Label::Text(check.identity.short().into()),
+                _ if self.view.subjects[subject].secret => Label::Text(check.identity.short_hex().into()),
                 _ => Label::Text(match headers.get(view::header(subject)) {
                     Some(stands) => String::from_utf8_lossy(stands.as_bytes()).into(),
                     None => {
-                        let name = by.name(&asker, &runtime.api_key_settings, &runtime.client_ip);
-                        name.line(&check.identity.short()).into()
+                        let name = by.display(&asker, &runtime.api_key_settings, &runtime.client_ip);
+                        name.summary(&check.identity.short_hex()).into()
                     }
                 }),
             };
@@ -176,10 +183,10 @@ impl<'v> Resolver<'v> {
             let sizes = &mut self.sizes[subject];
             let of_subject = &self.view.subjects[subject];
             let stands = || of_subject.consumers.get(headers.get(view::header(subject))?.as_bytes());
-            let own = match Arc::ptr_eq(check.plan, &check.limit.standard) {
+            let own = match Arc::ptr_eq(check.variant, &check.limit.default_variant) {
                 true if of_subject.consumers.is_empty() => None,
                 true => stands(),
-                false => Some(check.plan),
+                false => Some(check.variant),
             };
             let size = own.map_or(0, |own| {
                 sizes.iter().position(|size| size.id == own.id).unwrap_or_else(|| {
@@ -189,7 +196,7 @@ impl<'v> Resolver<'v> {
             });
             // What only the response or a proxy said may be in the log.
             let known = entry.costs.iter().find(|(name, _)| **name == *check.limit.name).map(|(_, cost)| *cost);
-            let said = !matches!(of_route.limits[check.place].cost, Cost::Fixed(_));
+            let said = !matches!(of_route.limits[check.limit_index].cost, Cost::Fixed(_));
             let cost = known.filter(|_| said).unwrap_or(check.cost);
             Asked { subject: subject as u16, size: size as u16, who, cost }
         });

@@ -11,7 +11,7 @@ use crate::limit::admission::Deferred;
 use crate::limit::algorithm::Rule;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::Clock;
-use crate::limit::decision::{LimitCheck, Decision};
+use crate::limit::decision::{Decision, LimitCheck};
 use crate::limit::key::{Identity, Key};
 use crate::limit::memory::MemoryStore;
 use crate::limit::plan::LimitVariant;

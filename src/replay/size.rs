@@ -33,7 +33,11 @@ pub enum SizeError {
 }
 
 /// The size that is proposed.
-pub(super) fn proposed(runtime: &CompiledConfig, terms: &CompiledLimit, proposal: &Proposal) -> Result<Arc<LimitVariant>, SizeError> {
+pub(super) fn proposed(
+    runtime: &CompiledConfig,
+    terms: &CompiledLimit,
+    proposal: &Proposal,
+) -> Result<Arc<LimitVariant>, SizeError> {
     let Proposal { limit: name, quota: text, burst } = proposal;
     let standard = &terms.limit.default_variant;
     let burst = match (&standard.rule, burst) {
@@ -57,7 +61,13 @@ pub(super) fn unhurried(runtime: &CompiledConfig, limit: &LimitSpec, plan: Arc<L
 }
 
 /// A limit whose size is `now` with another count and burst; none if it cannot have them.
-pub(super) fn sized(runtime: &CompiledConfig, limit: &LimitSpec, now: Quota, count: u64, burst: Option<u64>) -> Option<Arc<LimitVariant>> {
+pub(super) fn sized(
+    runtime: &CompiledConfig,
+    limit: &LimitSpec,
+    now: Quota,
+    count: u64,
+    burst: Option<u64>,
+) -> Option<Arc<LimitVariant>> {
     let resized = limit.variant(&runtime.hasher, Quota { count, ..now }, burst).ok()?;
     Some(unhurried(runtime, limit, Arc::new(resized)))
 }

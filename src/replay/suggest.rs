@@ -117,7 +117,14 @@ impl Kept {
     }
 
     /// What a subject denies in this size; none if that is more than `most`.
-    fn denied(&self, view: &View, resolver: &Resolver<'_>, subject: usize, plan: Arc<LimitVariant>, most: u64) -> Option<u64> {
+    fn denied(
+        &self,
+        view: &View,
+        resolver: &Resolver<'_>,
+        subject: usize,
+        plan: Arc<LimitVariant>,
+        most: u64,
+    ) -> Option<u64> {
         let mut simulation = Simulation::new(view);
         simulation.learn(&resolver.sizes);
         simulation.resize(subject, plan);

@@ -11,12 +11,12 @@ use super::known::{consumers, lacking, notes};
 use super::size::{Proposal, SizeError, proposed, unhurried};
 use crate::cost::{Cost, RefundOn};
 use crate::gateway::ask::deferred_action;
-use crate::identity::{IdentitySpec, OnMissing, Descriptor};
+use crate::identity::{Descriptor, IdentitySpec, OnMissing};
 use crate::limit::admission::Deferred;
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::{LimitSpec, LimitVariant};
 use crate::limit::quota::Quota;
-use crate::runtime::{RouteLimit, CompiledConfig, CompiledLimit};
+use crate::runtime::{CompiledConfig, CompiledLimit, RouteLimit};
 
 /// What a field of the log is to be: the identity of a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -136,14 +136,16 @@ impl View {
         let (mut subjects, mut bys) = (Vec::new(), Vec::new());
         for (index, (name, terms)) in runtime.limits.iter().enumerate() {
             let proposal = proposals.iter().rfind(|proposal| proposal.limit == *name);
-            let plan =
-                proposal.map_or(Ok(terms.limit.default_variant.clone()), |proposal| proposed(&runtime, terms, proposal));
+            let plan = proposal
+                .map_or(Ok(terms.limit.default_variant.clone()), |proposal| proposed(&runtime, terms, proposal));
             let plan = unhurried(&runtime, &terms.limit, plan?);
             let stands = mapped.iter().any(|mapped| mapped.header == header(index));
             let by = match stands {
-                true => {
-                    IdentitySpec { descriptors: vec![Descriptor::Header(header(index))], on_missing: OnMissing::Skip, ..terms.identity_spec.clone() }
-                }
+                true => IdentitySpec {
+                    descriptors: vec![Descriptor::Header(header(index))],
+                    on_missing: OnMissing::Skip,
+                    ..terms.identity_spec.clone()
+                },
                 false => terms.identity_spec.clone(),
             };
             let lacks = lacking(terms, &runtime, provides).filter(|_| !stands);
@@ -152,12 +154,13 @@ impl View {
             let instead_of = proposal.map(|_| terms.limit.default_variant.quota).filter(|quota| *quota != plan.quota);
             let notes = notes(terms, stands, provides);
             // A log may hold the key or the token itself.
-            let has_secret = |source: &Descriptor| matches!(source, Descriptor::ApiKey | Descriptor::Jwt(_)) || !source.is_public();
+            let has_secret =
+                |source: &Descriptor| matches!(source, Descriptor::ApiKey | Descriptor::Jwt(_)) || !source.is_public();
             let secret = stands && !provides.hashed && terms.identity_spec.descriptors.iter().any(has_secret);
             let (limit, refund_on) = (terms.limit.clone(), terms.refund_on.clone());
             let later = deferred_action(terms.cost.as_ref().is_some_and(Cost::is_deferred), &refund_on);
             let consumers = if stands { consumers(&runtime, terms) } else { HashMap::new() };
-            subjects.push(Subject { limit, plan, instead_of, unknown, notes, deferred_action, consumers, secret, refund_on });
+            subjects.push(Subject { limit, plan, instead_of, unknown, notes, later, consumers, secret, refund_on });
             bys.push(by);
         }
         let routes = runtime.routes.iter().map(|route| {

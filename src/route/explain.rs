@@ -4,7 +4,7 @@ use std::cmp::Reverse;
 
 use http::{HeaderMap, HeaderName, HeaderValue, Method};
 
-use super::{RouteEntry, Node, RouteTable};
+use super::{Node, RouteEntry, RouteTable};
 
 /// A route beside a request.
 #[derive(Debug)]
@@ -72,7 +72,12 @@ impl<T> RouteTable<T> {
         let request = MatchInput { method, headers };
         let mut found = Vec::new();
         let mut walk = |node, pattern_host: Option<String>, is_host| {
-            let search_path = SearchPath { host_matches: is_host, remaining: path.strip_prefix('/'), path_matches: true, matched_segments: 0 };
+            let search_path = SearchPath {
+                host_matches: is_host,
+                remaining: path.strip_prefix('/'),
+                path_matches: true,
+                matched_segments: 0,
+            };
             Node::walk(node, &request, pattern_host.as_deref(), search_path, &mut found);
         };
         for (name, node) in &self.exact_hosts {
@@ -114,7 +119,12 @@ impl<T> Node<T> {
         };
         let step = |fits: bool| {
             let is_path = search_path.path_matches && fits;
-            SearchPath { remaining: next, path_matches: is_path, matched_segments: search_path.matched_segments + usize::from(is_path), ..search_path }
+            SearchPath {
+                remaining: next,
+                path_matches: is_path,
+                matched_segments: search_path.matched_segments + usize::from(is_path),
+                ..search_path
+            }
         };
         for (literal, child) in &node.literals {
             Node::walk(child, request, host, step(segment == Some(&**literal)), found);

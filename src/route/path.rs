@@ -47,7 +47,9 @@ impl FromStr for PathPattern {
                     None => (inner, Segment::Parameter),
                 },
                 None if segment.contains('*') => return Err(PathPatternError::BareWildcard),
-                None if segment.contains(['{', '}']) => return Err(PathPatternError::InvalidParameter(segment.to_owned())),
+                None if segment.contains(['{', '}']) => {
+                    return Err(PathPatternError::InvalidParameter(segment.to_owned()));
+                }
                 None => {
                     parsed.push(Segment::Literal(segment.into()));
                     continue;

@@ -2,7 +2,7 @@
 
 use http::Method;
 
-use super::{RouteEntry, Node, RouteTable};
+use super::{Node, RouteEntry, RouteTable};
 
 /// A route, the one that comes before it, and the methods that it loses to it.
 type UnreachableRoute<'t, T> = (&'t T, &'t T, &'t [Method]);

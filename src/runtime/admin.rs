@@ -49,12 +49,16 @@ pub(super) fn admin(
     let address = reader.address(text)?;
     if let Some(listener) = listeners.iter().find(|listener| addresses_conflict(listener.address, address)) {
         let message = format!("{address} is taken by the [[listener]] on {}", listener.address);
-        reader.push_issue(Issue::new(text.span(), message).with_hint("another port: the admin listener has one of its own"));
+        reader.push_issue(
+            Issue::new(text.span(), message).with_hint("another port: the admin listener has one of its own"),
+        );
     }
     let token = admin.token.as_ref().map(|token| token.get_ref().as_str()).filter(|token| !token.is_empty());
     if token.is_none() && !address.ip().is_loopback() {
         let issue = Issue::new(text.span(), format!("{address} can be reached from elsewhere: it needs a token"));
-        reader.push_issue(issue.with_hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"));
+        reader.push_issue(
+            issue.with_hint("token = \"${SLUICEGATE_ADMIN_TOKEN}\", or an address of 127.0.0.0/8 or [::1]"),
+        );
     }
     Some(AdminSettings { address, token: token.map(|token| AdminToken(token.into())) })
 }

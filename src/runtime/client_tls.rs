@@ -104,8 +104,10 @@ pub(super) fn upstream_tls(
         (None, Some(_)) => Err(()),
     };
     let server_name = written.and_then(|tls| tls.server_name.as_ref());
-    let gateway_certificate = files.gateway_certificate.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
-    let own = gateway_certificate.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
+    let gateway_certificate =
+        files.gateway_certificate.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
+    let own =
+        gateway_certificate.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
     let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
     let (trust_roots, own) = (trust_roots.ok()?, own.ok()?);
     match UpstreamTlsConfig::new(trust_roots, own.as_ref(), protocol) {

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::CompiledLimit;
-use super::quotas::{quota_hint, limit_variant};
+use super::quotas::{limit_variant, quota_hint};
 use super::reader::Validator;
 use crate::config::error::{FileIssues, Issue};
 use crate::config::file::{self, EnvLookup, closest_name};
@@ -55,20 +55,28 @@ pub(super) fn read(
     let file = file::parse_consumers(path, content, environment)?;
     let mut issues = file.issues;
     let consumers = compile_consumers(&file.value, limits, hasher, &mut issues);
-    let is_intentional = !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
+    let is_intentional =
+        !file.value.consumer.is_empty() && file.value.consumer.iter().all(|one| one.get_ref().keys.is_some());
     let loaded = LoadedConsumers { is_incomplete: consumers.is_empty() && !is_intentional, consumers };
     if issues.is_empty() { Ok(loaded) } else { Err(FileIssues { path: path.to_owned(), text: file.text, issues }) }
 }
 
 /// Sees that limits by API key have keys to know.
-pub(super) fn check_keys_known(config: &Config, limits: &LimitsByName, keys: &ApiKeySettings, consumers: &Consumers, reader: &mut Validator<'_>) {
+pub(super) fn check_keys_known(
+    config: &Config,
+    limits: &LimitsByName,
+    keys: &ApiKeySettings,
+    consumers: &Consumers,
+    reader: &mut Validator<'_>,
+) {
     // A file that could not be read has been spoken of.
     if config.api_key.consumers.is_some() || !consumers.is_empty() || keys.on_unknown != OnUnknownKey::Reject {
         return;
     }
     for (name, compiled) in limits.iter().filter(|(_, compiled)| uses_api_key(compiled)) {
         let span = config.limit.get(name).map(|limit| limit.span());
-        let message = format!("`{}` is by api-key, but no key is known: every one would be refused", compiled.limit.name);
+        let message =
+            format!("`{}` is by api-key, but no key is known: every one would be refused", compiled.limit.name);
         let issue = Issue { span, message, hint: None };
         reader.push_issue(issue.with_hint("[api_key] with consumers = \"consumers.toml\", or on_unknown = \"accept\""));
     }
@@ -78,7 +86,12 @@ fn uses_api_key(compiled: &CompiledLimit) -> bool {
     compiled.identity_spec.descriptors.contains(&Descriptor::ApiKey)
 }
 
-fn compile_consumers(file: &config::Consumers, limits: &LimitsByName, hasher: &IdentityHasher, issues: &mut Vec<Issue>) -> Consumers {
+fn compile_consumers(
+    file: &config::Consumers,
+    limits: &LimitsByName,
+    hasher: &IdentityHasher,
+    issues: &mut Vec<Issue>,
+) -> Consumers {
     let mut consumers = Consumers::default();
     let mut names = HashSet::new();
     for written in &file.consumer {
@@ -92,7 +105,9 @@ fn compile_consumers(file: &config::Consumers, limits: &LimitsByName, hasher: &I
             }
         };
         if !names.insert(name) {
-            issues.push(Issue::new(span, format!("a second consumer `{name}`")).with_hint("give it its keys in one place"));
+            issues.push(
+                Issue::new(span, format!("a second consumer `{name}`")).with_hint("give it its keys in one place"),
+            );
         }
         let consumer = Arc::new(Consumer {
             name: name.as_str().into(),
@@ -122,7 +137,9 @@ fn tier(text: Option<&config::Text>, limits: &LimitsByName, issues: &mut Vec<Iss
         let issue = Issue::new(text.span(), format!("no limit has a tier `{}`", text.get_ref()));
         issues.push(match closest_name(text.get_ref(), known()) {
             Some(near) => issue.with_hint(format!("did you mean `{near}`?")),
-            None => issue.with_hint(format!("tiers = {{ {} = {{ quota = \"…\" }} }} on a limit by api-key", text.get_ref())),
+            None => {
+                issue.with_hint(format!("tiers = {{ {} = {{ quota = \"…\" }} }} on a limit by api-key", text.get_ref()))
+            }
         });
     }
     Some(text.get_ref().as_str().into())

@@ -19,7 +19,9 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
         "round-robin" => LoadBalancingPolicy::RoundRobin,
         "random" => LoadBalancingPolicy::Random,
         other => match other.strip_prefix("hash:") {
-            Some(name) => reader.header_name(text.span(), name).map_or(LoadBalancingPolicy::LeastRequests, LoadBalancingPolicy::Hash),
+            Some(name) => reader
+                .header_name(text.span(), name)
+                .map_or(LoadBalancingPolicy::LeastRequests, LoadBalancingPolicy::Hash),
             None => {
                 reader.unknown_name(text.span(), "value", other, words.into_iter());
                 LoadBalancingPolicy::LeastRequests

@@ -14,7 +14,7 @@ use crate::identity::api_key::{ApiKeySettings, OnUnknownKey};
 use crate::identity::client_ip::ClientIpResolver;
 use crate::identity::jwks::KeySet;
 use crate::identity::jwt::JwtVerifier;
-use crate::identity::{IdentitySpec, Exemptions, OnMissing, Descriptor, cookie_value};
+use crate::identity::{Descriptor, Exemptions, IdentitySpec, OnMissing, cookie_value};
 use crate::watch::FileSnapshot;
 
 /// The word of `by` for addresses.
@@ -43,7 +43,9 @@ pub(super) fn identity_spec(limit: &config::Limit, span: &Range<usize>, reader: 
     let mut descriptors = Vec::new();
     if let Some(list) = reader.required(limit.by.as_ref(), span, "by", "\"ip\"") {
         if list.get_ref().0.is_empty() {
-            reader.push_issue(Issue::new(list.span(), "`by` is empty").with_hint("\"global\" counts all requests together"));
+            reader.push_issue(
+                Issue::new(list.span(), "`by` is empty").with_hint("\"global\" counts all requests together"),
+            );
         }
         for text in &list.get_ref().0 {
             descriptors.extend(descriptor(text, list.span(), reader));
@@ -55,9 +57,16 @@ pub(super) fn identity_spec(limit: &config::Limit, span: &Range<usize>, reader: 
 }
 
 /// The sources of exempt values are those of `by`; `ip` as well where the address stands in for another source.
-fn exemptions(limit: &config::Limit, descriptors: &[Descriptor], on_missing: OnMissing, reader: &mut Validator<'_>) -> Exemptions {
+fn exemptions(
+    limit: &config::Limit,
+    descriptors: &[Descriptor],
+    on_missing: OnMissing,
+    reader: &mut Validator<'_>,
+) -> Exemptions {
     let mut exemptions = Exemptions::default();
-    let by_address = descriptors.contains(&Descriptor::Ip) || descriptors.contains(&Descriptor::ApiKey) || on_missing == OnMissing::Ip;
+    let by_address = descriptors.contains(&Descriptor::Ip)
+        || descriptors.contains(&Descriptor::ApiKey)
+        || on_missing == OnMissing::Ip;
     for text in &limit.exempt {
         let written = text.get_ref();
         let (label, value) = match written.split_once('=') {
@@ -71,7 +80,8 @@ fn exemptions(limit: &config::Limit, descriptors: &[Descriptor], on_missing: OnM
         };
         match descriptor {
             None => {
-                let examples: Vec<_> = descriptors.iter().map(|descriptor| format!("\"{}={written}\"", descriptor.label())).collect();
+                let examples: Vec<_> =
+                    descriptors.iter().map(|descriptor| format!("\"{}={written}\"", descriptor.label())).collect();
                 let issue = Issue::new(text.span(), format!("`{written}` does not name a source of `by`"));
                 let hint = match &*examples {
                     [] => "SOURCE=VALUE, the source as in `by`".to_owned(),
@@ -139,7 +149,8 @@ pub(super) fn api_key_settings(api_key: &config::ApiKey, reader: &mut Validator<
     }
     settings.anonymous_if_missing =
         reader.one_of(api_key.on_missing.as_ref(), false, &[("reject", false), ("anonymous", true)]);
-    let unknown = [("reject", OnUnknownKey::Reject), ("anonymous", OnUnknownKey::Anonymous), ("accept", OnUnknownKey::Accept)];
+    let unknown =
+        [("reject", OnUnknownKey::Reject), ("anonymous", OnUnknownKey::Anonymous), ("accept", OnUnknownKey::Accept)];
     settings.on_unknown = reader.one_of(api_key.on_unknown.as_ref(), OnUnknownKey::Reject, &unknown);
     settings
 }

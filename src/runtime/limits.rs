@@ -7,17 +7,17 @@ use std::sync::Arc;
 use http::HeaderName;
 use tokio::time::Duration;
 
-use super::quotas::{quota_hint, rule, limit_variant};
+use super::quotas::{limit_variant, quota_hint, rule};
 use super::reader::Validator;
 use super::targets::upstream_indices;
 use super::{CompiledLimit, identities};
 use crate::config::error::Issue;
 use crate::config::{self, Config, LimitCost};
 use crate::cost::{Cost, RefundOn};
-use crate::identity::{IdentitySpec, OnMissing, Descriptor};
+use crate::identity::{Descriptor, IdentitySpec, OnMissing};
 use crate::limit::algorithm::Rule;
 use crate::limit::key::IdentityHasher;
-use crate::limit::plan::{LocalShare, LimitSpec, OnStoreError, LimitVariant, QueuePolicy};
+use crate::limit::plan::{LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
 use crate::limit::quota::EXACT_INTEGER_LIMIT;
 use crate::upstream::settings::UpstreamSettings;
 
@@ -38,19 +38,26 @@ pub(super) fn limits(
         reader.check_name(span.clone(), name);
         let limit = limit.get_ref();
         let identity_spec = identities::identity_spec(limit, &span, reader);
-        if config.jwt.jwks_file.is_none() && identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(_))) {
+        if config.jwt.jwks_file.is_none()
+            && identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(_)))
+        {
             let message = "this limit is by a claim of tokens, but no key is known: every token would be refused";
-            reader.push_issue(Issue::new(span.clone(), message).with_hint("[jwt] with jwks_file = \"certs/jwks.json\""));
+            reader
+                .push_issue(Issue::new(span.clone(), message).with_hint("[jwt] with jwks_file = \"certs/jwks.json\""));
         }
         let asks_for_client_cert =
             |listener: &config::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
-        if identity_spec.descriptors.contains(&Descriptor::ClientCert) && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref())) {
+        if identity_spec.descriptors.contains(&Descriptor::ClientCert)
+            && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
+        {
             let message = "this limit is by the certificates of clients, but no listener asks for them: no request would have one";
             reader.push_issue(
-                Issue::new(span.clone(), message).with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
+                Issue::new(span.clone(), message)
+                    .with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
             );
         }
-        let has_user_header = identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::User(_)));
+        let has_user_header =
+            identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::User(_)));
         if identity_spec.on_missing == OnMissing::Reject && trusted_proxies == 0 && has_user_header {
             let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";
             let hint =
@@ -106,7 +113,8 @@ pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, 
             let message = format!(
                 "a request costs {cost}, but `{name}` never has more than {capacity}{tier}: all would be denied"
             );
-            reader.push_issue(Issue::new(span.clone(), message).with_hint("a smaller cost, or a larger burst or quota"));
+            reader
+                .push_issue(Issue::new(span.clone(), message).with_hint("a smaller cost, or a larger burst or quota"));
         }
     }
 }
@@ -241,8 +249,8 @@ fn tiers(
             let issue = Issue::new(written.span(), "`tiers` go with limits by api-key: consumers have a tier");
             reader.push_issue(issue.with_hint("add \"api-key\" to `by`"));
         }
-        let variant =
-            limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota).and_then(|(quota, burst)| {
+        let variant = limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota)
+            .and_then(|(quota, burst)| {
                 let variant = compiled.variant(hasher, quota, burst);
                 variant.map_err(|error| Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)))
             });

@@ -7,11 +7,11 @@ use socket2::{Domain, Socket, Type};
 use tokio::time::Duration;
 
 use super::reader::Validator;
-use super::{Listener, ListenerTls, CompiledConfig, UpstreamTls};
+use super::{CompiledConfig, Listener, ListenerTls, UpstreamTls};
 use crate::config::error::Issue;
 use crate::config::{self, Spanned};
 use crate::identity::client_ip::ClientIpResolver;
-use crate::identity::{OnMissing, Descriptor};
+use crate::identity::{Descriptor, OnMissing};
 use crate::tls::certificate::Certificate;
 use crate::tls::{ClientAuth, ClientVerifier, DownstreamTls, TlsError};
 use crate::watch::FileSnapshot;
@@ -94,7 +94,8 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
                 files.push([cert, key]);
             }
             Err(error) => reader.push_issue(
-                Issue::new(written.span(), error.to_string()).with_hint("PEM files; `make certs` makes some for development"),
+                Issue::new(written.span(), error.to_string())
+                    .with_hint("PEM files; `make certs` makes some for development"),
             ),
         }
     }
@@ -112,13 +113,18 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
 }
 
 /// Whose certificates are believed.
-fn client_verifier(tls: &config::ListenerTls, reader: &mut Validator<'_>) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
+fn client_verifier(
+    tls: &config::ListenerTls,
+    reader: &mut Validator<'_>,
+) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
     let variants = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
     let auth = reader.one_of(tls.client_auth.as_ref(), ClientAuth::Optional, &variants);
     let Some(text) = &tls.client_ca else {
         if let Some(auth) = &tls.client_auth {
             let issue = Issue::new(auth.span(), "`client_auth` goes with `client_ca` only");
-            reader.push_issue(issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"));
+            reader.push_issue(
+                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"),
+            );
         }
         return None;
     };
@@ -127,7 +133,9 @@ fn client_verifier(tls: &config::ListenerTls, reader: &mut Validator<'_>) -> Opt
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
             let issue = Issue::new(text.span(), error.to_string());
-            reader.push_issue(issue.with_hint("a PEM file with the certificates of the authorities that sign those of clients"));
+            reader.push_issue(
+                issue.with_hint("a PEM file with the certificates of the authorities that sign those of clients"),
+            );
             None
         }
     }
@@ -174,7 +182,8 @@ pub enum WarningSubject {
 impl CompiledConfig {
     /// What works, but perhaps not as it was meant.
     pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
-        let of_upstream = |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
+        let of_upstream =
+            |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
         let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
         for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();

@@ -67,8 +67,10 @@ pub(super) fn rule(
             }
         };
     }
-    let rule = text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
-    rule.map_err(|error| reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error)))).ok()
+    let rule =
+        text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
+    rule.map_err(|error| reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error))))
+        .ok()
 }
 
 fn timed_rule(
@@ -87,7 +89,9 @@ fn timed_rule(
                 reader.one_of(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
             let start = match quota.calendar {
                 _ if first_request => WindowStart::FirstRequest,
-                Some(unit) => WindowStart::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?,
+                Some(unit) => {
+                    WindowStart::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?
+                }
                 None => WindowStart::Aligned { phase: 0 },
             };
             if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (&limit.time_zone, &start) {
@@ -107,7 +111,11 @@ fn timed_rule(
 
 /// Another size of a limit: its quota and, for a token bucket, its burst. With neither it is the standard size; a quota
 /// without a burst has its own count as the burst.
-pub(super) fn limit_variant(written: &config::LimitVariant, rule: &Rule, standard: Quota) -> Result<(Quota, Option<u64>), Issue> {
+pub(super) fn limit_variant(
+    written: &config::LimitVariant,
+    rule: &Rule,
+    standard: Quota,
+) -> Result<(Quota, Option<u64>), Issue> {
     let quota = match &written.quota {
         Some(text) => rule
             .parse_quota(text.get_ref())

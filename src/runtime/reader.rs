@@ -80,7 +80,8 @@ impl<'a> Validator<'a> {
     ) -> Option<&'t T> {
         if value.is_none() {
             self.push_issue(
-                Issue::new(span.clone(), format!("`{key}` is missing")).with_hint(format!("for example {key} = {example}")),
+                Issue::new(span.clone(), format!("`{key}` is missing"))
+                    .with_hint(format!("for example {key} = {example}")),
             );
         }
         value
@@ -92,7 +93,9 @@ impl<'a> Validator<'a> {
             Some(us) => Duration::from_micros(us),
             None => {
                 let message = format!("`{}` is not a duration", text.get_ref());
-                self.push_issue(Issue::new(text.span(), message).with_hint("a number with ms, s, m, h or d, such as \"250ms\""));
+                self.push_issue(
+                    Issue::new(text.span(), message).with_hint("a number with ms, s, m, h or d, such as \"250ms\""),
+                );
                 default
             }
         }
@@ -124,7 +127,9 @@ impl<'a> Validator<'a> {
             Some(bytes) => bytes,
             None => {
                 let message = format!("`{}` is not a size", text.get_ref());
-                self.push_issue(Issue::new(text.span(), message).with_hint("a number with B, KiB or MiB, such as \"64KiB\""));
+                self.push_issue(
+                    Issue::new(text.span(), message).with_hint("a number with B, KiB or MiB, such as \"64KiB\""),
+                );
                 default
             }
         }
@@ -136,7 +141,11 @@ impl<'a> Validator<'a> {
             return *value.get_ref();
         }
         let message = format!("{} is out of range", value.get_ref());
-        self.push_issue(Issue::new(value.span(), message).with_hint(format!("from {} to {}", allowed.start, allowed.end - 1)));
+        self.push_issue(Issue::new(value.span(), message).with_hint(format!(
+            "from {} to {}",
+            allowed.start,
+            allowed.end - 1
+        )));
         default
     }
 

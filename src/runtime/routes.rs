@@ -11,7 +11,7 @@ use super::limits::check_cost_fits;
 use super::reader::Validator;
 use super::rules::header_mutations;
 use super::targets::{rewrite, route_action, websocket};
-use super::{RouteLimit, RouteLimits, Route, CompiledLimit};
+use super::{CompiledLimit, Route, RouteLimit, RouteLimits};
 use crate::config::error::Issue;
 use crate::config::{self, Config};
 use crate::cost::Cost;
@@ -19,7 +19,7 @@ use crate::http::fields::{self, HeaderStyle};
 use crate::http::host;
 use crate::http::path::canonical_path;
 use crate::http::rules::Direction;
-use crate::identity::{IdentitySpec, Descriptor};
+use crate::identity::{Descriptor, IdentitySpec};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::decision::LimitResult;
 use crate::limit::plan::LimitSpec;
@@ -191,7 +191,9 @@ fn route_limits(
                     let message = format!(
                         "single units are taken ahead: the `prefetch` of `{limit_name}` goes with a `cost` of 1 only"
                     );
-                    reader.push_issue(Issue::new(span, message).with_hint("another limit for this route, or no `prefetch`"));
+                    reader.push_issue(
+                        Issue::new(span, message).with_hint("another limit for this route, or no `prefetch`"),
+                    );
                 }
                 Cost::Fixed(cost)
             }
@@ -201,15 +203,24 @@ fn route_limits(
             identities.push(identity_spec.clone());
             identities.len() - 1
         });
-        used.push(RouteLimit { limit: limit.clone(), identity_index: identity, cost: limit_cost, refund_on: refund_on.clone() });
+        used.push(RouteLimit {
+            limit: limit.clone(),
+            identity_index: identity,
+            cost: limit_cost,
+            refund_on: refund_on.clone(),
+        });
     }
     if let Some(text) = route.limits.get(MAX_LIMITS) {
         reader.push_issue(Issue::new(text.span(), format!("a route has at most {MAX_LIMITS} limits")));
     }
-    let advertised: Vec<_> =
-        used.iter().filter(|route_limit| !route_limit.limit.shadow).map(|route_limit| initial_result(&route_limit.limit)).collect();
+    let advertised: Vec<_> = used
+        .iter()
+        .filter(|route_limit| !route_limit.limit.shadow)
+        .map(|route_limit| initial_result(&route_limit.limit))
+        .collect();
     let policy = fields::ratelimit_policy(advertised.iter().map(limit_status));
-    let by_key = identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
+    let by_key =
+        identities.iter().any(|identity_spec: &IdentitySpec| identity_spec.descriptors.contains(&Descriptor::ApiKey));
     let header_styles = header_styles(route, reader);
     let expose = route.expose_headers.then(|| {
         let names: Vec<_> = header_styles.iter().map(|dialect| dialect.header_names()).chain(["Retry-After"]).collect();
@@ -217,7 +228,15 @@ fn route_limits(
         HeaderValue::from_str(&names.join(", ")).ok()
     });
     let expose = expose.flatten();
-    RouteLimits { identities, uses_api_key: by_key, advertised: advertised.len(), limits: used, header_styles, expose_header: expose, policy_header: policy }
+    RouteLimits {
+        identities,
+        uses_api_key: by_key,
+        advertised: advertised.len(),
+        limits: used,
+        header_styles,
+        expose_header: expose,
+        policy_header: policy,
+    }
 }
 
 /// A limit as it stands before anybody asked.

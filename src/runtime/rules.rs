@@ -9,9 +9,13 @@ use super::reader::Validator;
 use crate::config::HeaderRules;
 use crate::config::error::Issue;
 use crate::http::headers::HeaderAliases;
-use crate::http::rules::{HeaderMutations, Direction, reserved_reason};
+use crate::http::rules::{Direction, HeaderMutations, reserved_reason};
 
-pub(super) fn header_mutations(written: Option<&Spanned<HeaderRules>>, section: Direction, reader: &mut Validator<'_>) -> HeaderMutations {
+pub(super) fn header_mutations(
+    written: Option<&Spanned<HeaderRules>>,
+    section: Direction,
+    reader: &mut Validator<'_>,
+) -> HeaderMutations {
     let mut mutations = HeaderMutations::default();
     let Some(written) = written.map(|written| written.get_ref()) else { return mutations };
     let mut seen = Vec::new();
@@ -23,7 +27,8 @@ pub(super) fn header_mutations(written: Option<&Spanned<HeaderRules>>, section: 
         mutations.set.extend(name.zip(reader.header_value(value)));
     }
     if section == Direction::Request {
-        mutations.aliases = HeaderAliases::from_names(mutations.set.iter().map(|(name, _)| name).chain(&mutations.remove));
+        mutations.aliases =
+            HeaderAliases::from_names(mutations.set.iter().map(|(name, _)| name).chain(&mutations.remove));
     }
     mutations
 }
@@ -38,7 +43,9 @@ fn mutated_header(
 ) -> Option<HeaderName> {
     let name = reader.header_name(span.clone(), name)?;
     if let Some(reason) = reserved_reason(&name, section) {
-        reader.push_issue(Issue::new(span, format!("`{name}` cannot be set or removed: {reason}")).with_hint("leave it out"));
+        reader.push_issue(
+            Issue::new(span, format!("`{name}` cannot be set or removed: {reason}")).with_hint("leave it out"),
+        );
         return None;
     }
     if seen.contains(&name) {

@@ -117,7 +117,8 @@ pub(super) fn server(server: &config::Server, reader: &mut Validator<'_>) -> Ser
     if let Some(text) = server.max_header_size.as_ref().filter(|_| max_header_size < MIN_HEADER_SIZE) {
         reader.push_issue(Issue::new(text.span(), "`max_header_size` is too small").with_hint("8KiB or more"));
     }
-    let max_connections = reader.number(server.max_connections.as_ref(), 1..1_000_001, default_max_connections(workers));
+    let max_connections =
+        reader.number(server.max_connections.as_ref(), 1..1_000_001, default_max_connections(workers));
     let half = (max_connections + 1) / 2;
     ServerSettings {
         workers,
@@ -162,7 +163,8 @@ pub(super) fn log(log: &config::Log, reader: &mut Validator<'_>) -> LogSettings 
         Some("off") => AccessLogTarget::Off,
         Some(path) => AccessLogTarget::File(reader.resolve_path(path)),
     };
-    let format = reader.one_of(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
+    let format =
+        reader.one_of(log.format.as_ref(), by_terminal, &[("text", LogFormat::Text), ("json", LogFormat::Json)]);
     LogSettings {
         format,
         // A file is read by programs, wherever the gateway was started.
@@ -187,7 +189,9 @@ fn trace_endpoint(text: &Text, reader: &mut Validator<'_>) -> Option<Uri> {
     let parsed = parsed.filter(|uri| uri.authority().is_some_and(|authority| !authority.as_str().contains('@')));
     let Some(uri) = parsed else {
         let issue = Issue::new(text.span(), "`trace_endpoint` is not where a collector can be");
-        reader.push_issue(issue.with_hint("such as \"http://127.0.0.1:4318\"; who we are goes into OTEL_EXPORTER_OTLP_HEADERS"));
+        reader.push_issue(
+            issue.with_hint("such as \"http://127.0.0.1:4318\"; who we are goes into OTEL_EXPORTER_OTLP_HEADERS"),
+        );
         return None;
     };
     if uri.path() != "/" {

@@ -28,7 +28,11 @@ impl WeightedUpstreams {
                 (sum, upstream)
             })
             .collect();
-        (!shares.is_empty()).then(|| WeightedUpstreams { cumulative_weights: shares, total_weight: sum, counter: AtomicU64::new(0) })
+        (!shares.is_empty()).then(|| WeightedUpstreams {
+            cumulative_weights: shares,
+            total_weight: sum,
+            counter: AtomicU64::new(0),
+        })
     }
 
     /// The upstreams that have a share, by index.

@@ -55,7 +55,9 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
                 RedisSettings { prefix, connections, timeout, connect_timeout, algorithms, clock: Clock::Store };
             settings.redis = Some((servers, redis));
         }
-        Err(place::UrlError { message: what, hint }) => reader.push_issue(Issue::new(text.span(), what).with_hint(hint)),
+        Err(place::UrlError { message: what, hint }) => {
+            reader.push_issue(Issue::new(text.span(), what).with_hint(hint))
+        }
     }
     settings
 }
@@ -63,7 +65,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
 /// Whom to believe at the other end, and who we are.
 fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
     let config::StoreTls { ca, cert, key } = tls.get_ref();
-    let TlsFiles { ca, gateway_certificate: own } = TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
+    let TlsFiles { ca, gateway_certificate: own } =
+        TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader);
     let client_tls = own.map(|[cert, key]| ClientTlsConfig { client_cert: cert.content, client_key: key.content });
     TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tokio::time::Duration;
 
-use super::{Listener, CompiledConfig};
+use super::{CompiledConfig, Listener};
 use crate::tls::certificate::Certificate;
 use crate::upstream::settings::UpstreamSettings;
 
@@ -55,7 +55,9 @@ impl CompiledConfig {
         let shown: Vec<_> = previous.certificates().collect();
         let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
         let own = own.flat_map(|tls| tls.tls.certificates().zip(&tls.certificates));
-        let own = own.filter(|(certificate, _)| !shown.iter().any(|shown| shown.certified_key.cert == certificate.certified_key.cert));
+        let own = own.filter(|(certificate, _)| {
+            !shown.iter().any(|shown| shown.certified_key.cert == certificate.certified_key.cert)
+        });
         own.filter_map(|(certificate, [file, _])| {
             let error = certificate.check_validity(now.as_secs() as i64).err()?;
             Some(format!("{}: {error}", file.path.display()))

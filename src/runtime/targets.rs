@@ -8,9 +8,9 @@ use http::{HeaderValue, StatusCode};
 
 use super::reader::Validator;
 use super::split::WeightedUpstreams;
-use super::{Redirect, DirectResponse, Rewrite, RouteAction};
+use super::{DirectResponse, Redirect, Rewrite, RouteAction};
 use crate::config::error::Issue;
-use crate::config::{self, UpstreamWeights, Text};
+use crate::config::{self, Text, UpstreamWeights};
 use crate::http::path::forwarded_path;
 use crate::route::path::PathPattern;
 use crate::route::template::RewriteTemplate;
@@ -94,7 +94,11 @@ fn weighted_upstreams(
     WeightedUpstreams::new(known)
 }
 
-fn direct_response(direct_response: &config::DirectResponse, span: &Range<usize>, reader: &mut Validator<'_>) -> DirectResponse {
+fn direct_response(
+    direct_response: &config::DirectResponse,
+    span: &Range<usize>,
+    reader: &mut Validator<'_>,
+) -> DirectResponse {
     let status = match reader.required(direct_response.status.as_ref(), span, "status", "200") {
         Some(status) => reader.number(Some(status), 200..600, 200),
         None => 200,
@@ -123,8 +127,9 @@ fn redirect(
     let to = reader.required(redirect.to.as_ref(), span, "to", "\"/v1/{rest}\"")?;
     let Some((origin, target)) = split_origin(to.get_ref()) else {
         let issue = Issue::new(to.span(), format!("`{}` is neither a path nor the URL of a site", to.get_ref()));
-        reader
-            .push_issue(issue.with_hint("\"/v1/{rest}\" or \"https://www.example.com/{rest}\", without parameters in the host"));
+        reader.push_issue(
+            issue.with_hint("\"/v1/{rest}\" or \"https://www.example.com/{rest}\", without parameters in the host"),
+        );
         return None;
     };
     let target = match target {
@@ -149,7 +154,11 @@ fn split_origin(to: &str) -> Option<(&str, &str)> {
     is_host.then(|| to.split_at(scheme.len() + "://".len() + host.len()))
 }
 
-pub(super) fn rewrite(route: &config::Route, path: Option<&PathPattern>, reader: &mut Validator<'_>) -> Option<Rewrite> {
+pub(super) fn rewrite(
+    route: &config::Route,
+    path: Option<&PathPattern>,
+    reader: &mut Validator<'_>,
+) -> Option<Rewrite> {
     let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
     if route.upstream.is_none() {
         let issue = Issue::new(written.span(), "the path is changed for an upstream, and this route has none");
@@ -189,7 +198,12 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
 }
 
 /// Reads a template, and sees that what comes of it is canonical whatever its parameters are.
-fn rewrite_template(text: &str, span: &Range<usize>, path: Option<&PathPattern>, reader: &mut Validator<'_>) -> Option<RewriteTemplate> {
+fn rewrite_template(
+    text: &str,
+    span: &Range<usize>,
+    path: Option<&PathPattern>,
+    reader: &mut Validator<'_>,
+) -> Option<RewriteTemplate> {
     let template: RewriteTemplate = match text.parse() {
         Ok(template) => template,
         Err(error) => {
@@ -205,7 +219,9 @@ fn rewrite_template(text: &str, span: &Range<usize>, path: Option<&PathPattern>,
         Ok(_) => {
             // The place holders would not be understood.
             let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
-            reader.push_issue(issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"));
+            reader.push_issue(
+                issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"),
+            );
         }
         Err(error) => reader.push_issue(Issue::new(span.clone(), error.to_string())),
     }

@@ -105,7 +105,9 @@ impl HttpConnection {
         match protocol {
             Protocol::Http1 => {
                 // What a connection has outlives its requests, so they need not count who refers to it.
-                let service = service_fn(|request| serve_request(&*self.gateway, &*self.peer, self.activity.start_request(), request));
+                let service = service_fn(|request| {
+                    serve_request(&*self.gateway, &*self.peer, self.activity.start_request(), request)
+                });
                 let connection = http1_builder(settings).serve_connection(io, service).with_upgrades();
                 let drain_grace = settings.drain_grace();
                 self.drive(connection, drain_grace, |connection| connection.graceful_shutdown()).await
@@ -153,7 +155,9 @@ impl HttpConnection {
                 if graceful_shutdown.is_some() && watchdog.flow().is_request_abandoned() {
                     return Poll::Ready(ConnectionEvent::RequestUnread);
                 }
-                if let Some(started) = self.activity.partial_headers().filter(|started| *started != current_headers && !is_draining) {
+                if let Some(started) =
+                    self.activity.partial_headers().filter(|started| *started != current_headers && !is_draining)
+                {
                     return Poll::Ready(ConnectionEvent::HeadersStarted(started));
                 }
                 let Some(mut cx) = waker.take_context(cx) else { return Poll::Pending };
@@ -167,8 +171,14 @@ impl HttpConnection {
                 ConnectionEvent::Closed(Some(Ok(()))) => break,
                 // The answer to a head that is too long, say, comes before its end.
                 ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => return Ok(CloseReason::RequestUnread),
-                ConnectionEvent::Closed(Some(Err(_))) if watchdog.flow().is_close_delimited() => return Ok(CloseReason::TruncatedResponse),
-                ConnectionEvent::Closed(Some(Err(error))) if error.is_user() && watchdog.flow().is_request_abandoned() => return Ok(CloseReason::RequestUnread),
+                ConnectionEvent::Closed(Some(Err(_))) if watchdog.flow().is_close_delimited() => {
+                    return Ok(CloseReason::TruncatedResponse);
+                }
+                ConnectionEvent::Closed(Some(Err(error)))
+                    if error.is_user() && watchdog.flow().is_request_abandoned() =>
+                {
+                    return Ok(CloseReason::RequestUnread);
+                }
                 ConnectionEvent::Closed(Some(Err(error))) => return Err(error.into()),
                 ConnectionEvent::RequestUnread => {
                     if let Some(graceful_shutdown) = graceful_shutdown.take() {
@@ -184,7 +194,11 @@ impl HttpConnection {
                     self.activity.announce_close(!drain_grace.is_zero());
                     deadline.as_mut().reset(Instant::now() + drain_grace);
                 }
-                ConnectionEvent::TimerFired if !is_draining && self.activity.partial_headers() == Some(current_headers) => return Ok(CloseReason::Timeout),
+                ConnectionEvent::TimerFired
+                    if !is_draining && self.activity.partial_headers() == Some(current_headers) =>
+                {
+                    return Ok(CloseReason::Timeout);
+                }
                 ConnectionEvent::TimerFired => {
                     if let Some(graceful_shutdown) = graceful_shutdown.take_if(|_| is_draining) {
                         graceful_shutdown(connection.as_mut());

@@ -28,7 +28,15 @@ pub(super) struct ReclaimableStream {
 impl ReclaimableStream {
     pub(super) fn new(stream: TcpStream) -> (Self, Receiver<TcpStream>) {
         let (return_sender, returned) = oneshot::channel();
-        (ReclaimableStream { stream: Some(stream), return_sender: Some(return_sender), prefix: Bytes::new(), bytes_read: 0 }, returned)
+        (
+            ReclaimableStream {
+                stream: Some(stream),
+                return_sender: Some(return_sender),
+                prefix: Bytes::new(),
+                bytes_read: 0,
+            },
+            returned,
+        )
     }
 
     /// Puts bytes back that were read.

@@ -118,8 +118,12 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
     let header = v2::Header::try_from(header)?;
     Ok(match (header.command, header.protocol, header.addresses) {
         (v2::Command::Local, _, _) => ProxySource::Local,
-        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(addresses)) => ProxySource::Proxied(addresses.source_address.into()),
-        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(addresses)) => ProxySource::Proxied(addresses.source_address.into()),
+        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv4(addresses)) => {
+            ProxySource::Proxied(addresses.source_address.into())
+        }
+        (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(addresses)) => {
+            ProxySource::Proxied(addresses.source_address.into())
+        }
         // No TCP connection has such an address; the protocol says to pass over it (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })

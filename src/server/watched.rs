@@ -109,7 +109,8 @@ impl<S> MonitoredStream<S> {
 impl FrameMonitor {
     /// Counts what came; whether it is too much.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
-        let (mut control, mut requests, mut in_header_block, mut received) = (0, 0, self.in_header_block, self.received);
+        let (mut control, mut requests, mut in_header_block, mut received) =
+            (0, 0, self.in_header_block, self.received);
         self.input.feed(bytes, |kind, [length, flags]| match kind {
             HEADERS | CONTINUATION => {
                 requests += u32::from(kind == HEADERS);
@@ -199,7 +200,9 @@ impl<S: AsyncRead + AsyncWrite + Unpin> AsyncRead for MonitoredStream<S> {
     fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buffer: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         let before = buffer.filled().len();
         let polled = Pin::new(&mut self.stream).poll_read(cx, buffer);
-        let Some(received) = buffer.filled().get(before..).filter(|received| !received.is_empty()) else { return polled };
+        let Some(received) = buffer.filled().get(before..).filter(|received| !received.is_empty()) else {
+            return polled;
+        };
         let MonitoredStream { frames, activity, .. } = &mut *self;
         let Some(frames) = frames else {
             activity.record_headers(true);

@@ -44,7 +44,9 @@ impl TlsDiagnosis {
     }
 
     pub(super) fn http2_not_negotiated() -> io::Error {
-        TlsDiagnosis::with_message("the server does not choose HTTP/2 by ALPN (`h2`); protocol = \"http1\" is for those without it")
+        TlsDiagnosis::with_message(
+            "the server does not choose HTTP/2 by ALPN (`h2`); protocol = \"http1\" is for those without it",
+        )
     }
 
     fn with_message(advice: &str) -> io::Error {

@@ -30,8 +30,9 @@ impl RetryBudget {
     /// A request that is not a retry.
     pub(super) fn deposit(&self) {
         let most = MAX_SAVED_RETRIES * REQUESTS_PER_RETRY;
-        let _ =
-            self.deposits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
+        let _ = self
+            .deposits
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
     }
 
     /// Whether there may be a retry; then it is paid for.
@@ -42,7 +43,8 @@ impl RetryBudget {
         }
         let mut floor = self.min_retries.lock().unwrap_or_else(PoisonError::into_inner);
         let (left, at) = *floor;
-        let left = (left + MIN_RETRIES_PER_SEC * now.saturating_duration_since(at).as_secs_f64()).min(MIN_RETRIES_PER_SEC);
+        let left =
+            (left + MIN_RETRIES_PER_SEC * now.saturating_duration_since(at).as_secs_f64()).min(MIN_RETRIES_PER_SEC);
         *floor = (if left < 1.0 { left } else { left - 1.0 }, now);
         left >= 1.0
     }

@@ -91,9 +91,12 @@ impl HealthState {
         }
         self.end_ejection_if_due(now);
         // One is forgotten for each such time without another.
-        let time_since_ejection = self.ejection_ended_at.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
-        let forgotten = (time_since_ejection.as_millis() / time.as_millis().max(1)).min(u128::from(MAX_EJECTION_MULTIPLIER)) as u32;
-        self.consecutive_ejections = (self.consecutive_ejections.saturating_sub(forgotten) + 1).min(MAX_EJECTION_MULTIPLIER);
+        let time_since_ejection =
+            self.ejection_ended_at.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+        let forgotten =
+            (time_since_ejection.as_millis() / time.as_millis().max(1)).min(u128::from(MAX_EJECTION_MULTIPLIER)) as u32;
+        self.consecutive_ejections =
+            (self.consecutive_ejections.saturating_sub(forgotten) + 1).min(MAX_EJECTION_MULTIPLIER);
         let time = time * self.consecutive_ejections;
         self.ejected_until = Some(now + time);
         Some(time)
@@ -139,7 +142,8 @@ impl HealthState {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
             // A little later, so that the step is certainly over.
-            back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP) + Duration::from_millis(1)
+            back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
+                + Duration::from_millis(1)
         });
         let passed_over = self.connect_backoff_until.filter(|until| *until > now);
         [self.ejected_until, passed_over, step].into_iter().flatten().min()
@@ -198,7 +202,11 @@ mod tests {
         let health_state = HealthState::joined_at(now);
         let steps = |after: Duration| health_state.weight_steps(now + after, 18 * S);
         assert_eq!((steps(Duration::ZERO), steps(9 * S), steps(18 * S), steps(100 * S)), (2, 11, 20, 20));
-        assert_eq!(health_state.weight_steps(now, Duration::ZERO), SLOW_START_STEPS, "without one it has all of its weight");
+        assert_eq!(
+            health_state.weight_steps(now, Duration::ZERO),
+            SLOW_START_STEPS,
+            "without one it has all of its weight"
+        );
         let mut changes = Vec::new();
         let mut at = now;
         while let Some(next) = health_state.next_change(at, 18 * S) {

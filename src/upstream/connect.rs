@@ -31,7 +31,9 @@ impl UpstreamStream {
         match tls {
             None => Ok(UpstreamStream::Tcp(stream)),
             // On the heap: inside this future it would take room for every request.
-            Some(tls) => Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone())))),
+            Some(tls) => {
+                Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
+            }
         }
     }
 
@@ -67,7 +69,9 @@ impl AsyncWrite for UpstreamStream {
     ) -> Poll<io::Result<usize>> {
         match self.get_mut() {
             UpstreamStream::Tcp(stream) => Pin::new(stream).poll_write_vectored(cx, bufs),
-            UpstreamStream::Tls(tls) => Pin::new(&mut tls.0).poll_write_vectored(cx, bufs).map_err(TlsDiagnosis::from_io_error),
+            UpstreamStream::Tls(tls) => {
+                Pin::new(&mut tls.0).poll_write_vectored(cx, bufs).map_err(TlsDiagnosis::from_io_error)
+            }
         }
     }
 

@@ -73,7 +73,7 @@ impl Upstream {
                 Some((pool, permit, result)) = connecting.next() => {
                     attempts.retain(|(endpoint, _)| !Arc::ptr_eq(endpoint, permit.endpoint()));
                     let error = match result {
-                        Ok((connection, reused)) => {
+                        Ok((connection, is_reused)) => {
                             self.report_slow_connects(attempts);
                             return Ok(EndpointConnection { pool, permit, connection, is_reused });
                         }

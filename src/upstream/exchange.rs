@@ -14,12 +14,12 @@ use super::patience::ResponseTimer;
 use super::pool::SendError;
 use super::repeat::ReplayableRequest;
 use super::settings::UpstreamSettings;
-use super::{RetryReason as Why, PickState, Protocol, AttemptLog, Upstream, UpstreamError};
+use super::{AttemptLog, PickState, Protocol, RetryReason as Why, Upstream, UpstreamError};
 use crate::http::body::Body;
 use crate::http::bounds::BodyLimits;
 use crate::http::headers::{is_grpc, is_safe};
 use crate::http::response;
-use crate::http::upload::{UploadProgress, RequestBody};
+use crate::http::upload::{RequestBody, UploadProgress};
 
 /// How a request may still be sent again.
 struct RetryState {
@@ -64,7 +64,8 @@ impl Upstream {
             request.body_mut().allow_trailers();
         }
         let (safe, has_body) = (is_safe(request.method()), progress.is_some());
-        let mut retry_state = RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
+        let mut retry_state =
+            RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
         let mut pick_state = PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new() };
         if let Some(retry_budget) = &self.cluster.retry_budget {
             retry_budget.deposit();
@@ -78,7 +79,9 @@ impl Upstream {
         let mut idle = target.0.take_idle();
         loop {
             let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
-                Some(connection) => EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true },
+                Some(connection) => {
+                    EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true }
+                }
                 None => {
                     let tried = pick_state.tried.len() + 1;
                     let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
@@ -95,9 +98,9 @@ impl Upstream {
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
                     None => result.await,
-                    Some(deadline) => {
-                        timeout_at(deadline, result).await.unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref())))
-                    }
+                    Some(deadline) => timeout_at(deadline, result)
+                        .await
+                        .unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref()))),
                 }
             };
             let mut failure = match result {
@@ -125,7 +128,8 @@ impl Upstream {
             let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
             // A connection that was closed while nobody used it says nothing about its server.
-            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown) || outcome == StreamOutcome::PeerError;
+            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
+                || outcome == StreamOutcome::PeerError;
             let retry = retry_state.retry_target(unsent, copy, outcome, reused);
             let error = self.exchange_error(failure.into_error(), progress.as_deref());
             if is_endpoint_failure && !error.is_client_error() {

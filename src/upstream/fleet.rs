@@ -12,14 +12,14 @@ use tokio::sync::Notify;
 use tokio::time::Duration;
 use tracing::{info, warn};
 
-use super::balance::{LoadBalancingPolicy, Rng, RendezvousTable, hash};
+use super::balance::{LoadBalancingPolicy, RendezvousTable, Rng, hash};
 use super::budget::RetryBudget;
-use super::condition::{HealthState, EjectionSettings, Health};
+use super::condition::{EjectionSettings, Health, HealthState};
 use super::health::HealthSettings;
 use super::member::Endpoint;
-use super::queue::{RequestPermit, PendingQueue};
+use super::queue::{PendingQueue, RequestPermit};
 use super::settings::UpstreamSettings;
-use super::table::{PickContext, LoadBalancer, endpoint_weights};
+use super::table::{LoadBalancer, PickContext, endpoint_weights};
 use crate::limit::clock::monotonic;
 
 /// The servers of an upstream.
@@ -66,14 +66,24 @@ impl UpstreamCluster {
     pub fn new(settings: Arc<UpstreamSettings>) -> Self {
         let queue = Arc::new(PendingQueue::new(settings.max_queue));
         let endpoint = |index| {
-            Arc::new(Endpoint::new(&settings, index, literal_address(&settings, index), HealthState::default(), queue.clone()))
+            Arc::new(Endpoint::new(
+                &settings,
+                index,
+                literal_address(&settings, index),
+                HealthState::default(),
+                queue.clone(),
+            ))
         };
         let endpoints = (0..settings.servers.len()).map(endpoint).collect();
         UpstreamCluster::with_endpoints(settings, endpoints, queue)
     }
 
     /// Of these members.
-    pub(super) fn with_endpoints(settings: Arc<UpstreamSettings>, endpoints: Vec<Arc<Endpoint>>, queue: Arc<PendingQueue>) -> Self {
+    pub(super) fn with_endpoints(
+        settings: Arc<UpstreamSettings>,
+        endpoints: Vec<Arc<Endpoint>>,
+        queue: Arc<PendingQueue>,
+    ) -> Self {
         let (endpoints, opened) = (Arc::new(endpoints), monotonic());
         let rendezvous = rendezvous_table(&settings, &endpoints);
         let (table, _) = LoadBalancer::new(&settings, endpoints, rendezvous, opened);
@@ -123,18 +133,22 @@ impl UpstreamCluster {
     pub fn set_addresses(&self, index: usize, addresses: &[SocketAddr]) {
         let rebuild_guard = self.lock_rebuild();
         let before = self.endpoints();
-        let (own, others): (Vec<_>, Vec<_>) = before.iter().cloned().partition(|endpoint| endpoint.server_index == index);
+        let (own, others): (Vec<_>, Vec<_>) =
+            before.iter().cloned().partition(|endpoint| endpoint.server_index == index);
         let mut now: Vec<_> = addresses.to_vec();
         now.sort_unstable();
         now.dedup();
-        if own.len() == now.len() && own.iter().all(|endpoint| endpoint.address.is_some_and(|known| now.contains(&known))) {
+        if own.len() == now.len()
+            && own.iter().all(|endpoint| endpoint.address.is_some_and(|known| now.contains(&known)))
+        {
             return;
         }
         let endpoint = |address| {
             let known = own.iter().find(|endpoint| endpoint.address == Some(address)).cloned();
             known.unwrap_or_else(|| {
                 // The first ones have nobody to start more slowly than.
-                let health_state = if own.is_empty() { HealthState::default() } else { HealthState::joined_at(monotonic()) };
+                let health_state =
+                    if own.is_empty() { HealthState::default() } else { HealthState::joined_at(monotonic()) };
                 Arc::new(Endpoint::new(&self.settings, index, Some(address), health_state, self.queue.clone()))
             })
         };
@@ -167,7 +181,13 @@ impl UpstreamCluster {
         rng: &Rng,
         tried: &[Arc<Endpoint>],
     ) -> Option<(usize, RequestPermit)> {
-        table.pick(&PickContext { policy: &self.settings.balance, hash_key: key, rng, round_robin_counter: &self.round_robin_counter, excluded: tried })
+        table.pick(&PickContext {
+            policy: &self.settings.balance,
+            hash_key: key,
+            rng,
+            round_robin_counter: &self.round_robin_counter,
+            excluded: tried,
+        })
     }
 
     /// What decides about a request, where its header does.
@@ -188,7 +208,9 @@ impl UpstreamCluster {
             StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
                 self.report_failure(endpoint, &status);
             }
-            _ if endpoint.state.consecutive_errors.load(Ordering::Relaxed) != 0 => endpoint.state.consecutive_errors.store(0, Ordering::Relaxed),
+            _ if endpoint.state.consecutive_errors.load(Ordering::Relaxed) != 0 => {
+                endpoint.state.consecutive_errors.store(0, Ordering::Relaxed)
+            }
             _ => {}
         }
     }
@@ -213,7 +235,10 @@ impl UpstreamCluster {
 
     /// A member has failed a request.
     pub(super) fn report_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
-        let Some(EjectionSettings { consecutive_errors: errors, base_ejection_time: time }) = self.settings.ejection else { return };
+        let Some(EjectionSettings { consecutive_errors: errors, base_ejection_time: time }) = self.settings.ejection
+        else {
+            return;
+        };
         if endpoint.state.consecutive_errors.fetch_add(1, Ordering::Relaxed) + 1 < errors {
             return;
         }
@@ -227,7 +252,8 @@ impl UpstreamCluster {
     /// A member has passed a health check, or why it has not.
     pub(super) fn report_check(&self, endpoint: &Endpoint, health: &HealthSettings, result: Result<(), String>) {
         let passed = result.is_ok();
-        let changed = endpoint.health_state().record_check(passed, monotonic(), health.unhealthy_after, health.healthy_after);
+        let changed =
+            endpoint.health_state().record_check(passed, monotonic(), health.unhealthy_after, health.healthy_after);
         if changed.is_none() {
             return;
         }
@@ -252,7 +278,12 @@ impl UpstreamCluster {
         self.install(rebuild_guard, endpoints, rendezvous);
     }
 
-    fn install(&self, _rebuild_guard: &MutexGuard<'_, ()>, endpoints: Arc<Vec<Arc<Endpoint>>>, rendezvous: Option<Arc<RendezvousTable>>) {
+    fn install(
+        &self,
+        _rebuild_guard: &MutexGuard<'_, ()>,
+        endpoints: Arc<Vec<Arc<Endpoint>>>,
+        rendezvous: Option<Arc<RendezvousTable>>,
+    ) {
         let (table, next) = LoadBalancer::new(&self.settings, endpoints, rendezvous, monotonic());
         let was_in_panic_mode = self.load_balancer.load().is_in_panic_mode;
         if table.is_in_panic_mode != was_in_panic_mode {
@@ -340,6 +371,10 @@ mod tests {
         cluster.set_addresses(0, &[two, three]);
         assert!(Arc::ptr_eq(&before, &cluster.endpoints()), "nothing has changed");
         cluster.set_addresses(0, &[]);
-        assert!(cluster.endpoints().iter().all(|endpoint| Arc::ptr_eq(endpoint, &literal)), "{:?}", cluster.endpoints());
+        assert!(
+            cluster.endpoints().iter().all(|endpoint| Arc::ptr_eq(endpoint, &literal)),
+            "{:?}",
+            cluster.endpoints()
+        );
     }
 }

@@ -76,7 +76,11 @@ async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, e
 }
 
 /// One check, on a connection of its own: whether new ones are taken is a part of the question.
-async fn check_once(cluster: &UpstreamCluster, health: &HealthSettings, endpoint: &Arc<Endpoint>) -> Result<(), String> {
+async fn check_once(
+    cluster: &UpstreamCluster,
+    health: &HealthSettings,
+    endpoint: &Arc<Endpoint>,
+) -> Result<(), String> {
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
     let (mut connection, _) = pool.connect().await.map_err(|error| format!("no connection: {error}"))?;
     let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
@@ -87,7 +91,11 @@ async fn check_once(cluster: &UpstreamCluster, health: &HealthSettings, endpoint
     }
 }
 
-fn check_request(protocol: &Protocol, health: &HealthSettings, endpoint: &Endpoint) -> http::Result<Request<RequestBody>> {
+fn check_request(
+    protocol: &Protocol,
+    health: &HealthSettings,
+    endpoint: &Endpoint,
+) -> http::Result<Request<RequestBody>> {
     let request = Request::get(Uri::from(health.path.clone())).header(USER_AGENT, USER_AGENT_VALUE);
     let request = match protocol {
         Protocol::Http1 => request.header(HOST, &*endpoint.server.authority),

@@ -8,10 +8,10 @@ use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 
 use super::Protocol;
-use super::http2::{self, StreamOutcome, SharedConnection};
+use super::http2::{self, SharedConnection, StreamOutcome};
 use super::member::Endpoint;
 use super::patience::ResponseTimer;
-use super::pool::{self, SendError, Http1Pool};
+use super::pool::{self, Http1Pool, SendError};
 use super::queue::RequestPermit;
 use super::settings::UpstreamSettings;
 use crate::http::body::{Body, OnComplete};

@@ -9,7 +9,7 @@ use tokio::net::TcpStream;
 
 use super::condition::HealthState;
 use super::connect::UpstreamStream;
-use super::queue::{RequestPermit, PendingQueue};
+use super::queue::{PendingQueue, RequestPermit};
 use super::settings::{UpstreamServerSettings, UpstreamSettings};
 use crate::limit::clock::LogThrottle;
 

@@ -15,7 +15,7 @@ use hyper_util::rt::TokioIo;
 use super::member::Endpoint;
 use super::patience::ResponseTimer;
 use crate::http::flow::StreamFlow;
-use crate::http::reads::{ReadLimitedStream, ReadBound};
+use crate::http::reads::{ReadBound, ReadLimitedStream};
 use crate::http::upload::RequestBody;
 use crate::limit::clock::monotonic;
 

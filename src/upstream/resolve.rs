@@ -14,7 +14,7 @@ use tracing::{debug, info, warn};
 use uuid::Uuid;
 
 use super::fleet::UpstreamCluster;
-use directory::{ResolvedAddresses, DnsResolver, ResolveError};
+use directory::{DnsResolver, ResolveError, ResolvedAddresses};
 
 /// Answers that may be kept for less time, even for none, are kept for so long.
 const MIN_TTL: Duration = Duration::from_secs(1);
@@ -67,7 +67,13 @@ impl DnsCache {
             }
         }
         let name = |(host, servers): (_, Vec<_>)| {
-            let name = HostEntry { host, addresses: known_addresses(&servers), servers, consecutive_failures: 0, last_error: None };
+            let name = HostEntry {
+                host,
+                addresses: known_addresses(&servers),
+                servers,
+                consecutive_failures: 0,
+                last_error: None,
+            };
             name.update_clusters();
             name
         };
@@ -162,7 +168,13 @@ mod tests {
     use super::*;
 
     fn name() -> HostEntry {
-        HostEntry { host: "api.test".into(), servers: Vec::new(), addresses: Vec::new(), consecutive_failures: 0, last_error: None }
+        HostEntry {
+            host: "api.test".into(),
+            servers: Vec::new(),
+            addresses: Vec::new(),
+            consecutive_failures: 0,
+            last_error: None,
+        }
     }
 
     #[test]

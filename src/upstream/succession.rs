@@ -48,7 +48,8 @@ impl Upstream {
         let speaks = |cluster: &UpstreamCluster| (cluster.settings.protocol, cluster.settings.pool_idle_timeout);
         let (pools, endpoints) = (previous.pools.load(), cluster.endpoints());
         let known = pools.pools.iter().filter(|_| speaks(&cluster) == speaks(&previous.cluster));
-        let known = known.filter_map(|pool| endpoints.iter().find_map(|endpoint| pool.reuse_for(endpoint))).map(Arc::new);
+        let known =
+            known.filter_map(|pool| endpoints.iter().find_map(|endpoint| pool.reuse_for(endpoint))).map(Arc::new);
         let known: Vec<_> = known.collect();
         Upstream::with_pools(cluster, &known)
     }

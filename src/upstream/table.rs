@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use super::balance::{LoadBalancingPolicy, Rng, WeightedSlots, RendezvousTable};
+use super::balance::{LoadBalancingPolicy, RendezvousTable, Rng, WeightedSlots};
 use super::condition::Health;
 use super::member::Endpoint;
 use super::queue::RequestPermit;
@@ -83,7 +83,17 @@ impl LoadBalancer {
             }
         }
         let usable = (0..endpoints.len()).filter(|index| weights[*index] > 0).collect();
-        (LoadBalancer { endpoints, usable, backup: backup.into(), weighted_slots: WeightedSlots::new(&weights), rendezvous, is_in_panic_mode }, next)
+        (
+            LoadBalancer {
+                endpoints,
+                usable,
+                backup: backup.into(),
+                weighted_slots: WeightedSlots::new(&weights),
+                rendezvous,
+                is_in_panic_mode,
+            },
+            next,
+        )
     }
 
     /// A place at one of them; none if there is no member or no room.
@@ -94,7 +104,8 @@ impl LoadBalancer {
             let permit = if tried { None } else { Endpoint::try_acquire(endpoint) };
             permit.map(|permit| (index, permit))
         };
-        let try_backup = || self.backup.iter().filter(|_| !context.excluded.is_empty()).find_map(|index| try_acquire(*index));
+        let try_backup =
+            || self.backup.iter().filter(|_| !context.excluded.is_empty()).find_map(|index| try_acquire(*index));
         if let [only] = self.usable[..] {
             return try_acquire(only).or_else(try_backup);
         }
@@ -110,15 +121,20 @@ impl LoadBalancer {
 
     fn pick_index(&self, context: &PickContext<'_>, attempt: u32) -> Option<usize> {
         match (context.policy, &self.rendezvous, context.hash_key) {
-            (LoadBalancingPolicy::RoundRobin, ..) => self.weighted_slots.endpoint_at(context.round_robin_counter.fetch_add(1, Ordering::Relaxed)),
+            (LoadBalancingPolicy::RoundRobin, ..) => {
+                self.weighted_slots.endpoint_at(context.round_robin_counter.fetch_add(1, Ordering::Relaxed))
+            }
             (LoadBalancingPolicy::Random, ..) => self.weighted_slots.endpoint_at(context.rng.next_u64()),
             (LoadBalancingPolicy::Hash(_), Some(rendezvous), Some(key)) => {
                 // Who stands in for an owner that is out is drawn by the key as well: when it is back, so are its keys.
-                let mut usable =
-                    (0..2 * MAX_DRAWS).map(|draw| rendezvous.lookup(key, draw)).filter(|owner| self.weighted_slots.share(*owner) > 0);
+                let mut usable = (0..2 * MAX_DRAWS)
+                    .map(|draw| rendezvous.lookup(key, draw))
+                    .filter(|owner| self.weighted_slots.share(*owner) > 0);
                 usable.nth(attempt as usize).or_else(|| self.weighted_slots.endpoint_at(key))
             }
-            (LoadBalancingPolicy::LeastRequests | LoadBalancingPolicy::Hash(_), ..) => self.less_loaded_of_two(context.rng),
+            (LoadBalancingPolicy::LeastRequests | LoadBalancingPolicy::Hash(_), ..) => {
+                self.less_loaded_of_two(context.rng)
+            }
         }
     }
 
@@ -128,14 +144,19 @@ impl LoadBalancer {
         let mut others = (0..4).filter_map(|_| self.weighted_slots.endpoint_at(rng.next_u64()));
         let other = others.find(|other| *other != one).unwrap_or_else(|| self.any_other(one, rng));
         let load = |index: usize| self.endpoints[index].in_flight() as u64;
-        let (of_one, of_other) = (load(one) * self.weighted_slots.share(other), load(other) * self.weighted_slots.share(one));
+        let (of_one, of_other) =
+            (load(one) * self.weighted_slots.share(other), load(other) * self.weighted_slots.share(one));
         Some(if of_one <= of_other { one } else { other })
     }
 
     /// Another one that can be asked; there are two at least.
     fn any_other(&self, one: usize, rng: &Rng) -> usize {
         let position = rng.next_u64() as usize % self.usable.len();
-        if self.usable[position] == one { self.usable[(position + 1) % self.usable.len()] } else { self.usable[position] }
+        if self.usable[position] == one {
+            self.usable[(position + 1) % self.usable.len()]
+        } else {
+            self.usable[position]
+        }
     }
 }
 
@@ -144,5 +165,8 @@ pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
     let servers = endpoints.iter().map(|endpoint| endpoint.server_index + 1).max().unwrap_or_default();
     let mut addresses = vec![0; servers];
     endpoints.iter().for_each(|endpoint| addresses[endpoint.server_index] += 1);
-    endpoints.iter().map(|endpoint| u64::from(endpoint.server.weight) * WEIGHT_UNIT / addresses[endpoint.server_index]).collect()
+    endpoints
+        .iter()
+        .map(|endpoint| u64::from(endpoint.server.weight) * WEIGHT_UNIT / addresses[endpoint.server_index])
+        .collect()
 }

@@ -47,8 +47,15 @@ impl UpstreamTlsConfig {
     ///
     /// # Errors
     /// The library refuses the setup.
-    pub fn new(trust_roots: TrustRoots, gateway_certificate: Option<&Certificate>, protocol: Protocol) -> Result<Self, TlsError> {
-        Ok(UpstreamTlsConfig { config: ArcSwap::from_pointee(client_config(trust_roots, gateway_certificate, protocol)?), protocol })
+    pub fn new(
+        trust_roots: TrustRoots,
+        gateway_certificate: Option<&Certificate>,
+        protocol: Protocol,
+    ) -> Result<Self, TlsError> {
+        Ok(UpstreamTlsConfig {
+            config: ArcSwap::from_pointee(client_config(trust_roots, gateway_certificate, protocol)?),
+            protocol,
+        })
     }
 
     /// What is agreed on.
@@ -73,7 +80,8 @@ impl EndpointTls {
     /// [`NoTls`], which says what to do.
     pub async fn connect(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let connector = TlsConnector::from(self.tls.config.load_full());
-        let stream = connector.connect(self.server_name.clone(), stream).await.map_err(TlsDiagnosis::from_handshake_error)?;
+        let stream =
+            connector.connect(self.server_name.clone(), stream).await.map_err(TlsDiagnosis::from_handshake_error)?;
         // Who speaks HTTP/1.1 need not know of ALPN; HTTP/2 is spoken only by agreement (RFC 9113 §3.2).
         if self.tls.protocol == Protocol::Http2 && stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(TlsDiagnosis::http2_not_negotiated());
@@ -82,7 +90,11 @@ impl EndpointTls {
     }
 }
 
-fn client_config(trust_roots: TrustRoots, gateway_certificate: Option<&Certificate>, protocol: Protocol) -> Result<ClientConfig, TlsError> {
+fn client_config(
+    trust_roots: TrustRoots,
+    gateway_certificate: Option<&Certificate>,
+    protocol: Protocol,
+) -> Result<ClientConfig, TlsError> {
     let builder = ClientConfig::builder_with_provider(Arc::new(default_provider()));
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
     let builder = builder.with_root_certificates(trust_roots.0);

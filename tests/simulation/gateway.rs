@@ -4,12 +4,12 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use sluicegate::limit::Limiter;
-use sluicegate::limit::admission::{SettleAction, Deferred};
+use sluicegate::limit::admission::{Deferred, SettleAction};
 use sluicegate::limit::algorithm::Status;
-use sluicegate::limit::backend::{Store, DecidedBy, RedisStore};
+use sluicegate::limit::backend::{DecidedBy, RedisStore, Store};
 use sluicegate::limit::clock::Clock;
 use sluicegate::limit::cluster::topology::ClusterMap;
-use sluicegate::limit::decision::{LimitCheck, Decision};
+use sluicegate::limit::decision::{Decision, LimitCheck};
 use sluicegate::limit::denials::DenialCache;
 use sluicegate::limit::guard::CircuitBreaker;
 use sluicegate::limit::key::IdentityHasher;
@@ -20,12 +20,12 @@ use sluicegate::limit::redis::hello::ServerMode;
 use sluicegate::limit::redis::records;
 use sluicegate::limit::redis::script::AlgorithmSet;
 use sluicegate::limit::redis::server::{Address, Login, RedisEndpoint};
-use sluicegate::limit::redis::{RedisSettings, RedisDeployment};
+use sluicegate::limit::redis::{RedisDeployment, RedisSettings};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
 use crate::network::{START_US, SimulatedDial, SimulatedNetwork};
-use crate::schedule::{ScheduledLimit, Request, Schedule, CostMode};
+use crate::schedule::{CostMode, Request, Schedule, ScheduledLimit};
 use crate::store::{HOST, StateId, port_of};
 
 /// The first part of every key.
@@ -179,7 +179,14 @@ impl LoadGenerator {
         let check = |(limit_index, index): (usize, &usize)| {
             let ScheduledLimit { limit, cost, .. } = &self.schedule.limits[*index];
             let identity = self.schedule.limits[*index].identity(client);
-            LimitCheck { limit_index, limit, variant: &limit.default_variant, identity, cost: *cost, deferred: self.deferred(*index) }
+            LimitCheck {
+                limit_index,
+                limit,
+                variant: &limit.default_variant,
+                identity,
+                cost: *cost,
+                deferred: self.deferred(*index),
+            }
         };
         route.iter().enumerate().map(check).collect()
     }
@@ -205,7 +212,7 @@ impl LoadGenerator {
         };
         let mut observed = ObservedRequest {
             gateway: request.gateway,
-            started_at: began: started_at,
+            started_at,
             elapsed: self.network.now() - started_at,
             outcome: ClientOutcome::Cancelled,
             now_us: 0,
@@ -227,8 +234,9 @@ impl LoadGenerator {
                 return observed;
             }
             Some(Ok(decision)) => {
-                let (source, is_from_cache, retry_us) = (decision.decided_by, decision.is_from_cache, decision.retry_us());
-                observed.outcome = ClientOutcome::Denied { decided_by: source, is_from_cache: remembered: is_from_cache, retry_us };
+                let (source, is_from_cache, retry_us) =
+                    (decision.decided_by, decision.is_from_cache, decision.retry_us());
+                observed.outcome = ClientOutcome::Denied { decided_by: source, is_from_cache, retry_us };
                 observed.stale_denial = is_from_cache && self.is_stale(&checks, &decision);
             }
         }
@@ -249,9 +257,13 @@ impl LoadGenerator {
     /// Whether the store would admit what a remembered denial denies.
     fn is_stale(&self, checks: &[LimitCheck<'_, '_>], decision: &Decision<'_>) -> bool {
         let is_denying = |check: &&LimitCheck<'_, '_>| {
-            decision.results.iter().any(|result| result.limit_index == check.limit_index && result.outcome.status != Status::Ok)
+            decision
+                .results
+                .iter()
+                .any(|result| result.limit_index == check.limit_index && result.outcome.status != Status::Ok)
         };
-        let is_refundable = |check: &&LimitCheck<'_, '_>| check.deferred == Deferred::Refund || check.limit.prefetch > 0;
+        let is_refundable =
+            |check: &&LimitCheck<'_, '_>| check.deferred == Deferred::Refund || check.limit.prefetch > 0;
         if checks.iter().filter(is_denying).any(|check| is_refundable(&check)) {
             return false;
         }
@@ -305,7 +317,12 @@ impl LoadGenerator {
             if let Some(settling) = settling {
                 let result = settling.await;
                 self.network.note(|| {
-                    format!("gateway {}: response of {:?} settled: {}", request.gateway, observed.started_at, result.is_ok())
+                    format!(
+                        "gateway {}: response of {:?} settled: {}",
+                        request.gateway,
+                        observed.started_at,
+                        result.is_ok()
+                    )
                 });
             }
         }

@@ -14,10 +14,10 @@ use sluicegate::limit::plan::OnStoreError;
 use sluicegate::limit::redis::MAX_WORKER_DELAY;
 use sluicegate::limit::store::Operation;
 
-use crate::gateway::{HeldPermits, ObservedRequest, RequestLimit, ClientOutcome};
+use crate::gateway::{ClientOutcome, HeldPermits, ObservedRequest, RequestLimit};
 use crate::network::START_US;
-use crate::schedule::{Class, ScheduledLimit, Schedule, CostMode};
-use crate::store::{DecidedRequest, StateId, SimulatedRedis, charges_by_state, charge};
+use crate::schedule::{Class, CostMode, Schedule, ScheduledLimit};
+use crate::store::{DecidedRequest, SimulatedRedis, StateId, charge, charges_by_state};
 
 /// A check takes no longer than the timeout and this: timers have a resolution of a millisecond.
 const TIMER_SLACK: Duration = Duration::from_millis(15);
@@ -83,7 +83,9 @@ impl History<'_> {
     fn is_certain(&self) -> bool {
         self.schedule.is_prompt()
             && self.requests.iter().all(|observed| match observed.outcome {
-                ClientOutcome::Admitted(source) | ClientOutcome::Denied { decided_by: source, .. } => source == DecidedBy::Store,
+                ClientOutcome::Admitted(source) | ClientOutcome::Denied { decided_by: source, .. } => {
+                    source == DecidedBy::Store
+                }
                 ClientOutcome::Unavailable => false,
                 ClientOutcome::Cancelled => true,
             })
@@ -94,7 +96,8 @@ impl History<'_> {
             // A worker that stands still is late itself.
             let max_lateness = if self.schedule.class == Class::Stalled { MAX_WORKER_DELAY } else { Duration::ZERO };
             if observed.elapsed > self.schedule.timeout + TIMER_SLACK + max_lateness {
-                let message = format!("the request of {:?} was decided after {:?}", observed.started_at, observed.elapsed);
+                let message =
+                    format!("the request of {:?} was decided after {:?}", observed.started_at, observed.elapsed);
                 violated("every check ends within the timeout", message);
             }
         }
@@ -112,7 +115,8 @@ impl History<'_> {
             }
             let shadow_only = parts().all(|limit| limit.shadow);
             // After an outage requests may be denied for permits of the share that others still hold.
-            let denied_without_store = matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
+            let denied_without_store =
+                matches!(observed.outcome, ClientOutcome::Denied { decided_by: DecidedBy::Local, .. });
             let without_store = admitted_without_store || denied_without_store && *class != Class::Slow;
             let closed = *class != Class::Slow || observed.breaker_closed;
             // After an outage the share decides about permits as well, until all gateways have registered theirs.
@@ -133,7 +137,8 @@ impl History<'_> {
             let by_store = |observed: &&ObservedRequest| {
                 matches!(
                     observed.outcome,
-                    ClientOutcome::Admitted(DecidedBy::Store) | ClientOutcome::Denied { decided_by: DecidedBy::Store, .. }
+                    ClientOutcome::Admitted(DecidedBy::Store)
+                        | ClientOutcome::Denied { decided_by: DecidedBy::Store, .. }
                 )
             };
             let (decided, all) = (self.requests.iter().filter(by_store).count(), self.requests.len());
@@ -175,8 +180,9 @@ impl History<'_> {
     fn denials_are_true(&self, violated: &mut impl FnMut(&'static str, String)) {
         // What a request that left or came too late was charged is given back; a denial may be remembered for a second after it.
         let was_refunded = |observed: &ObservedRequest| {
-            let of =
-                |done: &DecidedRequest| done.charges.iter().any(|asked| observed.limits.iter().any(|part| part.state == asked.state));
+            let of = |done: &DecidedRequest| {
+                done.charges.iter().any(|asked| observed.limits.iter().any(|part| part.state == asked.state))
+            };
             let now_us = START_US + (observed.started_at + observed.elapsed).as_micros() as u64;
             self.store.history.iter().any(|done| {
                 matches!(done.operation, Operation::Refund { .. })
@@ -192,7 +198,8 @@ impl History<'_> {
         let excused = self.requests.iter().any(may_be_refunded);
         for observed in self.requests.iter().filter(|observed| observed.stale_denial) {
             if self.schedule.state_losses() == 0 && !(excused && was_refunded(observed)) {
-                let message = format!("the request of {:?} is denied, and the store would admit it", observed.started_at);
+                let message =
+                    format!("the request of {:?} is denied, and the store would admit it", observed.started_at);
                 violated("a remembered denial is true", message);
             }
         }
@@ -331,8 +338,9 @@ impl History<'_> {
                             _ => {}
                         }
                     }
-                    let returning =
-                        changes[number + 1..].iter().take_while(|(later_us, _)| *later_us <= at_us + MAX_REFUND_DELAY_US);
+                    let returning = changes[number + 1..]
+                        .iter()
+                        .take_while(|(later_us, _)| *later_us <= at_us + MAX_REFUND_DELAY_US);
                     let returning: i64 = returning.filter(|(_, units)| *units < 0).map(|(_, units)| -units).sum();
                     let most = spec.limit.prefetch as i64 + waiting + returning;
                     if outstanding - used > most {
@@ -483,7 +491,8 @@ impl History<'_> {
                 Class::Faulty | Class::FaultyMaster => {
                     // A store that was away for longer than two thirds of a permit's TTL may have forgotten all of them.
                     let forgets = |lasts: Duration| lasts.as_micros() as u64 > rule.ttl / 2;
-                    let lost = incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.duration)).count();
+                    let lost =
+                        incidents.iter().filter(|each| each.fault.loses_state() || forgets(each.duration)).count();
                     let shares = *gateways as u64 * rule.limit.div_ceil(*gateways as u64);
                     rule.limit * (1 + lost as u64) + shares
                 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use redis::ConnectionAddr;
-use sluicegate::limit::redis::dial::{Dial, DialFuture, ByteStream};
+use sluicegate::limit::redis::dial::{ByteStream, Dial, DialFuture};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream, ReadHalf, WriteHalf};
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use tokio::task::yield_now;
@@ -206,7 +206,8 @@ impl SimulatedNetwork {
         let mut state = self.state();
         state.active_incidents.retain(|active| *active != incident);
         state.store.out_of_memory = state.active_incidents.iter().any(|active| active.fault == Fault::OutOfMemory);
-        let hangs = |node| state.active_incidents.iter().any(|active| active.fault == Fault::Hang && active.affects(node));
+        let hangs =
+            |node| state.active_incidents.iter().any(|active| active.fault == Fault::Hang && active.affects(node));
         for (_, runs) in state.running.iter().enumerate().filter(|(node, _)| !hangs(*node)) {
             runs.cancel();
         }
@@ -335,8 +336,11 @@ impl SimulatedNetwork {
                     }
                     for done in &state.store.history[before..] {
                         let asked = done.charges.iter().map(|asked| {
-                            let lease =
-                                if asked.permit_id == 0 { String::new() } else { format!(" permit {:x}", asked.permit_id) };
+                            let lease = if asked.permit_id == 0 {
+                                String::new()
+                            } else {
+                                format!(" permit {:x}", asked.permit_id)
+                            };
                             format!("{} of {:04x}, {} units{lease}", asked.state.0, asked.state.1 as u16, asked.cost)
                         });
                         let asked = asked.collect::<Vec<_>>().join("; ");
@@ -378,7 +382,10 @@ impl SimulatedNetwork {
         while let Some((at, reply)) = replies.recv().await {
             // Replies that are on their way when the connection ends are lost.
             let is_lost = timeout_at(at, connection.draining.cancelled()).await.is_ok();
-            if !is_lost && !connection.lose_replies.load(Ordering::Relaxed) && write_half.write_all(&reply).await.is_err() {
+            if !is_lost
+                && !connection.lose_replies.load(Ordering::Relaxed)
+                && write_half.write_all(&reply).await.is_err()
+            {
                 return;
             }
         }

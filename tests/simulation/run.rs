@@ -14,11 +14,11 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
-use crate::gateway::{LoadGenerator, Gateway, ObservedRequest, ClientOutcome};
+use crate::gateway::{ClientOutcome, Gateway, LoadGenerator, ObservedRequest};
 use crate::invariants::{self, Violation};
 use crate::network::SimulatedNetwork;
 use crate::overrides::Watch;
-use crate::schedule::{Class, Fault, Incident, ScheduledLimit, Request, Schedule, CostMode};
+use crate::schedule::{Class, CostMode, Fault, Incident, Request, Schedule, ScheduledLimit};
 use crate::store::{StateId, charge};
 
 /// The permit of a request that has ended is released within this time, also when the first attempt fails.
@@ -62,7 +62,10 @@ pub fn play(seed: u64, trace: bool) -> Played {
             let world = play.client.network.clone();
             // Without this a schedule in which everything waits would wait in real time.
             timeout(MAX_VIRTUAL_TIME, play.play()).await.unwrap_or_else(|_| Played {
-                violations: vec![Violation::new("no hang", format!("the schedule does not end within {MAX_VIRTUAL_TIME:?}"))],
+                violations: vec![Violation::new(
+                    "no hang",
+                    format!("the schedule does not end within {MAX_VIRTUAL_TIME:?}"),
+                )],
                 requests: 0,
                 trace: world.trace(),
             })
@@ -90,7 +93,13 @@ impl Run {
         let world = Arc::new(SimulatedNetwork::new(&schedule, trace));
         let gateways = (0..schedule.gateways).map(|index| Gateway::start(index, &schedule, &world)).collect();
         let held = Mutex::default();
-        let client = Arc::new(LoadGenerator { schedule, network: world, gateways, end_responses: CancellationToken::new(), held_permits: held });
+        let client = Arc::new(LoadGenerator {
+            schedule,
+            network: world,
+            gateways,
+            end_responses: CancellationToken::new(),
+            held_permits: held,
+        });
         Run { client, started_at: began, requests: Vec::new(), violations: Vec::new() }
     }
 
@@ -170,7 +179,8 @@ impl Run {
     /// Some requests from each worker, so that breakers close and dead connections are replaced.
     async fn recover(&mut self) {
         let schedule = self.client.schedule.clone();
-        let has_dead_connections = |incident: &Incident| matches!(incident.fault, Fault::LoseReplies | Fault::LoseRequests);
+        let has_dead_connections =
+            |incident: &Incident| matches!(incident.fault, Fault::LoseReplies | Fault::LoseRequests);
         let seconds = if schedule.incidents.iter().any(has_dead_connections) { 15 } else { 4 };
         let heartbeat = schedule.limits.len() - 1;
         for _ in 0..10 * seconds {
@@ -185,9 +195,26 @@ impl Run {
         }
     }
 
-    fn single_request(&self, limit: usize, gateway: usize, worker: usize, client: u64, holds: Option<Duration>) -> Request {
+    fn single_request(
+        &self,
+        limit: usize,
+        gateway: usize,
+        worker: usize,
+        client: u64,
+        holds: Option<Duration>,
+    ) -> Request {
         let (at, route) = (Duration::ZERO, vec![limit]);
-        Request { at, gateway, worker, route, client, response_time: holds, client_timeout: None, response_cost: 1, is_refunded: false }
+        Request {
+            at,
+            gateway,
+            worker,
+            route,
+            client,
+            response_time: holds,
+            client_timeout: None,
+            response_cost: 1,
+            is_refunded: false,
+        }
     }
 
     /// The store counts the requests that run, and no others.
@@ -198,7 +225,8 @@ impl Run {
             let running = held.by_store + held.by_share;
             let now = self.client.network.now();
             let ttl_us = self.permit_ttl_us(&state);
-            let brought_back = self.client.network.state().store.brought_back(&state, ttl_us, self.client.network.now_us());
+            let brought_back =
+                self.client.network.state().store.brought_back(&state, ttl_us, self.client.network.now_us());
             let ending = held.released_at.iter().filter(|ended| **ended + RELEASED_WITHIN > now).count() as u64;
             if live > running + ending + brought_back {
                 let message = format!("{when}: the store counts {live} permits of {state:x?}, {running} requests run");
@@ -256,7 +284,8 @@ impl Run {
             for number in 0..max_requests {
                 let outcome = self.check_once(index).await;
                 if outcome != ClientOutcome::Admitted(DecidedBy::Store) {
-                    let message = format!("request {number} of {max_requests} on limit {index} in an empty window: {outcome:?}");
+                    let message =
+                        format!("request {number} of {max_requests} on limit {index} in an empty window: {outcome:?}");
                     self.report("nobody starves", message);
                     break;
                 }

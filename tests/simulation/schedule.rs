@@ -12,7 +12,7 @@ use sluicegate::limit::algorithm::sliding_log::SlidingLog;
 use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::key::{Identity, IdentityHasher};
-use sluicegate::limit::plan::{LocalShare, LimitSpec, OnStoreError, LimitVariant};
+use sluicegate::limit::plan::{LimitSpec, LimitVariant, LocalShare, OnStoreError};
 use sluicegate::limit::quota::{CalendarUnit, Quota};
 
 use crate::overrides::{self, Change};
@@ -404,7 +404,8 @@ impl Schedule {
             };
             let local_share = LocalShare { gateway_count: self.gateways as u64, max_cost: cost };
             let (name, hasher) = (format!("limit{index}"), IdentityHasher::new("simulation"));
-            let variant = LimitVariant::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
+            let variant =
+                LimitVariant::new(&hasher, &name, quota, rule, local_share).expect("the share can be counted");
             let limit = LimitSpec {
                 name: name.into(),
                 default_variant: Arc::new(variant),
@@ -438,7 +439,11 @@ impl Schedule {
             let (gateway, worker) =
                 (random.in_range(0..self.gateways as u64) as usize, random.in_range(0..self.workers as u64) as usize);
             // Mostly all limits: the states of the clients then have one limit in common.
-            let route = if random.is_chosen(all_limits_percent) { all.clone() } else { vec![random.in_range(0..all.len() as u64) as usize] };
+            let route = if random.is_chosen(all_limits_percent) {
+                all.clone()
+            } else {
+                vec![random.in_range(0..all.len() as u64) as usize]
+            };
             let burst = if random.is_chosen(bursts) { random.in_range(2..9) } else { 1 };
             for _ in 0..burst {
                 let response_time = match random.in_range(0..10) {
@@ -453,7 +458,9 @@ impl Schedule {
                     route: route.clone(),
                     client,
                     response_time,
-                    client_timeout: random.is_chosen(cancel_percent).then(|| millis(random.in_range(0..self.timeout.as_millis() as u64))),
+                    client_timeout: random
+                        .is_chosen(cancel_percent)
+                        .then(|| millis(random.in_range(0..self.timeout.as_millis() as u64))),
                     response_cost: random.in_range(0..4),
                     is_refunded: random.is_chosen(50),
                 });
@@ -482,7 +489,12 @@ impl Schedule {
     /// Adds a fault that lasts longer than the timeout, and clients that make a request every `gap` ms meanwhile.
     fn add_under_load(&mut self, random: &mut Random, gap_ms: u64, fault: impl Fn(Duration) -> Fault) {
         let (at, duration) = (self.random_time(random), millis(random.in_range(300..1500)));
-        self.incidents.push(Incident { at, duration, fault: fault(self.timeout + millis(random.in_range(1..50))), node: None });
+        self.incidents.push(Incident {
+            at,
+            duration,
+            fault: fault(self.timeout + millis(random.in_range(1..50))),
+            node: None,
+        });
         for index in 0..duration.as_millis() as u64 / gap_ms {
             self.requests.push(Request {
                 at: at + millis(gap_ms * index),

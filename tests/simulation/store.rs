@@ -14,7 +14,7 @@ use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
 use sluicegate::limit::algorithm::token_bucket::TokenBucket;
 use sluicegate::limit::algorithm::{Outcome, Rule, Status};
 use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{StateName, Identity, IdentityHasher, Key};
+use sluicegate::limit::key::{Identity, IdentityHasher, Key, StateName};
 use sluicegate::limit::memory::MemoryStore;
 use sluicegate::limit::quota::CalendarUnit;
 use sluicegate::limit::redis::script::{AlgorithmSet, script};
@@ -290,7 +290,10 @@ impl SimulatedRedis {
                 };
                 numbers.extend([verdict.granted as f64, status, *remaining as f64, *reset_us as f64, retry]);
             }
-            self.record(node, DecidedRequest { at_us: now_us, gateway, operation, charges: asked: received, verdict, out_of_memory: false });
+            self.record(
+                node,
+                DecidedRequest { at_us: now_us, gateway, operation, charges: received, verdict, out_of_memory: false },
+            );
         }
         let mut reply = format!("${}\r\n", 8 * numbers.len()).into_bytes();
         reply.extend(numbers.iter().flat_map(|number| number.to_le_bytes()));
@@ -319,7 +322,10 @@ impl SimulatedRedis {
         for ((operation, asked), verdict) in requests.into_iter().zip(verdicts(&reply, &limits)) {
             if let Some(verdict) = verdict {
                 let out_of_memory = self.out_of_memory;
-                self.record(node, DecidedRequest { at_us: now_us, gateway, operation, charges: asked, verdict, out_of_memory });
+                self.record(
+                    node,
+                    DecidedRequest { at_us: now_us, gateway, operation, charges: asked, verdict, out_of_memory },
+                );
             }
         }
         (reply, count)

@@ -10,9 +10,9 @@ use super::{Answer, Query, Result, json, of_store, seconds};
 use crate::admin::problem::ApiError;
 use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, Consumers};
-use crate::identity::name::{ResolvedIdentity, IdentityInput, IdentityInputError};
+use crate::identity::name::{IdentityInput, IdentityInputError, ResolvedIdentity};
 use crate::limit::algorithm::{Outcome, Rule, Status};
-use crate::limit::key::{StateName, Identity};
+use crate::limit::key::{Identity, StateName};
 use crate::limit::plan::LimitVariant;
 use crate::limit::quota::EXACT_INTEGER_LIMIT;
 use crate::runtime::CompiledLimit;
@@ -40,7 +40,12 @@ impl Given {
     }
 
     /// Which identity of a limit it is.
-    pub(super) fn meant<'a>(&self, terms: &CompiledLimit, desk: &Desk<'_>, consumers: &'a Consumers) -> Result<ResolvedIdentity<'a>> {
+    pub(super) fn meant<'a>(
+        &self,
+        terms: &CompiledLimit,
+        desk: &Desk<'_>,
+        consumers: &'a Consumers,
+    ) -> Result<ResolvedIdentity<'a>> {
         let runtime = &desk.runtime;
         let said = match self {
             Given::Hash(hash) => {
@@ -58,7 +63,9 @@ impl Given {
         }
         let meant = terms.identity_spec.resolve(said, &runtime.client_ip, consumers, &runtime.hasher);
         meant.map_err(|unclear| match unclear {
-            IdentityInputError::Missing(_) => ApiError::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by())),
+            IdentityInputError::Missing(_) => {
+                ApiError::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by()))
+            }
             IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, unclear.to_string()),
             IdentityInputError::InvalidAddress(_) => ApiError::bad(unclear.to_string()),
         })
@@ -142,7 +149,12 @@ pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answe
     Ok(json(&Standings { limits: try_join_all(standings).await? }))
 }
 
-async fn standing<'a>(desk: &'a Desk<'_>, terms: &'a CompiledLimit, meant: &ResolvedIdentity<'_>, cost: u64) -> Result<Standing<'a>> {
+async fn standing<'a>(
+    desk: &'a Desk<'_>,
+    terms: &'a CompiledLimit,
+    meant: &ResolvedIdentity<'_>,
+    cost: u64,
+) -> Result<Standing<'a>> {
     let (limit, table) = (&*terms.limit, desk.operator.overrides.current());
     let other = table.as_ref().and_then(|table| table.find(limit, meant.identity));
     let plan = other.map_or_else(|| meant.caller.variant(limit), |other| &other.variant);

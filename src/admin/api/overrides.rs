@@ -68,7 +68,8 @@ pub(super) async fn put(desk: &Desk<'_>, asked: ToPut) -> Result<Answer> {
     if note.as_ref().is_some_and(|note| note.len() > NOTE) {
         return Err(ApiError::bad(format!("`note` has at most {NOTE} bytes")));
     }
-    let lasts = parse_duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
+    let lasts =
+        parse_duration_us(&lasts).map(Duration::from_micros).filter(|lasts| (SHORTEST..=LONGEST).contains(lasts));
     let lasts =
         lasts.ok_or_else(|| ApiError::bad("`ttl` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\""))?;
     let size = OverrideQuota { quota, burst, note };

@@ -13,7 +13,7 @@ use crate::limit::algorithm::{Outcome, Status};
 use crate::limit::clock::unix_us;
 use crate::limit::decision::LimitCheck;
 use crate::limit::key::Identity;
-use crate::limit::overrides::{Overrides, OverrideQuota, OverrideTable};
+use crate::limit::overrides::{OverrideQuota, OverrideTable, Overrides};
 use crate::limit::store::Verdict;
 use crate::runtime::CompiledConfig;
 

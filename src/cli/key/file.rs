@@ -31,7 +31,8 @@ impl ConsumersFile {
     /// # Errors
     /// One of the two files is wrong.
     pub(super) fn open(config: &Path) -> anyhow::Result<Self> {
-        let written = config::read_gateway(config, &environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
+        let written =
+            config::read_gateway(config, &environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
         let Some(name) = &written.value.api_key.consumers else {
             bail!(
                 "{} names no file of consumers\n  add: [api_key] with consumers = \"consumers.toml\"",

@@ -1,6 +1,6 @@
 //! Concurrency: a lease for each request in flight, freed when the request ends, or by itself when its gateway dies.
 
-use super::{StepKind, Change, PermitEdit, Outcome, State, Status, Step};
+use super::{Change, Outcome, PermitEdit, State, Status, Step, StepKind};
 
 /// At most `limit` live leases.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{StepKind, Change, MAX_STATE, Outcome, State, Status, Step};
+use super::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limit::calendar::CalendarWindows;
 use crate::limit::quota::{CalendarUnit, EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
@@ -60,7 +60,9 @@ impl FixedWindow {
     pub fn new(quota: Quota, start: WindowStart) -> Result<Self, QuotaError> {
         let window = match start {
             WindowStart::Calendar(_) => 0,
-            WindowStart::Aligned { .. } | WindowStart::FirstRequest => quota.window_us.ok_or(QuotaError::NoFixedWindow)?,
+            WindowStart::Aligned { .. } | WindowStart::FirstRequest => {
+                quota.window_us.ok_or(QuotaError::NoFixedWindow)?
+            }
         };
         // Twice: a charge is added to the count before it is compared.
         if u128::from(quota.count) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
@@ -117,7 +119,8 @@ impl FixedWindow {
         }
         let charged = count.saturating_add(cost);
         if kind == StepKind::Check && charged > self.limit {
-            let (status, retry_us) = if cost > self.limit { (Status::CostTooLarge, 0) } else { (Status::Exceeded, reset_us) };
+            let (status, retry_us) =
+                if cost > self.limit { (Status::CostTooLarge, 0) } else { (Status::Exceeded, reset_us) };
             let repair = match clock_went_back && count > 0 {
                 true => Change::Put(State::Window { start, count }, reset_us),
                 false => Change::None,

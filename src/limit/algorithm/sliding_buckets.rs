@@ -1,6 +1,6 @@
 //! Sliding buckets: the window in parts; the oldest counts in full, so no window ever holds more than the limit.
 
-use super::{StepKind, Change, MAX_STATE, Outcome, State, Status, Step};
+use super::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limit::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
 /// At most `limit` units in any window, in steps of a part of it.

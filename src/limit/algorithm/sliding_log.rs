@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::{StepKind, Change, LogEdit, Outcome, State, Status, Step};
+use super::{Change, LogEdit, Outcome, State, Status, Step, StepKind};
 use crate::limit::quota::{Quota, QuotaError};
 
 /// At most `limit` units in any window.
@@ -43,7 +43,8 @@ impl SlidingLog {
         let clock_went_back = log.back().is_some_and(|&newest| newest > now);
         let free = self.limit.saturating_sub(active);
         let reset_us = if active > 0 { instant_at(log.len() - 1) + self.window - now } else { 0 };
-        let edit = LogEdit { now, repair_clock_skew: clock_went_back, drop: 0, push: 0, remove: None, window: self.window };
+        let edit =
+            LogEdit { now, repair_clock_skew: clock_went_back, drop: 0, push: 0, remove: None, window: self.window };
         let step = |status, remaining, reset_us, retry_us, change| Step {
             outcome: Outcome { status, remaining, reset_us, retry_us },
             free,

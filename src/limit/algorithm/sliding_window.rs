@@ -1,6 +1,6 @@
 //! Sliding window: the window before counts by the part of it that is still within reach.
 
-use super::{StepKind, Change, MAX_STATE, Outcome, State, Status, Step};
+use super::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limit::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
 /// About `limit` units in any window; at most twice as many, by who knows where the windows meet.
@@ -23,7 +23,8 @@ impl SlidingWindow {
         let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
         // Four times: the current and the previous window are added before they are compared, and each may hold twice as
         // much when costs are charged afterwards.
-        let is_exact = |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
+        let is_exact =
+            |unit: u64| u128::from(quota.count) * u128::from(window / unit) * 4 < u128::from(EXACT_INTEGER_LIMIT);
         let units = (0..12).map(|power| 10u64.pow(power));
         let unit = units.filter(|unit| window.is_multiple_of(*unit)).find(|unit| is_exact(*unit));
         let unit = unit.ok_or(QuotaError::Inexact { count: quota.count })?;
@@ -33,7 +34,8 @@ impl SlidingWindow {
     pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         let start = now - now % self.window;
         let (mut current, mut previous, mut clock_went_back) = (0, 0, false);
-        if let Some(&State::Sliding { start: stored_start, current: stored_current, previous: stored_previous }) = state {
+        if let Some(&State::Sliding { start: stored_start, current: stored_current, previous: stored_previous }) = state
+        {
             (current, previous) = match stored_start {
                 opened if opened >= start => (stored_current, stored_previous),
                 opened if opened + self.window == start => (0, stored_current),
@@ -44,7 +46,8 @@ impl SlidingWindow {
         let (elapsed, units) = ((now - start) / self.unit, self.window / self.unit);
         // What the previous window weighs, rounded up to whole units.
         let weighted = |previous: u64| (previous * (units - elapsed)).div_ceil(units);
-        let remaining = |current: u64, previous: u64| self.limit.saturating_sub(current).saturating_sub(weighted(previous));
+        let remaining =
+            |current: u64, previous: u64| self.limit.saturating_sub(current).saturating_sub(weighted(previous));
         let reset = |current: u64, previous: u64| match (current, previous) {
             (0, 0) => 0,
             (0, _) => start + self.window - now,

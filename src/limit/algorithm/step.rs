@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use super::concurrency::{PermitAction, Permit};
+use super::concurrency::{Permit, PermitAction};
 
 /// What one limit keeps about one identity.
 #[derive(Debug, Clone, PartialEq, Eq)]

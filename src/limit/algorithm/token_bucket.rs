@@ -1,6 +1,6 @@
 //! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
 
-use super::{StepKind, Change, MAX_STATE, Outcome, State, Status, Step};
+use super::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
 use crate::limit::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
 
 /// For how long the key of a state stays in Redis when the state means nothing any more, µs.
@@ -60,7 +60,10 @@ impl TokenBucket {
             debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
             clock_went_back = updated_at > now;
             // The rate at which the state was written repays the debt within `span`.
-            let (elapsed, repay_time) = (now.saturating_sub(updated_at), stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at));
+            let (elapsed, repay_time) = (
+                now.saturating_sub(updated_at),
+                stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),
+            );
             let left = repay_time.saturating_sub(elapsed);
             let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
             (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
@@ -89,12 +92,14 @@ impl TokenBucket {
             }
         };
         let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
-        let charged_outcome = |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
+        let charged_outcome =
+            |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
 
         if let StepKind::Refund { charged_at, debt_before_us } = kind {
             // Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
             let repaid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
-            let credit = cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));
+            let credit =
+                cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));
             let debt_after_refund = debt.saturating_sub(credit);
             return step(charged_outcome(debt_after_refund), put(debt_after_refund));
         }

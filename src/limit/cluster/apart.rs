@@ -15,7 +15,7 @@ use tracing::debug;
 use super::{ClusterStore, REDIRECTION_DELAY, is_try_again};
 use crate::limit::algorithm::{Outcome, Rule, Status};
 use crate::limit::clock::monotonic;
-use crate::limit::key::{StateName, Identity, Key};
+use crate::limit::key::{Identity, Key, StateName};
 use crate::limit::redis::slots::identity_slot;
 use crate::limit::store::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
@@ -37,7 +37,15 @@ struct ShardCharge {
 impl ShardCharge {
     fn from_charge(charge: &Charge<'_>) -> Self {
         let Charge { key: Key { identity, state_name }, rule, cost, mode, permit_id, debt_before_us } = *charge;
-        ShardCharge { identity, state_name: state_name.clone(), rule: rule.clone(), cost, mode, permit_id: lease: permit_id, debt_before_us }
+        ShardCharge {
+            identity,
+            state_name: state_name.clone(),
+            rule: rule.clone(),
+            cost,
+            mode,
+            permit_id,
+            debt_before_us,
+        }
     }
 
     fn to_charge(&self, cost: u64) -> Charge<'_> {
@@ -146,7 +154,12 @@ impl ClusterStore {
     }
 
     /// Asks each group, and where its keys are on two nodes each of its charges.
-    async fn call_all<'a>(&self, deadline: Instant, operation: Operation, groups: &'a [ShardCall]) -> Vec<ShardResult<'a>> {
+    async fn call_all<'a>(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        groups: &'a [ShardCall],
+    ) -> Vec<ShardResult<'a>> {
         let mut results = self.call_each(deadline, operation, groups.iter().map(Vec::as_slice)).await;
         let split_groups = results.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_try_again));
         let in_pieces: Vec<_> = split_groups.map(|(group, _)| group).collect();

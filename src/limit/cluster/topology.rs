@@ -61,13 +61,15 @@ impl ClusterMap {
 
     /// The nodes that are given up.
     pub fn open_nodes(&self) -> Vec<String> {
-        let open = |(address, breaker): (&Address, &Arc<CircuitBreaker>)| breaker.is_open().then(|| address.to_string());
+        let open =
+            |(address, breaker): (&Address, &Arc<CircuitBreaker>)| breaker.is_open().then(|| address.to_string());
         self.breakers().iter().filter_map(open).collect()
     }
 
     /// How often a node was given up.
     pub fn open_count(&self) -> u64 {
-        self.departed_open_count.load(Ordering::Relaxed) + self.breakers().values().map(|breaker| breaker.open_count()).sum::<u64>()
+        self.departed_open_count.load(Ordering::Relaxed)
+            + self.breakers().values().map(|breaker| breaker.open_count()).sum::<u64>()
     }
 
     /// Takes over newer knowledge. Nodes that left the cluster are forgotten.

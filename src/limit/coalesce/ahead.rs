@@ -6,8 +6,8 @@ use std::time::Instant;
 use tokio::time::timeout;
 use tracing::debug;
 
-use super::{CheckResult, FlightTask, Singleflight, CheckGroup};
-use crate::limit::admission::{StoreHandle, OwnedCharge};
+use super::{CheckGroup, CheckResult, FlightTask, Singleflight};
+use crate::limit::admission::{OwnedCharge, StoreHandle};
 use crate::limit::advance::PrefetchReservation;
 use crate::limit::backend::DecidedBy;
 use crate::limit::clock::monotonic;
@@ -29,13 +29,19 @@ impl Singleflight {
         if group.prefetch == 0 {
             return None;
         }
-        self.prefetch_pool.reserve(group.id, charges.iter().map(|pending| (pending.key().local_hash(), pending.prefetch)))
+        self.prefetch_pool
+            .reserve(group.id, charges.iter().map(|pending| (pending.key().local_hash(), pending.prefetch)))
     }
 }
 
 impl FlightTask {
     /// Asks for the units of those that wait and for those of a reservation, and keeps what is not theirs.
-    pub(super) async fn prefetch(&self, reservation: PrefetchReservation, waiters: u64, started_at: Instant) -> CheckResult {
+    pub(super) async fn prefetch(
+        &self,
+        reservation: PrefetchReservation,
+        waiters: u64,
+        started_at: Instant,
+    ) -> CheckResult {
         let asked_at = monotonic();
         let charges = with_cost(&self.charges, waiters + reservation.tokens());
         let verdict = self.store_handle.call_since(DecidedBy::Store, started_at, Operation::TakeUpTo, &charges).await?;

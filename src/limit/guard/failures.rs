@@ -98,7 +98,8 @@ impl FailureRatio {
                 (false, _) => u64::from(started_ms) << 32 | (calls + 1) << 16 | (matching_before + matching),
             }
         };
-        let before = self.packed_window.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |window| Some(next_window(window)));
+        let before =
+            self.packed_window.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |window| Some(next_window(window)));
         let window = next_window(before.unwrap_or_else(|window| window));
         (window >> 16 & 0xFFFF, window & 0xFFFF)
     }
@@ -145,7 +146,11 @@ mod tests {
         assert_eq!(calls_until_open(&half, 0, 60), None, "fewer than twenty in a second");
         assert_eq!(calls_until_open(&"FSS".repeat(100), 0, 1), None, "a third");
         assert_eq!(calls_until_open(&"FFS".repeat(100), 0, 1), Some(20), "two thirds");
-        assert_eq!(calls_until_open(&format!("{}{half}", "S".repeat(1000)), 0, 1), Some(1021), "after any number that went well");
+        assert_eq!(
+            calls_until_open(&format!("{}{half}", "S".repeat(1000)), 0, 1),
+            Some(1021),
+            "after any number that went well"
+        );
     }
 
     #[test]

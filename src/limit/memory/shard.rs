@@ -173,10 +173,12 @@ impl Shard {
             entries.get_index(index).map_or((u8::MAX, u64::MAX), |(_, entry)| (used(entry), entry.expires_at_us))
         };
         let is_evictable = |index: &usize| max_used_share == u8::MAX || eviction_rank(*index).0 < max_used_share;
-        let sampled = (0..EVICTION_SAMPLE.min(len)).map(|step| (*cursor + step * 7919) % len).min_by_key(|&index| eviction_rank(index));
-        let victim = sampled
-            .filter(is_evictable)
-            .or_else(|| (0..MAX_EVICTION_SEARCH.min(len)).map(|step| (*cursor + step) % len).find(|index| is_evictable(index)));
+        let sampled = (0..EVICTION_SAMPLE.min(len))
+            .map(|step| (*cursor + step * 7919) % len)
+            .min_by_key(|&index| eviction_rank(index));
+        let victim = sampled.filter(is_evictable).or_else(|| {
+            (0..MAX_EVICTION_SEARCH.min(len)).map(|step| (*cursor + step) % len).find(|index| is_evictable(index))
+        });
         let evicted = victim.is_some_and(|victim| entries.swap_remove_index(victim).is_some());
         *cursor += if evicted { 1 } else { MAX_EVICTION_SEARCH };
         self.entry_count -= usize::from(evicted);
@@ -185,7 +187,12 @@ impl Shard {
 }
 
 impl LimitStates {
-    fn apply(&mut self, key: u128, change: Change, StateWrite { permit_id: lease, now_us: now, used_share: used }: StateWrite) {
+    fn apply(
+        &mut self,
+        key: u128,
+        change: Change,
+        StateWrite { permit_id: lease, now_us: now, used_share: used }: StateWrite,
+    ) {
         match change {
             Change::None => {}
             Change::Delete => {
@@ -200,7 +207,10 @@ impl LimitStates {
                     Some(_) => self.entries.get_mut(&key),
                     None => Some(self.entries.entry(key).or_insert_with(fresh)),
                 };
-                let Some(Entry { state: State::Log(log), expires_at_us: expires_us, used_share: before }) = entry else { return };
+                let Some(Entry { state: State::Log(log), expires_at_us: expires_us, used_share: before }) = entry
+                else {
+                    return;
+                };
                 *before = used;
                 if *expires_us <= now && edit.remove.is_none() {
                     // What expired was not seen by the step either.
@@ -219,7 +229,10 @@ impl LimitStates {
                     self.entries.entry(key).or_insert(fresh);
                 }
                 let Some(entry) = self.entries.get_mut(&key) else { return };
-                let Entry { state: State::Permits(leases), expires_at_us: expires_us, used_share: before } = entry else { return };
+                let Entry { state: State::Permits(leases), expires_at_us: expires_us, used_share: before } = entry
+                else {
+                    return;
+                };
                 *before = used;
                 edit.apply(leases, lease);
                 if edit.action != PermitAction::Release {

@@ -150,7 +150,9 @@ fn diagnose_socket(error: &io::Error, address: &ConnectionAddr) -> String {
         _ if message.starts_with("failed to lookup") => {
             format!("the name of {address} does not resolve; correct the host in store.url, or see to the DNS")
         }
-        _ => format!("{address} cannot be reached ({message}); correct the address in store.url, or see to the network"),
+        _ => {
+            format!("{address} cannot be reached ({message}); correct the address in store.url, or see to the network")
+        }
     }
 }
 

@@ -5,8 +5,8 @@ use tokio::sync::oneshot::{self, Receiver, Sender};
 
 use super::ProbeCall;
 use super::fault::is_connection_error;
-use super::script::{ScriptVariant, AlgorithmSet, Script, script};
-use super::wire::{self, ScriptReply, LimitArgs};
+use super::script::{AlgorithmSet, Script, ScriptVariant, script};
+use super::wire::{self, LimitArgs, ScriptReply};
 use crate::limit::algorithm::Status;
 use crate::limit::store::{Charge, Operation, StoreError, Verdict};
 
@@ -150,7 +150,8 @@ impl Batch {
         limits: impl Fn() -> T,
     ) -> (&mut BatchGroup, Receiver<BatchResult>) {
         let (sender, receiver) = oneshot::channel();
-        let is_same_group = |group: &BatchGroup| group.operation == operation && limits().eq(group.limits.iter().copied());
+        let is_same_group =
+            |group: &BatchGroup| group.operation == operation && limits().eq(group.limits.iter().copied());
         let group_index = self.groups.iter().position(is_same_group).unwrap_or_else(|| {
             let (terms, keys, ends, waiting) = (limits().collect(), Vec::new(), Vec::new(), Vec::new());
             let group = BatchGroup { operation, limits: terms, keys, key_ends: ends, waiters: waiting };
@@ -182,7 +183,10 @@ impl Batch {
     /// The script for a call that at least needs these.
     fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
         let variants = self.groups.iter().map(|group| wire::script_variant(group.operation, &group.limits));
-        script(variants.reduce(ScriptVariant::union).unwrap_or(ScriptVariant::Generic), self.algorithms.union(algorithms))
+        script(
+            variants.reduce(ScriptVariant::union).unwrap_or(ScriptVariant::Generic),
+            self.algorithms.union(algorithms),
+        )
     }
 
     /// The call; see `lua/check.lua`.

@@ -21,12 +21,12 @@ use tokio::time::{Duration, sleep_until, timeout_at};
 use tracing::debug;
 
 use super::ProbeCall;
-use super::batch::{BatchResult, Batch, Purpose, BatchError};
+use super::batch::{Batch, BatchError, BatchResult, Purpose};
 use super::connection::{Connection, Connections, checkout};
 use super::fault::{RedisErrorKind, is_connection_error};
 use super::script::AlgorithmSet;
 use super::window::InFlightWindow;
-use crate::limit::clock::{Clock, monotonic, elapsed_since};
+use crate::limit::clock::{Clock, elapsed_since, monotonic};
 use crate::limit::store::{Charge, Operation, StoreError};
 use crate::limit::tallies::LimiterMetrics;
 
@@ -173,7 +173,8 @@ impl Batcher {
         loop {
             let Some(mut pending_batch) = self.lock_queue().take_next() else { return };
             // What the worker did meanwhile is no delay of the store.
-            pending_batch.deadline = pending_batch.deadline.map(|due| due + elapsed_since(claimed_at).min(MAX_WORKER_DELAY));
+            pending_batch.deadline =
+                pending_batch.deadline.map(|due| due + elapsed_since(claimed_at).min(MAX_WORKER_DELAY));
             self.spawn_next();
             self.send(pending_batch).await;
             if !self.lock_queue().try_claim(self.shares_calls) {
@@ -211,8 +212,12 @@ impl Batcher {
     async fn send(self: &Arc<Self>, PendingBatch { mut batch, deadline }: PendingBatch) {
         let began = monotonic();
         let due = deadline.unwrap_or(began);
-        let mut in_flight =
-            InFlightGuard { batcher: self, requests: batch.request_count(), weight: InFlightWindow::weight(batch.key_count()), sent_at: began };
+        let mut in_flight = InFlightGuard {
+            batcher: self,
+            requests: batch.request_count(),
+            weight: InFlightWindow::weight(batch.key_count()),
+            sent_at: began,
+        };
         let judge = self.observer.get().filter(|_| batch.purpose() != Purpose::Probe);
         let judging = judge.map(|judge| (judge, judge.epoch()));
         if let Some((_, None)) = judging {
@@ -302,7 +307,11 @@ impl Batcher {
             match poll!(call.as_mut()) {
                 Poll::Pending => break (call, connection),
                 // The connection was closed while it was idle: it takes no command, so no byte of this one was written.
-                Poll::Ready(Err(error)) if error.is_unrecoverable_error() && closed_connections < MAX_CLOSED_CONNECTIONS => closed_connections += 1,
+                Poll::Ready(Err(error))
+                    if error.is_unrecoverable_error() && closed_connections < MAX_CLOSED_CONNECTIONS =>
+                {
+                    closed_connections += 1
+                }
                 Poll::Ready(reply) => return Ok(Some((reply, connection))),
             }
         };
@@ -448,7 +457,8 @@ impl BatchQueue {
     /// Claim the next call, if one is due and no task has claimed it. The caller of this makes it.
     fn try_claim(&mut self, shares_calls: bool) -> bool {
         // A full batch, or one that cannot grow, has nothing to wait for.
-        let ready = self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
+        let ready =
+            self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
         let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();
         self.is_send_claimed |= is_claimed;
         is_claimed

@@ -12,7 +12,7 @@ use tokio::sync::Notify;
 use tokio::time::{Duration, timeout};
 
 use super::pace::ReconnectThrottle;
-use super::script::{ScriptVariant, AlgorithmSet, script};
+use super::script::{AlgorithmSet, ScriptVariant, script};
 use super::server::{ConnectError, RedisEndpoint};
 use super::{advice, dial, hello};
 use crate::limit::clock::monotonic;
@@ -102,7 +102,7 @@ pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, conn
         .idle_timeout(None)
         .max_lifetime(None)
         .build_unchecked(manager.clone());
-    Connections { new_pool, size, manager, last_error: failure: last_error, timeout_error: silence: timeout_error, has_connected: AtomicBool::new(false) }
+    Connections { pool, size, manager, last_error, timeout_error, has_connected: AtomicBool::new(false) }
 }
 
 impl Connections {
@@ -190,7 +190,11 @@ pub async fn checkout(connections: &Connections) -> Result<Connection, StoreErro
 ///
 /// # Errors
 /// In words, why a pool would have no connections.
-pub async fn try_connect(server: RedisEndpoint, algorithms: AlgorithmSet, connect_timeout: Duration) -> Result<(), ConnectError> {
+pub async fn try_connect(
+    server: RedisEndpoint,
+    algorithms: AlgorithmSet,
+    connect_timeout: Duration,
+) -> Result<(), ConnectError> {
     let manager = Manager { server, algorithms, connect_timeout, throttle: Arc::default() };
     manager.is_valid(&mut manager.connect().await?).await
 }
@@ -227,7 +231,7 @@ impl Manager {
             is_retired: AtomicBool::new(false),
             throttle: self.throttle.clone(),
         };
-        Ok(Connection { multiplexed: pipe: multiplexed, health: Arc::new(health) })
+        Ok(Connection { multiplexed, health: Arc::new(health) })
     }
 }
 
@@ -238,7 +242,8 @@ impl ManageConnection for Manager {
     async fn connect(&self) -> Result<Pooled, ConnectError> {
         // A server that hangs half-way must not keep the pool's place for good.
         let attempt = timeout(self.connect_timeout, self.open());
-        let connection = self.throttle.throttle(async { try_connect.await.map_err(|_| self.server.timeout_error())? }).await?;
+        let connection =
+            self.throttle.throttle(async { attempt.await.map_err(|_| self.server.timeout_error())? }).await?;
         Ok(Pooled(Arc::new(Mutex::new(connection))))
     }
 
@@ -263,7 +268,8 @@ impl Drop for TimeoutCounter<'_> {
 
 impl Connection {
     fn is_broken(&self) -> bool {
-        self.health.unanswered_calls.load(Ordering::Relaxed) >= MAX_UNANSWERED_CALLS || self.health.is_retired.load(Ordering::Relaxed)
+        self.health.unanswered_calls.load(Ordering::Relaxed) >= MAX_UNANSWERED_CALLS
+            || self.health.is_retired.load(Ordering::Relaxed)
     }
 
     /// Lets the pool make another in its place, if it is not the second one within a moment.
@@ -302,7 +308,8 @@ impl Connection {
         let mut pipeline = Pipeline::with_capacity(2);
         pipeline.cmd("ASKING").add_command(command.clone());
         let multiplexed = &mut self.multiplexed;
-        let mut replies = track_reply(&self.health.unanswered_calls, multiplexed.send_packed_commands(&pipeline, 1, 1)).await?;
+        let mut replies =
+            track_reply(&self.health.unanswered_calls, multiplexed.send_packed_commands(&pipeline, 1, 1)).await?;
         into_reply(replies.pop().unwrap_or(Value::Nil))
     }
 }

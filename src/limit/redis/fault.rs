@@ -38,7 +38,9 @@ impl RedisErrorKind {
             "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
             "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
             "WRONGTYPE" | "RLARG" | "RLSTALE" => RedisErrorKind::Script,
-            "ERR" if detail.contains("user_script") || detail.starts_with(REDIS_6_SCRIPT_ERROR) => RedisErrorKind::Script,
+            "ERR" if detail.contains("user_script") || detail.starts_with(REDIS_6_SCRIPT_ERROR) => {
+                RedisErrorKind::Script
+            }
             // NOPERM, NOAUTH, WRONGPASS, and what is not known: no client can bring it about, so it is the store's.
             _ => RedisErrorKind::Fatal,
         })
@@ -123,9 +125,15 @@ mod tests {
         let script = "script: ee5bed0f6963e93a14eebfb64f07c299c1b4313f, on @user_script:1.";
         for (text, fault) in [
             ("LOADING Redis is loading the dataset in memory", RedisErrorKind::Retryable),
-            ("BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.", RedisErrorKind::Retryable),
+            (
+                "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+                RedisErrorKind::Retryable,
+            ),
             ("CLUSTERDOWN The cluster is down", RedisErrorKind::Retryable),
-            ("MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.", RedisErrorKind::Retryable),
+            (
+                "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+                RedisErrorKind::Retryable,
+            ),
             (&format!("READONLY You can't write against a read only replica. {script}"), RedisErrorKind::Retryable),
             ("MOVED 866 127.0.0.1:7001", RedisErrorKind::Redirect),
             ("ASK 866 127.0.0.1:7001", RedisErrorKind::Redirect),
@@ -139,11 +147,17 @@ mod tests {
             ("WRONGPASS invalid username-password pair or user is disabled.", RedisErrorKind::Fatal),
             ("CROSSSLOT Keys in request don't hash to the same slot", RedisErrorKind::Fatal),
             ("ERR unknown command `EVALSHA`, with args beginning with: ", RedisErrorKind::Fatal),
-            (&format!("OOM command not allowed when used memory > 'maxmemory'. {script}"), RedisErrorKind::WritesRejected),
+            (
+                &format!("OOM command not allowed when used memory > 'maxmemory'. {script}"),
+                RedisErrorKind::WritesRejected,
+            ),
             ("MISCONF Redis is configured to save RDB snapshots, but it can't", RedisErrorKind::WritesRejected),
             (&format!("NOREPLICAS Not enough good replicas to write. {script}"), RedisErrorKind::WritesRejected),
             ("WRONGTYPE Operation against a key holding the wrong kind of value", RedisErrorKind::Script),
-            (&format!("ERR user_script:1: attempt to perform arithmetic on a nil value {script}"), RedisErrorKind::Script),
+            (
+                &format!("ERR user_script:1: attempt to perform arithmetic on a nil value {script}"),
+                RedisErrorKind::Script,
+            ),
             ("RLARG not a number", RedisErrorKind::Script),
             ("RLSTALE 1800000000000000", RedisErrorKind::Script),
         ] {
@@ -154,11 +168,19 @@ mod tests {
     #[test]
     fn redis_6_script_errors_are_classified() {
         let script = |rest: &str| {
-            RedisErrorKind::from_error(&reply(&format!("ERR Error running script (call to f_0a9a51ee): @user_script:41: {rest}")))
+            RedisErrorKind::from_error(&reply(&format!(
+                "ERR Error running script (call to f_0a9a51ee): @user_script:41: {rest}"
+            )))
         };
         for (rest, fault) in [
-            ("@user_script: 41: -OOM command not allowed when used memory > 'maxmemory'.", RedisErrorKind::WritesRejected),
-            ("@user_script: 41: -MISCONF Errors writing to the AOF file: No space left on device", RedisErrorKind::WritesRejected),
+            (
+                "@user_script: 41: -OOM command not allowed when used memory > 'maxmemory'.",
+                RedisErrorKind::WritesRejected,
+            ),
+            (
+                "@user_script: 41: -MISCONF Errors writing to the AOF file: No space left on device",
+                RedisErrorKind::WritesRejected,
+            ),
             ("@user_script: 41: -READONLY You can't write against a read only replica.", RedisErrorKind::Retryable),
             ("WRONGTYPE Operation against a key holding the wrong kind of value", RedisErrorKind::Script),
             ("The user executing the script can't run this command or subcommand", RedisErrorKind::Fatal),
@@ -172,7 +194,10 @@ mod tests {
     fn connection_error_is_no_error_reply() {
         let broken = RedisError::from(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
         assert_eq!(RedisErrorKind::from_error(&broken), None);
-        assert!(redis::parse_redis_value(b"HTTP/1.1 400 Bad Request\r\n").is_err_and(|e| RedisErrorKind::from_error(&e).is_none()));
+        assert!(
+            redis::parse_redis_value(b"HTTP/1.1 400 Bad Request\r\n")
+                .is_err_and(|e| RedisErrorKind::from_error(&e).is_none())
+        );
     }
 
     #[test]

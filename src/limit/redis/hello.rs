@@ -76,8 +76,12 @@ impl HelloReply {
                 format!("{address} is a Sentinel; use redis+sentinel://{address}/MASTER, with the name of the master")
             }
             (ServerMode::Cluster, _) => format!("{address} is a node of a cluster; use redis+cluster://{address}"),
-            (ServerMode::Standalone, ServerMode::Cluster) => format!("{address} is no node of a cluster; use redis://{address}"),
-            (ServerMode::Standalone, ServerMode::Sentinel) => format!("{address} is no Sentinel; use redis://{address}"),
+            (ServerMode::Standalone, ServerMode::Cluster) => {
+                format!("{address} is no node of a cluster; use redis://{address}")
+            }
+            (ServerMode::Standalone, ServerMode::Sentinel) => {
+                format!("{address} is no Sentinel; use redis://{address}")
+            }
         })
     }
 }
@@ -86,7 +90,11 @@ impl HelloReply {
 ///
 /// # Errors
 /// It is another one, or the connection broke. A server that refuses to tell is taken as it is.
-pub async fn verify_server(pipe: &mut MultiplexedConnection, expected: ServerMode, address: &ConnectionAddr) -> RedisResult<()> {
+pub async fn verify_server(
+    pipe: &mut MultiplexedConnection,
+    expected: ServerMode,
+    address: &ConnectionAddr,
+) -> RedisResult<()> {
     let reply = pipe.send_packed_command(&redis::cmd("HELLO")).await?;
     match HelloReply::read(&reply).and_then(|hello| hello.mismatch(expected, address)) {
         Some(mismatch) => Err(RedisError::from((ErrorKind::InvalidClientConfig, "another kind of server", mismatch))),
@@ -138,7 +146,9 @@ mod tests {
             let mismatch = hello.mismatch(wanted, &address);
             match expected {
                 None => assert_eq!(mismatch, None, "{hello:?}"),
-                Some(expected) => assert!(mismatch.as_ref().is_some_and(|said| said.starts_with(expected)), "{mismatch:?}"),
+                Some(expected) => {
+                    assert!(mismatch.as_ref().is_some_and(|said| said.starts_with(expected)), "{mismatch:?}")
+                }
             }
         }
     }

@@ -54,26 +54,42 @@ pub fn hash_key(prefix: &str) -> String {
 
 /// Set a field; [`written`] reads the reply.
 pub fn set_command(key: &str, field: &str, text: &str, ttl: Duration, known: KnownRevision, max_entries: usize) -> Cmd {
-    overrides_command(hash_key, "set", max_entries, [(field, ttl.as_micros() as u64, known.keep_until_us, known.revision, text)])
+    overrides_command(
+        key,
+        "set",
+        max_entries,
+        [(field, ttl.as_micros() as u64, known.keep_until_us, known.revision, text)],
+    )
 }
 
 /// Remove a field; [`written`] reads the reply.
 pub fn remove_command(key: &str, field: &str, known: KnownRevision, max_entries: usize) -> Cmd {
-    overrides_command(hash_key, "remove", max_entries, [(field, u64::from(known.is_in_force), known.keep_until_us, known.revision, "")])
+    overrides_command(
+        key,
+        "remove",
+        max_entries,
+        [(field, u64::from(known.is_in_force), known.keep_until_us, known.revision, "")],
+    )
 }
 
 /// Write records back that Redis lost; [`restored`] reads the reply. Redis keeps what it has if it is not older.
 pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
     let arguments = records.iter().map(|record| {
-        let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } = record;
+        let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } =
+            record;
         (&**field, *expiry_us, *kept_us, *revision, &**text)
     });
-    overrides_command(hash_key, "restore", max_entries, arguments)
+    overrides_command(key, "restore", max_entries, arguments)
 }
 
-fn overrides_command<'a>(key: &str, operation: &str, max_entries: usize, records: impl IntoIterator<Item = EntryArguments<'a>>) -> Cmd {
+fn overrides_command<'a>(
+    key: &str,
+    operation: &str,
+    max_entries: usize,
+    records: impl IntoIterator<Item = EntryArguments<'a>>,
+) -> Cmd {
     let mut command = redis::cmd("EVAL");
-    command.arg(OVERRIDES_SCRIPT).arg(1).arg(hash_key).arg(operation).arg(max_entries);
+    command.arg(OVERRIDES_SCRIPT).arg(1).arg(key).arg(operation).arg(max_entries);
     for (field, expiry_us, kept_us, revision, text) in records {
         command.arg(field).arg(expiry_us).arg(kept_us).arg(revision).arg(text);
     }
@@ -106,13 +122,23 @@ impl WriteStatus {
 ///
 /// # Errors
 /// The reply is malformed.
-pub fn parse_write_reply(reply: Value, field: &str, value: &str) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
+pub fn parse_write_reply(
+    reply: Value,
+    field: &str,
+    value: &str,
+) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
     let (status, now_us, expiry_us, revision, kept_us) =
         from_redis_value::<(i64, u64, u64, u64, u64)>(reply).map_err(|_| StoreError::MalformedReply)?;
     let written = WriteStatus::from_status(status)?;
-    let record = OverrideEntry { key: field.to_owned(), value: value.to_owned(), revision, expires_at_us: expiry_us, keep_until_us: kept_us };
-    let snapshot = (parse_write_reply == WriteStatus::Written).then(|| Snapshot { now_us, entries: vec![record] });
-    Ok((parse_write_reply, snapshot))
+    let record = OverrideEntry {
+        key: field.to_owned(),
+        value: value.to_owned(),
+        revision,
+        expires_at_us: expiry_us,
+        keep_until_us: kept_us,
+    };
+    let totals = (written == WriteStatus::Written).then(|| Snapshot { now_us, entries: vec![record] });
+    Ok((written, totals))
 }
 
 /// Read the reply to [`restore`]: a result for each record.
@@ -132,7 +158,7 @@ pub fn time_command() -> Cmd {
 /// Read all fields.
 pub fn read_command(key: &str) -> Cmd {
     let mut command = redis::cmd("HGETALL");
-    command.arg(hash_key);
+    command.arg(key);
     command
 }
 
@@ -141,7 +167,7 @@ pub fn read_command(key: &str) -> Cmd {
 /// # Errors
 /// The replies are malformed.
 pub fn parse_snapshot(time: Value, hash_reply: Value) -> Result<Snapshot, StoreError> {
-    let (seconds, micros): (u64, u64) = from_redis_value(time_command).map_err(|_| StoreError::MalformedReply)?;
+    let (seconds, micros): (u64, u64) = from_redis_value(time).map_err(|_| StoreError::MalformedReply)?;
     let now_us = seconds * 1_000_000 + micros;
     let fields: Vec<(Vec<u8>, Vec<u8>)> = from_redis_value(hash_reply).map_err(|_| StoreError::MalformedReply)?;
     let record = |(field, value): (Vec<u8>, Vec<u8>)| {
@@ -162,7 +188,13 @@ impl OverrideEntry {
             Some((revision.parse().ok()?, keep_until.parse().ok()?, text))
         };
         let (revision, kept_us, text) = numbers().unwrap_or((0, expiry_us, rest));
-        Some(OverrideEntry { key: field, value: text.to_owned(), revision, expires_at_us: expiry_us, keep_until_us: kept_us })
+        Some(OverrideEntry {
+            key: field,
+            value: text.to_owned(),
+            revision,
+            expires_at_us: expiry_us,
+            keep_until_us: kept_us,
+        })
     }
 }
 
@@ -172,7 +204,9 @@ mod tests {
 
     #[test]
     fn entries_parse_with_and_without_a_revision() {
-        let parse = |value| OverrideEntry::parse("f".to_owned(), value).map(|r| (r.expires_at_us, r.revision, r.keep_until_us, r.value));
+        let parse = |value| {
+            OverrideEntry::parse("f".to_owned(), value).map(|r| (r.expires_at_us, r.revision, r.keep_until_us, r.value))
+        };
         assert_eq!(parse("9 5 12 {\"quota\":\"1/s\"}"), Some((9, 5, 12, "{\"quota\":\"1/s\"}".to_owned())));
         assert_eq!(parse("9 {\"quota\":\"1/s\", \"note\": \"3 4 x\"}").unwrap().1, 0);
         assert_eq!(parse("9 {}"), Some((9, 0, 9, "{}".to_owned())));

@@ -37,7 +37,13 @@ pub enum ScriptVariant {
 
 impl ScriptVariant {
     /// All that there are.
-    pub const ALL: [ScriptVariant; 5] = [ScriptVariant::Generic, ScriptVariant::Single, ScriptVariant::Small(2), ScriptVariant::Small(3), ScriptVariant::Small(MAX_SMALL_LIMITS)];
+    pub const ALL: [ScriptVariant; 5] = [
+        ScriptVariant::Generic,
+        ScriptVariant::Single,
+        ScriptVariant::Small(2),
+        ScriptVariant::Small(3),
+        ScriptVariant::Small(MAX_SMALL_LIMITS),
+    ];
 
     /// Of checks with so many limits each, of kinds that [`count`](Frame::counts).
     pub fn for_checks(limits: usize) -> Self {
@@ -48,7 +54,8 @@ impl ScriptVariant {
     pub fn union(self, other: ScriptVariant) -> Self {
         match (self, other) {
             (ScriptVariant::Small(one), ScriptVariant::Small(limits)) => ScriptVariant::Small(one.max(limits)),
-            (ScriptVariant::Single, ScriptVariant::Single | ScriptVariant::Small(1)) | (ScriptVariant::Small(1), ScriptVariant::Single) => ScriptVariant::Single,
+            (ScriptVariant::Single, ScriptVariant::Single | ScriptVariant::Small(1))
+            | (ScriptVariant::Small(1), ScriptVariant::Single) => ScriptVariant::Single,
             _ => ScriptVariant::Generic,
         }
     }
@@ -56,7 +63,13 @@ impl ScriptVariant {
     /// Whether the state of a kind is three numbers, which is all that the frames for one and for few know. Calendar windows may
     /// have an error of their own, which they do not.
     pub fn supports(kind: AlgorithmKind) -> bool {
-        matches!(kind, AlgorithmKind::TokenBucket | AlgorithmKind::FixedWindow | AlgorithmKind::FirstRequest | AlgorithmKind::SlidingWindow)
+        matches!(
+            kind,
+            AlgorithmKind::TokenBucket
+                | AlgorithmKind::FixedWindow
+                | AlgorithmKind::FirstRequest
+                | AlgorithmKind::SlidingWindow
+        )
     }
 
     fn index(self) -> usize {
@@ -137,13 +150,13 @@ pub fn script(variant: ScriptVariant, parts: AlgorithmSet) -> &'static Script {
         // Redis names scripts by SHA-1; nothing is secured by it.
         let digest = digest::digest(&digest::SHA1_FOR_LEGACY_USE_ONLY, source.as_bytes());
         let sha = digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
-        Script { source: text: source, sha }
+        Script { source, sha }
     })
 }
 
 #[cfg(test)]
 mod tests {
-    use super::ScriptVariant::{Generic, Small, Single};
+    use super::ScriptVariant::{Generic, Single, Small};
     use super::*;
 
     #[test]
@@ -153,7 +166,10 @@ mod tests {
         assert_eq!(of(&[Small(2), Small(1), Small(4), Small(3)]), Small(4));
         assert_eq!(of(&[Small(2), Single]), Generic, "what takes many units has one limit");
         assert_eq!(of(&[Generic, Small(1)]), Generic);
-        assert_eq!((ScriptVariant::for_checks(0), ScriptVariant::for_checks(4), ScriptVariant::for_checks(5)), (Generic, Small(4), Generic));
+        assert_eq!(
+            (ScriptVariant::for_checks(0), ScriptVariant::for_checks(4), ScriptVariant::for_checks(5)),
+            (Generic, Small(4), Generic)
+        );
     }
 
     #[test]
@@ -163,7 +179,8 @@ mod tests {
             let text = &script(frame, parts).source;
             assert!(!text.contains('@'), "{frame:?}: {text}");
         }
-        let texts: std::collections::HashSet<_> = ScriptVariant::ALL.iter().map(|frame| &script(*frame, parts).sha).collect();
+        let texts: std::collections::HashSet<_> =
+            ScriptVariant::ALL.iter().map(|frame| &script(*frame, parts).sha).collect();
         assert_eq!(texts.len(), ScriptVariant::ALL.len());
     }
 }

@@ -149,7 +149,9 @@ impl RedisEndpoint {
     /// No Sentinel can be asked, or none knows the master.
     pub async fn client(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
         match self {
-            RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => Ok(client.clone()),
+            RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
+                Ok(client.clone())
+            }
             RedisEndpoint::Sentinel(sentinels) => sentinels.query_master(connect_timeout).await,
         }
     }
@@ -158,7 +160,9 @@ impl RedisEndpoint {
     pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
         match self {
             RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,
-            RedisEndpoint::Sentinel(sentinels) => sentinels.login.client_for(&sentinels.current_master(connect_timeout).await?).ok(),
+            RedisEndpoint::Sentinel(sentinels) => {
+                sentinels.login.client_for(&sentinels.current_master(connect_timeout).await?).ok()
+            }
         }
     }
 
@@ -169,7 +173,10 @@ impl RedisEndpoint {
                 diagnose_timeout(client.get_connection_info().addr())
             }
             RedisEndpoint::Sentinel(sentinels) => {
-                format!("neither a Sentinel nor the master `{}` answers in time; are they stopped?", sentinels.master_name)
+                format!(
+                    "neither a Sentinel nor the master `{}` answers in time; are they stopped?",
+                    sentinels.master_name
+                )
             }
         })
     }
@@ -197,7 +204,7 @@ struct LastMaster {
 impl Sentinels {
     /// `sentinels` watch a master that they call `name`.
     pub fn new(sentinels: Vec<Client>, master_name: String, login: Login) -> Self {
-        Sentinels { sentinels, master_name: name: master_name, login, last_master: Mutex::default() }
+        Sentinels { sentinels, master_name, login, last_master: Mutex::default() }
     }
 
     /// The master of the latest failover. After a graceful failover the earlier master stays writable for about ten seconds, then its
@@ -215,7 +222,9 @@ impl Sentinels {
 
     fn is_due(&self, now: Instant) -> bool {
         let mut last_master = self.lock_last_master();
-        let due = last_master.queried_at.is_none_or(|queried_at| now.saturating_duration_since(queried_at) >= SENTINEL_QUERY_INTERVAL);
+        let due = last_master
+            .queried_at
+            .is_none_or(|queried_at| now.saturating_duration_since(queried_at) >= SENTINEL_QUERY_INTERVAL);
         if due {
             last_master.queried_at = Some(now);
         }
@@ -247,7 +256,9 @@ impl Sentinels {
             })
         });
         match select_ok(queries).await {
-            Ok((Some(master), _)) => self.login.client_for(&master).map_err(|error| ConnectError::new(&error.to_string())),
+            Ok((Some(master), _)) => {
+                self.login.client_for(&master).map_err(|error| ConnectError::new(&error.to_string()))
+            }
             Ok((None, _)) => Err(ConnectError::new(&format!(
                 "the Sentinels know no master `{}`; the name after the `/` of store.url is that of `sentinel monitor`",
                 self.master_name
@@ -257,8 +268,9 @@ impl Sentinels {
     }
 
     async fn connect(&self, sentinel: &Client, connect_timeout: Duration) -> RedisResult<MultiplexedConnection> {
-        let config =
-            AsyncConnectionConfig::new().set_connection_timeout(Some(connect_timeout)).set_response_timeout(Some(connect_timeout));
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(connect_timeout))
+            .set_response_timeout(Some(connect_timeout));
         let mut connection = sentinel.get_multiplexed_async_connection_with_config(&config).await?;
         hello::verify_server(&mut connection, ServerMode::Sentinel, sentinel.get_connection_info().addr()).await?;
         Ok(connection)

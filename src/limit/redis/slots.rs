@@ -48,7 +48,7 @@ impl SlotMap {
 
     /// The node that keeps a slot, if one does.
     pub fn owner(&self, slot: u16) -> Option<&Address> {
-        let master = self.master_by_slot.get(usize::from(identity_slot)).copied().flatten()?;
+        let master = self.master_by_slot.get(usize::from(slot)).copied().flatten()?;
         self.masters.get(usize::from(master))
     }
 

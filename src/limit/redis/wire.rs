@@ -32,7 +32,7 @@ impl LimitArgs {
             AlgorithmKind::TokenBucket => encode_number(charge.debt_before_us),
             _ => encode_number(d),
         };
-        LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter: last: last_parameter }
+        LimitArgs { kind, mode: charge.mode, cost: charge.cost, parameters: [a, b, c], last_parameter }
     }
 
     /// For the refund of this cost, where the charge had this outcome.
@@ -44,7 +44,7 @@ impl LimitArgs {
             }
             _ => self.last_parameter,
         };
-        LimitArgs { cost, last_parameter: last: last_parameter, ..self }
+        LimitArgs { cost, last_parameter, ..self }
     }
 
     /// What is charged.
@@ -71,24 +71,24 @@ pub fn script_variant(operation: Operation, limits: &[LimitArgs]) -> ScriptVaria
 /// The argument of a call, with room for so many groups and limits; `now_us` 0 = the server's time.
 pub fn start_argument(now_us: u64, groups: usize, limits: usize) -> Vec<u8> {
     let mut argument = Vec::with_capacity(NUMBER_BYTES + 25 * groups + 42 * limits);
-    start_argument.extend(encode_number(now_us));
-    start_argument
+    argument.extend(encode_number(now_us));
+    argument
 }
 
 /// Adds so many requests that differ in their keys only.
 pub fn append_group(argument: &mut Vec<u8>, requests: usize, operation: Operation, limits: &[LimitArgs]) {
     let (letter, charged_at) = operation.script_arguments();
-    start_argument.extend(encode_number(requests as u64));
-    start_argument.extend(letter.bytes());
-    start_argument.extend(encode_number(charged_at));
-    start_argument.extend(encode_number(limits.len() as u64));
-    for LimitArgs { kind, mode, cost, parameterlast: parametersumbers, last_parameter: last } in limits {
-        start_argument.extend(kind.letter().bytes().chain(mode.flag().bytes()));
-        start_argument.extend(encode_number(*cost));
-        for term in numbers {
-            start_argument.extend(encode_number(*term));
+    argument.extend(encode_number(requests as u64));
+    argument.extend(letter.bytes());
+    argument.extend(encode_number(charged_at));
+    argument.extend(encode_number(limits.len() as u64));
+    for LimitArgs { kind, mode, cost, parameters, last_parameter } in limits {
+        argument.extend(kind.letter().bytes().chain(mode.flag().bytes()));
+        argument.extend(encode_number(*cost));
+        for parameter in parameters {
+            argument.extend(encode_number(*parameter));
         }
-        start_argument.extend(parameters);
+        argument.extend(last_parameter);
     }
 }
 
@@ -116,10 +116,16 @@ impl ScriptReply {
         let Some(Value::BulkString(bytes)) = parts.next() else { return None };
         let mut failures = Vec::new();
         while let Some(first_limit) = parts.next() {
-            let (Value::Int(before), Some(Value::ServerError(error))) = (first_limit, parts.next()) else { return None };
+            let (Value::Int(before), Some(Value::ServerError(error))) = (first_limit, parts.next()) else {
+                return None;
+            };
             failures.push((usize::try_from(before).ok()?, error));
         }
-        (bytes.len() == NUMBER_BYTES * (1 + NUMBERS_PER_LIMIT * limits)).then_some(ScriptReply { bytes, failures, limits_read: 0 })
+        (bytes.len() == NUMBER_BYTES * (1 + NUMBERS_PER_LIMIT * limits)).then_some(ScriptReply {
+            bytes,
+            failures,
+            limits_read: 0,
+        })
     }
 
     /// What it says to the next request, which has so many limits; none if that is no verdict.
@@ -144,7 +150,8 @@ impl ScriptReply {
             _ => return None,
         };
         // -1 stands for "never".
-        let (remaining, reset_us, retry_us) = (decode_integer(field(2))?, decode_integer(field(3))?, decode_integer(field(4).max(0.0))?);
+        let (remaining, reset_us, retry_us) =
+            (decode_integer(field(2))?, decode_integer(field(3))?, decode_integer(field(4).max(0.0))?);
         Some(Outcome { status, remaining, reset_us, retry_us })
     }
 

@@ -9,7 +9,7 @@ use redis::{
     Client, ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo, RedisError, TlsCertificates,
 };
 
-use crate::limit::redis::server::{Address, Login, Sentinels, RedisEndpoint};
+use crate::limit::redis::server::{Address, Login, RedisEndpoint, Sentinels};
 use crate::limit::redis::{RedisDeployment, advice};
 
 const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://â€¦\", \"redis+unix:///run/redis.sock?db=0\", \
@@ -17,7 +17,8 @@ const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://â
 const SINGLE_FORM: &str = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
 const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; where the Sentinels ask for \
                         a password, also `sentinel_user` and `sentinel_password` behind the `?`";
-const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
+const CLUSTER_FORM: &str =
+    "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
 
 /// What is wrong with a URL, and what it should look like.
 #[derive(Debug)]
@@ -102,7 +103,11 @@ fn address(client: &Client) -> Option<Address> {
     }
 }
 
-fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), String> {
+fn sentinels(
+    tls: &str,
+    rest: &str,
+    certificates: Option<&TlsCertificates>,
+) -> Result<(String, RedisDeployment), String> {
     let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
@@ -122,8 +127,8 @@ fn sentinels(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> R
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
     // The address is the Sentinels' to say; the rest is as if the first host were the master.
-    let template =
-        build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates).map_err(|error| unusable_url(&error))?;
+    let template = build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates)
+        .map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();
     let log_name = format!("redis master {name} by Sentinels at {}", hosts.join(", "));
     let sentinels = Sentinels::new(sentinels, name, Login::from_client(&template));
@@ -168,7 +173,9 @@ mod tests {
     #[test]
     fn sentinels_know_the_master_and_have_users_of_their_own() {
         let url = "redis+sentinel://user:p%40ss@a,b:1/my%20master?db=3&sentinel_user=s&sentinel_password=p%26";
-        let (name, RedisDeployment::Single(RedisEndpoint::Sentinel(found))) = parse(url, None).unwrap() else { panic!() };
+        let (name, RedisDeployment::Single(RedisEndpoint::Sentinel(found))) = parse(url, None).unwrap() else {
+            panic!()
+        };
         assert_eq!((&*name, &*found.master_name), ("redis master my master by Sentinels at a, b:1", "my master"));
         let addresses: Vec<_> = found.sentinels.iter().map(|client| address(client).unwrap().to_string()).collect();
         assert_eq!(addresses, ["a:26379", "b:1"]);
