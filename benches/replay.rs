@@ -5,8 +5,8 @@ use std::io::Cursor;
 use std::path::Path;
 
 use sluicegate::limit::clock::monotonic;
-use sluicegate::replay::source::{Progress, Source};
-use sluicegate::replay::{Options, Replay};
+use sluicegate::replay::source::{LogInput, ReadProgress};
+use sluicegate::replay::{Replay, ReplayOptions};
 use sluicegate::runtime::CompiledConfig;
 
 /// Whose requests they are: as many as a busy service sees in an hour.
@@ -27,15 +27,15 @@ fn main() {
         (0..lines).for_each(|number| line(&mut log, number));
         for (what, target) in [("replayed", None), ("replayed, with a suggestion", Some(0.001))] {
             let input = Box::new(Cursor::new(log.clone().into_bytes()));
-            let source = vec![Source::of(format, input, &Progress::default()).expect("it is in memory")];
+            let source = vec![LogInput::from_reader(format, input, &ReadProgress::default()).expect("it is in memory")];
             let runtime =
                 CompiledConfig::from_text(Path::new("gateway.toml"), CONFIG.to_owned(), &|_| None).expect("it is fine");
-            let replay = Replay::new(runtime, &source, &Options::default()).expect("the format is known");
+            let replay = Replay::new(runtime, &source, &ReplayOptions::default()).expect("the format is known");
             let began = monotonic();
             let outcome = replay.run(source, target, &mut ());
             let took = began.elapsed().as_secs_f64();
-            assert_eq!((outcome.found.requests, outcome.found.unreadable), (lines, 0), "{format}");
-            let denied = outcome.tallies[0].denied;
+            assert_eq!((outcome.statistics.requests, outcome.statistics.unreadable), (lines, 0), "{format}");
+            let denied = outcome.limit_stats[0].denied;
             println!(
                 "{format:<11} {lines} lines {what}: {took:.2} s, {:.0} lines/s, {denied} denied",
                 lines as f64 / took

@@ -41,27 +41,27 @@ use crate::limit::overrides::Overrides;
 use crate::limit::redis::RedisSettings;
 use crate::observe::metrics::{self as text_form, ExpositionFormat};
 use crate::runtime::{AdminToken, CompiledConfig};
-use connections::{Connection, Connections};
-use live::{Events, Live};
+use connections::{AdminConnection, AdminConnections};
+use live::{EventBody, EventStream};
 use problem::ApiError;
-use vitals::Vitals;
+use vitals::AdminState;
 
 /// At the end, for those who are in.
-const LAST_ANSWERS: Duration = Duration::from_secs(1);
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
 /// After a failed accept nothing is gained by trying again at once.
-const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
 /// An operator waits at least so long for the store: his first call connects.
-const STORE_TIMEOUT: Duration = Duration::from_secs(1);
+const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
-type Answer = Response<Either<Full<Bytes>, Events>>;
+type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
 
 /// What of a process the operator's side works on.
 #[derive(Debug)]
-pub struct Parts {
+pub struct AdminDeps {
     /// What can be looked at.
-    pub vitals: Arc<Vitals>,
+    pub state: Arc<AdminState>,
     /// The states that this process keeps.
     pub memory: Arc<MemoryStore>,
     /// What was decided about single identities.
@@ -70,132 +70,135 @@ pub struct Parts {
 
 /// What the operator can ask.
 #[derive(Debug)]
-struct Admin {
-    vitals: Arc<Vitals>,
-    operator: LimiterAdmin,
-    live: Live,
+struct AdminServer {
+    state: Arc<AdminState>,
+    limiter_admin: LimiterAdmin,
+    event_stream: EventStream,
 }
 
 /// Serves the operator until `end` is cancelled.
 ///
 /// # Errors
 /// The thread cannot be started.
-pub fn start(socket: StdListener, parts: Parts, end: CancellationToken) -> io::Result<JoinHandle<()>> {
-    let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let Parts { vitals, memory, overrides } = parts;
+pub fn start(socket: StdListener, deps: AdminDeps, admin_stop: CancellationToken) -> io::Result<JoinHandle<()>> {
+    let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let AdminDeps { state, memory, overrides } = deps;
     let (admin, listener) = {
-        let _context = reactor.enter();
-        let shared = shared(&vitals.configuration.active().config, &vitals);
-        let live = Live::new(&vitals);
-        let admin = Admin { vitals, operator: LimiterAdmin { memory, redis: shared, overrides }, live };
+        let _context = tokio_runtime.enter();
+        let redis = redis_store(&state.config_handle.active().config, &state);
+        let event_stream = EventStream::new(&state);
+        let admin = AdminServer { state, limiter_admin: LimiterAdmin { memory, redis, overrides }, event_stream };
         (Arc::new(admin), TcpListener::from_std(socket)?)
     };
     let serve = move || {
-        reactor.block_on(async {
+        tokio_runtime.block_on(async {
             let tasks = TaskTracker::new();
-            let looking = admin.clone();
-            let serving = async { tokio::join!(admin.accept(listener, &tasks), looking.live.run(&looking.vitals)) };
-            end.run_until_cancelled(serving).await;
+            let sampler = admin.clone();
+            let service =
+                async { tokio::join!(admin.accept(listener, &tasks), sampler.event_stream.run(&sampler.state)) };
+            admin_stop.run_until_cancelled(service).await;
             // Who has been let in has an answer.
             tasks.close();
-            let _ = timeout(LAST_ANSWERS, tasks.wait()).await;
+            let _ = timeout(SHUTDOWN_TIMEOUT, tasks.wait()).await;
         });
     };
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
 
 /// The store, for an operator, by whom nobody is kept waiting.
-fn shared(runtime: &CompiledConfig, vitals: &Vitals) -> Option<(RedisStore, String)> {
-    let (servers, settings) = runtime.store.redis.as_ref()?;
-    let timeout = runtime.store.timeout.max(STORE_TIMEOUT);
+fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStore, String)> {
+    let (servers, settings) = config.store.redis.as_ref()?;
+    let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
     let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
     let prefix = settings.prefix.clone();
-    let (breaker, topology) = (vitals.breaker.clone(), vitals.topology.clone());
+    let (breaker, topology) = (state.circuit_breaker.clone(), state.cluster_map.clone());
     Some((RedisStore::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
 }
 
-impl Admin {
+impl AdminServer {
     async fn accept(self: Arc<Self>, listener: TcpListener, tasks: &TaskTracker) -> Infallible {
-        let connections = Arc::<Connections>::default();
+        let connections = Arc::<AdminConnections>::default();
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => {
-                    let (admin, connection) = (self.clone(), connections.open(peer.ip()));
-                    tasks.spawn(async move { admin.converse(stream, Arc::new(connection)).await });
+                    let (admin, connection) = (self.clone(), connections.admit(peer.ip()));
+                    tasks.spawn(async move { admin.serve_connection(stream, Arc::new(connection)).await });
                 }
                 Err(error) => {
                     warn!(%error, "a connection to the admin listener could not be accepted");
-                    sleep(ACCEPT_PAUSE).await;
+                    sleep(ACCEPT_RETRY_DELAY).await;
                 }
             }
         }
     }
 
-    async fn converse(&self, stream: TcpStream, connection: Arc<Connection>) {
+    async fn serve_connection(&self, stream: TcpStream, connection: Arc<AdminConnection>) {
         let service = service_fn(|request: Request<Incoming>| {
             let connection = connection.clone();
             async move {
-                connection.busy();
-                let mut answer = self.answer(request, &connection).await;
-                connection.idle();
-                answer.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-                page::guard(&mut answer);
-                Ok::<_, Infallible>(answer)
+                connection.set_busy();
+                let mut response = self.handle(request, &connection).await;
+                connection.set_idle();
+                response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
+                page::add_security_headers(&mut response);
+                Ok::<_, Infallible>(response)
             }
         });
-        let mut served = pin!(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
+        let mut connection_future = pin!(http1::Builder::new().serve_connection(TokioIo::new(stream), service));
         loop {
             tokio::select! {
                 biased;
-                () = connection.closed.cancelled() => return,
+                () = connection.close_token.cancelled() => return,
                 // Its errors are the operator's connection's.
-                _ = &mut served => return,
-                () = sleep(connection.left()) => if connection.left().is_zero() { return },
+                _ = &mut connection_future => return,
+                () = sleep(connection.time_left()) => if connection.time_left().is_zero() { return },
             }
         }
     }
 
-    async fn answer(&self, request: Request<Incoming>, connection: &Arc<Connection>) -> Answer {
+    async fn handle(&self, request: Request<Incoming>, connection: &Arc<AdminConnection>) -> AdminResponse {
         let (method, path, headers) = (request.method(), request.uri().path(), request.headers());
-        if connection.reserved && !matches!(path, "/healthz" | "/readyz") {
-            let mut answer = text(
+        if connection.is_reserved && !matches!(path, "/healthz" | "/readyz") {
+            let mut response = text_response(
                 StatusCode::SERVICE_UNAVAILABLE,
                 "all connections of the admin listener are busy: only /healthz and /readyz are answered\n",
             );
-            answer.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
-            return answer;
+            response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+            return response;
         }
         if self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
             // Names that others make lead to this machine, too, and browsers ask what they are told to.
-            return text(
+            return text_response(
                 StatusCode::FORBIDDEN,
                 "without a token only requests to localhost, 127.0.0.1 or [::1] are answered\n",
             );
         }
-        if let Some(file) = page::file(path, self.token().is_some()) {
-            return if is_read(method) { file } else { not_allowed("GET, HEAD") };
+        if let Some(file) = page::find_file(path, self.token().is_some()) {
+            return if is_read_method(method) { file } else { method_not_allowed("GET, HEAD") };
         }
-        if !self.knows(headers) {
-            return nobody();
+        if !self.is_authenticated(headers) {
+            return unauthorized();
         }
-        let answer = match path {
-            "/healthz" => text(StatusCode::OK, "ok\n"),
-            "/readyz" => self.ready(),
+        let response = match path {
+            "/healthz" => text_response(StatusCode::OK, "ok\n"),
+            "/readyz" => self.readiness(),
             "/metrics" => self.metrics(headers),
-            "/api/config" => self.configuration(),
-            "/api/live" if method == Method::GET => return self.live.follow(self.vitals.end.clone(), connection),
-            "/api/live" => return not_allowed("GET"),
+            "/api/config" => self.config_view(),
+            "/api/live" if method == Method::GET => {
+                return self.event_stream.subscribe(self.state.admin_stop.clone(), connection);
+            }
+            "/api/live" => return method_not_allowed("GET"),
             "/api/reload" if method == Method::POST => return self.reload(headers).await,
-            "/api/reload" => return not_allowed("POST"),
-            _ if path.starts_with("/api/") => return api::answer(self, request).await,
-            _ => return text(StatusCode::NOT_FOUND, "there are /, /healthz, /readyz, /metrics and /api/…\n"),
+            "/api/reload" => return method_not_allowed("POST"),
+            _ if path.starts_with("/api/") => return api::handle(self, request).await,
+            _ => return text_response(StatusCode::NOT_FOUND, "there are /, /healthz, /readyz, /metrics and /api/…\n"),
         };
-        if is_read(method) { answer } else { not_allowed("GET, HEAD") }
+        if is_read_method(method) { response } else { method_not_allowed("GET, HEAD") }
     }
 
     /// What a caller must know; none if nothing.
     fn token(&self) -> Option<AdminToken> {
-        self.vitals.configuration.active().config.admin.as_ref()?.token.clone()
+        self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
     /// Whether the caller may change something: with the token only, also where everybody may look, since any page that a
@@ -203,43 +206,44 @@ impl Admin {
     ///
     /// # Errors
     /// He may not.
-    fn may_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
-        let why = match self.token() {
-            Some(_) if self.knows(headers) => return Ok(()),
+    fn authorize_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
+        let detail = match self.token() {
+            Some(_) if self.is_authenticated(headers) => return Ok(()),
             Some(_) => "changes need the admin token: Authorization: Bearer …",
             None => "changes need a token, and none is configured: set admin.token in the configuration",
         };
-        Err(ApiError::new(StatusCode::FORBIDDEN, why))
+        Err(ApiError::new(StatusCode::FORBIDDEN, detail))
     }
 
     /// Whether the caller may ask at all.
-    fn knows(&self, headers: &HeaderMap) -> bool {
+    fn is_authenticated(&self, headers: &HeaderMap) -> bool {
         let Some(token) = self.token() else { return true };
-        let said = headers.get(AUTHORIZATION).and_then(|said| said.as_bytes().split_at_checked(7));
-        said.is_some_and(|(scheme, said)| {
-            scheme.eq_ignore_ascii_case(b"bearer ") && verify_slices_are_equal(said, token.as_bytes()).is_ok()
+        let credentials = headers.get(AUTHORIZATION).and_then(|header| header.as_bytes().split_at_checked(7));
+        credentials.is_some_and(|(scheme, presented_token)| {
+            scheme.eq_ignore_ascii_case(b"bearer ")
+                && verify_slices_are_equal(presented_token, token.as_bytes()).is_ok()
         })
     }
 
-    fn ready(&self) -> Answer {
-        let health = self.vitals.health();
+    fn readiness(&self) -> AdminResponse {
+        let health = self.state.readiness();
         let status = if health.is_stopping() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
         // Strings always serialise.
         let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
-        of_type(status, "application/json", body)
+        typed_response(status, "application/json", body)
     }
 
-    fn metrics(&self, headers: &HeaderMap) -> Answer {
+    fn metrics(&self, headers: &HeaderMap) -> AdminResponse {
         let accept = headers.get(ACCEPT).and_then(|accept| accept.to_str().ok()).unwrap_or_default();
         let form = ExpositionFormat::from_accept(accept);
-        match text_form::render(&self.vitals, form) {
-            Ok(page) => of_type(StatusCode::OK, form.content_type(), page),
-            Err(error) => text(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
+        match text_form::render(&self.state, form) {
+            Ok(page) => typed_response(StatusCode::OK, form.content_type(), page),
+            Err(error) => text_response(StatusCode::INTERNAL_SERVER_ERROR, &format!("{error}\n")),
         }
     }
 }
 
-fn is_read(method: &Method) -> bool {
+fn is_read_method(method: &Method) -> bool {
     method == Method::GET || method == Method::HEAD
 }
 
@@ -251,33 +255,33 @@ fn is_for_loopback(request: &Request<Incoming>) -> bool {
         let address = host.trim_start_matches('[').trim_end_matches(']').parse::<IpAddr>();
         address.map_or_else(|_| host.eq_ignore_ascii_case("localhost"), |address| address.is_loopback())
     };
-    let lines = request.headers().get_all(HOST).iter();
-    lines
-        .map(|line| line.to_str().unwrap_or_default())
+    let host_headers = request.headers().get_all(HOST).iter();
+    host_headers
+        .map(|host_header| host_header.to_str().unwrap_or_default())
         .chain(request.uri().authority().map(Authority::as_str))
         .all(is_loopback)
 }
 
 /// The answer to a caller who does not know the token.
-fn nobody() -> Answer {
-    let mut answer = text(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
-    answer.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
-    answer
+fn unauthorized() -> AdminResponse {
+    let mut response = text_response(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
+    response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    response
 }
 
-fn not_allowed(methods: &'static str) -> Answer {
-    let mut answer = text(StatusCode::METHOD_NOT_ALLOWED, &format!("{methods} only\n"));
-    answer.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
-    answer
+fn method_not_allowed(methods: &'static str) -> AdminResponse {
+    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, &format!("{methods} only\n"));
+    response.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
+    response
 }
 
-fn text(status: StatusCode, body: &str) -> Answer {
-    of_type(status, "text/plain; charset=utf-8", body.to_owned())
+fn text_response(status: StatusCode, body: &str) -> AdminResponse {
+    typed_response(status, "text/plain; charset=utf-8", body.to_owned())
 }
 
-fn of_type(status: StatusCode, content_type: &'static str, body: String) -> Answer {
-    let mut answer = Response::new(Either::Left(Full::from(body)));
-    *answer.status_mut() = status;
-    answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
-    answer
+fn typed_response(status: StatusCode, content_type: &'static str, body: String) -> AdminResponse {
+    let mut response = Response::new(Either::Left(Full::from(body)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+    response
 }

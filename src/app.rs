@@ -20,7 +20,7 @@ use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
 use crate::account::TelemetrySinks;
-use crate::admin::{self, Parts, vitals::Vitals};
+use crate::admin::{self, AdminDeps, vitals::AdminState};
 use crate::gateway::meters::RequestMetrics;
 use crate::limit;
 use crate::limit::advance::PrefetchPool;
@@ -190,24 +190,24 @@ impl App {
             WorkerModel::PerCore => 1,
             WorkerModel::Shared => self.config.server.workers,
         };
-        let admin_state = Arc::new(Vitals {
-            tallies: metrics.clone(),
-            limits: limit_metrics.clone(),
-            connections: connections.clone(),
-            configuration: self.config_handle.clone(),
-            store: self.config.store.name.clone(),
+        let admin_state = Arc::new(AdminState {
+            request_metrics: metrics.clone(),
+            limiter_metrics: limit_metrics.clone(),
+            connection_limits: connections.clone(),
+            config_handle: self.config_handle.clone(),
+            store_name: self.config.store.name.clone(),
             memory: memory.clone(),
-            breaker: breaker.clone(),
-            topology: topology.clone(),
-            sinks: self.sinks.clone(),
-            started: clock::unix_us() / 1_000_000,
-            stop: stop.clone(),
-            end: self.admin_stop.clone(),
+            circuit_breaker: breaker.clone(),
+            cluster_map: topology.clone(),
+            telemetry_sinks: self.sinks.clone(),
+            started_at_s: clock::unix_us() / 1_000_000,
+            drain: stop.clone(),
+            admin_stop: self.admin_stop.clone(),
         });
         // Until the last request is done.
         let _end = self.admin_stop.clone().drop_guard();
         if let Some(socket) = self.admin {
-            let parts = Parts { vitals: admin_state, memory: memory.clone(), overrides: overrides.clone() };
+            let parts = AdminDeps { state: admin_state, memory: memory.clone(), overrides: overrides.clone() };
             admin::start(socket, parts, self.admin_stop).map_err(AppError::Worker)?;
         }
         let gateways = Arc::<WorkerGateways>::default();

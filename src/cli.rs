@@ -21,7 +21,7 @@ use crate::config::error::ConfigError;
 use crate::runtime::CompiledConfig;
 
 /// What `--version` prints behind the name; `-V` prints the version alone. Set by `build.rs`.
-const BUILD: &str = concat!(
+const LONG_VERSION: &str = concat!(
     env!("CARGO_PKG_VERSION"),
     "\ncommit: ",
     env!("SLUICEGATE_COMMIT"),
@@ -34,13 +34,13 @@ const BUILD: &str = concat!(
 );
 
 /// Exit code of a configuration that cannot be used.
-const BAD_CONFIG: u8 = 2;
+const EXIT_INVALID_CONFIG: u8 = 2;
 
 /// An HTTP gateway with exact, distributed rate limits.
 ///
 /// Matches routes, finds out who asks, makes one atomic store call, and forwards the request or answers 429.
 #[derive(Debug, Parser)]
-#[command(version, long_version = BUILD, max_term_width = 100)]
+#[command(version, long_version = LONG_VERSION, max_term_width = 100)]
 pub struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
@@ -72,7 +72,7 @@ enum Command {
     Init {
         /// What the gateway is for
         #[arg(long = "template", value_name = "TEMPLATE", default_value = "single-api")]
-        situation: init::Situation,
+        template: init::Template,
         /// Overwrite files that are there
         #[arg(long)]
         force: bool,
@@ -83,12 +83,12 @@ enum Command {
         action: key::Action,
     },
     #[command(flatten)]
-    Operate(operate::Operate),
+    Admin(operate::AdminCommand),
     /// Print the JSON Schema of the configuration, for editors
     Schema {
         /// Of which file
         #[arg(default_value = "gateway")]
-        file: schema::File,
+        file: schema::SchemaFile,
     },
     /// Print completions for a shell
     Completions {
@@ -109,46 +109,48 @@ enum Command {
 /// # Errors
 /// The gateway could not start or had to stop.
 pub fn execute(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    match carry_out(arguments) {
+    match dispatch(arguments) {
         Err(error) => match error.downcast_ref::<ConfigError>() {
             Some(error) => {
                 // Colours on a terminal only, and none where NO_COLOR asks for it.
                 anstream::eprintln!("{}", error.report(&Renderer::styled()));
-                Ok(ExitCode::from(BAD_CONFIG))
+                Ok(ExitCode::from(EXIT_INVALID_CONFIG))
             }
             // Whoever reads the output has seen enough of it.
             None if is_broken_pipe(&error) => Ok(ExitCode::SUCCESS),
             None => Err(error),
         },
-        done => done,
+        result => result,
     }
 }
 
-fn carry_out(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let load = || CompiledConfig::load(&arguments.config, &environment);
+fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let load = || CompiledConfig::load(&arguments.config, &env_var);
     match &arguments.command {
         None | Some(Command::Run) => run::run(load()?)?,
-        Some(Command::Check(options)) => return check::check(&arguments.config, options),
-        Some(Command::Doctor { json }) => return doctor::doctor(&load()?, *json),
-        Some(Command::Explain(asked)) => return explain::explain(asked, &load()?, &arguments.config),
-        Some(Command::Operate(operate)) => {
-            let listener = match operate.admin() {
-                Some(url) => operate::Listener::at(url)?,
-                None => operate::Listener::of(&arguments.config, &load()?)?,
-            };
-            operate.carry_out(&listener)?;
+        Some(Command::Check(options)) => return check::run(&arguments.config, options),
+        Some(Command::Doctor { json }) => return doctor::run(&load()?, *json),
+        Some(Command::Explain(explain_arguments)) => {
+            return explain::run(explain_arguments, &load()?, &arguments.config);
         }
-        Some(Command::Replay(logs)) => return replay::replay(logs, &arguments.config),
-        Some(Command::Init { situation, force }) => init::init(&arguments.config, *situation, *force)?,
-        Some(Command::Key { action }) => key::key(&arguments.config, action)?,
-        Some(Command::Schema { file }) => schema::schema(*file)?,
-        Some(Command::Completions { shell }) => manual::completions(*shell)?,
-        Some(Command::Man { folder }) => manual::man(folder.as_deref())?,
+        Some(Command::Admin(command)) => {
+            let client = match command.admin_url() {
+                Some(url) => operate::AdminClient::from_url(url)?,
+                None => operate::AdminClient::from_config(&arguments.config, &load()?)?,
+            };
+            command.run(&client)?;
+        }
+        Some(Command::Replay(replay_arguments)) => return replay::run(replay_arguments, &arguments.config),
+        Some(Command::Init { template, force }) => init::run(&arguments.config, *template, *force)?,
+        Some(Command::Key { action }) => key::run(&arguments.config, action)?,
+        Some(Command::Schema { file }) => schema::print_schema(*file)?,
+        Some(Command::Completions { shell }) => manual::print_completions(*shell)?,
+        Some(Command::Man { folder }) => manual::write_man_pages(folder.as_deref())?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
-fn environment(name: &str) -> Option<String> {
+fn env_var(name: &str) -> Option<String> {
     std::env::var(name).ok()
 }
 

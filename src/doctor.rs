@@ -19,27 +19,27 @@ use crate::limit::redis::advice::{diagnose_call, missing_permission};
 use crate::limit::redis::hello::ServerMode;
 use crate::limit::redis::script::AlgorithmSet;
 use crate::limit::redis::server::{ConnectError, RedisEndpoint as Target};
-use line::{Failure, Line, PATIENCE};
+use line::{CALL_TIMEOUT, CallError, DiagnosticConnection};
 
 /// One of the servers that hold the counters.
 #[derive(Debug)]
-pub struct Server {
+pub struct RedisServer {
     /// How it is called in the report.
     pub name: String,
     /// How it is reached, and as whom.
     pub client: Client,
     /// The same, as the gateway reaches it.
-    pub target: Target,
+    pub endpoint: Target,
     /// One that it keeps, and nobody has.
-    pub identity: Identity,
+    pub probe_identity: Identity,
 }
 
-impl Server {
+impl RedisServer {
     /// A key that it would keep, and that does not exist.
-    fn key(&self, prefix: &str) -> Vec<u8> {
-        let bucket = StateName::new(&IdentityHasher::new(""), "doctor", "none");
+    fn probe_key(&self, prefix: &str) -> Vec<u8> {
+        let state_name = StateName::new(&IdentityHasher::new(""), "doctor", "none");
         let mut key = Vec::new();
-        Key { identity: self.identity, state_name: &bucket }.write(prefix, &mut key);
+        Key { identity: self.probe_identity, state_name: &state_name }.write(prefix, &mut key);
         key
     }
 }
@@ -48,27 +48,27 @@ impl Server {
 ///
 /// # Errors
 /// In words, why that cannot be found out.
-pub async fn servers(servers: &RedisDeployment) -> Result<Vec<Server>, ConnectError> {
-    let mut found = Vec::new();
-    for (server, identity) in servers.masters(PATIENCE).await? {
-        let client = server.client(PATIENCE).await?;
+pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisServer>, ConnectError> {
+    let mut redis_servers = Vec::new();
+    for (server, identity) in deployment.masters(CALL_TIMEOUT).await? {
+        let client = server.client(CALL_TIMEOUT).await?;
         let name = client.get_connection_info().addr().to_string();
-        found.push(Server { name, client, target: server, identity });
+        redis_servers.push(RedisServer { name, client, endpoint: server, probe_identity: identity });
     }
-    Ok(found)
+    Ok(redis_servers)
 }
 
-impl Report {
+impl ServerReport {
     /// Of servers that cannot be found.
-    pub fn lost(name: &str, why: &ConnectError) -> Self {
-        let check = Check { name: "reachable", status: Status::Failed, message: why.to_string(), advice: None };
-        Report { address: name.to_owned(), checks: vec![check] }
+    pub fn unreachable(name: &str, error: &ConnectError) -> Self {
+        let check = Check { name: "reachable", status: Status::Failed, message: error.to_string(), advice: None };
+        ServerReport { address: name.to_owned(), checks: vec![check] }
     }
 }
 
 /// What the gateway wants of its servers.
 #[derive(Debug)]
-pub struct Needs {
+pub struct Requirements {
     /// First part of every key.
     pub prefix: String,
     /// Bound of a decision.
@@ -78,12 +78,12 @@ pub struct Needs {
     /// The algorithms of the limits.
     pub rules: Vec<Rule>,
     /// Whether operators can set overrides: the admin listener has a token.
-    pub overrides: bool,
+    pub can_set_overrides: bool,
 }
 
 /// What was found on a server.
 #[derive(Debug, Serialize)]
-pub struct Report {
+pub struct ServerReport {
     /// How the server is called.
     pub address: String,
     /// What was looked at, in the order of looking. A server that stops answering is asked no more.
@@ -117,7 +117,7 @@ pub enum Status {
     Failed,
     /// The user may not look.
     #[serde(rename = "skipped")]
-    LeftOut,
+    Skipped,
 }
 
 impl Check {
@@ -125,54 +125,56 @@ impl Check {
         Check { name, status: Status::Ok, message: found.into(), advice: None }
     }
 
-    fn left_out(name: &'static str, found: impl Into<String>) -> Self {
-        Check { name, status: Status::LeftOut, message: found.into(), advice: None }
+    fn skipped(name: &'static str, found: impl Into<String>) -> Self {
+        Check { name, status: Status::Skipped, message: found.into(), advice: None }
     }
 
     /// The server refused to be looked at, or to work.
-    fn refused(name: &'static str, error: &RedisError) -> Self {
-        if let Some(right) = missing_permission(error) {
-            return Check::left_out(name, format!("the user lacks the right {right}"))
-                .advise("examine with a user for that: docs/redis.md has one");
+    fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
+        if let Some(permission) = missing_permission(error) {
+            return Check::skipped(name, format!("the user lacks the right {permission}"))
+                .with_advice("examine with a user for that: docs/redis.md has one");
         }
         match error.detail() {
-            Some(said) if said.contains("unknown command") => Check::left_out(name, format!("the server says: {said}")),
+            Some(detail) if detail.contains("unknown command") => {
+                Check::skipped(name, format!("the server says: {detail}"))
+            }
             _ => Check { name, status: Status::Failed, message: diagnose_call(error), advice: None },
         }
     }
 
-    fn advise(self, advice: impl Into<String>) -> Self {
+    fn with_advice(self, advice: impl Into<String>) -> Self {
         Check { advice: Some(advice.into()), ..self }
     }
 
-    fn or(self, status: Status) -> Self {
+    fn with_status(self, status: Status) -> Self {
         Check { status, ..self }
     }
 }
 
-impl Report {
+impl ServerReport {
     /// Adds what came of a look; a server that was lost ends the examination.
-    fn note(&mut self, name: &'static str, looked: Result<Check, Failure>) -> Result<(), Lost> {
-        let (check, lost) = match looked {
+    fn record(&mut self, name: &'static str, result: Result<Check, CallError>) -> Result<(), Abort> {
+        let (check, outcome) = match result {
             Ok(check) => (check, Ok(())),
-            Err(Failure::Refused(error)) => (Check::refused(name, &error), Ok(())),
-            Err(Failure::Lost(found)) => {
-                (Check { name, status: Status::Failed, message: found, advice: None }, Err(Lost))
+            Err(CallError::ErrorReply(error)) => (Check::from_redis_error(name, &error), Ok(())),
+            Err(CallError::ConnectionLost(found)) => {
+                (Check { name, status: Status::Failed, message: found, advice: None }, Err(Abort))
             }
         };
         self.checks.push(check);
-        lost
+        outcome
     }
 }
 
 /// There is no point in going on.
-struct Lost;
+struct Abort;
 
 /// Looks at everything on one server. It takes some seconds at most, also if the server hangs.
-pub async fn examine(server: &Server, needs: &Needs) -> Report {
-    let mut report = Report { address: server.name.clone(), checks: Vec::new() };
+pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
+    let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
     // What was lost stands in the report.
-    let _ = look(server, needs, &mut report).await;
+    let _ = run_checks(server, requirements, &mut report).await;
     report
 }
 
@@ -181,56 +183,61 @@ pub async fn examine(server: &Server, needs: &Needs) -> Report {
 ///
 /// # Errors
 /// The server cannot be reached.
-pub async fn survey(server: &Target, needs: &Needs) -> Result<Vec<Check>, ConnectError> {
-    let client = server.client(PATIENCE).await?;
-    let mut line = Line::open(&client).await.map_err(|why| ConnectError::new(&why))?;
-    let mut checks = vec![server::round_trip(&mut line, needs.timeout).await];
-    checks.push(persistence::persistence(&mut line, &needs.prefix, needs.overrides).await);
+pub async fn check_basics(server: &Target, requirements: &Requirements) -> Result<Vec<Check>, ConnectError> {
+    let client = server.client(CALL_TIMEOUT).await?;
+    let mut connection = DiagnosticConnection::open(&client).await.map_err(|error| ConnectError::new(&error))?;
+    let mut checks = vec![server::check_round_trip(&mut connection, requirements.timeout).await];
+    checks.push(
+        persistence::check_persistence(&mut connection, &requirements.prefix, requirements.can_set_overrides).await,
+    );
     if server.mode() == ServerMode::Cluster {
-        checks.push(persistence::full_coverage(&mut line).await);
+        checks.push(persistence::check_full_coverage(&mut connection).await);
     }
-    let mut found = Vec::new();
+    let mut warnings = Vec::new();
     for check in checks {
         match check {
-            Ok(check) if matches!(check.status, Status::Warning | Status::Failed) => found.push(check),
-            Ok(_) | Err(Failure::Refused(_)) => {}
-            Err(Failure::Lost(why)) => return Err(ConnectError::new(&why)),
+            Ok(check) if matches!(check.status, Status::Warning | Status::Failed) => warnings.push(check),
+            Ok(_) | Err(CallError::ErrorReply(_)) => {}
+            Err(CallError::ConnectionLost(error)) => return Err(ConnectError::new(&error)),
         }
     }
-    Ok(found)
+    Ok(warnings)
 }
 
-async fn look(server: &Server, needs: &Needs, report: &mut Report) -> Result<(), Lost> {
+async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &mut ServerReport) -> Result<(), Abort> {
     let address: &ConnectionAddr = server.client.get_connection_info().addr();
-    let (mut line, hello) = match server::reach(&server.client).await {
-        Ok((line, hello, check)) => {
+    let (mut connection, hello) = match server::connect(&server.client).await {
+        Ok((connection, hello, check)) => {
             report.checks.push(check);
-            (line, hello)
+            (connection, hello)
         }
         Err(found) => {
             report.checks.push(Check { name: "reachable", status: Status::Failed, message: found, advice: None });
-            return Err(Lost);
+            return Err(Abort);
         }
     };
-    let line: &mut Line = &mut line;
-    report.note("version", server::version(line, hello.as_ref()).await)?;
-    if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.target.mode(), address)) {
+    let connection: &mut DiagnosticConnection = &mut connection;
+    report.record("version", server::check_version(connection, hello.as_ref()).await)?;
+    if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
         // What else is wrong with the wrong server is nobody's concern.
         report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
-        return Err(Lost);
+        return Err(Abort);
     }
-    report.note("role", server::role(line, hello.as_ref()).await)?;
-    report.note("memory", memory::memory(line).await)?;
-    report.note("policy", memory::policy(line).await)?;
-    report.note("evictions", memory::evictions(line).await)?;
-    report.note("keys", keys::keys(line, server, &needs.prefix).await)?;
-    report.note("persistence", persistence::persistence(line, &needs.prefix, needs.overrides).await)?;
-    if server.target.mode() == ServerMode::Cluster {
-        report.note("full coverage", persistence::full_coverage(line).await)?;
+    report.record("role", server::check_role(connection, hello.as_ref()).await)?;
+    report.record("memory", memory::check_memory(connection).await)?;
+    report.record("policy", memory::check_policy(connection).await)?;
+    report.record("evictions", memory::check_evictions(connection).await)?;
+    report.record("keys", keys::check_keys(connection, server, &requirements.prefix).await)?;
+    report.record(
+        "persistence",
+        persistence::check_persistence(connection, &requirements.prefix, requirements.can_set_overrides).await,
+    )?;
+    if server.endpoint.mode() == ServerMode::Cluster {
+        report.record("full coverage", persistence::check_full_coverage(connection).await)?;
     }
-    report.note("round trip", server::round_trip(line, needs.timeout).await)?;
-    report.note("clock", server::clock(line).await)?;
-    report.note("permissions", rights::rights(line, server, needs).await)?;
-    report.note("scripts", trial::scripts(line, needs.algorithms).await)?;
-    report.note("decisions", trial::decisions(server, needs).await)
+    report.record("round trip", server::check_round_trip(connection, requirements.timeout).await)?;
+    report.record("clock", server::check_clock(connection).await)?;
+    report.record("permissions", rights::check_permissions(connection, server, requirements).await)?;
+    report.record("scripts", trial::check_scripts(connection, requirements.algorithms).await)?;
+    report.record("decisions", trial::check_decisions(server, requirements).await)
 }

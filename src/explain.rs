@@ -18,100 +18,112 @@ use crate::limit::decision::LimitCheck;
 use crate::limit::store::Verdict;
 use crate::reply::Rejection;
 use crate::runtime::{CompiledConfig, RouteAction};
-use counters::{Counters, Unseen};
-use facts::{Answer, Client, Explanation};
+use counters::{Counters, CountersUnavailable};
+use facts::{ClientReport, Explanation, ResponseReport};
 
 /// A configuration, and where its counters are looked at.
 #[derive(Debug)]
 pub struct Explainer<'a, C: ?Sized> {
     /// The configuration.
-    pub runtime: &'a CompiledConfig,
+    pub config: &'a CompiledConfig,
     /// Where identities stand.
     pub counters: &'a C,
     /// So many of the routes that do not take the request are explained, the nearest first.
-    pub routes: usize,
+    pub max_other_routes: usize,
 }
 
 impl<C: Counters + ?Sized> Explainer<'_, C> {
     /// What the gateway would do with a request from this peer.
     pub fn explain(&self, request: &Request<()>, peer: &Peer) -> Explanation {
         let client = peer.client_address(request.headers());
-        let mut facts = Explanation {
+        let mut explanation = Explanation {
             method: request.method().to_string(),
             host: None,
             path: None,
             raw_path: request.uri().path().to_owned(),
-            client: Client {
+            client: ClientReport {
                 address: client,
                 peer: peer.address,
                 trusted: peer.forwarded.trusted,
-                header: (client != peer.address).then(|| self.runtime.client_ip.header.to_string()),
+                header: (client != peer.address).then(|| self.config.client_ip.header.to_string()),
             },
             route: None,
             other_routes: Vec::new(),
             other_routes_omitted: 0,
-            store: self.runtime.store.name.clone(),
+            store: self.config.store.name.clone(),
             counters_unavailable: None,
             limits: Vec::new(),
             decision: None,
-            response: Answer::default(),
+            response: ResponseReport::default(),
             upstream: None,
         };
-        facts.response = match self.walk(request, peer, &mut facts) {
+        explanation.response = match self.evaluate(request, peer, &mut explanation) {
             Ok(answer) => answer,
-            Err(rejection) => answer::rejected(rejection),
+            Err(rejection) => answer::rejection_response(rejection),
         };
-        facts
+        explanation
     }
 
     /// The way of a request through the gateway, with a note at each step.
-    fn walk(&self, request: &Request<()>, peer: &Peer, facts: &mut Explanation) -> Result<Answer, Rejection<'_>> {
-        let runtime = self.runtime;
-        let target = RequestTarget::from_request(request, &runtime.server)?;
-        facts.host = Some(target.host.to_string());
-        facts.path = Some(target.path.to_string());
-        let route = target.find_route(runtime, request);
-        let taken = route.as_ref().ok().map(|route| route.index);
-        (facts.other_routes, facts.other_routes_omitted) =
-            routes::others(runtime, request, &target, taken, self.routes);
+    fn evaluate(
+        &self,
+        request: &Request<()>,
+        peer: &Peer,
+        explanation: &mut Explanation,
+    ) -> Result<ResponseReport, Rejection<'_>> {
+        let config = self.config;
+        let target = RequestTarget::from_request(request, &config.server)?;
+        explanation.host = Some(target.host.to_string());
+        explanation.path = Some(target.path.to_string());
+        let route = target.find_route(config, request);
+        let route_index = route.as_ref().ok().map(|route| route.index);
+        (explanation.other_routes, explanation.other_routes_omitted) =
+            routes::other_routes(config, request, &target, route_index, self.max_other_routes);
         let route = route?;
-        facts.route = Some(routes::taken(route));
+        explanation.route = Some(routes::matched_route(route));
         let length = body_length(request.headers());
-        if route.max_body.zip(length).is_some_and(|(most, length)| length > most) {
+        if route.max_body.zip(length).is_some_and(|(max, length)| length > max) {
             return Err(Rejection::BodyTooLarge);
         }
         let rewritten = target.rewrite(route, request.uri().query())?;
         let (host, path, subject) = (&*target.host, &*target.path, peer.certificate_subject.as_deref());
-        let asked = LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
-        let consumers = route.rate_limits.uses_api_key.then(|| runtime.consumers.load());
+        let limit_context =
+            LimitContext { request, host, path, trusted: peer.forwarded.trusted, certificate_subject: subject };
+        let consumers = route.rate_limits.uses_api_key.then(|| config.consumers.load());
         let consumers = consumers.as_deref().map(|consumers| &**consumers);
-        let asker = asked.request_attributes(runtime, route, facts.client.address, consumers);
+        let attributes = limit_context.request_attributes(config, route, explanation.client.address, consumers);
         let overrides = self.counters.overrides();
-        let mut without_credential = None;
-        let mut checks = match build_checks(runtime, &route.rate_limits.identities, &route.rate_limits.limits, &asker) {
-            Ok(checks) => checks,
-            Err(rejection) => {
-                facts.limits = limits::limited(runtime, route, &asker, &[], None);
-                if !matches!(&rejection, Rejection::Identity(error) if error.is_credential_error()) {
-                    return Err(rejection);
+        let mut credential_error = None;
+        let mut checks =
+            match build_checks(config, &route.rate_limits.identities, &route.rate_limits.limits, &attributes) {
+                Ok(checks) => checks,
+                Err(rejection) => {
+                    explanation.limits = limits::limit_reports(config, route, &attributes, &[], None);
+                    if !matches!(&rejection, Rejection::Identity(error) if error.is_credential_error()) {
+                        return Err(rejection);
+                    }
+                    credential_error = Some(rejection);
+                    build_unauthenticated_checks(
+                        config,
+                        &route.rate_limits.identities,
+                        &route.rate_limits.limits,
+                        &attributes,
+                    )
                 }
-                without_credential = Some(rejection);
-                build_unauthenticated_checks(runtime, &route.rate_limits.identities, &route.rate_limits.limits, &asker)
-            }
-        };
+            };
         if let Some(table) = &overrides {
             table.apply(&mut checks);
         }
-        let verdict = self.look(&checks);
-        facts.limits = limits::limited(runtime, route, &asker, &checks, verdict.as_ref().ok());
+        let verdict = self.peek(&checks);
+        explanation.limits = limits::limit_reports(config, route, &attributes, &checks, verdict.as_ref().ok());
         let decision = match verdict {
-            Ok(verdict) => Some(limits::decision(verdict, &checks)),
-            Err(Unseen(why)) => {
-                facts.counters_unavailable = Some(why);
+            Ok(verdict) => Some(limits::simulated_decision(verdict, &checks)),
+            Err(CountersUnavailable(reason)) => {
+                explanation.counters_unavailable = Some(reason);
                 None
             }
         };
-        facts.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
+        explanation.decision = decision.as_ref().map(|decision| if decision.admitted { "allowed" } else { "denied" });
         let decision = match decision {
             Some(decision) if !decision.admitted => {
                 return Err(Rejection::RateLimited {
@@ -121,22 +133,23 @@ impl<C: Counters + ?Sized> Explainer<'_, C> {
                     is_grpc: is_grpc_call(request),
                 });
             }
-            other => other,
+            decision => decision,
         };
-        if let Some(rejection) = without_credential {
+        if let Some(rejection) = credential_error {
             return Err(rejection);
         }
-        if let RouteAction::Forward(split) = &route.action {
-            let other = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
-            let target = rewritten.or_else(|| origin_form(request.uri(), other));
+        if let RouteAction::Forward(weighted_upstreams) = &route.action {
+            let forwarded_path = (target.forwarded_path() != request.uri().path()).then(|| target.forwarded_path());
+            let target = rewritten.or_else(|| origin_form(request.uri(), forwarded_path));
             let target = target.as_ref().or(request.uri().path_and_query());
-            facts.upstream = Some(onward::onward(runtime, route, split, request, peer, (target, length)));
+            explanation.upstream =
+                Some(onward::upstream_report(config, route, weighted_upstreams, request, peer, (target, length)));
         }
-        Ok(answer::admitted(route, request, target.forwarded_path(), decision.as_ref()))
+        Ok(answer::admitted_response(route, request, target.forwarded_path(), decision.as_ref()))
     }
 
-    fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
-        if checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.look(checks) }
+    fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
+        if checks.is_empty() { Ok(Verdict::new(1, 0, Vec::new())) } else { self.counters.peek(checks) }
     }
 }
 

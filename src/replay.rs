@@ -13,15 +13,15 @@ pub mod suggest;
 pub mod tally;
 pub mod view;
 
-use format::{Format, Mapped, Provides, TemplateError};
-use merge::{Found, Merge};
-use resolve::{Asked, Event, Resolver};
-use simulate::{Moment, Said, Simulation};
-use size::Proposal;
-use source::Source;
-use suggest::{Kept, Suggestion};
-use tally::Tally;
-use view::{Stand, View, ViewError, stands};
+use format::{FieldMapping, Format, FormatCapabilities, FormatError};
+use merge::{KWayMerge, LogStatistics};
+use resolve::{LineResolver, ReplayCheck, ReplayRequest};
+use simulate::{ReplayDecision, RequestMeta, Simulation};
+use size::QuotaProposal;
+use source::LogInput;
+use suggest::{Recording, Suggestion};
+use tally::LimitStats;
+use view::{IdentityField, ReplayConfig, ReplayConfigError, field_mappings};
 
 use crate::runtime::CompiledConfig;
 
@@ -30,140 +30,147 @@ use crate::runtime::CompiledConfig;
 #[allow(missing_docs)]
 pub enum ReplayError {
     #[error(transparent)]
-    Format(#[from] TemplateError),
+    Format(#[from] FormatError),
     #[error("{0}: the format of its lines is not known; --format says which it is")]
-    Undetected(String),
+    UnknownFormat(String),
     #[error(transparent)]
-    View(#[from] ViewError),
+    Config(#[from] ReplayConfigError),
     #[error("the log has no field `{field}`; it has {}", all.join(", "))]
-    NoField { field: String, all: Vec<String> },
+    UnknownField { field: String, all: Vec<String> },
 }
 
 /// How logs are to be read and judged.
 #[derive(Debug, Default)]
-pub struct Options {
+pub struct ReplayOptions {
     /// The format; none = what their first lines look like.
     pub format: Option<String>,
     /// Other sizes.
-    pub proposals: Vec<Proposal>,
+    pub proposals: Vec<QuotaProposal>,
     /// Fields that stand for identities.
-    pub stands: Vec<Stand>,
+    pub identity_fields: Vec<IdentityField>,
 }
 
 /// Logs, and the configuration that they are held against.
 #[derive(Debug)]
 pub struct Replay {
     /// The configuration.
-    pub view: View,
+    pub config: ReplayConfig,
     /// What the format is called.
-    pub format: &'static str,
-    lines: Format,
-    provides: Provides,
+    pub format_name: &'static str,
+    line_format: Format,
+    capabilities: FormatCapabilities,
 }
 
 /// What came of it.
 #[derive(Debug)]
-pub struct Outcome {
+pub struct ReplayResult {
     /// What was in the logs.
-    pub found: Found,
+    pub statistics: LogStatistics,
     /// Lines whose peer is a trusted proxy that does not say for whom it speaks.
-    pub unnamed: u64,
+    pub missing_client_count: u64,
     /// By subject.
-    pub tallies: Vec<Tally>,
+    pub limit_stats: Vec<LimitStats>,
     /// By subject: who was denied most, with their requests and denials.
-    pub worst: Vec<Vec<(String, u32, u32)>>,
+    pub top_denied: Vec<Vec<(String, u32, u32)>>,
     /// By subject.
     pub suggestions: Vec<Option<Suggestion>>,
 }
 
 /// Looks on while logs are replayed.
-pub trait Watcher {
+pub trait ReplayObserver {
     /// Some requests later.
-    fn read(&mut self) {}
+    fn on_progress(&mut self) {}
 
     /// A request was decided, in the order of their instants.
-    fn decided(&mut self, _event: &Event, _said: &[Said]) {}
+    fn on_decision(&mut self, _event: &ReplayRequest, _said: &[ReplayDecision]) {}
 
     /// Other sizes of this limit are tried.
-    fn trying(&mut self, _limit: &str) {}
+    fn on_quota_search(&mut self, _limit: &str) {}
 }
 
 /// Nobody looks on.
-impl Watcher for () {}
+impl ReplayObserver for () {}
 
 /// So many requests are "some".
-const SOME: u64 = 4096;
+const PROGRESS_INTERVAL_REQUESTS: u64 = 4096;
 
 impl Replay {
     /// Prepares a configuration for the format of these logs.
     ///
     /// # Errors
     /// See [`ReplayError`].
-    pub fn new(runtime: CompiledConfig, sources: &[Source], options: &Options) -> Result<Replay, ReplayError> {
-        let samples: Vec<_> = sources.iter().map(Source::sample).collect();
+    pub fn new(compiled: CompiledConfig, inputs: &[LogInput], options: &ReplayOptions) -> Result<Replay, ReplayError> {
+        let samples: Vec<_> = inputs.iter().map(LogInput::sample_lines).collect();
         let sample = samples.iter().find(|sample| !sample.is_empty()).cloned().unwrap_or_default();
         let (name, mut format) = match &options.format {
             Some(text) => {
-                let known = format::NAMES.into_iter().find(|name| name == text);
-                (known.unwrap_or("log_format"), Format::named(text)?)
+                let builtin_name = format::FORMAT_NAMES.into_iter().find(|name| name == text);
+                (builtin_name.unwrap_or("log_format"), Format::from_name(text)?)
             }
             // There is nothing in them: any format will do.
-            None if sample.is_empty() => ("combined", Format::named("combined")?),
+            None if sample.is_empty() => ("combined", Format::from_name("combined")?),
             None => Format::detect(&sample).ok_or_else(|| {
-                let unknown = sources.iter().find(|source| !source.sample().is_empty());
-                ReplayError::Undetected(unknown.map_or(String::new(), |source| source.name().to_owned()))
+                let unknown = inputs.iter().find(|source| !source.sample_lines().is_empty());
+                ReplayError::UnknownFormat(unknown.map_or(String::new(), |source| source.name().to_owned()))
             })?,
         };
-        let provides = format.provides(&sample);
-        let mapped: Vec<Mapped> = stands(&runtime, &options.stands, &provides)?;
-        format.map(&mapped, &sample).map_err(|(field, all)| ReplayError::NoField { field, all })?;
-        let view = View::new(runtime, &options.proposals, &mapped, &provides)?;
-        Ok(Replay { view, format: name, lines: format, provides })
+        let capabilities = format.capabilities(&sample);
+        let mappings: Vec<FieldMapping> = field_mappings(&compiled, &options.identity_fields, &capabilities)?;
+        format.map_fields(&mappings, &sample).map_err(|(field, all)| ReplayError::UnknownField { field, all })?;
+        let config = ReplayConfig::new(compiled, &options.proposals, &mappings, &capabilities)?;
+        Ok(Replay { config, format_name: name, line_format: format, capabilities })
     }
 
     /// Replays logs, which are those that it was prepared for, and suggests quotas that deny fewer than the share `target`.
-    pub fn run(&self, sources: Vec<Source>, target: Option<f64>, watcher: &mut impl Watcher) -> Outcome {
-        let mut resolver = Resolver::new(&self.view);
-        let mut merge = Merge::new(sources, &self.lines);
-        let mut simulation = Simulation::new(&self.view);
-        let mut tallies = vec![Tally::default(); self.view.subjects.len()];
-        let mut kept = Kept::default();
-        let mut decided = 0_u64;
-        while let Some(event) = merge.next_event(&mut resolver) {
-            simulation.learn(&resolver.sizes);
-            let moment = Moment { at_us: event.at_us, took_us: event.took_us, status: event.status };
-            let said = simulation.decide(moment, &event.asked, &resolver.seen);
-            for (asked, said) in event.asked.iter().zip(said) {
-                tallies[usize::from(asked.subject)].count(event.at_us, *asked, *said);
+    pub fn run(&self, inputs: Vec<LogInput>, target: Option<f64>, observer: &mut impl ReplayObserver) -> ReplayResult {
+        let mut resolver = LineResolver::new(&self.config);
+        let mut merge = KWayMerge::new(inputs, &self.line_format);
+        let mut simulation = Simulation::new(&self.config);
+        let mut limit_stats = vec![LimitStats::default(); self.config.limits.len()];
+        let mut recording = Recording::default();
+        let mut request_count = 0_u64;
+        while let Some(request) = merge.next_request(&mut resolver) {
+            simulation.add_variants(&resolver.variants);
+            let meta =
+                RequestMeta { time_us: request.time_us, duration_us: request.duration_us, status: request.status };
+            let decisions = simulation.decide(meta, &request.checks, &resolver.seen);
+            for (check, decision) in request.checks.iter().zip(decisions) {
+                limit_stats[usize::from(check.limit_index)].record(request.time_us, *check, *decision);
             }
-            watcher.decided(&event, said);
-            decided += 1;
-            if decided.is_multiple_of(SOME) {
-                watcher.read();
+            observer.on_decision(&request, decisions);
+            request_count += 1;
+            if request_count.is_multiple_of(PROGRESS_INTERVAL_REQUESTS) {
+                observer.on_progress();
             }
             if target.is_some() {
-                kept.push(moment, &event.asked);
+                recording.push(meta, &request.checks);
             }
         }
-        let suggestions = (0..tallies.len()).map(|subject| {
-            let target = target.filter(|_| tallies[subject].requests > 0)?;
-            watcher.trying(&self.view.subjects[subject].limit.name);
-            Some(kept.suggest(&self.view, &resolver, subject, &tallies[subject], target))
+        let suggestions = (0..limit_stats.len()).map(|limit_index| {
+            let target = target.filter(|_| limit_stats[limit_index].requests > 0)?;
+            observer.on_quota_search(&self.config.limits[limit_index].limit.name);
+            Some(recording.suggest(&self.config, &resolver, limit_index, &limit_stats[limit_index], target))
         });
         let suggestions = suggestions.collect();
-        let worst = tallies.iter().zip(&resolver.seen).map(|(tally, seen)| tally.worst(seen)).collect();
-        Outcome { found: merge.found, unnamed: resolver.unnamed, tallies, worst, suggestions }
+        let top_denied = limit_stats.iter().zip(&resolver.seen).map(|(stats, seen)| stats.top_denied(seen)).collect();
+        ReplayResult {
+            statistics: merge.statistics,
+            missing_client_count: resolver.missing_client_count,
+            limit_stats,
+            top_denied,
+            suggestions,
+        }
     }
 
     /// Which parts of requests the logs have.
-    pub fn provides(&self) -> &Provides {
-        &self.provides
+    pub fn capabilities(&self) -> &FormatCapabilities {
+        &self.capabilities
     }
 }
 
-impl Kept {
-    fn push(&mut self, moment: Moment, asked: &[Asked]) {
-        self.asked.extend_from_slice(asked);
-        self.moments.push((moment, self.asked.len()));
+impl Recording {
+    fn push(&mut self, meta: RequestMeta, checks: &[ReplayCheck]) {
+        self.checks.extend_from_slice(checks);
+        self.requests.push((meta, self.checks.len()));
     }
 }

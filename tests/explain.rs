@@ -11,7 +11,7 @@ use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderName, Request};
 use serde_json::{Value, json};
 use sluicegate::explain::Explainer;
-use sluicegate::explain::counters::Remote;
+use sluicegate::explain::counters::RedisCounters;
 use sluicegate::gateway::Peer;
 use sluicegate::runtime::CompiledConfig;
 use support::client::Client;
@@ -180,13 +180,13 @@ fn request(random: &mut Random) -> Asked {
 }
 
 /// What `explain` says of it.
-fn explained(runtime: &CompiledConfig, remote: &Remote, asked: &Asked) -> Value {
+fn explained(runtime: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> Value {
     let mut request = Request::builder().method(asked.method).uri(&asked.target);
     for (name, value) in &asked.headers {
         request = request.header(*name, value);
     }
     let peer = Peer::new(asked.from.into(), "http", runtime);
-    let explainer = Explainer { runtime, counters: remote, routes: usize::MAX };
+    let explainer = Explainer { config: runtime, counters: remote, max_other_routes: usize::MAX };
     serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
 }
 
@@ -267,7 +267,7 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
         let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
         let file = gateway.directory().join("gateway.toml");
         let runtime = CompiledConfig::load(&file, &|_| None).unwrap();
-        let remote = Remote::open(&runtime).unwrap().unwrap();
+        let remote = RedisCounters::open(&runtime).unwrap().unwrap();
         let mut said = Vec::new();
         for _ in 0..250 {
             let asked = request(random);

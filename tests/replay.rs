@@ -12,10 +12,10 @@ use flate2::Compression;
 use flate2::write::GzEncoder;
 use serde_json::Value;
 use sluicegate::replay::format::Format;
-use sluicegate::replay::resolve::Event;
-use sluicegate::replay::simulate::Said;
-use sluicegate::replay::source::{Progress, Source};
-use sluicegate::replay::{Options, Replay, Watcher};
+use sluicegate::replay::resolve::ReplayRequest;
+use sluicegate::replay::simulate::ReplayDecision;
+use sluicegate::replay::source::{LogInput, ReadProgress};
+use sluicegate::replay::{Replay, ReplayObserver, ReplayOptions};
 use sluicegate::runtime::CompiledConfig;
 use support::client::Client;
 use support::gateway::{Gateway, binary};
@@ -178,11 +178,11 @@ fn lines_say_what_stands_in_them() {
     for (name, index, at, took_us, client, request, host, status) in cases {
         let file = if name == NGINX { "nginx" } else { name };
         let text = std::fs::read_to_string(logs().join(format!("{file}.log"))).unwrap();
-        let mut format = Format::named(name).unwrap();
+        let mut format = Format::from_name(name).unwrap();
         let mut entries = text.lines().filter_map(|line| {
             format.parse(line.as_bytes()).unwrap().map(|entry| {
                 let request = [entry.method, b" ", &*entry.target].concat();
-                (entry.at_us, entry.took_us, entry.client, request, entry.host.map(Cow::into_owned), entry.status)
+                (entry.time_us, entry.duration_us, entry.client, request, entry.host.map(Cow::into_owned), entry.status)
             })
         });
         let at: jiff::Timestamp = at.parse().unwrap();
@@ -527,9 +527,9 @@ fn consumers_have_their_own_sizes() {
 #[derive(Default)]
 struct Decisions(BTreeMap<u64, Vec<bool>>);
 
-impl Watcher for Decisions {
-    fn decided(&mut self, event: &Event, said: &[Said]) {
-        self.0.entry(event.at_us).or_default().push(said.iter().all(|said| *said == Said::Allowed));
+impl ReplayObserver for Decisions {
+    fn on_decision(&mut self, event: &ReplayRequest, said: &[ReplayDecision]) {
+        self.0.entry(event.time_us).or_default().push(said.iter().all(|said| *said == ReplayDecision::Allowed));
     }
 }
 
@@ -570,11 +570,11 @@ fn a_log_of_the_gateway_itself_gives_its_decisions() {
         made.entry(at).or_default().push(line["status"] == 200);
     }
     let runtime = CompiledConfig::load(&gateway.directory().join("gateway.toml"), &|_| None).unwrap();
-    let source = || vec![Source::open(&path, &Progress::default()).unwrap()];
-    let replay = Replay::new(runtime, &source(), &Options::default()).unwrap();
+    let source = || vec![LogInput::open(&path, &ReadProgress::default()).unwrap()];
+    let replay = Replay::new(runtime, &source(), &ReplayOptions::default()).unwrap();
     let mut decisions = Decisions::default();
     let outcome = replay.run(source(), None, &mut decisions);
-    assert_eq!((outcome.found.requests, outcome.found.late), (u64::from(clients) * bursts * each, 0));
+    assert_eq!((outcome.statistics.requests, outcome.statistics.out_of_order), (u64::from(clients) * bursts * each, 0));
     // Two of one instant may stand in either order.
     for said in made.values_mut().chain(decisions.0.values_mut()) {
         said.sort_unstable();

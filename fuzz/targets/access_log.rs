@@ -11,17 +11,17 @@ const FORMATS: [&str; 7] = ["common", "combined", "caddy", "alb", "cloudfront", 
 pub(crate) fn run(data: &[u8]) {
     let Some((format, text)) = data.split_first() else { return };
     let name = FORMATS[usize::from(*format) % FORMATS.len()];
-    let mut format = Format::named(name).expect("it is one");
+    let mut format = Format::from_name(name).expect("it is one");
     let lines: Vec<&[u8]> = text.split(|byte| *byte == b'\n').collect();
     let _ = Format::detect(&lines);
-    let _ = format.provides(&lines);
+    let _ = format.capabilities(&lines);
     for line in lines {
         let first = format.parse(line).map(|entry| entry.map(|entry| format!("{entry:?}")));
         // What the line before has left behind must not show.
         let again = format.parse(line).map(|entry| entry.map(|entry| format!("{entry:?}")));
         assert_eq!(first, again, "{name}: {}", line.escape_ascii());
         let Ok(Some(entry)) = format.parse(line) else { continue };
-        assert!(entry.at_us <= 253_402_300_800_000_000, "{name}: {}", line.escape_ascii());
+        assert!(entry.time_us <= 253_402_300_800_000_000, "{name}: {}", line.escape_ascii());
         let stands = |part: &[u8]| part.is_empty() || line.windows(part.len()).any(|window| window == part);
         // Escapes stand for something else.
         if line.contains(&b'\\') {

@@ -11,39 +11,39 @@ use tokio_util::sync::CancellationToken;
 use crate::limit::clock::monotonic;
 
 /// Maximum number of connections for all requests.
-const MOST: usize = 64;
+const MAX_CONNECTIONS: usize = 64;
 
 /// Maximum number of them for one peer address.
-const MOST_OF_PEER: usize = 32;
+const MAX_CONNECTIONS_PER_PEER: usize = 32;
 
 /// Connections beyond these bounds that are served health checks only.
-const RESERVED: usize = 8;
+const RESERVED_CONNECTIONS: usize = 8;
 
 /// Maximum time from accept, or from a response, to the next complete request head. A client that does not read its response
 /// sends no next request, so the same deadline bounds writes. Of an event stream, the time between two events that the client takes.
-const DEADLINE: Duration = Duration::from_secs(15);
+const CONNECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The open connections.
 #[derive(Debug, Default)]
-pub(super) struct Connections(Mutex<Open>);
+pub(super) struct AdminConnections(Mutex<OpenConnections>);
 
 #[derive(Debug, Default)]
-struct Open {
+struct OpenConnections {
     /// In the order of their accept.
-    all: BTreeMap<u64, Entry>,
-    accepted: u64,
+    entries: BTreeMap<u64, ConnectionEntry>,
+    accepted_count: u64,
 }
 
 #[derive(Debug)]
-struct Entry {
+struct ConnectionEntry {
     peer: IpAddr,
-    reserved: bool,
-    state: State,
-    closed: CancellationToken,
+    is_reserved: bool,
+    state: ConnectionState,
+    close_token: CancellationToken,
 }
 
 #[derive(Debug, Clone, Copy)]
-enum State {
+enum ConnectionState {
     /// No request is in progress since then.
     Idle(Instant),
     /// A request is being answered; what it waits for has deadlines of its own.
@@ -54,100 +54,104 @@ enum State {
 
 /// One of the connections, until it is dropped.
 #[derive(Debug)]
-pub(super) struct Connection {
-    connections: Arc<Connections>,
+pub(super) struct AdminConnection {
+    connections: Arc<AdminConnections>,
     id: u64,
     /// Whether only health checks are served.
-    pub(super) reserved: bool,
+    pub(super) is_reserved: bool,
     /// Cancelled to make room for another connection.
-    pub(super) closed: CancellationToken,
+    pub(super) close_token: CancellationToken,
 }
 
-impl Connections {
+impl AdminConnections {
     /// Admits a new connection. Where there is no room, the connection that has been idle for the longest time is closed; where
     /// none is idle, the new one is for health checks only.
-    pub(super) fn open(self: &Arc<Self>, peer: IpAddr) -> Connection {
+    pub(super) fn admit(self: &Arc<Self>, peer: IpAddr) -> AdminConnection {
         let mut open = self.lock();
-        let by_peer = |entry: &Entry| !entry.reserved && entry.peer == peer;
-        let general = |entry: &Entry| !entry.reserved;
-        let reserved = !open.make_room(MOST_OF_PEER, by_peer) || !open.make_room(MOST, general);
-        if reserved && !open.make_room(RESERVED, |entry| entry.reserved) {
+        let is_of_peer = |entry: &ConnectionEntry| !entry.is_reserved && entry.peer == peer;
+        let is_general = |entry: &ConnectionEntry| !entry.is_reserved;
+        let is_reserved =
+            !open.make_room(MAX_CONNECTIONS_PER_PEER, is_of_peer) || !open.make_room(MAX_CONNECTIONS, is_general);
+        if is_reserved && !open.make_room(RESERVED_CONNECTIONS, |entry| entry.is_reserved) {
             // Their requests wait for nothing, so hardly ever all of them are busy.
-            open.close_first(|entry| entry.reserved);
+            open.close_oldest(|entry| entry.is_reserved);
         }
-        let id = open.accepted;
-        open.accepted += 1;
-        let closed = CancellationToken::new();
-        let state = State::Idle(monotonic());
-        open.all.insert(id, Entry { peer, reserved, state, closed: closed.clone() });
-        Connection { connections: self.clone(), id, reserved, closed }
+        let id = open.accepted_count;
+        open.accepted_count += 1;
+        let close_token = CancellationToken::new();
+        let state = ConnectionState::Idle(monotonic());
+        open.entries.insert(id, ConnectionEntry { peer, is_reserved, state, close_token: close_token.clone() });
+        AdminConnection { connections: self.clone(), id, is_reserved, close_token }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Open> {
+    fn lock(&self) -> MutexGuard<'_, OpenConnections> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Open {
+impl OpenConnections {
     /// Whether there is room for one more of `most` connections, after closing an idle one if necessary.
-    fn make_room(&mut self, most: usize, of: impl Fn(&Entry) -> bool) -> bool {
-        if self.all.values().filter(|entry| of(entry)).count() < most {
+    fn make_room(&mut self, max: usize, is_counted: impl Fn(&ConnectionEntry) -> bool) -> bool {
+        if self.entries.values().filter(|entry| is_counted(entry)).count() < max {
             return true;
         }
-        let idle = self.all.iter().filter(|(_, entry)| of(entry)).filter_map(|(id, entry)| match entry.state {
-            State::Idle(since) => Some((since, *id)),
-            State::Busy | State::Streaming(_) => None,
-        });
-        let longest = idle.min();
-        longest.into_iter().for_each(|(_, id)| self.close(id));
-        longest.is_some()
+        let idle =
+            self.entries.iter().filter(|(_, entry)| is_counted(entry)).filter_map(|(id, entry)| match entry.state {
+                ConnectionState::Idle(since) => Some((since, *id)),
+                ConnectionState::Busy | ConnectionState::Streaming(_) => None,
+            });
+        let longest_idle = idle.min();
+        longest_idle.into_iter().for_each(|(_, id)| self.close(id));
+        longest_idle.is_some()
     }
 
-    fn close_first(&mut self, of: impl Fn(&Entry) -> bool) {
-        let first = self.all.iter().find(|(_, entry)| of(entry)).map(|(id, _)| *id);
+    fn close_oldest(&mut self, is_candidate: impl Fn(&ConnectionEntry) -> bool) {
+        let first = self.entries.iter().find(|(_, entry)| is_candidate(entry)).map(|(id, _)| *id);
         first.into_iter().for_each(|id| self.close(id));
     }
 
     fn close(&mut self, id: u64) {
-        if let Some(entry) = self.all.remove(&id) {
-            entry.closed.cancel();
+        if let Some(entry) = self.entries.remove(&id) {
+            entry.close_token.cancel();
         }
     }
 }
 
-impl Connection {
+impl AdminConnection {
     /// A request head is complete.
-    pub(super) fn busy(&self) {
-        self.enter(State::Busy);
+    pub(super) fn set_busy(&self) {
+        self.set_state(ConnectionState::Busy);
     }
 
     /// The response is ready.
-    pub(super) fn idle(&self) {
-        self.enter(State::Idle(monotonic()));
+    pub(super) fn set_idle(&self) {
+        self.set_state(ConnectionState::Idle(monotonic()));
     }
 
     /// The client takes an event.
-    pub(super) fn streaming(&self) {
-        self.enter(State::Streaming(monotonic()));
+    pub(super) fn set_streaming(&self) {
+        self.set_state(ConnectionState::Streaming(monotonic()));
     }
 
     /// Time until the deadline, as it stands.
-    pub(super) fn left(&self) -> Duration {
-        match self.connections.lock().all.get(&self.id).map(|entry| entry.state) {
-            Some(State::Idle(since) | State::Streaming(since)) => DEADLINE.saturating_sub(since.elapsed()),
-            Some(State::Busy) | None => DEADLINE,
+    pub(super) fn time_left(&self) -> Duration {
+        match self.connections.lock().entries.get(&self.id).map(|entry| entry.state) {
+            Some(ConnectionState::Idle(since) | ConnectionState::Streaming(since)) => {
+                CONNECTION_TIMEOUT.saturating_sub(since.elapsed())
+            }
+            Some(ConnectionState::Busy) | None => CONNECTION_TIMEOUT,
         }
     }
 
-    fn enter(&self, state: State) {
-        if let Some(entry) = self.connections.lock().all.get_mut(&self.id) {
+    fn set_state(&self, state: ConnectionState) {
+        if let Some(entry) = self.connections.lock().entries.get_mut(&self.id) {
             entry.state = state;
         }
     }
 }
 
-impl Drop for Connection {
+impl Drop for AdminConnection {
     fn drop(&mut self) {
-        self.connections.lock().all.remove(&self.id);
+        self.connections.lock().entries.remove(&self.id);
     }
 }

@@ -4,21 +4,21 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::vitals::Vitals;
+use super::vitals::AdminState;
 use crate::upstream::fleet::EndpointStatus;
 
 /// `/readyz`
 #[derive(Debug, Serialize)]
-pub(super) struct Health<'a> {
-    status: Status,
-    store: Store<'a>,
-    upstreams: BTreeMap<Box<str>, Vec<Server>>,
+pub(super) struct ReadinessReport<'a> {
+    status: ReadinessStatus,
+    store: StoreReadiness<'a>,
+    upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
 }
 
 /// In a word.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
-enum Status {
+enum ReadinessStatus {
     /// All works.
     Ready,
     /// Requests are served, but limits follow `on_store_error`.
@@ -28,7 +28,7 @@ enum Status {
 }
 
 #[derive(Debug, Serialize)]
-struct Store<'a> {
+struct StoreReadiness<'a> {
     name: &'a str,
     /// What of it does not answer.
     failing: Vec<String>,
@@ -36,35 +36,39 @@ struct Store<'a> {
 
 /// One server of an upstream.
 #[derive(Debug, Serialize)]
-struct Server {
+struct EndpointReadiness {
     server: String,
     state: &'static str,
     in_flight: usize,
 }
 
-impl Health<'_> {
+impl ReadinessReport<'_> {
     pub(super) fn is_stopping(&self) -> bool {
-        self.status == Status::Stopping
+        self.status == ReadinessStatus::Stopping
     }
 }
 
-impl Vitals {
+impl AdminState {
     /// As it stands now.
-    pub(super) fn health(&self) -> Health<'_> {
-        let failing = self.failing();
+    pub(super) fn readiness(&self) -> ReadinessReport<'_> {
+        let failing_stores = self.failing_stores();
         // The service does not stop when another process goes on with it.
-        let stops = self.stop.is_cancelled() && !self.end.is_cancelled();
-        let status = match (stops, failing.is_empty()) {
-            (true, _) => Status::Stopping,
-            (false, true) => Status::Ready,
-            (false, false) => Status::Degraded,
+        let is_draining = self.drain.is_cancelled() && !self.admin_stop.is_cancelled();
+        let status = match (is_draining, failing_stores.is_empty()) {
+            (true, _) => ReadinessStatus::Stopping,
+            (false, true) => ReadinessStatus::Ready,
+            (false, false) => ReadinessStatus::Degraded,
         };
-        let server = |EndpointStatus { server, state, in_flight }| Server { server, state, in_flight };
-        let fleets = self.configuration.active().clusters.clone();
-        let upstreams = fleets.iter().map(|fleet| {
-            let servers = fleet.status().into_iter().map(server).collect();
-            (fleet.settings.name.clone(), servers)
+        let to_server = |EndpointStatus { server, state, in_flight }| EndpointReadiness { server, state, in_flight };
+        let clusters = self.config_handle.active().clusters.clone();
+        let upstreams = clusters.iter().map(|cluster| {
+            let servers = cluster.status().into_iter().map(to_server).collect();
+            (cluster.settings.name.clone(), servers)
         });
-        Health { status, store: Store { name: &self.store, failing }, upstreams: upstreams.collect() }
+        ReadinessReport {
+            status,
+            store: StoreReadiness { name: &self.store_name, failing: failing_stores },
+            upstreams: upstreams.collect(),
+        }
     }
 }

@@ -17,59 +17,59 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Duration, MissedTickBehavior, interval};
 use tokio_util::sync::CancellationToken;
 
-use super::Answer;
-use super::configuration::instant;
-use super::connections::Connection;
-use super::health::Health;
-use super::history::{History, KEPT, Second};
-use super::metrics::sum;
+use super::AdminResponse;
+use super::configuration::format_rfc3339;
+use super::connections::AdminConnection;
+use super::health::ReadinessReport;
+use super::history::{HISTORY_SECONDS, History, SecondStats};
+use super::metrics::sum_counts;
 use super::problem::ApiError;
-use super::vitals::Vitals;
+use super::vitals::AdminState;
 use crate::gateway::meters::LimitDecision;
 
 /// Who follows at the same time: a quarter of the connections, so that there are always some for health and metrics.
-pub(super) const FOLLOWERS: usize = 16;
+pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
 /// Seconds that a follower may be behind; then he misses some.
-const BEHIND: usize = 16;
+const EVENT_BUFFER: usize = 16;
 
 /// A body that goes on until nobody wants it.
-pub(super) type Events = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
+pub(super) type EventBody = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
 
 /// What happens, and who follows it.
 #[derive(Debug)]
-pub(super) struct Live {
+pub(super) struct EventStream {
     history: Mutex<History>,
     events: Sender<Bytes>,
-    places: Arc<Semaphore>,
+    subscriber_permits: Arc<Semaphore>,
 }
 
 /// The first event.
 #[derive(Serialize)]
-struct Before<'a> {
+struct HistoryEvent<'a> {
     version: &'static str,
     window_seconds: usize,
-    seconds: Vec<&'a Second>,
+    seconds: Vec<&'a SecondStats>,
 }
 
 /// Each further one.
 #[derive(Serialize)]
-struct Now<'a> {
-    second: Second,
-    connections: Connections,
-    limits: Vec<OfLimit<'a>>,
-    health: Health<'a>,
-    configuration: Configuration,
+struct SecondEvent<'a> {
+    second: SecondStats,
+    connections: ConnectionCounts,
+    limits: Vec<LimitDecisionCounts<'a>>,
+    health: ReadinessReport<'a>,
+    configuration: ConfigStatus,
 }
 
 #[derive(Serialize)]
-struct Connections {
+struct ConnectionCounts {
     open: usize,
     max: usize,
 }
 
 #[derive(Serialize)]
-struct OfLimit<'a> {
+struct LimitDecisionCounts<'a> {
     limit: &'a str,
     quota: String,
     shadow: bool,
@@ -79,90 +79,91 @@ struct OfLimit<'a> {
 
 /// Both in RFC 3339: when either is another one, `/api/config` is.
 #[derive(Serialize)]
-struct Configuration {
+struct ConfigStatus {
     loaded_at: String,
     last_error_at: Option<String>,
 }
 
 /// Somebody who follows.
-struct Follower {
+struct Subscriber {
     first: Option<Bytes>,
     events: Receiver<Bytes>,
-    end: CancellationToken,
-    connection: Arc<Connection>,
-    _place: OwnedSemaphorePermit,
+    admin_stop: CancellationToken,
+    connection: Arc<AdminConnection>,
+    _permit: OwnedSemaphorePermit,
 }
 
-impl Live {
-    pub(super) fn new(vitals: &Vitals) -> Self {
-        Live {
-            history: Mutex::new(History::new(vitals)),
-            events: Sender::new(BEHIND),
-            places: Arc::new(Semaphore::new(FOLLOWERS)),
+impl EventStream {
+    pub(super) fn new(state: &AdminState) -> Self {
+        EventStream {
+            history: Mutex::new(History::new(state)),
+            events: Sender::new(EVENT_BUFFER),
+            subscriber_permits: Arc::new(Semaphore::new(MAX_SUBSCRIBERS)),
         }
     }
 
     /// Takes a look once a second, and tells those who follow.
-    pub(super) async fn run(&self, vitals: &Vitals) -> Infallible {
+    pub(super) async fn run(&self, state: &AdminState) -> Infallible {
         let mut ticks = interval(Duration::from_secs(1));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
         ticks.tick().await;
         loop {
             ticks.tick().await;
-            let mut history = self.history();
-            let second = history.tick(vitals);
+            let mut history = self.lock_history();
+            let second = history.tick(state);
             if self.events.receiver_count() > 0 {
                 // The last of them may just have gone.
-                let _ = self.events.send(now(second, vitals));
+                let _ = self.events.send(second_event(second, state));
             }
         }
     }
 
     /// The events from now on, after those seconds that are over.
-    pub(super) fn follow(&self, end: CancellationToken, connection: &Arc<Connection>) -> Answer {
-        let Ok(place) = self.places.clone().try_acquire_owned() else {
-            let full = format!("{FOLLOWERS} follow already: close one of the live pages");
-            return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, full).into_answer();
+    pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
+        let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
+            let detail = format!("{MAX_SUBSCRIBERS} follow already: close one of the live pages");
+            return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
         };
-        let follower = {
+        let subscriber = {
             // No second is over in between: none is missed, none comes twice.
-            let history = self.history();
+            let history = self.lock_history();
             let seconds = history.seconds().iter().collect();
-            let before = Before { version: env!("CARGO_PKG_VERSION"), window_seconds: KEPT, seconds };
-            let first = Some(event("history", &before));
+            let history_event =
+                HistoryEvent { version: env!("CARGO_PKG_VERSION"), window_seconds: HISTORY_SECONDS, seconds };
+            let first = Some(format_event("history", &history_event));
             let (events, connection) = (self.events.subscribe(), connection.clone());
-            Follower { first, events, end, connection, _place: place }
+            Subscriber { first, events, admin_stop, connection, _permit: permit }
         };
-        let events: BoxStream<'static, _> = Box::pin(stream::unfold(follower, Follower::next));
-        let mut answer = Response::new(Either::Right(StreamBody::new(events)));
-        answer.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
-        answer
+        let events: BoxStream<'static, _> = Box::pin(stream::unfold(subscriber, Subscriber::next));
+        let mut response = Response::new(Either::Right(StreamBody::new(events)));
+        response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("text/event-stream"));
+        response
     }
 
-    fn history(&self) -> MutexGuard<'_, History> {
+    fn lock_history(&self) -> MutexGuard<'_, History> {
         self.history.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Follower {
+impl Subscriber {
     async fn next(mut self) -> Option<(Result<Frame<Bytes>, Infallible>, Self)> {
         let event = match self.first.take() {
             Some(first) => first,
-            None => self.end.run_until_cancelled(later(&mut self.events)).await??,
+            None => self.admin_stop.run_until_cancelled(next_event(&mut self.events)).await??,
         };
-        self.connection.streaming();
+        self.connection.set_streaming();
         Some((Ok(Frame::data(event)), self))
     }
 }
 
-impl Drop for Follower {
+impl Drop for Subscriber {
     fn drop(&mut self) {
-        self.connection.idle();
+        self.connection.set_idle();
     }
 }
 
 /// The next event that is still there.
-async fn later(events: &mut Receiver<Bytes>) -> Option<Bytes> {
+async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     loop {
         match events.recv().await {
             Ok(event) => return Some(event),
@@ -173,34 +174,34 @@ async fn later(events: &mut Receiver<Bytes>) -> Option<Bytes> {
 }
 
 /// What a second was like, and how all stands at its end.
-fn now(second: Second, vitals: &Vitals) -> Bytes {
-    let running = vitals.configuration.active();
-    let counts: BTreeMap<_, _> = vitals.tallies.limits.all().into_iter().collect();
-    let limits = running.config.limits.iter().map(|(name, terms)| {
-        let counts = sum(counts.get(&**name).into_iter().flatten().map(|tally| tally.values()));
-        OfLimit {
+fn second_event(second: SecondStats, state: &AdminState) -> Bytes {
+    let active = state.config_handle.active();
+    let counts: BTreeMap<_, _> = state.request_metrics.limits.all().into_iter().collect();
+    let limits = active.config.limits.iter().map(|(name, compiled)| {
+        let counts = sum_counts(counts.get(&**name).into_iter().flatten().map(|counter| counter.values()));
+        LimitDecisionCounts {
             limit: name,
-            quota: terms.limit.default_variant.quota.to_string(),
-            shadow: terms.limit.shadow,
-            decisions: LimitDecision::ALL.iter().map(|judgement| judgement.label()).zip(counts).collect(),
+            quota: compiled.limit.default_variant.quota.to_string(),
+            shadow: compiled.limit.shadow,
+            decisions: LimitDecision::ALL.iter().map(|limit_decision| limit_decision.label()).zip(counts).collect(),
         }
     });
-    let (open, most) = vitals.connections.open_and_max();
-    let now = Now {
+    let (open, max) = state.connection_limits.open_and_max();
+    let second_event = SecondEvent {
         second,
-        connections: Connections { open, max: most },
+        connections: ConnectionCounts { open, max },
         limits: limits.collect(),
-        health: vitals.health(),
-        configuration: Configuration {
-            loaded_at: instant(running.active_since_us),
-            last_error_at: vitals.configuration.last_failure().map(|failure| instant(failure.failed_at_us)),
+        health: state.readiness(),
+        configuration: ConfigStatus {
+            loaded_at: format_rfc3339(active.active_since_us),
+            last_error_at: state.config_handle.last_failure().map(|failure| format_rfc3339(failure.failed_at_us)),
         },
     };
-    event("second", &now)
+    format_event("second", &second_event)
 }
 
 /// In the form of the HTML standard, §9.2; JSON has no line of its own in it.
-fn event(name: &str, data: &impl Serialize) -> Bytes {
+fn format_event(name: &str, data: &impl Serialize) -> Bytes {
     // Strings and numbers always serialise.
     format!("event: {name}\ndata: {}\n\n", serde_json::to_string(data).unwrap_or_default()).into()
 }

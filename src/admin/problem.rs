@@ -2,7 +2,7 @@
 
 use http::StatusCode;
 
-use super::{Answer, of_type};
+use super::{AdminResponse, typed_response};
 
 /// What is said instead of an answer.
 #[derive(Debug)]
@@ -17,15 +17,15 @@ impl ApiError {
     }
 
     /// What is asked for cannot be understood.
-    pub(super) fn bad(detail: impl Into<String>) -> Self {
+    pub(super) fn bad_request(detail: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, detail)
     }
 
-    pub(super) fn into_answer(self) -> Answer {
+    pub(super) fn into_response(self) -> AdminResponse {
         let ApiError { status, detail } = self;
         let title = status.canonical_reason().unwrap_or_default();
         let body =
             serde_json::json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
-        of_type(status, "application/problem+json", body.to_string() + "\n")
+        typed_response(status, "application/problem+json", body.to_string() + "\n")
     }
 }

@@ -16,45 +16,45 @@ use crate::tally::MetricFamily;
 
 /// The parts of a process that can be looked at.
 #[derive(Debug)]
-pub struct Vitals {
+pub struct AdminState {
     /// What the gateways count.
-    pub tallies: Arc<RequestMetrics>,
+    pub request_metrics: Arc<RequestMetrics>,
     /// What the limiters count.
-    pub limits: Arc<MetricFamily<tallies::LimiterMetrics>>,
+    pub limiter_metrics: Arc<MetricFamily<tallies::LimiterMetrics>>,
     /// The connections of clients.
-    pub connections: Arc<ConnectionLimits>,
+    pub connection_limits: Arc<ConnectionLimits>,
     /// How the store is called; no credentials.
-    pub store: String,
+    pub store_name: String,
     /// What is served.
-    pub configuration: Arc<ConfigHandle>,
+    pub config_handle: Arc<ConfigHandle>,
     /// The counters in this process.
     pub memory: Arc<MemoryStore>,
     /// Whether the one store fails.
-    pub breaker: Arc<CircuitBreaker>,
+    pub circuit_breaker: Arc<CircuitBreaker>,
     /// Whether nodes of a cluster do.
-    pub topology: Arc<ClusterMap>,
+    pub cluster_map: Arc<ClusterMap>,
     /// What is written of requests.
-    pub sinks: TelemetrySinks,
+    pub telemetry_sinks: TelemetrySinks,
     /// When the process started, s since the Unix epoch.
-    pub started: u64,
+    pub started_at_s: u64,
     /// Cancelled when no new requests are wanted.
-    pub stop: CancellationToken,
+    pub drain: CancellationToken,
     /// Cancelled when another process answers instead.
-    pub end: CancellationToken,
+    pub admin_stop: CancellationToken,
 }
 
-impl Vitals {
+impl AdminState {
     /// How often a part of the store was given up.
-    pub fn openings(&self) -> u64 {
-        self.breaker.open_count() + self.topology.open_count()
+    pub fn breaker_open_count(&self) -> u64 {
+        self.circuit_breaker.open_count() + self.cluster_map.open_count()
     }
 
     /// The parts of the store that fail.
-    pub fn failing(&self) -> Vec<String> {
-        let mut failing = self.topology.open_nodes();
-        if self.breaker.is_open() {
-            failing.push(self.store.clone());
+    pub fn failing_stores(&self) -> Vec<String> {
+        let mut failing_stores = self.cluster_map.open_nodes();
+        if self.circuit_breaker.is_open() {
+            failing_stores.push(self.store_name.clone());
         }
-        failing
+        failing_stores
     }
 }

@@ -9,42 +9,42 @@ use std::path::Path;
 use std::process::ExitCode;
 
 pub(super) use arguments::Arguments;
-use neighbour::Neighbour;
+use neighbour::AdminCounters;
 
-use super::BAD_CONFIG;
+use super::EXIT_INVALID_CONFIG;
 use crate::explain::Explainer;
-use crate::explain::counters::{Counters, Remote, Unseen};
+use crate::explain::counters::{Counters, CountersUnavailable, RedisCounters};
 use crate::explain::facts::Explanation;
 use crate::runtime::CompiledConfig;
 
 /// So many other routes are explained without `--all`.
-const NEAREST: usize = 10;
+const MAX_OTHER_ROUTES: usize = 10;
 
-pub(super) fn explain(arguments: &Arguments, runtime: &CompiledConfig, config: &Path) -> anyhow::Result<ExitCode> {
-    let asked = match arguments.asked(runtime) {
-        Ok(asked) => asked,
+pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let client_request = match arguments.to_request(config) {
+        Ok(client_request) => client_request,
         Err(error) => {
             anstream::eprintln!("sluicegate explain: {error}");
-            return Ok(ExitCode::from(BAD_CONFIG));
+            return Ok(ExitCode::from(EXIT_INVALID_CONFIG));
         }
     };
-    let with = |counters: &dyn Counters| {
-        let routes = if arguments.all { usize::MAX } else { NEAREST };
-        Explainer { runtime, counters, routes }.explain(&asked.request, &asked.peer)
+    let explain_with = |counters: &dyn Counters| {
+        let routes = if arguments.all { usize::MAX } else { MAX_OTHER_ROUTES };
+        Explainer { config, counters, max_other_routes: routes }.explain(&client_request.request, &client_request.peer)
     };
-    let facts: Explanation = if arguments.offline {
-        with(&Unseen("--offline".to_owned()))
+    let explanation: Explanation = if arguments.offline {
+        explain_with(&CountersUnavailable("--offline".to_owned()))
     } else {
-        match Remote::open(runtime)? {
-            Some(remote) => with(&remote),
-            None => with(&Neighbour::of(config, runtime)),
+        match RedisCounters::open(config)? {
+            Some(redis) => explain_with(&redis),
+            None => explain_with(&AdminCounters::open(config_path, config)),
         }
     };
     if arguments.json {
-        writeln!(stdout(), "{}", serde_json::to_string_pretty(&facts)?)?;
+        writeln!(stdout(), "{}", serde_json::to_string_pretty(&explanation)?)?;
     } else {
         // Colours on a terminal only, and none where NO_COLOR asks for it.
-        page::write(&facts, &mut anstream::stdout().lock())?;
+        page::write(&explanation, &mut anstream::stdout().lock())?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -9,7 +9,7 @@ use clap::ValueEnum;
 
 /// What the gateway is for.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub(super) enum Situation {
+pub(super) enum Template {
     /// One API, limited by client address
     SingleApi,
     /// An API for consumers with keys, each with the limits of its plan
@@ -20,36 +20,37 @@ pub(super) enum Situation {
     Llm,
 }
 
-pub(super) fn init(config: &Path, situation: Situation, force: bool) -> anyhow::Result<()> {
-    let (text, has_keys) = match situation {
-        Situation::SingleApi => (include_str!("init/single-api.toml"), false),
-        Situation::Plans => (include_str!("init/plans.toml"), true),
-        Situation::Cdn => (include_str!("init/cdn.toml"), false),
-        Situation::Llm => (include_str!("init/llm.toml"), true),
+pub(super) fn run(config_path: &Path, template: Template, force: bool) -> anyhow::Result<()> {
+    let (text, has_keys) = match template {
+        Template::SingleApi => (include_str!("init/single-api.toml"), false),
+        Template::Plans => (include_str!("init/plans.toml"), true),
+        Template::Cdn => (include_str!("init/cdn.toml"), false),
+        Template::Llm => (include_str!("init/llm.toml"), true),
     };
-    let mut files = vec![(config.to_owned(), text)];
+    let mut files = vec![(config_path.to_owned(), text)];
     if has_keys {
-        files.push((config.with_file_name("consumers.toml"), include_str!("init/consumers.toml")));
+        files.push((config_path.with_file_name("consumers.toml"), include_str!("init/consumers.toml")));
     }
     // Before anything is written: half of a configuration helps nobody.
-    let there: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
-    if let (Some(path), false) = (there.first(), force) {
+    let existing: Vec<_> = files.iter().map(|(path, _)| path).filter(|path| path.symlink_metadata().is_ok()).collect();
+    if let (Some(path), false) = (existing.first(), force) {
         bail!("{} is there already: --force overwrites it, --config FILE names another", path.display());
     }
     for (path, text) in &files {
-        write(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;
+        write_file(path, text, force).with_context(|| format!("{} cannot be written", path.display()))?;
     }
     let names: Vec<_> = files.iter().map(|(path, _)| path.display().to_string()).collect();
-    let other = if config == Path::new("gateway.toml") { String::new() } else { format!(" --config {}", names[0]) };
-    let mut next = vec![format!("sluicegate check{other}"), format!("sluicegate{other}")];
+    let config_argument =
+        if config_path == Path::new("gateway.toml") { String::new() } else { format!(" --config {}", names[0]) };
+    let mut next_commands = vec![format!("sluicegate check{config_argument}"), format!("sluicegate{config_argument}")];
     if has_keys {
-        next.insert(0, format!("sluicegate key new --consumer acme --create --tier free{other}"));
+        next_commands.insert(0, format!("sluicegate key new --consumer acme --create --tier free{config_argument}"));
     }
-    writeln!(stderr(), "{} written. Next:\n  {}", names.join(" and "), next.join("\n  "))?;
+    writeln!(stderr(), "{} written. Next:\n  {}", names.join(" and "), next_commands.join("\n  "))?;
     Ok(())
 }
 
-fn write(path: &Path, text: &str, force: bool) -> std::io::Result<()> {
+fn write_file(path: &Path, text: &str, force: bool) -> std::io::Result<()> {
     let mut file = match File::create_new(path) {
         Err(error) if error.kind() == ErrorKind::AlreadyExists && force => File::create(path)?,
         file => file?,

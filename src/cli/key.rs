@@ -8,18 +8,18 @@ use std::io::{BufRead, IsTerminal, Write, stderr, stdin, stdout};
 use std::path::Path;
 
 use anyhow::{Context, bail};
-use book::Book;
+use book::ConsumersDoc;
 use clap::Subcommand;
 use file::ConsumersFile;
-use secret::{Prefix, Secret};
+use secret::{KeyPrefix, Secret};
 
 use crate::identity::api_key::KeyHash;
 
 /// Hex digits of a hash by which people tell keys apart.
-const FINGERPRINT: usize = 12;
+const FINGERPRINT_DIGITS: usize = 12;
 
 /// A shorter one is as likely a slip as a choice.
-const SHORTEST: usize = 6;
+const MIN_FINGERPRINT_DIGITS: usize = 6;
 
 #[derive(Debug, Subcommand)]
 pub(super) enum Action {
@@ -37,8 +37,8 @@ pub(super) enum Action {
         #[arg(long, requires = "create")]
         tier: Option<String>,
         /// What the key begins with: lower-case letters, digits and _, with a _ at the end
-        #[arg(long, default_value = "sg_live_", value_parser = Prefix::read)]
-        prefix: Prefix,
+        #[arg(long, default_value = "sg_live_", value_parser = KeyPrefix::parse)]
+        prefix: KeyPrefix,
     },
     /// Print the hash of the key on standard input
     ///
@@ -53,22 +53,22 @@ pub(super) enum Action {
     },
 }
 
-pub(super) fn key(config: &Path, action: &Action) -> anyhow::Result<()> {
+pub(super) fn run(config_path: &Path, action: &Action) -> anyhow::Result<()> {
     match action {
         Action::New { consumer: None, prefix, .. } => {
             let secret = Secret::generate(prefix)?;
-            writeln!(stderr(), "keys = [\"{}\"]", written(&secret.hash()))?;
+            writeln!(stderr(), "keys = [\"{}\"]", format_hash(&secret.hash()))?;
             writeln!(stdout(), "{secret}")?;
         }
         Action::New { consumer: Some(consumer), create, tier, prefix } => {
             let secret = Secret::generate(prefix)?;
-            let mut file = ConsumersFile::open(config)?;
-            let mut book = file.book()?;
+            let mut file = ConsumersFile::open(config_path)?;
+            let mut document = file.document()?;
             if *create {
-                book.create(consumer, tier.as_deref())?;
+                document.add_consumer(consumer, tier.as_deref())?;
             }
-            book.add(consumer, &written(&secret.hash()))?;
-            file.replace(&book)?;
+            document.add_key(consumer, &format_hash(&secret.hash()))?;
+            file.replace(&document)?;
             let path = file.path().display();
             writeln!(
                 stderr(),
@@ -77,18 +77,18 @@ pub(super) fn key(config: &Path, action: &Action) -> anyhow::Result<()> {
             )?;
             writeln!(stdout(), "{secret}")?;
         }
-        Action::Hash => writeln!(stdout(), "{}", written(&ask()?.hash()))?,
-        Action::List => list(&ConsumersFile::open(config)?.book()?)?,
+        Action::Hash => writeln!(stdout(), "{}", format_hash(&read_secret()?.hash()))?,
+        Action::List => print_list(&ConsumersFile::open(config_path)?.document()?)?,
         Action::Revoke { fingerprint } => {
             let digits = match fingerprint {
-                Some(text) => digits(text)?,
-                None => hex(&ask()?.hash()),
+                Some(text) => parse_fingerprint(text)?,
+                None => to_hex(&read_secret()?.hash()),
             };
-            let mut file = ConsumersFile::open(config)?;
-            let mut book = file.book()?;
-            let (consumer, hash) = book.revoke(&digits)?;
-            file.replace(&book)?;
-            let short = hash.get(..FINGERPRINT).unwrap_or(&hash);
+            let mut file = ConsumersFile::open(config_path)?;
+            let mut document = file.document()?;
+            let (consumer, hash) = document.revoke_key(&digits)?;
+            file.replace(&document)?;
+            let short = hash.get(..FINGERPRINT_DIGITS).unwrap_or(&hash);
             writeln!(stderr(), "{}: the key {short} of `{consumer}` is out", file.path().display())?;
         }
     }
@@ -96,17 +96,17 @@ pub(super) fn key(config: &Path, action: &Action) -> anyhow::Result<()> {
 }
 
 /// The key on standard input.
-fn ask() -> anyhow::Result<Secret> {
+fn read_secret() -> anyhow::Result<Secret> {
     if stdin().is_terminal() {
         write!(stderr(), "key: ")?;
     }
     let mut line = String::new();
     stdin().lock().read_line(&mut line).context("standard input cannot be read")?;
-    Secret::read(line.trim_end_matches(['\r', '\n']))
+    Secret::parse(line.trim_end_matches(['\r', '\n']))
 }
 
 /// What a fingerprint begins with.
-fn digits(text: &str) -> anyhow::Result<String> {
+fn parse_fingerprint(text: &str) -> anyhow::Result<String> {
     let digits = text.strip_prefix("sha256:").unwrap_or(text).to_ascii_lowercase();
     if !digits.bytes().all(|byte| byte.is_ascii_hexdigit()) || digits.len() > 64 {
         // It may be a key: it is not repeated.
@@ -115,40 +115,40 @@ fn digits(text: &str) -> anyhow::Result<String> {
              standard input, as all users of this machine see arguments"
         );
     }
-    if digits.len() < SHORTEST {
-        bail!("`{digits}` is too short: {SHORTEST} digits or more");
+    if digits.len() < MIN_FINGERPRINT_DIGITS {
+        bail!("`{digits}` is too short: {MIN_FINGERPRINT_DIGITS} digits or more");
     }
     Ok(digits)
 }
 
-fn list(book: &Book) -> anyhow::Result<()> {
-    let consumers = book.consumers();
-    let width = |column: fn(&book::Line) -> &str, head: &str| {
-        consumers.iter().map(|line| column(line).chars().count()).max().unwrap_or(0).max(head.len())
+fn print_list(document: &ConsumersDoc) -> anyhow::Result<()> {
+    let consumers = document.rows();
+    let width = |column: fn(&book::ConsumerRow) -> &str, header: &str| {
+        consumers.iter().map(|row| column(row).chars().count()).max().unwrap_or(0).max(header.len())
     };
-    let (name, tier) = (width(|line| &line.name, "consumer"), width(|line| &line.tier, "tier"));
+    let (name, tier) = (width(|row| &row.name, "consumer"), width(|row| &row.tier, "tier"));
     let mut out = stdout().lock();
     writeln!(out, "{:name$}  {:tier$}  keys", "consumer", "tier")?;
-    for line in &consumers {
+    for row in &consumers {
         // A line for each key: what `grep` and `awk` find is whole.
         let none = ["none".to_owned()];
-        let keys = if line.keys.is_empty() { &none[..] } else { &line.keys };
+        let keys = if row.keys.is_empty() { &none[..] } else { &row.keys };
         for key in keys {
-            let key = key.strip_prefix("sha256:").map_or(&**key, |hash| hash.get(..FINGERPRINT).unwrap_or(hash));
-            writeln!(out, "{:name$}  {:tier$}  {key}", line.name, line.tier)?;
+            let key = key.strip_prefix("sha256:").map_or(&**key, |hash| hash.get(..FINGERPRINT_DIGITS).unwrap_or(hash));
+            writeln!(out, "{:name$}  {:tier$}  {key}", row.name, row.tier)?;
         }
     }
     Ok(())
 }
 
-fn written(hash: &KeyHash) -> String {
-    format!("sha256:{}", hex(hash))
+fn format_hash(hash: &KeyHash) -> String {
+    format!("sha256:{}", to_hex(hash))
 }
 
 fn fingerprint(hash: &KeyHash) -> String {
-    hex(&hash[..FINGERPRINT / 2])
+    to_hex(&hash[..FINGERPRINT_DIGITS / 2])
 }
 
-fn hex(bytes: &[u8]) -> String {
+fn to_hex(bytes: &[u8]) -> String {
     bytes.iter().map(|byte| format!("{byte:02x}")).collect()
 }

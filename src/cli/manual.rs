@@ -10,7 +10,7 @@ use clap_complete::Shell;
 use super::Arguments;
 
 /// Completions of a shell, to standard output.
-pub(super) fn completions(shell: Shell) -> std::io::Result<()> {
+pub(super) fn print_completions(shell: Shell) -> std::io::Result<()> {
     // To memory first: what writes them gives up where nobody reads on.
     let mut script = Vec::new();
     clap_complete::generate(shell, &mut Arguments::command(), "sluicegate", &mut script);
@@ -18,7 +18,7 @@ pub(super) fn completions(shell: Shell) -> std::io::Result<()> {
 }
 
 /// The page of the program to standard output, or a page for each command into a folder.
-pub(super) fn man(folder: Option<&Path>) -> anyhow::Result<()> {
+pub(super) fn write_man_pages(folder: Option<&Path>) -> anyhow::Result<()> {
     let command = Arguments::command();
     match folder {
         None => clap_mangen::Man::new(command).render(&mut stdout())?,

@@ -12,76 +12,84 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 pub(super) use arguments::Arguments;
 
-use super::{BAD_CONFIG, is_broken_pipe};
+use super::{EXIT_INVALID_CONFIG, is_broken_pipe};
 use crate::config::error::ConfigError;
-use crate::replay::report::{Report, html, json, table};
-use crate::replay::size::Proposal;
-use crate::replay::source::{Progress, Source, size};
-use crate::replay::{Options, Replay, Watcher};
+use crate::replay::report::{ReplayReport, html, table, to_json};
+use crate::replay::size::QuotaProposal;
+use crate::replay::source::{LogInput, ReadProgress, file_size};
+use crate::replay::{Replay, ReplayObserver, ReplayOptions};
 use crate::runtime::CompiledConfig;
 
 /// Exit code of logs in which nothing can be read, and of arguments that do not fit.
-const UNREADABLE: u8 = BAD_CONFIG;
+const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
 
 /// So often a spinner turns.
-const SPIN: Duration = Duration::from_millis(100);
+const SPINNER_INTERVAL: Duration = Duration::from_millis(100);
 
-pub(super) fn replay(arguments: &Arguments, config: &Path) -> anyhow::Result<ExitCode> {
-    let proposals: Vec<_> = arguments.limits.iter().map(|given| given.0.clone()).collect();
-    let runtime = runtime(arguments, config, &proposals).inspect_err(|_| {
-        if arguments.by.is_empty() && !config.exists() {
+pub(super) fn run(arguments: &Arguments, config_path: &Path) -> anyhow::Result<ExitCode> {
+    let proposals: Vec<_> = arguments.limits.iter().map(|argument| argument.0.clone()).collect();
+    let config = load_config(arguments, config_path, &proposals).inspect_err(|_| {
+        if arguments.by.is_empty() && !config_path.exists() {
             anstream::eprintln!("without a configuration: replay LOG --by ip --limit per-ip=600/min");
         }
     })?;
-    match replay_with(arguments, runtime, proposals) {
+    match run_replay(arguments, config, proposals) {
         Ok(code) => Ok(code),
         Err(error) if is_broken_pipe(&error) => Err(error),
         Err(error) => {
             anstream::eprintln!("sluicegate replay: {error:#}");
-            Ok(ExitCode::from(UNREADABLE))
+            Ok(ExitCode::from(EXIT_INVALID_INPUT))
         }
     }
 }
 
-fn replay_with(arguments: &Arguments, runtime: CompiledConfig, proposals: Vec<Proposal>) -> anyhow::Result<ExitCode> {
-    let progress = Progress::default();
-    let open = |path: &PathBuf| Source::open(path, &progress).with_context(|| format!("{}", path.display()));
+fn run_replay(
+    arguments: &Arguments,
+    config: CompiledConfig,
+    proposals: Vec<QuotaProposal>,
+) -> anyhow::Result<ExitCode> {
+    let progress = ReadProgress::default();
+    let open = |path: &PathBuf| LogInput::open(path, &progress).with_context(|| format!("{}", path.display()));
     let sources = arguments.logs.iter().map(open).collect::<Result<Vec<_>, _>>()?;
     let names = sources.iter().map(|source| source.name().to_owned()).collect();
     let target = (!arguments.no_suggest).then_some(arguments.target.0);
-    let options = Options {
+    let options = ReplayOptions {
         format: arguments.format.clone(),
         proposals,
-        stands: arguments.identities.iter().map(|given| given.0.clone()).collect(),
+        identity_fields: arguments.identities.iter().map(|argument| argument.0.clone()).collect(),
     };
-    let replay = Replay::new(runtime, &sources, &options)?;
-    let mut shown = Shown::new(&arguments.logs, progress);
-    let outcome = replay.run(sources, target, &mut shown);
-    shown.bar.finish_and_clear();
-    let report = Report::new(&replay, &outcome, names, target);
+    let replay = Replay::new(config, &sources, &options)?;
+    let mut display = ProgressDisplay::new(&arguments.logs, progress);
+    let outcome = replay.run(sources, target, &mut display);
+    display.bar.finish_and_clear();
+    let report = ReplayReport::new(&replay, &outcome, names, target);
     if let Some(path) = &arguments.html {
-        std::fs::write(path, html::page(&report)).with_context(|| format!("{}", path.display()))?;
+        std::fs::write(path, html::render_page(&report)).with_context(|| format!("{}", path.display()))?;
     }
     if arguments.json {
-        writeln!(stdout(), "{}", json(&report)?)?;
+        writeln!(stdout(), "{}", to_json(&report)?)?;
     } else {
-        table::write(&report, &mut stdout().lock())?;
+        table::write_table(&report, &mut stdout().lock())?;
     }
-    if report.lines.requests == 0 && (report.lines.unreadable > 0 || !outcome.found.broken.is_empty()) {
+    if report.lines.requests == 0 && (report.lines.unreadable > 0 || !outcome.statistics.read_errors.is_empty()) {
         bail!("no line could be read");
     }
     Ok(ExitCode::SUCCESS)
 }
 
 /// The configuration, or one that has nothing but the proposed limits.
-fn runtime(arguments: &Arguments, config: &Path, proposals: &[Proposal]) -> Result<CompiledConfig, ConfigError> {
-    let environment = |name: &str| std::env::var(name).ok();
+fn load_config(
+    arguments: &Arguments,
+    config_path: &Path,
+    proposals: &[QuotaProposal],
+) -> Result<CompiledConfig, ConfigError> {
+    let env_var = |name: &str| std::env::var(name).ok();
     if arguments.by.is_empty() {
-        return CompiledConfig::load(config, &environment);
+        return CompiledConfig::load(config_path, &env_var);
     }
     let names: Vec<_> = proposals.iter().map(|proposal| proposal.limit.as_str()).collect();
     let mut text = String::from("[[listener]]\naddress = \"127.0.0.1:0\"\n");
-    for Proposal { limit, quota, .. } in proposals {
+    for QuotaProposal { limit, quota, .. } in proposals {
         let Arguments { by, algorithm, .. } = arguments;
         text += &format!(
             "[limit.{limit:?}]\nby = {by:?}\nquota = {quota:?}\nalgorithm = {algorithm:?}\non_missing = \"skip\"\n"
@@ -90,39 +98,40 @@ fn runtime(arguments: &Arguments, config: &Path, proposals: &[Proposal]) -> Resu
     text += &format!(
         "[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = {names:?}\nrespond = {{ status = 200 }}\n"
     );
-    CompiledConfig::from_text(Path::new("(the command line)"), text, &environment)
+    CompiledConfig::from_text(Path::new("(the command line)"), text, &env_var)
 }
 
 /// What is shown while logs are read, where somebody looks on.
-struct Shown {
+struct ProgressDisplay {
     bar: ProgressBar,
-    progress: Progress,
+    progress: ReadProgress,
 }
 
-impl Shown {
-    fn new(logs: &[PathBuf], progress: Progress) -> Self {
-        let all: Option<u64> = logs.iter().map(|log| size(log)).sum();
-        let bar = match all {
+impl ProgressDisplay {
+    fn new(logs: &[PathBuf], progress: ReadProgress) -> Self {
+        let total_bytes: Option<u64> = logs.iter().map(|log| file_size(log)).sum();
+        let bar = match total_bytes {
             _ if !stderr().is_terminal() => ProgressBar::hidden(),
-            Some(all) => ProgressBar::new(all),
+            Some(total_bytes) => ProgressBar::new(total_bytes),
             None => ProgressBar::no_length(),
         };
-        let template = if all.is_some() { "{wide_bar} {percent:>3} %  {eta:>4}" } else { "{spinner} {bytes} read" };
+        let template =
+            if total_bytes.is_some() { "{wide_bar} {percent:>3} %  {eta:>4}" } else { "{spinner} {bytes} read" };
         if let Ok(style) = ProgressStyle::with_template(template) {
             bar.set_style(style);
         }
-        Shown { bar, progress }
+        ProgressDisplay { bar, progress }
     }
 }
 
-impl Watcher for Shown {
-    fn read(&mut self) {
+impl ReplayObserver for ProgressDisplay {
+    fn on_progress(&mut self) {
         self.bar.set_position(self.progress.bytes());
     }
 
-    fn trying(&mut self, limit: &str) {
+    fn on_quota_search(&mut self, limit: &str) {
         self.bar.set_style(ProgressStyle::default_spinner());
         self.bar.set_message(format!("which quota {limit} would need"));
-        self.bar.enable_steady_tick(SPIN);
+        self.bar.enable_steady_tick(SPINNER_INTERVAL);
     }
 }

@@ -8,17 +8,17 @@ use crate::config::schema;
 
 /// Whose schema.
 #[derive(Debug, Clone, Copy, ValueEnum)]
-pub(super) enum File {
+pub(super) enum SchemaFile {
     /// gateway.toml
     Gateway,
     /// consumers.toml
     Consumers,
 }
 
-pub(super) fn schema(file: File) -> anyhow::Result<()> {
+pub(super) fn print_schema(file: SchemaFile) -> anyhow::Result<()> {
     let schema = match file {
-        File::Gateway => schema::gateway(),
-        File::Consumers => schema::consumers(),
+        SchemaFile::Gateway => schema::gateway(),
+        SchemaFile::Consumers => schema::consumers(),
     };
     writeln!(stdout(), "{}", serde_json::to_string_pretty(&schema)?)?;
     Ok(())

@@ -4,72 +4,84 @@ use redis::Value;
 use redis::aio::ConnectionLike;
 use tokio::time::Duration;
 
-use super::line::{Failure, Line};
-use super::memory::keys_of;
-use super::{Check, Server, Status};
+use super::line::{CallError, DiagnosticConnection};
+use super::memory::database_key_count;
+use super::{Check, RedisServer, Status};
 use crate::limit::clock::monotonic;
 use crate::words::pluralize;
 
 /// Keys of the database that a call looks at.
-const STEP: u64 = 1000;
+const SCAN_COUNT: u64 = 1000;
 /// Calls: 100,000 keys in all.
-const STEPS: u64 = 100;
+const MAX_SCAN_CALLS: u64 = 100;
 /// And no longer than this.
-const BOUND: Duration = Duration::from_secs(3);
+const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
 /// Keys whose size is asked for.
-const SAMPLE: usize = 50;
+const SIZE_SAMPLE_KEYS: usize = 50;
 /// Keys that are named in the report.
-const NAMED: usize = 3;
+const MAX_NAMED_KEYS: usize = 3;
 
 #[derive(Default)]
-struct Found {
-    ours: u64,
+struct KeyStatistics {
+    key_count: u64,
     without_ttl: u64,
-    named: Vec<String>,
-    bytes: Vec<u64>,
+    examples: Vec<String>,
+    sizes_bytes: Vec<u64>,
 }
 
-pub(super) async fn keys(line: &mut Line, server: &Server, prefix: &str) -> Result<Check, Failure> {
-    let pattern = format!("{}:*", literal(prefix));
+pub(super) async fn check_keys(
+    connection: &mut DiagnosticConnection,
+    server: &RedisServer,
+    prefix: &str,
+) -> Result<Check, CallError> {
+    let pattern = format!("{}:*", escape_glob(prefix));
     // Of a pipeline it would not be known which right is missing.
-    line.ask::<Value>(redis::cmd("PTTL").arg(server.key(prefix))).await?;
-    let started = monotonic();
-    let (mut cursor, mut steps, mut found) = (0, 0, Found::default());
-    let complete = loop {
+    connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
+    let started_at = monotonic();
+    let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
+    let is_complete = loop {
         let mut scan = redis::cmd("SCAN");
         let (next, keys): (u64, Vec<Vec<u8>>) =
-            line.ask(scan.arg(cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(STEP)).await?;
+            connection.call(scan.arg(cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(SCAN_COUNT)).await?;
         (cursor, steps) = (next, steps + 1);
-        look(line, &keys, &mut found).await?;
-        if cursor == 0 || steps == STEPS || started.elapsed() > BOUND {
+        inspect_keys(connection, &keys, &mut statistics).await?;
+        if cursor == 0 || steps == MAX_SCAN_CALLS || started_at.elapsed() > SCAN_TIMEOUT {
             break cursor == 0;
         }
     };
-    let total = match line.info("keyspace").await {
-        Ok(info) => format!(" ({})", pluralize(keys_of(&info, line.pipe.get_db()), "key")),
-        Err(Failure::Refused(_)) => String::new(),
-        Err(lost) => return Err(lost),
+    let total = match connection.info("keyspace").await {
+        Ok(info) => format!(" ({})", pluralize(database_key_count(&info, connection.multiplexed.get_db()), "key")),
+        Err(CallError::ErrorReply(_)) => String::new(),
+        Err(error) => return Err(error),
     };
-    let extent = if complete {
+    let coverage = if is_complete {
         format!("the whole database{total} was looked at")
     } else {
-        format!("about {} keys of the database{total} were looked at", steps * STEP)
+        format!("about {} keys of the database{total} were looked at", steps * SCAN_COUNT)
     };
-    found.bytes.sort_unstable();
-    let size = found.bytes.get(found.bytes.len() / 2).map_or(String::new(), |bytes| format!(" of about {bytes} bytes"));
-    let Found { ours, without_ttl, named, .. } = found;
-    let summary = format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {extent}", pluralize(ours, "key"));
+    statistics.sizes_bytes.sort_unstable();
+    let size = statistics
+        .sizes_bytes
+        .get(statistics.sizes_bytes.len() / 2)
+        .map_or(String::new(), |bytes| format!(" of about {bytes} bytes"));
+    let KeyStatistics { key_count, without_ttl, examples, .. } = statistics;
+    let summary =
+        format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {coverage}", pluralize(key_count, "key"));
     let check = Check::ok("keys", summary.clone());
     Ok(if without_ttl > 0 {
-        let found = format!("{summary}; such as {}", named.join(", "));
+        let found = format!("{summary}; such as {}", examples.join(", "));
         let advice = "the gateway never writes such keys, and they never go: find out who does, delete them, or choose another store.prefix";
-        Check { message: found, ..check }.or(Status::Failed).advise(advice)
+        Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
     } else {
         check
     })
 }
 
-async fn look(line: &mut Line, keys: &[Vec<u8>], found: &mut Found) -> Result<(), Failure> {
+async fn inspect_keys(
+    connection: &mut DiagnosticConnection,
+    keys: &[Vec<u8>],
+    statistics: &mut KeyStatistics,
+) -> Result<(), CallError> {
     if keys.is_empty() {
         return Ok(());
     }
@@ -77,38 +89,39 @@ async fn look(line: &mut Line, keys: &[Vec<u8>], found: &mut Found) -> Result<()
     for key in keys {
         pipeline.cmd("PTTL").arg(key);
     }
-    let ttls: Vec<i64> = pipeline.query_async(&mut line.pipe).await.map_err(|error| line.failure(error))?;
-    found.ours += keys.len() as u64;
+    let ttls: Vec<i64> =
+        pipeline.query_async(&mut connection.multiplexed).await.map_err(|error| connection.classify_error(error))?;
+    statistics.key_count += keys.len() as u64;
     // -1 is a key without a TTL, -2 one that has gone meanwhile.
     for (key, _) in keys.iter().zip(ttls).filter(|(_, ttl)| *ttl == -1) {
-        found.without_ttl += 1;
-        if found.named.len() < NAMED {
-            found.named.push(String::from_utf8_lossy(key).into_owned());
+        statistics.without_ttl += 1;
+        if statistics.examples.len() < MAX_NAMED_KEYS {
+            statistics.examples.push(String::from_utf8_lossy(key).into_owned());
         }
     }
-    for key in keys.iter().take(SAMPLE.saturating_sub(found.bytes.len())) {
-        match line.ask::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
-            Ok(bytes) => found.bytes.extend(bytes),
+    for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
+        match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
+            Ok(bytes) => statistics.sizes_bytes.extend(bytes),
             // A figure less.
-            Err(Failure::Refused(_)) => break,
-            Err(lost) => return Err(lost),
+            Err(CallError::ErrorReply(_)) => break,
+            Err(error) => return Err(error),
         }
     }
     Ok(())
 }
 
 /// A pattern that matches exactly this text.
-fn literal(text: &str) -> String {
-    let special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
-    text.chars().flat_map(|character| special(character).then_some('\\').into_iter().chain([character])).collect()
+fn escape_glob(text: &str) -> String {
+    let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
+    text.chars().flat_map(|character| is_special(character).then_some('\\').into_iter().chain([character])).collect()
 }
 
 #[cfg(test)]
 mod tests {
     #[test]
-    fn a_prefix_is_no_pattern() {
+    fn escape_glob_escapes_metacharacters() {
         for (text, expected) in [("rl", "rl"), ("a*b?", "a\\*b\\?"), ("[x]\\", "\\[x\\]\\\\")] {
-            assert_eq!(super::literal(text), expected);
+            assert_eq!(super::escape_glob(text), expected);
         }
     }
 }

@@ -7,61 +7,62 @@ use tokio::time::Duration;
 use crate::limit::redis::advice::{diagnose_call, diagnose_connect, diagnose_timeout};
 
 /// Bound of connecting, and of each reply: far more than a gateway would wait, so that a slow server is told from a dead one.
-pub(super) const PATIENCE: Duration = Duration::from_secs(2);
+pub(super) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// The connection.
-pub(super) struct Line {
-    pub(super) pipe: MultiplexedConnection,
+pub(super) struct DiagnosticConnection {
+    pub(super) multiplexed: MultiplexedConnection,
     pub(super) address: ConnectionAddr,
 }
 
 /// Why there is no answer.
-pub(super) enum Failure {
+pub(super) enum CallError {
     /// The server answered with an error; other calls may do.
-    Refused(RedisError),
+    ErrorReply(RedisError),
     /// There will be no more answers; in words for people.
-    Lost(String),
+    ConnectionLost(String),
 }
 
-impl Line {
-    pub(super) async fn open(client: &Client) -> Result<Line, String> {
+impl DiagnosticConnection {
+    pub(super) async fn open(client: &Client) -> Result<DiagnosticConnection, String> {
         let address = client.get_connection_info().addr().clone();
-        let config =
-            AsyncConnectionConfig::new().set_connection_timeout(Some(PATIENCE)).set_response_timeout(Some(PATIENCE));
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(CALL_TIMEOUT))
+            .set_response_timeout(Some(CALL_TIMEOUT));
         match client.get_multiplexed_async_connection_with_config(&config).await {
-            Ok(pipe) => Ok(Line { pipe, address }),
+            Ok(multiplexed) => Ok(DiagnosticConnection { multiplexed, address }),
             Err(error) => Err(diagnose_connect(&error, &address)),
         }
     }
 
     /// Calls one command.
-    pub(super) async fn ask<T: FromRedisValue>(&mut self, command: &Cmd) -> Result<T, Failure> {
-        let reply = self.pipe.send_packed_command(command).await;
-        let reply = reply.and_then(Value::extract_error).map_err(|error| self.failure(error))?;
-        redis::from_redis_value(reply).map_err(|error| Failure::Refused(error.into()))
+    pub(super) async fn call<T: FromRedisValue>(&mut self, command: &Cmd) -> Result<T, CallError> {
+        let reply = self.multiplexed.send_packed_command(command).await;
+        let reply = reply.and_then(Value::extract_error).map_err(|error| self.classify_error(error))?;
+        redis::from_redis_value(reply).map_err(|error| CallError::ErrorReply(error.into()))
     }
 
     /// Whether to go on after an error.
-    pub(super) fn failure(&self, error: RedisError) -> Failure {
+    pub(super) fn classify_error(&self, error: RedisError) -> CallError {
         if error.is_timeout() {
-            Failure::Lost(diagnose_timeout(&self.address))
+            CallError::ConnectionLost(diagnose_timeout(&self.address))
         } else if error.is_io_error() || error.is_unrecoverable_error() {
-            Failure::Lost(diagnose_call(&error))
+            CallError::ConnectionLost(diagnose_call(&error))
         } else {
-            Failure::Refused(error)
+            CallError::ErrorReply(error)
         }
     }
 
     /// A section of `INFO`.
-    pub(super) async fn info(&mut self, section: &str) -> Result<Info, Failure> {
-        self.ask(redis::cmd("INFO").arg(section)).await.map(Info)
+    pub(super) async fn info(&mut self, section: &str) -> Result<InfoSection, CallError> {
+        self.call(redis::cmd("INFO").arg(section)).await.map(InfoSection)
     }
 }
 
 /// What `INFO` says.
-pub(super) struct Info(String);
+pub(super) struct InfoSection(String);
 
-impl Info {
+impl InfoSection {
     pub(super) fn text(&self, name: &str) -> Option<&str> {
         self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
     }

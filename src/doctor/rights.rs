@@ -2,14 +2,14 @@
 
 use redis::Value;
 
-use super::line::{Failure, Line};
-use super::{Check, Needs, Server, Status};
+use super::line::{CallError, DiagnosticConnection};
+use super::{Check, RedisServer, Requirements, Status};
 use crate::limit::algorithm::{AlgorithmKind, Rule};
 use crate::words::pluralize;
 
 /// Replies with the places of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
 /// False = the server cannot tell: `acl_check_cmd` came with Redis 7.0.
-const ASK: &str = "if not redis.acl_check_cmd then return false end
+const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
 local refused = {}
 for i = 1, #ARGV do
   local words = {}
@@ -19,11 +19,11 @@ end
 return refused";
 
 /// The commands that the gateway calls itself, as one would write them; what scripts call comes on top.
-const ALWAYS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
+const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
 /// What operators decide about single identities.
-const OVERRIDES: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
-const STRINGS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
-const LOG: &[&str] = &[
+const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
+const STRING_COMMANDS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
+const LOG_COMMANDS: &[&str] = &[
     "llen KEY",
     "lindex KEY 0",
     "lrange KEY 0 0",
@@ -33,7 +33,7 @@ const LOG: &[&str] = &[
     "pexpire KEY 1",
     "del KEY",
 ];
-const LEASES: &[&str] = &[
+const CONCURRENCY_COMMANDS: &[&str] = &[
     "zcount KEY 0 0",
     "zrangebyscore KEY 0 0",
     "zadd KEY 0 x",
@@ -42,26 +42,32 @@ const LEASES: &[&str] = &[
     "pexpire KEY 1",
 ];
 
-pub(super) async fn rights(line: &mut Line, server: &Server, needs: &Needs) -> Result<Check, Failure> {
-    let commands = commands(&needs.rules);
-    let mut ask = redis::cmd("EVAL");
-    ask.arg(ASK).arg(1).arg(server.key(&needs.prefix)).arg(&commands);
-    let refused = match line.ask::<Value>(&ask).await {
-        Err(Failure::Refused(error)) => {
+pub(super) async fn check_permissions(
+    connection: &mut DiagnosticConnection,
+    server: &RedisServer,
+    requirements: &Requirements,
+) -> Result<Check, CallError> {
+    let commands = required_commands(&requirements.rules);
+    let mut eval = redis::cmd("EVAL");
+    eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
+    let refused = match connection.call::<Value>(&eval).await {
+        Err(CallError::ErrorReply(error)) => {
             // Not left out: the gateway would be refused as well.
-            return Ok(Check::refused("permissions", &error).or(Status::Failed).advise(ADVICE));
+            return Ok(Check::from_redis_error("permissions", &error)
+                .with_status(Status::Failed)
+                .with_advice(ACL_ADVICE));
         }
         reply => reply?,
     };
     let Ok(refused) = redis::from_redis_value::<Option<Vec<usize>>>(refused) else {
-        return Ok(Check::left_out("permissions", "the server's answer is not understood"));
+        return Ok(Check::skipped("permissions", "the server's answer is not understood"));
     };
     let Some(refused) = refused else {
-        return Ok(Check::left_out("permissions", "this server cannot tell; Redis can from 7.0 on"));
+        return Ok(Check::skipped("permissions", "this server cannot tell; Redis can from 7.0 on"));
     };
-    let lacking: Vec<_> =
-        refused.iter().filter_map(|place| commands.get(place - 1)).map(|words| right(words)).collect();
-    Ok(if lacking.is_empty() {
+    let missing: Vec<_> =
+        refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
+    Ok(if missing.is_empty() {
         Check::ok(
             "permissions",
             format!("{} that these limits need are allowed", pluralize(commands.len() as u64, "command")),
@@ -69,27 +75,27 @@ pub(super) async fn rights(line: &mut Line, server: &Server, needs: &Needs) -> R
     } else {
         let found = format!(
             "refused: {} (of {} that these limits need)",
-            lacking.join(" "),
+            missing.join(" "),
             pluralize(commands.len() as u64, "command")
         );
-        Check::ok("permissions", found).or(Status::Failed).advise(ADVICE)
+        Check::ok("permissions", found).with_status(Status::Failed).with_advice(ACL_ADVICE)
     })
 }
 
-const ADVICE: &str = "give the user these rights with ACL SETUSER: docs/redis.md has the line for the gateway";
+const ACL_ADVICE: &str = "give the user these rights with ACL SETUSER: docs/redis.md has the line for the gateway";
 
-fn commands(rules: &[Rule]) -> Vec<&'static str> {
-    let mut commands = [ALWAYS, OVERRIDES].concat();
+fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
+    let mut commands = [BASE_COMMANDS, OVERRIDE_COMMANDS].concat();
     for rule in rules {
         commands.extend(match rule.kind() {
-            AlgorithmKind::SlidingLog => LOG,
-            AlgorithmKind::Concurrency => LEASES,
+            AlgorithmKind::SlidingLog => LOG_COMMANDS,
+            AlgorithmKind::Concurrency => CONCURRENCY_COMMANDS,
             AlgorithmKind::TokenBucket
             | AlgorithmKind::FixedWindow
             | AlgorithmKind::FirstRequest
             | AlgorithmKind::Calendar
             | AlgorithmKind::SlidingWindow
-            | AlgorithmKind::SlidingBuckets => STRINGS,
+            | AlgorithmKind::SlidingBuckets => STRING_COMMANDS,
         });
     }
     commands.sort_unstable();
@@ -98,9 +104,9 @@ fn commands(rules: &[Rule]) -> Vec<&'static str> {
 }
 
 /// A command as `ACL SETUSER` takes it.
-fn right(words: &str) -> String {
-    let mut words = words.split(' ');
-    match (words.next().unwrap_or_default(), words.next()) {
+fn acl_rule(command_words: &str) -> String {
+    let mut command_words = command_words.split(' ');
+    match (command_words.next().unwrap_or_default(), command_words.next()) {
         ("script", Some(subcommand)) => format!("+script|{subcommand}"),
         (command, _) => format!("+{command}"),
     }

@@ -3,7 +3,7 @@
 use redis::{Client, Value};
 use tokio::time::Duration;
 
-use super::line::{Failure, Line, PATIENCE};
+use super::line::{CALL_TIMEOUT, CallError, DiagnosticConnection};
 use super::{Check, Status};
 use crate::limit::clock::{monotonic, unix_us};
 use crate::limit::redis::advice::diagnose_connect;
@@ -11,15 +11,15 @@ use crate::limit::redis::hello::{HelloReply, ServerRole};
 use crate::words::pluralize;
 
 /// Nothing older has all that the scripts use.
-const OLDEST: (u32, u32) = (6, 2);
+const MIN_VERSION: (u32, u32) = (6, 2);
 /// The one that the tests run.
-const TESTED: (u32, u32) = (7, 0);
-const PINGS: usize = 50;
+const TESTED_VERSION: (u32, u32) = (7, 0);
+const PING_COUNT: usize = 50;
 const CLOCK_READINGS: usize = 5;
 /// `store.timeout` must be this many times the round trip: a call may wait for another one, and for the script itself.
-const HEADROOM: u32 = 4;
+const TIMEOUT_HEADROOM: u32 = 4;
 /// The default of `store.timeout`.
-const LEAST_TIMEOUT: Duration = Duration::from_millis(50);
+const MIN_TIMEOUT: Duration = Duration::from_millis(50);
 /// Connecting takes several round trips. Half of the default of `store.connect_timeout`.
 const SLOW_CONNECT: Duration = Duration::from_millis(500);
 
@@ -27,116 +27,134 @@ const SLOW_CONNECT: Duration = Duration::from_millis(500);
 ///
 /// # Errors
 /// In words, why the server cannot be used at all.
-pub(super) async fn reach(client: &Client) -> Result<(Line, Option<HelloReply>, Check), String> {
-    let started = monotonic();
-    let mut line = Line::open(client).await?;
-    let took = started.elapsed();
+pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
+    let started_at = monotonic();
+    let mut connection = DiagnosticConnection::open(client).await?;
+    let elapsed = started_at.elapsed();
     // Without a password to check, connecting alone proves little: what listens may be anything.
-    let hello: Result<Value, _> = line.ask(&redis::cmd("HELLO")).await;
+    let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
     let hello = match hello {
         Ok(reply) => HelloReply::read(&reply),
-        Err(Failure::Lost(why)) => return Err(why),
-        Err(Failure::Refused(error)) if error.code() == Some("NOAUTH") => {
-            return Err(diagnose_connect(&error, &line.address));
+        Err(CallError::ConnectionLost(error)) => return Err(error),
+        Err(CallError::ErrorReply(error)) if error.code() == Some("NOAUTH") => {
+            return Err(diagnose_connect(&error, &connection.address));
         }
-        Err(Failure::Refused(_)) => None,
+        Err(CallError::ErrorReply(_)) => None,
     };
-    let check = Check::ok("reachable", format!("connected in {}", ms(took)));
-    let check = if took > SLOW_CONNECT {
-        let advice = format!("set store.connect_timeout to at least {}", whole_ms(took * 2));
-        check.or(Status::Warning).advise(advice)
+    let check = Check::ok("reachable", format!("connected in {}", format_elapsed(elapsed)));
+    let check = if elapsed > SLOW_CONNECT {
+        let advice = format!("set store.connect_timeout to at least {}", config_duration(elapsed * 2));
+        check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
     };
-    Ok((line, hello, check))
+    Ok((connection, hello, check))
 }
 
-pub(super) async fn version(line: &mut Line, hello: Option<&HelloReply>) -> Result<Check, Failure> {
+pub(super) async fn check_version(
+    connection: &mut DiagnosticConnection,
+    hello: Option<&HelloReply>,
+) -> Result<Check, CallError> {
     let (server, version) = match hello {
         Some(hello) => (hello.server.clone(), hello.version.clone()),
-        None => ("redis".to_owned(), line.info("server").await?.text("redis_version").unwrap_or("?").to_owned()),
+        None => ("redis".to_owned(), connection.info("server").await?.text("redis_version").unwrap_or("?").to_owned()),
     };
     let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
     let number: (u32, u32) = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
     let check = Check::ok("version", format!("{server} {version}"));
-    Ok(if number < OLDEST {
-        check.or(Status::Failed).advise("6.2 or newer is needed")
-    } else if server != "redis" || number != TESTED {
-        check.advise("the gateway is tested with Redis 7.0; this one should do")
+    Ok(if number < MIN_VERSION {
+        check.with_status(Status::Failed).with_advice("6.2 or newer is needed")
+    } else if server != "redis" || number != TESTED_VERSION {
+        check.with_advice("the gateway is tested with Redis 7.0; this one should do")
     } else {
         check
     })
 }
 
-pub(super) async fn role(line: &mut Line, hello: Option<&HelloReply>) -> Result<Check, Failure> {
-    let reply: Result<Value, _> = line.ask(&redis::cmd("ROLE")).await;
-    let said = match (reply, hello) {
+pub(super) async fn check_role(
+    connection: &mut DiagnosticConnection,
+    hello: Option<&HelloReply>,
+) -> Result<Check, CallError> {
+    let reply: Result<Value, _> = connection.call(&redis::cmd("ROLE")).await;
+    let reply_fields = match (reply, hello) {
         (Ok(Value::Array(fields)), _) => fields,
-        (Err(Failure::Lost(why)), _) => return Err(Failure::Lost(why)),
+        (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
         // What it said at first is enough; only the replicas are not counted.
         (_, Some(hello)) => {
             let role = if hello.role == Some(ServerRole::Master) { "master" } else { "no master" };
             return Ok(Check::ok("role", role));
         }
-        (Err(refused), None) => return Err(refused),
+        (Err(error), None) => return Err(error),
         (Ok(_), None) => Vec::new(),
     };
-    let role = said.first().and_then(|role| redis::from_redis_value_ref::<String>(role).ok()).unwrap_or_default();
-    Ok(match (role.as_str(), said.get(2)) {
+    let role =
+        reply_fields.first().and_then(|role| redis::from_redis_value_ref::<String>(role).ok()).unwrap_or_default();
+    Ok(match (role.as_str(), reply_fields.get(2)) {
         ("master", Some(Value::Array(replicas))) => {
             Check::ok("role", format!("master with {}", pluralize(replicas.len() as u64, "replica")))
         }
         (role, _) => Check::ok("role", if role.is_empty() { "unknown" } else { role })
-            .or(Status::Failed)
-            .advise("give the address of a master"),
+            .with_status(Status::Failed)
+            .with_advice("give the address of a master"),
     })
 }
 
-pub(super) async fn round_trip(line: &mut Line, bound: Duration) -> Result<Check, Failure> {
-    let started = monotonic();
-    let mut times = Vec::with_capacity(PINGS);
-    while times.len() < PINGS && started.elapsed() < PATIENCE {
-        let asked = monotonic();
-        line.ask::<Value>(&redis::cmd("PING")).await?;
-        times.push(asked.elapsed());
+pub(super) async fn check_round_trip(
+    connection: &mut DiagnosticConnection,
+    store_timeout: Duration,
+) -> Result<Check, CallError> {
+    let started_at = monotonic();
+    let mut times = Vec::with_capacity(PING_COUNT);
+    while times.len() < PING_COUNT && started_at.elapsed() < CALL_TIMEOUT {
+        let sent_at = monotonic();
+        connection.call::<Value>(&redis::cmd("PING")).await?;
+        times.push(sent_at.elapsed());
     }
     times.sort_unstable();
-    let (median, worst) = (times[times.len() / 2], times[times.len() - 1]);
-    let found =
-        format!("median {}, worst {} of {} calls; store.timeout is {}", ms(median), ms(worst), times.len(), ms(bound));
+    let (median, max) = (times[times.len() / 2], times[times.len() - 1]);
+    let found = format!(
+        "median {}, worst {} of {} calls; store.timeout is {}",
+        format_elapsed(median),
+        format_elapsed(max),
+        times.len(),
+        format_elapsed(store_timeout)
+    );
     let check = Check::ok("round trip", found);
-    let needed = format!("set store.timeout to at least {}, or run Redis nearer", whole_ms(needed(median)));
-    Ok(if median >= bound {
+    let advised_timeout =
+        format!("set store.timeout to at least {}, or run Redis nearer", config_duration(required_timeout(median)));
+    Ok(if median >= store_timeout {
+        check.with_status(Status::Failed).with_advice(format!(
+            "Redis answers, but later than store.timeout: most checks follow on_store_error; {advised_timeout}"
+        ))
+    } else if store_timeout < median * TIMEOUT_HEADROOM {
         check
-            .or(Status::Failed)
-            .advise(format!("Redis answers, but later than store.timeout: most checks follow on_store_error; {needed}"))
-    } else if bound < median * HEADROOM {
-        check.or(Status::Warning).advise(format!("store.timeout leaves too little headroom: {needed}"))
-    } else if worst * 2 > bound {
+            .with_status(Status::Warning)
+            .with_advice(format!("store.timeout leaves too little headroom: {advised_timeout}"))
+    } else if max * 2 > store_timeout {
         let advice = "some decisions will be made without Redis: raise store.timeout, or see what keeps Redis or the network busy";
-        check.or(Status::Warning).advise(advice)
+        check.with_status(Status::Warning).with_advice(advice)
     } else {
         check
     })
 }
 
 /// `store.timeout` for a round trip: [`HEADROOM`] times as long, and at least [`LEAST_TIMEOUT`].
-fn needed(round_trip: Duration) -> Duration {
-    (round_trip * HEADROOM).max(LEAST_TIMEOUT)
+fn required_timeout(round_trip: Duration) -> Duration {
+    (round_trip * TIMEOUT_HEADROOM).max(MIN_TIMEOUT)
 }
 
 /// A duration as the configuration has it, rounded up.
-fn whole_ms(duration: Duration) -> String {
+fn config_duration(duration: Duration) -> String {
     format!("{}ms", duration.as_micros().div_ceil(1000))
 }
 
 /// How far its clock is from ours. A note: limits go by Redis' time alone.
-pub(super) async fn clock(line: &mut Line) -> Result<Check, Failure> {
+pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
     let mut best: Option<(Duration, i64)> = None;
     for _ in 0..CLOCK_READINGS {
-        let (asked, before_us) = (monotonic(), unix_us());
-        let (seconds, micros): (u64, u64) = line.ask(&redis::cmd("TIME")).await?;
-        let round_trip = asked.elapsed();
+        let (sent_at, before_us) = (monotonic(), unix_us());
+        let (seconds, micros): (u64, u64) = connection.call(&redis::cmd("TIME")).await?;
+        let round_trip = sent_at.elapsed();
         let middle_us = before_us + round_trip.as_micros() as u64 / 2;
         let offset = (seconds * 1_000_000 + micros) as i64 - middle_us as i64;
         if best.is_none_or(|(shortest, _)| round_trip < shortest) {
@@ -150,19 +168,19 @@ pub(super) async fn clock(line: &mut Line) -> Result<Check, Failure> {
         "clock",
         format!(
             "{} {direction} this machine's, give or take {}; no decision depends on it",
-            ms(offset),
-            ms(round_trip / 2)
+            format_elapsed(offset),
+            format_elapsed(round_trip / 2)
         ),
     );
     Ok(if offset > Duration::from_secs(1) {
-        check.advise("calendar windows and the dialect `github` tell the time of Redis: set both clocks by NTP")
+        check.with_advice("calendar windows and the dialect `github` tell the time of Redis: set both clocks by NTP")
     } else {
         check
     })
 }
 
 /// A duration with a unit that suits it.
-pub(super) fn ms(duration: Duration) -> String {
+pub(super) fn format_elapsed(duration: Duration) -> String {
     match duration.as_micros() {
         us if us < 10_000 => format!("{:.2} ms", us as f64 / 1000.0),
         us if us < 10_000_000 => format!("{} ms", us / 1000),

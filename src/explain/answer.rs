@@ -4,7 +4,7 @@ use futures_util::FutureExt;
 use http::{HeaderMap, Request, Response};
 use http_body_util::BodyExt;
 
-use super::facts::{Answer, Field};
+use super::facts::{HeaderReport, ResponseReport};
 use crate::gateway::decide::append_ratelimit_headers;
 use crate::http::body::Body;
 use crate::limit::decision::Decision;
@@ -12,17 +12,22 @@ use crate::reply::Rejection;
 use crate::runtime::{Route, RouteAction};
 
 /// To a request that is turned down.
-pub(super) fn rejected(rejection: Rejection<'_>) -> Answer {
+pub(super) fn rejection_response(rejection: Rejection<'_>) -> ResponseReport {
     let (response, outcome) = rejection.into_response(None);
-    own(response, outcome, |_| false)
+    gateway_response(response, outcome, |_| false)
 }
 
 /// To a request that passes.
-pub(super) fn admitted(route: &Route, request: &Request<()>, path: &str, decision: Option<&Decision<'_>>) -> Answer {
-    let rules = &route.response_headers;
-    let configured = |name: &str| rules.set.iter().any(|(set, _)| *set == *name);
-    let tell = |headers: &mut HeaderMap| {
-        rules.apply(headers);
+pub(super) fn admitted_response(
+    route: &Route,
+    request: &Request<()>,
+    path: &str,
+    decision: Option<&Decision<'_>>,
+) -> ResponseReport {
+    let mutations = &route.response_headers;
+    let is_configured = |name: &str| mutations.set.iter().any(|(set, _)| *set == *name);
+    let apply_headers = |headers: &mut HeaderMap| {
+        mutations.apply(headers);
         if let Some(decision) = decision {
             append_ratelimit_headers(headers, route, decision);
         }
@@ -30,42 +35,46 @@ pub(super) fn admitted(route: &Route, request: &Request<()>, path: &str, decisio
     let mut response = match &route.action {
         RouteAction::Forward(_) => {
             let mut headers = HeaderMap::new();
-            tell(&mut headers);
-            let removed = rules.remove.iter().map(ToString::to_string).collect();
-            return Answer {
+            apply_headers(&mut headers);
+            let removed = mutations.remove.iter().map(ToString::to_string).collect();
+            return ResponseReport {
                 source: "upstream",
                 outcome: "ok",
-                headers: fields(&headers, configured),
+                headers: header_reports(&headers, is_configured),
                 removed_headers: removed,
-                ..Answer::default()
+                ..ResponseReport::default()
             };
         }
-        RouteAction::DirectResponse(respond) => respond.response(),
+        RouteAction::DirectResponse(direct_response) => direct_response.response(),
         RouteAction::Redirect(redirect) => redirect.response(&route.path_pattern, path, request.uri().query()),
     };
-    tell(response.headers_mut());
-    own(response, "ok", configured)
+    apply_headers(response.headers_mut());
+    gateway_response(response, "ok", is_configured)
 }
 
-fn own(response: Response<Body>, outcome: &'static str, configured: impl Fn(&str) -> bool) -> Answer {
+fn gateway_response(
+    response: Response<Body>,
+    outcome: &'static str,
+    is_configured: impl Fn(&str) -> bool,
+) -> ResponseReport {
     let (parts, body) = response.into_parts();
     // A body of our own is there at once.
     let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
-    Answer {
+    ResponseReport {
         source: "gateway",
         status: Some(parts.status.as_u16()),
         outcome,
-        headers: fields(&parts.headers, configured),
+        headers: header_reports(&parts.headers, is_configured),
         removed_headers: Vec::new(),
         body: body.map(|body| String::from_utf8_lossy(&body).into_owned()),
     }
 }
 
 /// The fields of a section, those that the configuration sets without their values.
-pub(super) fn fields(headers: &HeaderMap, configured: impl Fn(&str) -> bool) -> Vec<Field> {
-    let field = |(name, value): (&http::HeaderName, &http::HeaderValue)| Field {
+pub(super) fn header_reports(headers: &HeaderMap, is_configured: impl Fn(&str) -> bool) -> Vec<HeaderReport> {
+    let to_report = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderReport {
         name: name.to_string(),
-        value: (!configured(name.as_str())).then(|| String::from_utf8_lossy(value.as_bytes()).into_owned()),
+        value: (!is_configured(name.as_str())).then(|| String::from_utf8_lossy(value.as_bytes()).into_owned()),
     };
-    headers.iter().map(field).collect()
+    headers.iter().map(to_report).collect()
 }

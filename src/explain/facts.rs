@@ -16,11 +16,11 @@ pub struct Explanation {
     /// Its path as it came.
     pub raw_path: String,
     /// Who asks.
-    pub client: Client,
+    pub client: ClientReport,
     /// The route that takes it.
-    pub route: Option<Taken>,
+    pub route: Option<MatchedRoute>,
     /// Other routes, the nearest first.
-    pub other_routes: Vec<Other>,
+    pub other_routes: Vec<OtherRoute>,
     /// So many more are there.
     pub other_routes_omitted: usize,
     /// Where the counters are.
@@ -28,18 +28,18 @@ pub struct Explanation {
     /// Why they were not looked at; none = they were.
     pub counters_unavailable: Option<String>,
     /// The limits of the route.
-    pub limits: Vec<Limited>,
+    pub limits: Vec<LimitReport>,
     /// `allowed` or `denied`; none if limits were not asked, or the counters not looked at.
     pub decision: Option<&'static str>,
     /// The answer.
-    pub response: Answer,
+    pub response: ResponseReport,
     /// What would be sent on; none = nothing.
-    pub upstream: Option<Onward>,
+    pub upstream: Option<UpstreamReport>,
 }
 
 /// Who asks.
 #[derive(Debug, Serialize)]
-pub struct Client {
+pub struct ClientReport {
     /// Its address.
     pub address: IpAddr,
     /// The other end of the connection.
@@ -52,7 +52,7 @@ pub struct Client {
 
 /// The route that takes the request.
 #[derive(Debug, Serialize)]
-pub struct Taken {
+pub struct MatchedRoute {
     /// Its name.
     pub route: String,
     /// Its path, as configured.
@@ -61,7 +61,7 @@ pub struct Taken {
 
 /// A route that does not take the request.
 #[derive(Debug, Serialize)]
-pub struct Other {
+pub struct OtherRoute {
     /// Its name.
     pub route: String,
     /// Its path, as configured.
@@ -74,7 +74,7 @@ pub struct Other {
 
 /// A limit of the route.
 #[derive(Debug, Serialize)]
-pub struct Limited {
+pub struct LimitReport {
     /// Its name.
     pub limit: String,
     /// Whether it is on trial.
@@ -86,20 +86,20 @@ pub struct Limited {
     /// Whose units: a keyed hash, as in the access log.
     pub identity: Option<String>,
     /// What that is made of.
-    pub parts: Vec<Part>,
+    pub parts: Vec<IdentityPartReport>,
     /// The size that it has for the request.
-    pub effective_quota: Option<Size>,
+    pub effective_quota: Option<EffectiveQuota>,
     /// Units that must be there.
     pub cost: Option<u64>,
     /// Whether the response says what is charged.
     pub post_paid: bool,
     /// Where the identity stands; none = it was not looked.
-    pub usage: Option<Standing>,
+    pub usage: Option<LimitUsage>,
 }
 
 /// A part of an identity.
 #[derive(Debug, Serialize)]
-pub struct Part {
+pub struct IdentityPartReport {
     /// Its word in `by`, or of what stands in for it.
     pub part: String,
     /// Its value; none = it may be a secret, or there is none.
@@ -110,7 +110,7 @@ pub struct Part {
 
 /// A size of a limit.
 #[derive(Debug, Serialize)]
-pub struct Size {
+pub struct EffectiveQuota {
     /// Whose it is: `standard`, `tier NAME`, `consumer NAME` or `override`.
     pub source: String,
     /// Units per time.
@@ -121,7 +121,7 @@ pub struct Size {
 
 /// Where an identity stands.
 #[derive(Debug, Serialize)]
-pub struct Standing {
+pub struct LimitUsage {
     /// What the limit has to do with the decision, as in the access log; none if another limit denies.
     pub decision: Option<&'static str>,
     /// Units that are left now.
@@ -138,7 +138,7 @@ pub struct Standing {
 
 /// The answer.
 #[derive(Debug, Default, Serialize)]
-pub struct Answer {
+pub struct ResponseReport {
     /// Who gives it: `gateway` or `upstream`.
     pub source: &'static str,
     /// Its status; none = the upstream's.
@@ -146,7 +146,7 @@ pub struct Answer {
     /// As in the access log.
     pub outcome: &'static str,
     /// Its fields; of an upstream's answer those that are added.
-    pub headers: Vec<Field>,
+    pub headers: Vec<HeaderReport>,
     /// Fields that the route removes.
     pub removed_headers: Vec<String>,
     /// Its body; none = the upstream's.
@@ -155,7 +155,7 @@ pub struct Answer {
 
 /// A field of a header section.
 #[derive(Debug, Serialize)]
-pub struct Field {
+pub struct HeaderReport {
     /// Its name.
     pub name: String,
     /// Its value; none = the configuration says it, and it may be a secret.
@@ -164,13 +164,13 @@ pub struct Field {
 
 /// What would be sent on.
 #[derive(Debug, Serialize)]
-pub struct Onward {
+pub struct UpstreamReport {
     /// The upstreams that share the requests of the route.
     pub upstreams: Vec<String>,
     /// Path and query.
     pub target: String,
     /// Fields that are not as they came.
-    pub set_headers: Vec<Field>,
+    pub set_headers: Vec<HeaderReport>,
     /// Fields that came and do not go on.
     pub removed_headers: Vec<String>,
 }

@@ -4,8 +4,8 @@ use http::header::HeaderMap;
 use http::uri::PathAndQuery;
 use http::{HeaderValue, Request};
 
-use super::answer::fields;
-use super::facts::Onward;
+use super::answer::header_reports;
+use super::facts::UpstreamReport;
 use crate::gateway::Peer;
 use crate::gateway::request_id::RequestId;
 use crate::gateway::tell::{UpstreamRequestInfo, prepare_upstream_headers};
@@ -13,42 +13,49 @@ use crate::http::headers::X_REQUEST_ID;
 use crate::runtime::{CompiledConfig, Route, WeightedUpstreams};
 
 /// What stands for an id that the gateway would make.
-const MADE: HeaderValue = HeaderValue::from_static("(a new one for each request)");
+const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
 
 /// The request as the upstreams of a route would be sent it, for this target and with so many bytes of body.
-pub(super) fn onward(
-    runtime: &CompiledConfig,
+pub(super) fn upstream_report(
+    config: &CompiledConfig,
     route: &Route,
-    split: &WeightedUpstreams,
+    weighted_upstreams: &WeightedUpstreams,
     request: &Request<()>,
     peer: &Peer,
     (target, length): (Option<&PathAndQuery>, Option<u64>),
-) -> Onward {
-    let id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
-        RequestId::Received(id) => id,
-        RequestId::Generated(_) => MADE,
+) -> UpstreamReport {
+    let request_id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
+        RequestId::Received(request_id) => request_id,
+        RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
     };
-    let upstreams = || split.upstreams().map(|index| &runtime.upstreams[index]);
+    let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
     // Where requests name no host all servers are told the one of the first upstream, for the sake of the example.
     let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
-    let mut onward = request.clone();
-    let told = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id: id, trace: None, authority, length };
-    if let Some(offer) = prepare_upstream_headers(runtime, route, &mut onward, told) {
-        offer.insert_into(onward.headers_mut());
+    let mut forwarded_request = request.clone();
+    let request_info = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length };
+    if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
+        upgrade_request.insert_into(forwarded_request.headers_mut());
     }
-    let (came, goes) = (request.headers(), onward.headers());
-    let same = |headers: &HeaderMap, name| came.get_all(name).iter().eq(headers.get_all(name).iter());
-    let changed: HeaderMap =
-        goes.iter().filter(|(name, _)| !same(goes, *name)).fold(HeaderMap::new(), |mut all, (name, value)| {
-            all.append(name, value.clone());
-            all
-        });
-    let configured =
+    let (received_headers, forwarded_headers) = (request.headers(), forwarded_request.headers());
+    let is_unchanged =
+        |headers: &HeaderMap, name| received_headers.get_all(name).iter().eq(headers.get_all(name).iter());
+    let changed: HeaderMap = forwarded_headers.iter().filter(|(name, _)| !is_unchanged(forwarded_headers, *name)).fold(
+        HeaderMap::new(),
+        |mut changed_headers, (name, value)| {
+            changed_headers.append(name, value.clone());
+            changed_headers
+        },
+    );
+    let is_configured =
         |name: &str| route.request_headers.set.iter().any(|(set, _)| *set == *name && *set != X_REQUEST_ID);
-    Onward {
+    UpstreamReport {
         upstreams: upstreams().map(|upstream| upstream.name.to_string()).collect(),
         target: target.map_or("/", |target| target.as_str()).to_owned(),
-        set_headers: fields(&changed, configured),
-        removed_headers: came.keys().filter(|name| !goes.contains_key(*name)).map(ToString::to_string).collect(),
+        set_headers: header_reports(&changed, is_configured),
+        removed_headers: received_headers
+            .keys()
+            .filter(|name| !forwarded_headers.contains_key(*name))
+            .map(ToString::to_string)
+            .collect(),
     }
 }

@@ -7,116 +7,126 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 
 use super::format::{Format, LineError};
-use super::resolve::{Event, Refused, Resolved, Resolver};
-use super::source::{Next, Source};
+use super::resolve::{LineResolver, RejectReason, ReplayRequest, ResolvedLine};
+use super::source::{LogInput, NextLine};
 
 /// Lines of a log that are put in order at a time: what comes more than so many lines late is out of order.
-pub const WINDOW: usize = 32_768;
+pub const REORDER_WINDOW_LINES: usize = 32_768;
 
 /// What was found in the logs.
 #[derive(Debug, Default, Clone, PartialEq, Eq)]
-pub struct Found {
+pub struct LogStatistics {
     /// Lines that say something of a request.
     pub requests: u64,
     /// Those that no limit has a say in.
     pub unlimited: u64,
     /// Those that the gateway would turn down before it asks a limit, by [`Refused`].
-    pub refused: [u64; 4],
+    pub rejected: [u64; 4],
     /// Lines that cannot be read.
     pub unreadable: u64,
     /// The first of them: its log, its number, and what is wrong with it.
-    pub first: Option<(String, u64, LineError)>,
+    pub first_error: Option<(String, u64, LineError)>,
     /// Logs that ended before their end, and why.
-    pub broken: Vec<(String, String)>,
+    pub read_errors: Vec<(String, String)>,
     /// Requests that came later in the log than their time by more than [`WINDOW`] lines.
-    pub late: u64,
+    pub out_of_order: u64,
     /// The first and the last instant, µs since the Unix epoch.
-    pub span: Option<(u64, u64)>,
+    pub time_range: Option<(u64, u64)>,
     /// Whether some instant is finer than a second.
-    pub fine: bool,
+    pub has_subsecond: bool,
 }
 
 /// A log, with the requests of it that wait for their turn.
-struct Feed {
-    source: Source,
+struct LogStream {
+    input: LogInput,
     format: Format,
-    waiting: BinaryHeap<Reverse<Waiting>>,
-    lines: u64,
-    over: bool,
+    heap: BinaryHeap<Reverse<HeapEntry>>,
+    line_count: u64,
+    is_at_end: bool,
 }
 
-struct Waiting {
-    event: Event,
+struct HeapEntry {
+    request: ReplayRequest,
     line: u64,
 }
 
-impl PartialEq for Waiting {
+impl PartialEq for HeapEntry {
     fn eq(&self, other: &Self) -> bool {
         self.key() == other.key()
     }
 }
 
-impl Eq for Waiting {}
+impl Eq for HeapEntry {}
 
-impl PartialOrd for Waiting {
+impl PartialOrd for HeapEntry {
     fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
         Some(self.cmp(other))
     }
 }
 
-impl Ord for Waiting {
+impl Ord for HeapEntry {
     fn cmp(&self, other: &Self) -> std::cmp::Ordering {
         self.key().cmp(&other.key())
     }
 }
 
-impl Waiting {
+impl HeapEntry {
     fn key(&self) -> (u64, u64) {
-        (self.event.at_us, self.line)
+        (self.request.time_us, self.line)
     }
 }
 
 /// All requests that meet limits, in order.
-pub struct Merge {
-    feeds: Vec<Feed>,
+pub struct KWayMerge {
+    streams: Vec<LogStream>,
     /// What was found so far.
-    pub found: Found,
+    pub statistics: LogStatistics,
     now_us: u64,
 }
 
-impl Merge {
+impl KWayMerge {
     /// Of logs in this format.
-    pub fn new(sources: Vec<Source>, format: &Format) -> Self {
-        let feed = |source| Feed { source, format: format.clone(), waiting: BinaryHeap::new(), lines: 0, over: false };
-        Merge { feeds: sources.into_iter().map(feed).collect(), found: Found::default(), now_us: 0 }
+    pub fn new(inputs: Vec<LogInput>, format: &Format) -> Self {
+        let to_stream = |input| LogStream {
+            input,
+            format: format.clone(),
+            heap: BinaryHeap::new(),
+            line_count: 0,
+            is_at_end: false,
+        };
+        KWayMerge {
+            streams: inputs.into_iter().map(to_stream).collect(),
+            statistics: LogStatistics::default(),
+            now_us: 0,
+        }
     }
 
     /// The next request.
-    pub fn next_event(&mut self, resolver: &mut Resolver<'_>) -> Option<Event> {
-        for feed in &mut self.feeds {
-            while !feed.over && feed.waiting.len() < WINDOW {
-                feed.read(resolver, &mut self.found);
+    pub fn next_request(&mut self, resolver: &mut LineResolver<'_>) -> Option<ReplayRequest> {
+        for stream in &mut self.streams {
+            while !stream.is_at_end && stream.heap.len() < REORDER_WINDOW_LINES {
+                stream.read_line(resolver, &mut self.statistics);
             }
         }
-        let earliest = |feed: &Feed| feed.waiting.peek().map(|Reverse(waiting)| waiting.event.at_us);
-        let index = (0..self.feeds.len()).filter(|index| earliest(&self.feeds[*index]).is_some());
-        let index = index.min_by_key(|index| earliest(&self.feeds[*index]))?;
-        let Reverse(Waiting { event, .. }) = self.feeds[index].waiting.pop()?;
-        self.found.late += u64::from(event.at_us < self.now_us);
-        self.now_us = self.now_us.max(event.at_us);
-        Some(event)
+        let earliest_us = |stream: &LogStream| stream.heap.peek().map(|Reverse(entry)| entry.request.time_us);
+        let index = (0..self.streams.len()).filter(|index| earliest_us(&self.streams[*index]).is_some());
+        let index = index.min_by_key(|index| earliest_us(&self.streams[*index]))?;
+        let Reverse(HeapEntry { request, .. }) = self.streams[index].heap.pop()?;
+        self.statistics.out_of_order += u64::from(request.time_us < self.now_us);
+        self.now_us = self.now_us.max(request.time_us);
+        Some(request)
     }
 }
 
-impl Feed {
-    fn read(&mut self, resolver: &mut Resolver<'_>, found: &mut Found) {
-        let parsed = match self.source.next_line() {
-            Next::Line(line) => self.format.parse(line),
-            Next::TooLong => Err(LineError::TooLong),
-            Next::End => {
-                self.over = true;
-                if let Some(failure) = self.source.failure() {
-                    found.broken.push((self.source.name().to_owned(), failure.to_string()));
+impl LogStream {
+    fn read_line(&mut self, resolver: &mut LineResolver<'_>, statistics: &mut LogStatistics) {
+        let parsed = match self.input.next_line() {
+            NextLine::Line(line) => self.format.parse(line),
+            NextLine::TooLong => Err(LineError::TooLong),
+            NextLine::End => {
+                self.is_at_end = true;
+                if let Some(failure) = self.input.error() {
+                    statistics.read_errors.push((self.input.name().to_owned(), failure.to_string()));
                 }
                 return;
             }
@@ -125,34 +135,34 @@ impl Feed {
             Ok(Some(entry)) => entry,
             Ok(None) => return,
             Err(error) => {
-                found.unreadable += 1;
-                let place = || (self.source.name().to_owned(), self.source.number(), error);
-                found.first.get_or_insert_with(place);
+                statistics.unreadable += 1;
+                let location = || (self.input.name().to_owned(), self.input.line_number(), error);
+                statistics.first_error.get_or_insert_with(location);
                 return;
             }
         };
-        found.requests += 1;
-        let at = entry.at_us;
-        let (first, last) = found.span.unwrap_or((at, at));
-        found.span = Some((first.min(at), last.max(at)));
-        found.fine |= !at.is_multiple_of(1_000_000);
-        self.lines += 1;
+        statistics.requests += 1;
+        let time_us = entry.time_us;
+        let (first, last) = statistics.time_range.unwrap_or((time_us, time_us));
+        statistics.time_range = Some((first.min(time_us), last.max(time_us)));
+        statistics.has_subsecond |= !time_us.is_multiple_of(1_000_000);
+        self.line_count += 1;
         match resolver.resolve(&entry) {
-            Resolved::Limited(event) => self.waiting.push(Reverse(Waiting { event, line: self.lines })),
-            Resolved::Unlimited => found.unlimited += 1,
-            Resolved::Refused(refused) => found.refused[refused as usize] += 1,
+            ResolvedLine::Limited(request) => self.heap.push(Reverse(HeapEntry { request, line: self.line_count })),
+            ResolvedLine::Unlimited => statistics.unlimited += 1,
+            ResolvedLine::Rejected(reason) => statistics.rejected[reason as usize] += 1,
         }
     }
 }
 
-impl Found {
+impl LogStatistics {
     /// Requests that were turned down for a reason.
-    pub fn refused(&self, why: Refused) -> u64 {
-        self.refused[why as usize]
+    pub fn rejected_for(&self, reason: RejectReason) -> u64 {
+        self.rejected[reason as usize]
     }
 
     /// Requests that limits had a say in.
-    pub fn limited(&self) -> u64 {
-        self.requests - self.unlimited - self.refused.iter().sum::<u64>()
+    pub fn limited_requests(&self) -> u64 {
+        self.requests - self.unlimited - self.rejected.iter().sum::<u64>()
     }
 }

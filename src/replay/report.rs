@@ -7,32 +7,32 @@ pub mod table;
 use jiff::Timestamp;
 use serde::Serialize;
 
-use super::resolve::Refused;
+use super::resolve::RejectReason;
 use super::suggest::Suggestion;
-use super::{Outcome, Replay};
+use super::{Replay, ReplayResult};
 use crate::limit::algorithm::Rule;
 
 /// A replay, as `--json` has it.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Report {
+pub struct ReplayReport {
     pub logs: Vec<String>,
     pub format: &'static str,
     /// The first and the last instant of the logs.
     pub from: Option<String>,
     pub to: Option<String>,
-    pub lines: Lines,
+    pub lines: LineCounts,
     /// What has to be said of all of it.
     pub notes: Vec<String>,
     /// The share of denials that suggestions stay below.
     pub target: Option<f64>,
-    pub limits: Limits,
+    pub limits: LimitSummaries,
 }
 
 /// What the lines of the logs were.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Lines {
+pub struct LineCounts {
     pub requests: u64,
     /// Requests that limits had a say in.
     pub limited: u64,
@@ -47,9 +47,9 @@ pub struct Lines {
 
 /// Limits by name, in the order of their names.
 #[derive(Debug)]
-pub struct Limits(pub Vec<OfLimit>);
+pub struct LimitSummaries(pub Vec<LimitSummary>);
 
-impl Serialize for Limits {
+impl Serialize for LimitSummaries {
     fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         serializer.collect_map(self.0.iter().map(|limit| (&limit.name, limit)))
     }
@@ -58,7 +58,7 @@ impl Serialize for Limits {
 /// One limit.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct OfLimit {
+pub struct LimitSummary {
     #[serde(skip)]
     pub name: String,
     pub quota: String,
@@ -77,20 +77,20 @@ pub struct OfLimit {
     pub denied_by_others: u64,
     pub identities: usize,
     pub identities_denied: usize,
-    pub top_denied: Vec<Worst>,
+    pub top_denied: Vec<TopIdentity>,
     /// Seconds of a step of the series.
     pub step_seconds: u64,
-    pub series: Vec<Point>,
+    pub series: Vec<SeriesPoint>,
     /// A quota that denies fewer than the target; null if none does.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub suggestion: Option<Option<Suggested>>,
+    pub suggestion: Option<Option<SuggestedQuota>>,
     pub notes: Vec<String>,
 }
 
 /// An identity.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Worst {
+pub struct TopIdentity {
     pub identity: String,
     pub requests: u32,
     pub denied: u32,
@@ -99,7 +99,7 @@ pub struct Worst {
 /// A step of a series.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Point {
+pub struct SeriesPoint {
     pub time: String,
     #[serde(skip)]
     pub second: u64,
@@ -110,98 +110,99 @@ pub struct Point {
 /// A quota that would do.
 #[derive(Debug, Serialize)]
 #[allow(missing_docs)]
-pub struct Suggested {
+pub struct SuggestedQuota {
     pub quota: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
     pub denied: u64,
 }
 
-impl Report {
+impl ReplayReport {
     /// Of the replay of these logs.
-    pub fn new(replay: &Replay, outcome: &Outcome, logs: Vec<String>, target: Option<f64>) -> Report {
-        let found = &outcome.found;
-        let instant = |us| Timestamp::from_microsecond(us as i64).map_or(String::new(), |at| format!("{at:.0}"));
-        let lines = Lines {
-            requests: found.requests,
-            limited: found.limited(),
-            unlimited: found.unlimited,
-            no_route: found.refused(Refused::NoRoute),
-            no_identity: found.refused(Refused::NoIdentity),
-            malformed: found.refused(Refused::Malformed),
-            not_http: found.refused(Refused::NotHttp),
-            unreadable: found.unreadable,
-            late: found.late,
+    pub fn new(replay: &Replay, result: &ReplayResult, logs: Vec<String>, target: Option<f64>) -> ReplayReport {
+        let statistics = &result.statistics;
+        let to_rfc3339 =
+            |us| Timestamp::from_microsecond(us as i64).map_or(String::new(), |timestamp| format!("{timestamp:.0}"));
+        let lines = LineCounts {
+            requests: statistics.requests,
+            limited: statistics.limited_requests(),
+            unlimited: statistics.unlimited,
+            no_route: statistics.rejected_for(RejectReason::NoRoute),
+            no_identity: statistics.rejected_for(RejectReason::NoIdentity),
+            malformed: statistics.rejected_for(RejectReason::Malformed),
+            not_http: statistics.rejected_for(RejectReason::NotHttp),
+            unreadable: statistics.unreadable,
+            late: statistics.out_of_order,
         };
-        let limits = (0..replay.view.subjects.len()).map(|subject| OfLimit::new(replay, outcome, subject));
-        Report {
+        let limits = (0..replay.config.limits.len()).map(|limit_index| LimitSummary::new(replay, result, limit_index));
+        ReplayReport {
             logs,
-            format: replay.format,
-            from: found.span.map(|(from, _)| instant(from)),
-            to: found.span.map(|(_, to)| instant(to)),
+            format: replay.format_name,
+            from: statistics.time_range.map(|(from, _)| to_rfc3339(from)),
+            to: statistics.time_range.map(|(_, to)| to_rfc3339(to)),
             lines,
-            notes: notes::notes(replay, outcome),
+            notes: notes::report_notes(replay, result),
             target,
-            limits: Limits(limits.collect()),
+            limits: LimitSummaries(limits.collect()),
         }
     }
 }
 
-impl OfLimit {
-    fn new(replay: &Replay, outcome: &Outcome, index: usize) -> OfLimit {
-        let (subject, tally) = (&replay.view.subjects[index], &outcome.tallies[index]);
-        let burst = match &subject.plan.rule {
-            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != subject.plan.quota.count),
+impl LimitSummary {
+    fn new(replay: &Replay, result: &ReplayResult, index: usize) -> LimitSummary {
+        let (limit, stats) = (&replay.config.limits[index], &result.limit_stats[index]);
+        let burst = match &limit.variant.rule {
+            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != limit.variant.quota.count),
             _ => None,
         };
-        let worst = outcome.worst[index].iter().map(|(identity, requests, denied)| Worst {
+        let top_denied = result.top_denied[index].iter().map(|(identity, requests, denied)| TopIdentity {
             identity: identity.clone(),
             requests: *requests,
             denied: *denied,
         });
-        let point = |(second, requests, denied): (u64, u64, u64)| {
-            let time = Timestamp::from_second(second as i64).map_or(String::new(), |at| at.to_string());
-            Point { time, second, requests, denied }
+        let to_point = |(second, requests, denied): (u64, u64, u64)| {
+            let time = Timestamp::from_second(second as i64).map_or(String::new(), |timestamp| timestamp.to_string());
+            SeriesPoint { time, second, requests, denied }
         };
-        let suggestion = outcome.suggestions[index].as_ref().map(|suggestion| match suggestion {
+        let suggestion = result.suggestions[index].as_ref().map(|suggestion| match suggestion {
             Suggestion::Smallest { quota, burst, denied } => {
-                Some(Suggested { quota: quota.clone(), burst: *burst, denied: *denied })
+                Some(SuggestedQuota { quota: quota.clone(), burst: *burst, denied: *denied })
             }
             Suggestion::None => None,
         });
-        OfLimit {
-            name: subject.limit.name.to_string(),
-            quota: subject.plan.quota.to_string(),
+        LimitSummary {
+            name: limit.limit.name.to_string(),
+            quota: limit.variant.quota.to_string(),
             burst,
-            configured_quota: subject.instead_of.map(|quota| quota.to_string()),
-            shadow: subject.limit.shadow,
-            skipped: subject.unknown.clone(),
-            requests: tally.requests,
-            allowed: tally.allowed,
-            denied: tally.denied,
-            denied_by_others: tally.others,
-            identities: tally.identities(),
-            identities_denied: tally.denied_identities(),
-            top_denied: worst.collect(),
-            step_seconds: tally.series.step_s(),
-            series: tally.series.points().into_iter().map(point).collect(),
+            configured_quota: limit.configured_quota.map(|quota| quota.to_string()),
+            shadow: limit.limit.shadow,
+            skipped: limit.skip_reason.clone(),
+            requests: stats.requests,
+            allowed: stats.allowed,
+            denied: stats.denied,
+            denied_by_others: stats.denied_by_others,
+            identities: stats.identities(),
+            identities_denied: stats.denied_identities(),
+            top_denied: top_denied.collect(),
+            step_seconds: stats.series.step_seconds(),
+            series: stats.series.points().into_iter().map(to_point).collect(),
             suggestion,
-            notes: subject.notes.clone(),
+            notes: limit.notes.clone(),
         }
     }
 
     /// The share of requests that it denied, percent.
-    pub fn percent(&self) -> f64 {
+    pub fn denied_percent(&self) -> f64 {
         100.0 * self.denied as f64 / self.requests.max(1) as f64
     }
 
     /// Its quota, with the burst if that is another number.
-    pub fn size(&self) -> String {
-        size(&self.quota, self.burst)
+    pub fn quota_text(&self) -> String {
+        format_quota(&self.quota, self.burst)
     }
 }
 
-fn size(quota: &str, burst: Option<u64>) -> String {
+fn format_quota(quota: &str, burst: Option<u64>) -> String {
     burst.map_or_else(|| quota.to_owned(), |burst| format!("{quota}, burst {burst}"))
 }
 
@@ -209,12 +210,12 @@ fn size(quota: &str, burst: Option<u64>) -> String {
 ///
 /// # Errors
 /// None: a report is plain data.
-pub fn json(report: &Report) -> serde_json::Result<String> {
+pub fn to_json(report: &ReplayReport) -> serde_json::Result<String> {
     serde_json::to_string_pretty(report)
 }
 
 /// A count with commas between thousands.
-pub fn grouped(count: u64) -> String {
+pub fn group_digits(count: u64) -> String {
     let digits = count.to_string();
     let mut out = String::new();
     for (index, digit) in digits.chars().enumerate() {
@@ -227,7 +228,7 @@ pub fn grouped(count: u64) -> String {
 }
 
 /// A share in percent, with as many digits as say something.
-pub fn percent(share: f64) -> String {
+pub fn format_percent(share: f64) -> String {
     let digits = match share {
         0.0 => 0,
         small if small < 0.01 => return "< 0.01 %".to_owned(),
@@ -240,12 +241,12 @@ pub fn percent(share: f64) -> String {
 }
 
 /// `1 request`, `2,000 requests`.
-pub fn counted(count: u64, one: &str, many: &str) -> String {
-    format!("{} {}", grouped(count), if count == 1 { one } else { many })
+pub fn format_count(count: u64, one: &str, many: &str) -> String {
+    format!("{} {}", group_digits(count), if count == 1 { one } else { many })
 }
 
 /// A number of seconds in words: `5 min`, `2 h`.
-pub fn span(seconds: u64) -> String {
+pub fn format_span(seconds: u64) -> String {
     let units = [("weeks", 604_800), ("days", 86_400), ("h", 3600), ("min", 60)];
     let large = units.into_iter().find(|(_, unit)| seconds >= 2 * unit || seconds == *unit);
     match large {

@@ -5,8 +5,8 @@ use std::collections::BinaryHeap;
 
 use std::sync::Arc;
 
-use super::resolve::{Asked, Seen};
-use super::view::View;
+use super::resolve::{ReplayCheck, SeenIdentities};
+use super::view::ReplayConfig;
 use crate::limit::admission::Deferred;
 use crate::limit::algorithm::Rule;
 use crate::limit::backend::DecidedBy;
@@ -18,175 +18,201 @@ use crate::limit::plan::LimitVariant;
 use crate::limit::store::{Charge, ChargeMode, Operation};
 
 /// A shared store does not evict: as many states as there are identities.
-const UNBOUNDED: usize = 1 << 40;
+const MAX_STATES: usize = 1 << 40;
 
 /// What a limit had to do with a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Said {
+pub enum ReplayDecision {
     /// It let the request pass.
     Allowed,
     /// It denied the request; on trial, it would have.
     Denied,
     /// Another limit denied the request: nothing was charged.
-    Others,
+    DeniedByOther,
 }
 
 /// A request, apart from what its limits are asked.
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)]
-pub struct Moment {
-    pub at_us: u64,
-    pub took_us: u64,
+pub struct RequestMeta {
+    pub time_us: u64,
+    pub duration_us: u64,
     pub status: u16,
 }
 
 /// What is done when a request is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Due {
-    at_us: u64,
+struct Scheduled {
+    due_at_us: u64,
     /// In the order in which they were owed.
-    number: u64,
-    subject: u16,
-    size: u16,
+    sequence: u64,
+    limit_index: u16,
+    variant_index: u16,
     identity: u128,
-    units: u64,
-    what: What,
+    cost_or_permit_id: u64,
+    kind: ScheduledKind,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum What {
+enum ScheduledKind {
     Release,
-    Pay,
+    Charge,
     Refund { charged_at: u64, debt_before_us: u64 },
 }
 
 /// One run of a log through its limits.
 #[derive(Debug)]
 pub struct Simulation<'a> {
-    view: &'a View,
-    sizes: Vec<Vec<Arc<LimitVariant>>>,
+    config: &'a ReplayConfig,
+    variants: Vec<Vec<Arc<LimitVariant>>>,
     clock: Clock,
     store: MemoryStore,
     now_us: u64,
-    number: u64,
-    due: BinaryHeap<Reverse<Due>>,
-    said: Vec<Said>,
+    sequence: u64,
+    scheduled: BinaryHeap<Reverse<Scheduled>>,
+    decisions: Vec<ReplayDecision>,
 }
 
 impl<'a> Simulation<'a> {
     /// A run from nothing used.
-    pub fn new(view: &'a View) -> Self {
+    pub fn new(config: &'a ReplayConfig) -> Self {
         let clock = Clock::manual(0);
-        let store = MemoryStore::new(UNBOUNDED, clock.clone());
-        let sizes = view.subjects.iter().map(|_| Vec::new()).collect();
-        Simulation { view, sizes, clock, store, now_us: 0, number: 0, due: BinaryHeap::new(), said: Vec::new() }
+        let store = MemoryStore::new(MAX_STATES, clock.clone());
+        let variants = config.limits.iter().map(|_| Vec::new()).collect();
+        Simulation {
+            config,
+            variants,
+            clock,
+            store,
+            now_us: 0,
+            sequence: 0,
+            scheduled: BinaryHeap::new(),
+            decisions: Vec::new(),
+        }
     }
 
     /// Takes over sizes that have been met since; the first one of each subject is its standard.
-    pub fn learn(&mut self, sizes: &[Vec<Arc<LimitVariant>>]) {
-        for (own, all) in self.sizes.iter_mut().zip(sizes) {
-            own.extend_from_slice(&all[own.len().min(all.len())..]);
+    pub fn add_variants(&mut self, variants: &[Vec<Arc<LimitVariant>>]) {
+        for (own_variants, all_variants) in self.variants.iter_mut().zip(variants) {
+            own_variants.extend_from_slice(&all_variants[own_variants.len().min(all_variants.len())..]);
         }
     }
 
     /// Puts another standard size in the place of a subject's.
-    pub fn resize(&mut self, subject: usize, plan: Arc<LimitVariant>) {
-        self.sizes[subject][0] = plan;
+    pub fn set_default_variant(&mut self, limit_index: usize, variant: Arc<LimitVariant>) {
+        self.variants[limit_index][0] = variant;
     }
 
     /// Decides a request. What comes too late to be decided in its turn is decided now.
-    pub fn decide(&mut self, moment: Moment, asked: &[Asked], seen: &[Seen]) -> &[Said] {
-        let now = self.now_us.max(moment.at_us);
-        self.settle(now);
-        self.go_to(now);
-        self.number += 1;
+    pub fn decide(
+        &mut self,
+        meta: RequestMeta,
+        replay_checks: &[ReplayCheck],
+        seen: &[SeenIdentities],
+    ) -> &[ReplayDecision] {
+        let now_us = self.now_us.max(meta.time_us);
+        self.run_scheduled(now_us);
+        self.advance_clock(now_us);
+        self.sequence += 1;
         // A lease's id is that of its first one and its place.
-        let first_lease = self.number << 8;
-        let checks: Vec<_> = asked
+        let first_permit_id = self.sequence << 8;
+        let checks: Vec<_> = replay_checks
             .iter()
             .enumerate()
-            .map(|(place, asked)| {
-                let subject = usize::from(asked.subject);
+            .map(|(limit_index, replay_check)| {
+                let subject = usize::from(replay_check.limit_index);
                 LimitCheck {
-                    limit_index: place,
-                    limit: &self.view.subjects[subject].limit,
-                    variant: &self.sizes[subject][usize::from(asked.size)],
-                    identity: seen[subject].identities[asked.who as usize],
-                    cost: asked.cost,
-                    deferred: self.view.subjects[subject].later,
+                    limit_index,
+                    limit: &self.config.limits[subject].limit,
+                    variant: &self.variants[subject][usize::from(replay_check.variant_index)],
+                    identity: seen[subject].identities[replay_check.identity_index as usize],
+                    cost: replay_check.cost,
+                    deferred: self.config.limits[subject].deferred,
                 }
             })
             .collect();
-        let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_lease)).collect();
+        let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id)).collect();
         let verdict = self.store.decide(Operation::Check, &charges);
         let decision = Decision::new(verdict, DecidedBy::Store, checks.iter());
-        self.said.clear();
+        self.decisions.clear();
         for check in &checks {
-            let denies = decision.violated().any(|judged| judged.limit_index == check.limit_index)
+            let is_denied = decision.violated().any(|result| result.limit_index == check.limit_index)
                 || decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
-            let said = match (denies, decision.admitted) {
-                (true, _) => Said::Denied,
-                (false, true) => Said::Allowed,
-                (false, false) => Said::Others,
+            let replay_decision = match (is_denied, decision.admitted) {
+                (true, _) => ReplayDecision::Denied,
+                (false, true) => ReplayDecision::Allowed,
+                (false, false) => ReplayDecision::DeniedByOther,
             };
-            self.said.push(said);
-            if said != Said::Allowed || (check.deferred == Deferred::Nothing && !check.is_concurrency()) {
+            self.decisions.push(replay_decision);
+            if replay_decision != ReplayDecision::Allowed
+                || (check.deferred == Deferred::Nothing && !check.is_concurrency())
+            {
                 continue;
             }
-            let what = match check.deferred {
-                _ if check.is_concurrency() => What::Release,
-                Deferred::Charge => What::Pay,
+            let kind = match check.deferred {
+                _ if check.is_concurrency() => ScheduledKind::Release,
+                Deferred::Charge => ScheduledKind::Charge,
                 Deferred::Refund | Deferred::Nothing => {
-                    let mut known = decision.debts_before_us.iter();
-                    let known = known.find(|(place, _)| *place == check.limit_index);
-                    What::Refund { charged_at: now, debt_before_us: known.map_or(0, |(_, us)| *us) }
+                    let mut deferred_charges = decision.debts_before_us.iter();
+                    let deferred_charge = deferred_charges.find(|(place, _)| *place == check.limit_index);
+                    ScheduledKind::Refund {
+                        charged_at: now_us,
+                        debt_before_us: deferred_charge.map_or(0, |(_, us)| *us),
+                    }
                 }
             };
-            let asked = &asked[check.limit_index];
-            let refunds = self.view.subjects[usize::from(asked.subject)].refunds(moment.status);
-            if matches!(what, What::Refund { .. }) && !refunds {
+            let replay_check = &replay_checks[check.limit_index];
+            let is_refunded = self.config.limits[usize::from(replay_check.limit_index)].is_refunded(meta.status);
+            if matches!(kind, ScheduledKind::Refund { .. }) && !is_refunded {
                 continue;
             }
-            let units = if what == What::Release { check.permit_id(first_lease) } else { check.cost };
-            self.due.push(Reverse(Due {
-                at_us: now + moment.took_us,
-                number: self.number,
-                subject: asked.subject,
-                size: asked.size,
+            let cost_or_permit_id =
+                if kind == ScheduledKind::Release { check.permit_id(first_permit_id) } else { check.cost };
+            self.scheduled.push(Reverse(Scheduled {
+                due_at_us: now_us + meta.duration_us,
+                sequence: self.sequence,
+                limit_index: replay_check.limit_index,
+                variant_index: replay_check.variant_index,
                 identity: check.identity.0,
-                units,
-                what,
+                cost_or_permit_id,
+                kind,
             }));
         }
-        &self.said
+        &self.decisions
     }
 
     /// Does what is due up to an instant, each in its time.
-    fn settle(&mut self, until: u64) {
-        while let Some(Reverse(due)) = self.due.peek().copied().filter(|Reverse(due)| due.at_us <= until) {
-            self.due.pop();
-            self.go_to(self.now_us.max(due.at_us));
-            let plan = &self.sizes[usize::from(due.subject)][usize::from(due.size)];
-            let in_flight = matches!(plan.rule, Rule::Concurrency(_));
+    fn run_scheduled(&mut self, until_us: u64) {
+        while let Some(Reverse(entry)) =
+            self.scheduled.peek().copied().filter(|Reverse(entry)| entry.due_at_us <= until_us)
+        {
+            self.scheduled.pop();
+            self.advance_clock(self.now_us.max(entry.due_at_us));
+            let variant = &self.variants[usize::from(entry.limit_index)][usize::from(entry.variant_index)];
+            let in_flight = matches!(variant.rule, Rule::Concurrency(_));
             let charge = Charge {
-                key: Key { identity: Identity(due.identity), state_name: &plan.state_name },
-                rule: &plan.rule,
-                cost: if in_flight { 1 } else { due.units },
+                key: Key { identity: Identity(entry.identity), state_name: &variant.state_name },
+                rule: &variant.rule,
+                cost: if in_flight { 1 } else { entry.cost_or_permit_id },
                 mode: ChargeMode::Enforced,
-                permit_id: if in_flight { due.units } else { 0 },
-                debt_before_us: if let What::Refund { debt_before_us, .. } = due.what { debt_before_us } else { 0 },
+                permit_id: if in_flight { entry.cost_or_permit_id } else { 0 },
+                debt_before_us: if let ScheduledKind::Refund { debt_before_us, .. } = entry.kind {
+                    debt_before_us
+                } else {
+                    0
+                },
             };
-            let operation = match due.what {
-                What::Release => Operation::Refund { charged_at: 0 },
-                What::Pay => Operation::Charge,
-                What::Refund { charged_at, .. } => Operation::Refund { charged_at },
+            let operation = match entry.kind {
+                ScheduledKind::Release => Operation::Refund { charged_at: 0 },
+                ScheduledKind::Charge => Operation::Charge,
+                ScheduledKind::Refund { charged_at, .. } => Operation::Refund { charged_at },
             };
             self.store.decide(operation, &[charge]);
         }
     }
 
-    fn go_to(&mut self, now: u64) {
-        self.now_us = now;
-        self.clock.set(now);
+    fn advance_clock(&mut self, now_us: u64) {
+        self.now_us = now_us;
+        self.clock.set(now_us);
     }
 }

@@ -2,21 +2,21 @@
 
 use std::sync::Arc;
 
-use super::resolve::{Asked, Resolver};
-use super::simulate::{Moment, Said, Simulation};
-use super::size::sized;
-use super::tally::Tally;
-use super::view::{Subject, View};
+use super::resolve::{LineResolver, ReplayCheck};
+use super::simulate::{ReplayDecision, RequestMeta, Simulation};
+use super::size::resized_variant;
+use super::tally::LimitStats;
+use super::view::{ReplayConfig, ReplayLimit};
 use crate::limit::algorithm::Rule;
 use crate::limit::plan::LimitVariant;
 
 /// The requests of a log that limits had a say in.
 #[derive(Debug, Default)]
-pub struct Kept {
+pub struct Recording {
     /// Each with the place behind its last [`Asked`].
-    pub moments: Vec<(Moment, usize)>,
+    pub requests: Vec<(RequestMeta, usize)>,
     /// What limits were asked.
-    pub asked: Vec<Asked>,
+    pub checks: Vec<ReplayCheck>,
 }
 
 /// A size that would do.
@@ -36,106 +36,107 @@ pub enum Suggestion {
 }
 
 /// Counts up to this are tried one by one; larger ones have three digits.
-const EXACT: u64 = 1000;
+const MAX_EXACT_COUNT: u64 = 1000;
 
 /// The number of the largest count: beyond that none can be counted exactly.
-const LARGEST: u64 = EXACT + 900 * 13;
+const MAX_COUNT_INDEX: u64 = MAX_EXACT_COUNT + 900 * 13;
 
 /// The count with this number: 1, 2, … 999, 1000, 1010, … 9990, 10000, 10100, …
-fn count(number: u64) -> u64 {
-    match number.checked_sub(EXACT) {
+fn count_at(number: u64) -> u64 {
+    match number.checked_sub(MAX_EXACT_COUNT) {
         None => number,
         Some(beyond) => (100 + beyond % 900) * 10_u64.pow((beyond / 900) as u32 + 1),
     }
 }
 
 /// The number of the smallest such count that is at least this one.
-fn number(wanted: u64) -> u64 {
-    let (mut below, mut above) = (0, LARGEST);
+fn index_of_count(min_count: u64) -> u64 {
+    let (mut below, mut above) = (0, MAX_COUNT_INDEX);
     while above - below > 1 {
         let middle = (below + above) / 2;
-        if count(middle) >= wanted { above = middle } else { below = middle }
+        if count_at(middle) >= min_count { above = middle } else { below = middle }
     }
     above
 }
 
-impl Kept {
+impl Recording {
     /// The smallest quota of a subject that denies fewer than `target` of those who asked, to three digits.
     pub(super) fn suggest(
         &self,
-        view: &View,
-        resolver: &Resolver<'_>,
-        subject: usize,
-        tally: &Tally,
+        config: &ReplayConfig,
+        resolver: &LineResolver<'_>,
+        limit_index: usize,
+        stats: &LimitStats,
         target: f64,
     ) -> Suggestion {
-        let most = ((target * tally.requests as f64).ceil() as u64).saturating_sub(1);
-        let does = |number| {
-            let plan = Self::plan(view, subject, count(number))?;
-            let denied = self.denied(view, resolver, subject, plan.clone(), most)?;
-            Some((plan, denied))
+        let max_denied = ((target * stats.requests as f64).ceil() as u64).saturating_sub(1);
+        let try_index = |number| {
+            let variant = Self::variant_with_count(config, limit_index, count_at(number))?;
+            let denied = self.count_denied(config, resolver, limit_index, variant.clone(), max_denied)?;
+            Some((variant, denied))
         };
-        let now = number(view.subjects[subject].plan.quota.count);
-        let (mut below, mut above) = (0, now);
-        let mut found = if tally.denied <= most { does(now) } else { None };
+        let configured_index = index_of_count(config.limits[limit_index].variant.quota.count);
+        let (mut below, mut above) = (0, configured_index);
+        let mut best = if stats.denied <= max_denied { try_index(configured_index) } else { None };
         let mut step = 1;
-        while found.is_none() {
-            if above >= LARGEST {
+        while best.is_none() {
+            if above >= MAX_COUNT_INDEX {
                 return Suggestion::None;
             }
             below = above;
-            above = (above + step).min(LARGEST);
+            above = (above + step).min(MAX_COUNT_INDEX);
             step *= 2;
-            found = does(above);
+            best = try_index(above);
         }
         while above - below > 1 {
             let middle = (below + above) / 2;
-            match does(middle) {
-                Some(smaller) => (found, above) = (Some(smaller), middle),
+            match try_index(middle) {
+                Some(smaller) => (best, above) = (Some(smaller), middle),
                 None => below = middle,
             }
         }
-        let Some((plan, denied)) = found else { return Suggestion::None };
-        let burst = match &plan.rule {
-            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != plan.quota.count),
+        let Some((variant, denied)) = best else { return Suggestion::None };
+        let burst = match &variant.rule {
+            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != variant.quota.count),
             _ => None,
         };
-        Suggestion::Smallest { quota: plan.quota.to_string(), burst, denied }
+        Suggestion::Smallest { quota: variant.quota.to_string(), burst, denied }
     }
 
     /// The subject in another size, its burst in proportion; none if it cannot have it.
-    fn plan(view: &View, subject: usize, count: u64) -> Option<Arc<LimitVariant>> {
-        let Subject { limit, plan: now, .. } = &view.subjects[subject];
-        let burst = match &now.rule {
+    fn variant_with_count(config: &ReplayConfig, limit_index: usize, count: u64) -> Option<Arc<LimitVariant>> {
+        let ReplayLimit { limit, variant: configured, .. } = &config.limits[limit_index];
+        let burst = match &configured.rule {
             Rule::TokenBucket(bucket) => {
                 let burst = u128::from(bucket.burst) * u128::from(count);
-                u64::try_from(burst.div_ceil(u128::from(now.quota.count))).ok()
+                u64::try_from(burst.div_ceil(u128::from(configured.quota.count))).ok()
             }
             _ => None,
         };
-        sized(&view.runtime, limit, now.quota, count, burst)
+        resized_variant(&config.compiled, limit, configured.quota, count, burst)
     }
 
     /// What a subject denies in this size; none if that is more than `most`.
-    fn denied(
+    fn count_denied(
         &self,
-        view: &View,
-        resolver: &Resolver<'_>,
-        subject: usize,
-        plan: Arc<LimitVariant>,
-        most: u64,
+        config: &ReplayConfig,
+        resolver: &LineResolver<'_>,
+        limit_index: usize,
+        variant: Arc<LimitVariant>,
+        max_denied: u64,
     ) -> Option<u64> {
-        let mut simulation = Simulation::new(view);
-        simulation.learn(&resolver.sizes);
-        simulation.resize(subject, plan);
+        let mut simulation = Simulation::new(config);
+        simulation.add_variants(&resolver.variants);
+        simulation.set_default_variant(limit_index, variant);
         let (mut denied, mut start) = (0, 0);
-        for (moment, end) in &self.moments {
-            let asked = &self.asked[start..*end];
+        for (meta, end) in &self.requests {
+            let checks = &self.checks[start..*end];
             start = *end;
-            let said = simulation.decide(*moment, asked, &resolver.seen);
-            let of_subject = asked.iter().zip(said).filter(|(asked, _)| usize::from(asked.subject) == subject);
-            denied += of_subject.filter(|(_, said)| **said == Said::Denied).count() as u64;
-            if denied > most {
+            let decisions = simulation.decide(*meta, checks, &resolver.seen);
+            let of_limit =
+                checks.iter().zip(decisions).filter(|(check, _)| usize::from(check.limit_index) == limit_index);
+            denied += of_limit.filter(|(_, decision)| **decision == ReplayDecision::Denied).count() as u64;
+            if denied > max_denied {
                 return None;
             }
         }
@@ -148,13 +149,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn counts_have_three_digits() {
-        for (at, expected) in [(1, 1), (999, 999), (1000, 1000), (1001, 1010), (1899, 9990), (1900, 10_000)] {
-            assert_eq!(count(at), expected);
-            assert_eq!(number(expected), at, "{expected}");
+    fn count_at_has_three_significant_digits() {
+        for (index, expected) in [(1, 1), (999, 999), (1000, 1000), (1001, 1010), (1899, 9990), (1900, 10_000)] {
+            assert_eq!(count_at(index), expected);
+            assert_eq!(index_of_count(expected), index, "{expected}");
         }
-        assert_eq!(count(number(1234)), 1240);
-        assert!((1..LARGEST).all(|number| count(number) < count(number + 1)));
-        assert!(count(LARGEST) < crate::limit::quota::EXACT_INTEGER_LIMIT * 2);
+        assert_eq!(count_at(index_of_count(1234)), 1240);
+        assert!((1..MAX_COUNT_INDEX).all(|number| count_at(number) < count_at(number + 1)));
+        assert!(count_at(MAX_COUNT_INDEX) < crate::limit::quota::EXACT_INTEGER_LIMIT * 2);
     }
 }

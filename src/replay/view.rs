@@ -5,10 +5,10 @@ use std::sync::Arc;
 
 use http::{HeaderName, StatusCode};
 
-use super::format::own::hash_of;
-use super::format::{Mapped, Provides};
-use super::known::{consumers, lacking, notes};
-use super::size::{Proposal, SizeError, proposed, unhurried};
+use super::format::own::identity_hash_field;
+use super::format::{FieldMapping, FormatCapabilities};
+use super::known::{consumer_variants, limit_notes, missing_identity_input};
+use super::size::{ProposalError, QuotaProposal, proposed_variant, with_unbounded_permit_ttl};
 use crate::cost::{Cost, RefundOn};
 use crate::gateway::ask::deferred_action;
 use crate::identity::{Descriptor, IdentitySpec, OnMissing};
@@ -20,7 +20,7 @@ use crate::runtime::{CompiledConfig, CompiledLimit, RouteLimit};
 
 /// What a field of the log is to be: the identity of a limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Stand {
+pub struct IdentityField {
     /// The limit.
     pub limit: String,
     /// The field, as the log calls it.
@@ -30,162 +30,192 @@ pub struct Stand {
 /// Why the arguments do not fit the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum ViewError {
+pub enum ReplayConfigError {
     #[error("there is no limit `{name}`; there are {}", all.join(", "))]
-    NoLimit { name: String, all: Vec<String> },
+    UnknownLimit { name: String, all: Vec<String> },
     #[error(transparent)]
-    Size(#[from] SizeError),
+    Proposal(#[from] ProposalError),
 }
 
 /// A limit as it is replayed.
 #[derive(Debug)]
-pub struct Subject {
+pub struct ReplayLimit {
     /// The limit.
     pub limit: Arc<LimitSpec>,
     /// Its standard size, proposed or as configured.
-    pub plan: Arc<LimitVariant>,
+    pub variant: Arc<LimitVariant>,
     /// The quota that the configuration has, where another one is proposed.
-    pub instead_of: Option<Quota>,
+    pub configured_quota: Option<Quota>,
     /// Why the log does not say whose requests they are.
-    pub unknown: Option<String>,
+    pub skip_reason: Option<String>,
     /// What has to be said about it.
     pub notes: Vec<String>,
     /// What remains to be done when a response is known.
-    pub later: Deferred,
+    pub deferred: Deferred,
     /// The sizes of consumers who have others, by what stands for them in the log: their name, or the hash of their identity.
-    pub consumers: HashMap<Box<[u8]>, Arc<LimitVariant>>,
+    pub consumer_variants: HashMap<Box<[u8]>, Arc<LimitVariant>>,
     /// Whether what stands for its identities may be a key.
-    pub secret: bool,
+    pub is_secret: bool,
     refund_on: RefundOn,
 }
 
-impl Subject {
+impl ReplayLimit {
     /// Whether a response of this status gives the charge back.
-    pub fn refunds(&self, status: u16) -> bool {
+    pub fn is_refunded(&self, status: u16) -> bool {
         StatusCode::from_u16(status).is_ok_and(|status| self.refund_on.contains(status))
     }
 }
 
 /// A limit of a route that the log says enough about.
 #[derive(Debug)]
-pub struct OfRoute {
+pub struct ReplayRoute {
     /// The identities of its limits.
-    pub identities: Vec<IdentitySpec>,
+    pub identity_specs: Vec<IdentitySpec>,
     /// Its limits.
     pub limits: Vec<RouteLimit>,
     /// Which subject each of them is.
-    pub subjects: Vec<usize>,
+    pub limit_indices: Vec<usize>,
     /// Whether one is by API key.
-    pub by_key: bool,
+    pub uses_api_key: bool,
 }
 
 /// A configuration as a log can be held against it.
 #[derive(Debug)]
-pub struct View {
+pub struct ReplayConfig {
     /// The configuration.
-    pub runtime: CompiledConfig,
+    pub compiled: CompiledConfig,
     /// The limits that routes use, in the order of their names.
-    pub subjects: Vec<Subject>,
+    pub limits: Vec<ReplayLimit>,
     /// For each route, by index, the limits that are replayed.
-    pub routes: Vec<OfRoute>,
+    pub routes: Vec<ReplayRoute>,
 }
 
 /// Fields of the log that stand for identities, as headers that no client can send a request with: they are not in the log.
-pub fn stands(runtime: &CompiledConfig, stands: &[Stand], provides: &Provides) -> Result<Vec<Mapped>, ViewError> {
-    for stand in stands {
-        if !runtime.limits.contains_key(&stand.limit) {
-            return Err(no_limit(runtime, &stand.limit));
+pub fn field_mappings(
+    compiled: &CompiledConfig,
+    identity_fields: &[IdentityField],
+    capabilities: &FormatCapabilities,
+) -> Result<Vec<FieldMapping>, ReplayConfigError> {
+    for identity_field in identity_fields {
+        if !compiled.limits.contains_key(&identity_field.limit) {
+            return Err(unknown_limit(compiled, &identity_field.limit));
         }
     }
-    let field = |name: &str, terms: &CompiledLimit| {
-        let given = stands.iter().find(|stand| stand.limit == name).map(|stand| stand.field.clone());
-        given.or_else(|| (provides.hashed && lacking(terms, runtime, provides).is_some()).then(|| hash_of(name)))
+    let field = |name: &str, compiled_limit: &CompiledLimit| {
+        let log_field = identity_fields
+            .iter()
+            .find(|identity_field| identity_field.limit == name)
+            .map(|identity_field| identity_field.field.clone());
+        log_field.or_else(|| {
+            (capabilities.identity_hashes && missing_identity_input(compiled_limit, compiled, capabilities).is_some())
+                .then(|| identity_hash_field(name))
+        })
     };
-    let mapped = runtime
-        .limits
-        .iter()
-        .enumerate()
-        .filter_map(|(index, (name, terms))| Some(Mapped { field: field(name, terms)?, header: header(index) }));
-    Ok(mapped.collect())
+    let mappings = compiled.limits.iter().enumerate().filter_map(|(index, (name, compiled_limit))| {
+        Some(FieldMapping { field: field(name, compiled_limit)?, header: mapped_header(index) })
+    });
+    Ok(mappings.collect())
 }
 
 /// What stands for the identities of a subject.
-pub(super) fn header(index: usize) -> HeaderName {
+pub(super) fn mapped_header(index: usize) -> HeaderName {
     // Letters and digits are a name.
     HeaderName::try_from(format!("x-sluicegate-replay-{index}")).unwrap_or(http::header::FROM)
 }
 
-fn no_limit(runtime: &CompiledConfig, name: &str) -> ViewError {
-    ViewError::NoLimit { name: name.to_owned(), all: runtime.limits.keys().cloned().collect() }
+fn unknown_limit(compiled: &CompiledConfig, name: &str) -> ReplayConfigError {
+    ReplayConfigError::UnknownLimit { name: name.to_owned(), all: compiled.limits.keys().cloned().collect() }
 }
 
-impl View {
+impl ReplayConfig {
     /// Changes the configuration to what is proposed, and to what the log says.
     ///
     /// # Errors
     /// The proposals do not fit.
     pub fn new(
-        runtime: CompiledConfig,
-        proposals: &[Proposal],
-        mapped: &[Mapped],
-        provides: &Provides,
-    ) -> Result<View, ViewError> {
-        if let Some(unknown) = proposals.iter().find(|proposal| !runtime.limits.contains_key(&proposal.limit)) {
-            return Err(no_limit(&runtime, &unknown.limit));
+        compiled: CompiledConfig,
+        proposals: &[QuotaProposal],
+        mappings: &[FieldMapping],
+        capabilities: &FormatCapabilities,
+    ) -> Result<ReplayConfig, ReplayConfigError> {
+        if let Some(skip_reason) = proposals.iter().find(|proposal| !compiled.limits.contains_key(&proposal.limit)) {
+            return Err(unknown_limit(&compiled, &skip_reason.limit));
         }
-        let (mut subjects, mut bys) = (Vec::new(), Vec::new());
-        for (index, (name, terms)) in runtime.limits.iter().enumerate() {
+        let (mut limits, mut identity_specs) = (Vec::new(), Vec::new());
+        for (index, (name, compiled_limit)) in compiled.limits.iter().enumerate() {
             let proposal = proposals.iter().rfind(|proposal| proposal.limit == *name);
-            let plan = proposal
-                .map_or(Ok(terms.limit.default_variant.clone()), |proposal| proposed(&runtime, terms, proposal));
-            let plan = unhurried(&runtime, &terms.limit, plan?);
-            let stands = mapped.iter().any(|mapped| mapped.header == header(index));
-            let by = match stands {
+            let variant = proposal.map_or(Ok(compiled_limit.limit.default_variant.clone()), |proposal| {
+                proposed_variant(&compiled, compiled_limit, proposal)
+            });
+            let variant = with_unbounded_permit_ttl(&compiled, &compiled_limit.limit, variant?);
+            let is_mapped = mappings.iter().any(|mapping| mapping.header == mapped_header(index));
+            let identity_spec = match is_mapped {
                 true => IdentitySpec {
-                    descriptors: vec![Descriptor::Header(header(index))],
+                    descriptors: vec![Descriptor::Header(mapped_header(index))],
                     on_missing: OnMissing::Skip,
-                    ..terms.identity_spec.clone()
+                    ..compiled_limit.identity_spec.clone()
                 },
-                false => terms.identity_spec.clone(),
+                false => compiled_limit.identity_spec.clone(),
             };
-            let lacks = lacking(terms, &runtime, provides).filter(|_| !stands);
-            let in_flight = matches!(plan.rule, Rule::Concurrency(_)) && !provides.took;
-            let unknown = lacks.or_else(|| in_flight.then(|| "how long requests took".to_owned()));
-            let instead_of = proposal.map(|_| terms.limit.default_variant.quota).filter(|quota| *quota != plan.quota);
-            let notes = notes(terms, stands, provides);
+            let missing_input = missing_identity_input(compiled_limit, &compiled, capabilities).filter(|_| !is_mapped);
+            let in_flight = matches!(variant.rule, Rule::Concurrency(_)) && !capabilities.duration;
+            let unknown = missing_input.or_else(|| in_flight.then(|| "how long requests took".to_owned()));
+            let configured_quota =
+                proposal.map(|_| compiled_limit.limit.default_variant.quota).filter(|quota| *quota != variant.quota);
+            let notes = limit_notes(compiled_limit, is_mapped, capabilities);
             // A log may hold the key or the token itself.
-            let has_secret =
-                |source: &Descriptor| matches!(source, Descriptor::ApiKey | Descriptor::Jwt(_)) || !source.is_public();
-            let secret = stands && !provides.hashed && terms.identity_spec.descriptors.iter().any(has_secret);
-            let (limit, refund_on) = (terms.limit.clone(), terms.refund_on.clone());
-            let later = deferred_action(terms.cost.as_ref().is_some_and(Cost::is_deferred), &refund_on);
-            let consumers = if stands { consumers(&runtime, terms) } else { HashMap::new() };
-            subjects.push(Subject { limit, plan, instead_of, unknown, notes, later, consumers, secret, refund_on });
-            bys.push(by);
+            let has_secret = |descriptor: &Descriptor| {
+                matches!(descriptor, Descriptor::ApiKey | Descriptor::Jwt(_)) || !descriptor.is_public()
+            };
+            let is_secret = is_mapped
+                && !capabilities.identity_hashes
+                && compiled_limit.identity_spec.descriptors.iter().any(has_secret);
+            let (limit, refund_on) = (compiled_limit.limit.clone(), compiled_limit.refund_on.clone());
+            let deferred = deferred_action(compiled_limit.cost.as_ref().is_some_and(Cost::is_deferred), &refund_on);
+            let consumer_variants =
+                if is_mapped { consumer_variants(&compiled, compiled_limit) } else { HashMap::new() };
+            limits.push(ReplayLimit {
+                limit,
+                variant,
+                configured_quota,
+                skip_reason: unknown,
+                notes,
+                deferred,
+                consumer_variants,
+                is_secret,
+                refund_on,
+            });
+            identity_specs.push(identity_spec);
         }
-        let routes = runtime.routes.iter().map(|route| {
-            let mut of_route =
-                OfRoute { identities: Vec::new(), limits: Vec::new(), subjects: Vec::new(), by_key: false };
-            for metered in &route.rate_limits.limits {
-                let Some(subject) = subjects.iter().position(|subject| Arc::ptr_eq(&subject.limit, &metered.limit))
+        let routes = compiled.routes.iter().map(|route| {
+            let mut replay_route = ReplayRoute {
+                identity_specs: Vec::new(),
+                limits: Vec::new(),
+                limit_indices: Vec::new(),
+                uses_api_key: false,
+            };
+            for route_limit in &route.rate_limits.limits {
+                let Some(limit_index) =
+                    limits.iter().position(|limit_index| Arc::ptr_eq(&limit_index.limit, &route_limit.limit))
                 else {
                     continue;
                 };
-                if subjects[subject].unknown.is_some() {
+                if limits[limit_index].skip_reason.is_some() {
                     continue;
                 }
-                let by = &bys[subject];
-                of_route.by_key |= by.descriptors.contains(&Descriptor::ApiKey);
-                let identity = of_route.identities.iter().position(|other| other == by).unwrap_or_else(|| {
-                    of_route.identities.push(by.clone());
-                    of_route.identities.len() - 1
-                });
-                of_route.limits.push(RouteLimit { identity_index: identity, ..metered.clone() });
-                of_route.subjects.push(subject);
+                let by = &identity_specs[limit_index];
+                replay_route.uses_api_key |= by.descriptors.contains(&Descriptor::ApiKey);
+                let identity_index =
+                    replay_route.identity_specs.iter().position(|other| other == by).unwrap_or_else(|| {
+                        replay_route.identity_specs.push(by.clone());
+                        replay_route.identity_specs.len() - 1
+                    });
+                replay_route.limits.push(RouteLimit { identity_index, ..route_limit.clone() });
+                replay_route.limit_indices.push(limit_index);
             }
-            of_route
+            replay_route
         });
         let routes = routes.collect();
-        Ok(View { runtime, subjects, routes })
+        Ok(ReplayConfig { compiled, limits, routes })
     }
 }

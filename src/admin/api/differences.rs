@@ -2,7 +2,7 @@
 
 use serde::Serialize;
 
-use super::{Answer, Desk, Query, Result, json};
+use super::{AdminResponse, ApiContext, QueryParams, Result, json_response};
 use crate::admin::problem::ApiError;
 
 #[derive(Serialize)]
@@ -13,16 +13,16 @@ struct Differences {
 
 /// Compares the digests of the query, by the names of their keys, with those of the configuration in force. The caller chooses
 /// the salt and learns names only: values may be secret.
-pub(super) fn differences(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
-    let salt = query.take("salt").ok_or_else(|| ApiError::bad("`salt` is missing"))?;
-    let mut own = desk.runtime.restart_only_digests(&salt);
+pub(super) fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
+    let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
+    let mut active_digests = context.config.restart_only_digests(&salt);
     let mut restart = Vec::new();
     for (key, digest) in query.0 {
-        if own.remove(&key) != Some(digest) {
+        if active_digests.remove(&key) != Some(digest) {
             restart.push(key);
         }
     }
-    restart.extend(own.into_keys());
+    restart.extend(active_digests.into_keys());
     restart.sort_unstable();
-    Ok(json(&Differences { restart }))
+    Ok(json_response(&Differences { restart }))
 }

@@ -4,9 +4,9 @@ use futures_util::future::try_join_all;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 
-use super::Desk;
-use super::overrides::Shown;
-use super::{Answer, Query, Result, json, of_store, seconds};
+use super::ApiContext;
+use super::overrides::OverrideView;
+use super::{AdminResponse, QueryParams, Result, json_response, seconds_rounded_up, store_error};
 use crate::admin::problem::ApiError;
 use crate::identity::Descriptor;
 use crate::identity::api_key::{Caller, Consumers};
@@ -20,84 +20,93 @@ use crate::runtime::CompiledLimit;
 /// An identity in a request: its hash, or values by the words of `by`.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Given {
+pub(super) enum IdentityQuery {
     /// As keys, `/api/top` and the rest of the API have it.
     Hash(String),
     /// As the operator knows it.
     Parts(IdentityInput),
 }
 
-impl Given {
+impl IdentityQuery {
     /// What is left of a query: `identity=HASH`, or parts.
-    pub(super) fn of(mut query: Query) -> Result<Self> {
+    pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
-                Some((name, _)) => Err(ApiError::bad(format!("`{name}` does not go with `identity`"))),
-                None => Ok(Given::Hash(hash)),
+                Some((name, _)) => Err(ApiError::bad_request(format!("`{name}` does not go with `identity`"))),
+                None => Ok(IdentityQuery::Hash(hash)),
             };
         }
-        Ok(Given::Parts(query.0.into_iter().collect()))
+        Ok(IdentityQuery::Parts(query.0.into_iter().collect()))
     }
 
     /// Which identity of a limit it is.
-    pub(super) fn meant<'a>(
+    pub(super) fn resolve<'a>(
         &self,
-        terms: &CompiledLimit,
-        desk: &Desk<'_>,
+        compiled: &CompiledLimit,
+        context: &ApiContext<'_>,
         consumers: &'a Consumers,
     ) -> Result<ResolvedIdentity<'a>> {
-        let runtime = &desk.runtime;
-        let said = match self {
-            Given::Hash(hash) => {
+        let config = &context.config;
+        let input = match self {
+            IdentityQuery::Hash(hash) => {
                 let identity = Identity::from_hex(hash).ok_or_else(|| {
-                    ApiError::bad("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
+                    ApiError::bad_request("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
                 })?;
-                let caller = owner(identity, terms, desk, consumers);
+                let caller = consumer_of_hash(identity, compiled, context, consumers);
                 return Ok(ResolvedIdentity { identity, caller, is_exempt: false });
             }
-            Given::Parts(said) => said,
+            IdentityQuery::Parts(parts) => parts,
         };
-        let by = || terms.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
-        if let Some(word) = said.keys().find(|word| !terms.identity_spec.has_label(word)) {
-            return Err(ApiError::bad(format!("`{}` is by {}, not by `{word}`", terms.limit.name, by())));
+        let labels = || compiled.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
+        if let Some(word) = input.keys().find(|word| !compiled.identity_spec.has_label(word)) {
+            return Err(ApiError::bad_request(format!(
+                "`{}` is by {}, not by `{word}`",
+                compiled.limit.name,
+                labels()
+            )));
         }
-        let meant = terms.identity_spec.resolve(said, &runtime.client_ip, consumers, &runtime.hasher);
-        meant.map_err(|unclear| match unclear {
+        let resolved = compiled.identity_spec.resolve(input, &config.client_ip, consumers, &config.hasher);
+        resolved.map_err(|error| match error {
             IdentityInputError::Missing(_) => {
-                ApiError::bad(format!("{unclear}: `{}` is by {}", terms.limit.name, by()))
+                ApiError::bad_request(format!("{error}: `{}` is by {}", compiled.limit.name, labels()))
             }
-            IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, unclear.to_string()),
-            IdentityInputError::InvalidAddress(_) => ApiError::bad(unclear.to_string()),
+            IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, error.to_string()),
+            IdentityInputError::InvalidAddress(_) => ApiError::bad_request(error.to_string()),
         })
     }
 }
 
 /// Whose hash it is, as far as it can be told: that of a consumer, where it is by nothing else.
-fn owner<'a>(identity: Identity, terms: &CompiledLimit, desk: &Desk<'_>, consumers: &'a Consumers) -> Caller<'a> {
-    if terms.identity_spec.descriptors != [Descriptor::ApiKey] {
+fn consumer_of_hash<'a>(
+    identity: Identity,
+    compiled: &CompiledLimit,
+    context: &ApiContext<'_>,
+    consumers: &'a Consumers,
+) -> Caller<'a> {
+    if compiled.identity_spec.descriptors != [Descriptor::ApiKey] {
         return Caller::Missing;
     }
-    let runtime = &desk.runtime;
-    let is_his = |name: &str| {
-        let said = IdentityInput::from([(Descriptor::ApiKey.label().into_owned(), name.to_owned())]);
-        let meant = terms.identity_spec.resolve(&said, &runtime.client_ip, consumers, &runtime.hasher);
-        meant.is_ok_and(|meant| meant.identity == identity)
+    let config = &context.config;
+    let has_identity = |name: &str| {
+        let input = IdentityInput::from([(Descriptor::ApiKey.label().into_owned(), name.to_owned())]);
+        let resolved = compiled.identity_spec.resolve(&input, &config.client_ip, consumers, &config.hasher);
+        resolved.is_ok_and(|meant| meant.identity == identity)
     };
-    consumers.iter().find(|consumer| is_his(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
+    consumers.iter().find(|consumer| has_identity(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
 }
 
 /// The limit of this name.
-pub(super) fn limit<'a>(desk: &'a Desk<'_>, name: &str) -> Result<&'a CompiledLimit> {
-    desk.runtime.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
+pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
+    context.config.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
 }
 
 #[derive(Serialize)]
-struct Standings<'a> {
-    limits: Vec<Standing<'a>>,
+struct IdentityStatuses<'a> {
+    limits: Vec<IdentityStatus<'a>>,
 }
 
 #[derive(Serialize)]
-struct Standing<'a> {
+struct IdentityStatus<'a> {
     limit: &'a str,
     shadow: bool,
     identity: String,
@@ -111,83 +120,93 @@ struct Standing<'a> {
     reset_seconds: f64,
     retry_seconds: Option<f64>,
     #[serde(rename = "override")]
-    size: Option<Shown>,
+    override_view: Option<OverrideView>,
 }
 
-pub(super) async fn standings(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
+pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let cost = query.number("cost", 1..=EXACT_INTEGER_LIMIT - 1, 1)?;
-    let (only, limits) = (query.take("limit"), &desk.runtime.limits);
-    let given = Given::of(query)?;
-    let consumers = desk.runtime.consumers.load();
+    let (limit_name, limits) = (query.take("limit"), &context.config.limits);
+    let identity_query = IdentityQuery::from_query(query)?;
+    let consumers = context.config.consumers.load();
     // Of one limit all has to be right; of all limits those are meant that the parts are enough for.
-    let asked: Vec<_> = match (&only, &given) {
+    let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
         (Some(name), _) => {
-            let terms = limit(desk, name)?;
-            vec![(terms, given.meant(terms, desk, &consumers)?)]
+            let compiled = find_limit(context, name)?;
+            vec![(compiled, identity_query.resolve(compiled, context, &consumers)?)]
         }
-        (None, Given::Hash(_)) => return Err(ApiError::bad("a hash is that of one limit: `limit` is missing")),
-        (None, Given::Parts(said)) => {
-            let strange = said.keys().find(|word| !limits.values().any(|terms| terms.identity_spec.has_label(word)));
-            if let Some(word) = strange {
-                return Err(ApiError::bad(format!("no limit is by `{word}`")));
+        (None, IdentityQuery::Hash(_)) => {
+            return Err(ApiError::bad_request("a hash is that of one limit: `limit` is missing"));
+        }
+        (None, IdentityQuery::Parts(input)) => {
+            let unknown_label =
+                input.keys().find(|label| !limits.values().any(|compiled| compiled.identity_spec.has_label(label)));
+            if let Some(label) = unknown_label {
+                return Err(ApiError::bad_request(format!("no limit is by `{label}`")));
             }
-            let mut asked = Vec::new();
-            for terms in limits.values() {
-                match terms.identity_spec.resolve(said, &desk.runtime.client_ip, &consumers, &desk.runtime.hasher) {
-                    Ok(meant) => asked.push((terms, meant)),
+            let mut resolved = Vec::new();
+            for compiled in limits.values() {
+                match compiled.identity_spec.resolve(
+                    input,
+                    &context.config.client_ip,
+                    &consumers,
+                    &context.config.hasher,
+                ) {
+                    Ok(meant) => resolved.push((compiled, meant)),
                     Err(IdentityInputError::Missing(_)) => {}
-                    Err(unclear) => return Err(ApiError::bad(unclear.to_string())),
+                    Err(error) => return Err(ApiError::bad_request(error.to_string())),
                 }
             }
-            asked
+            resolved
         }
     };
-    if asked.is_empty() {
-        return Err(ApiError::bad("these parts are the identity of no limit"));
+    if resolved_limits.is_empty() {
+        return Err(ApiError::bad_request("these parts are the identity of no limit"));
     }
-    let standings = asked.iter().map(|(terms, meant)| standing(desk, terms, meant, cost));
-    Ok(json(&Standings { limits: try_join_all(standings).await? }))
+    let statuses = resolved_limits.iter().map(|(compiled, meant)| identity_status(context, compiled, meant, cost));
+    Ok(json_response(&IdentityStatuses { limits: try_join_all(statuses).await? }))
 }
 
-async fn standing<'a>(
-    desk: &'a Desk<'_>,
-    terms: &'a CompiledLimit,
-    meant: &ResolvedIdentity<'_>,
+async fn identity_status<'a>(
+    context: &'a ApiContext<'_>,
+    compiled: &'a CompiledLimit,
+    resolved: &ResolvedIdentity<'_>,
     cost: u64,
-) -> Result<Standing<'a>> {
-    let (limit, table) = (&*terms.limit, desk.operator.overrides.current());
-    let other = table.as_ref().and_then(|table| table.find(limit, meant.identity));
-    let plan = other.map_or_else(|| meant.caller.variant(limit), |other| &other.variant);
-    let verdict = desk.operator.peek(plan, meant.identity, cost).await.map_err(|error| of_store(&error))?;
+) -> Result<IdentityStatus<'a>> {
+    let (limit, table) = (&*compiled.limit, context.limiter_admin.overrides.current());
+    let override_entry = table.as_ref().and_then(|table| table.find(limit, resolved.identity));
+    let variant =
+        override_entry.map_or_else(|| resolved.caller.variant(limit), |override_entry| &override_entry.variant);
+    let verdict =
+        context.limiter_admin.peek(variant, resolved.identity, cost).await.map_err(|error| store_error(&error))?;
     let none = Outcome { status: Status::CostTooLarge, remaining: 0, reset_us: 0, retry_us: 0 };
     let Outcome { status, remaining, reset_us, retry_us } = verdict.outcomes.first().copied().unwrap_or(none);
     let (decision, retry_seconds) = match status {
-        _ if meant.is_exempt => ("exempt", None),
+        _ if resolved.is_exempt => ("exempt", None),
         Status::Ok => ("allowed", None),
-        Status::Exceeded | Status::Saturated => ("denied", Some(seconds(retry_us))),
+        Status::Exceeded | Status::Saturated => ("denied", Some(seconds_rounded_up(retry_us))),
         Status::CostTooLarge => ("cost_too_large", None),
     };
-    Ok(Standing {
+    Ok(IdentityStatus {
         limit: &limit.name,
         shadow: limit.shadow,
-        identity: meant.identity.to_string(),
-        consumer: match meant.caller {
+        identity: resolved.identity.to_string(),
+        consumer: match resolved.caller {
             Caller::Consumer(consumer) => Some(consumer.name.to_string()),
             Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => None,
         },
-        algorithm: algorithm(&plan.rule),
-        quota: plan.quota.to_string(),
-        capacity: plan.rule.capacity(),
+        algorithm: algorithm_name(&variant.rule),
+        quota: variant.quota.to_string(),
+        capacity: variant.rule.capacity(),
         cost,
         decision,
         remaining,
-        reset_seconds: seconds(reset_us),
+        reset_seconds: seconds_rounded_up(reset_us),
         retry_seconds,
-        size: other.map(Shown::of),
+        override_view: override_entry.map(OverrideView::from_override),
     })
 }
 
-fn algorithm(rule: &Rule) -> &'static str {
+fn algorithm_name(rule: &Rule) -> &'static str {
     match rule {
         Rule::TokenBucket(_) => "token-bucket",
         Rule::FixedWindow(_) => "fixed-window",
@@ -200,37 +219,49 @@ fn algorithm(rule: &Rule) -> &'static str {
 
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields)]
-pub(super) struct ToReset {
+pub(super) struct ResetRequest {
     limit: String,
-    identity: Given,
+    identity: IdentityQuery,
 }
 
 #[derive(Serialize)]
-struct WasReset<'a> {
+struct ResetResponse<'a> {
     limit: &'a str,
     identity: String,
     removed: bool,
     effective_within_seconds: u64,
 }
 
-pub(super) async fn reset(desk: &Desk<'_>, asked: ToReset) -> Result<Answer> {
-    let terms = limit(desk, &asked.limit)?;
-    let consumers = desk.runtime.consumers.load();
-    let identity = asked.identity.meant(terms, desk, &consumers)?.identity;
+pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Result<AdminResponse> {
+    let compiled = find_limit(context, &request.limit)?;
+    let consumers = context.config.consumers.load();
+    let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
     // In whichever size it was counted: those of another shape have states of their own.
-    let table = desk.operator.overrides.current();
-    let other = table.as_ref().and_then(|table| table.find(&terms.limit, identity)).map(|other| &*other.variant);
-    let own = consumers.iter().filter_map(|consumer| consumer.variants.get(&terms.limit.name));
-    let plans = terms.limit.variants().map(|(_, plan)| plan).chain(own.map(|plan| &**plan)).chain(other);
-    let mut buckets: Vec<&StateName> = Vec::new();
-    for LimitVariant { state_name: bucket, .. } in plans {
-        if !buckets.contains(&bucket) {
-            buckets.push(bucket);
+    let table = context.limiter_admin.overrides.current();
+    let override_variant = table
+        .as_ref()
+        .and_then(|table| table.find(&compiled.limit, identity))
+        .map(|override_variant| &*override_variant.variant);
+    let consumer_variants = consumers.iter().filter_map(|consumer| consumer.variants.get(&compiled.limit.name));
+    let plans = compiled
+        .limit
+        .variants()
+        .map(|(_, plan)| plan)
+        .chain(consumer_variants.map(|plan| &**plan))
+        .chain(override_variant);
+    let mut state_names: Vec<&StateName> = Vec::new();
+    for LimitVariant { state_name, .. } in plans {
+        if !state_names.contains(&state_name) {
+            state_names.push(state_name);
         }
     }
-    let reset = desk.operator.reset(&terms.limit, identity, &buckets).await.map_err(|error| of_store(&error))?;
-    Ok(json(&WasReset {
-        limit: &terms.limit.name,
+    let reset = context
+        .limiter_admin
+        .reset(&compiled.limit, identity, &state_names)
+        .await
+        .map_err(|error| store_error(&error))?;
+    Ok(json_response(&ResetResponse {
+        limit: &compiled.limit.name,
         identity: identity.to_string(),
         removed: reset.was_counted,
         effective_within_seconds: reset.effective_within.as_secs(),

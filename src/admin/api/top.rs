@@ -2,33 +2,33 @@
 
 use serde::{Serialize, Serializer};
 
-use super::Desk;
-use super::{Answer, Query, Result, json};
+use super::ApiContext;
+use super::{AdminResponse, QueryParams, Result, json_response};
 use crate::admin::problem::ApiError;
 use crate::gateway::denied::{TopDenied, WINDOW};
 use crate::identity::name::IdentityDisplay;
 use crate::limit::clock::monotonic;
 
 /// Identities of each limit, if nothing else is said, and at most.
-const COUNT: u64 = 10;
-const MOST: u64 = 96;
+const DEFAULT_COUNT: u64 = 10;
+const MAX_COUNT: u64 = 96;
 
 #[derive(Serialize)]
-struct Top<'a> {
+struct TopResponse<'a> {
     window_seconds: u64,
-    limits: Vec<OfLimit<'a>>,
+    limits: Vec<DeniedByLimit<'a>>,
 }
 
 #[derive(Serialize)]
-struct OfLimit<'a> {
+struct DeniedByLimit<'a> {
     limit: &'a str,
     shadow: bool,
     denied: u64,
-    identities: Vec<OfIdentity>,
+    identities: Vec<DeniedIdentity>,
 }
 
 #[derive(Serialize)]
-struct OfIdentity {
+struct DeniedIdentity {
     identity: String,
     #[serde(serialize_with = "parts")]
     parts: IdentityDisplay,
@@ -40,29 +40,30 @@ fn parts<S: Serializer>(name: &IdentityDisplay, serializer: S) -> std::result::R
     serializer.collect_map(name.0.iter().map(|part| (&part.label, &part.value)))
 }
 
-pub(super) fn top(desk: &Desk<'_>, mut query: Query) -> Result<Answer> {
-    let count = query.number("count", 1..=MOST, COUNT)?;
-    let only = query.take("limit");
+pub(super) fn top_denied(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
+    let count = query.number("count", 1..=MAX_COUNT, DEFAULT_COUNT)?;
+    let limit_name = query.take("limit");
     if let Some((name, _)) = query.0.first() {
-        return Err(ApiError::bad(format!("unknown parameter `{name}`; known here: limit, count")));
+        return Err(ApiError::bad_request(format!("unknown parameter `{name}`; known here: limit, count")));
     }
-    let limits = &desk.runtime.limits;
-    if only.as_ref().is_some_and(|only| !limits.contains_key(only)) {
-        return Err(ApiError::bad("there is no such limit"));
+    let limits = &context.config.limits;
+    if limit_name.as_ref().is_some_and(|limit_name| !limits.contains_key(limit_name)) {
+        return Err(ApiError::bad_request("there is no such limit"));
     }
-    let denied = desk.vitals.tallies.top_denied.all();
-    let workers = |name: &str| denied.iter().find(|(of, _)| **of == *name).map_or(&[][..], |(_, workers)| workers);
+    let top_denied = context.state.request_metrics.top_denied.all();
+    let workers =
+        |name: &str| top_denied.iter().find(|(limit, _)| **limit == *name).map_or(&[][..], |(_, workers)| workers);
     let now = monotonic();
-    let chosen = limits.iter().filter(|(name, _)| only.as_ref().is_none_or(|only| only == *name));
-    let limits = chosen.map(|(name, terms)| {
-        let (denied, often) = TopDenied::top(workers(name), now, count as usize);
-        let identities = often.into_iter().map(|often| OfIdentity {
-            identity: often.identity.to_string(),
-            parts: often.name,
-            denied_at_least: often.lower_bound,
-            denied_at_most: often.upper_bound,
+    let selected = limits.iter().filter(|(name, _)| limit_name.as_ref().is_none_or(|name_filter| name_filter == *name));
+    let limits = selected.map(|(name, compiled)| {
+        let (denied, heavy_hitters) = TopDenied::top(workers(name), now, count as usize);
+        let identities = heavy_hitters.into_iter().map(|heavy_hitter| DeniedIdentity {
+            identity: heavy_hitter.identity.to_string(),
+            parts: heavy_hitter.name,
+            denied_at_least: heavy_hitter.lower_bound,
+            denied_at_most: heavy_hitter.upper_bound,
         });
-        OfLimit { limit: name, shadow: terms.limit.shadow, denied, identities: identities.collect() }
+        DeniedByLimit { limit: name, shadow: compiled.limit.shadow, denied, identities: identities.collect() }
     });
-    Ok(json(&Top { window_seconds: WINDOW.as_secs(), limits: limits.collect() }))
+    Ok(json_response(&TopResponse { window_seconds: WINDOW.as_secs(), limits: limits.collect() }))
 }

@@ -9,8 +9,8 @@ use crate::limit::quota::CalendarUnit;
 use crate::runtime::CompiledLimit;
 
 /// Seconds of the shortest month and of the shortest year.
-const MONTH: f64 = 28.0 * 86_400.0;
-const YEAR: f64 = 365.0 * 86_400.0;
+const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
+const SHORTEST_YEAR_SECONDS: f64 = 365.0 * 86_400.0;
 
 /// What a size of a limit guarantees.
 #[derive(Debug, Serialize)]
@@ -31,32 +31,32 @@ pub(super) struct Guarantee<'a> {
 }
 
 /// Those of all sizes of a limit.
-pub(super) fn guarantees(terms: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
-    let limit = &terms.limit;
-    limit.variants().map(|(tier, plan)| Guarantee {
+pub(super) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
+    let limit = &compiled.limit;
+    limit.variants().map(|(tier, variant)| Guarantee {
         limit: &limit.name,
         tier,
-        max_admitted: plan.worst_case(),
-        window_seconds: window(plan),
-        capacity: plan.rule.capacity(),
-        prefetch: ahead(limit, plan),
-        overdraft: terms.cost.as_ref().is_some_and(Cost::is_deferred),
+        max_admitted: variant.worst_case(),
+        window_seconds: window_seconds(variant),
+        capacity: variant.rule.capacity(),
+        prefetch: prefetch_per_gateway(limit, variant),
+        overdraft: compiled.cost.as_ref().is_some_and(Cost::is_deferred),
         shadow: limit.shadow,
     })
 }
 
-fn window(plan: &LimitVariant) -> Option<f64> {
-    match (plan.quota.window_us, plan.quota.calendar) {
-        _ if matches!(plan.rule, Rule::Concurrency(_)) => None,
+fn window_seconds(variant: &LimitVariant) -> Option<f64> {
+    match (variant.quota.window_us, variant.quota.calendar) {
+        _ if matches!(variant.rule, Rule::Concurrency(_)) => None,
         (Some(us), _) => Some(us as f64 / 1e6),
-        (None, Some(CalendarUnit::Year)) => Some(YEAR),
-        (None, _) => Some(MONTH),
+        (None, Some(CalendarUnit::Year)) => Some(SHORTEST_YEAR_SECONDS),
+        (None, _) => Some(SHORTEST_MONTH_SECONDS),
     }
 }
 
 /// What a limit gives up by what gateways take ahead; nothing where units end with their window.
-fn ahead(limit: &LimitSpec, plan: &LimitVariant) -> u64 {
-    if matches!(plan.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
+fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
+    if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
 }
 
 impl Guarantee<'_> {
@@ -69,8 +69,8 @@ impl Guarantee<'_> {
         text += &format!(": at most {} ", self.max_admitted);
         text += &match self.window_seconds {
             None => "at the same time".to_owned(),
-            Some(MONTH) => format!("in any 28 days, {} at once", self.capacity),
-            Some(YEAR) => format!("in any 365 days, {} at once", self.capacity),
+            Some(SHORTEST_MONTH_SECONDS) => format!("in any 28 days, {} at once", self.capacity),
+            Some(SHORTEST_YEAR_SECONDS) => format!("in any 365 days, {} at once", self.capacity),
             Some(seconds) if seconds.fract() == 0.0 => format!("in any {seconds} s, {} at once", self.capacity),
             Some(seconds) => format!("in any {} ms, {} at once", seconds * 1e3, self.capacity),
         };

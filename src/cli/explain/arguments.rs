@@ -48,7 +48,7 @@ pub(in crate::cli) struct Arguments {
 
 /// A request, and who sends it.
 #[derive(Debug)]
-pub(super) struct Asked {
+pub(super) struct ClientRequest {
     pub(super) request: Request<()>,
     pub(super) peer: Peer,
 }
@@ -57,94 +57,95 @@ pub(super) struct Asked {
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
-    LowerCase(String),
+    LowercaseMethod(String),
     #[error("`{0}` is not a method; first the method, then the URL: explain GET {DEFAULT}")]
-    Method(String),
+    InvalidMethod(String),
     #[error("`{0}` says no host: write the URL as clients call it, such as http://localhost{0}")]
-    NoHost(String),
+    MissingHost(String),
     #[error("`{0}` has no scheme: http://{0} or https://{0}")]
-    NoScheme(String),
+    MissingScheme(String),
     #[error("the scheme of a URL is http or https, not `{0}`")]
-    Scheme(String),
+    UnsupportedScheme(String),
     #[error("an IPv6 address stands in brackets in a URL: http://[2001:db8::1]/")]
-    Brackets,
+    MissingBrackets,
     #[error("leave user and password out of the URL; clients send them as -H 'Authorization: Basic …'")]
-    Login,
+    UserInfo,
     #[error("`{0}` is not a URL: spaces and letters beyond ASCII are percent-encoded there (%20)")]
-    Url(String),
+    InvalidUrl(String),
     #[error("-H '{0}' is not a header field: -H 'name: value'")]
-    Header(String),
+    InvalidHeader(String),
     #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
-    Address(String),
+    InvalidAddress(String),
 }
 
 /// For examples.
-const DEFAULT: &str = "http://localhost/";
+const EXAMPLE_URL: &str = "http://localhost/";
 
 impl Arguments {
     /// The request that they describe.
-    pub(super) fn asked(&self, runtime: &CompiledConfig) -> Result<Asked, ArgumentError> {
-        let method = method(&self.method)?;
-        let uri = url(&self.url)?;
+    pub(super) fn to_request(&self, config: &CompiledConfig) -> Result<ClientRequest, ArgumentError> {
+        let method = parse_method(&self.method)?;
+        let uri = parse_url(&self.url)?;
         let scheme = if self.tls || uri.scheme() == Some(&Scheme::HTTPS) { "https" } else { "http" };
         // As clients send it to a server: path and query in the first line, the host in a field.
         let target = uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
         let mut request = Request::new(());
         *request.method_mut() = method;
         *request.uri_mut() = Uri::from(target);
-        for line in &self.headers {
-            let (name, value) = header(line).ok_or_else(|| ArgumentError::Header(line.clone()))?;
+        for header_line in &self.headers {
+            let (name, value) =
+                parse_header(header_line).ok_or_else(|| ArgumentError::InvalidHeader(header_line.clone()))?;
             request.headers_mut().append(name, value);
         }
         let host = uri.authority().and_then(|authority| HeaderValue::from_str(authority.as_str()).ok());
         if let (Some(host), false) = (host, request.headers().contains_key(HOST)) {
             request.headers_mut().insert(HOST, host);
         }
-        let peer = Peer::new(address(&self.ip)?, scheme, runtime);
-        Ok(Asked { request, peer })
+        let peer = Peer::new(parse_address(&self.ip)?, scheme, config);
+        Ok(ClientRequest { request, peer })
     }
 }
 
-fn method(text: &str) -> Result<Method, ArgumentError> {
-    let is_usual = text.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'-');
+fn parse_method(text: &str) -> Result<Method, ArgumentError> {
+    let is_uppercase = text.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'-');
     match Method::from_bytes(text.as_bytes()).ok() {
-        Some(method) if is_usual => Ok(method),
+        Some(method) if is_uppercase => Ok(method),
         Some(_) if text.bytes().all(|byte| byte.is_ascii_alphabetic()) => {
-            Err(ArgumentError::LowerCase(text.to_owned()))
+            Err(ArgumentError::LowercaseMethod(text.to_owned()))
         }
-        Some(_) | None => Err(ArgumentError::Method(text.to_owned())),
+        Some(_) | None => Err(ArgumentError::InvalidMethod(text.to_owned())),
     }
 }
 
-fn url(text: &str) -> Result<Uri, ArgumentError> {
+fn parse_url(text: &str) -> Result<Uri, ArgumentError> {
     if text.starts_with('/') && !text.starts_with("//") {
-        return Err(ArgumentError::NoHost(text.to_owned()));
+        return Err(ArgumentError::MissingHost(text.to_owned()));
     }
     let Some((scheme, rest)) = text.split_once("://") else {
-        return Err(ArgumentError::NoScheme(text.trim_start_matches('/').to_owned()));
+        return Err(ArgumentError::MissingScheme(text.trim_start_matches('/').to_owned()));
     };
-    if !["http", "https"].iter().any(|known| scheme.eq_ignore_ascii_case(known)) {
-        return Err(ArgumentError::Scheme(scheme.to_owned()));
+    if !["http", "https"].iter().any(|supported| scheme.eq_ignore_ascii_case(supported)) {
+        return Err(ArgumentError::UnsupportedScheme(scheme.to_owned()));
     }
     let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
     if authority.contains('@') {
-        return Err(ArgumentError::Login);
+        return Err(ArgumentError::UserInfo);
     }
     if !authority.starts_with('[') && authority.matches(':').count() > 1 {
-        return Err(ArgumentError::Brackets);
+        return Err(ArgumentError::MissingBrackets);
     }
-    text.parse().map_err(|_| ArgumentError::Url(text.to_owned()))
+    text.parse().map_err(|_| ArgumentError::InvalidUrl(text.to_owned()))
 }
 
 /// `name: value`, or `name;` for an empty one, as curl has them.
-fn header(line: &str) -> Option<(HeaderName, HeaderValue)> {
+fn parse_header(line: &str) -> Option<(HeaderName, HeaderValue)> {
     let (name, value) = line.split_once(':').or_else(|| Some((line.strip_suffix(';')?, "")))?;
     Some((name.trim().parse().ok()?, HeaderValue::from_str(value.trim()).ok()?))
 }
 
-fn address(text: &str) -> Result<IpAddr, ArgumentError> {
+fn parse_address(text: &str) -> Result<IpAddr, ArgumentError> {
     let inner = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
-    inner.parse().map_err(|_| ArgumentError::Address(text.to_owned()))
+    inner.parse().map_err(|_| ArgumentError::InvalidAddress(text.to_owned()))
 }
 
 #[cfg(test)]
@@ -152,30 +153,30 @@ mod tests {
     use super::*;
 
     #[test]
-    fn mistakes_are_told_apart() {
+    fn invalid_arguments_name_the_mistake() {
         for (text, expected) in [
-            ("/v1/users", ArgumentError::NoHost("/v1/users".into())),
-            ("api.test/v1", ArgumentError::NoScheme("api.test/v1".into())),
-            ("localhost:8080/v1", ArgumentError::NoScheme("localhost:8080/v1".into())),
-            ("//api.test/v1", ArgumentError::NoScheme("api.test/v1".into())),
-            ("ftp://api.test/", ArgumentError::Scheme("ftp".into())),
-            ("http://2001:db8::1/", ArgumentError::Brackets),
-            ("http://me:secret@api.test/", ArgumentError::Login),
-            ("http://api.test/a b", ArgumentError::Url("http://api.test/a b".into())),
-            ("http:///v1", ArgumentError::Url("http:///v1".into())),
+            ("/v1/users", ArgumentError::MissingHost("/v1/users".into())),
+            ("api.test/v1", ArgumentError::MissingScheme("api.test/v1".into())),
+            ("localhost:8080/v1", ArgumentError::MissingScheme("localhost:8080/v1".into())),
+            ("//api.test/v1", ArgumentError::MissingScheme("api.test/v1".into())),
+            ("ftp://api.test/", ArgumentError::UnsupportedScheme("ftp".into())),
+            ("http://2001:db8::1/", ArgumentError::MissingBrackets),
+            ("http://me:secret@api.test/", ArgumentError::UserInfo),
+            ("http://api.test/a b", ArgumentError::InvalidUrl("http://api.test/a b".into())),
+            ("http:///v1", ArgumentError::InvalidUrl("http:///v1".into())),
         ] {
-            assert_eq!(url(text), Err(expected), "{text}");
+            assert_eq!(parse_url(text), Err(expected), "{text}");
         }
         for text in ["http://[2001:db8::1]:80/v1?q=a:b:c@d", "HTTPS://api.test", "http://api.test:8080/"] {
-            assert!(url(text).is_ok(), "{text}");
+            assert!(parse_url(text).is_ok(), "{text}");
         }
-        assert_eq!(method("get"), Err(ArgumentError::LowerCase("get".into())));
-        assert_eq!(method("http://a/"), Err(ArgumentError::Method("http://a/".into())));
-        assert_eq!(method("M-SEARCH").map(|method| method.to_string()), Ok("M-SEARCH".to_owned()));
+        assert_eq!(parse_method("get"), Err(ArgumentError::LowercaseMethod("get".into())));
+        assert_eq!(parse_method("http://a/"), Err(ArgumentError::InvalidMethod("http://a/".into())));
+        assert_eq!(parse_method("M-SEARCH").map(|method| method.to_string()), Ok("M-SEARCH".to_owned()));
     }
 
     #[test]
-    fn header_lines_and_addresses_have_the_forms_that_people_know() {
+    fn headers_and_addresses_accept_curl_forms() {
         for (line, expected) in [
             ("X-Api-Key: a:b", Some(("x-api-key", "a:b"))),
             ("x:1", Some(("x", "1"))),
@@ -187,12 +188,12 @@ mod tests {
             ("a b: 1", None),
         ] {
             let expected = expected.map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
-            assert_eq!(header(line), expected, "{line}");
+            assert_eq!(parse_header(line), expected, "{line}");
         }
-        for (text, fine) in
+        for (text, is_valid) in
             [("192.0.2.7", true), ("2001:db8::7", true), ("[2001:db8::7]", true), ("192.0.2.7:80", false)]
         {
-            assert_eq!(address(text).is_ok(), fine, "{text}");
+            assert_eq!(parse_address(text).is_ok(), is_valid, "{text}");
         }
     }
 }

@@ -7,8 +7,8 @@ use http::Method;
 use serde_json::Value;
 use tokio::time::Duration;
 
-use crate::cli::operate::Listener;
-use crate::explain::counters::{Counters, Unseen, overrides_of};
+use crate::cli::operate::AdminClient;
+use crate::explain::counters::{Counters, CountersUnavailable, empty_overrides};
 use crate::limit::algorithm::{Outcome, Status};
 use crate::limit::clock::unix_us;
 use crate::limit::decision::LimitCheck;
@@ -18,65 +18,69 @@ use crate::limit::store::Verdict;
 use crate::runtime::CompiledConfig;
 
 /// The gateway of a configuration, if it can be asked.
-pub(super) struct Neighbour {
-    listener: Result<Listener, Unseen>,
+pub(super) struct AdminCounters {
+    client: Result<AdminClient, CountersUnavailable>,
     overrides: Overrides,
 }
 
-impl Neighbour {
+impl AdminCounters {
     /// That of this configuration; what operators decided is asked at once.
-    pub(super) fn of(config: &Path, runtime: &CompiledConfig) -> Self {
-        let overrides = overrides_of(runtime);
-        let listener = match &runtime.admin {
-            None => Err(Unseen(
+    pub(super) fn open(config_path: &Path, config: &CompiledConfig) -> Self {
+        let overrides = empty_overrides(config);
+        let client = match &config.admin {
+            None => Err(CountersUnavailable(
                 "the counters are in the memory of the running gateway; with [admin] it can be asked".to_owned(),
             )),
-            Some(_) => Listener::of(config, runtime)
-                .and_then(|listener| {
-                    let all = listener.ask(Method::GET, "/api/overrides", None)?;
-                    all["overrides"].as_array().into_iter().flatten().for_each(|one| adopt(&overrides, runtime, one));
-                    Ok(listener)
+            Some(_) => AdminClient::from_config(config_path, config)
+                .and_then(|client| {
+                    let response = client.request(Method::GET, "/api/overrides", None)?;
+                    response["overrides"]
+                        .as_array()
+                        .into_iter()
+                        .flatten()
+                        .for_each(|entry| add_override(&overrides, config, entry));
+                    Ok(client)
                 })
-                .map_err(|error| unseen(&error)),
+                .map_err(|error| counters_unavailable(&error)),
         };
-        Neighbour { listener, overrides }
+        AdminCounters { client, overrides }
     }
 }
 
-fn unseen(error: &anyhow::Error) -> Unseen {
+fn counters_unavailable(error: &anyhow::Error) -> CountersUnavailable {
     // What stands behind is the system's.
-    Unseen(format!("the counters are in the memory of the running gateway: {error}"))
+    CountersUnavailable(format!("the counters are in the memory of the running gateway: {error}"))
 }
 
-fn adopt(overrides: &Overrides, runtime: &CompiledConfig, one: &Value) {
-    let read = || {
-        let terms = runtime.limits.get(one["limit"].as_str()?)?;
-        let identity = Identity::from_hex(one["identity"].as_str()?)?;
-        let size: OverrideQuota = serde_json::from_value(one.clone()).ok()?;
-        let lasts = Duration::from_secs(one["expires_in_seconds"].as_u64()?);
-        overrides.compile(&terms.limit, identity, size, lasts).ok()
+fn add_override(overrides: &Overrides, config: &CompiledConfig, entry: &Value) {
+    let parse = || {
+        let compiled = config.limits.get(entry["limit"].as_str()?)?;
+        let identity = Identity::from_hex(entry["identity"].as_str()?)?;
+        let quota: OverrideQuota = serde_json::from_value(entry.clone()).ok()?;
+        let ttl = Duration::from_secs(entry["expires_in_seconds"].as_u64()?);
+        overrides.compile(&compiled.limit, identity, quota, ttl).ok()
     };
     // One of another configuration is none here.
-    if let Some(read) = read() {
-        overrides.put(read);
+    if let Some(parsed) = parse() {
+        overrides.put(parsed);
     }
 }
 
-impl Counters for Neighbour {
+impl Counters for AdminCounters {
     fn overrides(&self) -> Option<Arc<OverrideTable>> {
         self.overrides.current()
     }
 
-    fn look(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, Unseen> {
-        let listener = self.listener.as_ref().map_err(Unseen::clone)?;
+    fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
+        let client = self.client.as_ref().map_err(CountersUnavailable::clone)?;
         let (mut outcomes, mut granted) = (Vec::new(), 1);
         for check in checks {
             // Names of limits and hashes need no encoding.
             let cost = check.required().max(1);
             let target = format!("/api/identities?limit={}&identity={}&cost={cost}", check.limit.name, check.identity);
-            let answer = listener.ask(Method::GET, &target, None).map_err(|error| unseen(&error))?;
-            let outcome = outcome(&answer["limits"][0])
-                .ok_or_else(|| Unseen("the running gateway is of another version".to_owned()))?;
+            let response = client.request(Method::GET, &target, None).map_err(|error| counters_unavailable(&error))?;
+            let outcome = parse_outcome(&response["limits"][0])
+                .ok_or_else(|| CountersUnavailable("the running gateway is of another version".to_owned()))?;
             if outcome.status != Status::Ok && !check.limit.shadow {
                 granted = 0;
             }
@@ -87,9 +91,9 @@ impl Counters for Neighbour {
 }
 
 /// A standing as `/api/identities` has it.
-fn outcome(standing: &Value) -> Option<Outcome> {
+fn parse_outcome(usage: &Value) -> Option<Outcome> {
     let us = |value: &Value| value.as_f64().map(|seconds| (seconds * 1e6) as u64);
-    let status = match standing["decision"].as_str()? {
+    let status = match usage["decision"].as_str()? {
         "allowed" | "exempt" => Status::Ok,
         "denied" => Status::Exceeded,
         "cost_too_large" => Status::CostTooLarge,
@@ -97,8 +101,8 @@ fn outcome(standing: &Value) -> Option<Outcome> {
     };
     Some(Outcome {
         status,
-        remaining: standing["remaining"].as_u64()?,
-        reset_us: us(&standing["reset_seconds"])?,
-        retry_us: us(&standing["retry_seconds"]).unwrap_or(0),
+        remaining: usage["remaining"].as_u64()?,
+        reset_us: us(&usage["reset_seconds"])?,
+        retry_us: us(&usage["retry_seconds"]).unwrap_or(0),
     })
 }

@@ -4,184 +4,183 @@ use std::io::{self, Write};
 
 use anstyle::{AnsiColor, Style};
 
-use crate::cli::operate::spelled;
-use crate::explain::facts::{Answer, Client, Explanation, Field, Limited, Onward, Other, Part, Size, Standing};
+use crate::cli::operate::format_duration;
+use crate::explain::facts::{
+    ClientReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport, LimitUsage, OtherRoute,
+    ResponseReport, UpstreamReport,
+};
 
 /// Columns of a line, if words allow.
-const WIDTH: usize = 80;
+const LINE_WIDTH: usize = 80;
 
 /// Columns of the names at the left, at the most.
-const WIDEST: usize = 18;
+const MAX_NAME_WIDTH: usize = 18;
 
-const HEADING: Style = Style::new().bold();
-const GOOD: Style = AnsiColor::Green.on_default();
-const BAD: Style = AnsiColor::Red.on_default();
+const HEADING_STYLE: Style = Style::new().bold();
+const SUCCESS_STYLE: Style = AnsiColor::Green.on_default();
+const ERROR_STYLE: Style = AnsiColor::Red.on_default();
 
 /// Writes all of it.
-pub(super) fn write(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    request(facts, out)?;
-    routes(facts, out)?;
-    limits(facts, out)?;
-    answer(facts, out)?;
-    facts.upstream.as_ref().map_or(Ok(()), |onward| upstream(facts, onward, out))
+pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    write_request(explanation, out)?;
+    write_routes(explanation, out)?;
+    write_limits(explanation, out)?;
+    write_response(explanation, out)?;
+    explanation.upstream.as_ref().map_or(Ok(()), |upstream_report| write_upstream(explanation, upstream_report, out))
 }
 
-fn request(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    heading(out, &format!("{} {}{}", facts.method, facts.host.as_deref().unwrap_or(""), facts.raw_path))?;
-    if let Some(path) = facts.path.as_ref().filter(|path| **path != facts.raw_path) {
-        item(out, 6, "path", &[format!("{path}, its canonical form")])?;
+fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    write_heading(
+        out,
+        &format!("{} {}{}", explanation.method, explanation.host.as_deref().unwrap_or(""), explanation.raw_path),
+    )?;
+    if let Some(path) = explanation.path.as_ref().filter(|path| **path != explanation.raw_path) {
+        write_item(out, 6, "path", &[format!("{path}, its canonical form")])?;
     }
-    let Client { address, peer, trusted, header: field } = &facts.client;
-    let said = match (field, trusted) {
-        (Some(field), _) => format!("{address}, as the trusted proxy {peer} says in {field}"),
+    let ClientReport { address, peer, trusted, header } = &explanation.client;
+    let text = match (header, trusted) {
+        (Some(header), _) => format!("{address}, as the trusted proxy {peer} says in {header}"),
         (None, true) => format!("{address}, a trusted proxy that names nobody else"),
         (None, false) => format!("{address}, which connects; it is no trusted proxy"),
     };
-    item(out, 6, "client", &[said])
+    write_item(out, 6, "client", &[text])
 }
 
-fn routes(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    match &facts.route {
-        Some(taken) => heading(out, &format!("\nRoute {}: {}", taken.route, taken.path))?,
-        None => heading(out, "\nNo route")?,
+fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    match &explanation.route {
+        Some(route) => write_heading(out, &format!("\nRoute {}: {}", route.route, route.path))?,
+        None => write_heading(out, "\nNo route")?,
     }
-    let width = widest(facts.other_routes.iter().map(|other| &*other.route));
-    for Other { route, reason: why, .. } in &facts.other_routes {
-        item(out, width, route, std::slice::from_ref(why))?;
+    let width = max_width(explanation.other_routes.iter().map(|other| &*other.route));
+    for OtherRoute { route, reason, .. } in &explanation.other_routes {
+        write_item(out, width, route, std::slice::from_ref(reason))?;
     }
-    match facts.other_routes_omitted {
+    match explanation.other_routes_omitted {
         0 => Ok(()),
         more => writeln!(out, "  {more} more: --all"),
     }
 }
 
-fn limits(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    if facts.limits.is_empty() {
+fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    if explanation.limits.is_empty() {
         return Ok(());
     }
-    heading(out, &format!("\nLimits; store: {}", facts.store))?;
-    if let Some(why) = facts.counters_unavailable.as_ref() {
-        paragraph(out, "  ", 2, &format!("where identities stand is not known: {why}"))?;
+    write_heading(out, &format!("\nLimits; store: {}", explanation.store))?;
+    if let Some(reason) = explanation.counters_unavailable.as_ref() {
+        write_paragraph(out, "  ", 2, &format!("where identities stand is not known: {reason}"))?;
     }
-    let width = widest(facts.limits.iter().map(|limited| &*limited.limit));
-    facts.limits.iter().try_for_each(|limited| item(out, width, &limited.limit, &lines(limited)))
+    let width = max_width(explanation.limits.iter().map(|limit| &*limit.limit));
+    explanation.limits.iter().try_for_each(|limit| write_item(out, width, &limit.limit, &limit_lines(limit)))
 }
 
 /// What is said of a limit.
-fn lines(limited: &Limited) -> Vec<String> {
-    let shadow = if limited.shadow { " (shadow: it never denies)" } else { "" };
-    if let Some(why) = &limited.skipped {
-        return vec![format!("has no say: {why}{shadow}")];
+fn limit_lines(limit: &LimitReport) -> Vec<String> {
+    let shadow = if limit.shadow { " (shadow: it never denies)" } else { "" };
+    if let Some(reason) = &limit.skipped {
+        return vec![format!("has no say: {reason}{shadow}")];
     }
-    if let Some(why) = &limited.error {
-        return vec![format!("refuses it: {why}")];
+    if let Some(error) = &limit.error {
+        return vec![format!("refuses it: {error}")];
     }
     let mut lines = Vec::new();
-    if let (Some(standing), Some(size)) = (&limited.usage, &limited.effective_quota) {
-        lines.push(stands(standing, size) + shadow);
+    if let (Some(usage), Some(quota)) = (&limit.usage, &limit.effective_quota) {
+        lines.push(usage_text(usage, quota) + shadow);
     }
-    if let (Some(Size { source: of, quota, capacity: at_once }), Some(cost)) = (&limited.effective_quota, limited.cost)
-    {
-        let of = if of == "standard" { String::new() } else { format!(" ({of})") };
-        let paid = if limited.post_paid { "its cost is in the response".to_owned() } else { format!("costs {cost}") };
-        lines.push(format!("{quota}{of}, {at_once} at once; {paid}"));
+    if let (Some(EffectiveQuota { source, quota, capacity }), Some(cost)) = (&limit.effective_quota, limit.cost) {
+        let source_note = if source == "standard" { String::new() } else { format!(" ({source})") };
+        let cost_text =
+            if limit.post_paid { "its cost is in the response".to_owned() } else { format!("costs {cost}") };
+        lines.push(format!("{quota}{source_note}, {capacity} at once; {cost_text}"));
     }
-    let part = |Part { part, value, source: from }: &Part| {
-        format!("{part}={}, {from}", value.as_deref().unwrap_or("(hidden)"))
+    let part = |IdentityPartReport { part, value, source }: &IdentityPartReport| {
+        format!("{part}={}, {source}", value.as_deref().unwrap_or("(hidden)"))
     };
-    lines.extend(limited.parts.iter().map(part));
-    lines.extend(limited.identity.as_ref().map(|identity| format!("identity {identity}")));
+    lines.extend(limit.parts.iter().map(part));
+    lines.extend(limit.identity.as_ref().map(|identity| format!("identity {identity}")));
     lines
 }
 
-fn stands(standing: &Standing, size: &Size) -> String {
-    let Standing {
-        decision,
-        remaining: left,
-        remaining_after: left_after,
-        reset_seconds,
-        retry_seconds,
-        max_wait_seconds: waits_seconds,
-    } = standing;
-    let word = match decision {
+fn usage_text(usage: &LimitUsage, effective_quota: &EffectiveQuota) -> String {
+    let LimitUsage { decision, remaining, remaining_after, reset_seconds, retry_seconds, max_wait_seconds } = usage;
+    let label = match decision {
         Some(word) => word.replace('_', " "),
         None => "would allow it".to_owned(),
     };
-    let mut said = format!("{word}: {left} of {} left", size.capacity);
-    if let Some(after) = left_after {
-        said += &format!(", {after} after it");
+    let mut text = format!("{label}: {remaining} of {} left", effective_quota.capacity);
+    if let Some(remaining_after) = remaining_after {
+        text += &format!(", {remaining_after} after it");
     }
     if *reset_seconds > 0.0 {
-        said += &format!("; resets in {}", spelled(*reset_seconds));
+        text += &format!("; resets in {}", format_duration(*reset_seconds));
     }
     match (retry_seconds, decision) {
-        (Some(retry), _) => said += &format!("; would pass in {}", spelled(*retry)),
-        (None, Some("denied" | "shadow_denied")) => said += "; never passes: it costs more than there can be",
+        (Some(retry), _) => text += &format!("; would pass in {}", format_duration(*retry)),
+        (None, Some("denied" | "shadow_denied")) => text += "; never passes: it costs more than there can be",
         (None, _) => {}
     }
-    if let Some(waits) = waits_seconds {
-        said += &format!("; may wait {} for its turn", spelled(*waits));
+    if let Some(max_wait) = max_wait_seconds {
+        text += &format!("; may wait {} for its turn", format_duration(*max_wait));
     }
-    said
+    text
 }
 
-fn answer(facts: &Explanation, out: &mut impl Write) -> io::Result<()> {
-    let Answer { source: by, status, outcome, headers: fields, removed_headers: removed, body } = &facts.response;
-    let style = if matches!(*outcome, "ok") { GOOD } else { BAD };
-    let said = match (status, *by) {
+fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    let ResponseReport { source, status, outcome, headers, removed_headers, body } = &explanation.response;
+    let style = if matches!(*outcome, "ok") { SUCCESS_STYLE } else { ERROR_STYLE };
+    let status_text = match (status, *source) {
         (Some(status), _) => format!("{status} from the gateway ({outcome})"),
         (None, _) => "the upstream's".to_owned(),
     };
-    let unless = if facts.counters_unavailable.is_some() && facts.decision.is_none() {
+    let condition = if explanation.counters_unavailable.is_some() && explanation.decision.is_none() {
         ", if its limits let it pass"
     } else {
         ""
     };
-    writeln!(out, "\n{HEADING}Answer:{HEADING:#} {style}{said}{style:#}{unless}")?;
-    written(out, "+", fields)?;
-    removed.iter().try_for_each(|name| writeln!(out, "  - {name}"))?;
-    body.iter().flat_map(|body| body.lines()).try_for_each(|line| paragraph(out, "  ", 2, line))
+    writeln!(out, "\n{HEADING_STYLE}Answer:{HEADING_STYLE:#} {style}{status_text}{style:#}{condition}")?;
+    write_headers(out, "+", headers)?;
+    removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))?;
+    body.iter().flat_map(|body| body.lines()).try_for_each(|line| write_paragraph(out, "  ", 2, line))
 }
 
-fn upstream(facts: &Explanation, onward: &Onward, out: &mut impl Write) -> io::Result<()> {
-    let Onward { upstreams, target, set_headers: set, removed_headers: removed } = onward;
-    heading(out, &format!("\nUpstream {}: {} {target}", upstreams.join(" or "), facts.method))?;
-    written(out, "+", set)?;
-    removed.iter().try_for_each(|name| writeln!(out, "  - {name}"))
+fn write_upstream(explanation: &Explanation, report: &UpstreamReport, out: &mut impl Write) -> io::Result<()> {
+    let UpstreamReport { upstreams, target, set_headers, removed_headers } = report;
+    write_heading(out, &format!("\nUpstream {}: {} {target}", upstreams.join(" or "), explanation.method))?;
+    write_headers(out, "+", set_headers)?;
+    removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))
 }
 
-fn written(out: &mut impl Write, sign: &str, fields: &[Field]) -> io::Result<()> {
-    fields.iter().try_for_each(|Field { name, value }| {
+fn write_headers(out: &mut impl Write, sign: &str, headers: &[HeaderReport]) -> io::Result<()> {
+    headers.iter().try_for_each(|HeaderReport { name, value }| {
         let value = value.as_deref().unwrap_or("(as configured)");
-        paragraph(out, &format!("  {sign} {name}: "), 6, value)
+        write_paragraph(out, &format!("  {sign} {name}: "), 6, value)
     })
 }
 
-fn heading(out: &mut impl Write, text: &str) -> io::Result<()> {
+fn write_heading(out: &mut impl Write, text: &str) -> io::Result<()> {
     let (space, text) = text.strip_prefix('\n').map_or(("", text), |text| ("\n", text));
-    writeln!(out, "{space}{HEADING}{text}{HEADING:#}")
+    writeln!(out, "{space}{HEADING_STYLE}{text}{HEADING_STYLE:#}")
 }
 
-fn widest<'a>(names: impl Iterator<Item = &'a str>) -> usize {
-    names.map(|name| name.chars().count()).max().unwrap_or(0).min(WIDEST)
+fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
+    names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
 }
 
 /// A name at the left, what is said of it at the right.
-fn item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
+fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
     let mut first = format!("  {name:width$}  ");
     for line in lines {
-        paragraph(out, &first, width + 4, line)?;
+        write_paragraph(out, &first, width + 4, line)?;
         first = " ".repeat(width + 4);
     }
     Ok(())
 }
 
 /// A text in lines that fit, with `first` before the first one and as many spaces as `indent` says before others.
-fn paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
+fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
     let mut line = first.to_owned();
     let mut is_empty = true;
     for word in text.split(' ') {
-        if !is_empty && line.chars().count() + 1 + word.chars().count() > WIDTH {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > LINE_WIDTH {
             writeln!(out, "{}", line.trim_end())?;
             line = " ".repeat(indent);
             is_empty = true;

@@ -7,20 +7,20 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, bail};
 
-use super::book::Book;
-use crate::cli::environment;
+use super::book::ConsumersDoc;
+use crate::cli::env_var;
 use crate::config::error::ConfigError;
 use crate::config::file as config;
 use crate::runtime::CompiledConfig;
 
-const EMPTY: &str =
+const EMPTY_FILE: &str =
     "# Who has which API keys; only hashes stand here. `sluicegate key new` makes keys and adds them.\n";
 
 /// The file of consumers, which nobody else of us changes meanwhile.
 pub(super) struct ConsumersFile {
     path: PathBuf,
     text: String,
-    runtime: CompiledConfig,
+    config: CompiledConfig,
     /// Of the folder: the file itself is replaced.
     _lock: File,
 }
@@ -30,80 +30,80 @@ impl ConsumersFile {
     ///
     /// # Errors
     /// One of the two files is wrong.
-    pub(super) fn open(config: &Path) -> anyhow::Result<Self> {
-        let written =
-            config::read_gateway(config, &environment).map_err(|faulty| ConfigError { files: vec![faulty] })?;
-        let Some(name) = &written.value.api_key.consumers else {
+    pub(super) fn open(config_path: &Path) -> anyhow::Result<Self> {
+        let gateway_file = config::read_gateway(config_path, &env_var)
+            .map_err(|file_issues| ConfigError { files: vec![file_issues] })?;
+        let Some(name) = &gateway_file.value.api_key.consumers else {
             bail!(
                 "{} names no file of consumers\n  add: [api_key] with consumers = \"consumers.toml\"",
-                config.display()
+                config_path.display()
             );
         };
-        let path = config.parent().unwrap_or(Path::new("")).join(name.get_ref());
+        let path = config_path.parent().unwrap_or(Path::new("")).join(name.get_ref());
         // What a link leads to is replaced, not the link.
         let path =
             if path.is_symlink() { path.canonicalize().with_context(|| path.display().to_string())? } else { path };
-        let lock = File::open(folder(&path)).and_then(|folder| folder.lock().map(|()| folder));
-        let lock = lock.with_context(|| format!("{} cannot be locked", folder(&path).display()))?;
+        let lock = File::open(parent_dir(&path)).and_then(|folder| folder.lock().map(|()| folder));
+        let lock = lock.with_context(|| format!("{} cannot be locked", parent_dir(&path).display()))?;
         let new = match File::create_new(&path) {
-            Ok(mut file) => file.write_all(EMPTY.as_bytes()).map(|()| true),
+            Ok(mut file) => file.write_all(EMPTY_FILE.as_bytes()).map(|()| true),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => Ok(false),
             Err(error) => Err(error),
         };
         let new = new.with_context(|| format!("{} cannot be made", path.display()))?;
-        let runtime = CompiledConfig::load(config, &environment).inspect_err(|_| {
+        let config = CompiledConfig::load(config_path, &env_var).inspect_err(|_| {
             if new {
                 // It was not there before; what is wrong is told.
                 let _ = fs::remove_file(&path);
             }
         })?;
         let text = fs::read_to_string(&path).with_context(|| format!("{} cannot be read", path.display()))?;
-        Ok(ConsumersFile { path, text, runtime, _lock: lock })
+        Ok(ConsumersFile { path, text, config, _lock: lock })
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
 
-    pub(super) fn book(&self) -> anyhow::Result<Book> {
-        Book::read(&self.text).with_context(|| format!("{} cannot be read", self.path.display()))
+    pub(super) fn document(&self) -> anyhow::Result<ConsumersDoc> {
+        ConsumersDoc::parse(&self.text).with_context(|| format!("{} cannot be read", self.path.display()))
     }
 
     /// Puts what the book says in the place of the file: whole, and only if a running gateway would take it over.
     ///
     /// # Errors
     /// It would not, or the file cannot be written; it stays as it was.
-    pub(super) fn replace(&mut self, book: &Book) -> anyhow::Result<()> {
-        let text = book.to_string();
-        self.runtime.reload_consumers(&self.path, text.as_bytes(), &environment)?;
-        let new = self.path.with_added_extension(format!("{}.new", std::process::id()));
-        let done = self.write(&new, &text);
-        if done.is_err() {
+    pub(super) fn replace(&mut self, document: &ConsumersDoc) -> anyhow::Result<()> {
+        let text = document.to_string();
+        self.config.reload_consumers(&self.path, text.as_bytes(), &env_var)?;
+        let new_path = self.path.with_added_extension(format!("{}.new", std::process::id()));
+        let result = self.write_new(&new_path, &text);
+        if result.is_err() {
             // It may not have been made.
-            let _ = fs::remove_file(&new);
+            let _ = fs::remove_file(&new_path);
         }
-        done.with_context(|| format!("{} cannot be replaced", self.path.display()))
+        result.with_context(|| format!("{} cannot be replaced", self.path.display()))
     }
 
-    fn write(&self, new: &Path, text: &str) -> std::io::Result<()> {
-        let before = fs::metadata(&self.path)?;
-        let mut file = File::create_new(new)?;
+    fn write_new(&self, new_path: &Path, text: &str) -> std::io::Result<()> {
+        let previous = fs::metadata(&self.path)?;
+        let mut file = File::create_new(new_path)?;
         // First for nobody else to read: its owner is another one until here.
         file.set_permissions(std::os::unix::fs::PermissionsExt::from_mode(0o600))?;
-        let own = file.metadata()?;
-        if (own.uid(), own.gid()) != (before.uid(), before.gid()) {
-            fchown(&file, Some(before.uid()), Some(before.gid()))?;
+        let metadata = file.metadata()?;
+        if (metadata.uid(), metadata.gid()) != (previous.uid(), previous.gid()) {
+            fchown(&file, Some(previous.uid()), Some(previous.gid()))?;
         }
-        file.set_permissions(before.permissions())?;
+        file.set_permissions(previous.permissions())?;
         file.write_all(text.as_bytes())?;
         file.sync_all()?;
-        fs::rename(new, &self.path)?;
+        fs::rename(new_path, &self.path)?;
         // So that the new name outlives a crash as well.
-        File::open(folder(&self.path))?.sync_all()
+        File::open(parent_dir(&self.path))?.sync_all()
     }
 }
 
-fn folder(path: &Path) -> &Path {
+fn parent_dir(path: &Path) -> &Path {
     match path.parent() {
         Some(folder) if !folder.as_os_str().is_empty() => folder,
         _ => Path::new("."),

@@ -11,29 +11,29 @@ use aws_lc_rs::rand::{SecureRandom, SystemRandom};
 
 use crate::identity::api_key::KeyHash;
 
-const DIGITS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
+const BASE62_DIGITS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
 
 /// 178 bits.
-const RANDOM: usize = 30;
+const RANDOM_CHARS: usize = 30;
 
 /// 62^6 is more than 2^32.
-const CHECKSUM: usize = 6;
+const CHECKSUM_CHARS: usize = 6;
 
 /// What our own keys begin with, whatever comes then.
-const OURS: &str = "sg_";
+const GATEWAY_KEY_PREFIX: &str = "sg_";
 
 /// What a key begins with.
 #[derive(Debug, Clone)]
-pub(in crate::cli) struct Prefix(String);
+pub(in crate::cli) struct KeyPrefix(String);
 
 /// A key.
 pub(super) struct Secret(String);
 
-impl Prefix {
-    pub(super) fn read(text: &str) -> Result<Self, String> {
-        let fine = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
-        match text.bytes().all(fine) && text.ends_with('_') && text.len() <= 32 {
-            true => Ok(Prefix(text.to_owned())),
+impl KeyPrefix {
+    pub(super) fn parse(text: &str) -> Result<Self, String> {
+        let is_allowed = |byte: u8| byte.is_ascii_lowercase() || byte.is_ascii_digit() || byte == b'_';
+        match text.bytes().all(is_allowed) && text.ends_with('_') && text.len() <= 32 {
+            true => Ok(KeyPrefix(text.to_owned())),
             false => Err("lower-case letters, digits and _, with a _ at the end, such as acme_test_".to_owned()),
         }
     }
@@ -41,15 +41,15 @@ impl Prefix {
 
 impl Secret {
     /// A new one.
-    pub(super) fn generate(Prefix(prefix): &Prefix) -> anyhow::Result<Self> {
+    pub(super) fn generate(KeyPrefix(prefix): &KeyPrefix) -> anyhow::Result<Self> {
         let mut text = prefix.clone();
         let random = SystemRandom::new();
-        while text.len() < prefix.len() + RANDOM {
+        while text.len() < prefix.len() + RANDOM_CHARS {
             let mut byte = [0];
             random.fill(&mut byte).map_err(|_| anyhow!("the system gives no random numbers"))?;
             // 248 is four times 62: each character is as likely as the others.
             if byte[0] < 248 {
-                text.push(char::from(DIGITS[usize::from(byte[0]) % DIGITS.len()]));
+                text.push(char::from(BASE62_DIGITS[usize::from(byte[0]) % BASE62_DIGITS.len()]));
             }
         }
         let sum = checksum(&text);
@@ -57,15 +57,15 @@ impl Secret {
     }
 
     /// Any key; one of ours that was cut or mistyped is refused.
-    pub(super) fn read(text: &str) -> anyhow::Result<Self> {
+    pub(super) fn parse(text: &str) -> anyhow::Result<Self> {
         if text.is_empty() {
             bail!("there is no key on standard input: printf %s KEY | sluicegate key …");
         }
         if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
             bail!("a key stands in a header field: it has no spaces, and letters of ASCII only");
         }
-        let (body, sum) = text.split_at(text.len().saturating_sub(CHECKSUM));
-        if text.starts_with(OURS) && checksum(body) != sum {
+        let (body, found_checksum) = text.split_at(text.len().saturating_sub(CHECKSUM_CHARS));
+        if text.starts_with(GATEWAY_KEY_PREFIX) && checksum(body) != found_checksum {
             bail!("the checksum of this key is wrong: a character is missing, or another one");
         }
         Ok(Secret(text.to_owned()))
@@ -87,8 +87,8 @@ impl fmt::Display for Secret {
 /// The CRC-32 of a text in base 62, the highest digit first.
 fn checksum(text: &str) -> String {
     let crc = crc32(text.as_bytes());
-    let digit = |place: usize| DIGITS[(u64::from(crc) / 62_u64.pow(place as u32) % 62) as usize];
-    (0..CHECKSUM).rev().map(|place| char::from(digit(place))).collect()
+    let digit = |position: usize| BASE62_DIGITS[(u64::from(crc) / 62_u64.pow(position as u32) % 62) as usize];
+    (0..CHECKSUM_CHARS).rev().map(|position| char::from(digit(position))).collect()
 }
 
 /// That of IEEE 802.3, zip and zlib.
@@ -103,23 +103,25 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_are_random_and_have_a_checksum() {
+    fn generated_keys_are_random_and_have_a_checksum() {
         assert_eq!(crc32(b"123456789"), 0xCBF4_3926);
-        let prefix = Prefix::read("sg_test_").unwrap();
+        let prefix = KeyPrefix::parse("sg_test_").unwrap();
         let keys: std::collections::HashSet<_> =
             (0..1000).map(|_| Secret::generate(&prefix).unwrap().to_string()).collect();
         assert_eq!(keys.len(), 1000);
         // Each of the 62 characters is there, about as often as the others.
         let count = |digit: &u8| keys.iter().flat_map(|key| key[8..38].bytes()).filter(|byte| byte == digit).count();
-        assert!(DIGITS.iter().map(count).all(|count| (300..700).contains(&count)));
+        assert!(BASE62_DIGITS.iter().map(count).all(|count| (300..700).contains(&count)));
         for key in &keys {
-            assert!(Secret::read(key).is_ok() && key.len() == 44, "{key}");
-            assert!(Secret::read(&key[..43]).is_err(), "{key} without its end");
+            assert!(Secret::parse(key).is_ok() && key.len() == 44, "{key}");
+            assert!(Secret::parse(&key[..43]).is_err(), "{key} without its end");
             let mut other = key.clone();
             other.replace_range(20..21, if &key[20..21] == "x" { "y" } else { "x" });
-            assert!(Secret::read(&other).is_err(), "{other} instead of {key}");
+            assert!(Secret::parse(&other).is_err(), "{other} instead of {key}");
         }
-        assert!(Secret::read("demo-key").is_ok(), "keys that others made have no checksum of ours");
-        assert!(Prefix::read("sg-live").is_err() && Prefix::read("SG_").is_err() && Prefix::read("sg").is_err());
+        assert!(Secret::parse("demo-key").is_ok(), "keys that others made have no checksum of ours");
+        assert!(
+            KeyPrefix::parse("sg-live").is_err() && KeyPrefix::parse("SG_").is_err() && KeyPrefix::parse("sg").is_err()
+        );
     }
 }

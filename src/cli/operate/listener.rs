@@ -18,39 +18,39 @@ use tokio::time::{Duration, timeout};
 use crate::runtime::CompiledConfig;
 
 /// Within this time the gateway has answered; it may wait for its store.
-const PATIENCE: Duration = Duration::from_secs(10);
+const REQUEST_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Bytes of an answer: a thousand overrides are a twentieth of it.
-const LARGEST: usize = 8 << 20;
+const MAX_RESPONSE_BYTES: usize = 8 << 20;
 
 /// The port of a URL that names none.
-const HTTP_PORT: u16 = 80;
+const DEFAULT_HTTP_PORT: u16 = 80;
 
 /// The admin listener of a gateway.
-pub(crate) struct Listener {
+pub(crate) struct AdminClient {
     authority: Authority,
     token: Option<HeaderValue>,
 }
 
-impl Listener {
+impl AdminClient {
     /// The one at this URL. The token is in the environment.
-    pub(crate) fn at(url: &str) -> anyhow::Result<Self> {
+    pub(crate) fn from_url(url: &str) -> anyhow::Result<Self> {
         let uri: Uri = url.parse().with_context(|| format!("--admin {url} is not a URL"))?;
         match (uri.scheme(), uri.authority(), uri.path()) {
             (Some(scheme), Some(authority), "/") if *scheme == Scheme::HTTP => {
-                Ok(Listener { authority: authority.clone(), token: token(None)? })
+                Ok(AdminClient { authority: authority.clone(), token: auth_header(None)? })
             }
             _ => bail!("--admin is a URL such as http://127.0.0.1:9180"),
         }
     }
 
     /// The one of this configuration.
-    pub(crate) fn of(config: &Path, runtime: &CompiledConfig) -> anyhow::Result<Self> {
-        let Some(admin) = &runtime.admin else {
+    pub(crate) fn from_config(config_path: &Path, config: &CompiledConfig) -> anyhow::Result<Self> {
+        let Some(admin) = &config.admin else {
             bail!(
                 "{} has no [admin]: a gateway with it cannot be asked. Add [admin] with address = \"127.0.0.1:9180\" and a \
                  token, and restart it; or name another one with --admin",
-                config.display()
+                config_path.display()
             );
         };
         let mut address = admin.address;
@@ -61,28 +61,33 @@ impl Listener {
             IpAddr::V4(_) | IpAddr::V6(_) => {}
         }
         let configured = admin.token.as_ref().map(|token| token.as_bytes());
-        Ok(Listener { authority: address.to_string().parse()?, token: token(configured)? })
+        Ok(AdminClient { authority: address.to_string().parse()?, token: auth_header(configured)? })
     }
 
     /// Asks, and reads the answer.
     ///
     /// # Errors
     /// In words that say what to do.
-    pub(crate) fn ask(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
-        let (status, body) = self.send(PATIENCE, method, target, body)?;
-        self.read(status, &body)
+    pub(crate) fn request(&self, method: Method, target: &str, body: Option<&Value>) -> anyhow::Result<Value> {
+        let (status, body) = self.send(REQUEST_TIMEOUT, method, target, body)?;
+        self.parse_response(status, &body)
     }
 
     /// Asks; none if no gateway of this version answers within this time.
     ///
     /// # Errors
     /// The gateway refuses the token.
-    pub(crate) fn try_ask(&self, within: Duration, method: &Method, target: &str) -> anyhow::Result<Option<Value>> {
-        match self.send(within, method.clone(), target, None) {
+    pub(crate) fn try_request(
+        &self,
+        request_timeout: Duration,
+        method: &Method,
+        target: &str,
+    ) -> anyhow::Result<Option<Value>> {
+        match self.send(request_timeout, method.clone(), target, None) {
             Ok((status, body))
                 if matches!(status, StatusCode::OK | StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) =>
             {
-                self.read(status, &body).map(Some)
+                self.parse_response(status, &body).map(Some)
             }
             Ok(_) | Err(_) => Ok(None),
         }
@@ -90,28 +95,29 @@ impl Listener {
 
     fn send(
         &self,
-        within: Duration,
+        request_timeout: Duration,
         method: Method,
         target: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<(StatusCode, Bytes)> {
-        let reactor = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-        let asked = reactor.block_on(async { timeout(within, self.exchange(method, target, body)).await });
-        reactor.shutdown_background();
-        asked.map_err(|_| anyhow!("the gateway at {} does not answer", self.authority))?
+        let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+        let result =
+            tokio_runtime.block_on(async { timeout(request_timeout, self.exchange(method, target, body)).await });
+        tokio_runtime.shutdown_background();
+        result.map_err(|_| anyhow!("the gateway at {} does not answer", self.authority))?
     }
 
-    fn read(&self, status: StatusCode, body: &[u8]) -> anyhow::Result<Value> {
-        let said = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
-        match (status, said) {
+    fn parse_response(&self, status: StatusCode, body: &[u8]) -> anyhow::Result<Value> {
+        let json = serde_json::from_slice::<Value>(body).ok().filter(Value::is_object);
+        match (status, json) {
             (StatusCode::UNAUTHORIZED, _) => bail!(
                 "the gateway at {} refuses the token: SLUICEGATE_ADMIN_TOKEN, or admin.token of the configuration, must be that of \
                  the gateway",
                 self.authority
             ),
-            (status, Some(said)) if status.is_success() => Ok(said),
-            (_, Some(said)) if said["detail"].is_string() => {
-                bail!("{} (http://{})", said["detail"].as_str().unwrap_or_default(), self.authority)
+            (status, Some(json)) if status.is_success() => Ok(json),
+            (_, Some(json)) if json["detail"].is_string() => {
+                bail!("{} (http://{})", json["detail"].as_str().unwrap_or_default(), self.authority)
             }
             (StatusCode::FORBIDDEN, _) => bail!("{}", String::from_utf8_lossy(body).trim()),
             _ => bail!("what answers at {} is not the admin listener of a Sluicegate ({status})", self.authority),
@@ -124,10 +130,10 @@ impl Listener {
         target: &str,
         body: Option<&Value>,
     ) -> anyhow::Result<(StatusCode, Bytes)> {
-        let Listener { authority, token } = self;
+        let AdminClient { authority, token } = self;
         let host = authority.host().trim_start_matches('[').trim_end_matches(']');
         let stream =
-            TcpStream::connect((host, authority.port_u16().unwrap_or(HTTP_PORT))).await.with_context(|| {
+            TcpStream::connect((host, authority.port_u16().unwrap_or(DEFAULT_HTTP_PORT))).await.with_context(|| {
                 format!("nobody answers at http://{authority}; is the gateway running, with this configuration?")
             })?;
         let (mut sender, connection) = http1::handshake(TokioIo::new(stream)).await?;
@@ -144,18 +150,18 @@ impl Listener {
             }
             None => Bytes::new(),
         };
-        let broken = || format!("the gateway at {authority} breaks off; is it an http port?");
-        let response = sender.send_request(request.body(Full::new(body))?).await.with_context(broken)?;
+        let connection_error = || format!("the gateway at {authority} breaks off; is it an http port?");
+        let response = sender.send_request(request.body(Full::new(body))?).await.with_context(connection_error)?;
         let status = response.status();
-        let body = Limited::new(response.into_body(), LARGEST).collect().await;
-        Ok((status, body.map_err(|error| anyhow!("{}: {error}", broken()))?.to_bytes()))
+        let body = Limited::new(response.into_body(), MAX_RESPONSE_BYTES).collect().await;
+        Ok((status, body.map_err(|error| anyhow!("{}: {error}", connection_error()))?.to_bytes()))
     }
 }
 
 /// The field that shows the token: the one of the environment, or the one that is configured.
-fn token(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
-    let said = std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|said| !said.is_empty()).map(String::into_bytes);
-    let Some(token) = said.or_else(|| configured.map(<[u8]>::to_vec)) else { return Ok(None) };
+fn auth_header(configured: Option<&[u8]>) -> anyhow::Result<Option<HeaderValue>> {
+    let from_env = std::env::var("SLUICEGATE_ADMIN_TOKEN").ok().filter(|text| !text.is_empty()).map(String::into_bytes);
+    let Some(token) = from_env.or_else(|| configured.map(<[u8]>::to_vec)) else { return Ok(None) };
     let mut value = HeaderValue::from_bytes(&[b"Bearer ", &token[..]].concat())
         .map_err(|_| anyhow!("the admin token has characters that a header field cannot have"))?;
     value.set_sensitive(true);

@@ -7,114 +7,128 @@ use comfy_table::{CellAlignment, Table, presets};
 use serde_json::Value;
 
 /// `/api/top`
-pub(super) fn top(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let minutes = number(&answer["window_seconds"]) / 60.0;
-    let (mut quiet, mut any) = (Vec::new(), false);
-    for limit in list(&answer["limits"]) {
-        if list(&limit["identities"]).is_empty() {
-            quiet.push(text(&limit["limit"]));
+pub(super) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let minutes = as_number(&response["window_seconds"]) / 60.0;
+    let (mut without_denials, mut has_denials) = (Vec::new(), false);
+    for limit in as_list(&response["limits"]) {
+        if as_list(&limit["identities"]).is_empty() {
+            without_denials.push(printable(&limit["limit"]));
             continue;
         }
-        any = true;
-        let would = if limit["shadow"] == true { "would have denied" } else { "denied" };
-        writeln!(out, "{}: {would} {} in the last {minutes} minutes", text(&limit["limit"]), limit["denied"])?;
-        let rows = list(&limit["identities"]).iter().map(|one| {
-            let (least, most) = (&one["denied_at_least"], &one["denied_at_most"]);
-            let times = if least == most { least.to_string() } else { format!("{least} to {most}") };
-            [times, parts(&one["parts"]), text(&one["identity"])]
+        has_denials = true;
+        let verb = if limit["shadow"] == true { "would have denied" } else { "denied" };
+        writeln!(out, "{}: {verb} {} in the last {minutes} minutes", printable(&limit["limit"]), limit["denied"])?;
+        let rows = as_list(&limit["identities"]).iter().map(|entry| {
+            let (lower_bound, upper_bound) = (&entry["denied_at_least"], &entry["denied_at_most"]);
+            let count = if lower_bound == upper_bound {
+                lower_bound.to_string()
+            } else {
+                format!("{lower_bound} to {upper_bound}")
+            };
+            [count, format_parts(&entry["parts"]), printable(&entry["identity"])]
         });
-        show(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
+        write_table(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
     }
-    if !quiet.is_empty() {
-        let but = if any { "nobody else was denied" } else { "nobody was denied" };
-        writeln!(out, "{but} in the last {minutes} minutes: {}", quiet.join(", "))?;
+    if !without_denials.is_empty() {
+        let subject = if has_denials { "nobody else was denied" } else { "nobody was denied" };
+        writeln!(out, "{subject} in the last {minutes} minutes: {}", without_denials.join(", "))?;
     }
     Ok(())
 }
 
 /// `/api/identities`
-pub(super) fn standings(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let standings = list(&answer["limits"]);
-    let rows = standings.iter().map(|one| {
-        let shadow = if one["shadow"] == true { " (shadow)" } else { "" };
+pub(super) fn write_identities(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let statuses = as_list(&response["limits"]);
+    let rows = statuses.iter().map(|entry| {
+        let shadow = if entry["shadow"] == true { " (shadow)" } else { "" };
         [
-            text(&one["limit"]) + shadow,
-            text(&one["decision"]),
-            text(&one["quota"]),
-            format!("{} of {}", one["remaining"], one["capacity"]),
-            duration(&one["reset_seconds"]),
-            duration(&one["retry_seconds"]),
-            if one["override"].is_object() {
-                format!("for {} more", duration(&one["override"]["expires_in_seconds"]))
+            printable(&entry["limit"]) + shadow,
+            printable(&entry["decision"]),
+            printable(&entry["quota"]),
+            format!("{} of {}", entry["remaining"], entry["capacity"]),
+            format_seconds(&entry["reset_seconds"]),
+            format_seconds(&entry["retry_seconds"]),
+            if entry["override"].is_object() {
+                format!("for {} more", format_seconds(&entry["override"]["expires_in_seconds"]))
             } else {
                 String::new()
             },
-            text(&one["identity"]),
+            printable(&entry["identity"]),
         ]
     });
     let header = ["limit", "decision", "quota", "remaining", "resets in", "retry in", "override", "identity"];
-    let style = |row: usize| match standings.get(row)?["decision"].as_str()? {
+    let style = |row: usize| match statuses.get(row)?["decision"].as_str()? {
         "denied" | "cost_too_large" => Some(AnsiColor::Red.on_default()),
         _ => None,
     };
-    show(header, rows, &["remaining", "resets in", "retry in"], style, out)
+    write_table(header, rows, &["remaining", "resets in", "retry in"], style, out)
 }
 
 /// `/api/reset`
-pub(super) fn reset(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let was = if answer["removed"] == true { "starts afresh" } else { "had nothing counted" };
-    let within = &answer["effective_within_seconds"];
-    let soon = if number(within) > 0.0 { format!("; all gateways know within {within} s") } else { String::new() };
-    writeln!(out, "{} of `{}` {was}{soon}", text(&answer["identity"]), text(&answer["limit"]))
+pub(super) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let effect = if response["removed"] == true { "starts afresh" } else { "had nothing counted" };
+    let delay_seconds = &response["effective_within_seconds"];
+    let delay_note = if as_number(delay_seconds) > 0.0 {
+        format!("; all gateways know within {delay_seconds} s")
+    } else {
+        String::new()
+    };
+    writeln!(out, "{} of `{}` {effect}{delay_note}", printable(&response["identity"]), printable(&response["limit"]))
 }
 
 /// All of `/api/overrides`
-pub(super) fn all_overrides(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    overrides(&answer["overrides"], out)?;
-    if answer["store_error"].is_string() {
-        let error = text(&answer["store_error"]);
+pub(super) fn write_override_list(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    write_overrides(&response["overrides"], out)?;
+    if response["store_error"].is_string() {
+        let error = printable(&response["store_error"]);
         writeln!(out, "the gateway cannot read the store and lists the overrides that it applies: {error}")?;
     }
     Ok(())
 }
 
 /// One or many of `/api/overrides`
-pub(super) fn overrides(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let all = if answer.is_array() { list(answer) } else { std::slice::from_ref(answer) };
-    if all.is_empty() {
+pub(super) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let entries = if response.is_array() { as_list(response) } else { std::slice::from_ref(response) };
+    if entries.is_empty() {
         return writeln!(out, "no identity has a quota of its own for a time");
     }
-    let rows = all.iter().map(|one| {
+    let rows = entries.iter().map(|entry| {
         [
-            text(&one["limit"]),
-            text(&one["identity"]),
-            text(&one["quota"]),
-            text(&one["burst"]),
-            duration(&one["expires_in_seconds"]),
-            text(&one["note"]),
+            printable(&entry["limit"]),
+            printable(&entry["identity"]),
+            printable(&entry["quota"]),
+            printable(&entry["burst"]),
+            format_seconds(&entry["expires_in_seconds"]),
+            printable(&entry["note"]),
         ]
     });
-    show(["limit", "identity", "quota", "burst", "expires in", "note"], rows, &["burst", "expires in"], |_| None, out)
+    write_table(
+        ["limit", "identity", "quota", "burst", "expires in", "note"],
+        rows,
+        &["burst", "expires in"],
+        |_| None,
+        out,
+    )
 }
 
 /// An answer to the end of an override.
-pub(super) fn removed(answer: &Value, out: &mut impl Write) -> io::Result<()> {
-    let done = if answer["removed"] == true { "has the quota of everybody again" } else { "had no override" };
-    writeln!(out, "{} of `{}` {done}", text(&answer["identity"]), text(&answer["limit"]))
+pub(super) fn write_removed(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let effect = if response["removed"] == true { "has the quota of everybody again" } else { "had no override" };
+    writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
 }
 
-fn show<const N: usize>(
+fn write_table<const N: usize>(
     header: [&str; N],
     rows: impl Iterator<Item = [String; N]>,
-    figures: &[&str],
+    right_aligned: &[&str],
     style: impl Fn(usize) -> Option<Style>,
     out: &mut impl Write,
 ) -> io::Result<()> {
     let mut table = Table::new();
-    table.load_style(presets::NOTHING).set_header(header.iter().map(|word| word.to_uppercase()));
+    table.load_style(presets::NOTHING).set_header(header.iter().map(|title| title.to_uppercase()));
     table.add_rows(rows);
-    for (column, word) in table.column_iter_mut().zip(header) {
-        if figures.contains(&word) {
+    for (column, title) in table.column_iter_mut().zip(header) {
+        if right_aligned.contains(&title) {
             column.set_cell_alignment(CellAlignment::Right);
         }
     }
@@ -126,52 +140,53 @@ fn show<const N: usize>(
 }
 
 /// What is shown of an identity; what may be a secret is not known here.
-fn parts(parts: &Value) -> String {
-    let part = |(word, value): (&String, &Value)| match value {
-        Value::Null => format!("{word}=(hidden)"),
-        value => format!("{word}={}", text(value)),
+fn format_parts(parts: &Value) -> String {
+    let part = |(label, value): (&String, &Value)| match value {
+        Value::Null => format!("{label}=(hidden)"),
+        value => format!("{label}={}", printable(value)),
     };
     parts.as_object().into_iter().flatten().map(part).collect::<Vec<_>>().join(" ")
 }
 
 /// Text that somebody else may have chosen: it must not tell the terminal what to do.
-fn text(value: &Value) -> String {
-    let plain = |text: &str| text.chars().flat_map(escaped).collect();
+fn printable(value: &Value) -> String {
+    let escape = |text: &str| text.chars().flat_map(escape_char).collect();
     match value {
         Value::Null => String::new(),
-        Value::String(text) => plain(text),
-        other => plain(&other.to_string()),
+        Value::String(text) => escape(text),
+        other => escape(&other.to_string()),
     }
 }
 
-fn escaped(c: char) -> Vec<char> {
+fn escape_char(c: char) -> Vec<char> {
     // Marks that turn the direction of text, and those that take no room.
-    let turns = matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
-    if c.is_control() || turns { c.escape_unicode().collect() } else { vec![c] }
+    let is_invisible =
+        matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
+    if c.is_control() || is_invisible { c.escape_unicode().collect() } else { vec![c] }
 }
 
-fn number(value: &Value) -> f64 {
+fn as_number(value: &Value) -> f64 {
     value.as_f64().unwrap_or_default()
 }
 
-fn list(value: &Value) -> &[Value] {
+fn as_list(value: &Value) -> &[Value] {
     value.as_array().map_or(&[], Vec::as_slice)
 }
 
 /// Seconds in one or two units.
-fn duration(value: &Value) -> String {
-    value.as_f64().map_or_else(String::new, spelled)
+fn format_seconds(value: &Value) -> String {
+    value.as_f64().map_or_else(String::new, format_duration)
 }
 
 /// The same.
-pub(crate) fn spelled(seconds: f64) -> String {
-    let whole = seconds.ceil() as u64;
-    match whole {
+pub(crate) fn format_duration(seconds: f64) -> String {
+    let rounded = seconds.ceil() as u64;
+    match rounded {
         0..10 => format!("{seconds} s"),
-        10..120 => format!("{whole} s"),
-        120..7200 => format!("{} min {} s", whole / 60, whole % 60),
-        7200..172_800 => format!("{} h {} min", whole / 3600, whole % 3600 / 60),
-        _ => format!("{} d {} h", whole / 86_400, whole % 86_400 / 3600),
+        10..120 => format!("{rounded} s"),
+        120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),
+        7200..172_800 => format!("{} h {} min", rounded / 3600, rounded % 3600 / 60),
+        _ => format!("{} d {} h", rounded / 86_400, rounded % 86_400 / 3600),
     }
 }
 
@@ -181,17 +196,20 @@ mod tests {
     use serde_json::json;
 
     #[test]
-    fn text_of_strangers_does_not_reach_the_terminal_as_it_is() {
-        assert_eq!(text(&json!("a\u{1b}[31mb\nc\u{202e}")), "a\\u{1b}[31mb\\u{a}c\\u{202e}");
-        assert_eq!(parts(&json!({"api-key": "acme", "cookie:sid": null})), "api-key=acme cookie:sid=(hidden)");
+    fn printable_escapes_control_characters() {
+        assert_eq!(printable(&json!("a\u{1b}[31mb\nc\u{202e}")), "a\\u{1b}[31mb\\u{a}c\\u{202e}");
+        assert_eq!(format_parts(&json!({"api-key": "acme", "cookie:sid": null})), "api-key=acme cookie:sid=(hidden)");
     }
 
     #[test]
-    fn durations_are_short() {
+    fn format_duration_uses_one_or_two_units() {
         for (seconds, expected) in [(0.25, "0.25 s"), (9.0, "9 s"), (59.2, "60 s"), (150.0, "2 min 30 s")] {
-            assert_eq!(duration(&json!(seconds)), expected);
+            assert_eq!(format_seconds(&json!(seconds)), expected);
         }
-        assert_eq!((duration(&json!(7260)), duration(&json!(180_000))), ("2 h 1 min".to_owned(), "2 d 2 h".to_owned()));
-        assert_eq!(duration(&Value::Null), "");
+        assert_eq!(
+            (format_seconds(&json!(7260)), format_seconds(&json!(180_000))),
+            ("2 h 1 min".to_owned(), "2 d 2 h".to_owned())
+        );
+        assert_eq!(format_seconds(&Value::Null), "");
     }
 }

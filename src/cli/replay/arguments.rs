@@ -5,8 +5,8 @@ use std::str::FromStr;
 
 use clap::Args;
 
-use crate::replay::size::Proposal;
-use crate::replay::view::Stand;
+use crate::replay::size::QuotaProposal;
+use crate::replay::view::IdentityField;
 
 /// The arguments.
 #[derive(Debug, Args)]
@@ -17,7 +17,7 @@ pub(in crate::cli) struct Arguments {
 
     /// Another quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
     #[arg(long = "limit", value_name = "NAME=QUOTA")]
-    pub(super) limits: Vec<Given<Proposal>>,
+    pub(super) limits: Vec<NamedValue<QuotaProposal>>,
 
     /// Without a configuration: what the proposed limits are by, on all requests (ip, header:NAME, global, …)
     #[arg(long, value_name = "IDENTITY", requires = "limits")]
@@ -33,7 +33,7 @@ pub(in crate::cli) struct Arguments {
 
     /// The field of the log that tells the identities of a limit apart
     #[arg(long = "identity", value_name = "LIMIT=FIELD")]
-    pub(super) identities: Vec<Given<Stand>>,
+    pub(super) identities: Vec<NamedValue<IdentityField>>,
 
     /// Suggest the smallest quota that denies fewer than this share of requests
     #[arg(long, value_name = "SHARE", default_value = "0.1%")]
@@ -54,7 +54,7 @@ pub(in crate::cli) struct Arguments {
 
 /// An argument of the form NAME=VALUE.
 #[derive(Debug, Clone)]
-pub(super) struct Given<T>(pub(super) T);
+pub(super) struct NamedValue<T>(pub(super) T);
 
 /// A share: `0.1%` or `0.001`.
 #[derive(Debug, Clone, Copy)]
@@ -63,37 +63,39 @@ pub(super) struct Share(pub(super) f64);
 #[derive(Debug, thiserror::Error)]
 pub(super) enum ArgumentError {
     #[error("it has the form {0}")]
-    Form(&'static str),
+    InvalidForm(&'static str),
     #[error("a share is a number from 0 % to 100 %, such as 0.1%")]
-    Share,
+    InvalidShare,
 }
 
-impl FromStr for Given<Proposal> {
+impl FromStr for NamedValue<QuotaProposal> {
     type Err = ArgumentError;
 
     fn from_str(text: &str) -> Result<Self, ArgumentError> {
-        let form = || ArgumentError::Form("NAME=QUOTA, such as per-ip=600/min, or per-ip=600/min,burst=50");
-        let (name, size) = text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(form)?;
-        let (quota, burst) = match size.split_once(',') {
-            None => (size, None),
+        let form_error =
+            || ArgumentError::InvalidForm("NAME=QUOTA, such as per-ip=600/min, or per-ip=600/min,burst=50");
+        let (name, quota_and_burst) =
+            text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(form_error)?;
+        let (quota, burst) = match quota_and_burst.split_once(',') {
+            None => (quota_and_burst, None),
             Some((quota, burst)) => {
                 let burst = burst.trim().strip_prefix("burst=").and_then(|burst| burst.parse().ok());
-                (quota, Some(burst.ok_or_else(form)?))
+                (quota, Some(burst.ok_or_else(form_error)?))
             }
         };
-        Ok(Given(Proposal { limit: name.to_owned(), quota: quota.trim().to_owned(), burst }))
+        Ok(NamedValue(QuotaProposal { limit: name.to_owned(), quota: quota.trim().to_owned(), burst }))
     }
 }
 
-impl FromStr for Given<Stand> {
+impl FromStr for NamedValue<IdentityField> {
     type Err = ArgumentError;
 
     fn from_str(text: &str) -> Result<Self, ArgumentError> {
         match text.split_once('=') {
             Some((limit, field)) if !limit.is_empty() && !field.is_empty() => {
-                Ok(Given(Stand { limit: limit.to_owned(), field: field.to_owned() }))
+                Ok(NamedValue(IdentityField { limit: limit.to_owned(), field: field.to_owned() }))
             }
-            _ => Err(ArgumentError::Form("LIMIT=FIELD, such as per-key=remote_user")),
+            _ => Err(ArgumentError::InvalidForm("LIMIT=FIELD, such as per-key=remote_user")),
         }
     }
 }
@@ -107,6 +109,6 @@ impl FromStr for Share {
             None => (text.trim(), 1.0),
         };
         let share = number.parse::<f64>().map(|number| number / unit).ok();
-        share.filter(|share| (0.0..=1.0).contains(share)).map(Share).ok_or(ArgumentError::Share)
+        share.filter(|share| (0.0..=1.0).contains(share)).map(Share).ok_or(ArgumentError::InvalidShare)
     }
 }

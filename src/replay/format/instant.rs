@@ -5,32 +5,32 @@ use jiff::civil::DateTime;
 
 /// How an instant is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Style {
+pub(super) enum TimestampFormat {
     /// `10/Oct/2000:13:55:36 -0700`
     Local,
     /// `2000-10-10T13:55:36.123-07:00`
-    Iso,
+    Iso8601,
     /// `971211336.123`
-    Epoch,
+    Unix,
 }
 
 /// The instant that was read last: most lines are of the same second as the one before.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Last {
+pub(super) struct TimestampCache {
     text: Vec<u8>,
     us: u64,
 }
 
-impl Last {
+impl TimestampCache {
     /// The instant that a text says, µs since the Unix epoch.
-    pub(super) fn read(&mut self, style: Style, text: &[u8]) -> Option<u64> {
-        if style == Style::Epoch {
-            return epoch(text);
+    pub(super) fn parse(&mut self, format: TimestampFormat, text: &[u8]) -> Option<u64> {
+        if format == TimestampFormat::Unix {
+            return parse_unix(text);
         }
         if self.text == text && !text.is_empty() {
             return Some(self.us);
         }
-        let us = if style == Style::Local { local(text)? } else { iso(text)? };
+        let us = if format == TimestampFormat::Local { parse_local(text)? } else { parse_iso8601(text)? };
         self.text.clear();
         self.text.extend_from_slice(text);
         self.us = us;
@@ -42,17 +42,22 @@ const MONTHS: [&[u8]; 12] =
     [b"Jan", b"Feb", b"Mar", b"Apr", b"May", b"Jun", b"Jul", b"Aug", b"Sep", b"Oct", b"Nov", b"Dec"];
 
 /// `10/Oct/2000:13:55:36 -0700`
-fn local(text: &[u8]) -> Option<u64> {
+fn parse_local(text: &[u8]) -> Option<u64> {
     let [d0, d1, b'/', month @ .., b'/', _, _, _, _, b':', _, _, b':', _, _, b':', _, _, b' ', sign, _, _, _, _] = text
     else {
         return None;
     };
     let month = MONTHS.iter().position(|name| *name == month)? + 1;
     let rest = &text[text.len() - 19..];
-    let (year, hour, minute, second) =
-        (digits(&rest[..4])?, digits(&rest[5..7])?, digits(&rest[8..10])?, digits(&rest[11..13])?);
-    let (zone_hours, zone_minutes) = (digits(&text[text.len() - 4..][..2])?, digits(&text[text.len() - 2..])?);
-    let day = digits(&[*d0, *d1])?;
+    let (year, hour, minute, second) = (
+        parse_digits(&rest[..4])?,
+        parse_digits(&rest[5..7])?,
+        parse_digits(&rest[8..10])?,
+        parse_digits(&rest[11..13])?,
+    );
+    let (zone_hours, zone_minutes) =
+        (parse_digits(&text[text.len() - 4..][..2])?, parse_digits(&text[text.len() - 2..])?);
+    let day = parse_digits(&[*d0, *d1])?;
     // A leap second is the last one of its minute.
     let second = second.min(59);
     let civil = DateTime::new(year as i16, month as i8, day as i8, hour as i8, minute as i8, second as i8, 0).ok()?;
@@ -67,18 +72,18 @@ fn local(text: &[u8]) -> Option<u64> {
 }
 
 /// RFC 3339, with `T` or a space.
-pub(super) fn iso(text: &[u8]) -> Option<u64> {
+pub(super) fn parse_iso8601(text: &[u8]) -> Option<u64> {
     let timestamp: Timestamp = std::str::from_utf8(text).ok()?.parse().ok()?;
     u64::try_from(timestamp.as_microsecond()).ok()
 }
 
 /// Seconds since the Unix epoch, with a fraction or without; digits behind the sixth do not count.
-pub(super) fn epoch(text: &[u8]) -> Option<u64> {
+pub(super) fn parse_unix(text: &[u8]) -> Option<u64> {
     let (whole, fraction) = match memchr::memchr(b'.', text) {
         Some(dot) => (&text[..dot], &text[dot + 1..]),
         None => (text, &[][..]),
     };
-    let mut us = digits(whole)?.checked_mul(1_000_000)?;
+    let mut us = parse_digits(whole)?.checked_mul(1_000_000)?;
     let mut unit = 100_000;
     for byte in fraction {
         if !byte.is_ascii_digit() {
@@ -92,13 +97,13 @@ pub(super) fn epoch(text: &[u8]) -> Option<u64> {
 }
 
 /// A number of JSON that says seconds, µs.
-pub(super) fn seconds(number: f64) -> Option<u64> {
+pub(super) fn seconds_to_us(number: f64) -> Option<u64> {
     (0.0..253_402_300_800.0).contains(&number).then(|| (number * 1e6).round() as u64)
 }
 
-fn digits(text: &[u8]) -> Option<u64> {
-    let all = !text.is_empty() && text.len() <= 12 && text.iter().all(u8::is_ascii_digit);
-    all.then(|| text.iter().fold(0, |number, digit| number * 10 + u64::from(digit - b'0')))
+fn parse_digits(text: &[u8]) -> Option<u64> {
+    let is_numeric = !text.is_empty() && text.len() <= 12 && text.iter().all(u8::is_ascii_digit);
+    is_numeric.then(|| text.iter().fold(0, |number, digit| number * 10 + u64::from(digit - b'0')))
 }
 
 #[cfg(test)]
@@ -106,35 +111,35 @@ mod tests {
     use super::*;
 
     #[test]
-    fn instants_are_read_in_each_style() {
+    fn timestamps_parse_in_each_format() {
         let october = 971_211_336_000_000;
-        for (style, text, expected) in [
-            (Style::Local, "10/Oct/2000:13:55:36 -0700", Some(october)),
-            (Style::Local, "10/Oct/2000:22:55:36 +0200", Some(october)),
-            (Style::Local, "10/Oct/2000:20:55:36 +0000", Some(october)),
-            (Style::Local, "31/Dec/2016:23:59:60 +0000", Some(1_483_228_799_000_000)),
-            (Style::Local, "29/Feb/2024:00:00:00 +0000", Some(1_709_164_800_000_000)),
-            (Style::Local, "29/Feb/2023:00:00:00 +0000", None),
-            (Style::Local, "10/Okt/2000:13:55:36 -0700", None),
-            (Style::Local, "10/Oct/2000:13:55:36", None),
-            (Style::Local, "", None),
-            (Style::Iso, "2000-10-10T13:55:36-07:00", Some(october)),
-            (Style::Iso, "2000-10-10T20:55:36.123456Z", Some(october + 123_456)),
-            (Style::Iso, "1960-10-10T20:55:36Z", None),
-            (Style::Iso, "yesterday", None),
-            (Style::Epoch, "971211336", Some(october)),
-            (Style::Epoch, "971211336.5", Some(october + 500_000)),
-            (Style::Epoch, "971211336.1234567", Some(october + 123_456)),
-            (Style::Epoch, "-1", None),
-            (Style::Epoch, "99999999999999", None),
-            (Style::Epoch, "9711.3.4", None),
+        for (format, text, expected) in [
+            (TimestampFormat::Local, "10/Oct/2000:13:55:36 -0700", Some(october)),
+            (TimestampFormat::Local, "10/Oct/2000:22:55:36 +0200", Some(october)),
+            (TimestampFormat::Local, "10/Oct/2000:20:55:36 +0000", Some(october)),
+            (TimestampFormat::Local, "31/Dec/2016:23:59:60 +0000", Some(1_483_228_799_000_000)),
+            (TimestampFormat::Local, "29/Feb/2024:00:00:00 +0000", Some(1_709_164_800_000_000)),
+            (TimestampFormat::Local, "29/Feb/2023:00:00:00 +0000", None),
+            (TimestampFormat::Local, "10/Okt/2000:13:55:36 -0700", None),
+            (TimestampFormat::Local, "10/Oct/2000:13:55:36", None),
+            (TimestampFormat::Local, "", None),
+            (TimestampFormat::Iso8601, "2000-10-10T13:55:36-07:00", Some(october)),
+            (TimestampFormat::Iso8601, "2000-10-10T20:55:36.123456Z", Some(october + 123_456)),
+            (TimestampFormat::Iso8601, "1960-10-10T20:55:36Z", None),
+            (TimestampFormat::Iso8601, "yesterday", None),
+            (TimestampFormat::Unix, "971211336", Some(october)),
+            (TimestampFormat::Unix, "971211336.5", Some(october + 500_000)),
+            (TimestampFormat::Unix, "971211336.1234567", Some(october + 123_456)),
+            (TimestampFormat::Unix, "-1", None),
+            (TimestampFormat::Unix, "99999999999999", None),
+            (TimestampFormat::Unix, "9711.3.4", None),
         ] {
-            let mut last = Last::default();
-            assert_eq!(last.read(style, text.as_bytes()), expected, "{text}");
-            assert_eq!(last.read(style, text.as_bytes()), expected, "{text} once more");
+            let mut cache = TimestampCache::default();
+            assert_eq!(cache.parse(format, text.as_bytes()), expected, "{text}");
+            assert_eq!(cache.parse(format, text.as_bytes()), expected, "{text} once more");
         }
-        assert_eq!(seconds(971_211_336.123_457), Some(october + 123_457));
-        assert_eq!(seconds(f64::NAN), None);
-        assert_eq!(seconds(-1.0), None);
+        assert_eq!(seconds_to_us(971_211_336.123_457), Some(october + 123_457));
+        assert_eq!(seconds_to_us(f64::NAN), None);
+        assert_eq!(seconds_to_us(-1.0), None);
     }
 }

@@ -5,18 +5,18 @@ use std::borrow::Cow;
 use http::HeaderName;
 use serde::Deserialize;
 
-use super::caddy::mapped_of;
-use super::instant::seconds;
-use super::{Entry, Headers, LineError, Mapped, Provides, address};
+use super::caddy::extract_mapped_fields;
+use super::instant::seconds_to_us;
+use super::{FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, parse_address};
 
 /// Lines of our own.
 #[derive(Debug, Clone, Default)]
-pub struct Own {
-    pub(super) mapped: Vec<Mapped>,
+pub struct NativeFormat {
+    pub(super) mappings: Vec<FieldMapping>,
 }
 
 #[derive(Deserialize)]
-struct Line<'l> {
+struct NativeLine<'l> {
     /// When it came, seconds.
     time: f64,
     /// When its limits were asked.
@@ -32,11 +32,11 @@ struct Line<'l> {
     #[serde(borrow)]
     route: Option<Cow<'l, str>>,
     #[serde(borrow, default)]
-    limits: Vec<Judged<'l>>,
+    limits: Vec<NativeLimit<'l>>,
 }
 
 #[derive(Deserialize)]
-struct Judged<'l> {
+struct NativeLimit<'l> {
     #[serde(borrow)]
     limit: Cow<'l, str>,
     #[serde(borrow)]
@@ -45,29 +45,29 @@ struct Judged<'l> {
 }
 
 /// What a mapped field begins with that is the hash of whoever asked a limit.
-pub(super) const HASH: &str = "limits.";
+pub(super) const HASH_FIELD_PREFIX: &str = "limits.";
 
-impl Own {
-    pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Entry<'l>, LineError> {
-        let line_of: Line<'l> = serde_json::from_slice(line).map_err(|_| LineError::Shape)?;
-        let Line { time, decided_at, duration_ms, client, method, path, status, route, limits } = line_of;
-        let came = seconds(time).ok_or(LineError::Time)?;
-        let mut fields = Vec::new();
-        if !self.mapped.is_empty() {
-            mapped_of(&self.mapped, line, &mut fields);
+impl NativeFormat {
+    pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<LogEntry<'l>, LineError> {
+        let native_line: NativeLine<'l> = serde_json::from_slice(line).map_err(|_| LineError::Malformed)?;
+        let NativeLine { time, decided_at, duration_ms, client, method, path, status, route, limits } = native_line;
+        let received_us = seconds_to_us(time).ok_or(LineError::InvalidTime)?;
+        let mut headers = Vec::new();
+        if !self.mappings.is_empty() {
+            extract_mapped_fields(&self.mappings, line, &mut headers);
         }
         let mut costs = Vec::new();
-        for Judged { limit, identity, cost } in limits {
-            let is_it = |mapped: &&Mapped| mapped.field.strip_prefix(HASH) == Some(&*limit);
-            for mapped in self.mapped.iter().filter(is_it) {
-                fields.push((mapped.header.clone(), Cow::Borrowed(identity.as_bytes())));
+        for NativeLimit { limit, identity, cost } in limits {
+            let is_for_limit = |mapping: &&FieldMapping| mapping.field.strip_prefix(HASH_FIELD_PREFIX) == Some(&*limit);
+            for mapping in self.mappings.iter().filter(is_for_limit) {
+                headers.push((mapping.header.clone(), Cow::Borrowed(identity.as_bytes())));
             }
             costs.extend(cost.map(|cost| (limit, cost)));
         }
-        Ok(Entry {
-            at_us: decided_at.and_then(seconds).unwrap_or(came),
-            took_us: duration_ms.and_then(|ms| seconds(ms / 1000.0)),
-            client: address(client.as_bytes()),
+        Ok(LogEntry {
+            time_us: decided_at.and_then(seconds_to_us).unwrap_or(received_us),
+            duration_us: duration_ms.and_then(|ms| seconds_to_us(ms / 1000.0)),
+            client: parse_address(client.as_bytes()),
             method: method.as_bytes(),
             target: match path {
                 Cow::Borrowed(path) => Cow::Borrowed(path.as_bytes()),
@@ -75,31 +75,32 @@ impl Own {
             },
             host: None,
             status: Some(status),
-            subject: None,
-            fields,
-            resolved: true,
+            certificate_subject: None,
+            headers,
+            is_client_resolved: true,
             route,
             costs,
         })
     }
 }
 
-pub(super) fn provides(sample: &[&[u8]]) -> Provides {
-    let has_hashes = |line: &&[u8]| serde_json::from_slice(line).is_ok_and(|line: Line<'_>| !line.limits.is_empty());
-    Provides {
+pub(super) fn capabilities(sample: &[&[u8]]) -> FormatCapabilities {
+    let has_hashes =
+        |line: &&[u8]| serde_json::from_slice(line).is_ok_and(|line: NativeLine<'_>| !line.limits.is_empty());
+    FormatCapabilities {
         client: true,
         host: false,
         query: false,
-        subject: false,
-        took: true,
+        certificate_subject: false,
+        duration: true,
         status: true,
-        headers: Headers::Listed(Vec::<HeaderName>::new()),
+        headers: LoggedHeaders::Listed(Vec::<HeaderName>::new()),
         route: true,
-        hashed: sample.iter().any(has_hashes),
+        identity_hashes: sample.iter().any(has_hashes),
     }
 }
 
 /// The field with the hash of whoever asked a limit.
-pub(in super::super) fn hash_of(limit: &str) -> String {
-    format!("{HASH}{limit}")
+pub(in super::super) fn identity_hash_field(limit: &str) -> String {
+    format!("{HASH_FIELD_PREFIX}{limit}")
 }

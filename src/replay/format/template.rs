@@ -5,9 +5,9 @@ use std::borrow::Cow;
 use http::HeaderName;
 use http::header::COOKIE;
 
-use super::instant::{Last, Style, epoch};
-use super::text::{closing_quote, said, unescaped};
-use super::{Entry, Headers, LineError, Mapped, Provides, address, status};
+use super::instant::{TimestampCache, TimestampFormat, parse_unix};
+use super::text::{closing_quote, non_empty, unescape};
+use super::{FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, parse_address, parse_status};
 
 pub(super) const COMMON: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent"#;
 
@@ -20,10 +20,10 @@ pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_po
 /// Why a text describes no format.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
-pub enum TemplateError {
+pub enum FormatError {
     #[error(
         "`{0}` is not a format: there are {names}, and nginx's, as its log_format has it: '$remote_addr …'",
-        names = super::NAMES.join(", ")
+        names = super::FORMAT_NAMES.join(", ")
     )]
     Unknown(String),
     #[error("`{0}` and `{1}` stand next to each other: nothing tells where one ends")]
@@ -36,13 +36,13 @@ pub enum TemplateError {
 
 /// What a variable is of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Role {
+enum FieldRole {
     Other,
     Client,
-    At(Style),
+    Time(TimestampFormat),
     /// When it came; the time of the line is when it ended.
-    Came,
-    Took,
+    StartTime,
+    Duration,
     Request,
     Method,
     Target,
@@ -55,58 +55,59 @@ enum Role {
 #[derive(Debug, Clone)]
 struct Variable {
     name: String,
-    role: Role,
+    role: FieldRole,
     /// The cookie that it is.
     cookie: Option<String>,
     /// The headers that it stands for.
     headers: Vec<HeaderName>,
     /// What follows it.
-    end: Vec<u8>,
+    delimiter: Vec<u8>,
 }
 
 /// Variables, each up to what follows it.
 #[derive(Debug, Clone)]
-pub struct Template {
-    start: Vec<u8>,
+pub struct NginxFormat {
+    prefix: Vec<u8>,
     variables: Vec<Variable>,
     /// The style of the finest time that there is.
-    style: Style,
-    last: Last,
+    time_format: TimestampFormat,
+    timestamp_cache: TimestampCache,
 }
 
-impl Template {
-    pub(super) fn new(text: &str) -> Result<Template, TemplateError> {
+impl NginxFormat {
+    pub(super) fn new(text: &str) -> Result<NginxFormat, FormatError> {
         let mut pieces = text.split('$');
-        let start = pieces.next().unwrap_or_default().as_bytes().to_vec();
+        let prefix = pieces.next().unwrap_or_default().as_bytes().to_vec();
         let mut variables: Vec<Variable> = Vec::new();
         for piece in pieces {
-            let (name, end) = match piece.strip_prefix('{').and_then(|piece| piece.split_once('}')) {
-                Some(found) => found,
+            let (name, delimiter) = match piece.strip_prefix('{').and_then(|piece| piece.split_once('}')) {
+                Some(split) => split,
                 None => {
                     piece.split_at(piece.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(piece.len()))
                 }
             };
-            if let Some(before) = variables.last().filter(|before| before.end.is_empty()) {
-                return Err(TemplateError::Adjacent(format!("${}", before.name), format!("${name}")));
+            if let Some(previous) = variables.last().filter(|before| before.delimiter.is_empty()) {
+                return Err(FormatError::Adjacent(format!("${}", previous.name), format!("${name}")));
             }
-            variables.push(Variable::new(name, end));
+            variables.push(Variable::new(name, delimiter));
         }
-        let styles = variables.iter().filter_map(|variable| match variable.role {
-            Role::At(style) => Some(style),
+        let time_formats = variables.iter().filter_map(|variable| match variable.role {
+            FieldRole::Time(time_format) => Some(time_format),
             _ => None,
         });
-        let style = styles.max().ok_or(TemplateError::NoTime)?;
-        let template = Template { start, variables, style, last: Last::default() };
-        let whole = template.has(Role::Request) || template.has(Role::Method) && template.has(Role::Target);
-        if whole { Ok(template) } else { Err(TemplateError::NoRequest) }
+        let time_format = time_formats.max().ok_or(FormatError::NoTime)?;
+        let template = NginxFormat { prefix, variables, time_format, timestamp_cache: TimestampCache::default() };
+        let has_request =
+            template.has(FieldRole::Request) || template.has(FieldRole::Method) && template.has(FieldRole::Target);
+        if has_request { Ok(template) } else { Err(FormatError::NoRequest) }
     }
 
-    fn has(&self, role: Role) -> bool {
+    fn has(&self, role: FieldRole) -> bool {
         self.variables.iter().any(|variable| variable.role == role)
     }
 
-    pub(super) fn map(&mut self, mapped: &[Mapped]) -> Result<(), (String, Vec<String>)> {
-        for Mapped { field, header } in mapped {
+    pub(super) fn map_fields(&mut self, mappings: &[FieldMapping]) -> Result<(), (String, Vec<String>)> {
+        for FieldMapping { field, header } in mappings {
             let name = field.trim_start_matches('$');
             match self.variables.iter_mut().find(|variable| variable.name == name) {
                 Some(variable) => variable.headers.push(header.clone()),
@@ -118,66 +119,68 @@ impl Template {
         Ok(())
     }
 
-    pub(super) fn provides(&self) -> Provides {
+    pub(super) fn capabilities(&self) -> FormatCapabilities {
         let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
-        Provides {
-            client: self.has(Role::Client),
+        FormatCapabilities {
+            client: self.has(FieldRole::Client),
             // Load balancers write whole URLs.
-            host: self.has(Role::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
-            query: self.has(Role::Request) || self.has(Role::Target) || self.has(Role::Query),
-            subject: self.has(Role::Subject),
-            took: self.has(Role::Took) || self.has(Role::Came),
-            status: self.has(Role::Status),
-            headers: Headers::Listed(headers),
+            host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
+            query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
+            certificate_subject: self.has(FieldRole::Subject),
+            duration: self.has(FieldRole::Duration) || self.has(FieldRole::StartTime),
+            status: self.has(FieldRole::Status),
+            headers: LoggedHeaders::Listed(headers),
             route: false,
-            hashed: false,
+            identity_hashes: false,
         }
     }
 
-    pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<Entry<'l>, LineError> {
-        let mut rest = line.strip_prefix(&*self.start).ok_or(LineError::Shape)?;
-        let mut entry = Entry::default();
-        let (mut at, mut came, mut query) = (None, None, None);
-        let mut quoted = self.start.last() == Some(&b'"');
+    pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<LogEntry<'l>, LineError> {
+        let mut rest = line.strip_prefix(&*self.prefix).ok_or(LineError::Malformed)?;
+        let mut entry = LogEntry::default();
+        let (mut line_time_us, mut start_time_us, mut query) = (None, None, None);
+        let mut is_quoted = self.prefix.last() == Some(&b'"');
         for variable in &self.variables {
-            let (value, behind) = variable.cut(rest, quoted).ok_or(LineError::Shape)?;
-            rest = behind;
-            quoted = variable.end.last() == Some(&b'"');
+            let (value, tail) = variable.split_value(rest, is_quoted).ok_or(LineError::Malformed)?;
+            rest = tail;
+            is_quoted = variable.delimiter.last() == Some(&b'"');
             match variable.role {
-                Role::Other => {}
-                Role::Client => entry.client = address(value),
-                Role::At(style) if style == self.style => {
-                    at = Some(self.last.read(style, value).ok_or(LineError::Time)?);
+                FieldRole::Other => {}
+                FieldRole::Client => entry.client = parse_address(value),
+                FieldRole::Time(time_format) if time_format == self.time_format => {
+                    line_time_us = Some(self.timestamp_cache.parse(time_format, value).ok_or(LineError::InvalidTime)?);
                 }
-                Role::At(_) => {}
-                Role::Came => came = said(value).and_then(super::instant::iso),
-                Role::Took => entry.took_us = said(value).and_then(epoch),
-                Role::Request => entry.request_line(unescaped(value)),
-                Role::Method => entry.method = value,
-                Role::Target => entry.target = unescaped(value),
-                Role::Query => query = said(value).map(unescaped),
-                Role::Host => entry.host = said(value).map(unescaped),
-                Role::Status => entry.status = status(value),
-                Role::Subject => entry.subject = said(value).map(unescaped),
+                FieldRole::Time(_) => {}
+                FieldRole::StartTime => start_time_us = non_empty(value).and_then(super::instant::parse_iso8601),
+                FieldRole::Duration => entry.duration_us = non_empty(value).and_then(parse_unix),
+                FieldRole::Request => entry.set_request_line(unescape(value)),
+                FieldRole::Method => entry.method = value,
+                FieldRole::Target => entry.target = unescape(value),
+                FieldRole::Query => query = non_empty(value).map(unescape),
+                FieldRole::Host => entry.host = non_empty(value).map(unescape),
+                FieldRole::Status => entry.status = parse_status(value),
+                FieldRole::Subject => entry.certificate_subject = non_empty(value).map(unescape),
             }
-            if let Some(value) = said(value).filter(|_| !variable.headers.is_empty()) {
+            if let Some(value) = non_empty(value).filter(|_| !variable.headers.is_empty()) {
                 for header in &variable.headers {
                     let value = match &variable.cookie {
                         Some(name) if *header == COOKIE => {
-                            Cow::Owned([name.as_bytes(), b"=", &*unescaped(value)].concat())
+                            Cow::Owned([name.as_bytes(), b"=", &*unescape(value)].concat())
                         }
-                        _ => unescaped(value),
+                        _ => unescape(value),
                     };
-                    entry.fields.push((header.clone(), value));
+                    entry.headers.push((header.clone(), value));
                 }
             }
         }
-        let at = at.ok_or(LineError::Time)?;
-        match (came, entry.took_us) {
-            (Some(came), _) => (entry.at_us, entry.took_us) = (came, Some(at.saturating_sub(came))),
+        let at = line_time_us.ok_or(LineError::InvalidTime)?;
+        match (start_time_us, entry.duration_us) {
+            (Some(start_time_us), _) => {
+                (entry.time_us, entry.duration_us) = (start_time_us, Some(at.saturating_sub(start_time_us)))
+            }
             // A line is written when the request is over.
-            (None, Some(took)) => entry.at_us = at.saturating_sub(took),
-            (None, None) => entry.at_us = at,
+            (None, Some(duration_us)) => entry.time_us = at.saturating_sub(duration_us),
+            (None, None) => entry.time_us = at,
         }
         if let Some(query) = query.filter(|_| !entry.target.contains(&b'?')) {
             entry.target = Cow::Owned([&*entry.target, b"?", &*query].concat());
@@ -187,22 +190,22 @@ impl Template {
 }
 
 impl Variable {
-    fn new(name: &str, end: &str) -> Self {
+    fn new(name: &str, delimiter: &str) -> Self {
         let role = match name {
-            "remote_addr" | "client_port" => Role::Client,
-            "time_local" => Role::At(Style::Local),
-            "time_iso8601" => Role::At(Style::Iso),
-            "msec" => Role::At(Style::Epoch),
-            "request_creation_time" => Role::Came,
-            "request_time" => Role::Took,
-            "request" => Role::Request,
-            "request_method" => Role::Method,
-            "request_uri" | "uri" => Role::Target,
-            "args" | "query_string" => Role::Query,
-            "host" | "http_host" => Role::Host,
-            "status" | "elb_status_code" => Role::Status,
-            "ssl_client_s_dn" => Role::Subject,
-            _ => Role::Other,
+            "remote_addr" | "client_port" => FieldRole::Client,
+            "time_local" => FieldRole::Time(TimestampFormat::Local),
+            "time_iso8601" => FieldRole::Time(TimestampFormat::Iso8601),
+            "msec" => FieldRole::Time(TimestampFormat::Unix),
+            "request_creation_time" => FieldRole::StartTime,
+            "request_time" => FieldRole::Duration,
+            "request" => FieldRole::Request,
+            "request_method" => FieldRole::Method,
+            "request_uri" | "uri" => FieldRole::Target,
+            "args" | "query_string" => FieldRole::Query,
+            "host" | "http_host" => FieldRole::Host,
+            "status" | "elb_status_code" => FieldRole::Status,
+            "ssl_client_s_dn" => FieldRole::Subject,
+            _ => FieldRole::Other,
         };
         let field = name.strip_prefix("http_").filter(|field| *field != "host");
         let cookie = name.strip_prefix("cookie_").map(str::to_owned);
@@ -212,20 +215,20 @@ impl Variable {
             (None, None) => None,
         };
         let headers = header.into_iter().collect();
-        Variable { name: name.to_owned(), role, cookie, headers, end: end.as_bytes().to_vec() }
+        Variable { name: name.to_owned(), role, cookie, headers, delimiter: delimiter.as_bytes().to_vec() }
     }
 
     /// Its value at the beginning of `rest`, and what comes behind what follows it.
-    fn cut<'l>(&self, rest: &'l [u8], quoted: bool) -> Option<(&'l [u8], &'l [u8])> {
-        if self.end.is_empty() {
+    fn split_value<'l>(&self, rest: &'l [u8], is_quoted: bool) -> Option<(&'l [u8], &'l [u8])> {
+        if self.delimiter.is_empty() {
             return Some((rest, &[]));
         }
-        let at = match &*self.end {
-            [b'"', ..] if quoted => closing_quote(rest)?,
+        let position = match &*self.delimiter {
+            [b'"', ..] if is_quoted => closing_quote(rest)?,
             [byte] => memchr::memchr(*byte, rest)?,
-            end => memchr::memmem::find(rest, end)?,
+            delimiter => memchr::memmem::find(rest, delimiter)?,
         };
-        let (value, behind) = rest.split_at(at);
-        Some((value, behind.strip_prefix(&*self.end)?))
+        let (value, tail) = rest.split_at(position);
+        Some((value, tail.strip_prefix(&*self.delimiter)?))
     }
 }

@@ -6,11 +6,11 @@ use std::borrow::Cow;
 pub(super) fn closing_quote(text: &[u8]) -> Option<usize> {
     let mut from = 0;
     loop {
-        let at = from + memchr::memchr2(b'"', b'\\', &text[from..])?;
-        if text[at] == b'"' {
-            return Some(at);
+        let position = from + memchr::memchr2(b'"', b'\\', &text[from..])?;
+        if text[position] == b'"' {
+            return Some(position);
         }
-        from = at + 2;
+        from = position + 2;
         if from > text.len() {
             return None;
         }
@@ -18,28 +18,28 @@ pub(super) fn closing_quote(text: &[u8]) -> Option<usize> {
 }
 
 /// What a field says: `\"`, `\\`, `\n`, `\t`, `\xHH` of nginx and Apache, `\uHHHH` of JSON.
-pub(super) fn unescaped(text: &[u8]) -> Cow<'_, [u8]> {
+pub(super) fn unescape(text: &[u8]) -> Cow<'_, [u8]> {
     let Some(first) = memchr::memchr(b'\\', text) else { return Cow::Borrowed(text) };
     let mut out = text[..first].to_vec();
     let mut rest = &text[first..];
-    while let Some((&byte, behind)) = rest.split_first() {
-        rest = behind;
+    while let Some((&byte, tail)) = rest.split_first() {
+        rest = tail;
         if byte != b'\\' {
             out.push(byte);
             continue;
         }
-        let Some((&kind, behind)) = rest.split_first() else {
+        let Some((&kind, tail)) = rest.split_first() else {
             out.push(b'\\');
             break;
         };
-        rest = behind;
+        rest = tail;
         match kind {
-            b'x' if hex(rest, 2).is_some() => {
-                out.push(hex(rest, 2).unwrap_or_default() as u8);
+            b'x' if parse_hex(rest, 2).is_some() => {
+                out.push(parse_hex(rest, 2).unwrap_or_default() as u8);
                 rest = &rest[2..];
             }
-            b'u' if hex(rest, 4).is_some() => {
-                let code = hex(rest, 4).and_then(char::from_u32).unwrap_or(char::REPLACEMENT_CHARACTER);
+            b'u' if parse_hex(rest, 4).is_some() => {
+                let code = parse_hex(rest, 4).and_then(char::from_u32).unwrap_or(char::REPLACEMENT_CHARACTER);
                 out.extend_from_slice(code.encode_utf8(&mut [0; 4]).as_bytes());
                 rest = &rest[4..];
             }
@@ -52,13 +52,13 @@ pub(super) fn unescaped(text: &[u8]) -> Cow<'_, [u8]> {
     Cow::Owned(out)
 }
 
-fn hex(text: &[u8], digits: usize) -> Option<u32> {
+fn parse_hex(text: &[u8], digits: usize) -> Option<u32> {
     let text = text.get(..digits)?;
     text.iter().try_fold(0, |number, digit| Some(number * 16 + char::from(*digit).to_digit(16)?))
 }
 
 /// A field that says something: `-` and nothing are nothing.
-pub(super) fn said(text: &[u8]) -> Option<&[u8]> {
+pub(super) fn non_empty(text: &[u8]) -> Option<&[u8]> {
     (!text.is_empty() && text != b"-").then_some(text)
 }
 
@@ -67,7 +67,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn escapes_stand_for_bytes() {
+    fn unescape_decodes_escapes() {
         for (text, expected) in [
             (r"plain", "plain"),
             (r#"a \"b\" c"#, "a \"b\" c"),
@@ -77,12 +77,12 @@ mod tests {
             (r"\xZZ", "xZZ"),
             (r"end\", "end\\"),
         ] {
-            assert_eq!(unescaped(text.as_bytes()), expected.as_bytes(), "{text}");
+            assert_eq!(unescape(text.as_bytes()), expected.as_bytes(), "{text}");
         }
     }
 
     #[test]
-    fn quotes_end_where_none_is_escaped() {
+    fn closing_quote_skips_escaped_quotes() {
         for (text, expected) in [
             (r#"abc" d"#, Some(3)),
             (r#"a\"b" d"#, Some(4)),

@@ -2,13 +2,15 @@
 
 use std::fmt::{self, Write};
 
-use super::{Lines, OfLimit, Report, counted, grouped, percent, size, span};
+use super::{
+    LimitSummary, LineCounts, ReplayReport, format_count, format_percent, format_quota, format_span, group_digits,
+};
 
-const STYLE: &str = include_str!("report.css");
+const STYLESHEET: &str = include_str!("report.css");
 
 /// The drawing of a chart, in its own units; it is as wide as the page.
-const WIDE: f64 = 720.0;
-const HIGH: f64 = 160.0;
+const CHART_WIDTH: f64 = 720.0;
+const CHART_HEIGHT: f64 = 160.0;
 
 /// Text that is no markup.
 struct Escaped<'a>(&'a str);
@@ -30,47 +32,47 @@ impl fmt::Display for Escaped<'_> {
 }
 
 /// The page of a report.
-pub fn page(report: &Report) -> String {
+pub fn render_page(report: &ReplayReport) -> String {
     let mut out = String::new();
     // Writing to memory does not fail.
-    let _ = write(report, &mut out);
+    let _ = write_page(report, &mut out);
     out
 }
 
-fn write(report: &Report, out: &mut String) -> fmt::Result {
-    let Lines { requests, limited, .. } = report.lines;
+fn write_page(report: &ReplayReport, out: &mut String) -> fmt::Result {
+    let LineCounts { requests, limited, .. } = report.lines;
     let logs = report.logs.join(", ");
     write!(
         out,
         "<!doctype html>\n<html lang=\"en\">\n<meta charset=\"utf-8\">\n\
          <meta name=\"viewport\" content=\"width=device-width, initial-scale=1\">\n\
          <meta name=\"color-scheme\" content=\"light dark\">\n\
-         <title>Replay of {}</title>\n<style>\n{STYLE}</style>\n<h1>Replay of {}</h1>\n",
+         <title>Replay of {}</title>\n<style>\n{STYLESHEET}</style>\n<h1>Replay of {}</h1>\n",
         Escaped(&logs),
         Escaped(&logs)
     )?;
-    let requests = counted(requests, "request", "requests");
-    write!(out, "<p>{requests}, of which limits have a say in {}", grouped(limited))?;
+    let requests = format_count(requests, "request", "requests");
+    write!(out, "<p>{requests}, of which limits have a say in {}", group_digits(limited))?;
     if let (Some(from), Some(to)) = (&report.from, &report.to) {
         write!(out, ", from <time>{from}</time> to <time>{to}</time>")?;
     }
     writeln!(out, ".</p>")?;
-    notes(&report.notes, out)?;
-    overview(report, out)?;
+    write_notes(&report.notes, out)?;
+    write_overview(report, out)?;
     for limit in report.limits.0.iter().filter(|limit| limit.requests > 0) {
-        details(limit, report.target, out)?;
+        write_details(limit, report.target, out)?;
     }
     Ok(())
 }
 
-fn notes(notes: &[String], out: &mut String) -> fmt::Result {
+fn write_notes(notes: &[String], out: &mut String) -> fmt::Result {
     for note in notes {
         writeln!(out, "<p class=\"note\">{}</p>", Escaped(note))?;
     }
     Ok(())
 }
 
-fn overview(report: &Report, out: &mut String) -> fmt::Result {
+fn write_overview(report: &ReplayReport, out: &mut String) -> fmt::Result {
     writeln!(
         out,
         "<div class=\"scroll\"><table>\n<tr><th>limit<th>quota<th class=\"n\">requests<th class=\"n\">allowed\
@@ -78,13 +80,19 @@ fn overview(report: &Report, out: &mut String) -> fmt::Result {
     )?;
     for limit in &report.limits.0 {
         write!(out, "<tr><td>{}{}", Escaped(&limit.name), if limit.shadow { " (shadow)" } else { "" })?;
-        write!(out, "<td>{}", Escaped(&limit.size()))?;
+        write!(out, "<td>{}", Escaped(&limit.quota_text()))?;
         match &limit.skipped {
-            Some(lacks) => writeln!(out, "<td colspan=\"4\">not replayed: {} is not in this log", Escaped(lacks))?,
+            Some(skip_reason) => {
+                writeln!(out, "<td colspan=\"4\">not replayed: {} is not in this log", Escaped(skip_reason))?
+            }
             None => {
-                let denied = format!("{} ({})", grouped(limit.denied), percent(limit.percent()));
-                for cell in [grouped(limit.requests), grouped(limit.allowed), denied, grouped(limit.identities as u64)]
-                {
+                let denied = format!("{} ({})", group_digits(limit.denied), format_percent(limit.denied_percent()));
+                for cell in [
+                    group_digits(limit.requests),
+                    group_digits(limit.allowed),
+                    denied,
+                    group_digits(limit.identities as u64),
+                ] {
                     write!(out, "<td class=\"n\">{cell}")?;
                 }
                 out.push('\n');
@@ -94,25 +102,25 @@ fn overview(report: &Report, out: &mut String) -> fmt::Result {
     writeln!(out, "</table></div>")
 }
 
-fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Result {
-    let instead =
+fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut String) -> fmt::Result {
+    let instead_of =
         limit.configured_quota.as_ref().map_or(String::new(), |quota| format!(" <small>instead of {quota}</small>"));
-    writeln!(out, "<h2>{}: {}{instead}</h2>", Escaped(&limit.name), Escaped(&limit.size()))?;
-    notes(&limit.notes, out)?;
+    writeln!(out, "<h2>{}: {}{instead_of}</h2>", Escaped(&limit.name), Escaped(&limit.quota_text()))?;
+    write_notes(&limit.notes, out)?;
     if let (Some(target), Some(suggestion)) = (target, &limit.suggestion) {
-        let goal = percent(100.0 * target);
+        let goal = format_percent(100.0 * target);
         match suggestion {
-            Some(found) => writeln!(
+            Some(quota) => writeln!(
                 out,
                 "<p>The smallest quota that denies fewer than {goal}: <strong>{}</strong>; it denies {} of {}.</p>",
-                size(&found.quota, found.burst),
-                grouped(found.denied),
-                grouped(limit.requests)
+                format_quota(&quota.quota, quota.burst),
+                group_digits(quota.denied),
+                group_digits(limit.requests)
             )?,
             None => writeln!(out, "<p>No quota of this kind denies fewer than {goal}.</p>")?,
         }
     }
-    chart(limit, out)?;
+    write_chart(limit, out)?;
     if limit.top_denied.is_empty() {
         return Ok(());
     }
@@ -120,33 +128,33 @@ fn details(limit: &OfLimit, target: Option<f64>, out: &mut String) -> fmt::Resul
         out,
         "<p>{} denied; most of all:</p>\n<div class=\"scroll\"><table>\n\
          <tr><th>identity<th class=\"n\">requests<th class=\"n\">denied<th class=\"share\">share",
-        counted(limit.identities_denied as u64, "identity was", "identities were")
+        format_count(limit.identities_denied as u64, "identity was", "identities were")
     )?;
-    for worst in &limit.top_denied {
-        let share = 100.0 * f64::from(worst.denied) / f64::from(worst.requests.max(1));
+    for identity in &limit.top_denied {
+        let share = 100.0 * f64::from(identity.denied) / f64::from(identity.requests.max(1));
         writeln!(
             out,
             "<tr><td class=\"id\">{}<td class=\"n\">{}<td class=\"n\">{}<td class=\"share\">\
              <svg viewBox=\"0 0 100 10\" preserveAspectRatio=\"none\" aria-hidden=\"true\">\
              <rect class=\"all\" width=\"100\" height=\"10\"/><rect class=\"denied\" width=\"{share:.1}\" height=\"10\"/>\
              </svg> {}",
-            Escaped(&worst.identity),
-            grouped(worst.requests.into()),
-            grouped(worst.denied.into()),
-            percent(share)
+            Escaped(&identity.identity),
+            group_digits(identity.requests.into()),
+            group_digits(identity.denied.into()),
+            format_percent(share)
         )?;
     }
     writeln!(out, "</table></div>")
 }
 
 /// Requests over time, a bar for each step, and on each bar those that were denied.
-fn chart(limit: &OfLimit, out: &mut String) -> fmt::Result {
+fn write_chart(limit: &LimitSummary, out: &mut String) -> fmt::Result {
     let highest = limit.series.iter().map(|step| step.requests).max().unwrap_or(0).max(1);
-    let width = WIDE / limit.series.len().max(1) as f64;
-    let step = span(limit.step_seconds);
+    let width = CHART_WIDTH / limit.series.len().max(1) as f64;
+    let step = format_span(limit.step_seconds);
     writeln!(
         out,
-        "<figure><svg viewBox=\"0 0 {WIDE} {HIGH}\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"requests and \
+        "<figure><svg viewBox=\"0 0 {CHART_WIDTH} {CHART_HEIGHT}\" preserveAspectRatio=\"none\" role=\"img\" aria-label=\"requests and \
          denials over time, {} denied of {}\">",
         limit.denied, limit.requests
     )?;
@@ -154,20 +162,20 @@ fn chart(limit: &OfLimit, out: &mut String) -> fmt::Result {
         if point.requests == 0 {
             continue;
         }
-        let height = |count: u64| HIGH * count as f64 / highest as f64;
+        let height = |count: u64| CHART_HEIGHT * count as f64 / highest as f64;
         let (all, denied) = (height(point.requests), height(point.denied));
         // A gap between bars, unless they are too thin for one.
-        let (left, wide) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
+        let (left, bar_width) = (index as f64 * width, if width > 4.0 { width - 1.0 } else { width });
         writeln!(
             out,
             "<g><title>{}: {} requests, {} denied</title>\
-             <rect class=\"all\" x=\"{left:.1}\" y=\"{:.1}\" width=\"{wide:.1}\" height=\"{all:.1}\"/>\
-             <rect class=\"denied\" x=\"{left:.1}\" y=\"{:.1}\" width=\"{wide:.1}\" height=\"{denied:.1}\"/></g>",
+             <rect class=\"all\" x=\"{left:.1}\" y=\"{:.1}\" width=\"{bar_width:.1}\" height=\"{all:.1}\"/>\
+             <rect class=\"denied\" x=\"{left:.1}\" y=\"{:.1}\" width=\"{bar_width:.1}\" height=\"{denied:.1}\"/></g>",
             point.time,
-            grouped(point.requests),
-            grouped(point.denied),
-            HIGH - all,
-            HIGH - denied
+            group_digits(point.requests),
+            group_digits(point.denied),
+            CHART_HEIGHT - all,
+            CHART_HEIGHT - denied
         )?;
     }
     let ends = limit.series.first().zip(limit.series.last());
@@ -177,6 +185,6 @@ fn chart(limit: &OfLimit, out: &mut String) -> fmt::Result {
         "</svg>\n<div class=\"axis\"><time>{first}</time><time>{last}</time></div>\n<figcaption><span class=\"key all\">\
          </span> requests <span class=\"key denied\"></span> denied; a bar is {step}, the highest is {} requests\
          </figcaption></figure>",
-        grouped(highest)
+        group_digits(highest)
     )
 }

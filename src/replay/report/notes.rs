@@ -1,41 +1,44 @@
 //! What a reader of a report has to know to believe the right things.
 
-use super::counted;
-use crate::replay::merge::WINDOW;
-use crate::replay::resolve::Refused;
-use crate::replay::{Outcome, Replay};
+use super::format_count;
+use crate::replay::merge::REORDER_WINDOW_LINES;
+use crate::replay::resolve::RejectReason;
+use crate::replay::{Replay, ReplayResult};
 
 /// A limit with a window below this is sensitive to instants of whole seconds.
-const COARSE_US: u64 = 60_000_000;
+const COARSE_WINDOW_US: u64 = 60_000_000;
 
 /// What there is to say.
-pub(super) fn notes(replay: &Replay, outcome: &Outcome) -> Vec<String> {
-    let (found, view) = (&outcome.found, &replay.view);
+pub(super) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String> {
+    let (statistics, config) = (&result.statistics, &replay.config);
     let mut notes = Vec::new();
-    if let Some((log, line, error)) = &found.first {
-        let lines = counted(found.unreadable, "line", "lines");
+    if let Some((log, line, error)) = &statistics.first_error {
+        let lines = format_count(statistics.unreadable, "line", "lines");
         notes.push(format!("{lines} cannot be read; the first is {log}:{line}: {error}"));
     }
-    for (log, why) in &found.broken {
-        notes.push(format!("{log} ends before its end: {why}"));
+    for (log, error) in &statistics.read_errors {
+        notes.push(format!("{log} ends before its end: {error}"));
     }
-    if found.late > 0 {
-        let late = counted(found.late, "request", "requests");
-        notes.push(format!("{late} came more than {WINDOW} lines late, to be decided after those before"));
+    if statistics.out_of_order > 0 {
+        let out_of_order = format_count(statistics.out_of_order, "request", "requests");
+        notes.push(format!(
+            "{out_of_order} came more than {REORDER_WINDOW_LINES} lines late, to be decided after those before"
+        ));
     }
-    let no_route = found.refused(Refused::NoRoute);
-    let provides = replay.provides();
-    if no_route > 0 && !provides.host && !provides.route {
+    let no_route = statistics.rejected_for(RejectReason::NoRoute);
+    let capabilities = replay.capabilities();
+    if no_route > 0 && !capabilities.host && !capabilities.route {
         notes.push("hosts are not in this log: routes for a host match no request".to_owned());
     }
-    if outcome.unnamed > 0 {
-        let (requests, header) = (counted(outcome.unnamed, "request", "requests"), &view.runtime.client_ip.header);
+    if result.missing_client_count > 0 {
+        let (requests, header) =
+            (format_count(result.missing_client_count, "request", "requests"), &config.compiled.client_ip.header);
         notes.push(format!("{requests} from trusted proxies without `{header}`: the proxies count as the clients"));
     }
-    let hasty = view.subjects.iter().any(|subject| {
-        subject.unknown.is_none() && subject.plan.quota.window_us.is_some_and(|window| window < COARSE_US)
+    let has_short_window = config.limits.iter().any(|limit| {
+        limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
     });
-    if hasty && !found.fine && found.requests > 0 {
+    if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
         notes.push("instants in this log are whole seconds: short windows seem fuller than they were".to_owned());
     }
     notes
