@@ -187,7 +187,7 @@ fn the_text_form_says_the_same() {
     for (line, words) in [
         (
             lines[0],
-            " 127.0.0.1 GET /up 200 2 | route=up ok | decision=allowed | limit=hour remaining=0 identity=| by=store|\
+            " 127.0.0.1 GET /up 200 2 | route=up ok | decision=allowed | limit=hour remaining=0 identity=| decided_by=store|\
                      decision_ms=| upstream=api | upstream_ms=| server=127.0.0.1:| upstream_status=200 | request_id=| \
                      trace_id=4bf92f3577b34da6a3ce929d0e0e4736",
         ),

@@ -58,7 +58,7 @@ pub(super) struct ClientRequest {
 pub(super) enum ArgumentError {
     #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
     LowercaseMethod(String),
-    #[error("`{0}` is not a method; first the method, then the URL: explain GET {DEFAULT}")]
+    #[error("`{0}` is not a method; first the method, then the URL: explain GET {EXAMPLE_URL}")]
     InvalidMethod(String),
     #[error("`{0}` says no host: write the URL as clients call it, such as http://localhost{0}")]
     MissingHost(String),
