@@ -223,11 +223,11 @@ fn logged(line: &Value, facts: &Value) -> Value {
 fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let list = |name: &str| facts["upstream"][name].as_array().unwrap().clone();
-    let set: Vec<_> = list("set").iter().map(|field| text(&field["name"])).collect();
-    let removed: Vec<_> = list("removed").iter().map(text).collect();
+    let set: Vec<_> = list("set_headers").iter().map(|field| text(&field["name"])).collect();
+    let removed: Vec<_> = list("removed_headers").iter().map(text).collect();
     let stays = |name: &&str| !set.iter().chain(&removed).any(|other| other == name);
     let kept = asked.headers.iter().filter(|(name, _)| stays(name)).map(|(name, value)| format!("{name}: {value}"));
-    let changed = list("set").into_iter().map(|field| {
+    let changed = list("set_headers").into_iter().map(|field| {
         let name = text(&field["name"]);
         let value = match name.as_str() {
             // What it is cannot be known before.
