@@ -3,17 +3,17 @@
 
 use criterion::{BatchSize, Criterion, criterion_group, criterion_main};
 use http::{HeaderMap, Method};
-use sluicegate::http::path::canonical_path;
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::sliding_log::SlidingLog;
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Identity, IdentityEncoder, IdentityHasher, Key, StateName};
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::Quota;
-use sluicegate::limit::store::{Charge, ChargeMode, Operation};
-use sluicegate::route::{RouteMatch, RouteTable};
+use sluicegate::http::target::canonical_path;
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::key::{Identity, IdentityEncoder, IdentityHasher, Key, StateName};
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::quota::Quota;
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
+use sluicegate::routing::{RouteMatch, RouteTable};
 
 fn bench_decisions(criterion: &mut Criterion) {
     let mut group = criterion.benchmark_group("memory store, 1,000 identities");

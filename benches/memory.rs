@@ -8,22 +8,22 @@ use std::process::Command;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
-use sluicegate::limit::algorithm::sliding_log::SlidingLog;
-use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::calendar::CalendarWindows;
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{IdentityHasher, Key, StateName};
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::{CalendarUnit, Quota};
-use sluicegate::limit::redis::script::AlgorithmSet;
-use sluicegate::limit::redis::server::RedisEndpoint;
-use sluicegate::limit::redis::{RedisSettings, ServerStore};
-use sluicegate::limit::store::{Charge, ChargeMode, CounterStore, Operation};
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::concurrency::Concurrency;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::quota::CalendarWindows;
+use sluicegate::limiter::quota::{CalendarUnit, Quota};
+use sluicegate::limiter::redis::script::AlgorithmSet;
+use sluicegate::limiter::redis::server::RedisEndpoint;
+use sluicegate::limiter::redis::{RedisSettings, ServerStore};
+use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation};
 
 // As in the gateway: what a state takes depends on who allocates it.
 #[global_allocator]

@@ -4,10 +4,10 @@ use std::fmt::Write;
 use std::io::Cursor;
 use std::path::Path;
 
-use sluicegate::limit::clock::monotonic;
-use sluicegate::replay::source::{LogInput, ReadProgress};
-use sluicegate::replay::{Replay, ReplayOptions};
-use sluicegate::runtime::CompiledConfig;
+use sluicegate::limiter::clock::monotonic;
+use sluicegate::snapshot::CompiledConfig;
+use sluicegate::tools::replay::log_input::{LogInput, ReadProgress};
+use sluicegate::tools::replay::{Replay, ReplayOptions};
 
 /// Whose requests they are: as many as a busy service sees in an hour.
 const CLIENTS: u64 = 10_000;

@@ -5,15 +5,16 @@ use std::io::{BufRead, BufReader};
 use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::sliding_log::SlidingLog;
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::key::{Identity, IdentityHasher, Key, StateName};
-use sluicegate::limit::quota::Quota;
-use sluicegate::limit::redis::script::{AlgorithmSet, script};
-use sluicegate::limit::redis::wire::{self, LimitArgs};
-use sluicegate::limit::store::{Charge, ChargeMode, Operation};
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::key::{Identity, IdentityHasher, Key, StateName};
+use sluicegate::limiter::quota::Quota;
+use sluicegate::limiter::redis::script;
+use sluicegate::limiter::redis::script::LimitArgs;
+use sluicegate::limiter::redis::script::{AlgorithmSet, script};
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
 /// The best of several rounds: other work on the machine only ever adds.
 const ROUNDS: usize = 8;
@@ -67,11 +68,11 @@ fn measure_round(connection: &mut redis::Connection, name: &str, rules: &[&Rule]
         )
     };
     let terms: Vec<_> = rules.iter().map(limits).collect();
-    let script = script(wire::script_variant(Operation::Check, &terms), parts);
+    let script = script(script::script_variant(Operation::Check, &terms), parts);
     redis::cmd("SCRIPT").arg("LOAD").arg(&script.source).exec(connection).unwrap();
     redis::cmd("CONFIG").arg("RESETSTAT").exec(connection).unwrap();
-    let mut argument = wire::start_argument(0, 1, terms.len());
-    wire::append_group(&mut argument, requests, Operation::Check, &terms);
+    let mut argument = script::start_argument(0, 1, terms.len());
+    script::append_group(&mut argument, requests, Operation::Check, &terms);
     let mut sent = 0;
     for _ in 0..PIPELINES_PER_ROUND {
         let mut pipe = redis::pipe();

@@ -1,15 +1,13 @@
 //! The operator's side: health, metrics and the API, on a listener and a thread of its own.
 
-mod api;
+pub(crate) mod api;
 mod configuration;
 mod connections;
+mod dashboard;
+mod events;
 mod health;
-mod history;
-mod live;
 mod metrics;
-mod page;
-mod problem;
-pub mod vitals;
+pub mod state;
 
 use std::convert::Infallible;
 use std::io;
@@ -17,6 +15,7 @@ use std::net::{IpAddr, TcpListener as StdListener};
 use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
+use std::time::Duration;
 
 use aws_lc_rs::constant_time::verify_slices_are_equal;
 use bytes::Bytes;
@@ -29,22 +28,24 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::time::{Duration, sleep, timeout};
+use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 use tracing::warn;
 
-use crate::limit::backend::RedisStore;
-use crate::limit::memory::MemoryStore;
-use crate::limit::operator::LimiterAdmin;
-use crate::limit::overrides::Overrides;
-use crate::limit::redis::RedisSettings;
-use crate::observe::metrics::{self as text_form, ExpositionFormat};
-use crate::runtime::{AdminToken, CompiledConfig};
-use connections::{AdminConnection, AdminConnections};
-use live::{EventBody, EventStream};
-use problem::ApiError;
-use vitals::AdminState;
+use crate::admin::api::ApiError;
+use crate::admin::connections::{AdminConnection, AdminConnections};
+use crate::admin::events::{EventBody, EventStream};
+use crate::admin::state::AdminState;
+use crate::limiter::admin::LimiterAdmin;
+use crate::limiter::memory::MemoryStore;
+use crate::limiter::overrides::Overrides;
+use crate::limiter::redis::RedisSettings;
+use crate::limiter::store::RedisStore;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::settings::AdminToken;
+use crate::telemetry::prometheus as text_form;
+use crate::telemetry::prometheus::ExpositionFormat;
 
 /// At the end, for those who are in.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -140,7 +141,7 @@ impl AdminServer {
                 let mut response = self.handle(request, &connection).await;
                 connection.set_idle();
                 response.headers_mut().insert(CACHE_CONTROL, HeaderValue::from_static("no-store"));
-                page::add_security_headers(&mut response);
+                dashboard::add_security_headers(&mut response);
                 Ok::<_, Infallible>(response)
             }
         });
@@ -173,7 +174,7 @@ impl AdminServer {
                 "without a token only requests to localhost, 127.0.0.1 or [::1] are answered\n",
             );
         }
-        if let Some(file) = page::find_file(path, self.token().is_some()) {
+        if let Some(file) = dashboard::find_file(path, self.token().is_some()) {
             return if is_read_method(method) { file } else { method_not_allowed("GET, HEAD") };
         }
         if !self.is_authenticated(headers) {

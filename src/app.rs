@@ -1,51 +1,51 @@
 //! Puts the parts together: sockets, workers, stores; owns what they share.
 
-mod background;
 mod collector;
-pub mod handover;
-mod renewal;
-pub mod service;
-mod sockets;
+pub mod hot_restart;
+mod listen;
+mod reload;
+pub mod sd_notify;
+mod upstream_maintenance;
 mod worker;
 
-use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, channel};
-use std::thread;
 use std::time::Duration;
+use std::{io, thread};
 
 use tokio_util::sync::CancellationToken;
 use tracing::{info, warn};
 
-use crate::account::TelemetrySinks;
-use crate::admin::{self, AdminDeps, vitals::AdminState};
-use crate::gateway::meters::RequestMetrics;
-use crate::limit;
-use crate::limit::advance::PrefetchPool;
-use crate::limit::clock::{self, Clock};
-use crate::limit::cluster::topology::ClusterMap;
-use crate::limit::denials::DenialCache;
-use crate::limit::guard::CircuitBreaker;
-use crate::limit::line::WaitQueues;
-use crate::limit::memory::MemoryStore;
-use crate::limit::overrides::Overrides;
-use crate::observe::access::AccessLog;
-use crate::observe::log_file::LogFile;
-use crate::reload;
-use crate::reload::configuration::{ConfigHandle, ReloadRequest};
-use crate::runtime::files;
-use crate::runtime::{AccessLogTarget, AdminSettings, CompiledConfig, Listener, RouteAction, WorkerModel};
-use crate::server::connections::ConnectionLimits;
-use crate::tally::MetricFamily;
-use crate::watch::FileWatcher;
-use crate::words::pluralize;
-use background::MaintenanceThread;
-use handover::HotRestart;
-use renewal::{Reloader, WorkerGateways};
-use sockets::{InheritedSockets, ListenerSockets};
-use worker::Worker;
+use crate::admin::AdminDeps;
+use crate::admin::state::AdminState;
+use crate::app::hot_restart::HotRestart;
+use crate::app::listen::{InheritedSockets, ListenerSockets};
+use crate::app::reload::file_watcher::FileWatcher;
+use crate::app::reload::{Reloader, WorkerGateways, files};
+use crate::app::upstream_maintenance::MaintenanceThread;
+use crate::app::worker::Worker;
+use crate::limiter::clock;
+use crate::limiter::clock::Clock;
+use crate::limiter::denial_cache::DenialCache;
+use crate::limiter::memory::MemoryStore;
+use crate::limiter::overrides::Overrides;
+use crate::limiter::prefetch::PrefetchPool;
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::wait_queue::WaitQueues;
+use crate::listener::connection_limit::ConnectionLimits;
+use crate::metrics::MetricFamily;
+use crate::proxy::telemetry::RequestMetrics;
+use crate::snapshot::current::{ConfigHandle, ReloadRequest};
+use crate::snapshot::routes::RouteAction;
+use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};
+use crate::snapshot::{CompiledConfig, Listener, settings};
+use crate::telemetry::access_log::{AccessLog, TelemetrySinks};
+use crate::telemetry::log::LogFile;
+use crate::telemetry::pluralize;
+use crate::{admin, limiter};
 
 /// Why the gateway cannot start or go on.
 #[derive(Debug, thiserror::Error)]
@@ -95,8 +95,8 @@ impl App {
     /// # Errors
     /// An address is taken or cannot be had; the access log cannot be written.
     pub fn open(config: CompiledConfig) -> Result<Self, AppError> {
-        files::raise_soft_limit();
-        let (connections, files) = (config.server.max_connections, files::hard_limit());
+        settings::raise_soft_limit();
+        let (connections, files) = (config.server.max_connections, settings::hard_limit());
         if connections as u64 > files {
             warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
         }
@@ -126,7 +126,7 @@ impl App {
         let config = Arc::new(config);
         let (configuration, requests) = ConfigHandle::new(config.clone());
         let configuration = Arc::new(configuration);
-        let watcher = reload::watch_files(&configuration);
+        let watcher = files::watch_files(&configuration);
         let admin_stop = CancellationToken::new();
         Ok(App {
             config,
@@ -175,7 +175,7 @@ impl App {
         let prefetch_pool = Arc::<PrefetchPool>::default();
         let connections = Arc::new(ConnectionLimits::new(&self.config.server));
         let metrics = Arc::<RequestMetrics>::default();
-        let limit_metrics = Arc::<MetricFamily<limit::tallies::LimiterMetrics>>::default();
+        let limit_metrics = Arc::<MetricFamily<limiter::metrics::LimiterMetrics>>::default();
         let entries = self.config.store.denial_cache;
         let denial_cache =
             (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
@@ -250,7 +250,7 @@ impl App {
         drop(ready_sender);
         // Whoever cannot does not say so, and the process ends.
         if ready_receiver.iter().count() == workers.len() - 1 {
-            service::notify_ready();
+            sd_notify::notify_ready();
         }
         let mut result = Ok(());
         for worker in workers {

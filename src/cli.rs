@@ -1,15 +1,14 @@
 //! The command line: one file for each command.
 
-mod check;
+pub mod admin;
+pub(crate) mod check;
 mod doctor;
-mod explain;
+pub mod explain;
+mod generate;
 mod init;
-mod key;
-mod manual;
-mod operate;
-mod replay;
+pub(crate) mod key;
+pub mod replay;
 mod run;
-mod schema;
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -18,7 +17,7 @@ use annotate_snippets::Renderer;
 use clap::{Parser, Subcommand};
 
 use crate::config::error::ConfigError;
-use crate::runtime::CompiledConfig;
+use crate::snapshot::CompiledConfig;
 
 /// What `--version` prints behind the name; `-V` prints the version alone. Set by `build.rs`.
 const LONG_VERSION: &str = concat!(
@@ -83,12 +82,12 @@ enum Command {
         action: key::Action,
     },
     #[command(flatten)]
-    Admin(operate::AdminCommand),
+    Admin(admin::AdminCommand),
     /// Print the JSON Schema of the configuration, for editors
     Schema {
         /// Of which file
         #[arg(default_value = "gateway")]
-        file: schema::SchemaFile,
+        file: generate::SchemaFile,
     },
     /// Print completions for a shell
     Completions {
@@ -135,17 +134,17 @@ fn dispatch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         }
         Some(Command::Admin(command)) => {
             let client = match command.admin_url() {
-                Some(url) => operate::AdminClient::from_url(url)?,
-                None => operate::AdminClient::from_config(&arguments.config, &load()?)?,
+                Some(url) => admin::client::AdminClient::from_url(url)?,
+                None => admin::client::AdminClient::from_config(&arguments.config, &load()?)?,
             };
             command.run(&client)?;
         }
         Some(Command::Replay(replay_arguments)) => return replay::run(replay_arguments, &arguments.config),
         Some(Command::Init { template, force }) => init::run(&arguments.config, *template, *force)?,
         Some(Command::Key { action }) => key::run(&arguments.config, action)?,
-        Some(Command::Schema { file }) => schema::print_schema(*file)?,
-        Some(Command::Completions { shell }) => manual::print_completions(*shell)?,
-        Some(Command::Man { folder }) => manual::write_man_pages(folder.as_deref())?,
+        Some(Command::Schema { file }) => generate::print_schema(*file)?,
+        Some(Command::Completions { shell }) => generate::print_completions(*shell)?,
+        Some(Command::Man { folder }) => generate::write_man_pages(folder.as_deref())?,
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -5,26 +5,21 @@
 
 pub mod error;
 pub mod file;
-mod forms;
-mod keys;
-mod limit;
-mod masked;
-mod route;
+pub mod redact;
 pub mod schema;
 mod secrets;
-pub mod shown;
-mod spanned;
-mod upstream;
+pub mod shorthand;
+pub mod tables;
 
 use std::collections::BTreeMap;
 
-pub use forms::{CostTable, LimitCost, OneOrMany, UpstreamServer, UpstreamWeights};
-pub use limit::{Limit, LimitVariant};
-pub use route::{DirectResponse, HeaderRules, Redirect, Route};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
-pub use spanned::Spanned;
-pub use upstream::{Eject, Health, Upstream, UpstreamTls};
+
+use crate::config::error::Spanned;
+use crate::config::tables::{
+    Limit, LimitVariant, Route, Upstream,
+};
 
 /// A string with its place.
 pub type Text = Spanned<String>;

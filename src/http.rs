@@ -1,18 +1,14 @@
 //! HTTP as such: canonical paths, header rules, bodies, response fields. Knows no limits and no configuration.
 
-pub mod activity;
 pub mod body;
-pub mod bounds;
-pub mod budget;
-pub mod fields;
-pub mod flow;
+pub mod body_limits;
+pub mod buffer_budget;
+pub mod header_mutation;
 pub mod headers;
-pub mod host;
-pub mod pace;
-pub mod path;
-pub mod reads;
-pub mod response;
-pub mod rules;
-pub mod tunnel;
+pub mod idle;
+pub(crate) mod problem;
+pub mod ratelimit_headers;
+pub mod request_body;
+pub mod target;
 pub mod upgrade;
-pub mod upload;
+pub mod write_watchdog;

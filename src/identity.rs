@@ -3,10 +3,9 @@
 pub mod api_key;
 pub mod client_cert;
 pub mod client_ip;
-pub mod jwks;
+pub mod descriptor;
+pub mod display;
 pub mod jwt;
-pub mod name;
-mod source;
 
 use std::borrow::Cow;
 use std::net::IpAddr;
@@ -14,12 +13,11 @@ use std::net::IpAddr;
 use http::{HeaderMap, HeaderName, Method};
 use ipnet::IpNet;
 
-use crate::limit::key::{Identity, IdentityEncoder, IdentityHasher};
-use crate::route::path::PathPattern;
-use api_key::{ApiKeySettings, Caller};
-use jwt::{BearerToken, TokenError};
-use source::{ANONYMOUS_TAG, CONSUMER_TAG, IP_TAG, IdentityPart};
-pub use source::{Descriptor, cookie_value};
+use crate::identity::api_key::{ApiKeySettings, Caller};
+use crate::identity::descriptor::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart};
+use crate::identity::jwt::{BearerToken, TokenError};
+use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+use crate::routing::pattern::PathPattern;
 
 /// What happens to a request that lacks a part of an identity.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -1,6 +1,6 @@
 //! Sluicegate: an HTTP gateway with exact, distributed rate limits.
 //!
-//! Follow a request: [`server`] accepts its connection, [`gateway::Gateway::handle`] finds its route ([`route`]), its
+//! Follow a request: [`server`] accepts its connection, [`proxy::Gateway::handle`] finds its route ([`route`]), its
 //! identities ([`identity`]), asks its limits ([`limit`]) and sends it on ([`upstream`]) or turns it down ([`reply`]).
 //! [`config`] is the file as written, [`runtime`] the same ready to use.
 
@@ -9,28 +9,19 @@
 // Tests and benches may; the library returns errors and writes where it is told to.
 #![warn(clippy::unwrap_used, clippy::expect_used, clippy::print_stdout, clippy::print_stderr)]
 
-pub mod account;
 pub mod admin;
 pub mod app;
 pub mod cli;
 pub mod config;
-pub mod cost;
-pub mod doctor;
-pub mod explain;
-pub mod gateway;
 pub mod http;
 pub mod identity;
-pub mod limit;
-pub mod lint;
-pub mod observe;
-pub mod reload;
-pub mod replay;
-pub mod reply;
-pub mod route;
-pub mod runtime;
-pub mod server;
-pub mod tally;
+pub mod limiter;
+pub mod listener;
+pub mod metrics;
+pub mod proxy;
+pub mod routing;
+pub mod snapshot;
+pub mod telemetry;
 pub mod tls;
+pub mod tools;
 pub mod upstream;
-pub mod watch;
-pub mod words;

@@ -4,7 +4,9 @@ use std::io::{Write, stderr};
 use std::process::ExitCode;
 
 use clap::Parser;
-use sluicegate::cli::{self, Arguments};
+
+use sluicegate::cli;
+use sluicegate::cli::Arguments;
 
 #[global_allocator]
 static ALLOCATOR: mimalloc::MiMalloc = mimalloc::MiMalloc;

@@ -1,26 +1,25 @@
 //! TLS towards clients: certificates chosen by the name that the client asks for (SNI, RFC 6066 §3), clients known by
 //! theirs; both can be replaced while connections go on.
 
-pub mod authorities;
-pub mod certificate;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use arc_swap::ArcSwap;
+use rustls::RootCertStore;
+use rustls::client::verify_server_name;
 use rustls::crypto::aws_lc_rs::{Ticketer, default_provider};
-use rustls::pki_types::ServerName;
-use rustls::pki_types::pem;
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName, pem};
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{
-    ClientHello, NoClientAuth, ResolvesServerCert, ServerConfig, VerifierBuilderError, WebPkiClientVerifier,
+    ClientHello, NoClientAuth, ParsedCertificate, ResolvesServerCert, ServerConfig, VerifierBuilderError,
+    WebPkiClientVerifier,
 };
 use rustls::sign::CertifiedKey;
 use tokio_rustls::TlsAcceptor;
+use x509_parser::certificate::Validity;
+use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
-
-use authorities::TrustRoots;
-use certificate::Certificate;
 
 /// Why a certificate cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -160,4 +159,85 @@ fn server_config(certificates: Arc<SniResolver>, client_verifier: ClientVerifier
     // configuration: a session that began where nobody asks for certificates is worth nothing where somebody does.
     config.ticketer = Ticketer::new().map_err(TlsError::Setup)?;
     Ok(config)
+}
+
+// The authorities whose word counts about certificates.
+
+/// Certificates that they have signed are believed.
+#[derive(Debug, Clone)]
+pub struct TrustRoots(pub Arc<RootCertStore>);
+
+impl TrustRoots {
+    /// Reads them from PEM.
+    ///
+    /// # Errors
+    /// There is none, or one of them cannot be read.
+    pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
+        let mut roots = RootCertStore::empty();
+        for certificate in CertificateDer::pem_slice_iter(pem) {
+            roots.add(certificate.map_err(TlsError::UnreadableCertificate)?).map_err(TlsError::NotCaCertificate)?;
+        }
+        if roots.is_empty() {
+            return Err(TlsError::NoCertificate);
+        }
+        Ok(TrustRoots(Arc::new(roots)))
+    }
+
+    /// Those of the system. One among many that cannot be read is passed over, as everybody does.
+    ///
+    /// # Errors
+    /// There is none.
+    pub fn from_system() -> Result<Self, TlsError> {
+        let mut roots = RootCertStore::empty();
+        roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
+        if roots.is_empty() {
+            return Err(TlsError::NoSystemRoots);
+        }
+        Ok(TrustRoots(Arc::new(roots)))
+    }
+}
+
+// A certificate chain with its key, from PEM.
+
+/// A certificate chain with its key.
+#[derive(Debug)]
+pub struct Certificate {
+    /// The same for the library.
+    pub certified_key: Arc<CertifiedKey>,
+    validity: Validity,
+}
+
+impl Certificate {
+    /// Reads a chain and its key.
+    ///
+    /// # Errors
+    /// One of them cannot be read, has nothing fitting in it, or they do not belong together.
+    pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
+        let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
+        let chain = chain.map_err(TlsError::UnreadableCertificate)?;
+        let Some(leaf) = chain.first() else { return Err(TlsError::NoCertificate) };
+        let (_, parsed) = parse_x509_certificate(leaf).map_err(|_| TlsError::MalformedCertificate)?;
+        let validity = parsed.validity().clone();
+        let key = PrivateKeyDer::from_pem_slice(key).map_err(TlsError::UnreadableKey)?;
+        let chain = CertifiedKey::from_der(chain, key, &default_provider()).map_err(TlsError::KeyMismatch)?;
+        Ok(Certificate { certified_key: Arc::new(chain), validity })
+    }
+
+    /// Sees that the time is within its validity. That of the rest of the chain is the client's business: an expired
+    /// cross-signature may stand there on purpose.
+    ///
+    /// # Errors
+    /// It is too late or too early, in seconds since the Unix epoch.
+    pub fn check_validity(&self, now_s: i64) -> Result<(), TlsError> {
+        match &self.validity {
+            validity if now_s > validity.not_after.timestamp() => Err(TlsError::Expired(validity.not_after)),
+            validity if now_s < validity.not_before.timestamp() => Err(TlsError::NotYetValid(validity.not_before)),
+            _ => Ok(()),
+        }
+    }
+
+    pub(crate) fn matches_server_name(&self, name: &ServerName<'_>) -> bool {
+        let parsed = self.certified_key.cert.first().map(ParsedCertificate::try_from);
+        parsed.is_some_and(|parsed| parsed.is_ok_and(|certificate| verify_server_name(&certificate, name).is_ok()))
+    }
 }

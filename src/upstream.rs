@@ -1,43 +1,36 @@
 //! Upstreams: sends a request on and hands its answer back.
 
-mod advice;
-pub mod balance;
-mod budget;
-pub mod condition;
-mod connect;
-mod connecting;
-mod exchange;
-pub mod fleet;
+pub mod cluster;
+pub mod connector;
+pub mod dns;
+pub mod endpoint;
+mod endpoint_pool;
 pub mod health;
+mod http1;
 mod http2;
-mod link;
-pub mod member;
-mod patience;
-mod pool;
-mod queue;
-mod repeat;
-pub mod resolve;
-pub mod settings;
-mod succession;
-mod table;
-pub mod tls;
-mod trail;
+mod lazy_timer;
+pub mod load_balancer;
+mod pending_queue;
+pub mod retry;
 
 use std::error::Error;
-use std::fmt::{self, Display};
+use std::fmt;
+use std::fmt::Display;
+use std::net::IpAddr;
 use std::sync::Arc;
+use std::time::Duration;
 
 use arc_swap::{ArcSwap, Guard};
-use tokio::time::{Duration, timeout};
+use tokio::time::timeout;
 
-use crate::http::bounds::BodyError;
-use balance::Rng;
-use fleet::UpstreamCluster;
-use link::EndpointPool;
-use member::Endpoint;
-use queue::RequestPermit;
-use table::LoadBalancer;
-pub use trail::{AttemptLog, RetryReason};
+use crate::http::body_limits::BodyError;
+use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::connector::EndpointTls;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint_pool::EndpointPool;
+use crate::upstream::health::{EjectionSettings, HealthSettings};
+use crate::upstream::load_balancer::{LoadBalancer, LoadBalancingPolicy, Rng};
+use crate::upstream::pending_queue::RequestPermit;
 
 /// When to ask again for an upstream whose servers have no addresses.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
@@ -227,5 +220,72 @@ impl EndpointPools {
             known.unwrap_or_else(|| Arc::new(EndpointPool::new(&cluster.settings, endpoint.clone())))
         };
         EndpointPools { pools: table.endpoints.iter().map(pool).collect(), load_balancer: table, version }
+    }
+}
+
+// `[upstream.NAME]` ready to use.
+
+/// `[upstream.NAME]`
+#[derive(Debug, PartialEq)]
+pub struct UpstreamSettings {
+    /// The name that the configuration gives it.
+    pub name: Box<str>,
+    /// Where it listens; not empty.
+    pub servers: Vec<UpstreamServerSettings>,
+    /// What is spoken there.
+    pub protocol: Protocol,
+    /// Bound of connecting, TLS included.
+    pub connect_timeout: Duration,
+    /// Bound of waiting for the response head once the request is sent.
+    pub response_timeout: Duration,
+    /// Idle connections older than this are not used again.
+    pub pool_idle_timeout: Duration,
+    /// Who is asked.
+    pub balance: LoadBalancingPolicy,
+    /// Requests in flight at each member; 0 = as many as come.
+    pub max_requests: usize,
+    /// Requests that wait for a place at a member.
+    pub max_queue: usize,
+    /// How members are checked; none = they are not.
+    pub health: Option<HealthSettings>,
+    /// When errors put a member out; none = never.
+    pub ejection: Option<EjectionSettings>,
+    /// Time in which a member that is back gets its whole weight.
+    pub slow_start: Duration,
+    /// Further attempts of a request that broke off and may be repeated.
+    pub retries: u32,
+}
+
+impl UpstreamSettings {
+    /// Whether the address of a server has to be looked up.
+    pub fn needs_dns(&self) -> bool {
+        self.servers.iter().any(UpstreamServerSettings::needs_dns)
+    }
+}
+
+/// One of its `servers`
+#[derive(Debug, Clone, PartialEq)]
+pub struct UpstreamServerSettings {
+    /// Host and port as the configuration writes them.
+    pub authority: Box<str>,
+    /// Host name or address.
+    pub host: Box<str>,
+    /// Port.
+    pub port: u16,
+    /// With TLS; none = clear text.
+    pub tls: Option<EndpointTls>,
+    /// Its share of the requests, beside those of the others; 0 = none.
+    pub weight: u32,
+}
+
+impl UpstreamServerSettings {
+    /// Whether its address has to be looked up.
+    pub(crate) fn needs_dns(&self) -> bool {
+        self.host.parse::<IpAddr>().is_err()
+    }
+
+    /// Whether both are the same server.
+    pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
+        (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
     }
 }

@@ -1,7 +1,7 @@
 //! Lines of access logs: whatever stands in them, a line is read by itself, to the same entry each time, and what is read is
 //! in the line.
 
-use sluicegate::replay::format::Format;
+use sluicegate::tools::replay::format::Format;
 
 const NGINX: &str =
     r#"$msec $remote_addr $host "$request" $status $request_time "$http_x_api_key" "$http_x_forwarded_for""#;

@@ -2,9 +2,9 @@
 
 use http::uri::PathAndQuery;
 use http::{HeaderMap, Method};
-use sluicegate::http::path::{canonical_path, forwarded_path};
-use sluicegate::route::path::PathPattern;
-use sluicegate::route::{RouteMatch, RouteTable};
+use sluicegate::http::target::{canonical_path, forwarded_path};
+use sluicegate::routing::pattern::PathPattern;
+use sluicegate::routing::{RouteMatch, RouteTable};
 
 const PATTERNS: [&str; 6] = ["/", "/admin", "/v1/{id}", "/v1/{id}/{other}", "/v1/{*rest}", "/a/b/"];
 

@@ -1,6 +1,6 @@
 //! A configuration is taken or refused with a report; it never panics, whatever the file says.
 
-use sluicegate::runtime::CompiledConfig;
+use sluicegate::snapshot::CompiledConfig;
 
 thread_local! {
     static DIRECTORY: tempfile::TempDir = {

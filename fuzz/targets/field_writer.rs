@@ -2,7 +2,7 @@
 
 use http::HeaderMap;
 use sfv::{BareItem, List, ListEntry, Parser};
-use sluicegate::http::fields::{
+use sluicegate::http::ratelimit_headers::{
     HeaderStyle, LimitStatus, QuotaUnit, append_ratelimit_headers, ceil_seconds, ratelimit_policy, set_retry_after,
 };
 

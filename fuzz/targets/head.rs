@@ -9,15 +9,16 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
-use sluicegate::account::TelemetrySinks;
-use sluicegate::gateway::{Gateway, Peer};
-use sluicegate::http::upload::RequestBody;
-use sluicegate::limit::Limiter;
-use sluicegate::limit::backend::Store;
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::overrides::Overrides;
-use sluicegate::runtime::CompiledConfig;
+use sluicegate::http::request_body::RequestBody;
+use sluicegate::limiter::Limiter;
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::overrides::Overrides;
+use sluicegate::limiter::store::Store;
+use sluicegate::proxy::Gateway;
+use sluicegate::proxy::client::Peer;
+use sluicegate::snapshot::CompiledConfig;
+use sluicegate::telemetry::access_log::TelemetrySinks;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 const CONFIG: &str = r#"

@@ -3,7 +3,7 @@
 
 use std::net::IpAddr;
 
-use sluicegate::server::proxy::{ProxySource, parse};
+use sluicegate::listener::proxy_protocol::{ProxySource, parse};
 
 const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
 

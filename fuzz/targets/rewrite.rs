@@ -3,9 +3,9 @@
 use http::header::LOCATION;
 use http::uri::PathAndQuery;
 use http::{StatusCode, Uri};
-use sluicegate::http::path::canonical_path;
-use sluicegate::route::path::PathPattern;
-use sluicegate::runtime::{Redirect, Rewrite};
+use sluicegate::http::target::canonical_path;
+use sluicegate::routing::pattern::PathPattern;
+use sluicegate::snapshot::routes::{Redirect, Rewrite};
 
 const PATTERN: &str = "/v1/{id}/{*rest}";
 

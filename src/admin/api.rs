@@ -1,9 +1,9 @@
 //! `/api`: who is limited and what to do about it, as JSON.
 
-mod differences;
 mod identities;
 mod overrides;
-mod top;
+
+use std::time::Duration;
 
 use bytes::Bytes;
 use http::header::{ALLOW, CONTENT_TYPE, HeaderValue};
@@ -11,16 +11,18 @@ use http::{HeaderMap, Method, Request, StatusCode};
 use http_body_util::{BodyExt, Limited};
 use hyper::body::Incoming;
 use percent_encoding::percent_decode_str;
-use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::time::{Duration, timeout};
+use serde::{Serialize, Serializer};
+use tokio::time::timeout;
 
-use super::problem::ApiError;
-use super::vitals::AdminState;
-use super::{AdminResponse, AdminServer, LimiterAdmin, typed_response};
-use crate::limit::operator::AdminError;
-use crate::limit::store::StoreError;
-use crate::runtime::CompiledConfig;
+use crate::admin::state::AdminState;
+use crate::admin::{AdminResponse, AdminServer, typed_response};
+use crate::identity::display::IdentityDisplay;
+use crate::limiter::admin::{AdminError, LimiterAdmin};
+use crate::limiter::clock::monotonic;
+use crate::limiter::verdict::StoreError;
+use crate::proxy::top_denied::{TopDenied, WINDOW};
+use crate::snapshot::CompiledConfig;
 
 /// Bytes of what is sent here.
 const MAX_BODY_BYTES: usize = 16 * 1024;
@@ -69,8 +71,8 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
     let active = admin.state.config_handle.active();
     let context = &ApiContext { config: &active.config, state: &admin.state, limiter_admin: &admin.limiter_admin };
     match (&*path, method) {
-        ("/api/top", _) => top::top_denied(context, query),
-        ("/api/differences", _) => differences::differences(context, query),
+        ("/api/top", _) => top_denied(context, query),
+        ("/api/differences", _) => differences(context, query),
         ("/api/identities", _) => identities::identity_statuses(context, query).await,
         ("/api/reset", _) => identities::reset(context, read_json(request).await?).await,
         (_, Method::GET) => overrides::list_overrides(context).await,
@@ -161,4 +163,117 @@ fn admin_error(error: &AdminError) -> ApiError {
 /// µs as seconds, to the ms, rounded up: whoever waits so long does not come too early.
 fn seconds_rounded_up(us: u64) -> f64 {
     us.div_ceil(1000) as f64 / 1000.0
+}
+
+// Why the operator does not get what he asked for: a problem document (RFC 9457).
+
+/// What is said instead of an answer.
+#[derive(Debug)]
+pub(super) struct ApiError {
+    pub(super) status: StatusCode,
+    pub(super) detail: String,
+}
+
+impl ApiError {
+    pub(super) fn new(status: StatusCode, detail: impl Into<String>) -> Self {
+        ApiError { status, detail: detail.into() }
+    }
+
+    /// What is asked for cannot be understood.
+    pub(super) fn bad_request(detail: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::BAD_REQUEST, detail)
+    }
+
+    pub(super) fn into_response(self) -> AdminResponse {
+        let ApiError { status, detail } = self;
+        let title = status.canonical_reason().unwrap_or_default();
+        let body =
+            serde_json::json!({ "type": "about:blank", "title": title, "status": status.as_u16(), "detail": detail });
+        typed_response(status, "application/problem+json", body.to_string() + "\n")
+    }
+}
+
+// `/api/differences`: which keys of another configuration a reload would refuse.
+
+#[derive(Serialize)]
+struct Differences {
+    /// Keys that need a restart, in alphabetical order.
+    restart: Vec<String>,
+}
+
+/// Compares the digests of the query, by the names of their keys, with those of the configuration in force. The caller chooses
+/// the salt and learns names only: values may be secret.
+fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
+    let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
+    let mut active_digests = context.config.restart_only_digests(&salt);
+    let mut restart = Vec::new();
+    for (key, digest) in query.0 {
+        if active_digests.remove(&key) != Some(digest) {
+            restart.push(key);
+        }
+    }
+    restart.extend(active_digests.into_keys());
+    restart.sort_unstable();
+    Ok(json_response(&Differences { restart }))
+}
+
+// `/api/top`: who is being limited now.
+
+/// Identities of each limit, if nothing else is said, and at most.
+const DEFAULT_COUNT: u64 = 10;
+const MAX_COUNT: u64 = 96;
+
+#[derive(Serialize)]
+struct TopResponse<'a> {
+    window_seconds: u64,
+    limits: Vec<DeniedByLimit<'a>>,
+}
+
+#[derive(Serialize)]
+struct DeniedByLimit<'a> {
+    limit: &'a str,
+    shadow: bool,
+    denied: u64,
+    identities: Vec<DeniedIdentity>,
+}
+
+#[derive(Serialize)]
+struct DeniedIdentity {
+    identity: String,
+    #[serde(serialize_with = "parts")]
+    parts: IdentityDisplay,
+    denied_at_least: u64,
+    denied_at_most: u64,
+}
+
+fn parts<S: Serializer>(name: &IdentityDisplay, serializer: S) -> std::result::Result<S::Ok, S::Error> {
+    serializer.collect_map(name.0.iter().map(|part| (&part.label, &part.value)))
+}
+
+fn top_denied(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
+    let count = query.number("count", 1..=MAX_COUNT, DEFAULT_COUNT)?;
+    let limit_name = query.take("limit");
+    if let Some((name, _)) = query.0.first() {
+        return Err(ApiError::bad_request(format!("unknown parameter `{name}`; known here: limit, count")));
+    }
+    let limits = &context.config.limits;
+    if limit_name.as_ref().is_some_and(|limit_name| !limits.contains_key(limit_name)) {
+        return Err(ApiError::bad_request("there is no such limit"));
+    }
+    let top_denied = context.state.request_metrics.top_denied.all();
+    let workers =
+        |name: &str| top_denied.iter().find(|(limit, _)| **limit == *name).map_or(&[][..], |(_, workers)| workers);
+    let now = monotonic();
+    let selected = limits.iter().filter(|(name, _)| limit_name.as_ref().is_none_or(|name_filter| name_filter == *name));
+    let limits = selected.map(|(name, compiled)| {
+        let (denied, heavy_hitters) = TopDenied::top(workers(name), now, count as usize);
+        let identities = heavy_hitters.into_iter().map(|heavy_hitter| DeniedIdentity {
+            identity: heavy_hitter.identity.to_string(),
+            parts: heavy_hitter.name,
+            denied_at_least: heavy_hitter.lower_bound,
+            denied_at_most: heavy_hitter.upper_bound,
+        });
+        DeniedByLimit { limit: name, shadow: compiled.limit.shadow, denied, identities: identities.collect() }
+    });
+    Ok(json_response(&TopResponse { window_seconds: WINDOW.as_secs(), limits: limits.collect() }))
 }

@@ -5,9 +5,9 @@ use jiff::Timestamp;
 use serde::Serialize;
 use serde_json::Value;
 
-use super::{AdminResponse, AdminServer, typed_response};
-use crate::config::shown::redacted_config;
-use crate::reload::configuration::{ReloadCause, ReloadFailure};
+use crate::admin::{AdminResponse, AdminServer, typed_response};
+use crate::config::redact::redacted_config;
+use crate::snapshot::current::{ReloadCause, ReloadFailure};
 
 /// `/api/config`
 #[derive(Debug, Serialize)]

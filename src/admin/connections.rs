@@ -3,12 +3,11 @@
 use std::collections::BTreeMap;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use tokio::time::Duration;
 use tokio_util::sync::CancellationToken;
 
-use crate::limit::clock::monotonic;
+use crate::limiter::clock::monotonic;
 
 /// Maximum number of connections for all requests.
 const MAX_CONNECTIONS: usize = 64;

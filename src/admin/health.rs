@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 
 use serde::Serialize;
 
-use super::vitals::AdminState;
-use crate::upstream::fleet::EndpointStatus;
+use crate::admin::state::AdminState;
+use crate::upstream::cluster::EndpointStatus;
 
 /// `/readyz`
 #[derive(Debug, Serialize)]

@@ -2,12 +2,12 @@
 
 use std::fmt;
 
-use super::vitals::AdminState;
-use crate::gateway::meters::{LimitDecision, ResponseStats, STATUS_CLASSES};
-use crate::limit::tallies::AnsweredBy;
-use crate::observe::metrics::{Exposition, Labels, MetricSource, MetricWriter};
-use crate::tally::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
-use crate::upstream::RetryReason;
+use crate::admin::state::AdminState;
+use crate::limiter::metrics::AnsweredBy;
+use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
+use crate::proxy::telemetry::{LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
+use crate::upstream::retry::RetryReason;
 
 /// The label of an answer that never came.
 const NO_RESPONSE: &str = "none";

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::IpAddr;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
 
 use async_trait::async_trait;
 use bytes::Bytes;
@@ -18,15 +19,15 @@ use opentelemetry_sdk::Resource;
 use opentelemetry_sdk::trace::{SpanData, SpanExporter as _};
 use rustls::pki_types::ServerName;
 use tokio::net::TcpStream;
-use tokio::time::{Duration, timeout};
+use tokio::time::timeout;
 use tracing::warn;
 use uuid::Uuid;
 
-use crate::limit::clock::LogThrottle;
-use crate::observe::spans::TraceExporter;
-use crate::tls::authorities::TrustRoots;
+use crate::limiter::clock::LogThrottle;
+use crate::telemetry::trace::TraceExporter;
+use crate::tls::TrustRoots;
 use crate::upstream;
-use crate::upstream::tls::{EndpointTls, UpstreamTlsConfig};
+use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 
 /// For a batch of spans, connecting included.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);

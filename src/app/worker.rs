@@ -4,34 +4,34 @@ use std::io;
 use std::net::TcpListener as StdListener;
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
+use std::time::Duration;
 
 use tokio::net::TcpListener;
 use tokio::runtime::Builder;
-use tokio::time::{Duration, timeout};
+use tokio::time::timeout;
 use tokio_util::sync::CancellationToken;
 use uuid::Uuid;
 
-use super::AppError;
-use super::renewal::WorkerGateways;
-use crate::account::TelemetrySinks;
-use crate::gateway::Gateway;
-use crate::gateway::meters;
-use crate::limit::Limiter;
-use crate::limit::advance::PrefetchPool;
-use crate::limit::backend::{RedisStore, Store};
-use crate::limit::cluster::topology::ClusterMap;
-use crate::limit::denials::DenialCache;
-use crate::limit::guard::CircuitBreaker;
-use crate::limit::line::WaitQueues;
-use crate::limit::memory::MemoryStore;
-use crate::limit::overrides::Overrides;
-use crate::limit::redis::records;
-use crate::limit::tallies::LimiterMetrics;
-use crate::reload::configuration::ConfigHandle;
-use crate::runtime::CompiledConfig;
-use crate::server::Server;
-use crate::server::connections::ConnectionLimits;
-use crate::tally::MetricFamily;
+use crate::app::AppError;
+use crate::app::reload::WorkerGateways;
+use crate::limiter::Limiter;
+use crate::limiter::denial_cache::DenialCache;
+use crate::limiter::memory::MemoryStore;
+use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::overrides::Overrides;
+use crate::limiter::prefetch::PrefetchPool;
+use crate::limiter::redis::circuit_breaker::CircuitBreaker;
+use crate::limiter::redis::cluster::topology::ClusterMap;
+use crate::limiter::redis::overrides;
+use crate::limiter::store::{RedisStore, Store};
+use crate::limiter::wait_queue::WaitQueues;
+use crate::listener::Server;
+use crate::listener::connection_limit::ConnectionLimits;
+use crate::metrics::MetricFamily;
+use crate::proxy::{Gateway, telemetry};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::current::ConfigHandle;
+use crate::telemetry::access_log::TelemetrySinks;
 
 /// A worker that is about to serve waits so long for its first connection to the store.
 const FIRST_CONNECTION: Duration = Duration::from_millis(500);
@@ -49,7 +49,7 @@ pub(super) struct Worker {
     pub(super) connection_limits: Arc<ConnectionLimits>,
     pub(super) config_handle: Arc<ConfigHandle>,
     pub(super) gateways: Arc<WorkerGateways>,
-    pub(super) metrics: Arc<meters::RequestMetrics>,
+    pub(super) metrics: Arc<telemetry::RequestMetrics>,
     pub(super) limit_metrics: Arc<MetricFamily<LimiterMetrics>>,
     pub(super) index: usize,
     pub(super) sinks: TelemetrySinks,
@@ -97,7 +97,7 @@ impl Worker {
                 let _ = timeout(FIRST_CONNECTION, connecting).await;
                 if self.index == 0 {
                     let (overrides, store) = (self.overrides.clone(), store.clone());
-                    let key = records::hash_key(&redis.1.prefix);
+                    let key = overrides::hash_key(&redis.1.prefix);
                     tokio::spawn(async move { overrides.poll(&store, &key).await });
                 }
                 Store::Redis { store, fallback: self.memory.clone(), metrics: tallies }

@@ -1,31 +1,39 @@
 //! `sluicegate check`: says whether the configuration can be used, what is odd about it, what a reload would refuse, and what its
 //! limits guarantee.
 
-mod guarantee;
-mod running;
-
 use std::io::{Write, stdout};
+use std::ops::Range;
 use std::path::Path;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use annotate_snippets::{Level, Renderer};
 use clap::Args;
-use guarantee::guarantees;
+use http::Method;
 use serde::Serialize;
-use tokio::time::Duration;
+use serde_json::Value;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+use uuid::Uuid;
 
-use super::{EXIT_INVALID_CONFIG, doctor, env_var};
+use crate::cli::admin::client::AdminClient;
+use crate::cli::admin::request_target;
+use crate::cli::{EXIT_INVALID_CONFIG, doctor, env_var};
 use crate::config::Config;
 use crate::config::error::{ConfigError, FileIssues, Issue};
 use crate::config::file::ParsedFile;
-use crate::doctor::{Check, Requirements, check_basics};
-use crate::limit::clock;
-use crate::limit::redis::connection::try_connect;
-use crate::limit::redis::server::ConnectError;
-use crate::limit::redis::{RedisDeployment, RedisSettings};
-use crate::lint;
-use crate::runtime::CompiledConfig;
-use crate::words::pluralize;
+use crate::limiter::algorithm::Rule;
+use crate::limiter::clock;
+use crate::limiter::quota::CalendarUnit;
+use crate::limiter::redis::connection::try_connect;
+use crate::limiter::redis::server::ConnectError;
+use crate::limiter::redis::{RedisDeployment, RedisSettings};
+use crate::limiter::spec::{LimitSpec, LimitVariant};
+use crate::snapshot::cost::Cost;
+use crate::snapshot::{CompiledConfig, CompiledLimit};
+use crate::telemetry::pluralize;
+use crate::tools::check;
+use crate::tools::doctor::{Check, Requirements, check_basics};
 
 /// Maximum time for each step of reaching the store. A file can be valid while its store is down.
 const STORE_CONNECT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -57,7 +65,7 @@ struct CheckReport<'a> {
     errors: Vec<Finding>,
     warnings: Vec<Finding>,
     notes: Vec<Finding>,
-    limits: Vec<guarantee::Guarantee<'a>>,
+    limits: Vec<Guarantee<'a>>,
 }
 
 #[derive(Debug, Serialize)]
@@ -72,7 +80,7 @@ struct Finding {
 
 pub(super) fn run(path: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let loaded = CompiledConfig::load_with_source(path, &env_var).and_then(|(config, file)| {
-        let issues = lint::errors(&file, &config);
+        let issues = check::errors(&file, &config);
         if issues.is_empty() {
             return Ok((config, file));
         }
@@ -103,7 +111,7 @@ fn check_loaded(
 ) -> anyhow::Result<ExitCode> {
     let ParsedFile { value: parsed, text, .. } = file;
     let file_issues = |issues| FileIssues { path: path.to_owned(), text: text.clone(), issues };
-    let mut warnings = lint::warnings(&parsed, config, Duration::from_micros(clock::unix_us()));
+    let mut warnings = check::warnings(&parsed, config, Duration::from_micros(clock::unix_us()));
     if let (Some((servers, redis)), false) = (&config.store.redis, options.offline) {
         let (url, timeout) = (parsed.store.url.as_ref(), parsed.store.timeout.as_ref());
         let url = url.map(|url| url.span());
@@ -121,10 +129,10 @@ fn check_loaded(
             }
         }
     }
-    let mut notes = lint::notes(&parsed, config);
+    let mut notes = check::notes(&parsed, config);
     if !options.offline {
-        match running::restart_only_differences(path, config) {
-            Ok(keys) => warnings.extend(keys.iter().map(|key| running::restart_required_warning(key, &parsed, &text))),
+        match restart_only_differences(path, config) {
+            Ok(keys) => warnings.extend(keys.iter().map(|key| restart_required_warning(key, &parsed, &text))),
             Err(error) => notes.push(Issue {
                 span: parsed.admin.as_ref().map(|admin| admin.span()),
                 message: format!("not compared with the running gateway: {error}"),
@@ -217,4 +225,127 @@ fn check_store(
     // A name that is being looked up on a thread of its own is not waited for.
     tokio_runtime.shutdown_background();
     Ok(result.map_err(|error: ConnectError| error.to_string()))
+}
+
+// What each size of a limit guarantees, whatever its callers do.
+
+/// Seconds of the shortest month and of the shortest year.
+const SHORTEST_MONTH_SECONDS: f64 = 28.0 * 86_400.0;
+const SHORTEST_YEAR_SECONDS: f64 = 365.0 * 86_400.0;
+
+/// What a size of a limit guarantees.
+#[derive(Debug, Serialize)]
+pub(crate) struct Guarantee<'a> {
+    limit: &'a str,
+    /// Whose size; none = of everybody who has no other.
+    tier: Option<&'a str>,
+    /// No more than this in any window, or in flight.
+    max_admitted: u64,
+    /// The length of the window; none = at the same time.
+    window_seconds: Option<f64>,
+    capacity: u64,
+    /// So many more for each gateway, taken ahead.
+    prefetch: u64,
+    /// Whether the last responses may cost more than is left.
+    overdraft: bool,
+    shadow: bool,
+}
+
+/// Those of all sizes of a limit.
+pub(crate) fn guarantees(compiled: &CompiledLimit) -> impl Iterator<Item = Guarantee<'_>> {
+    let limit = &compiled.limit;
+    limit.variants().map(|(tier, variant)| Guarantee {
+        limit: &limit.name,
+        tier,
+        max_admitted: variant.worst_case(),
+        window_seconds: window_seconds(variant),
+        capacity: variant.rule.capacity(),
+        prefetch: prefetch_per_gateway(limit, variant),
+        overdraft: compiled.cost.as_ref().is_some_and(Cost::is_deferred),
+        shadow: limit.shadow,
+    })
+}
+
+fn window_seconds(variant: &LimitVariant) -> Option<f64> {
+    match (variant.quota.window_us, variant.quota.calendar) {
+        _ if matches!(variant.rule, Rule::Concurrency(_)) => None,
+        (Some(us), _) => Some(us as f64 / 1e6),
+        (None, Some(CalendarUnit::Year)) => Some(SHORTEST_YEAR_SECONDS),
+        (None, _) => Some(SHORTEST_MONTH_SECONDS),
+    }
+}
+
+/// What a limit gives up by what gateways take ahead; nothing where units end with their window.
+fn prefetch_per_gateway(limit: &LimitSpec, variant: &LimitVariant) -> u64 {
+    if matches!(variant.rule, Rule::FixedWindow(_)) { 0 } else { limit.prefetch }
+}
+
+impl Guarantee<'_> {
+    /// In words.
+    pub(crate) fn text(&self) -> String {
+        let mut text = self.limit.to_owned();
+        if let Some(tier) = self.tier {
+            text += &format!(", tier {tier}");
+        }
+        text += &format!(": at most {} ", self.max_admitted);
+        text += &match self.window_seconds {
+            None => "at the same time".to_owned(),
+            Some(SHORTEST_MONTH_SECONDS) => format!("in any 28 days, {} at once", self.capacity),
+            Some(SHORTEST_YEAR_SECONDS) => format!("in any 365 days, {} at once", self.capacity),
+            Some(seconds) if seconds.fract() == 0.0 => format!("in any {seconds} s, {} at once", self.capacity),
+            Some(seconds) => format!("in any {} ms, {} at once", seconds * 1e3, self.capacity),
+        };
+        if self.overdraft {
+            text += ", and what the last responses overdraw";
+        }
+        if self.prefetch > 0 {
+            text += &format!(", and up to {} more for each gateway", self.prefetch);
+        }
+        if self.shadow {
+            text += " (shadow: never denies)";
+        }
+        text
+    }
+}
+
+// What a reload of the running gateway would refuse: keys whose values need a restart.
+
+/// Maximum time to ask the gateway. A file can be valid while no gateway runs.
+const ADMIN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// The names of restart-only keys that differ from those of the gateway at `[admin]`; none if no gateway answers there.
+///
+/// # Errors
+/// The gateway refuses the token.
+pub(crate) fn restart_only_differences(path: &Path, config: &CompiledConfig) -> anyhow::Result<Vec<String>> {
+    if config.admin.is_none() {
+        return Ok(Vec::new());
+    }
+    let salt = Uuid::new_v4().to_string();
+    let mut query: Vec<_> = config.restart_only_digests(&salt).into_iter().collect();
+    query.push(("salt".to_owned(), salt));
+    let query: Vec<_> = query.iter().map(|(name, value)| (&**name, &**value)).collect();
+    let client = AdminClient::from_config(path, config)?;
+    let response = client.try_request(ADMIN_TIMEOUT, &Method::GET, &request_target("/api/differences", &query))?;
+    let keys = response.as_ref().and_then(|response| response["restart"].as_array()).into_iter().flatten();
+    Ok(keys.filter_map(Value::as_str).map(str::to_owned).collect())
+}
+
+/// The warning about a key.
+pub(crate) fn restart_required_warning(key: &str, parsed: &Config, text: &str) -> Issue {
+    let message = format!("a reload will refuse this: `{key}` differs from the running gateway");
+    let span = match key {
+        "listener.address" => parsed.listener.first().map(|listener| listener.span()),
+        key => key_span(key, text),
+    };
+    Issue { span, message, hint: Some("restart the gateway, or leave the key as it was".to_owned()) }
+}
+
+/// The place of a key, else of its table, in the file.
+fn key_span(key: &str, text: &str) -> Option<Range<usize>> {
+    let file = DeTable::parse(text).ok()?;
+    let (table, key) = key.split_once('.')?;
+    let table: &Spanned<DeValue<'_>> = file.get_ref().get(table)?;
+    let value = table.get_ref().as_table().and_then(|table| table.get(key));
+    Some(value.unwrap_or(table).span())
 }

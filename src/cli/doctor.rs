@@ -6,9 +6,10 @@ use std::process::ExitCode;
 use anstyle::{AnsiColor, Style};
 use serde::Serialize;
 
-use crate::doctor::{self, Requirements, ServerReport, Status, examine};
-use crate::limit::redis::RedisSettings;
-use crate::runtime::CompiledConfig;
+use crate::limiter::redis::RedisSettings;
+use crate::snapshot::CompiledConfig;
+use crate::tools::doctor;
+use crate::tools::doctor::{Requirements, ServerReport, Status, examine};
 
 #[derive(Debug, Serialize)]
 struct Diagnosis {

@@ -1,21 +1,25 @@
 //! `sluicegate explain`: what the gateway would do with a request, and why; nothing is sent, nothing is charged.
 
-mod arguments;
-mod neighbour;
-mod page;
+mod admin_client;
+mod output;
 
 use std::io::{Write, stdout};
+use std::net::IpAddr;
 use std::path::Path;
 use std::process::ExitCode;
 
-pub(super) use arguments::Arguments;
-use neighbour::AdminCounters;
+use clap::Args;
+use http::header::HOST;
+use http::uri::{PathAndQuery, Scheme};
+use http::{HeaderName, HeaderValue, Method, Request, Uri};
 
-use super::EXIT_INVALID_CONFIG;
-use crate::explain::Explainer;
-use crate::explain::counters::{Counters, CountersUnavailable, RedisCounters};
-use crate::explain::facts::Explanation;
-use crate::runtime::CompiledConfig;
+use crate::cli::EXIT_INVALID_CONFIG;
+use crate::cli::explain::admin_client::AdminCounters;
+use crate::proxy::client::Peer;
+use crate::snapshot::CompiledConfig;
+use crate::tools::explain::Explainer;
+use crate::tools::explain::limits::{Counters, CountersUnavailable, RedisCounters};
+use crate::tools::explain::report::Explanation;
 
 /// So many other routes are explained without `--all`.
 const MAX_OTHER_ROUTES: usize = 10;
@@ -44,7 +48,197 @@ pub(super) fn run(arguments: &Arguments, config: &CompiledConfig, config_path: &
         writeln!(stdout(), "{}", serde_json::to_string_pretty(&explanation)?)?;
     } else {
         // Colours on a terminal only, and none where NO_COLOR asks for it.
-        page::write(&explanation, &mut anstream::stdout().lock())?;
+        output::write(&explanation, &mut anstream::stdout().lock())?;
     }
     Ok(ExitCode::SUCCESS)
+}
+
+// The arguments of `sluicegate explain`, and the request that they describe.
+
+/// The arguments.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct Arguments {
+    /// GET, POST, …
+    #[arg(value_name = "METHOD")]
+    method: String,
+
+    /// As clients call it: https://api.example.com/v1/users/7
+    #[arg(value_name = "URL")]
+    url: String,
+
+    /// A header field of the request, as for curl; again for each further one
+    #[arg(short = 'H', long = "header", value_name = "NAME: VALUE")]
+    headers: Vec<String>,
+
+    /// The address that connects: the client, or a proxy that says in a header for whom
+    #[arg(long, value_name = "ADDRESS", default_value = "127.0.0.1")]
+    ip: String,
+
+    /// The client speaks TLS, whatever the URL says
+    #[arg(long)]
+    tls: bool,
+
+    /// Explain all other routes, not only the nearest 10
+    #[arg(long)]
+    pub(crate) all: bool,
+
+    /// Do not look where identities stand
+    #[arg(long)]
+    pub(crate) offline: bool,
+
+    /// As a JSON object, for programs
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// A request, and who sends it.
+#[derive(Debug)]
+pub(crate) struct ClientRequest {
+    pub(crate) request: Request<()>,
+    pub(crate) peer: Peer,
+}
+
+/// What is wrong with the arguments, in words that say what to do.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum ArgumentError {
+    #[error("methods are in upper case: {}", .0.to_ascii_uppercase())]
+    LowercaseMethod(String),
+    #[error("`{0}` is not a method; first the method, then the URL: explain GET {EXAMPLE_URL}")]
+    InvalidMethod(String),
+    #[error("`{0}` says no host: write the URL as clients call it, such as http://localhost{0}")]
+    MissingHost(String),
+    #[error("`{0}` has no scheme: http://{0} or https://{0}")]
+    MissingScheme(String),
+    #[error("the scheme of a URL is http or https, not `{0}`")]
+    UnsupportedScheme(String),
+    #[error("an IPv6 address stands in brackets in a URL: http://[2001:db8::1]/")]
+    MissingBrackets,
+    #[error("leave user and password out of the URL; clients send them as -H 'Authorization: Basic …'")]
+    UserInfo,
+    #[error("`{0}` is not a URL: spaces and letters beyond ASCII are percent-encoded there (%20)")]
+    InvalidUrl(String),
+    #[error("-H '{0}' is not a header field: -H 'name: value'")]
+    InvalidHeader(String),
+    #[error("--ip {0} is not an address: 192.0.2.7 or 2001:db8::7, without port and prefix")]
+    InvalidAddress(String),
+}
+
+/// For examples.
+const EXAMPLE_URL: &str = "http://localhost/";
+
+impl Arguments {
+    /// The request that they describe.
+    pub(crate) fn to_request(&self, config: &CompiledConfig) -> Result<ClientRequest, ArgumentError> {
+        let method = parse_method(&self.method)?;
+        let uri = parse_url(&self.url)?;
+        let scheme = if self.tls || uri.scheme() == Some(&Scheme::HTTPS) { "https" } else { "http" };
+        // As clients send it to a server: path and query in the first line, the host in a field.
+        let target = uri.path_and_query().cloned().unwrap_or(PathAndQuery::from_static("/"));
+        let mut request = Request::new(());
+        *request.method_mut() = method;
+        *request.uri_mut() = Uri::from(target);
+        for header_line in &self.headers {
+            let (name, value) =
+                parse_header(header_line).ok_or_else(|| ArgumentError::InvalidHeader(header_line.clone()))?;
+            request.headers_mut().append(name, value);
+        }
+        let host = uri.authority().and_then(|authority| HeaderValue::from_str(authority.as_str()).ok());
+        if let (Some(host), false) = (host, request.headers().contains_key(HOST)) {
+            request.headers_mut().insert(HOST, host);
+        }
+        let peer = Peer::new(parse_address(&self.ip)?, scheme, config);
+        Ok(ClientRequest { request, peer })
+    }
+}
+
+fn parse_method(text: &str) -> Result<Method, ArgumentError> {
+    let is_uppercase = text.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'-');
+    match Method::from_bytes(text.as_bytes()).ok() {
+        Some(method) if is_uppercase => Ok(method),
+        Some(_) if text.bytes().all(|byte| byte.is_ascii_alphabetic()) => {
+            Err(ArgumentError::LowercaseMethod(text.to_owned()))
+        }
+        Some(_) | None => Err(ArgumentError::InvalidMethod(text.to_owned())),
+    }
+}
+
+fn parse_url(text: &str) -> Result<Uri, ArgumentError> {
+    if text.starts_with('/') && !text.starts_with("//") {
+        return Err(ArgumentError::MissingHost(text.to_owned()));
+    }
+    let Some((scheme, rest)) = text.split_once("://") else {
+        return Err(ArgumentError::MissingScheme(text.trim_start_matches('/').to_owned()));
+    };
+    if !["http", "https"].iter().any(|supported| scheme.eq_ignore_ascii_case(supported)) {
+        return Err(ArgumentError::UnsupportedScheme(scheme.to_owned()));
+    }
+    let authority = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    if authority.contains('@') {
+        return Err(ArgumentError::UserInfo);
+    }
+    if !authority.starts_with('[') && authority.matches(':').count() > 1 {
+        return Err(ArgumentError::MissingBrackets);
+    }
+    text.parse().map_err(|_| ArgumentError::InvalidUrl(text.to_owned()))
+}
+
+/// `name: value`, or `name;` for an empty one, as curl has them.
+fn parse_header(line: &str) -> Option<(HeaderName, HeaderValue)> {
+    let (name, value) = line.split_once(':').or_else(|| Some((line.strip_suffix(';')?, "")))?;
+    Some((name.trim().parse().ok()?, HeaderValue::from_str(value.trim()).ok()?))
+}
+
+fn parse_address(text: &str) -> Result<IpAddr, ArgumentError> {
+    let inner = text.strip_prefix('[').and_then(|inner| inner.strip_suffix(']')).unwrap_or(text);
+    inner.parse().map_err(|_| ArgumentError::InvalidAddress(text.to_owned()))
+}
+
+#[cfg(test)]
+mod arguments_tests {
+    use super::*;
+
+    #[test]
+    fn invalid_arguments_name_the_mistake() {
+        for (text, expected) in [
+            ("/v1/users", ArgumentError::MissingHost("/v1/users".into())),
+            ("api.test/v1", ArgumentError::MissingScheme("api.test/v1".into())),
+            ("localhost:8080/v1", ArgumentError::MissingScheme("localhost:8080/v1".into())),
+            ("//api.test/v1", ArgumentError::MissingScheme("api.test/v1".into())),
+            ("ftp://api.test/", ArgumentError::UnsupportedScheme("ftp".into())),
+            ("http://2001:db8::1/", ArgumentError::MissingBrackets),
+            ("http://me:secret@api.test/", ArgumentError::UserInfo),
+            ("http://api.test/a b", ArgumentError::InvalidUrl("http://api.test/a b".into())),
+            ("http:///v1", ArgumentError::InvalidUrl("http:///v1".into())),
+        ] {
+            assert_eq!(parse_url(text), Err(expected), "{text}");
+        }
+        for text in ["http://[2001:db8::1]:80/v1?q=a:b:c@d", "HTTPS://api.test", "http://api.test:8080/"] {
+            assert!(parse_url(text).is_ok(), "{text}");
+        }
+        assert_eq!(parse_method("get"), Err(ArgumentError::LowercaseMethod("get".into())));
+        assert_eq!(parse_method("http://a/"), Err(ArgumentError::InvalidMethod("http://a/".into())));
+        assert_eq!(parse_method("M-SEARCH").map(|method| method.to_string()), Ok("M-SEARCH".to_owned()));
+    }
+
+    #[test]
+    fn headers_and_addresses_accept_curl_forms() {
+        for (line, expected) in [
+            ("X-Api-Key: a:b", Some(("x-api-key", "a:b"))),
+            ("x:1", Some(("x", "1"))),
+            ("x:", Some(("x", ""))),
+            ("x;", Some(("x", ""))),
+            ("x", None),
+            ("x=1", None),
+            (": 1", None),
+            ("a b: 1", None),
+        ] {
+            let expected = expected.map(|(name, value)| (name.parse().unwrap(), value.parse().unwrap()));
+            assert_eq!(parse_header(line), expected, "{line}");
+        }
+        for (text, is_valid) in
+            [("192.0.2.7", true), ("2001:db8::7", true), ("[2001:db8::7]", true), ("192.0.2.7:80", false)]
+        {
+            assert_eq!(parse_address(text).is_ok(), is_valid, "{text}");
+        }
+    }
 }

@@ -1,24 +1,23 @@
 //! `sluicegate replay`: holds access logs against the limits of the configuration, or against proposed ones.
 
-mod arguments;
-
 use std::io::{IsTerminal, Write, stderr, stdout};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
+use std::str::FromStr;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
 
-pub(super) use arguments::Arguments;
-
-use super::{EXIT_INVALID_CONFIG, is_broken_pipe};
+use crate::cli::{EXIT_INVALID_CONFIG, is_broken_pipe};
 use crate::config::error::ConfigError;
-use crate::replay::report::{ReplayReport, html, table, to_json};
-use crate::replay::size::QuotaProposal;
-use crate::replay::source::{LogInput, ReadProgress, file_size};
-use crate::replay::{Replay, ReplayObserver, ReplayOptions};
-use crate::runtime::CompiledConfig;
+use crate::snapshot::CompiledConfig;
+use crate::tools::replay::log_input::{LogInput, ReadProgress, file_size};
+use crate::tools::replay::quota_search::QuotaProposal;
+use crate::tools::replay::report::{ReplayReport, html, to_json};
+use crate::tools::replay::resolve::IdentityField;
+use crate::tools::replay::{Replay, ReplayObserver, ReplayOptions, report};
 
 /// Exit code of logs in which nothing can be read, and of arguments that do not fit.
 const EXIT_INVALID_INPUT: u8 = EXIT_INVALID_CONFIG;
@@ -69,7 +68,7 @@ fn run_replay(
     if arguments.json {
         writeln!(stdout(), "{}", to_json(&report)?)?;
     } else {
-        table::write_table(&report, &mut stdout().lock())?;
+        report::write_table(&report, &mut stdout().lock())?;
     }
     if report.lines.requests == 0 && (report.lines.unreadable > 0 || !outcome.statistics.read_errors.is_empty()) {
         bail!("no line could be read");
@@ -133,5 +132,112 @@ impl ReplayObserver for ProgressDisplay {
         self.bar.set_style(ProgressStyle::default_spinner());
         self.bar.set_message(format!("which quota {limit} would need"));
         self.bar.enable_steady_tick(SPINNER_INTERVAL);
+    }
+}
+
+// The arguments of `sluicegate replay`.
+
+/// The arguments.
+#[derive(Debug, Args)]
+pub(in crate::cli) struct Arguments {
+    /// Access logs, compressed with gzip or not; `-` is standard input
+    #[arg(required = true, value_name = "LOG")]
+    pub(crate) logs: Vec<PathBuf>,
+
+    /// Another quota for a limit: per-ip=600/min, or per-ip=600/min,burst=50
+    #[arg(long = "limit", value_name = "NAME=QUOTA")]
+    pub(crate) limits: Vec<NamedValue<QuotaProposal>>,
+
+    /// Without a configuration: what the proposed limits are by, on all requests (ip, header:NAME, global, …)
+    #[arg(long, value_name = "IDENTITY", requires = "limits")]
+    pub(crate) by: Vec<String>,
+
+    /// Without a configuration: how the proposed limits count (token-bucket, fixed-window, …)
+    #[arg(long, value_name = "NAME", requires = "by", default_value = "token-bucket")]
+    pub(crate) algorithm: String,
+
+    /// The format: common, combined, caddy, alb, cloudfront, sluicegate, or a log_format of nginx in quotes
+    #[arg(long, value_name = "FORMAT")]
+    pub(crate) format: Option<String>,
+
+    /// The field of the log that tells the identities of a limit apart
+    #[arg(long = "identity", value_name = "LIMIT=FIELD")]
+    pub(crate) identities: Vec<NamedValue<IdentityField>>,
+
+    /// Suggest the smallest quota that denies fewer than this share of requests
+    #[arg(long, value_name = "SHARE", default_value = "0.1%")]
+    pub(crate) target: Share,
+
+    /// Suggest nothing, and keep no request in memory
+    #[arg(long, conflicts_with = "target")]
+    pub(crate) no_suggest: bool,
+
+    /// As a JSON object, for programs
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Write a page with charts
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+}
+
+/// An argument of the form NAME=VALUE.
+#[derive(Debug, Clone)]
+pub(crate) struct NamedValue<T>(pub(crate) T);
+
+/// A share: `0.1%` or `0.001`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Share(pub(crate) f64);
+
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum ArgumentError {
+    #[error("it has the form {0}")]
+    InvalidForm(&'static str),
+    #[error("a share is a number from 0 % to 100 %, such as 0.1%")]
+    InvalidShare,
+}
+
+impl FromStr for NamedValue<QuotaProposal> {
+    type Err = ArgumentError;
+
+    fn from_str(text: &str) -> Result<Self, ArgumentError> {
+        let form_error =
+            || ArgumentError::InvalidForm("NAME=QUOTA, such as per-ip=600/min, or per-ip=600/min,burst=50");
+        let (name, quota_and_burst) =
+            text.split_once('=').filter(|(name, _)| !name.is_empty()).ok_or_else(form_error)?;
+        let (quota, burst) = match quota_and_burst.split_once(',') {
+            None => (quota_and_burst, None),
+            Some((quota, burst)) => {
+                let burst = burst.trim().strip_prefix("burst=").and_then(|burst| burst.parse().ok());
+                (quota, Some(burst.ok_or_else(form_error)?))
+            }
+        };
+        Ok(NamedValue(QuotaProposal { limit: name.to_owned(), quota: quota.trim().to_owned(), burst }))
+    }
+}
+
+impl FromStr for NamedValue<IdentityField> {
+    type Err = ArgumentError;
+
+    fn from_str(text: &str) -> Result<Self, ArgumentError> {
+        match text.split_once('=') {
+            Some((limit, field)) if !limit.is_empty() && !field.is_empty() => {
+                Ok(NamedValue(IdentityField { limit: limit.to_owned(), field: field.to_owned() }))
+            }
+            _ => Err(ArgumentError::InvalidForm("LIMIT=FIELD, such as per-key=remote_user")),
+        }
+    }
+}
+
+impl FromStr for Share {
+    type Err = ArgumentError;
+
+    fn from_str(text: &str) -> Result<Self, ArgumentError> {
+        let (number, unit) = match text.trim().strip_suffix('%') {
+            Some(percent) => (percent.trim(), 100.0),
+            None => (text.trim(), 1.0),
+        };
+        let share = number.parse::<f64>().map(|number| number / unit).ok();
+        share.filter(|share| (0.0..=1.0).contains(share)).map(Share).ok_or(ArgumentError::InvalidShare)
     }
 }

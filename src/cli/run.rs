@@ -5,11 +5,11 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio_util::sync::CancellationToken;
 use tracing::{error, info};
 
-use crate::app::handover::HotRestart;
-use crate::app::{App, service};
-use crate::observe::log;
-use crate::reload::configuration::{ConfigHandle, ReloadCause};
-use crate::runtime::CompiledConfig;
+use crate::app::hot_restart::HotRestart;
+use crate::app::{App, sd_notify};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::current::{ConfigHandle, ReloadCause};
+use crate::telemetry::log;
 
 pub(super) fn run(config: CompiledConfig) -> anyhow::Result<()> {
     log::init(config.log.format, config.log.level).context("cannot start the log")?;
@@ -68,14 +68,14 @@ impl Signals {
     async fn handle(&mut self, config_handle: &ConfigHandle, hot_restart: HotRestart) {
         loop {
             tokio::select! {
-                () = self.stop.recv() => return service::notify_stopping(),
+                () = self.stop.recv() => return sd_notify::notify_stopping(),
                 // How it goes is told by whoever does it.
                 _ = self.hangup.recv() => drop(config_handle.reload(ReloadCause::Requested)),
                 _ = self.user2.recv() => {
                     info!("another process is started with the sockets of this one");
                     let started = tokio::select! {
                         started = hot_restart.start() => started,
-                        () = self.stop.recv() => return service::notify_stopping(),
+                        () = self.stop.recv() => return sd_notify::notify_stopping(),
                     };
                     match started {
                         Ok(id) => {

@@ -1,13 +1,16 @@
 //! What is wrong with a configuration: where, and what to do about it.
 
+use std::borrow::Cow;
 use std::fmt;
-use std::ops::Range;
+use std::ops::{Deref, Range};
 use std::path::{Path, PathBuf};
 
 use annotate_snippets::{AnnotationKind, Level, Renderer, Snippet};
+use schemars::{JsonSchema, Schema, SchemaGenerator};
+use serde::{Deserialize, Serialize};
 
-use super::masked::RedactedText;
-use super::secrets::redact;
+use crate::config::redact::RedactedText;
+use crate::config::secrets::redact;
 
 /// One fault in a file.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -137,4 +140,38 @@ fn render(renderer: &Renderer, level: &Level<'_>, path: &str, text: &str, issue:
         group = group.element(Level::HELP.message(hint.as_str()));
     }
     renderer.render(&[group])
+}
+
+// A value with its place in the file.
+
+/// A value with its place in the file: `toml`'s own, and with the schema of the value.
+#[derive(Debug, Clone, Deserialize, Serialize)]
+#[serde(transparent)]
+#[serde(bound(deserialize = "T: Deserialize<'de>"))]
+pub struct Spanned<T>(toml::Spanned<T>);
+
+impl<T> Deref for Spanned<T> {
+    type Target = toml::Spanned<T>;
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
+impl<T: JsonSchema> JsonSchema for Spanned<T> {
+    fn inline_schema() -> bool {
+        T::inline_schema()
+    }
+
+    fn schema_name() -> Cow<'static, str> {
+        T::schema_name()
+    }
+
+    fn schema_id() -> Cow<'static, str> {
+        T::schema_id()
+    }
+
+    fn json_schema(generator: &mut SchemaGenerator) -> Schema {
+        T::json_schema(generator)
+    }
 }

@@ -5,7 +5,7 @@ use schemars::transform::{Transform, transform_subschemas};
 use schemars::{JsonSchema, Schema, SchemaGenerator, json_schema};
 use serde_json::{Map, Value, json};
 
-use super::{Config, Consumers};
+use crate::config::{Config, Consumers};
 
 /// The schema of `gateway.toml`.
 pub fn gateway() -> Schema {

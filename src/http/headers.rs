@@ -3,10 +3,10 @@
 use std::net::IpAddr;
 
 use http::header::{
-    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, FORWARDED, HeaderMap, HeaderName, HeaderValue, TE, TRAILER,
-    TRANSFER_ENCODING, UPGRADE, VIA,
+    CONNECTION, CONTENT_LENGTH, CONTENT_TYPE, FORWARDED, HeaderName, HeaderValue, TE, TRAILER, TRANSFER_ENCODING,
+    UPGRADE, VIA,
 };
-use http::{Method, Request, Version};
+use http::{HeaderMap, Method, Request, Version};
 
 /// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
 pub(super) static HOP_BY_HOP: [HeaderName; 7] = [

@@ -7,10 +7,10 @@ use aws_lc_rs::constant_time::verify_slices_are_equal;
 use aws_lc_rs::digest::{SHA256, digest};
 use http::{HeaderMap, HeaderName};
 
-use crate::limit::key::{Identity, IdentityEncoder, IdentityHasher};
-use crate::limit::plan::{LimitSpec, LimitVariant};
-
-use super::{CONSUMER_TAG, Descriptor, IdentityError};
+use crate::identity::IdentityError;
+use crate::identity::descriptor::{CONSUMER_TAG, Descriptor};
+use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+use crate::limiter::spec::{LimitSpec, LimitVariant};
 
 /// SHA-256 of an API key.
 pub type KeyHash = [u8; 32];

@@ -3,18 +3,19 @@
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use http::header::{HOST, USER_AGENT};
 use http::{HeaderValue, Request, StatusCode, Uri, uri};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Duration, sleep, timeout};
+use tokio::time::{sleep, timeout};
 
-use super::Protocol;
-use super::balance::Rng;
-use super::fleet::UpstreamCluster;
-use super::link::EndpointPool;
-use super::member::Endpoint;
-use crate::http::upload::RequestBody;
+use crate::http::request_body::RequestBody;
+use crate::upstream::Protocol;
+use crate::upstream::cluster::UpstreamCluster;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::endpoint_pool::EndpointPool;
+use crate::upstream::load_balancer::Rng;
 
 /// What servers see who asks.
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("sluicegate-health");
@@ -108,4 +109,231 @@ fn check_request(
         ),
     };
     request.body(RequestBody::empty())
+}
+
+// The condition of a server, as health checks and requests find it. Time comes in as a value.
+
+/// A server that does not take connections is passed over for this time, while others are there.
+const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
+
+/// An ejection lasts at most so many times its first time.
+const MAX_EJECTION_MULTIPLIER: u32 = 10;
+
+/// Steps of a slow start: of these, a server that is back takes two at first.
+pub(super) const SLOW_START_STEPS: u32 = 20;
+const SLOW_START_FIRST_STEP: u32 = 2;
+
+/// `outlier_detection`
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EjectionSettings {
+    /// So many errors in a row put a server out.
+    pub consecutive_errors: u32,
+    /// For this long the first time, twice the second, ten times at most.
+    pub base_ejection_time: Duration,
+}
+
+/// Whether requests should go to a server.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Health {
+    /// They should.
+    Healthy,
+    /// Requests have failed.
+    Ejected,
+    /// Health checks fail.
+    Unhealthy,
+}
+
+/// What is known of a server.
+#[derive(Debug, Default)]
+pub(super) struct HealthState {
+    is_unhealthy: bool,
+    /// Checks in a row that say otherwise.
+    contrary_checks: u32,
+    /// Until when it is out.
+    ejected_until: Option<Instant>,
+    /// In a row; those before are forgotten with time.
+    consecutive_ejections: u32,
+    /// The end of the last one.
+    ejection_ended_at: Option<Instant>,
+    connect_backoff_until: Option<Instant>,
+    /// Since when it takes requests again.
+    recovered_at: Option<Instant>,
+}
+
+impl HealthState {
+    /// Of an address that is new at this instant, among others.
+    pub(super) fn joined_at(now: Instant) -> Self {
+        HealthState { recovered_at: Some(now), ..HealthState::default() }
+    }
+
+    /// Forgets what health checks have said.
+    pub(super) fn reset_checks(&mut self) {
+        (self.is_unhealthy, self.contrary_checks) = (false, 0);
+    }
+
+    /// Counts a health check; whether the server is healthy from now on, if that has changed.
+    pub(super) fn record_check(
+        &mut self,
+        passed: bool,
+        now: Instant,
+        unhealthy_after: u32,
+        healthy_after: u32,
+    ) -> Option<bool> {
+        if passed != self.is_unhealthy {
+            self.contrary_checks = 0;
+            return None;
+        }
+        self.contrary_checks += 1;
+        if self.contrary_checks < if self.is_unhealthy { healthy_after } else { unhealthy_after } {
+            return None;
+        }
+        self.contrary_checks = 0;
+        self.is_unhealthy = !self.is_unhealthy;
+        if !self.is_unhealthy {
+            self.recovered_at = Some(now);
+        }
+        Some(!self.is_unhealthy)
+    }
+
+    /// Puts the server out, and says for how long; not if it is out already.
+    pub(super) fn eject(&mut self, now: Instant, time: Duration) -> Option<Duration> {
+        if self.ejected_until.is_some_and(|until| until > now) {
+            return None;
+        }
+        self.end_ejection_if_due(now);
+        // One is forgotten for each such time without another.
+        let time_since_ejection =
+            self.ejection_ended_at.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
+        let forgotten =
+            (time_since_ejection.as_millis() / time.as_millis().max(1)).min(u128::from(MAX_EJECTION_MULTIPLIER)) as u32;
+        self.consecutive_ejections =
+            (self.consecutive_ejections.saturating_sub(forgotten) + 1).min(MAX_EJECTION_MULTIPLIER);
+        let time = time * self.consecutive_ejections;
+        self.ejected_until = Some(now + time);
+        Some(time)
+    }
+
+    /// Ends an ejection whose time is over; whether there was one.
+    pub(super) fn end_ejection_if_due(&mut self, now: Instant) -> bool {
+        let due = self.ejected_until.filter(|until| *until <= now);
+        if due.is_some() {
+            (self.ejected_until, self.ejection_ended_at, self.recovered_at) = (None, due, due);
+        }
+        due.is_some()
+    }
+
+    /// It did not take a connection; whether that is news.
+    pub(super) fn start_connect_backoff(&mut self, now: Instant) -> bool {
+        let is_new = !self.is_in_connect_backoff(now);
+        self.connect_backoff_until = Some(now + CONNECT_BACKOFF);
+        is_new
+    }
+
+    pub(super) fn is_in_connect_backoff(&self, now: Instant) -> bool {
+        self.connect_backoff_until.is_some_and(|until| until > now)
+    }
+
+    pub(super) fn health(&self, now: Instant) -> Health {
+        match self.ejected_until {
+            _ if self.is_unhealthy => Health::Unhealthy,
+            Some(until) if until > now => Health::Ejected,
+            _ => Health::Healthy,
+        }
+    }
+
+    /// The part of its weight that it has, in [`STEPS`].
+    pub(super) fn weight_steps(&self, now: Instant, slow_start: Duration) -> u32 {
+        let Some(back) = self.recovered_at.filter(|_| !slow_start.is_zero()) else { return SLOW_START_STEPS };
+        let part = now.saturating_duration_since(back).as_secs_f64() / slow_start.as_secs_f64();
+        SLOW_START_FIRST_STEP + (part.min(1.0) * f64::from(SLOW_START_STEPS - SLOW_START_FIRST_STEP)) as u32
+    }
+
+    /// When any of this will be different, if nothing happens before.
+    pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
+        let steps = self.weight_steps(now, slow_start);
+        let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
+            // A little later, so that the step is certainly over.
+            back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
+                + Duration::from_millis(1)
+        });
+        let passed_over = self.connect_backoff_until.filter(|until| *until > now);
+        [self.ejected_until, passed_over, step].into_iter().flatten().min()
+    }
+}
+
+#[cfg(test)]
+mod condition_tests {
+    use super::*;
+    use crate::limiter::clock::monotonic;
+
+    const S: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn checks_count_in_a_row() {
+        let (mut health_state, now) = (HealthState::default(), monotonic());
+        let mut check = |passed| health_state.record_check(passed, now, 3, 2);
+        for (passed, change) in [
+            (false, None),
+            (false, None),
+            (true, None),
+            (false, None),
+            (false, None),
+            (false, Some(false)),
+            (false, None),
+            (true, None),
+            (false, None),
+            (true, None),
+            (true, Some(true)),
+            (true, None),
+        ] {
+            assert_eq!(check(passed), change);
+        }
+    }
+
+    #[test]
+    fn ejections_grow_to_ten_times_and_are_forgotten() {
+        let (mut health_state, mut now) = (HealthState::default(), monotonic());
+        for times in [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10] {
+            let time = health_state.eject(now, 10 * S).unwrap();
+            assert_eq!(time, 10 * S * times);
+            assert_eq!(health_state.eject(now + time - S, 10 * S), None, "it is out already");
+            assert_eq!(health_state.health(now + time - S), Health::Ejected);
+            assert_eq!(health_state.health(now + time), Health::Healthy);
+            now += time;
+        }
+        assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
+        // Three of ten are forgotten, then this one counts.
+        assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
+        assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all are forgotten");
+    }
+
+    #[test]
+    fn a_slow_start_is_linear() {
+        let now = monotonic();
+        let health_state = HealthState::joined_at(now);
+        let steps = |after: Duration| health_state.weight_steps(now + after, 18 * S);
+        assert_eq!((steps(Duration::ZERO), steps(9 * S), steps(18 * S), steps(100 * S)), (2, 11, 20, 20));
+        assert_eq!(
+            health_state.weight_steps(now, Duration::ZERO),
+            SLOW_START_STEPS,
+            "without one it has all of its weight"
+        );
+        let mut changes = Vec::new();
+        let mut at = now;
+        while let Some(next) = health_state.next_change(at, 18 * S) {
+            assert_eq!(health_state.weight_steps(next, 18 * S), health_state.weight_steps(at, 18 * S) + 1);
+            changes.push(next);
+            at = next;
+        }
+        assert_eq!(changes.len(), 18);
+    }
+
+    #[test]
+    fn a_server_without_connections_is_passed_over_for_a_second() {
+        let (mut health_state, now) = (HealthState::default(), monotonic());
+        assert!(health_state.start_connect_backoff(now) && !health_state.start_connect_backoff(now + S / 2));
+        assert!(health_state.is_in_connect_backoff(now + S) && !health_state.is_in_connect_backoff(now + 2 * S));
+        assert_eq!(health_state.next_change(now, Duration::ZERO), Some(now + S + S / 2));
+        assert_eq!(health_state.next_change(now + 2 * S, Duration::ZERO), None);
+    }
 }

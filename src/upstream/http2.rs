@@ -14,10 +14,10 @@ use hyper::client::conn::http2::{Builder, SendRequest};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::sync::Mutex;
 
-use super::member::Endpoint;
-use super::pool::SendError;
-use crate::http::upload::RequestBody;
-use crate::limit::clock::monotonic;
+use crate::http::request_body::RequestBody;
+use crate::limiter::clock::monotonic;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::http1::SendError;
 
 /// Bytes of an answer, and of an upload, that are held for one stream while its reader is slow.
 const STREAM_BUFFER: u32 = 128 << 10;

@@ -3,24 +3,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use sluicegate::limit::Limiter;
-use sluicegate::limit::admission::{Deferred, SettleAction};
-use sluicegate::limit::algorithm::Status;
-use sluicegate::limit::backend::{DecidedBy, RedisStore, Store};
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::cluster::topology::ClusterMap;
-use sluicegate::limit::decision::{Decision, LimitCheck};
-use sluicegate::limit::denials::DenialCache;
-use sluicegate::limit::guard::CircuitBreaker;
-use sluicegate::limit::key::IdentityHasher;
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::operator::LimiterAdmin;
-use sluicegate::limit::overrides::Overrides;
-use sluicegate::limit::redis::hello::ServerMode;
-use sluicegate::limit::redis::records;
-use sluicegate::limit::redis::script::AlgorithmSet;
-use sluicegate::limit::redis::server::{Address, Login, RedisEndpoint};
-use sluicegate::limit::redis::{RedisDeployment, RedisSettings};
+use sluicegate::limiter::Limiter;
+use sluicegate::limiter::admin::LimiterAdmin;
+use sluicegate::limiter::algorithm::Status;
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::decision::{Decision, LimitCheck};
+use sluicegate::limiter::denial_cache::DenialCache;
+use sluicegate::limiter::key::IdentityHasher;
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::overrides::Overrides;
+use sluicegate::limiter::redis::circuit_breaker::CircuitBreaker;
+use sluicegate::limiter::redis::cluster::topology::ClusterMap;
+use sluicegate::limiter::redis::connection::ServerMode;
+use sluicegate::limiter::redis::overrides;
+use sluicegate::limiter::redis::script::AlgorithmSet;
+use sluicegate::limiter::redis::server::{Address, Login, RedisEndpoint};
+use sluicegate::limiter::redis::{RedisDeployment, RedisSettings};
+use sluicegate::limiter::settlement::{Deferred, SettleAction};
+use sluicegate::limiter::store::{DecidedBy, RedisStore, Store};
 use tokio::time::{sleep, timeout};
 use tokio_util::sync::CancellationToken;
 
@@ -70,7 +70,7 @@ impl Gateway {
         let servers = (deployment, settings);
         let mut first = None;
         let worker = |worker: usize| {
-            let metrics = Arc::<sluicegate::limit::tallies::LimiterMetrics>::default();
+            let metrics = Arc::<sluicegate::limiter::metrics::LimiterMetrics>::default();
             let store = RedisStore::new(&servers, breaker.clone(), topology.clone(), metrics.clone());
             let connecting_store = store.clone();
             first.get_or_insert_with(|| store.clone());
@@ -84,7 +84,7 @@ impl Gateway {
         let store = first.expect("a worker");
         if !schedule.overrides.is_empty() {
             let (overrides, store) = (overrides.clone(), store.clone());
-            tokio::spawn(async move { overrides.poll(&store, &records::hash_key(PREFIX)).await });
+            tokio::spawn(async move { overrides.poll(&store, &overrides::hash_key(PREFIX)).await });
         }
         let operator = LimiterAdmin { memory: fallback, redis: Some((store, PREFIX.to_owned())), overrides };
         Gateway { breaker, topology, workers, operator }

@@ -4,15 +4,15 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::time::Duration;
 
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::backend::DecidedBy;
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::Identity;
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::plan::OnStoreError;
-use sluicegate::limit::redis::MAX_WORKER_DELAY;
-use sluicegate::limit::store::Operation;
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::key::Identity;
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::redis::batcher::MAX_WORKER_DELAY;
+use sluicegate::limiter::spec::OnStoreError;
+use sluicegate::limiter::store::DecidedBy;
+use sluicegate::limiter::verdict::Operation;
 
 use crate::gateway::{ClientOutcome, HeldPermits, ObservedRequest, RequestLimit};
 use crate::network::START_US;

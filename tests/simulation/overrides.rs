@@ -5,9 +5,9 @@ use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sluicegate::limit::key::{Identity, IdentityHasher};
-use sluicegate::limit::overrides::{MAX_PROPAGATION, OverrideQuota, override_field};
-use sluicegate::limit::plan::LimitSpec;
+use sluicegate::limiter::key::{Identity, IdentityHasher};
+use sluicegate::limiter::overrides::{MAX_PROPAGATION, OverrideQuota, override_field};
+use sluicegate::limiter::spec::LimitSpec;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, sleep_until};
 

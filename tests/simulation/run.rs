@@ -6,9 +6,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::backend::DecidedBy;
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::concurrency::Concurrency;
+use sluicegate::limiter::store::DecidedBy;
 use tokio::runtime::Builder;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, advance, sleep, sleep_until, timeout};

@@ -4,16 +4,16 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
-use sluicegate::limit::algorithm::sliding_log::SlidingLog;
-use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::key::{Identity, IdentityHasher};
-use sluicegate::limit::plan::{LimitSpec, LimitVariant, LocalShare, OnStoreError};
-use sluicegate::limit::quota::{CalendarUnit, Quota};
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::concurrency::Concurrency;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::key::{Identity, IdentityHasher};
+use sluicegate::limiter::quota::{CalendarUnit, Quota};
+use sluicegate::limiter::spec::{LimitSpec, LimitVariant, LocalShare, OnStoreError};
 
 use crate::overrides::{self, Change};
 use crate::random::Random;

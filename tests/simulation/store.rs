@@ -6,21 +6,22 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use aws_lc_rs::digest;
-use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
-use sluicegate::limit::algorithm::sliding_log::SlidingLog;
-use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::algorithm::{Outcome, Rule, Status};
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{Identity, IdentityHasher, Key, StateName};
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::quota::CalendarUnit;
-use sluicegate::limit::redis::script::{AlgorithmSet, script};
-use sluicegate::limit::redis::slots::identity_slot;
-use sluicegate::limit::redis::wire::{self, LimitArgs};
-use sluicegate::limit::store::{Charge, ChargeMode, Operation, Verdict};
+use sluicegate::limiter::algorithm::concurrency::Concurrency;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::algorithm::{Outcome, Rule, Status};
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::key::{Identity, IdentityHasher, Key, StateName};
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::quota::CalendarUnit;
+use sluicegate::limiter::redis::cluster::topology::identity_slot;
+use sluicegate::limiter::redis::script;
+use sluicegate::limiter::redis::script::LimitArgs;
+use sluicegate::limiter::redis::script::{AlgorithmSet, script};
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use crate::lua::{Database, Interpreter, Replied};
 use crate::overrides::Written;
@@ -202,11 +203,11 @@ impl SimulatedRedis {
             return node.memory.decide(Operation::Peek, &[charge]).outcomes[0];
         }
         let terms = [LimitArgs::from_charge(&charge, now_us)];
-        let mut argument = wire::start_argument(0, 1, 1);
-        wire::append_group(&mut argument, 1, Operation::Peek, &terms);
+        let mut argument = script::start_argument(0, 1, 1);
+        script::append_group(&mut argument, 1, Operation::Peek, &terms);
         let mut key = Vec::new();
         charge.key.write("rl", &mut key);
-        let script = script(wire::script_variant(Operation::Peek, &terms), AlgorithmSet::for_rules([charge.rule]));
+        let script = script(script::script_variant(Operation::Peek, &terms), AlgorithmSet::for_rules([charge.rule]));
         let reply = node.evaluate(now_us, false, (&script.sha, &script.source), &[key], &[argument]);
         verdicts(&reply.encode(), &[1])[0].as_ref().expect("a verdict").outcomes[0]
     }
@@ -379,7 +380,7 @@ fn keys_and_arguments(command: &[Vec<u8>]) -> (&[Vec<u8>], &[Vec<u8>]) {
 /// What a reply of the scripts says to requests with so many limits each; none where one failed.
 fn verdicts(reply: &[u8], limits: &[usize]) -> Vec<Option<Verdict>> {
     let value = redis::parse_redis_value(reply).expect("a reply");
-    let mut reply = wire::ScriptReply::new(value, limits.iter().sum()).expect("a reply of the scripts");
+    let mut reply = script::ScriptReply::new(value, limits.iter().sum()).expect("a reply of the scripts");
     limits.iter().map(|limits| reply.next_verdict(*limits).expect("a verdict").ok()).collect()
 }
 

@@ -8,7 +8,7 @@ use std::time::Instant;
 use hickory_resolver::config::{ConnectionConfig, NameServerConfig, ResolverConfig, ResolverOpts};
 use hickory_resolver::proto::op::{Message, ResponseCode};
 use hickory_resolver::proto::rr::{RData, Record, RecordType};
-use sluicegate::upstream::resolve::directory::DnsResolver;
+use sluicegate::upstream::dns::DnsResolver;
 
 use super::PATIENCE;
 

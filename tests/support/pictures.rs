@@ -3,17 +3,17 @@
 use std::collections::{BTreeSet, VecDeque};
 use std::fmt::{Error, Write};
 
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::concurrency::Concurrency;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::sliding_buckets::SlidingBuckets;
-use sluicegate::limit::algorithm::sliding_log::SlidingLog;
-use sluicegate::limit::algorithm::sliding_window::SlidingWindow;
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::clock::Clock;
-use sluicegate::limit::key::{IdentityHasher, Key, StateName};
-use sluicegate::limit::memory::MemoryStore;
-use sluicegate::limit::store::{Charge, ChargeMode, Operation};
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::concurrency::Concurrency;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::sliding_buckets::SlidingBuckets;
+use sluicegate::limiter::algorithm::sliding_log::SlidingLog;
+use sluicegate::limiter::algorithm::sliding_window::SlidingWindow;
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::key::{IdentityHasher, Key, StateName};
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation};
 
 /// 10 per 10 s in every picture, so that they can be compared.
 const QUOTA: &str = "10/10s";

@@ -5,11 +5,11 @@ use std::io::Read;
 
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestError, TestRng, TestRunner};
-use sluicegate::limit::algorithm::Rule;
-use sluicegate::limit::algorithm::fixed_window::{FixedWindow, WindowStart};
-use sluicegate::limit::algorithm::token_bucket::TokenBucket;
-use sluicegate::limit::quota::CalendarUnit;
-use sluicegate::limit::store::{Charge, ChargeMode, Operation, Verdict};
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
+use sluicegate::limiter::quota::CalendarUnit;
+use sluicegate::limiter::verdict::{Charge, ChargeMode, Operation, Verdict};
 
 use super::stores::{
     Limit, SECOND, START, apart, bucket, buckets, calendar, concurrency, log, quota, resize, sliding, window,

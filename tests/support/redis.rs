@@ -64,7 +64,7 @@ impl Redis {
     }
 
     pub fn connection(&self) -> redis::Connection {
-        let began = sluicegate::limit::clock::monotonic();
+        let began = sluicegate::limiter::clock::monotonic();
         loop {
             // A Sentinel that has just given it another role closes all connections.
             match self.client().get_connection() {

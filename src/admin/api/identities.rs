@@ -4,18 +4,17 @@ use futures_util::future::try_join_all;
 use http::StatusCode;
 use serde::{Deserialize, Serialize};
 
-use super::ApiContext;
-use super::overrides::OverrideView;
-use super::{AdminResponse, QueryParams, Result, json_response, seconds_rounded_up, store_error};
-use crate::admin::problem::ApiError;
-use crate::identity::Descriptor;
+use crate::admin::AdminResponse;
+use crate::admin::api::overrides::OverrideView;
+use crate::admin::api::{ApiContext, ApiError, QueryParams, Result, json_response, seconds_rounded_up, store_error};
 use crate::identity::api_key::{Caller, Consumers};
-use crate::identity::name::{IdentityInput, IdentityInputError, ResolvedIdentity};
-use crate::limit::algorithm::{Outcome, Rule, Status};
-use crate::limit::key::{Identity, StateName};
-use crate::limit::plan::LimitVariant;
-use crate::limit::quota::EXACT_INTEGER_LIMIT;
-use crate::runtime::CompiledLimit;
+use crate::identity::descriptor::Descriptor;
+use crate::identity::display::{IdentityInput, IdentityInputError, ResolvedIdentity};
+use crate::limiter::algorithm::{Outcome, Rule, Status};
+use crate::limiter::key::{Identity, StateName};
+use crate::limiter::quota::EXACT_INTEGER_LIMIT;
+use crate::limiter::spec::LimitVariant;
+use crate::snapshot::CompiledLimit;
 
 /// An identity in a request: its hash, or values by the words of `by`.
 #[derive(Debug, Deserialize)]

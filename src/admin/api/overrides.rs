@@ -1,15 +1,15 @@
 //! `/api/overrides`: other sizes for single identities, for a time.
 
-use serde::{Deserialize, Serialize};
-use tokio::time::Duration;
+use std::time::Duration;
 
-use super::ApiContext;
-use super::identities::{IdentityQuery, find_limit};
-use super::{AdminResponse, QueryParams, Result, admin_error, json_response, store_error};
-use crate::admin::problem::ApiError;
-use crate::limit::algorithm::Rule;
-use crate::limit::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
-use crate::limit::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
+use serde::{Deserialize, Serialize};
+
+use crate::admin::AdminResponse;
+use crate::admin::api::identities::{IdentityQuery, find_limit};
+use crate::admin::api::{ApiContext, ApiError, QueryParams, Result, admin_error, json_response, store_error};
+use crate::limiter::algorithm::Rule;
+use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
+use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 
 /// What is to last longer belongs into the configuration.
 const MAX_TTL: Duration = Duration::from_secs(31 * 86_400);

@@ -1,0 +1,53 @@
+//! The live page at `/`: its files, without any figure in them, and what a browser may do with them.
+
+use http::header::{CONTENT_SECURITY_POLICY, HeaderName, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS};
+use http::{HeaderValue, StatusCode};
+
+use crate::admin::{AdminResponse, typed_response};
+
+const INDEX_HTML: &str = include_str!("dashboard/index.html");
+
+/// What tells the scripts whether the gateway has a token.
+const WITHOUT_TOKEN: &str = "data-token=\"none\"";
+const WITH_TOKEN: &str = "data-token=\"wanted\"";
+
+const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
+
+const FILES: [(&str, &str, &str); 6] = [
+    ("/page.css", "text/css; charset=utf-8", include_str!("dashboard/page.css")),
+    ("/page.js", JAVASCRIPT_TYPE, include_str!("dashboard/page.js")),
+    ("/ask.js", JAVASCRIPT_TYPE, include_str!("dashboard/ask.js")),
+    ("/chart.js", JAVASCRIPT_TYPE, include_str!("dashboard/chart.js")),
+    ("/dom.js", JAVASCRIPT_TYPE, include_str!("dashboard/dom.js")),
+    ("/inspect.js", JAVASCRIPT_TYPE, include_str!("dashboard/inspect.js")),
+];
+
+/// Scripts and styles are those files and nothing that stands in a page, text never becomes markup, and nobody else is
+/// asked for anything or may frame it.
+const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
+                      base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
+                      trusted-types 'none'";
+
+const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
+    (CONTENT_SECURITY_POLICY, CSP),
+    (X_CONTENT_TYPE_OPTIONS, "nosniff"),
+    (X_FRAME_OPTIONS, "DENY"),
+    (REFERRER_POLICY, "no-referrer"),
+];
+
+/// A file of the page; none if it is not one. Everybody may have it: what it shows it has to ask for.
+pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
+    if path == "/" {
+        let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
+        return Some(typed_response(StatusCode::OK, "text/html; charset=utf-8", index));
+    }
+    let (_, content_type, text) = FILES.iter().find(|(name, ..)| *name == path)?;
+    Some(typed_response(StatusCode::OK, content_type, (*text).to_owned()))
+}
+
+/// What each answer of this listener says to a browser.
+pub(super) fn add_security_headers(response: &mut AdminResponse) {
+    for (name, value) in SECURITY_HEADERS {
+        response.headers_mut().insert(name, HeaderValue::from_static(value));
+    }
+}

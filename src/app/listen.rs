@@ -1,0 +1,131 @@
+//! Listening sockets: opened here, or handed over by whoever started the process (`LISTEN_FDS` of systemd, or the
+//! process whose place this one takes).
+
+use std::io;
+use std::net::{SocketAddr, TcpListener as StdListener};
+
+use listenfd::ListenFd;
+use socket2::{Domain, Protocol, Socket, Type};
+use tracing::warn;
+
+use crate::listener::BACKLOG;
+
+/// The sockets of one listener.
+#[derive(Debug)]
+pub(super) struct ListenerSockets {
+    /// With the port that it became, where any was asked for.
+    pub(super) address: SocketAddr,
+    /// For each worker at least one; for some more, if more were handed over than there are workers.
+    pub(super) by_worker: Vec<Vec<StdListener>>,
+}
+
+/// Sockets that were handed over, and that no listener has claimed yet.
+#[derive(Debug)]
+pub(super) struct InheritedSockets(Vec<StdListener>);
+
+impl InheritedSockets {
+    /// Takes them out of the environment: before there are other threads, and once.
+    pub(super) fn from_env() -> Self {
+        let mut handed = ListenFd::from_env();
+        let count = handed.len();
+        let take = |index| match handed.take_tcp_listener(index) {
+            Ok(socket) => socket,
+            Err(error) => {
+                warn!("a descriptor of LISTEN_FDS is of no use: {error}");
+                None
+            }
+        };
+        InheritedSockets((0..count).filter_map(take).collect())
+    }
+
+    /// All sockets of an address; with port 0 those of the first one on that address.
+    fn claim(&mut self, wanted: SocketAddr) -> io::Result<Vec<StdListener>> {
+        let fits = |found: &SocketAddr| found.ip() == wanted.ip() && [0, found.port()].contains(&wanted.port());
+        let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
+            return Ok(Vec::new());
+        };
+        let has_address = |socket: &mut StdListener| socket.local_addr().is_ok_and(|found| found == address);
+        let claimed: Vec<_> = self.0.extract_if(.., has_address).collect();
+        claimed.iter().try_for_each(|socket| socket.set_nonblocking(true))?;
+        Ok(claimed)
+    }
+
+    /// The socket of an address that one thread serves.
+    pub(super) fn open_single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
+        match self.claim(address)?.into_iter().next() {
+            Some(socket) => Ok(socket),
+            None => listen(address, false),
+        }
+    }
+
+    /// The sockets of a listener.
+    pub(super) fn open(&mut self, address: SocketAddr, workers: usize) -> io::Result<ListenerSockets> {
+        let mut by_worker: Vec<Vec<StdListener>> = (0..workers).map(|_| Vec::new()).collect();
+        let mut address = address;
+        for (index, socket) in self.claim(address)?.into_iter().enumerate() {
+            address = socket.local_addr()?;
+            by_worker[index % workers].push(socket);
+        }
+        if by_worker[0].is_empty() {
+            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens. The
+            // probe does not listen either: who connected to it would be reset when it closes.
+            let probe = bind(address, false)?;
+            // Port 0 was asked for: the probe knows which one it became.
+            address = probe.local_addr()?.as_socket().unwrap_or(address);
+        }
+        for worker in 0..workers {
+            if by_worker[worker].is_empty() {
+                // Not beside a socket that was opened for one process alone: that one serves several workers.
+                let socket = match (listen(address, true), by_worker[0].first()) {
+                    (Err(_), Some(shared)) => shared.try_clone(),
+                    (socket, _) => socket,
+                };
+                by_worker[worker].push(socket?);
+            }
+        }
+        Ok(ListenerSockets { address, by_worker })
+    }
+
+    /// Says which ones nobody has asked for; they are closed.
+    pub(super) fn close_unclaimed(self) {
+        for address in self.0.iter().filter_map(|socket| socket.local_addr().ok()) {
+            warn!("a socket on {address} was handed over, but no listener has this address: it is closed");
+        }
+    }
+}
+
+fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
+    let socket = bind(address, reuse_port)?;
+    socket.listen(BACKLOG as i32)?;
+    Ok(socket.into())
+}
+
+fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
+    let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
+    // A restart must not wait for the connections of the process before.
+    socket.set_reuse_address(true)?;
+    socket.set_reuse_port(reuse_port)?;
+    socket.set_nonblocking(true)?;
+    socket.bind(&address.into())?;
+    Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpStream;
+
+    use super::*;
+
+    #[test]
+    fn an_address_is_tried_without_taking_connections() {
+        let any = "127.0.0.1:0".parse().unwrap();
+        let probe = bind(any, false).unwrap();
+        let address = probe.local_addr().unwrap().as_socket().unwrap();
+        let refused = TcpStream::connect(address).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::ConnectionRefused, "{refused}");
+        drop(probe);
+        let _listener = listen(address, true).unwrap();
+        let taken = bind(address, false).unwrap_err();
+        assert_eq!(taken.kind(), io::ErrorKind::AddrInUse, "{taken}");
+    }
+}

@@ -1,0 +1,157 @@
+//! Reads the configuration again while the gateway runs: the new one is compiled as a whole and takes effect at once, or
+//! the old one stays in force.
+
+pub(crate) mod carry_over;
+pub(crate) mod file_watcher;
+pub(crate) mod files;
+
+use std::io;
+use std::sync::mpsc::Receiver;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio_util::sync::CancellationToken;
+use tracing::{info, warn};
+
+use crate::app::reload::carry_over::CarryOverError;
+use crate::app::reload::file_watcher::FileWatcher;
+use crate::app::reload::files::watch_files;
+use crate::app::sd_notify;
+use crate::app::upstream_maintenance::MaintenanceThread;
+use crate::config::error::ConfigError;
+use crate::config::file::FileSnapshot;
+use crate::limiter::clock;
+use crate::listener::connection_limit::ConnectionLimits;
+use crate::proxy::Gateway;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::current::{ActiveConfig, ConfigHandle, ReloadCause, ReloadRequest};
+use crate::telemetry::pluralize;
+use crate::upstream::UpstreamSettings;
+use crate::upstream::cluster::UpstreamCluster;
+
+/// Why a configuration does not take effect.
+#[derive(Debug, thiserror::Error)]
+enum ReloadError {
+    #[error("{0}")]
+    Config(#[from] ConfigError),
+    #[error("{0}")]
+    CarryOver(#[from] CarryOverError),
+    #[error("its upstreams cannot be attended to: {0}")]
+    Maintenance(#[from] io::Error),
+    #[error("the gateway is stopping")]
+    Stopping,
+}
+
+/// The gateways of all workers.
+#[derive(Debug, Default)]
+pub(super) struct WorkerGateways(Mutex<Vec<Arc<Gateway>>>);
+
+/// What takes part in a reload.
+#[derive(Debug)]
+pub(super) struct Reloader {
+    pub(super) config_handle: Arc<ConfigHandle>,
+    pub(super) requests: Receiver<ReloadRequest>,
+    pub(super) gateways: Arc<WorkerGateways>,
+    pub(super) maintenance: MaintenanceThread,
+    pub(super) connection_limits: Arc<ConnectionLimits>,
+    /// Follows the files of what is in force.
+    pub(super) watcher: Option<FileWatcher>,
+    pub(super) stop: CancellationToken,
+}
+
+impl WorkerGateways {
+    /// Adds the gateway of a worker, which serves what is in force.
+    pub(super) fn register(
+        &self,
+        configuration: &ConfigHandle,
+        gateway: impl FnOnce(&ActiveConfig) -> Gateway,
+    ) -> Arc<Gateway> {
+        let mut all = self.lock();
+        let gateway = Arc::new(gateway(&configuration.active()));
+        all.push(gateway.clone());
+        gateway
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<Arc<Gateway>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Reloader {
+    /// Does what is asked for, as long as somebody may ask.
+    pub(super) fn run(mut self) {
+        while let Ok(first) = self.requests.recv() {
+            // Whoever has asked by now wants what is there now.
+            let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
+            sd_notify::notify_reloading();
+            let result = self.apply().map_err(|refusal| refusal.to_string());
+            sd_notify::notify_reloaded();
+            let path = self.config_handle.active().config.file.path.display().to_string();
+            match &result {
+                Ok(()) => self.log_success(&path),
+                Err(error) => {
+                    self.config_handle.record_failure(error);
+                    warn!("{path} is not used, the configuration before stays in force:\n{error}");
+                    if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
+                        // What of the other files is good counts all the same.
+                        watcher.report_all();
+                    }
+                }
+            }
+            for ReloadRequest { reply, .. } in requests {
+                // Who has gone does not want to know.
+                let _ = reply.send(result.clone());
+            }
+        }
+    }
+
+    fn log_success(&self, path: &str) {
+        let config = &self.config_handle.active().config;
+        let routes = pluralize(config.routes.len() as u64, "route");
+        let limits = pluralize(config.limits.len() as u64, "limit");
+        let upstreams = pluralize(config.upstreams.len() as u64, "upstream");
+        info!("reloaded {path}: {routes}, {limits}, {upstreams}");
+        for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
+            warn!("{warning}");
+        }
+    }
+
+    fn apply(&mut self) -> Result<(), ReloadError> {
+        if self.stop.is_cancelled() {
+            return Err(ReloadError::Stopping);
+        }
+        let previous = self.config_handle.active();
+        let path = &previous.config.file.path;
+        if let Ok(FileSnapshot { content, .. }) = FileSnapshot::read(path) {
+            self.config_handle.record_attempt(&content);
+        }
+        let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
+        config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
+        let config = Arc::new(config);
+        let fleets: Arc<[_]> =
+            config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
+        // Before the first request for them.
+        self.maintenance.set_clusters(&fleets)?;
+        self.connection_limits.resize(&config.server);
+        {
+            let gateways = self.gateways.lock();
+            gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &fleets));
+            self.config_handle.activate(config, fleets);
+        }
+        self.watcher = watch_files(&self.config_handle);
+        Ok(())
+    }
+}
+
+/// The fleet of an upstream, with what is known of its servers.
+fn carry_over_cluster(settings: &Arc<UpstreamSettings>, previous: &ActiveConfig) -> Arc<UpstreamCluster> {
+    match previous.clusters.iter().find(|cluster| cluster.settings.name == settings.name) {
+        Some(cluster) if Arc::ptr_eq(&cluster.settings, settings) => cluster.clone(),
+        Some(cluster) => Arc::new(UpstreamCluster::from_previous(settings.clone(), cluster)),
+        None => Arc::new(UpstreamCluster::new(settings.clone())),
+    }
+}
+
+fn is_requested(requests: &[ReloadRequest]) -> bool {
+    requests.iter().any(|request| request.cause == ReloadCause::Requested)
+}

@@ -1,0 +1,89 @@
+//! How a configuration takes the place of the one before: what is the same in both goes on, what cannot change is named.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::snapshot::{CompiledConfig, Listener};
+use crate::tls::Certificate;
+use crate::upstream::UpstreamSettings;
+
+/// Why a configuration that is right by itself cannot take the place of the one that runs.
+#[derive(Debug, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum CarryOverError {
+    #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
+    RestartRequired(Vec<String>),
+    #[error("{}", .0.join("\n"))]
+    InvalidCertificates(Vec<String>),
+}
+
+fn pronoun(keys: &[String]) -> &'static str {
+    if keys.len() == 1 { "it" } else { "them" }
+}
+
+impl CompiledConfig {
+    /// Takes over what is the same in the configuration before: connections and sessions go on.
+    ///
+    /// # Errors
+    /// It needs a restart, or shows certificates that clients would refuse.
+    pub fn carry_over(&mut self, previous: &CompiledConfig, now: Duration) -> Result<(), CarryOverError> {
+        let changes = previous.restart_only_keys.changed_keys(&self.restart_only_keys);
+        if !changes.is_empty() {
+            return Err(CarryOverError::RestartRequired(changes));
+        }
+        let expired = self.expired_certificates(previous, now);
+        if !expired.is_empty() {
+            return Err(CarryOverError::InvalidCertificates(expired));
+        }
+        if self.client_ip == previous.client_ip {
+            self.client_ip = previous.client_ip.clone();
+        }
+        for (listener, previous) in self.listeners.iter().zip(&previous.listeners) {
+            if let (Some(tls), Some(before)) = (&listener.tls, &previous.tls)
+                && tls.same_trust(before)
+            {
+                tls.tls.use_ticketer_of(&before.tls);
+            }
+        }
+        self.reuse_upstreams(previous);
+        Ok(())
+    }
+
+    /// The certificates for which it is too early or too late, and which are not shown already.
+    fn expired_certificates(&self, previous: &CompiledConfig, now: Duration) -> Vec<String> {
+        let shown: Vec<_> = previous.certificates().collect();
+        let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
+        let own = own.flat_map(|tls| tls.tls.certificates().zip(&tls.certificates));
+        let own = own.filter(|(certificate, _)| {
+            !shown.iter().any(|shown| shown.certified_key.cert == certificate.certified_key.cert)
+        });
+        own.filter_map(|(certificate, [file, _])| {
+            let error = certificate.check_validity(now.as_secs() as i64).err()?;
+            Some(format!("{}: {error}", file.path.display()))
+        })
+        .collect()
+    }
+
+    fn certificates(&self) -> impl Iterator<Item = Arc<Certificate>> {
+        let tls = self.listeners.iter().filter_map(|Listener { tls, .. }| tls.as_ref());
+        tls.flat_map(|tls| tls.tls.certificates())
+    }
+
+    fn reuse_upstreams(&mut self, previous: &CompiledConfig) {
+        for tls in &mut self.upstream_tls {
+            let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
+            *tls = known.clone();
+            let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
+            // Nobody else has them yet.
+            if let Some(settings) = settings.and_then(Arc::get_mut) {
+                tls.attach_tls(settings);
+            }
+        }
+        for settings in &mut self.upstreams {
+            let same = |known: &&Arc<UpstreamSettings>| known == &settings;
+            if let Some(known) = previous.upstreams.iter().find(same) {
+                *settings = known.clone();
+            }
+        }
+    }
+}

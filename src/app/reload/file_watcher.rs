@@ -1,0 +1,196 @@
+//! Tells when a file has new content. Whole folders are watched, so files that are renamed into place and swapped
+//! symlinks count; contents are compared, so nothing is told twice.
+
+use crate::config::file::FileSnapshot;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+use std::thread;
+
+use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
+use tracing::warn;
+
+/// From the first sign of a change to the look at the files: writing them is done by then, and its many events are one.
+const DEBOUNCE: Duration = Duration::from_millis(100);
+
+/// What is done with files when one of them has new content.
+pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
+
+/// Watches as long as it lives.
+#[derive(Debug)]
+pub(crate) struct FileWatcher {
+    _directories: RecommendedWatcher,
+    wake: SyncSender<()>,
+    /// Whether at the next sign all files are taken for changed.
+    report_all: Arc<AtomicBool>,
+}
+
+impl FileWatcher {
+    /// Calls back for all files, whether they have changed or not.
+    pub(crate) fn report_all(&self) {
+        self.report_all.store(true, Ordering::SeqCst);
+        let _ = self.wake.try_send(());
+    }
+}
+
+/// Calls back with files that belong together whenever one of them differs from what was last read, on a thread of its
+/// own. While one cannot be read, all stay as they were.
+///
+/// # Errors
+/// The system refuses to watch a folder.
+pub(crate) fn watch(files: Vec<(Vec<FileSnapshot>, OnChange)>) -> Result<FileWatcher, notify::Error> {
+    let (wake, wakes) = sync_channel(1);
+    let report_all = Arc::<AtomicBool>::default();
+    // A file may have changed after it was read and before it was watched.
+    let _ = wake.try_send(());
+    let on_event = wake.clone();
+    let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
+        // Reading a file is an event, too: acting on that would never end.
+        if !event.is_ok_and(|event| event.kind.is_access()) {
+            // Where one sign waits already, another says nothing new.
+            let _ = on_event.try_send(());
+        }
+    })?;
+    for file in files.iter().flat_map(|(files, _)| files) {
+        watcher.watch(file.path.parent().unwrap_or(Path::new("")), RecursiveMode::NonRecursive)?;
+    }
+    let run = {
+        let all = Arc::downgrade(&report_all);
+        move || watch_loop(files, &wakes, &all)
+    };
+    thread::Builder::new().name("watch".to_owned()).spawn(run).map_err(notify::Error::io)?;
+    Ok(FileWatcher { _directories: watcher, wake, report_all })
+}
+
+/// Compares all files at each sign, until the watcher is gone.
+fn watch_loop(files: Vec<(Vec<FileSnapshot>, OnChange)>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
+    let mut files: Vec<_> = files.into_iter().map(|(files, on_change)| (files, on_change, true)).collect();
+    while wakes.recv().is_ok() {
+        thread::sleep(DEBOUNCE);
+        // What came in the meantime is seen now.
+        let _ = wakes.try_recv();
+        let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
+        for (files, on_change, readable) in &mut files {
+            // What was done with the file before may have made it superfluous.
+            if watcher.strong_count() == 0 {
+                return;
+            }
+            let read = |file: &FileSnapshot| FileSnapshot::read(&file.path).map_err(|error| (file.path.clone(), error));
+            match files.iter().map(read).collect::<Result<Vec<_>, _>>() {
+                Ok(current) => {
+                    *readable = true;
+                    let same = current.iter().zip(&*files).all(|(now, file)| now.content == file.content);
+                    *files = current;
+                    if report_all || !same {
+                        on_change(files);
+                    }
+                }
+                Err((path, error)) => {
+                    // Once, however often its folder changes until it is back.
+                    if std::mem::replace(readable, false) || report_all {
+                        warn!("{} cannot be read, what it said before stays in force: {error}", path.display());
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::sync::mpsc::{RecvTimeoutError, channel};
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    #[test]
+    fn each_change_is_told_once_even_one_before_the_watch() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "one").unwrap();
+        let read = FileSnapshot::read(&path).unwrap();
+        fs::write(&path, "two").unwrap();
+        let (told, contents) = channel();
+        // Writing into the watched folder, as a log would, tells nothing.
+        let log = folder.path().join("log");
+        let on_change = move |files: &[FileSnapshot]| {
+            fs::write(&log, &files[0].content).unwrap();
+            told.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
+        };
+        let watcher = watch(vec![(vec![read], Box::new(on_change))]).unwrap();
+        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "two");
+        for content in ["two", "three"] {
+            let new = folder.path().join("new");
+            fs::write(&new, content).unwrap();
+            fs::rename(&new, &path).unwrap();
+        }
+        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three");
+        watcher.report_all();
+        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three", "asked for, it is told again");
+        drop(watcher);
+        assert_eq!(contents.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "the thread has ended");
+    }
+
+    #[test]
+    fn files_that_belong_together_change_together() {
+        let folder = tempfile::tempdir().unwrap();
+        let paths = ["one", "other"].map(|name| folder.path().join(name));
+        paths.iter().for_each(|path| fs::write(path, "old").unwrap());
+        let read = || paths.iter().map(|path| FileSnapshot::read(path).unwrap()).collect::<Vec<_>>();
+        let before = read();
+        let (told, contents) = channel();
+        let on_change =
+            move |files: &[FileSnapshot]| told.send(files.iter().map(|file| file.content.clone()).collect()).unwrap();
+        let watcher = watch(vec![(before, Box::new(on_change))]).unwrap();
+        // With one gone, the other's change waits.
+        fs::remove_file(&paths[0]).unwrap();
+        fs::write(&paths[1], "new").unwrap();
+        assert!(contents.recv_timeout(5 * DEBOUNCE).is_err());
+        fs::write(folder.path().join("passing"), "new").unwrap();
+        fs::rename(folder.path().join("passing"), &paths[0]).unwrap();
+        let both: Vec<Vec<u8>> = contents.recv_timeout(PATIENCE).unwrap();
+        assert_eq!(both, [b"new", b"new"]);
+        drop(watcher);
+    }
+
+    #[test]
+    fn looking_at_a_file_is_no_reason_to_look_again() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        fs::write(&path, "one").unwrap();
+        let (look, looks) = channel();
+        let mut witness = notify::recommended_watcher(move |event: notify::Result<Event>| {
+            if event.unwrap().kind.is_access() {
+                let _ = look.send(());
+            }
+        })
+        .unwrap();
+        witness.watch(folder.path(), RecursiveMode::NonRecursive).unwrap();
+        let watcher = watch(vec![(vec![FileSnapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
+        looks.recv_timeout(PATIENCE).unwrap();
+        let more = std::iter::from_fn(|| looks.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
+        assert!(more < 20, "it comes to an end");
+        drop(watcher);
+    }
+
+    #[test]
+    fn a_file_that_is_gone_is_one_line_in_the_log() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, log) = (folder.path().join("file"), folder.path().join("log"));
+        let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
+        let (sign, signs) = sync_channel(4);
+        // Each look takes two of them.
+        (0..4).for_each(|_| sign.send(()).unwrap());
+        drop(sign);
+        let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
+        tracing::subscriber::with_default(lines.finish(), || {
+            let watcher = Arc::<AtomicBool>::default();
+            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &Arc::downgrade(&watcher));
+        });
+        let log = fs::read_to_string(log).unwrap();
+        assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");
+    }
+}

@@ -1,0 +1,100 @@
+//! Follows the configuration and the files that it names while the gateway runs: the good new one takes effect at
+//! once, from a bad one the old stays in force.
+
+use std::fmt::Display;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tracing::{info, warn};
+
+use crate::app::reload::file_watcher::{FileWatcher, OnChange, watch};
+use crate::config::file::FileSnapshot;
+use crate::identity::jwt::KeySet;
+use crate::limiter::clock;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::current::{ConfigHandle, ReloadCause};
+
+/// Follows the files of what is in force as long as the result lives; none if the system refuses to watch a folder.
+pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
+    let watcher = watch(watched_files(configuration));
+    let watcher = watcher.map_err(|error| warn!("changes of files are not seen, SIGHUP reads them again: {error}"));
+    watcher.ok()
+}
+
+fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, OnChange)> {
+    let config = &configuration.active().config;
+    let mut files: Vec<(Vec<FileSnapshot>, OnChange)> = Vec::new();
+    // First: when it takes effect, the others are read with it.
+    let reload = {
+        let configuration = configuration.clone();
+        move |files: &[FileSnapshot]| {
+            if !configuration.is_last_attempt(&files[0].content) {
+                // How it went is told by whoever does it.
+                let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
+            }
+        }
+    };
+    files.push((vec![config.file.clone()], Box::new(reload)));
+    if let Some(file) = &config.jwks_file {
+        let config = config.clone();
+        let reload = move |files: &[FileSnapshot]| {
+            let keys = KeySet::parse(&files[0].content).map(|keys| config.verifier.keys.store(Arc::new(keys)));
+            log_result(&files[0], "the keys before stay in force", keys);
+        };
+        files.push((vec![file.clone()], Box::new(reload)));
+    }
+    if let Some(file) = &config.consumers_file {
+        let config = config.clone();
+        let reload = move |files: &[FileSnapshot]| {
+            let file = &files[0];
+            let read = config.reload_consumers(&file.path, &file.content, &|name| std::env::var(name).ok());
+            log_result(file, "the consumers before stay", read);
+        };
+        files.push((vec![file.clone()], Box::new(reload)));
+    }
+    for (index, tls) in config.upstream_tls.iter().enumerate().filter(|(_, tls)| !tls.files().is_empty()) {
+        let config = config.clone();
+        let reload = move |files: &[FileSnapshot]| {
+            let now = Duration::from_micros(clock::unix_us());
+            let read = config.upstream_tls[index].reload(files, now);
+            let file = read.as_ref().map_or_else(|(file, _)| *file, |()| &files[0]);
+            log_result(file, "what was there before stays in force", read.map_err(|(_, error)| error));
+        };
+        files.push((tls.files(), Box::new(reload)));
+    }
+    for index in 0..config.listeners.len() {
+        watch_listener_tls(config, index, &mut files);
+    }
+    files
+}
+
+/// The files of one listener.
+fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<(Vec<FileSnapshot>, OnChange)>) {
+    let Some(tls) = &config.listeners[index].tls else { return };
+    for (certificate_index, pair) in tls.certificates.iter().enumerate() {
+        let config = config.clone();
+        let reload = move |files: &[FileSnapshot]| {
+            let Some(tls) = &config.listeners[index].tls else { return };
+            let now = Duration::from_micros(clock::unix_us());
+            let read = tls.reload_certificate(certificate_index, &files[0].content, &files[1].content, now);
+            log_result(&files[0], "the certificate before stays in force", read);
+        };
+        files.push((pair.to_vec(), Box::new(reload)));
+    }
+    if let Some((file, auth)) = &tls.client_ca {
+        let (config, auth) = (config.clone(), *auth);
+        let reload = move |files: &[FileSnapshot]| {
+            let Some(tls) = &config.listeners[index].tls else { return };
+            let read = tls.reload_client_ca(&files[0].content, auth);
+            log_result(&files[0], "the authorities before stay in force", read);
+        };
+        files.push((vec![file.clone()], Box::new(reload)));
+    }
+}
+
+fn log_result(file: &FileSnapshot, consequence: &str, result: Result<(), impl Display>) {
+    match result {
+        Ok(()) => info!("reloaded {}", file.path.display()),
+        Err(error) => warn!("{} is not used, {consequence}: {error}", file.path.display()),
+    }
+}

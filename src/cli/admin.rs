@@ -1,0 +1,446 @@
+//! `sluicegate top`, `inspect`, `reset` and `override`: ask a running gateway, and tell it what to do.
+
+pub mod client;
+
+use std::io;
+use std::io::Write;
+
+use anstyle::{AnsiColor, Style};
+use anyhow::bail;
+use clap::{Args, Subcommand};
+use comfy_table::{CellAlignment, Table, presets};
+use http::Method;
+use percent_encoding::{NON_ALPHANUMERIC, utf8_percent_encode};
+use serde_json::{Map, Value, json};
+
+use crate::cli::admin::client::AdminClient;
+
+/// What can be asked of a running gateway.
+#[derive(Debug, Subcommand)]
+pub(super) enum AdminCommand {
+    /// Show who is being limited now, asking the running gateway
+    Top {
+        #[command(flatten)]
+        target: AdminTarget,
+        /// Only by this limit
+        #[arg(long, value_name = "NAME")]
+        limit: Option<String>,
+        /// So many of each limit
+        #[arg(long, value_name = "N", default_value_t = 10)]
+        count: u64,
+    },
+    /// Show where an identity stands, without charging it
+    Inspect {
+        #[command(flatten)]
+        target: AdminTarget,
+        /// With this limit; otherwise with all that these parts are enough for
+        #[arg(long, value_name = "NAME")]
+        limit: Option<String>,
+        /// What a request costs
+        #[arg(long, value_name = "N", default_value_t = 1)]
+        cost: u64,
+        #[command(flatten)]
+        identity: IdentityArgs,
+    },
+    /// Forget what an identity has used, on all gateways
+    Reset {
+        #[command(flatten)]
+        target: AdminTarget,
+        #[command(flatten)]
+        limit_identity: LimitIdentity,
+    },
+    /// Give an identity another quota for a time, on all gateways
+    Override {
+        #[command(subcommand)]
+        action: OverrideCommand,
+    },
+}
+
+/// What can be done with overrides.
+#[derive(Debug, Subcommand)]
+pub(super) enum OverrideCommand {
+    /// Give an identity another quota for a time
+    Set {
+        #[command(flatten)]
+        target: AdminTarget,
+        #[command(flatten)]
+        limit_identity: LimitIdentity,
+        /// As in the configuration: "600/min"
+        #[arg(long, value_name = "QUOTA")]
+        quota: String,
+        /// Of a token bucket; as much as the quota if it is left out
+        #[arg(long, value_name = "N")]
+        burst: Option<u64>,
+        /// How long: "15m", "12h", "7d"
+        #[arg(long = "ttl", value_name = "DURATION")]
+        ttl: String,
+        /// A word about why
+        #[arg(long, value_name = "TEXT")]
+        note: Option<String>,
+    },
+    /// Show all that are in force
+    List {
+        #[command(flatten)]
+        target: AdminTarget,
+    },
+    /// End one before its time
+    Remove {
+        #[command(flatten)]
+        target: AdminTarget,
+        #[command(flatten)]
+        limit_identity: LimitIdentity,
+    },
+}
+
+/// Which gateway, and how its answer is shown.
+#[derive(Debug, Args)]
+pub(super) struct AdminTarget {
+    /// The admin listener, such as http://127.0.0.1:9180; otherwise that of the configuration. The token is in
+    /// SLUICEGATE_ADMIN_TOKEN, otherwise in the configuration
+    #[arg(long, value_name = "URL")]
+    admin: Option<String>,
+    /// As a JSON object, for programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// An identity of one limit.
+#[derive(Debug, Args)]
+pub(super) struct LimitIdentity {
+    /// Of this limit
+    #[arg(long, value_name = "NAME")]
+    limit: String,
+    #[command(flatten)]
+    identity: IdentityArgs,
+}
+
+/// An identity.
+#[derive(Debug, Args)]
+pub(super) struct IdentityArgs {
+    /// A value for each part that the limit is by, such as ip=192.0.2.7 or api-key=CONSUMER; or the hash that `top` shows
+    #[arg(required = true, value_name = "PART=VALUE")]
+    identity: Vec<String>,
+}
+
+impl AdminCommand {
+    /// The listener that is named.
+    pub(super) fn admin_url(&self) -> Option<&str> {
+        self.target().admin.as_deref()
+    }
+
+    fn target(&self) -> &AdminTarget {
+        match self {
+            AdminCommand::Top { target, .. }
+            | AdminCommand::Inspect { target, .. }
+            | AdminCommand::Reset { target, .. } => target,
+            AdminCommand::Override {
+                action:
+                    OverrideCommand::Set { target: reach, .. }
+                    | OverrideCommand::List { target: reach }
+                    | OverrideCommand::Remove { target: reach, .. },
+            } => reach,
+        }
+    }
+}
+
+impl AdminCommand {
+    /// Asks, and shows the answer.
+    pub(super) fn run(&self, client: &AdminClient) -> anyhow::Result<()> {
+        let response = send_request(self, client)?;
+        if self.target().json {
+            writeln!(std::io::stdout(), "{}", serde_json::to_string_pretty(&response)?)?;
+            return Ok(());
+        }
+        // Colours on a terminal only, and none where NO_COLOR asks for it.
+        let out = &mut anstream::stdout().lock();
+        match self {
+            AdminCommand::Top { .. } => write_top(&response, out),
+            AdminCommand::Inspect { .. } => write_identities(&response, out),
+            AdminCommand::Reset { .. } => write_reset(&response, out),
+            AdminCommand::Override { action: OverrideCommand::Set { .. } } => {
+                write_overrides(&response["override"], out)
+            }
+            AdminCommand::Override { action: OverrideCommand::List { .. } } => write_override_list(&response, out),
+            AdminCommand::Override { action: OverrideCommand::Remove { .. } } => write_removed(&response, out),
+        }?;
+        Ok(())
+    }
+}
+
+fn send_request(command: &AdminCommand, client: &AdminClient) -> anyhow::Result<Value> {
+    let get = |path: &str, query: &[(&str, &str)]| client.request(Method::GET, &request_target(path, query), None);
+    match command {
+        AdminCommand::Top { limit, count, .. } => {
+            let count = count.to_string();
+            let mut query = vec![("count", &*count)];
+            query.extend(limit.iter().map(|limit| ("limit", &**limit)));
+            get("/api/top", &query)
+        }
+        AdminCommand::Inspect { limit, cost, identity, .. } => {
+            let cost = cost.to_string();
+            let mut query = identity.query_pairs()?;
+            query.push(("cost", &cost));
+            query.extend(limit.iter().map(|limit| ("limit", &**limit)));
+            get("/api/identities", &query)
+        }
+        AdminCommand::Reset { limit_identity, .. } => {
+            let body = json!({ "limit": limit_identity.limit, "identity": limit_identity.identity.to_json()? });
+            client.request(Method::POST, "/api/reset", Some(&body))
+        }
+        AdminCommand::Override { action: OverrideCommand::Set { limit_identity, quota, burst, ttl, note, .. } } => {
+            let identity = limit_identity.identity.to_json()?;
+            let body = json!({
+                "limit": limit_identity.limit, "identity": identity, "quota": quota, "burst": burst, "ttl": ttl, "note": note
+            });
+            client.request(Method::POST, "/api/overrides", Some(&body))
+        }
+        AdminCommand::Override { action: OverrideCommand::List { .. } } => get("/api/overrides", &[]),
+        AdminCommand::Override { action: OverrideCommand::Remove { limit_identity, .. } } => {
+            let mut query = limit_identity.identity.query_pairs()?;
+            query.push(("limit", &limit_identity.limit));
+            client.request(Method::DELETE, &request_target("/api/overrides", &query), None)
+        }
+    }
+}
+
+/// A path with these parameters.
+pub(super) fn request_target(path: &str, query: &[(&str, &str)]) -> String {
+    let encoded = |text| utf8_percent_encode(text, NON_ALPHANUMERIC);
+    let pairs: Vec<_> = query.iter().map(|(name, value)| format!("{}={}", encoded(name), encoded(value))).collect();
+    if pairs.is_empty() { path.to_owned() } else { format!("{path}?{}", pairs.join("&")) }
+}
+
+impl IdentityArgs {
+    fn query_pairs(&self) -> anyhow::Result<Vec<(&str, &str)>> {
+        if let [hash] = &self.identity[..]
+            && !hash.contains('=')
+        {
+            return Ok(vec![("identity", hash)]);
+        }
+        let pair = |part: &str| part.find('=');
+        if self.identity.iter().any(|part| pair(part).is_none()) {
+            bail!("an identity is a hash, or PART=VALUE for each part: ip=192.0.2.7 api-key=CONSUMER");
+        }
+        Ok(self.identity.iter().filter_map(|part| part.split_once('=')).collect())
+    }
+
+    fn to_json(&self) -> anyhow::Result<Value> {
+        let query = self.query_pairs()?;
+        Ok(match &query[..] {
+            [("identity", hash)] => Value::from(*hash),
+            parts => {
+                Map::from_iter(parts.iter().map(|(label, value)| ((*label).to_owned(), Value::from(*value)))).into()
+            }
+        })
+    }
+}
+
+// Answers of the admin API as tables that people read.
+
+/// `/api/top`
+pub(crate) fn write_top(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let minutes = as_number(&response["window_seconds"]) / 60.0;
+    let (mut without_denials, mut has_denials) = (Vec::new(), false);
+    for limit in as_list(&response["limits"]) {
+        if as_list(&limit["identities"]).is_empty() {
+            without_denials.push(printable(&limit["limit"]));
+            continue;
+        }
+        has_denials = true;
+        let verb = if limit["shadow"] == true { "would have denied" } else { "denied" };
+        writeln!(out, "{}: {verb} {} in the last {minutes} minutes", printable(&limit["limit"]), limit["denied"])?;
+        let rows = as_list(&limit["identities"]).iter().map(|entry| {
+            let (lower_bound, upper_bound) = (&entry["denied_at_least"], &entry["denied_at_most"]);
+            let count = if lower_bound == upper_bound {
+                lower_bound.to_string()
+            } else {
+                format!("{lower_bound} to {upper_bound}")
+            };
+            [count, format_parts(&entry["parts"]), printable(&entry["identity"])]
+        });
+        write_table(["count", "client", "identity"], rows, &["count"], |_| None, out)?;
+    }
+    if !without_denials.is_empty() {
+        let subject = if has_denials { "nobody else was denied" } else { "nobody was denied" };
+        writeln!(out, "{subject} in the last {minutes} minutes: {}", without_denials.join(", "))?;
+    }
+    Ok(())
+}
+
+/// `/api/identities`
+pub(crate) fn write_identities(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let statuses = as_list(&response["limits"]);
+    let rows = statuses.iter().map(|entry| {
+        let shadow = if entry["shadow"] == true { " (shadow)" } else { "" };
+        [
+            printable(&entry["limit"]) + shadow,
+            printable(&entry["decision"]),
+            printable(&entry["quota"]),
+            format!("{} of {}", entry["remaining"], entry["capacity"]),
+            format_seconds(&entry["reset_seconds"]),
+            format_seconds(&entry["retry_seconds"]),
+            if entry["override"].is_object() {
+                format!("for {} more", format_seconds(&entry["override"]["expires_in_seconds"]))
+            } else {
+                String::new()
+            },
+            printable(&entry["identity"]),
+        ]
+    });
+    let header = ["limit", "decision", "quota", "remaining", "resets in", "retry in", "override", "identity"];
+    let style = |row: usize| match statuses.get(row)?["decision"].as_str()? {
+        "denied" | "cost_too_large" => Some(AnsiColor::Red.on_default()),
+        _ => None,
+    };
+    write_table(header, rows, &["remaining", "resets in", "retry in"], style, out)
+}
+
+/// `/api/reset`
+pub(crate) fn write_reset(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let effect = if response["removed"] == true { "starts afresh" } else { "had nothing counted" };
+    let delay_seconds = &response["effective_within_seconds"];
+    let delay_note = if as_number(delay_seconds) > 0.0 {
+        format!("; all gateways know within {delay_seconds} s")
+    } else {
+        String::new()
+    };
+    writeln!(out, "{} of `{}` {effect}{delay_note}", printable(&response["identity"]), printable(&response["limit"]))
+}
+
+/// All of `/api/overrides`
+pub(crate) fn write_override_list(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    write_overrides(&response["overrides"], out)?;
+    if response["store_error"].is_string() {
+        let error = printable(&response["store_error"]);
+        writeln!(out, "the gateway cannot read the store and lists the overrides that it applies: {error}")?;
+    }
+    Ok(())
+}
+
+/// One or many of `/api/overrides`
+pub(crate) fn write_overrides(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let entries = if response.is_array() { as_list(response) } else { std::slice::from_ref(response) };
+    if entries.is_empty() {
+        return writeln!(out, "no identity has a quota of its own for a time");
+    }
+    let rows = entries.iter().map(|entry| {
+        [
+            printable(&entry["limit"]),
+            printable(&entry["identity"]),
+            printable(&entry["quota"]),
+            printable(&entry["burst"]),
+            format_seconds(&entry["expires_in_seconds"]),
+            printable(&entry["note"]),
+        ]
+    });
+    write_table(
+        ["limit", "identity", "quota", "burst", "expires in", "note"],
+        rows,
+        &["burst", "expires in"],
+        |_| None,
+        out,
+    )
+}
+
+/// An answer to the end of an override.
+pub(crate) fn write_removed(response: &Value, out: &mut impl Write) -> io::Result<()> {
+    let effect = if response["removed"] == true { "has the quota of everybody again" } else { "had no override" };
+    writeln!(out, "{} of `{}` {effect}", printable(&response["identity"]), printable(&response["limit"]))
+}
+
+fn write_table<const N: usize>(
+    header: [&str; N],
+    rows: impl Iterator<Item = [String; N]>,
+    right_aligned: &[&str],
+    style: impl Fn(usize) -> Option<Style>,
+    out: &mut impl Write,
+) -> io::Result<()> {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING).set_header(header.iter().map(|title| title.to_uppercase()));
+    table.add_rows(rows);
+    for (column, title) in table.column_iter_mut().zip(header) {
+        if right_aligned.contains(&title) {
+            column.set_cell_alignment(CellAlignment::Right);
+        }
+    }
+    for (line, text) in table.lines().enumerate() {
+        let style = line.checked_sub(1).map_or(Some(Style::new().bold()), &style).unwrap_or_default();
+        writeln!(out, "{style}{}{style:#}", text.trim_end())?;
+    }
+    Ok(())
+}
+
+/// What is shown of an identity; what may be a secret is not known here.
+fn format_parts(parts: &Value) -> String {
+    let part = |(label, value): (&String, &Value)| match value {
+        Value::Null => format!("{label}=(hidden)"),
+        value => format!("{label}={}", printable(value)),
+    };
+    parts.as_object().into_iter().flatten().map(part).collect::<Vec<_>>().join(" ")
+}
+
+/// Text that somebody else may have chosen: it must not tell the terminal what to do.
+fn printable(value: &Value) -> String {
+    let escape = |text: &str| text.chars().flat_map(escape_char).collect();
+    match value {
+        Value::Null => String::new(),
+        Value::String(text) => escape(text),
+        other => escape(&other.to_string()),
+    }
+}
+
+fn escape_char(c: char) -> Vec<char> {
+    // Marks that turn the direction of text, and those that take no room.
+    let is_invisible =
+        matches!(c, '\u{200b}'..='\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}');
+    if c.is_control() || is_invisible { c.escape_unicode().collect() } else { vec![c] }
+}
+
+fn as_number(value: &Value) -> f64 {
+    value.as_f64().unwrap_or_default()
+}
+
+fn as_list(value: &Value) -> &[Value] {
+    value.as_array().map_or(&[], Vec::as_slice)
+}
+
+/// Seconds in one or two units.
+fn format_seconds(value: &Value) -> String {
+    value.as_f64().map_or_else(String::new, format_duration)
+}
+
+/// The same.
+pub(crate) fn format_duration(seconds: f64) -> String {
+    let rounded = seconds.ceil() as u64;
+    match rounded {
+        0..10 => format!("{seconds} s"),
+        10..120 => format!("{rounded} s"),
+        120..7200 => format!("{} min {} s", rounded / 60, rounded % 60),
+        7200..172_800 => format!("{} h {} min", rounded / 3600, rounded % 3600 / 60),
+        _ => format!("{} d {} h", rounded / 86_400, rounded % 86_400 / 3600),
+    }
+}
+
+#[cfg(test)]
+mod tables_tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn printable_escapes_control_characters() {
+        assert_eq!(printable(&json!("a\u{1b}[31mb\nc\u{202e}")), "a\\u{1b}[31mb\\u{a}c\\u{202e}");
+        assert_eq!(format_parts(&json!({"api-key": "acme", "cookie:sid": null})), "api-key=acme cookie:sid=(hidden)");
+    }
+
+    #[test]
+    fn format_duration_uses_one_or_two_units() {
+        for (seconds, expected) in [(0.25, "0.25 s"), (9.0, "9 s"), (59.2, "60 s"), (150.0, "2 min 30 s")] {
+            assert_eq!(format_seconds(&json!(seconds)), expected);
+        }
+        assert_eq!(
+            (format_seconds(&json!(7260)), format_seconds(&json!(180_000))),
+            ("2 h 1 min".to_owned(), "2 d 2 h".to_owned())
+        );
+        assert_eq!(format_seconds(&Value::Null), "");
+    }
+}

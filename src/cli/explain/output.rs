@@ -1,0 +1,196 @@
+//! What is found out about a request, as people read it in a terminal.
+
+use std::io;
+use std::io::Write;
+
+use anstyle::{AnsiColor, Style};
+
+use crate::cli::admin::format_duration;
+use crate::tools::explain::report::{
+    ClientReport, EffectiveQuota, Explanation, HeaderReport, IdentityPartReport, LimitReport, LimitUsage, OtherRoute,
+    ResponseReport, UpstreamReport,
+};
+
+/// Columns of a line, if words allow.
+const LINE_WIDTH: usize = 80;
+
+/// Columns of the names at the left, at the most.
+const MAX_NAME_WIDTH: usize = 18;
+
+const HEADING_STYLE: Style = Style::new().bold();
+const SUCCESS_STYLE: Style = AnsiColor::Green.on_default();
+const ERROR_STYLE: Style = AnsiColor::Red.on_default();
+
+/// Writes all of it.
+pub(super) fn write(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    write_request(explanation, out)?;
+    write_routes(explanation, out)?;
+    write_limits(explanation, out)?;
+    write_response(explanation, out)?;
+    explanation.upstream.as_ref().map_or(Ok(()), |upstream_report| write_upstream(explanation, upstream_report, out))
+}
+
+fn write_request(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    write_heading(
+        out,
+        &format!("{} {}{}", explanation.method, explanation.host.as_deref().unwrap_or(""), explanation.raw_path),
+    )?;
+    if let Some(path) = explanation.path.as_ref().filter(|path| **path != explanation.raw_path) {
+        write_item(out, 6, "path", &[format!("{path}, its canonical form")])?;
+    }
+    let ClientReport { address, peer, trusted, header } = &explanation.client;
+    let text = match (header, trusted) {
+        (Some(header), _) => format!("{address}, as the trusted proxy {peer} says in {header}"),
+        (None, true) => format!("{address}, a trusted proxy that names nobody else"),
+        (None, false) => format!("{address}, which connects; it is no trusted proxy"),
+    };
+    write_item(out, 6, "client", &[text])
+}
+
+fn write_routes(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    match &explanation.route {
+        Some(route) => write_heading(out, &format!("\nRoute {}: {}", route.route, route.path))?,
+        None => write_heading(out, "\nNo route")?,
+    }
+    let width = max_width(explanation.other_routes.iter().map(|other| &*other.route));
+    for OtherRoute { route, reason, .. } in &explanation.other_routes {
+        write_item(out, width, route, std::slice::from_ref(reason))?;
+    }
+    match explanation.other_routes_omitted {
+        0 => Ok(()),
+        more => writeln!(out, "  {more} more: --all"),
+    }
+}
+
+fn write_limits(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    if explanation.limits.is_empty() {
+        return Ok(());
+    }
+    write_heading(out, &format!("\nLimits; store: {}", explanation.store))?;
+    if let Some(reason) = explanation.counters_unavailable.as_ref() {
+        write_paragraph(out, "  ", 2, &format!("where identities stand is not known: {reason}"))?;
+    }
+    let width = max_width(explanation.limits.iter().map(|limit| &*limit.limit));
+    explanation.limits.iter().try_for_each(|limit| write_item(out, width, &limit.limit, &limit_lines(limit)))
+}
+
+/// What is said of a limit.
+fn limit_lines(limit: &LimitReport) -> Vec<String> {
+    let shadow = if limit.shadow { " (shadow: it never denies)" } else { "" };
+    if let Some(reason) = &limit.skipped {
+        return vec![format!("has no say: {reason}{shadow}")];
+    }
+    if let Some(error) = &limit.error {
+        return vec![format!("refuses it: {error}")];
+    }
+    let mut lines = Vec::new();
+    if let (Some(usage), Some(quota)) = (&limit.usage, &limit.effective_quota) {
+        lines.push(usage_text(usage, quota) + shadow);
+    }
+    if let (Some(EffectiveQuota { source, quota, capacity }), Some(cost)) = (&limit.effective_quota, limit.cost) {
+        let source_note = if source == "standard" { String::new() } else { format!(" ({source})") };
+        let cost_text =
+            if limit.post_paid { "its cost is in the response".to_owned() } else { format!("costs {cost}") };
+        lines.push(format!("{quota}{source_note}, {capacity} at once; {cost_text}"));
+    }
+    let part = |IdentityPartReport { part, value, source }: &IdentityPartReport| {
+        format!("{part}={}, {source}", value.as_deref().unwrap_or("(hidden)"))
+    };
+    lines.extend(limit.parts.iter().map(part));
+    lines.extend(limit.identity.as_ref().map(|identity| format!("identity {identity}")));
+    lines
+}
+
+fn usage_text(usage: &LimitUsage, effective_quota: &EffectiveQuota) -> String {
+    let LimitUsage { decision, remaining, remaining_after, reset_seconds, retry_seconds, max_wait_seconds } = usage;
+    let label = match decision {
+        Some(word) => word.replace('_', " "),
+        None => "would allow it".to_owned(),
+    };
+    let mut text = format!("{label}: {remaining} of {} left", effective_quota.capacity);
+    if let Some(remaining_after) = remaining_after {
+        text += &format!(", {remaining_after} after it");
+    }
+    if *reset_seconds > 0.0 {
+        text += &format!("; resets in {}", format_duration(*reset_seconds));
+    }
+    match (retry_seconds, decision) {
+        (Some(retry), _) => text += &format!("; would pass in {}", format_duration(*retry)),
+        (None, Some("denied" | "shadow_denied")) => text += "; never passes: it costs more than there can be",
+        (None, _) => {}
+    }
+    if let Some(max_wait) = max_wait_seconds {
+        text += &format!("; may wait {} for its turn", format_duration(*max_wait));
+    }
+    text
+}
+
+fn write_response(explanation: &Explanation, out: &mut impl Write) -> io::Result<()> {
+    let ResponseReport { source, status, outcome, headers, removed_headers, body } = &explanation.response;
+    let style = if matches!(*outcome, "ok") { SUCCESS_STYLE } else { ERROR_STYLE };
+    let status_text = match (status, *source) {
+        (Some(status), _) => format!("{status} from the gateway ({outcome})"),
+        (None, _) => "the upstream's".to_owned(),
+    };
+    let condition = if explanation.counters_unavailable.is_some() && explanation.decision.is_none() {
+        ", if its limits let it pass"
+    } else {
+        ""
+    };
+    writeln!(out, "\n{HEADING_STYLE}Answer:{HEADING_STYLE:#} {style}{status_text}{style:#}{condition}")?;
+    write_headers(out, "+", headers)?;
+    removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))?;
+    body.iter().flat_map(|body| body.lines()).try_for_each(|line| write_paragraph(out, "  ", 2, line))
+}
+
+fn write_upstream(explanation: &Explanation, report: &UpstreamReport, out: &mut impl Write) -> io::Result<()> {
+    let UpstreamReport { upstreams, target, set_headers, removed_headers } = report;
+    write_heading(out, &format!("\nUpstream {}: {} {target}", upstreams.join(" or "), explanation.method))?;
+    write_headers(out, "+", set_headers)?;
+    removed_headers.iter().try_for_each(|name| writeln!(out, "  - {name}"))
+}
+
+fn write_headers(out: &mut impl Write, sign: &str, headers: &[HeaderReport]) -> io::Result<()> {
+    headers.iter().try_for_each(|HeaderReport { name, value }| {
+        let value = value.as_deref().unwrap_or("(as configured)");
+        write_paragraph(out, &format!("  {sign} {name}: "), 6, value)
+    })
+}
+
+fn write_heading(out: &mut impl Write, text: &str) -> io::Result<()> {
+    let (space, text) = text.strip_prefix('\n').map_or(("", text), |text| ("\n", text));
+    writeln!(out, "{space}{HEADING_STYLE}{text}{HEADING_STYLE:#}")
+}
+
+fn max_width<'a>(names: impl Iterator<Item = &'a str>) -> usize {
+    names.map(|name| name.chars().count()).max().unwrap_or(0).min(MAX_NAME_WIDTH)
+}
+
+/// A name at the left, what is said of it at the right.
+fn write_item(out: &mut impl Write, width: usize, name: &str, lines: &[String]) -> io::Result<()> {
+    let mut first = format!("  {name:width$}  ");
+    for line in lines {
+        write_paragraph(out, &first, width + 4, line)?;
+        first = " ".repeat(width + 4);
+    }
+    Ok(())
+}
+
+/// A text in lines that fit, with `first` before the first one and as many spaces as `indent` says before others.
+fn write_paragraph(out: &mut impl Write, first: &str, indent: usize, text: &str) -> io::Result<()> {
+    let mut line = first.to_owned();
+    let mut is_empty = true;
+    for word in text.split(' ') {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > LINE_WIDTH {
+            writeln!(out, "{}", line.trim_end())?;
+            line = " ".repeat(indent);
+            is_empty = true;
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.extend(word.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }));
+        is_empty = false;
+    }
+    writeln!(out, "{}", line.trim_end())
+}

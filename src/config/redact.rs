@@ -1,0 +1,246 @@
+//! The text of a configuration as it may be shown: reports of errors end up in logs.
+
+use std::ops::Range;
+
+use serde_json::Value;
+use toml::Spanned;
+use toml::de::{DeTable, DeValue};
+
+use crate::config::secrets::{MASK, is_secret, is_secret_name, redact, secret_ranges};
+
+/// A text of which secrets are hidden.
+#[derive(Debug)]
+pub(super) struct RedactedText {
+    /// With asterisks for what is secret in it; every byte keeps its place.
+    pub(super) text: String,
+    /// The secrets, as the file has them.
+    secrets: Vec<String>,
+}
+
+impl RedactedText {
+    pub(super) fn new(text: &str) -> Self {
+        let mut redacted = RedactedText { text: text.to_owned(), secrets: Vec::new() };
+        match DeTable::parse(text) {
+            Ok(table) => redacted.redact_table(text, table.get_ref(), &mut Vec::new()),
+            // What is no TOML is read by lines: what hides too much is better than what hides too little.
+            Err(_) => redacted.text = text.split_inclusive('\n').map(redact_line).collect(),
+        }
+        redacted
+    }
+
+    /// The same words without the secrets, and without the parts of URLs that are.
+    pub(super) fn redact_message(&self, text: &str) -> String {
+        let message = self.redact_hint(text);
+        let mut out = String::new();
+        for (index, quoted) in message.split('`').enumerate() {
+            out.push_str(if index == 0 { "" } else { "`" });
+            // Values stand in backticks; other URLs are examples.
+            out.push_str(&if index % 2 == 1 { redact(quoted) } else { quoted.to_owned() });
+        }
+        out
+    }
+
+    /// The same of a hint, in which other URLs are examples.
+    pub(super) fn redact_hint(&self, hint: &str) -> String {
+        self.secrets.iter().fold(hint.to_owned(), |redacted_hint, secret| redacted_hint.replace(secret, MASK))
+    }
+
+    fn redact_table<'t>(&mut self, text: &str, table: &'t DeTable<'_>, path: &mut Vec<&'t str>) {
+        for (key, value) in table {
+            path.push(key.get_ref());
+            self.redact_value(text, value, path);
+            path.pop();
+        }
+    }
+
+    fn redact_value<'t>(&mut self, text: &str, value: &'t Spanned<DeValue<'_>>, path: &mut Vec<&'t str>) {
+        let span = value.span();
+        match value.get_ref() {
+            DeValue::Table(table) => self.redact_table(text, table, path),
+            DeValue::Array(items) => items.iter().for_each(|item| self.redact_value(text, item, path)),
+            DeValue::String(string) if is_secret(path, string) => self.hide_value(span, string),
+            DeValue::String(string) => {
+                let found = secret_ranges(string);
+                let within = text.get(span.clone()).and_then(|raw| raw.find(&**string));
+                match within {
+                    // Short ones are often words, and what is said of a URL has them in their place.
+                    Some(from) => found.into_iter().for_each(|part| {
+                        let start = span.start + from;
+                        self.text = mask_range(&self.text, start + part.start, start + part.end);
+                        self.remember_secret(&string[part], 6);
+                    }),
+                    // Written with escapes.
+                    None if !found.is_empty() => self.hide_value(span, string),
+                    None => {}
+                }
+            }
+            _ if is_secret(path, "") => self.hide_value(span, ""),
+            _ => {}
+        }
+    }
+
+    /// Shorter ones stand in words that are no secret.
+    fn remember_secret(&mut self, secret: &str, min_length: usize) {
+        if secret.len() >= min_length && !secret.contains("${") {
+            self.secrets.push(secret.to_owned());
+        }
+    }
+
+    fn hide_value(&mut self, span: Range<usize>, secret: &str) {
+        self.text = mask_range(&self.text, span.start, span.end);
+        self.remember_secret(secret, 3);
+    }
+}
+
+fn redact_line(line: &str) -> String {
+    let Some(key) = line.find('=') else { return line.to_owned() };
+    let words = line.split(|sign: char| !sign.is_ascii_alphanumeric() && !"-_".contains(sign));
+    let rules = line.contains("_headers") || line.contains("set");
+    if rules || words.clone().any(|word| is_secret_name(word) || is_secret(&["", word], "")) {
+        return mask_range(line, key, line.len());
+    }
+    let mut redacted_line = line.to_owned();
+    for part in secret_ranges(line.trim_end_matches(['"', '\'', '\n', ' ', ']', '}'])) {
+        redacted_line = mask_range(&redacted_line, part.start, part.end);
+    }
+    redacted_line
+}
+
+/// With asterisks for letters and digits; names of environment variables are no secrets.
+fn mask_range(line: &str, from: usize, to: usize) -> String {
+    let (before, rest) = line.split_at(from);
+    let (secret, after) = rest.split_at(to - from);
+    let (mut hidden, mut rest) = (String::with_capacity(line.len()), secret);
+    while let Some(start) = rest.find("${") {
+        let end = rest[start..].find([':', '}']).map_or(rest.len(), |end| start + end);
+        hidden.push_str(&asterisks(&rest[..start]));
+        hidden.push_str(&rest[start..end]);
+        rest = &rest[end..];
+    }
+    format!("{before}{hidden}{}{after}", asterisks(rest))
+}
+
+fn asterisks(text: &str) -> String {
+    let hidden = |sign: char| match sign {
+        ' ' | '=' | '"' | '\'' | '[' | ']' | '{' | '}' | '\t' | '\r' | '\n' => sign.to_string(),
+        sign => "*".repeat(sign.len_utf8()),
+    };
+    text.chars().map(hidden).collect()
+}
+
+// A configuration for eyes that must not see its secrets.
+
+/// What a file says, as it is written: variables by their names, secrets masked.
+///
+/// # Errors
+/// It is no TOML.
+pub fn redacted_config(text: &str) -> Result<Value, toml::de::Error> {
+    let mut value = toml::from_str(text)?;
+    redact_value(&mut value, &mut Vec::new());
+    Ok(value)
+}
+
+fn redact_value<'k>(value: &'k mut Value, path: &mut Vec<&'k str>) {
+    match value {
+        Value::String(text) if text.is_empty() => {}
+        Value::String(text) if is_secret(path, text) => *text = MASK.to_owned(),
+        Value::String(text) => *text = redact(text),
+        Value::Array(items) => {
+            for item in items {
+                redact_value(item, path);
+            }
+        }
+        Value::Object(table) => {
+            for (key, value) in table {
+                path.push(key);
+                redact_value(value, path);
+                path.pop();
+            }
+        }
+        Value::Bool(_) | Value::Number(_) if is_secret(path, "") => *value = MASK.into(),
+        Value::Null | Value::Bool(_) | Value::Number(_) => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn secrets_are_hidden_and_the_rest_is_as_it_was() {
+        for (text, shown) in [
+            ("secret = \"s3cret\"\n", "secret = \"******\"\n"),
+            ("sekret = \"pässe\"", "sekret = \"******\""),
+            ("token = [\"abc\"]", "token = [\"***\"]"),
+            ("admin.token = 'a b'\n", "admin.token = '* *'\n"),
+            ("secret = \"${NAME}\"", "secret = \"${NAME}\""),
+            ("secret = \"a${NAME:-dflt}b\"", "secret = \"*${NAME******}*\""),
+            ("token = 12", "token = **"),
+            ("store = { url = \"redis://h\", secret = \"abc\" }", "store = { url = \"redis://h\", secret = \"***\" }"),
+            ("url = \"redis://me:p/a@ss@host:1/0\"", "url = \"redis://*********@host:1/0\""),
+            ("url = \"redis:/\\u002fa:b@c\"", ""),
+            (
+                "url = \"redis+sentinel://a,b/m?sentinel_password=abc&db=1\"",
+                "url = \"redis+sentinel://a,b/m?sentinel_password=***&db=1\"",
+            ),
+            ("servers = [\"http://a:1\", \"http://u:p@b:1\"]", "servers = [\"http://a:1\", \"http://***@b:1\"]"),
+            ("name = \"search\"\npath = \"/token\"\n", "name = \"search\"\npath = \"/token\"\n"),
+            ("[limit.tokens]\nquota = \"1/s\"\n", "[limit.tokens]\nquota = \"1/s\"\n"),
+            // No TOML.
+            ("a = { set = { authorization = \"abc\" }", "a = { *** = { ************* = \"***\" }"),
+            ("a = 1, secret = \"abc", "a = ** ****** = \"***"),
+        ] {
+            let redacted = RedactedText::new(text).text;
+            assert_eq!(
+                redacted.len(),
+                text.chars().map(char::len_utf8).sum::<usize>(),
+                "places stay what they were: {text}"
+            );
+            if !text.contains("\\u") {
+                assert_eq!(redacted, shown);
+            }
+            assert!(!redacted.contains("abc") && !redacted.contains("a:b"), "{redacted}");
+        }
+    }
+
+    #[test]
+    fn words_about_a_value_do_not_repeat_a_secret() {
+        let redacted = RedactedText::new("secret = \"hunter2\"\nurl = \"http://u:pw@h\"");
+        assert_eq!(
+            redacted.redact_message("`hunter2` is not a size; `http://${X}:pw2@h/?a=b` is no URL"),
+            "`***` is not a size; `http://***@h/?a=***` is no URL"
+        );
+    }
+}
+
+#[cfg(test)]
+mod shown_tests {
+    use super::*;
+
+    #[test]
+    fn no_secret_is_shown_and_everything_else_is() {
+        let text = "[admin]\naddress = \"127.0.0.1:9180\"\ntoken = \"planted\"\n\
+                    [store]\nurl = \"redis+sentinel://user:planted@h1,h2/mymaster?sentinel_password=planted\"\nsecret = \"${S:-planted}\"\n\
+                    [server]\nworkers = 2\n[api_key]\nconsumers = \"consumers.toml\"\n\
+                    [upstream.api]\nservers = [\"http://${HOST}:80\", { url = \"https://a:planted@b\", weight = 2 }]\n\
+                    [[route]]\nname = \"r\"\npath = \"/?\"\nrequest_headers.set = { authorization = \"planted\" }\n\
+                    response_headers = { set = { x-a = \"planted\" }, remove = [\"server\"] }\n";
+        let shown = redacted_config(text).unwrap();
+        assert!(!shown.to_string().contains("planted"), "{shown}");
+        for (pointer, expected) in [
+            ("/admin/address", "127.0.0.1:9180"),
+            ("/admin/token", "***"),
+            ("/store/url", "redis+sentinel://***@h1,h2/mymaster?sentinel_password=***"),
+            ("/store/secret", "***"),
+            ("/api_key/consumers", "consumers.toml"),
+            ("/upstream/api/servers/0", "http://${HOST}:80"),
+            ("/upstream/api/servers/1/url", "https://***@b"),
+            ("/route/0/path", "/?"),
+            ("/route/0/request_headers/set/authorization", "***"),
+            ("/route/0/response_headers/remove/0", "server"),
+        ] {
+            assert_eq!(shown.pointer(pointer), Some(&expected.into()), "{pointer} in {shown}");
+        }
+        assert_eq!(shown["server"]["workers"], 2);
+    }
+}

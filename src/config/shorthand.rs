@@ -1,0 +1,152 @@
+//! Values that may be written in two ways, a short one and a long one.
+
+use std::collections::BTreeMap;
+
+use schemars::JsonSchema;
+use serde::Deserialize;
+use serde::de::{Deserializer, MapAccess, SeqAccess, Visitor, value};
+
+use crate::config::error::Spanned;
+use crate::config::{Text, schema};
+
+/// `5`, or a table that says where the cost stands.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum LimitCost {
+    /// The same each time.
+    Fixed(#[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))] i64),
+    /// A field says it.
+    FromHeader(CostTable),
+}
+
+/// `{ request_header = "…", max = … }` or `{ response_header = "…" }`
+#[derive(Debug, Default, Deserialize, JsonSchema)]
+#[serde(default)]
+pub struct CostTable {
+    /// A field of requests that trusted proxies set; with `max`.
+    pub request_header: Option<Text>,
+    /// A field of responses.
+    pub response_header: Option<Text>,
+    /// More than this counts as this.
+    #[schemars(range(min = 1, max = 9_007_199_254_740_991_i64))]
+    pub max: Option<Spanned<i64>>,
+}
+
+/// `"ip"` or `["ip", "route"]`.
+#[derive(Debug, Default, JsonSchema)]
+pub struct OneOrMany(#[schemars(schema_with = "schema::identities")] pub Vec<String>);
+
+/// `"api"` or `{ api = 9, canary = 1 }`.
+#[derive(Debug, JsonSchema)]
+#[schemars(untagged)]
+pub enum UpstreamWeights {
+    /// All goes to one upstream.
+    Single(String),
+    /// Each has its part.
+    Weighted(#[schemars(schema_with = "schema::weights")] BTreeMap<String, Spanned<i64>>),
+}
+
+/// `"http://…"` or `{ url = "http://…", weight = … }`.
+#[derive(Debug, Default, JsonSchema)]
+#[schemars(with = "ServerForms")]
+pub struct UpstreamServer {
+    /// Where it listens.
+    pub url: String,
+    /// Its share beside that of others.
+    pub weight: Option<Spanned<i64>>,
+}
+
+#[derive(JsonSchema)]
+#[schemars(untagged)]
+#[allow(dead_code)] // says what may be written
+enum ServerForms {
+    Url(String),
+    Table(ServerTable),
+}
+
+impl<'de> Deserialize<'de> for OneOrMany {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = OneOrMany;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a string or a list of strings")
+            }
+            fn visit_str<E>(self, one: &str) -> Result<OneOrMany, E> {
+                Ok(OneOrMany(vec![one.to_owned()]))
+            }
+            fn visit_seq<A: SeqAccess<'de>>(self, seq: A) -> Result<OneOrMany, A::Error> {
+                Vec::deserialize(value::SeqAccessDeserializer::new(seq)).map(OneOrMany)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for UpstreamWeights {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = UpstreamWeights;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("the name of an upstream or a table of names and weights")
+            }
+            fn visit_str<E>(self, name: &str) -> Result<UpstreamWeights, E> {
+                Ok(UpstreamWeights::Single(name.to_owned()))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamWeights, A::Error> {
+                BTreeMap::deserialize(value::MapAccessDeserializer::new(map)).map(UpstreamWeights::Weighted)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for UpstreamServer {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = UpstreamServer;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a URL or a table with `url`")
+            }
+            fn visit_str<E>(self, url: &str) -> Result<UpstreamServer, E> {
+                Ok(UpstreamServer { url: url.to_owned(), weight: None })
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<UpstreamServer, A::Error> {
+                let ServerTable { url, weight } = ServerTable::deserialize(value::MapAccessDeserializer::new(map))?;
+                Ok(UpstreamServer { url, weight })
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+impl<'de> Deserialize<'de> for LimitCost {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Either;
+        impl<'de> Visitor<'de> for Either {
+            type Value = LimitCost;
+            fn expecting(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                f.write_str("a whole number or a table with `request_header` or `response_header`")
+            }
+            fn visit_i64<E>(self, cost: i64) -> Result<LimitCost, E> {
+                Ok(LimitCost::Fixed(cost))
+            }
+            fn visit_map<A: MapAccess<'de>>(self, map: A) -> Result<LimitCost, A::Error> {
+                CostTable::deserialize(value::MapAccessDeserializer::new(map)).map(LimitCost::FromHeader)
+            }
+        }
+        deserializer.deserialize_any(Either)
+    }
+}
+
+/// The table form of a server.
+#[derive(Debug, Deserialize, JsonSchema)]
+pub(super) struct ServerTable {
+    /// Scheme, host and port.
+    url: String,
+    /// Its share beside that of others; 0 = drained.
+    #[schemars(range(min = 0, max = 1000), extend("default" = 1))]
+    weight: Option<Spanned<i64>>,
+}

@@ -1,0 +1,300 @@
+//! The host that a request is routed on, and the one that the upstream is told.
+
+use std::borrow::Cow;
+use std::net::Ipv6Addr;
+
+use http::header::{HOST, HeaderValue};
+use http::uri::Scheme;
+use http::{HeaderMap, Uri, Version};
+
+/// The host of a request, in lower case, without port and without a dot at its end; IPv6 addresses in their shortest form: of the target if it names one (RFC 9112 §3.2.2), else the
+/// one Host field; empty where HTTP/1.0 sends none.
+///
+/// # Errors
+/// Why it cannot be told.
+pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
+    if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
+        return Err("the target is not one of http or https");
+    }
+    let mut fields = headers.get_all(HOST).iter();
+    let field = fields.next();
+    if fields.next().is_some() {
+        return Err("the request has more than one Host");
+    }
+    let malformed = "the Host is malformed";
+    let field = match field.map(|host| host.to_str().ok().and_then(strip_port)) {
+        Some(None) => return Err(malformed),
+        Some(host) => host,
+        None => None,
+    };
+    let host = match (uri.authority(), field) {
+        // Sent even where the target names the host (RFC 9112 §3.2).
+        (_, None) if version == Version::HTTP_11 => return Err("the request has no Host"),
+        (Some(authority), _) => strip_port(authority.as_str()).ok_or(malformed)?,
+        (None, Some(host)) => host,
+        (None, None) if version == Version::HTTP_10 => return Ok(Cow::Borrowed("")),
+        (None, None) => return Err("the request has no Host"),
+    };
+    Ok(canonical_host(host))
+}
+
+/// The one form of a host without port.
+pub fn canonical_host(host: &str) -> Cow<'_, str> {
+    let inner = host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
+    if let Some(address) = inner.and_then(|inner| inner.parse::<Ipv6Addr>().ok()) {
+        return Cow::Owned(format!("[{address}]"));
+    }
+    // The root of all names (RFC 1034 §3.1): with and without it is the same host.
+    let host = host.strip_suffix('.').unwrap_or(host);
+    if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
+        return Cow::Owned(host.to_ascii_lowercase());
+    }
+    Cow::Borrowed(host)
+}
+
+/// A Host without the dot at the end of its name; none where there is no dot.
+pub fn strip_trailing_dot(host: &HeaderValue) -> Option<HeaderValue> {
+    let bytes = host.as_bytes();
+    let end = bytes.iter().position(|byte| *byte == b':').unwrap_or(bytes.len());
+    let (name, port) = bytes.split_at(end);
+    HeaderValue::from_bytes(&[name.strip_suffix(b".")?, port].concat()).ok()
+}
+
+/// The host of `host`, `host:port`, `[v6]`, `[v6]:port`; none if it is something else, such as `user@host`.
+fn strip_port(authority: &str) -> Option<&str> {
+    let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
+        Some((v6, rest)) => {
+            let is_valid = v6.parse::<Ipv6Addr>().is_ok();
+            (is_valid.then(|| &authority[..v6.len() + 2])?, rest.strip_prefix(':').or(rest.is_empty().then_some(""))?)
+        }
+        None => {
+            let (host, port) = authority.split_once(':').unwrap_or((authority, ""));
+            let is_valid =
+                host.bytes().all(|byte| byte.is_ascii_alphanumeric() || matches!(byte, b'-' | b'.' | b'_' | b'~'));
+            let is_valid = is_valid && !host.starts_with('.') && !host.contains("..");
+            (is_valid.then_some(host)?, port)
+        }
+    };
+    let is_valid = !host.is_empty() && port.len() <= 5 && port.bytes().all(|byte| byte.is_ascii_digit());
+    is_valid.then_some(host)
+}
+
+// The canonical form of a path: the one that is routed on and limited by, and forwarded with its own encoding of delimiters.
+
+/// Why a path has no canonical form.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum PathError {
+    #[error("the path must start with `/`")]
+    NotAbsolute,
+    #[error("the path has a `%` that is not followed by two hex digits")]
+    InvalidPercentEncoding,
+    #[error("the path has an encoded or raw NUL, slash, backslash or control character")]
+    ForbiddenCharacter,
+}
+
+/// Brings a path into canonical form: what stands for itself in a path decoded, all else encoded in upper case,
+/// dot segments resolved, `//` merged (RFC 3986 §6.2.2, with the merging that servers do).
+///
+/// # Errors
+/// The path could mean different things to different servers, see [`PathError`].
+pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
+    normalize(path, is_literal)
+}
+
+/// The same, but encoded delimiters (`%3A`, `%2B`, `%3B`, …) stay encoded: the form that is forwarded. Some servers give `;` and
+/// `+` a meaning that `%3B` and `%2B` do not have.
+///
+/// # Errors
+/// As [`canonical`].
+pub fn forwarded_path(path: &str) -> Result<Cow<'_, str>, PathError> {
+    normalize(path, is_unreserved)
+}
+
+/// `decoded` says of which characters the encoding is taken away.
+fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, PathError> {
+    if !path.starts_with('/') {
+        return Err(PathError::NotAbsolute);
+    }
+    if is_canonical(path.as_bytes()) {
+        return Ok(Cow::Borrowed(path));
+    }
+    let encoded = encode(path.as_bytes(), should_decode)?;
+    let mut segments: Vec<&str> = Vec::new();
+    // A path that ends in `/`, `/.` or `/..` names a folder.
+    let mut is_directory = false;
+    for segment in encoded.split('/').skip(1) {
+        is_directory = matches!(segment, "" | "." | "..");
+        match segment {
+            "" | "." => {}
+            ".." => {
+                segments.pop();
+            }
+            name => segments.push(name),
+        }
+    }
+    let mut out = String::with_capacity(encoded.len());
+    for segment in &segments {
+        out.push('/');
+        out.push_str(segment);
+    }
+    if is_directory || segments.is_empty() {
+        out.push('/');
+    }
+    Ok(Cow::Owned(out))
+}
+
+/// Nothing to decode, encode, resolve or merge; `.` at the start of a segment takes the slow way.
+fn is_canonical(path: &[u8]) -> bool {
+    let mut previous = b'.';
+    path.iter().all(|&byte| {
+        let start_of_segment = previous == b'/';
+        previous = byte;
+        match byte {
+            b'/' | b'.' => !start_of_segment,
+            _ => is_literal(byte),
+        }
+    })
+}
+
+/// Characters that stand for themselves in a path (RFC 3986 `pchar` and `/`).
+fn is_literal(byte: u8) -> bool {
+    is_unreserved(byte) || b"!$&'()*+,;=:@/".contains(&byte)
+}
+
+fn is_unreserved(byte: u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"-._~".contains(&byte)
+}
+
+fn encode(path: &[u8], should_decode: fn(u8) -> bool) -> Result<String, PathError> {
+    let mut out = String::with_capacity(path.len() + 8);
+    let mut bytes = path.iter();
+    while let Some(&byte) = bytes.next() {
+        let (byte, is_encoded) = match byte {
+            b'%' => {
+                let digit = |byte: Option<&u8>| byte.and_then(|&byte| (byte as char).to_digit(16));
+                let (Some(high), Some(low)) = (digit(bytes.next()), digit(bytes.next())) else {
+                    return Err(PathError::InvalidPercentEncoding);
+                };
+                ((high * 16 + low) as u8, true)
+            }
+            byte => (byte, false),
+        };
+        if byte.is_ascii_control() || byte == b'\\' || (is_encoded && byte == b'/') {
+            return Err(PathError::ForbiddenCharacter);
+        }
+        if if is_encoded { should_decode(byte) } else { is_literal(byte) } {
+            out.push(byte as char);
+        } else {
+            const HEX: &[u8; 16] = b"0123456789ABCDEF";
+            out.push('%');
+            out.push(HEX[usize::from(byte >> 4)] as char);
+            out.push(HEX[usize::from(byte & 15)] as char);
+        }
+    }
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn request_host_ignores_port_and_case() {
+        for (authority, expected) in [
+            ("example.com", Some("example.com")),
+            ("example.com:8080", Some("example.com")),
+            ("[::1]:80", Some("[::1]")),
+            ("[::1]", Some("[::1]")),
+            ("", None),
+            (":80", None),
+            ("a b", None),
+            ("user@host", None),
+            ("host/path", None),
+            ("host:port", None),
+            ("[::1", None),
+            ("[::1]x", None),
+            ("[1.2.3.4]", None),
+            ("a.test.", Some("a.test.")),
+            ("a.test..", None),
+            ("a..test", None),
+            (".a.test", None),
+            (".", None),
+        ] {
+            assert_eq!(strip_port(authority), expected, "{authority}");
+        }
+        let headers = HeaderMap::from_iter([(HOST, "EXAMPLE.com:80".parse().unwrap())]);
+        let uri = Uri::from_static("/");
+        assert_eq!(request_host(&uri, &headers, Version::HTTP_11), Ok("example.com".into()));
+        let absolute = Uri::from_static("http://other.com/");
+        assert_eq!(request_host(&absolute, &headers, Version::HTTP_11), Ok("other.com".into()));
+    }
+
+    #[test]
+    fn request_host_requires_exactly_one_host_header() {
+        let uri = Uri::from_static("/");
+        assert!(request_host(&uri, &HeaderMap::new(), Version::HTTP_11).is_err());
+        assert_eq!(request_host(&uri, &HeaderMap::new(), Version::HTTP_10), Ok("".into()));
+        let mut headers = HeaderMap::from_iter([(HOST, "a".parse().unwrap())]);
+        headers.append(HOST, "a".parse().unwrap());
+        assert!(request_host(&uri, &headers, Version::HTTP_11).is_err());
+    }
+}
+
+#[cfg(test)]
+mod path_tests {
+    use super::*;
+
+    #[test]
+    fn canonical_path_normalizes() {
+        for (path, expected) in [
+            ("/", "/"),
+            ("/a/b", "/a/b"),
+            ("/a/b/", "/a/b/"),
+            ("//a///b", "/a/b"),
+            ("/a/./b/../c", "/a/c"),
+            ("/a/..", "/"),
+            ("/a/b/..", "/a/"),
+            ("/a/.", "/a/"),
+            ("/../../x", "/x"),
+            ("/%61dmin", "/admin"),
+            ("/%2e%2E/admin", "/admin"),
+            ("/a%2e%2e/b", "/a../b"),
+            ("/..a/.b", "/..a/.b"),
+            ("/a%3fb%23c%25d", "/a%3Fb%23c%25d"),
+            ("/a:b@c;d=e", "/a:b@c;d=e"),
+            ("/a%3Ab", "/a:b"),
+            ("/%21%24%26%27%28%29%2a%2B%2C%3b%3D%3A%40", "/!$&'()*+,;=:@"),
+            ("/%3B/%2e%2e/%2525%20", "/%2525%20"),
+            ("/caf\u{e9}", "/caf%C3%A9"),
+            ("/{x}|\"", "/%7Bx%7D%7C%22"),
+        ] {
+            let once = canonical_path(path).unwrap();
+            assert_eq!(once, expected, "{path}");
+            assert_eq!(canonical_path(&once).unwrap(), once, "{path}: the canonical form is its own");
+        }
+    }
+
+    #[test]
+    fn forwarded_path_keeps_encoded_delimiters() {
+        for (path, expected) in [
+            ("/a%3ab", "/a%3Ab"),
+            ("/a:b", "/a:b"),
+            ("//%61;%3b/x/%2E%2e/%2b+", "/a;%3B/%2B+"),
+            ("/%21%24%26%27%28%29%2a%2B%2C%3b%3D%3A%40", "/%21%24%26%27%28%29%2A%2B%2C%3B%3D%3A%40"),
+        ] {
+            let once = forwarded_path(path).unwrap();
+            assert_eq!(once, expected, "{path}");
+            assert_eq!(forwarded_path(&once).unwrap(), once, "{path}: the forwarded form is its own");
+            assert_eq!(canonical_path(&once).unwrap(), canonical_path(path).unwrap(), "{path}: one canonical form");
+        }
+    }
+
+    #[test]
+    fn canonical_path_rejects_ambiguous_paths() {
+        for path in ["", "a", "*", "/%00", "/a%2Fb", "/a%2fb", "/a%5Cb", "/a\\b", "/%0a", "/%7f", "/a%", "/a%2", "/%zz"]
+        {
+            assert!(canonical_path(path).is_err(), "{path:?} must be refused");
+        }
+    }
+}

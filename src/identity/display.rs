@@ -1,0 +1,240 @@
+//! Names of identities: what operators are shown of one, and which one they mean.
+//!
+//! What may be a secret is never shown: unknown API keys, header fields, cookies and query parameters have their values
+//! left out. Operators mean such an identity by its hash, or by the value if they know it.
+
+use std::borrow::Cow;
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::sync::Arc;
+
+use crate::http::target;
+use crate::identity::api_key::{ApiKeySettings, Caller, Consumers};
+use crate::identity::client_ip::ClientIpResolver;
+use crate::identity::descriptor::{ANONYMOUS_TAG, Descriptor, IP_TAG, IdentityPart, cookie_value};
+use crate::identity::{IdentitySpec, OnMissing, RequestAttributes, octets};
+use crate::limiter::key::{Identity, IdentityEncoder, IdentityHasher};
+
+/// Bytes of a value that are shown: whoever is limited may have chosen it.
+const MAX_DISPLAY_BYTES: usize = 128;
+
+/// The word for an address that stands in for an API key.
+const ANONYMOUS_LABEL: &str = "anonymous";
+const IP_LABEL: &str = "ip";
+
+/// What operators are shown of an identity: its parts.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct IdentityDisplay(pub Arc<[DisplayPart]>);
+
+/// What operators are shown of a part.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct DisplayPart {
+    /// Its word in `by`, or of what stands in for it.
+    pub label: Box<str>,
+    /// Its value; none = it may be a secret.
+    pub value: Option<Box<str>>,
+}
+
+/// What operators say of an identity: values by the words of `by`.
+pub type IdentityInput = BTreeMap<String, String>;
+
+/// An identity that an operator means.
+#[derive(Debug)]
+pub struct ResolvedIdentity<'a> {
+    /// Its hash.
+    pub identity: Identity,
+    /// Whose sizes it has.
+    pub caller: Caller<'a>,
+    /// Whether it is never limited.
+    pub is_exempt: bool,
+}
+
+/// Why it is not known which identity is meant.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum IdentityInputError {
+    #[error("`{0}` is missing")]
+    Missing(Cow<'static, str>),
+    #[error("no consumer has this name")]
+    UnknownConsumer,
+    #[error("`{0}` is not an address")]
+    InvalidAddress(Cow<'static, str>),
+}
+
+impl Descriptor {
+    /// As `by` has it.
+    pub fn label(&self) -> Cow<'static, str> {
+        match self {
+            Descriptor::ApiKey => "api-key".into(),
+            Descriptor::Ip => IP_LABEL.into(),
+            Descriptor::User(name) => format!("user:{name}").into(),
+            Descriptor::Header(name) => format!("header:{name}").into(),
+            Descriptor::Cookie(name) => format!("cookie:{name}").into(),
+            Descriptor::Query(name) => format!("query:{name}").into(),
+            Descriptor::Path(name) => format!("path:{name}").into(),
+            Descriptor::Jwt(name) => format!("jwt:{name}").into(),
+            Descriptor::ClientCert => "client-cert".into(),
+            Descriptor::Host => "host".into(),
+            Descriptor::Method => "method".into(),
+            Descriptor::Global => "global".into(),
+            Descriptor::Route => "route".into(),
+        }
+    }
+
+    /// Whether `by` has it as this word; names of headers have no case.
+    pub fn matches_label(&self, label: &str) -> bool {
+        match self {
+            Descriptor::User(_) | Descriptor::Header(_) => self.label().eq_ignore_ascii_case(label),
+            _ => self.label() == label,
+        }
+    }
+
+    /// The tag of its values, but for addresses and what is no value of a consumer.
+    pub(super) fn tag(&self) -> u8 {
+        match self {
+            Descriptor::ApiKey => b'c',
+            Descriptor::Ip => IP_TAG,
+            Descriptor::User(_) => b'u',
+            Descriptor::Header(_) => b'h',
+            Descriptor::Cookie(_) => b'o',
+            Descriptor::Query(_) => b'q',
+            Descriptor::Path(_) => b'p',
+            Descriptor::Jwt(_) => b'j',
+            Descriptor::ClientCert => b's',
+            Descriptor::Host => b'n',
+            Descriptor::Method => b'm',
+            Descriptor::Global => b'g',
+            Descriptor::Route => b'r',
+        }
+    }
+}
+
+/// Whether values with this tag may be shown. What proxies and verified tokens say of a user names him and opens nothing;
+/// paths stand in the access log as well.
+fn is_public(tag: u8) -> bool {
+    match tag {
+        b'c' | b'u' | b'p' | b'j' | b's' | b'n' | b'm' | b'g' | b'r' => true,
+        // An unknown API key, a header field, a cookie, a query parameter.
+        _ => false,
+    }
+}
+
+impl Descriptor {
+    /// Whether what a request says may be shown; of API keys, the consumer.
+    pub fn is_public(&self) -> bool {
+        is_public(self.tag())
+    }
+}
+
+impl IdentityDisplay {
+    /// Its values in a line; `instead` of those that may be secrets.
+    pub fn summary(&self, placeholder: &str) -> String {
+        let value = |part: &DisplayPart| match (&*part.label, part.value.as_deref()) {
+            ("global", _) => "everybody".to_owned(),
+            (ANONYMOUS_LABEL, Some(value)) => format!("{ANONYMOUS_LABEL} {value}"),
+            (_, value) => value.unwrap_or(placeholder).to_owned(),
+        };
+        self.0.iter().map(value).collect::<Vec<_>>().join(", ")
+    }
+}
+
+impl IdentitySpec {
+    /// What operators are shown of the identity of a request.
+    pub fn display(
+        &self,
+        request: &RequestAttributes<'_>,
+        keys: &ApiKeySettings,
+        client_ip: &ClientIpResolver,
+    ) -> IdentityDisplay {
+        let network = |label: &str| DisplayPart {
+            label: label.into(),
+            value: Some(client_ip.format_network(request.client_address).into()),
+        };
+        let part_of = |descriptor: &Descriptor| match descriptor.extract(request, keys) {
+            Ok(IdentityPart::Value(tag, value)) => {
+                DisplayPart { label: descriptor.label().into(), value: is_public(tag).then(|| display_value(&value)) }
+            }
+            Ok(IdentityPart::Address(ANONYMOUS_TAG)) => network(ANONYMOUS_LABEL),
+            Ok(IdentityPart::Address(_) | IdentityPart::Missing(_)) => network(IP_LABEL),
+            // Such a request has no identity.
+            Err(_) => DisplayPart { label: descriptor.label().into(), value: None },
+        };
+        IdentityDisplay(self.descriptors.iter().map(part_of).collect())
+    }
+
+    /// Whether a part of an identity may be said by this word.
+    pub fn has_label(&self, label: &str) -> bool {
+        let anonymous = || label == ANONYMOUS_LABEL && self.descriptors.contains(&Descriptor::ApiKey);
+        let is_ip_fallback = || label == IP_LABEL && self.on_missing == OnMissing::Ip;
+        self.descriptors.iter().any(|descriptor| descriptor.label() == label) || anonymous() || is_ip_fallback()
+    }
+
+    /// The identity that an operator means.
+    ///
+    /// # Errors
+    /// It is not clear which one.
+    pub fn resolve<'a>(
+        &self,
+        input: &IdentityInput,
+        client_ip: &ClientIpResolver,
+        consumers: &'a Consumers,
+        hasher: &IdentityHasher,
+    ) -> Result<ResolvedIdentity<'a>, IdentityInputError> {
+        let address = |label: &'static str| {
+            let text = input.get(label)?;
+            // As it is shown, too.
+            let address = text.split_once('/').map_or(text.as_str(), |(address, _)| address).trim();
+            Some(
+                address
+                    .parse::<IpAddr>()
+                    .map(|address| address.to_canonical())
+                    .map_err(|_| IdentityInputError::InvalidAddress(label.into())),
+            )
+        };
+        let (mut encoder, mut caller, mut is_exempt) = (IdentityEncoder::default(), Caller::Missing, false);
+        // Of parts that are no address.
+        let no_address = IpAddr::from([0; 4]);
+        for descriptor in &self.descriptors {
+            let value = input.get(&*descriptor.label()).map(String::as_str).filter(|value| !value.is_empty());
+            let (tag, value, client) = match (descriptor, value) {
+                (Descriptor::Ip, _) | (_, None) if *descriptor != Descriptor::Global => {
+                    let anonymous = (*descriptor == Descriptor::ApiKey).then(|| address(ANONYMOUS_LABEL)).flatten();
+                    let falls_back_to_ip = *descriptor == Descriptor::Ip || self.on_missing == OnMissing::Ip;
+                    let (tag, client) = match anonymous {
+                        Some(client) => {
+                            caller = Caller::Anonymous;
+                            (ANONYMOUS_TAG, client?)
+                        }
+                        None => {
+                            let client = falls_back_to_ip.then(|| address(IP_LABEL)).flatten();
+                            (IP_TAG, client.ok_or_else(|| IdentityInputError::Missing(descriptor.label()))??)
+                        }
+                    };
+                    (tag, octets(client_ip.network(client)), client)
+                }
+                (Descriptor::ApiKey, Some(name)) => {
+                    caller = Caller::Consumer(consumers.find_by_name(name).ok_or(IdentityInputError::UnknownConsumer)?);
+                    (descriptor.tag(), name.as_bytes().to_vec(), no_address)
+                }
+                // As they are when a request was routed.
+                (Descriptor::Host, Some(name)) => {
+                    (descriptor.tag(), target::canonical_host(name).into_owned().into_bytes(), no_address)
+                }
+                (Descriptor::Cookie(_), Some(value)) => {
+                    (descriptor.tag(), cookie_value(value.as_bytes()).into_owned(), no_address)
+                }
+                (_, value) => (descriptor.tag(), value.unwrap_or_default().as_bytes().to_vec(), no_address),
+            };
+            is_exempt |= self.exemptions.contains(descriptor, tag, &value, client);
+            encoder.push(tag, &value);
+        }
+        Ok(ResolvedIdentity { identity: hasher.hash(encoder.as_bytes()), caller, is_exempt })
+    }
+}
+
+/// The beginning of a value, as text.
+fn display_value(value: &[u8]) -> Box<str> {
+    let whole = String::from_utf8_lossy(value);
+    let end = (0..=MAX_DISPLAY_BYTES.min(whole.len())).rev().find(|end| whole.is_char_boundary(*end)).unwrap_or(0);
+    if end < whole.len() { format!("{}…", &whole[..end]).into() } else { whole.into() }
+}

@@ -1,0 +1,388 @@
+//! The limiter: decides whether a request may pass. Knows no HTTP.
+
+pub mod admin;
+pub mod algorithm;
+pub mod clock;
+pub mod decision;
+pub mod denial_cache;
+pub mod fallback;
+pub mod key;
+pub mod memory;
+pub mod metrics;
+pub mod overrides;
+pub mod prefetch;
+pub mod quota;
+pub mod redis;
+pub mod settlement;
+pub mod singleflight;
+pub mod spec;
+pub mod store;
+pub mod verdict;
+pub mod wait_queue;
+
+use std::mem;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::time::{sleep, timeout};
+use tokio_util::task::TaskTracker;
+
+use crate::limiter::algorithm::{Outcome, Status};
+use crate::limiter::clock::{elapsed_since, monotonic, unix_us};
+use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::denial_cache::{DenialCache, DenialHit};
+use crate::limiter::fallback::{StoreUnavailable, decide_overloaded, decide_without_store};
+use crate::limiter::metrics::AnsweredBy;
+use crate::limiter::overrides::Overrides;
+use crate::limiter::prefetch::PrefetchPool;
+use crate::limiter::settlement::{
+    ConcurrencyPermits, Deferred, DeferredCharge, DeferredCharges, OwnedCharge, StoreHandle,
+};
+use crate::limiter::singleflight::{CheckGroup, Singleflight};
+use crate::limiter::spec::{LimitSpec, OnStoreError, QueuePolicy};
+use crate::limiter::store::{DecidedBy, Store};
+use crate::limiter::verdict::{Operation, StoreError, Verdict};
+use crate::limiter::wait_queue::WaitQueues;
+
+/// Decides requests; one for each worker.
+#[derive(Debug)]
+pub struct Limiter {
+    store_handle: Arc<StoreHandle>,
+    singleflight: Option<Arc<Singleflight>>,
+    wait_queues: Arc<WaitQueues>,
+    /// The sizes that operators gave single identities.
+    pub overrides: Arc<Overrides>,
+    /// Of the next lease; the first one is chosen at random, so that gateways do not meet.
+    next_permit_id: AtomicU64,
+}
+
+impl Limiter {
+    /// A limiter over a store. `denials`, `advances`, `lines` and `overrides` are those of the whole process; leases count from
+    /// `first_lease` on, which no two limiters of one store may have in common.
+    pub fn new(
+        store: Store,
+        denials: Option<Arc<DenialCache>>,
+        prefetch_pool: Arc<PrefetchPool>,
+        wait_queues: Arc<WaitQueues>,
+        overrides: Arc<Overrides>,
+        first_permit_id: u64,
+    ) -> Self {
+        let singleflight = match &store {
+            Store::Memory(_) => None,
+            Store::Redis { store, .. } => Some(Arc::new(Singleflight::new(store.timeout(), prefetch_pool))),
+        };
+        let store_handle = Arc::new(StoreHandle { store, denials, tasks: TaskTracker::new() });
+        Limiter { store_handle, singleflight, wait_queues, overrides, next_permit_id: AtomicU64::new(first_permit_id) }
+    }
+
+    /// Decides all checks of a request at one instant: all are charged or none. Where the limits that deny it let it wait,
+    /// it comes back when it has been its turn.
+    ///
+    /// # Errors
+    /// The store cannot answer, and a limit of the request is to deny then.
+    pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
+        match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
+            // On the heap: few requests need the room.
+            Some((first, wait)) => Box::pin(self.check_queued(checks, first, wait)).await,
+            None => self.check_now(checks).await,
+        }
+    }
+
+    /// Gives back what was taken ahead, and waits until that, releases and late charges are made.
+    pub async fn flush_pending(&self) {
+        if let Some(singleflight) = &self.singleflight {
+            singleflight.stop();
+        }
+        self.store_handle.tasks.close();
+        self.store_handle.tasks.wait().await;
+    }
+
+    async fn check_queued<'a>(
+        &self,
+        checks: &[LimitCheck<'a, '_>],
+        first: &LimitCheck<'a, '_>,
+        queue_policy: QueuePolicy,
+    ) -> Result<Decision<'a>, StoreUnavailable> {
+        let arrived_at = monotonic();
+        let key = first.key().local_hash();
+        if !self.wait_queues.has_waiters(key) {
+            let decision = self.check_now(checks).await?;
+            if decision.retry_delay(arrived_at).is_none() {
+                return Ok(decision);
+            }
+        }
+        // More than can be let in within the time would wait in vain.
+        let max_admitted = first.variant.max_admitted_in(queue_policy.max_wait) / first.cost.max(1);
+        let max_queue = queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1));
+        // Whoever finds no place, or has none any more, must not take what those before are waiting for.
+        let Some(ticket) = self.wait_queues.enqueue(key, max_queue) else {
+            return Ok(queue_full(checks, first, queue_policy));
+        };
+        let ready =
+            timeout(queue_policy.max_wait.saturating_sub(elapsed_since(arrived_at)), pin!(ticket.ready())).await;
+        let Ok(_ready) = ready else { return Ok(queue_full(checks, first, queue_policy)) };
+        loop {
+            let decision = self.check_now(checks).await?;
+            match decision.retry_delay(arrived_at) {
+                Some(pause) => sleep(pause).await,
+                None => return Ok(decision),
+            }
+        }
+    }
+
+    async fn check_now<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
+        if checks.is_empty() {
+            return Ok(Decision::unlimited());
+        }
+        let singleflight_group =
+            self.singleflight.as_ref().and_then(|coalescer| Some((coalescer, check_group(checks)?)));
+        let prefetched = || self.try_prefetched(checks, singleflight_group?);
+        // Before what is remembered: the store may have denied what this process has taken.
+        if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
+            return Ok(decision);
+        }
+        let (mut leases, mut first_permit_id) = (None, 0);
+        if checks.iter().any(|check| check.is_concurrency()) {
+            first_permit_id = self.allocate_permit_ids(checks);
+            leases = Some(self.pending_permits(checks, DecidedBy::Store, first_permit_id));
+        }
+        if let Some(requested) = leases.take_if(|_| self.store_handle.store.has_recovered_within(PERMIT_RECOVERY_TIME))
+        {
+            match self.try_local_permits(checks, first_permit_id) {
+                Some(denial) => {
+                    requested.discard();
+                    return Ok(denial);
+                }
+                None => leases = Some(requested.with_local_count()),
+            }
+        }
+        let charges: Vec<_> = checks.iter().map(|check| check.charge(DecidedBy::Store, first_permit_id)).collect();
+        let asked_at = monotonic();
+        let result = match singleflight_group {
+            Some((coalescer, set)) if self.store_handle.store.is_one_call(&charges) => {
+                let pending_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
+                // On the heap: denied requests do not come here.
+                Box::pin(coalescer.check(&self.store_handle, set, &charges, asked_at, pending_charges)).await
+            }
+            _ => {
+                self.store_handle.store.count_check(AnsweredBy::Store);
+                self.store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, &charges).await
+            }
+        };
+        if let Some(full_limits) = result.as_ref().ok().map(|verdict| verdict.full_limits).filter(|full| *full > 0) {
+            if let Some(leases) = leases {
+                leases.discard();
+            }
+            return self.check_with_room(checks, full_limits, first_permit_id);
+        }
+        let granted = result.as_ref().is_ok_and(|verdict| verdict.granted > 0);
+        // Meanwhile another worker may have taken ahead what the store no longer has.
+        if !granted && let Some(decision) = prefetched() {
+            return Ok(decision);
+        }
+        let mut decided_at_us = Vec::new();
+        let mut decision = match result {
+            Ok(mut verdict) => {
+                self.cache_denials(checks, &verdict, asked_at);
+                decided_at_us = mem::take(&mut verdict.decided_at_us);
+                Decision::new(verdict, DecidedBy::Store, checks.iter())
+            }
+            Err(error) => {
+                let Store::Redis { fallback, .. } = &self.store_handle.store else {
+                    return Err(StoreUnavailable(error));
+                };
+                if let Some(leases) = leases.take().filter(|_| error.is_not_executed()) {
+                    // After any other error it is not known what was granted: it is released.
+                    leases.discard();
+                }
+                if error.is_overload() {
+                    return decide_overloaded(checks, error);
+                }
+                // Another one: the release of what the store may have granted must not release these permits, once they are registered.
+                let first_lease = self.allocate_permit_ids(checks);
+                let decision = decide_without_store(fallback, checks, error, first_lease)?;
+                if checks.iter().any(LimitCheck::is_concurrency) {
+                    leases = Some(self.pending_permits(checks, DecidedBy::Local, first_lease));
+                }
+                decision
+            }
+        };
+        match (leases, decision.admitted) {
+            (Some(leases), true) => {
+                let denied =
+                    |limit: &LimitSpec| decision.shadow_denied.iter().any(|denied| std::ptr::eq(*denied, limit));
+                let granted =
+                    |limit_index| checks.iter().any(|check| check.limit_index == limit_index && !denied(check.limit));
+                decision.permits = Some(Box::new(leases.hold(granted)));
+            }
+            (Some(leases), false) => leases.discard(),
+            (None, _) => {}
+        }
+        self.defer_charges(checks, &mut decision, None, &decided_at_us);
+        Ok(decision)
+    }
+
+    /// Decides by the limits that have room in the memory store; the others follow `on_store_error`, since they cannot count.
+    fn check_with_room<'a>(
+        &self,
+        checks: &[LimitCheck<'a, '_>],
+        full_limits: u64,
+        first_permit_id: u64,
+    ) -> Result<Decision<'a>, StoreUnavailable> {
+        let Store::Memory(memory) = &self.store_handle.store else {
+            return Err(StoreUnavailable(StoreError::CapacityExceeded));
+        };
+        let (verdict, counted) =
+            fallback::decide_with_room(memory, checks.iter(), full_limits, DecidedBy::Store, first_permit_id)?;
+        let mut decision = Decision::new(verdict, DecidedBy::Store, counted.into_iter());
+        if decision.admitted && checks.iter().any(LimitCheck::is_concurrency) {
+            let permits = self.pending_permits(checks, DecidedBy::Store, first_permit_id);
+            decision.permits = Some(Box::new(permits.hold(|_| true)));
+        }
+        self.defer_charges(checks, &mut decision, None, &[]);
+        Ok(decision)
+    }
+
+    /// Takes the permits of a request out of this gateway's shares of its concurrency limits, or denies it.
+    fn try_local_permits<'a>(&self, checks: &[LimitCheck<'a, '_>], first_permit_id: u64) -> Option<Decision<'a>> {
+        let Store::Redis { fallback, .. } = &self.store_handle.store else { return None };
+        let concurrency_checks = || checks.iter().filter(|check| check.is_concurrency());
+        let charges: Vec<_> =
+            concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
+        let verdict = fallback.decide(Operation::Check, &charges);
+        // Without room for the permits the store alone decides.
+        (verdict.granted == 0 && verdict.full_limits == 0)
+            .then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
+    }
+
+    /// The decision by units that were taken ahead.
+    fn try_prefetched<'a>(
+        &self,
+        checks: &[LimitCheck<'a, '_>],
+        (singleflight, group): (&Arc<Singleflight>, CheckGroup),
+    ) -> Option<Decision<'a>> {
+        let (verdict, charged_at) = singleflight.take_prefetched(group)?;
+        self.store_handle.store.count_check(AnsweredBy::Prefetch);
+        let elapsed_us = verdict.now_us - charged_at;
+        let mut decision = Decision::from_earlier_charge(verdict, DecidedBy::Store, checks.iter(), elapsed_us);
+        self.defer_charges(checks, &mut decision, Some(charged_at), &[]);
+        Some(decision)
+    }
+
+    /// The denial of a request that an earlier denial covers.
+    fn try_cached_denial<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Option<Decision<'a>> {
+        let denials = self.store_handle.denials.as_ref()?;
+        let cached = |check: &LimitCheck<'_, '_>| {
+            let hit = denials.get(check.key().local_hash(), check.variant.id, check.required());
+            hit.filter(|_| check.is_cacheable())
+        };
+        let now_us = checks.iter().find_map(cached)?.now_us;
+        let outcomes = checks.iter().map(|check| cached(check).map_or(NOT_INVOLVED, |hit| hit.outcome)).collect();
+        let verdict = Verdict::new(0, now_us, outcomes);
+        self.store_handle.store.count_check(AnsweredBy::DenialCache);
+        Some(Decision { is_from_cache: true, ..Decision::new(verdict, DecidedBy::Store, checks.iter()) })
+    }
+
+    fn cache_denials(&self, checks: &[LimitCheck<'_, '_>], verdict: &Verdict, asked_at: Instant) {
+        let is_certain = verdict.granted == 0 && verdict.decided_at_us.is_empty();
+        let Some(denials) = self.store_handle.denials.as_ref().filter(|_| is_certain) else { return };
+        for (check, outcome) in checks.iter().zip(&verdict.outcomes).filter(|(check, _)| check.is_cacheable()) {
+            let hit = DenialHit { now_us: verdict.now_us, outcome: *outcome };
+            denials.insert(check.key().local_hash(), check.variant.id, check.required(), hit, asked_at);
+        }
+    }
+
+    /// A number for each permit that a request may hold.
+    fn allocate_permit_ids(&self, checks: &[LimitCheck<'_, '_>]) -> u64 {
+        let permits = checks.last().map_or(0, |last| last.limit_index as u64 + 1);
+        self.next_permit_id.fetch_add(permits, Ordering::Relaxed)
+    }
+
+    fn pending_permits(
+        &self,
+        checks: &[LimitCheck<'_, '_>],
+        source: DecidedBy,
+        first_permit_id: u64,
+    ) -> ConcurrencyPermits {
+        let charges = checks.iter().filter(|check| check.is_concurrency());
+        let asked = charges.map(|check| check.owned_charge(check.permit_id(first_permit_id))).collect();
+        ConcurrencyPermits::requested(self.store_handle.clone(), source, asked)
+    }
+
+    /// Notes what an admitted request owes; `charged_at` is when its units were charged, if that was before the decision, and
+    /// `instants` where several servers did.
+    fn defer_charges(
+        &self,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &mut Decision<'_>,
+        charged_at: Option<u64>,
+        decided_at_us: &[u64],
+    ) {
+        if decision.admitted && checks.iter().any(|check| check.deferred != Deferred::Nothing) {
+            let charged_at = charged_at.unwrap_or(decision.now_us);
+            decision.deferred_charges =
+                Some(Box::new(self.deferred_charges(checks, decision, charged_at, decided_at_us)));
+        }
+    }
+
+    fn deferred_charges(
+        &self,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Decision<'_>,
+        charged_at: u64,
+        decided_at_us: &[u64],
+    ) -> DeferredCharges {
+        let is_shadow_denied =
+            |check: &LimitCheck<'_, '_>| decision.shadow_denied.iter().any(|limit| std::ptr::eq(*limit, check.limit));
+        let falls_back_locally = |check: &LimitCheck<'_, '_>| check.limit.on_store_error == OnStoreError::Local;
+        let is_counted = |check: &LimitCheck<'_, '_>| {
+            check.deferred != Deferred::Nothing
+                && !is_shadow_denied(check)
+                && (decision.decided_by == DecidedBy::Store || falls_back_locally(check))
+        };
+        let debt_before_us = |check: &LimitCheck<'_, '_>| {
+            let mut debts = decision.debts_before_us.iter();
+            debts.find(|(limit_index, _)| *limit_index == check.limit_index).map_or(0, |(_, us)| *us)
+        };
+        let charges =
+            checks.iter().enumerate().filter(|(_, check)| is_counted(check)).map(|(index, check)| DeferredCharge {
+                deferred: check.deferred,
+                charged_at: decided_at_us.get(index).copied().unwrap_or(charged_at),
+                charge: OwnedCharge { debt_before_us: debt_before_us(check), ..check.owned_charge(check.cost) },
+            });
+        DeferredCharges::new(self.store_handle.clone(), decision.decided_by, charges.collect())
+    }
+}
+
+/// So long after an outage the store may not know of all concurrency permits that other gateways hold: they register them when they find
+/// that it answers again, a probe (1.1 s) and a timeout later at most. Until then this gateway's share counts as well.
+const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
+
+/// Of a limit that has no part in a denial.
+const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+
+/// The denial of a request that finds no place in the line for `first`: after `wait` those who stand there are gone.
+fn queue_full<'a>(
+    checks: &[LimitCheck<'a, '_>],
+    first: &LimitCheck<'a, '_>,
+    queue_policy: QueuePolicy,
+) -> Decision<'a> {
+    let max_wait_us = queue_policy.max_wait.as_micros() as u64;
+    let exceeded = Outcome { status: Status::Exceeded, remaining: 0, reset_us: max_wait_us, retry_us: max_wait_us };
+    let outcome =
+        |check: &LimitCheck<'_, '_>| if check.limit_index == first.limit_index { exceeded } else { NOT_INVOLVED };
+    let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
+    // Not by a local share: the store is well.
+    Decision::new(verdict, DecidedBy::Store, checks.iter())
+}
+
+/// The states of a request, if further ones for the same may be taken together with it; all of its limits, or none, are taken
+/// ahead.
+fn check_group(checks: &[LimitCheck<'_, '_>]) -> Option<CheckGroup> {
+    let state_hash = |check: &LimitCheck<'_, '_>| check.key().local_hash() ^ u128::from(check.variant.id) << 64;
+    let id = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ state_hash(check));
+    let advance = || checks.iter().map(|check| check.limit.prefetch).min().unwrap_or(0);
+    checks.iter().all(LimitCheck::is_batchable).then(|| CheckGroup { id: id(), prefetch: advance() })
+}

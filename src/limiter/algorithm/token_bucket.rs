@@ -1,0 +1,143 @@
+//! Token bucket: GCRA and the leaky bucket as a meter are the same thing (ITU-T I.371, annex A).
+
+use crate::limiter::algorithm::{Change, MAX_STATE, Outcome, State, Status, Step, StepKind};
+use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
+
+/// For how long the key of a state stays in Redis when the state means nothing any more, µs.
+const MIN_KEY_SLACK_US: u64 = 500_000;
+const MAX_KEY_SLACK_US: u64 = 1_001_000;
+
+/// A bucket of `burst` tokens that refills with `refill / parts` tokens per microsecond.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TokenBucket {
+    /// Tokens in a full bucket.
+    pub burst: u64,
+    /// Parts of a token that come back each µs.
+    pub refill: u64,
+    /// Parts of a token; `refill / parts` is reduced.
+    pub parts: u64,
+}
+
+impl TokenBucket {
+    /// A bucket for a quota.
+    ///
+    /// # Errors
+    /// The burst is zero, or `burst × parts` would leave the exact integers of Redis' Lua.
+    pub fn new(quota: Quota, burst: u64) -> Result<Self, QuotaError> {
+        let window = quota.window_us.ok_or(QuotaError::NoFixedWindow)?;
+        if burst == 0 {
+            return Err(QuotaError::Zero("burst"));
+        }
+        let divisor = gcd(quota.count, window);
+        let bucket = TokenBucket { burst, refill: quota.count / divisor, parts: window / divisor };
+        // Twice: a charge is added to the debt before it is compared.
+        if u128::from(burst) * u128::from(bucket.parts) * 2 >= u128::from(EXACT_INTEGER_LIMIT) {
+            return Err(QuotaError::Inexact { count: quota.count });
+        }
+        Ok(bucket)
+    }
+
+    /// One of `n` equal shares of the rate, with a burst of its own; none if it cannot be counted.
+    pub(super) fn share(&self, n: u64, burst: u64) -> Option<Self> {
+        let parts = self.parts.checked_mul(n)?;
+        let divisor = gcd(self.refill, parts);
+        let share = TokenBucket { burst, refill: self.refill / divisor, parts: parts / divisor };
+        // As above; here, outside of Redis, 64 bits are exact.
+        burst.checked_mul(share.parts)?.checked_mul(2).map(|_| share)
+    }
+
+    /// For how many µs the bucket refills to pay the debt before a charge of `cost`, if it takes `reset_us` to pay the debt after it.
+    pub(super) fn debt_before_us(&self, reset_us: u64, cost: u64) -> u64 {
+        // The debt after the charge is more than (reset_us - 1) * refill parts.
+        let refill = u128::from(self.refill);
+        let charged_us = (u128::from(cost) * u128::from(self.parts) + refill - 1).div_ceil(refill);
+        u64::try_from(charged_us).map_or(0, |charged_us| reset_us.saturating_sub(charged_us))
+    }
+
+    pub(super) fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
+        let (mut debt, mut clock_went_back, mut rate_lowered, mut key_expires_at) = (0, false, false, 0);
+        if let Some(&State::Bucket { updated_at, debt: stored_debt, parts, key_expires_at: stored_expiry }) = state {
+            debt = if parts == self.parts { stored_debt } else { convert_parts(stored_debt, parts, self.parts) };
+            clock_went_back = updated_at > now;
+            // The rate at which the state was written repays the debt within `span`.
+            let (elapsed, repay_time) = (
+                now.saturating_sub(updated_at),
+                stored_expiry.saturating_sub(MIN_KEY_SLACK_US).saturating_sub(updated_at),
+            );
+            let left = repay_time.saturating_sub(elapsed);
+            let refilled_debt = debt.saturating_sub(elapsed.saturating_mul(self.refill));
+            (debt, rate_lowered) = match !clock_went_back && debt.div_ceil(self.refill) > repay_time {
+                // The rate was lowered: what the earlier one has repaid by now is not owed again.
+                true if left == 0 => (0, false),
+                true => (refilled_debt.min(scale_rounding_up(debt, left, repay_time)), true),
+                false => (refilled_debt, false),
+            };
+            key_expires_at = stored_expiry;
+        }
+        let capacity = self.burst * self.parts;
+        let left = |debt: u64| capacity.saturating_sub(debt) / self.parts;
+        let reset = |debt: u64| debt.div_ceil(self.refill);
+        let put = |debt: u64| {
+            if debt == 0 {
+                Change::Delete
+            } else {
+                let ttl_us = reset(debt);
+                // The key ends as late as it does, or a second after the debt is repaid: the rule of `lua/check.lua`.
+                let is_within_slack = |slack: u64| (MIN_KEY_SLACK_US..MAX_KEY_SLACK_US).contains(&slack);
+                let ends = match key_expires_at.checked_sub(now + ttl_us).is_some_and(is_within_slack) {
+                    true => key_expires_at,
+                    false => now + (ttl_us.div_ceil(1000) + 1000) * 1000,
+                };
+                Change::Put(State::Bucket { updated_at: now, debt, parts: self.parts, key_expires_at: ends }, ttl_us)
+            }
+        };
+        let step = |outcome, change| Step { outcome, free: left(debt), free_reset_us: reset(debt), change };
+        let charged_outcome =
+            |debt| Outcome { status: Status::Ok, remaining: left(debt), reset_us: reset(debt), retry_us: 0 };
+
+        if let StepKind::Refund { charged_at, debt_before_us } = kind {
+            // Refill since the charge first pays the debt before it. Later refill pays the charge and is subtracted.
+            let repaid_us = now.saturating_sub(charged_at).saturating_sub(debt_before_us);
+            let credit =
+                cost.saturating_mul(self.parts).min(MAX_STATE).saturating_sub(repaid_us.saturating_mul(self.refill));
+            let debt_after_refund = debt.saturating_sub(credit);
+            return step(charged_outcome(debt_after_refund), put(debt_after_refund));
+        }
+        let charged = debt.saturating_add(cost.saturating_mul(self.parts));
+        if kind == StepKind::Check && charged > capacity {
+            let (status, retry_us) = if cost > self.burst {
+                (Status::CostTooLarge, 0)
+            } else {
+                (Status::Exceeded, (charged - capacity).div_ceil(self.refill))
+            };
+            // The retry is told for the new rate, which applies from now on.
+            let repair = if clock_went_back || rate_lowered { put(debt) } else { Change::None };
+            return step(Outcome { status, remaining: left(debt), reset_us: reset(debt), retry_us }, repair);
+        }
+        let charged = charged.min(MAX_STATE);
+        // Nothing owed and nothing charged: nothing to write.
+        let change = if charged == 0 { Change::None } else { put(charged) };
+        step(charged_outcome(charged), change)
+    }
+}
+
+/// The same debt, in parts of another size.
+fn convert_parts(debt: u64, from: u64, to: u64) -> u64 {
+    (debt / from).saturating_mul(to).saturating_add(scale_rounding_up(debt % from, to, from)).min(MAX_STATE)
+}
+
+/// `value * to / from`, rounded up as the script does it: exactly where doubles hold the product, else at most 2 too many. `value` or
+/// `to` is less than `from`.
+fn scale_rounding_up(value: u64, to: u64, from: u64) -> u64 {
+    let product = u128::from(value) * u128::from(to);
+    let exact = product.div_ceil(u128::from(from)) as u64;
+    if product < u128::from(EXACT_INTEGER_LIMIT) {
+        return exact;
+    }
+    // The numbers of a share may leave the exact integers of doubles.
+    exact.max((value as f64 / from as f64 * to as f64).ceil() as u64 + 1)
+}
+
+fn gcd(a: u64, b: u64) -> u64 {
+    if b == 0 { a } else { gcd(b, a % b) }
+}

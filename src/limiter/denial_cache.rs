@@ -1,0 +1,136 @@
+//! The denial cache: what Redis has denied, and for how long, is denied here without asking again.
+//!
+//! After "over, retry in r" only a refund or a reset can admit the same cost earlier. Limits with `refund_on` are not cached, nor are
+//! denials by several servers of a cluster, whose charges are given back when one of them denies. An abusive client costs Redis a
+//! call each second.
+
+use std::time::{Duration, Instant};
+
+use quick_cache::sync::Cache;
+
+use crate::limiter::algorithm::{Outcome, Status};
+use crate::limiter::clock::{monotonic, subtract_drift};
+
+/// Entries are not older: a client that keeps asking costs the store a call each second. Until then a denial may have become untrue, by a
+/// reset, by prefetched units that another gateway gives back, and by those of a request that it could not answer in time.
+pub const MAX_DENIAL_AGE: Duration = Duration::from_secs(1);
+
+/// What was denied lately, bounded in number; shared by the workers of a process.
+#[derive(Debug)]
+pub struct DenialCache(Cache<u128, CachedDenial>);
+
+#[derive(Debug, Clone)]
+struct CachedDenial {
+    variant_id: u64,
+    cost: u64,
+    /// Redis was asked after this instant, so its wait did not begin earlier: denied until then for certain.
+    expires_at: Instant,
+    /// Redis had decided by this instant: what callers are told is counted from here, so that they do not come too early.
+    decided_at: Instant,
+    now_us: u64,
+    outcome: Outcome,
+}
+
+/// A denial as it stands now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DenialHit {
+    /// The instant of the store's clock, µs since the Unix epoch.
+    pub now_us: u64,
+    /// What the limit would say.
+    pub outcome: Outcome,
+}
+
+impl DenialCache {
+    /// A cache for so many denials.
+    pub fn new(capacity: usize) -> Self {
+        DenialCache(Cache::new(capacity))
+    }
+
+    /// Whether a charge of `cost` against the state `key`, in the size `plan`, is denied for certain.
+    pub fn get(&self, key: u128, variant_id: u64, cost: u64) -> Option<DenialHit> {
+        let denial = self.0.get(&key).filter(|denial| denial.variant_id == variant_id && denial.cost == cost)?;
+        let now = monotonic();
+        if now >= denial.expires_at {
+            self.0.remove(&key);
+            return None;
+        }
+        let elapsed_us = now.saturating_duration_since(denial.decided_at).as_micros() as u64;
+        let remaining_us = |us: u64| us.saturating_sub(elapsed_us);
+        let Outcome { reset_us, retry_us, .. } = denial.outcome;
+        let outcome =
+            Outcome { reset_us: remaining_us(reset_us), retry_us: remaining_us(retry_us).max(1), ..denial.outcome };
+        Some(DenialHit { now_us: denial.now_us + elapsed_us, outcome })
+    }
+
+    /// Forgets all: somebody gave an identity more than it had.
+    pub fn clear(&self) {
+        self.0.clear();
+    }
+
+    /// Remembers a denial that was asked for at `asked` and is known now.
+    pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
+        let DenialHit { now_us, outcome } = hit;
+        // Busy may end at any time; what never fits is not asked for again and again.
+        if outcome.status != Status::Exceeded {
+            return;
+        }
+        let expires_at = asked_at + subtract_drift(Duration::from_micros(outcome.retry_us)).min(MAX_DENIAL_AGE);
+        self.0.insert(key, CachedDenial { variant_id, cost, expires_at, decided_at: monotonic(), now_us, outcome });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn exceeded(retry_us: u64) -> DenialHit {
+        let outcome = Outcome { status: Status::Exceeded, remaining: 3, reset_us: retry_us + 5, retry_us };
+        DenialHit { now_us: 1000, outcome }
+    }
+
+    #[test]
+    fn denial_is_cached_for_the_same_variant_and_cost() {
+        let denials = DenialCache::new(100);
+        denials.insert(7, 1, 5, exceeded(60_000_000), monotonic());
+        let known = denials.get(7, 1, 5).unwrap();
+        assert_eq!((known.outcome.status, known.outcome.remaining), (Status::Exceeded, 3));
+        assert!(known.outcome.retry_us <= 60_000_000 && known.outcome.retry_us > 50_000_000, "{known:?}");
+        assert_eq!(denials.get(7, 1, 6), None, "more waits longer");
+        assert_eq!(denials.get(7, 1, 4), None, "less may fit");
+        assert_eq!(denials.get(7, 2, 5), None, "another size may have room");
+        assert_eq!(denials.get(8, 1, 5), None, "another state");
+    }
+
+    #[test]
+    fn cached_denial_expires_from_the_time_of_the_call() {
+        let denials = DenialCache::new(100);
+        let before = monotonic().checked_sub(Duration::from_millis(500)).unwrap();
+        denials.insert(7, 1, 1, exceeded(490_000), before);
+        assert_eq!(denials.get(7, 1, 1), None, "it may have passed");
+        denials.insert(7, 1, 1, exceeded(900_000), before);
+        assert!(denials.get(7, 1, 1).is_some());
+    }
+
+    #[test]
+    fn only_exceeded_denials_are_cached_and_expire() {
+        let denials = DenialCache::new(100);
+        for status in [Status::Saturated, Status::CostTooLarge, Status::Ok] {
+            let known =
+                DenialHit { outcome: Outcome { status, ..exceeded(60_000_000).outcome }, ..exceeded(60_000_000) };
+            denials.insert(7, 1, 1, known, monotonic());
+            assert_eq!(denials.get(7, 1, 1), None, "{status:?}");
+        }
+        let a_second_ago = monotonic().checked_sub(MAX_DENIAL_AGE).unwrap();
+        denials.insert(7, 1, 1, exceeded(3_600_000_000), a_second_ago);
+        assert_eq!(denials.get(7, 1, 1), None, "units may have come back");
+    }
+
+    #[test]
+    fn denial_cache_is_bounded() {
+        let denials = DenialCache::new(1000);
+        for key in 0..100_000 {
+            denials.insert(key, 1, 1, exceeded(60_000_000), monotonic());
+        }
+        assert!(denials.0.len() <= 1000, "{}", denials.0.len());
+    }
+}

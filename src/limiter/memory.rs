@@ -1,0 +1,467 @@
+//! The embedded store: the default, the fallback in an outage, and the model that the scripts are tested against.
+
+use std::collections::VecDeque;
+use std::collections::hash_map::RandomState;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use indexmap::IndexMap;
+use tracing::warn;
+
+use crate::limiter::algorithm::concurrency::PermitAction;
+use crate::limiter::algorithm::{Change, State, Status, Step, StepKind};
+use crate::limiter::clock::{Clock, LogThrottle};
+use crate::limiter::key::Key;
+use crate::limiter::verdict::{Charge, CounterStore, Operation, StoreError, Verdict};
+
+/// Enough that two workers rarely meet in one; a power of two.
+const SHARDS: usize = 64;
+
+/// A limit whose states do not fit is logged once in this time.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Counters in this process, bounded in number.
+#[derive(Debug)]
+pub struct MemoryStore {
+    shards: Vec<Mutex<Shard>>,
+    capacity: usize,
+    clock: Clock,
+    evicted: AtomicU64,
+    rejected: AtomicU64,
+}
+
+impl MemoryStore {
+    /// A store for about `identities` states of all limits together. When it is full, each limit that has states is guaranteed an
+    /// equal part, and within a limit the state that has used least of it gives way.
+    pub fn new(max_states: usize, clock: Clock) -> Self {
+        let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
+        let capacity = max_states.div_ceil(SHARDS).max(1);
+        MemoryStore { shards, capacity, clock, evicted: AtomicU64::new(0), rejected: AtomicU64::new(0) }
+    }
+
+    /// States held, expired ones included.
+    pub fn len(&self) -> usize {
+        self.shards.iter().map(|shard| lock(shard).len()).sum()
+    }
+
+    /// Whether nothing is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Drops a state; whether there was one.
+    pub fn remove(&self, key: u128) -> bool {
+        lock(&self.shards[shard_of(key)]).remove(key)
+    }
+
+    /// States that were evicted before they expired, and identities that were not counted for want of room.
+    pub fn evictions_and_rejections(&self) -> [u64; 2] {
+        [&self.evicted, &self.rejected].map(|count| count.load(Ordering::Relaxed))
+    }
+
+    /// Decides at once: nothing here waits.
+    pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
+        // All shards of the request, each once, in one order for everybody: all or none without deadlock.
+        let mut shard_bits = 0u64;
+        for charge in charges {
+            shard_bits |= 1 << shard_of(charge.key.local_hash());
+        }
+        let mut locked = LockedShards { shard_bits, guards: Vec::with_capacity(charges.len()) };
+        for index in (0..SHARDS).filter(|index| shard_bits >> index & 1 == 1) {
+            locked.guards.push(lock(&self.shards[index]));
+        }
+        // Read under the locks, so that decisions on one state happen in the order of their instants.
+        let now = self.clock.now_us();
+        decide_locked(self, &mut locked, now, operation, charges)
+    }
+
+    /// Sees that the states of these charges have room; the bits of those that have none.
+    fn ensure_room(&self, locked: &mut LockedShards<'_>, now: u64, charges: &[Charge<'_>], steps: &[Step]) -> u64 {
+        let mut full_limits = 0;
+        for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
+            if step.outcome.status != Status::Ok {
+                continue;
+            }
+            match locked.shard_for(charge.key.local_hash()).ensure_room(&charge.key, &step.change, now, self.capacity) {
+                Room::Available(0) => continue,
+                Room::Available(evicted) => {
+                    self.evicted.fetch_add(evicted, Ordering::Relaxed);
+                }
+                Room::Full => {
+                    full_limits |= 1 << index.min(63);
+                    self.rejected.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            static LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                let (limit, [evicted, refused]) = (charge.key.state_name.limit_name(), self.evictions_and_rejections());
+                warn!(
+                    limit,
+                    evicted,
+                    rejected = refused,
+                    "store.max_memory_states is too small for the identities of a limit"
+                );
+            }
+        }
+        full_limits
+    }
+}
+
+impl CounterStore for MemoryStore {
+    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        Ok(self.decide(operation, charges))
+    }
+}
+
+struct LockedShards<'a> {
+    shard_bits: u64,
+    guards: Vec<MutexGuard<'a, Shard>>,
+}
+
+impl LockedShards<'_> {
+    fn shard_for(&mut self, key: u128) -> &mut Shard {
+        let lower_bits = self.shard_bits & ((1 << shard_of(key)) - 1);
+        &mut self.guards[lower_bits.count_ones() as usize]
+    }
+}
+
+fn shard_of(key: u128) -> usize {
+    key as usize % SHARDS
+}
+
+fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
+    // A state is replaced as a whole: a panic elsewhere leaves none half-written.
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The rules of `lua/check.lua`.
+fn decide_locked(
+    store: &MemoryStore,
+    shards: &mut LockedShards<'_>,
+    now: u64,
+    operation: Operation,
+    charges: &[Charge<'_>],
+) -> Verdict {
+    let mut operation = operation;
+    let mut granted = 1;
+    let mut requested = None;
+    if operation == Operation::TakeUpTo {
+        let (_, steps) = step_all(shards, now, StepKind::Check, false, Some(0), charges);
+        let max_cost = charges.first().map_or(0, |charge| charge.cost);
+        let enforced = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
+        granted = enforced.map(|(_, step)| step.free).fold(max_cost, u64::min);
+        // With nothing left, one unit is asked for, to learn when it will fit.
+        requested = Some(granted.max(max_cost.min(1)));
+        if max_cost == 0 {
+            operation = Operation::Peek;
+        }
+    }
+    let step_kind = match operation {
+        Operation::Check | Operation::Peek | Operation::TakeUpTo => StepKind::Check,
+        Operation::Charge => StepKind::Charge,
+        Operation::Renew => StepKind::Renew,
+        Operation::Refund { charged_at } => StepKind::Refund { charged_at, debt_before_us: 0 },
+    };
+    let (admitted, steps) = step_all(shards, now, step_kind, operation == Operation::Check, requested, charges);
+    let will_write = admitted && operation != Operation::Peek;
+    let full_limits = if will_write { store.ensure_room(shards, now, charges, &steps) } else { 0 };
+    // All or nothing: where a check has no room for one limit, none is charged. Others are about requests that were admitted.
+    let is_check = matches!(operation, Operation::Check | Operation::TakeUpTo);
+    let admitted = admitted && !(is_check && full_limits > 0);
+    let mut outcomes = Vec::with_capacity(steps.len());
+    for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
+        let mut outcome = step.outcome;
+        if operation == Operation::Peek || !admitted {
+            (outcome.remaining, outcome.reset_us) = (step.free, step.free_reset_us);
+        }
+        let has_room = full_limits >> index.min(63) & 1 == 0;
+        if operation != Operation::Peek && (admitted && has_room || outcome.status != Status::Ok) {
+            let used = used_share(charge, step.outcome.remaining);
+            let write = StateWrite { permit_id: charge.permit_id, now_us: now, used_share: used };
+            shards.shard_for(charge.key.local_hash()).apply(&charge.key, step.change, write);
+        }
+        outcomes.push(outcome);
+    }
+    Verdict {
+        full_limits: if is_check { full_limits } else { 0 },
+        ..Verdict::new(if admitted { granted } else { 0 }, now, outcomes)
+    }
+}
+
+/// How much of a limit is used when so much remains, of 255.
+fn used_share(charge: &Charge<'_>, remaining: u64) -> u8 {
+    let capacity = u128::from(charge.rule.capacity().max(1));
+    let remaining_share = u128::from(remaining) * 255 / capacity;
+    255 - u8::try_from(remaining_share).unwrap_or(u8::MAX)
+}
+
+fn step_all(
+    locked: &mut LockedShards<'_>,
+    now: u64,
+    step_kind: StepKind,
+    may_defer: bool,
+    requested: Option<u64>,
+    charges: &[Charge<'_>],
+) -> (bool, Vec<Step>) {
+    let mut admitted = true;
+    let mut steps = Vec::with_capacity(charges.len());
+    for charge in charges {
+        let state = locked.shard_for(charge.key.local_hash()).state(&charge.key, now);
+        let is_deferred = charge.mode.is_deferred() && may_defer;
+        let cost = if is_deferred { 1 } else { requested.unwrap_or(charge.cost) };
+        let charge_step = match step_kind {
+            StepKind::Refund { charged_at, .. } => {
+                StepKind::Refund { charged_at, debt_before_us: charge.debt_before_us }
+            }
+            StepKind::Check | StepKind::Charge | StepKind::Renew => step_kind,
+        };
+        let mut step = charge.rule.step(state, now, charge_step, cost);
+        if is_deferred && step.outcome.status == Status::Ok {
+            (step.outcome.remaining, step.outcome.reset_us) = (step.free, step.free_reset_us);
+            step.change = Change::None;
+        }
+        admitted &= step.outcome.status == Status::Ok || charge.mode.is_shadow();
+        steps.push(step);
+    }
+    (admitted, steps)
+}
+
+// One part of the memory store: the states of each limit apart, so that one limit cannot evict those of another.
+
+/// Entries looked at for each one added: more than one, so that sweeping outruns growth.
+const SWEPT_PER_INSERT: usize = 2;
+
+/// Entries compared when room must be made; as in Redis' volatile-ttl, five find a good victim.
+const EVICTION_SAMPLE: usize = 5;
+
+/// Entries looked at for one that may be evicted, before a new identity is rejected.
+const MAX_EVICTION_SEARCH: usize = 256;
+
+/// Of 255: an identity that has used so much of its limit is evicted by others' guarantees only. Half: an identity that could reset
+/// itself by evicting its own state gains less than that.
+const NEAR_LIMIT: u8 = 128;
+
+/// The states of all limits whose keys come to this part.
+#[derive(Debug, Default)]
+pub(crate) struct Shard {
+    limits: Vec<LimitStates>,
+    entry_count: usize,
+    /// The limit that is swept next.
+    next_sweep: usize,
+}
+
+/// The states of one limit.
+#[derive(Debug)]
+struct LimitStates {
+    limit_hash: u64,
+    // std's hasher: with the published secret, identities choose the keys.
+    entries: IndexMap<u128, Entry, RandomState>,
+    cursor: usize,
+}
+
+#[derive(Debug)]
+struct Entry {
+    state: State,
+    expires_at_us: u64,
+    /// How much of the limit was used at the last change, of 255.
+    used_share: u8,
+}
+
+/// What is written of a charge.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct StateWrite {
+    /// The id of the lease.
+    pub(crate) permit_id: u64,
+    /// The instant, µs.
+    pub(crate) now_us: u64,
+    /// How much of the limit is used then, of 255.
+    pub(crate) used_share: u8,
+}
+
+/// What making room came to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Room {
+    /// There is room, after evicting so many states that had not expired.
+    Available(u64),
+    /// All that could give way are at or near their limit.
+    Full,
+}
+
+impl Shard {
+    pub(crate) fn len(&self) -> usize {
+        self.entry_count
+    }
+
+    /// The state of a key, unless it has expired.
+    pub(crate) fn state(&self, key: &Key<'_>, now: u64) -> Option<&State> {
+        let states = self.limits.iter().find(|states| states.limit_hash == key.limit_hash())?;
+        states.entries.get(&key.local_hash()).filter(|entry| entry.expires_at_us > now).map(|entry| &entry.state)
+    }
+
+    /// Drops a state; whether there was one.
+    pub(crate) fn remove(&mut self, key: u128) -> bool {
+        let existed = self.limits.iter_mut().any(|states| states.entries.swap_remove(&key).is_some());
+        self.entry_count -= usize::from(existed);
+        existed
+    }
+
+    /// Sees that a change can be applied.
+    pub(crate) fn ensure_room(&mut self, key: &Key<'_>, change: &Change, now: u64, capacity: usize) -> Room {
+        let adds_entry = match change {
+            Change::None | Change::Delete => false,
+            Change::Put(..) => true,
+            Change::Log(edit) => edit.remove.is_none(),
+            Change::Permits(edit) => matches!(edit.action, PermitAction::Acquire | PermitAction::Renew),
+        };
+        let limit_index = self.limit_index(key.limit_hash());
+        if !adds_entry || limit_index.is_some_and(|own| self.limits[own].entries.contains_key(&key.local_hash())) {
+            return Room::Available(0);
+        }
+        if let Some(own) = limit_index {
+            self.sweep(own, now);
+        }
+        if !self.limits.is_empty() {
+            // Limits that nobody uses any more hold no room.
+            self.next_sweep = (self.next_sweep + 1) % self.limits.len();
+            self.sweep(self.next_sweep, now);
+        }
+        if self.entry_count < capacity {
+            return Room::Available(0);
+        }
+        let limits = self.limits.len() + usize::from(limit_index.is_none());
+        let guaranteed = (capacity / limits).max(1);
+        if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
+            // Another limit has borrowed its room.
+            let largest_limit = (0..self.limits.len()).max_by_key(|&index| self.limits[index].entries.len());
+            let evicted = largest_limit.is_some_and(|largest| self.evict(largest, now, u8::MAX));
+            return Room::Available(u64::from(evicted));
+        }
+        match limit_index.is_some_and(|own| self.evict(own, now, NEAR_LIMIT)) {
+            true => Room::Available(1),
+            false => Room::Full,
+        }
+    }
+
+    /// Applies a change for which there is room.
+    pub(crate) fn apply(&mut self, key: &Key<'_>, change: Change, write: StateWrite) {
+        if change == Change::None {
+            return;
+        }
+        let limit_index = self.limit_index(key.limit_hash()).unwrap_or_else(|| {
+            self.limits.push(LimitStates { limit_hash: key.limit_hash(), entries: IndexMap::default(), cursor: 0 });
+            self.limits.len() - 1
+        });
+        let states = &mut self.limits[limit_index];
+        let before = states.entries.len();
+        states.apply(key.local_hash(), change, write);
+        let after = states.entries.len();
+        self.entry_count = self.entry_count + after - before;
+        if after == 0 {
+            self.limits.swap_remove(limit_index);
+        }
+    }
+
+    fn limit_index(&self, limit_hash: u64) -> Option<usize> {
+        self.limits.iter().position(|states| states.limit_hash == limit_hash)
+    }
+
+    fn sweep(&mut self, index: usize, now: u64) {
+        let states = &mut self.limits[index];
+        let before = states.entries.len();
+        for _ in 0..SWEPT_PER_INSERT {
+            if states.cursor >= states.entries.len() {
+                states.cursor = 0;
+            }
+            match states.entries.get_index(states.cursor) {
+                Some((_, entry)) if entry.expires_at_us <= now => {
+                    states.entries.swap_remove_index(states.cursor);
+                }
+                _ => states.cursor += 1,
+            }
+        }
+        self.entry_count -= before - states.entries.len();
+    }
+
+    /// Evicts the least used of some states of a limit, the one that expires first where they are alike; of those below `near`
+    /// unless that is everything. Whether there was one.
+    fn evict(&mut self, index: usize, now: u64, max_used_share: u8) -> bool {
+        let LimitStates { entries, cursor, .. } = &mut self.limits[index];
+        let len = entries.len();
+        let eviction_rank = |index: usize| {
+            let used = |entry: &Entry| if entry.expires_at_us <= now { 0 } else { entry.used_share };
+            entries.get_index(index).map_or((u8::MAX, u64::MAX), |(_, entry)| (used(entry), entry.expires_at_us))
+        };
+        let is_evictable = |index: &usize| max_used_share == u8::MAX || eviction_rank(*index).0 < max_used_share;
+        let sampled = (0..EVICTION_SAMPLE.min(len))
+            .map(|step| (*cursor + step * 7919) % len)
+            .min_by_key(|&index| eviction_rank(index));
+        let victim = sampled.filter(is_evictable).or_else(|| {
+            (0..MAX_EVICTION_SEARCH.min(len)).map(|step| (*cursor + step) % len).find(|index| is_evictable(index))
+        });
+        let evicted = victim.is_some_and(|victim| entries.swap_remove_index(victim).is_some());
+        *cursor += if evicted { 1 } else { MAX_EVICTION_SEARCH };
+        self.entry_count -= usize::from(evicted);
+        evicted
+    }
+}
+
+impl LimitStates {
+    fn apply(
+        &mut self,
+        key: u128,
+        change: Change,
+        StateWrite { permit_id: lease, now_us: now, used_share: used }: StateWrite,
+    ) {
+        match change {
+            Change::None => {}
+            Change::Delete => {
+                self.entries.swap_remove(&key);
+            }
+            Change::Put(state, lives_us) => {
+                self.entries.insert(key, Entry { state, expires_at_us: now + lives_us, used_share: used });
+            }
+            Change::Log(edit) => {
+                let fresh = || Entry { state: State::Log(VecDeque::new()), expires_at_us: 0, used_share: used };
+                let entry = match edit.remove {
+                    Some(_) => self.entries.get_mut(&key),
+                    None => Some(self.entries.entry(key).or_insert_with(fresh)),
+                };
+                let Some(Entry { state: State::Log(log), expires_at_us: expires_us, used_share: before }) = entry
+                else {
+                    return;
+                };
+                *before = used;
+                if *expires_us <= now && edit.remove.is_none() {
+                    // What expired was not seen by the step either.
+                    log.clear();
+                }
+                edit.apply(log);
+                if edit.remove.is_none() {
+                    *expires_us = now + edit.window;
+                } else if log.is_empty() {
+                    self.entries.swap_remove(&key);
+                }
+            }
+            Change::Permits(edit) => {
+                if let PermitAction::Acquire | PermitAction::Renew = edit.action {
+                    let fresh = Entry { state: State::Permits(Vec::new()), expires_at_us: 0, used_share: used };
+                    self.entries.entry(key).or_insert(fresh);
+                }
+                let Some(entry) = self.entries.get_mut(&key) else { return };
+                let Entry { state: State::Permits(leases), expires_at_us: expires_us, used_share: before } = entry
+                else {
+                    return;
+                };
+                *before = used;
+                edit.apply(leases, lease);
+                if edit.action != PermitAction::Release {
+                    *expires_us = now + edit.ttl;
+                }
+                if leases.is_empty() {
+                    self.entries.swap_remove(&key);
+                }
+            }
+        }
+    }
+}

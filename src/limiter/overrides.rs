@@ -1,0 +1,420 @@
+//! Sizes that operators give single identities for a time: in force in this process, and followed as all gateways share them.
+
+use std::collections::hash_map::RandomState;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use arc_swap::ArcSwap;
+use serde::{Deserialize, Serialize};
+use tokio::time::sleep;
+use tracing::{debug, info, warn};
+
+use crate::limiter::clock::{LogThrottle, monotonic};
+use crate::limiter::decision::LimitCheck;
+use crate::limiter::denial_cache::DenialCache;
+use crate::limiter::key::{Identity, IdentityHasher, Key};
+use crate::limiter::quota::QuotaError;
+use crate::limiter::redis::cluster::topology::key_slot;
+use crate::limiter::redis::overrides;
+use crate::limiter::redis::overrides::{OverrideEntry, Snapshot, WriteStatus, parse_restore_reply};
+use crate::limiter::spec::{LimitSpec, LimitVariant};
+use crate::limiter::store::RedisStore;
+use crate::limiter::verdict::StoreError;
+
+/// So many there may be at a time: each gateway reads all of them each second.
+pub const MAX_OVERRIDES: usize = 1000;
+
+/// How often it is looked what other gateways were told.
+const POLL_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Pause after a read that failed. Shorter than [`POLL`], so that a store that lost its data gets the overrides back soon.
+const RETRY_INTERVAL: Duration = Duration::from_millis(250);
+
+/// Records of one restore call: each call reads the whole hash and blocks Redis for it.
+const MAX_RESTORE_BATCH: usize = 250;
+
+/// What is decided on one gateway is in force on all within this time: a poll, and what may come between.
+pub const MAX_PROPAGATION: Duration = Duration::from_secs(2);
+
+/// That they cannot be read is logged once in this time.
+const LOG_INTERVAL: Duration = Duration::from_secs(60);
+
+/// What an override says, as it is kept.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OverrideQuota {
+    /// In the form of the configuration.
+    pub quota: String,
+    /// Of a token bucket; none = as much as the quota.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub burst: Option<u64>,
+    /// Whatever the operator wants to remember of it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub note: Option<String>,
+}
+
+/// A size that an identity has for a time.
+#[derive(Debug)]
+pub struct Override {
+    /// Of which limit.
+    pub limit: Arc<LimitSpec>,
+    /// Whose.
+    pub identity: Identity,
+    /// As it was given.
+    pub quota: OverrideQuota,
+    /// The same, ready to decide.
+    pub variant: Arc<LimitVariant>,
+    expires_at: Instant,
+}
+
+impl Override {
+    /// How long it is still in force.
+    pub fn ttl(&self) -> Duration {
+        self.expires_at.saturating_duration_since(monotonic())
+    }
+}
+
+/// Those in force, by limit and identity.
+#[derive(Debug, Default)]
+pub struct OverrideTable(HashMap<u128, Arc<Override>, RandomState>);
+
+impl OverrideTable {
+    /// The override that an identity has of a limit.
+    pub fn find(&self, limit: &LimitSpec, identity: Identity) -> Option<&Override> {
+        let found = self.0.get(&table_key(limit, identity))?;
+        (monotonic() < found.expires_at).then_some(found)
+    }
+
+    /// Gives the checks of identities that have one its size.
+    pub fn apply<'p>(&'p self, checks: &mut [LimitCheck<'_, 'p>]) {
+        for check in checks {
+            if let Some(entry) = self.find(check.limit, check.identity) {
+                check.variant = &entry.variant;
+            }
+        }
+    }
+
+    /// All of them.
+    pub fn all(&self) -> Vec<Arc<Override>> {
+        let now = monotonic();
+        self.0.values().filter(|entry| now < entry.expires_at).cloned().collect()
+    }
+}
+
+/// Finds a limit of the configuration by its name.
+type LimitLookup = Box<dyn Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync>;
+
+/// The overrides of a process.
+pub struct Overrides {
+    table: ArcSwap<OverrideTable>,
+    hasher: IdentityHasher,
+    find_limit: LimitLookup,
+    denials: Option<Arc<DenialCache>>,
+    /// The newest record of each field that this process has seen, until it is no longer kept. Held while the table changes.
+    known_entries: Mutex<HashMap<String, KnownEntry>>,
+}
+
+/// A record that this process has seen.
+#[derive(Debug, Clone)]
+struct KnownEntry {
+    entry: OverrideEntry,
+    /// When it expires.
+    expires_at: Instant,
+    /// When it is forgotten.
+    forget_at: Instant,
+}
+
+impl fmt::Debug for Overrides {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("Overrides").field("table", &self.table).finish_non_exhaustive()
+    }
+}
+
+impl Overrides {
+    /// None as yet. `denials` are those of the process.
+    pub fn new(
+        hasher: IdentityHasher,
+        find_limit: impl Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync + 'static,
+        denials: Option<Arc<DenialCache>>,
+    ) -> Self {
+        let (table, known_entries) = Default::default();
+        Overrides { table, hasher, find_limit: Box::new(find_limit), denials, known_entries }
+    }
+
+    /// Those in force now; none if there are none, as mostly.
+    pub fn current(&self) -> Option<Arc<OverrideTable>> {
+        let table = self.table.load();
+        if table.0.is_empty() { None } else { Some(Arc::clone(&table)) }
+    }
+
+    /// A size in force from now on, for this time; it is not told to anybody else.
+    ///
+    /// # Errors
+    /// The limit cannot have this size.
+    pub fn compile(
+        &self,
+        limit: &Arc<LimitSpec>,
+        identity: Identity,
+        quota: OverrideQuota,
+        ttl: Duration,
+    ) -> Result<Override, QuotaError> {
+        let parsed_quota = limit.default_variant.rule.parse_quota(&quota.quota)?;
+        let variant = Arc::new(limit.override_variant(&self.hasher, parsed_quota, quota.burst)?);
+        Ok(Override { limit: limit.clone(), identity, quota, variant, expires_at: monotonic() + ttl })
+    }
+
+    /// Puts an override in force in this process; none if there are too many.
+    pub fn put(&self, new: Override) -> Option<Arc<Override>> {
+        let (key, new, mut has_room) = (table_key(&new.limit, new.identity), Arc::new(new), true);
+        self.table.rcu(|table| {
+            let now = monotonic();
+            let entries = table.0.iter().filter(|(of, entry)| **of != key && now < entry.expires_at);
+            let mut kept: HashMap<_, _, RandomState> = entries.map(|(place, each)| (*place, each.clone())).collect();
+            has_room = kept.len() < MAX_OVERRIDES;
+            if has_room {
+                kept.insert(key, new.clone());
+            } else if let Some(old) = table.0.get(&key) {
+                kept.insert(key, old.clone());
+            }
+            OverrideTable(kept)
+        });
+        has_room.then_some(new)
+    }
+
+    /// Ends an override in this process; whether there was one.
+    pub fn remove(&self, limit: &LimitSpec, identity: Identity) -> bool {
+        let (key, mut removed) = (table_key(limit, identity), false);
+        self.table.rcu(|table| {
+            let kept = table.0.iter().filter(|(of, _)| **of != key);
+            let kept: HashMap<_, _, RandomState> = kept.map(|(place, entry)| (*place, entry.clone())).collect();
+            removed = kept.len() < table.0.len();
+            OverrideTable(kept)
+        });
+        removed
+    }
+
+    /// Poll the records that all gateways share, until the future is dropped.
+    pub async fn poll(&self, store: &RedisStore, key: &str) {
+        static POLL_LOG_THROTTLE: LogThrottle = LogThrottle::new();
+        loop {
+            let result = self.refresh(store, key).await;
+            if let Err(error) = &result {
+                // Rate limit checks report every other error.
+                if is_hash_error(error) && POLL_LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                    warn!(%error, "overrides are not followed; docs/redis.md has the rights that the gateway needs");
+                } else {
+                    debug!(%error, "overrides are not followed just now");
+                }
+            }
+            sleep(if result.is_ok() { POLL_INTERVAL } else { RETRY_INTERVAL }).await;
+        }
+    }
+
+    /// Read the records that all gateways share, and write back those that Redis lost.
+    ///
+    /// # Errors
+    /// See [`StoreError`]. Records that cannot be written back stay in force in this process and are no error.
+    pub async fn refresh(&self, store: &RedisStore, key: &str) -> Result<(), StoreError> {
+        let asked_at = monotonic();
+        let slot = key_slot(key.as_bytes());
+        let time = store.admin_command(slot, &overrides::time_command()).await?;
+        let fields = store.admin_command(slot, &overrides::read_command(key)).await?;
+        let snapshot = overrides::parse_snapshot(time, fields)?;
+        self.apply_snapshot(&snapshot, asked_at, true);
+        let lost = self.lost_entries(&snapshot);
+        if !lost.is_empty()
+            && let Err(error) = self.write_back(store, key, &lost).await
+        {
+            static RESTORE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
+            if RESTORE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                warn!(%error, overrides = lost.len(), "overrides that the store lost cannot be written back");
+            }
+        }
+        Ok(())
+    }
+
+    /// Write records back that Redis lost.
+    async fn write_back(&self, store: &RedisStore, key: &str, lost: &[OverrideEntry]) -> Result<(), StoreError> {
+        let (mut written_count, mut dropped) = (0, 0);
+        for lost in lost.chunks(MAX_RESTORE_BATCH) {
+            let reply = store
+                .admin_command(key_slot(key.as_bytes()), &overrides::restore_command(key, lost, MAX_OVERRIDES))
+                .await?;
+            let mut known = self.lock_entries();
+            for (record, written) in lost.iter().zip(parse_restore_reply(reply)?) {
+                match written {
+                    WriteStatus::Written => written_count += 1,
+                    WriteStatus::Unchanged => {}
+                    WriteStatus::TooMany => {
+                        dropped += 1;
+                        if known.get(&record.key).is_some_and(|known| known.entry.revision == record.revision) {
+                            known.remove(&record.key);
+                        }
+                    }
+                }
+            }
+        }
+        if written_count > 0 {
+            info!(records = written_count, "overrides that the store lost are written back");
+        }
+        if dropped > 0 {
+            warn!(overrides = dropped, max = MAX_OVERRIDES, "too many overrides: some that the store lost are dropped");
+        }
+        Ok(())
+    }
+
+    fn lock_entries(&self) -> MutexGuard<'_, HashMap<String, KnownEntry>> {
+        self.known_entries.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What this process knows of a field.
+    pub fn known_revision(&self, field: &str) -> overrides::KnownRevision {
+        let now = monotonic();
+        let entries = self.lock_entries();
+        let entry = entries.get(field).filter(|known| now < known.forget_at);
+        entry.map_or_else(
+            overrides::KnownRevision::default,
+            |KnownEntry { entry: record, expires_at: until, .. }| overrides::KnownRevision {
+                revision: record.revision,
+                keep_until_us: record.keep_until_us,
+                is_in_force: now < *until,
+            },
+        )
+    }
+
+    /// Records that this process knows and that a snapshot lacks or has in an older revision, as they are written back:
+    /// they expire no later than before, even if the clock of the store was set back.
+    fn lost_entries(&self, snapshot: &Snapshot) -> Vec<OverrideEntry> {
+        let now = monotonic();
+        let stored: HashMap<_, _> = snapshot.entries.iter().map(|record| (&*record.key, record.revision)).collect();
+        let is_lost = |record: &OverrideEntry| stored.get(&*record.key).is_none_or(|stored| *stored < record.revision);
+        let earliest =
+            |us: u64, end: Instant| us.min(snapshot.now_us + end.saturating_duration_since(now).as_micros() as u64);
+        // Without a revision, a removal deletes the field: it is not lost.
+        let known = self.lock_entries();
+        let lost = known.values().filter(|known| known.entry.revision > 0 && is_lost(&known.entry));
+        let lost = lost.map(|KnownEntry { entry: record, expires_at, forget_at }| OverrideEntry {
+            expires_at_us: earliest(record.expires_at_us, *expires_at),
+            keep_until_us: earliest(record.keep_until_us, *forget_at),
+            ..record.clone()
+        });
+        lost.collect()
+    }
+
+    /// Put the records of a snapshot in force, except those of which this process knows a newer revision. The time left of
+    /// each counts from `asked`. `complete`: the snapshot has all fields of the hash.
+    pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
+        let now = monotonic();
+        let mut known = self.lock_entries();
+        // Without a revision, a field that is missing was removed.
+        let stored: HashSet<_> = snapshot.entries.iter().map(|record| &*record.key).collect();
+        let is_there = |field: &str| !is_complete || stored.contains(field);
+        known.retain(|field, known| now < known.forget_at && (known.entry.revision > 0 || is_there(field)));
+        let mut has_reset = false;
+        for record in &snapshot.entries {
+            match parse_field(&record.key) {
+                Some((OVERRIDE_FIELD, ..)) => {}
+                Some((subject, ..)) => {
+                    has_reset |= subject == RESET_FIELD;
+                    continue;
+                }
+                None => continue,
+            }
+            if known.get(&record.key).is_none_or(|known| known.entry.revision <= record.revision) {
+                let at = |us: u64| asked_at + Duration::from_micros(us.saturating_sub(snapshot.now_us));
+                let (expires_at, forget_at) = (at(record.expires_at_us), at(record.keep_until_us));
+                known.insert(record.key.clone(), KnownEntry { entry: record.clone(), expires_at, forget_at });
+            }
+        }
+        drop_oldest_removals(&mut known, now);
+        self.rebuild_table(&known, now, has_reset);
+    }
+
+    /// Build the table from the known records. `reset`: denials that are remembered may no longer hold.
+    fn rebuild_table(&self, entries: &HashMap<String, KnownEntry>, now: Instant, has_reset: bool) {
+        let (old, mut new) = (self.table.load_full(), HashMap::default());
+        for (field, KnownEntry { entry: record, expires_at, .. }) in
+            entries.iter().filter(|(_, known)| now < known.expires_at)
+        {
+            let Some((_, limit, identity)) = parse_field(field) else { continue };
+            // Another gateway may have other limits.
+            let (Some(limit), Ok(quota)) =
+                ((self.find_limit)(limit), serde_json::from_str::<OverrideQuota>(&record.value))
+            else {
+                continue;
+            };
+            let (key, until) = (table_key(&limit, identity), *expires_at);
+            // The same as before keeps its plan, which is what denials and calls under way go by.
+            let same = old.0.get(&key).filter(|old| old.quota == quota && Arc::ptr_eq(&old.limit, &limit));
+            let compiled = match same {
+                Some(old) => Ok(Override { limit, identity, quota, variant: old.variant.clone(), expires_at: until }),
+                None => {
+                    self.compile(&limit, identity, quota, until - now).map(|new| Override { expires_at: until, ..new })
+                }
+            };
+            match compiled {
+                Ok(compiled) => drop(new.insert(key, Arc::new(compiled))),
+                Err(error) => {
+                    static OVERRIDE_LOG_THROTTLE: LogThrottle = LogThrottle::new();
+                    if OVERRIDE_LOG_THROTTLE.should_log(LOG_INTERVAL) {
+                        warn!(%error, "an override does not fit its limit in this configuration");
+                    }
+                }
+            }
+        }
+        let variant_ids = |table: &HashMap<u128, Arc<Override>, RandomState>| {
+            table.iter().map(|(place, entry)| (*place, entry.variant.id)).collect::<HashMap<_, _>>()
+        };
+        let changed = variant_ids(&old.0) != variant_ids(&new);
+        if changed || !new.is_empty() {
+            self.table.store(Arc::new(OverrideTable(new)));
+        }
+        // After the table: what is denied from now on is denied by the new sizes.
+        if (changed || has_reset)
+            && let Some(denials) = &self.denials
+        {
+            denials.clear();
+        }
+    }
+}
+
+/// Keep the newest [`MOST`] records of removed and expired overrides, as the script does.
+fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant) {
+    let removals = entries.values().filter(|known| known.expires_at <= now);
+    let mut revisions: Vec<_> = removals.map(|known| known.entry.revision).collect();
+    if revisions.len() > MAX_OVERRIDES {
+        revisions.sort_unstable_by(|one, other| other.cmp(one));
+        let oldest = revisions[MAX_OVERRIDES - 1];
+        entries.retain(|_, known| now < known.expires_at || known.entry.revision >= oldest);
+    }
+}
+
+/// Whether the hash cannot be read, while decisions can be made.
+fn is_hash_error(error: &StoreError) -> bool {
+    error.error_reply().and_then(|reply| reply.code()).is_some_and(|code| ["NOPERM", "WRONGTYPE"].contains(&code))
+}
+
+const OVERRIDE_FIELD: &str = "size";
+const RESET_FIELD: &str = "reset";
+
+/// The field of an override.
+pub fn override_field(limit: &LimitSpec, identity: Identity) -> String {
+    format!("{OVERRIDE_FIELD}/{}/{identity}", limit.name)
+}
+
+/// The field that tells the others of a reset.
+pub fn reset_field(limit: &LimitSpec, identity: Identity) -> String {
+    format!("{RESET_FIELD}/{}/{identity}", limit.name)
+}
+
+fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
+    let (subject, rest) = field.split_once('/')?;
+    let (limit, identity) = rest.rsplit_once('/')?;
+    Some((subject, limit, Identity::from_hex(identity)?))
+}
+
+/// Where the override of an identity stands in the table, whatever its window.
+fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
+    Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
+}

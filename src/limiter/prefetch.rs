@@ -1,0 +1,440 @@
+//! Advances: units of hot sets of states that are charged ahead of the requests that will use them.
+//!
+//! For each set the process keeps at most one advance at a time, whatever the number of its workers. Sets may share states, as a global
+//! limit and one of each client do: of each state the process holds at most the prefetch of its limit, in all its sets together.
+//! This is what the bounds of the manual rest on. Time comes in as a value.
+
+use std::collections::hash_map::{Entry, RandomState};
+use std::collections::{HashMap, HashSet};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::limiter::algorithm::{Outcome, Rule};
+use crate::limiter::clock::subtract_drift;
+use crate::limiter::verdict::Verdict;
+
+/// What is not used within this time is given back: so long others may miss it.
+pub const PREFETCH_TTL: Duration = Duration::from_secs(1);
+
+/// Sets with an advance at the same time: each may take some 500 bytes and a timer. Further ones are asked as if there were none.
+const MAX_GROUPS: usize = 10_000;
+
+/// The advances of a process.
+#[derive(Debug, Default)]
+pub struct PrefetchPool(Mutex<PoolState>);
+
+#[derive(Debug, Default)]
+struct PoolState {
+    // std's hasher: with the published secret, identities choose the keys.
+    prefetched: HashMap<u128, PrefetchedTokens, RandomState>,
+    /// Those for which an advance is being asked for.
+    pending: HashSet<u128, RandomState>,
+    /// Units of each state that are kept or being asked for, in all sets.
+    outstanding: HashMap<u128, u64, RandomState>,
+}
+
+#[derive(Debug)]
+struct PrefetchedTokens {
+    remaining: u64,
+    /// What each unit was charged to.
+    states: Arc<[u128]>,
+    /// From here on they are not used any more.
+    expires_at: Instant,
+    /// When the verdict was here.
+    decided_at: Instant,
+    /// As it was after all of them were charged.
+    verdict: Verdict,
+}
+
+/// The right to ask for an advance of a set; no other is asked for while it lasts.
+#[derive(Debug)]
+pub struct PrefetchReservation {
+    pool: Arc<PrefetchPool>,
+    group: u128,
+    states: Arc<[u128]>,
+    /// Not kept yet.
+    tokens: u64,
+}
+
+/// Units that nobody used, and when they were charged, µs.
+#[derive(Debug, PartialEq, Eq)]
+pub struct UnusedTokens {
+    /// How many.
+    pub tokens: u64,
+    /// The instant of their charge, by the store's clock.
+    pub charged_at: u64,
+    /// What the limits said when they were charged, as the last units of their call.
+    pub outcomes: Vec<Outcome>,
+}
+
+impl PrefetchPool {
+    /// One unit of a set, and when it was charged: the verdict that a call for it would have got.
+    pub fn take(&self, group: u128, now: Instant) -> Option<(Verdict, u64)> {
+        let mut pool_state = self.lock();
+        let PoolState { prefetched, outstanding, .. } = &mut *pool_state;
+        let advance = prefetched.get_mut(&group).filter(|advance| advance.remaining > 0 && now < advance.expires_at)?;
+        advance.remaining -= 1;
+        release(outstanding, &advance.states, 1);
+        let elapsed_us = now.saturating_duration_since(advance.decided_at).as_micros() as u64;
+        let outcome_now = |outcome: &Outcome| Outcome {
+            // The units that are kept are there for callers, too.
+            remaining: outcome.remaining + advance.remaining,
+            reset_us: outcome.reset_us.saturating_sub(elapsed_us),
+            ..*outcome
+        };
+        let Verdict { now_us, outcomes, .. } = &advance.verdict;
+        let outcomes = outcomes.iter().map(outcome_now).collect();
+        let verdict = Verdict::new(1, now_us + elapsed_us, outcomes);
+        Some((Verdict { charged_later: advance.verdict.charged_later + advance.remaining, ..verdict }, *now_us))
+    }
+
+    /// Whether an advance of the set was used up within its time: the set is as hot as it was.
+    pub fn is_exhausted(&self, group: u128, now: Instant) -> bool {
+        self.lock().prefetched.get(&group).is_some_and(|advance| advance.remaining == 0 && now < advance.expires_at)
+    }
+
+    /// The right to ask for an advance, if none of the set is kept or asked for; of as many units as each of its `states` still may
+    /// have outstanding.
+    pub fn reserve(
+        self: &Arc<Self>,
+        group: u128,
+        states: impl Iterator<Item = (u128, u64)>,
+    ) -> Option<PrefetchReservation> {
+        let mut pool_state = self.lock();
+        let has_room = pool_state
+            .prefetched
+            .get(&group)
+            .map_or(pool_state.prefetched.len() + pool_state.pending.len() < MAX_GROUPS, |advance| {
+                advance.remaining == 0
+            });
+        if !has_room || pool_state.pending.contains(&group) {
+            return None;
+        }
+        let mut tokens = u64::MAX;
+        let states: Arc<[u128]> = states
+            .map(|(state, max)| {
+                tokens = tokens.min(max.saturating_sub(pool_state.outstanding.get(&state).copied().unwrap_or(0)));
+                state
+            })
+            .collect();
+        if tokens == 0 || states.is_empty() {
+            return None;
+        }
+        for state in &*states {
+            *pool_state.outstanding.entry(*state).or_default() += tokens;
+        }
+        pool_state.pending.insert(group);
+        Some(PrefetchReservation { pool: self.clone(), group, states, tokens })
+    }
+
+    /// Ends the advance of a set that has lapsed.
+    ///
+    /// # Errors
+    /// It lasts for so long still.
+    pub fn expire(&self, group: u128, now: Instant) -> Result<UnusedTokens, Duration> {
+        let mut pool_state = self.lock();
+        let ttl = pool_state
+            .prefetched
+            .get(&group)
+            .map_or(Duration::ZERO, |advance| advance.expires_at.saturating_duration_since(now));
+        if ttl.is_zero() { Ok(pool_state.remove(group)) } else { Err(ttl) }
+    }
+
+    /// Ends the advance of a set before its time.
+    pub fn cancel(&self, group: u128) -> UnusedTokens {
+        self.lock().remove(group)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, PoolState> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl PoolState {
+    fn remove(&mut self, group: u128) -> UnusedTokens {
+        let Some(advance) = self.prefetched.remove(&group) else {
+            return UnusedTokens { tokens: 0, charged_at: 0, outcomes: Vec::new() };
+        };
+        release(&mut self.outstanding, &advance.states, advance.remaining);
+        UnusedTokens {
+            tokens: advance.remaining,
+            charged_at: advance.verdict.now_us,
+            outcomes: advance.verdict.outcomes,
+        }
+    }
+}
+
+/// Units are used or given back: others of their states may be asked for.
+fn release(outstanding: &mut HashMap<u128, u64, RandomState>, states: &[u128], tokens: u64) {
+    for state in states {
+        if let Entry::Occupied(mut count) = outstanding.entry(*state) {
+            *count.get_mut() -= tokens.min(*count.get());
+            if *count.get() == 0 {
+                count.remove();
+            }
+        }
+    }
+}
+
+impl PrefetchReservation {
+    /// How many units may be asked for.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// Keeps `units` of a call that was made at `asked`, of limits with these rules; whether somebody has to see to their end,
+    /// because nobody does yet.
+    pub fn fill<'r>(
+        mut self,
+        tokens: u64,
+        verdict: Verdict,
+        rules: impl Iterator<Item = &'r Rule>,
+        asked_at: Instant,
+        decided_at: Instant,
+    ) -> bool {
+        let expires_at = asked_at + rules.zip(&verdict.outcomes).map(usable_for).min().unwrap_or_default();
+        // No more than was asked for; the rest of it is released with the reservation.
+        let units = tokens.min(self.tokens);
+        self.tokens -= units;
+        let advance =
+            PrefetchedTokens { remaining: units, states: self.states.clone(), expires_at, decided_at, verdict };
+        match self.pool.lock().prefetched.entry(self.group) {
+            Entry::Occupied(mut exhausted) => {
+                exhausted.insert(advance);
+                false
+            }
+            Entry::Vacant(vacant) => {
+                vacant.insert(advance);
+                true
+            }
+        }
+    }
+}
+
+impl Drop for PrefetchReservation {
+    fn drop(&mut self) {
+        let mut pool_state = self.pool.lock();
+        pool_state.pending.remove(&self.group);
+        release(&mut pool_state.outstanding, &self.states, self.tokens);
+    }
+}
+
+/// For how long, counted from before the call, units of a limit may be used.
+fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
+    match rule {
+        // What was counted in one window must not be used in the next.
+        Rule::FixedWindow(_) => subtract_drift(Duration::from_micros(outcome.reset_us)).min(PREFETCH_TTL),
+        Rule::TokenBucket(_) | Rule::SlidingWindow(_) | Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => PREFETCH_TTL,
+        // A slot is held by a request, not kept for one.
+        Rule::Concurrency(_) => Duration::ZERO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::limiter::algorithm::Status;
+    use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+    use crate::limiter::algorithm::sliding_log::SlidingLog;
+    use crate::limiter::clock::monotonic;
+
+    const SECOND: u64 = 1_000_000;
+    const GROUP: u128 = 7;
+
+    fn log_rule() -> Rule {
+        Rule::SlidingLog(SlidingLog { limit: 100, window: 60 * SECOND })
+    }
+
+    fn window_rule() -> Rule {
+        Rule::FixedWindow(FixedWindow { limit: 100, window: 60 * SECOND, start: WindowStart::Aligned { phase: 0 } })
+    }
+
+    fn verdict(remaining: u64, reset_us: u64) -> Verdict {
+        let outcome = Outcome { status: Status::Ok, remaining, reset_us, retry_us: 0 };
+        Verdict::new(9, 1000, vec![outcome])
+    }
+
+    /// The states of a set of one limit, of which this many units may be outstanding.
+    fn single_state(most: u64) -> impl Iterator<Item = (u128, u64)> {
+        std::iter::once((1, most))
+    }
+
+    /// An advance of one limit that was asked for and given at `at`.
+    fn fill(advances: &Arc<PrefetchPool>, rule: &Rule, units: u64, reset_us: u64, at: Instant) -> bool {
+        advances.reserve(GROUP, single_state(100)).unwrap().fill(
+            units,
+            verdict(20, reset_us),
+            std::iter::once(rule),
+            at,
+            at,
+        )
+    }
+
+    #[test]
+    fn prefetched_tokens_are_taken_once_and_counted_as_remaining() {
+        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        assert!(fill(&advances, &log_rule(), 3, 40 * SECOND, start), "somebody has to see to its end");
+        assert_eq!(advances.take(8, start), None, "of another set");
+        let drawn = |after_ms: u64| advances.take(GROUP, start + Duration::from_millis(after_ms));
+        for (after_ms, remaining, reset_us) in
+            [(0, 22, 40 * SECOND), (100, 21, 39_900_000), (999, 20, 40 * SECOND - 999_000)]
+        {
+            let (verdict, charged_at) = drawn(after_ms).unwrap();
+            assert_eq!((verdict.granted, charged_at, verdict.now_us), (1, 1000, 1000 + after_ms * 1000));
+            assert_eq!((verdict.outcomes[0].remaining, verdict.outcomes[0].reset_us), (remaining, reset_us));
+            assert_eq!(verdict.charged_later, remaining - 20, "units of the call that are drawn later");
+        }
+        assert_eq!(drawn(999), None, "three were kept");
+    }
+
+    #[test]
+    fn expired_tokens_are_returned_once() {
+        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        fill(&advances, &log_rule(), 3, 40 * SECOND, start);
+        advances.take(GROUP, start).unwrap();
+        let outcomes = verdict(20, 40 * SECOND).outcomes;
+        assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL / 4), Err(PREFETCH_TTL * 3 / 4));
+        assert_eq!(advances.take(GROUP, start + PREFETCH_TTL), None);
+        assert_eq!(
+            advances.expire(GROUP, start + PREFETCH_TTL),
+            Ok(UnusedTokens { tokens: 2, charged_at: 1000, outcomes })
+        );
+        assert_eq!(
+            advances.expire(GROUP, start + PREFETCH_TTL),
+            Ok(UnusedTokens { tokens: 0, charged_at: 0, outcomes: vec![] }),
+            "given back once"
+        );
+        assert_eq!(advances.take(GROUP, start), None, "what is given back is nobody's");
+    }
+
+    #[test]
+    fn fixed_window_tokens_expire_before_the_window() {
+        let start = monotonic();
+        for (rules, reset_us, usable_us) in [
+            (&[window_rule()][..], 400_000, 399_800),
+            (&[window_rule()], 40 * SECOND, SECOND),
+            (&[log_rule()], 400_000, SECOND),
+            (&[log_rule(), window_rule()], 400_000, 399_800),
+        ] {
+            let advances = Arc::<PrefetchPool>::default();
+            let outcome = verdict(20, reset_us).outcomes[0];
+            let verdict = Verdict { outcomes: vec![outcome; rules.len()], ..verdict(20, reset_us) };
+            // The answer took its time: the window was that much closer to its end.
+            let decided = start + Duration::from_millis(100);
+            advances.reserve(GROUP, single_state(100)).unwrap().fill(5, verdict, rules.iter(), start, decided);
+            let until = start + Duration::from_micros(usable_us);
+            assert!(advances.take(GROUP, until - Duration::from_micros(1)).is_some(), "{rules:?}");
+            assert_eq!(advances.take(GROUP, until), None, "{rules:?}");
+        }
+    }
+
+    #[test]
+    fn group_has_at_most_one_prefetch() {
+        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let reserve = |set| advances.reserve(set, std::iter::once((set, 100)));
+        let first = reserve(GROUP).unwrap();
+        assert!(reserve(GROUP).is_none(), "one is asked for");
+        assert!(reserve(8).is_some(), "another set is another matter");
+        drop(first);
+        fill(&advances, &log_rule(), 2, SECOND, start);
+        assert!(reserve(GROUP).is_none(), "one is kept");
+        advances.take(GROUP, start).unwrap();
+        assert!(reserve(GROUP).is_none() && !advances.is_exhausted(GROUP, start), "one unit is");
+        advances.take(GROUP, start).unwrap();
+        assert!(advances.is_exhausted(GROUP, start));
+        assert!(
+            !fill(&advances, &log_rule(), 2, SECOND, start + PREFETCH_TTL / 2),
+            "who sees to its end goes on doing so"
+        );
+        assert_eq!(advances.expire(GROUP, start + PREFETCH_TTL), Err(PREFETCH_TTL / 2), "the second lasts longer");
+        let outcomes = verdict(20, SECOND).outcomes;
+        assert_eq!(advances.cancel(GROUP), UnusedTokens { tokens: 2, charged_at: 1000, outcomes });
+        assert!(!advances.is_exhausted(GROUP, start) && reserve(GROUP).is_some());
+    }
+
+    /// A global limit of which 50 units may be outstanding, and a limit of each client.
+    #[test]
+    fn groups_sharing_a_state_share_its_prefetch() {
+        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        let reserve = |client: u128| advances.reserve(client, [(0, 50), (client, 30)].into_iter());
+        let keep = |reservation: PrefetchReservation, units| {
+            reservation.fill(units, verdict(20, SECOND), [log_rule(), log_rule()].iter(), start, start)
+        };
+        let first = reserve(1).unwrap();
+        assert_eq!(first.tokens(), 30, "as many as the client's own limit may have");
+        let second = reserve(2).unwrap();
+        assert_eq!(second.tokens(), 20, "the rest of the global one's");
+        assert!(reserve(3).is_none(), "there is none left");
+        keep(first, 25);
+        assert_eq!(reserve(3).unwrap().tokens(), 5, "what was not granted");
+        drop(second);
+        assert_eq!(reserve(3).unwrap().tokens(), 25, "what was asked for in vain");
+        for _ in 0..10 {
+            advances.take(1, start).unwrap();
+        }
+        assert_eq!(reserve(3).unwrap().tokens(), 30, "what is drawn is not outstanding any more");
+        assert_eq!(advances.cancel(1).tokens, 15);
+        assert!(advances.lock().outstanding.is_empty());
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn state_never_exceeds_its_prefetch(
+            steps in proptest::collection::vec((0u128..6, 0u64..40, 0u8..5), 1..200)
+        ) {
+            // Sets of one to three of four states, each with a prefetch of its own.
+            let prefetch = [10, 25, 40, 7];
+            let states = |set: u128| (0..4).filter(move |state| (set + 2) >> state & 1 == 1).map(|state| state as usize);
+            let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+            let (mut asked, mut kept) = (HashMap::<u128, PrefetchReservation>::new(), HashMap::<u128, u64>::new());
+            for (set, units, action) in steps {
+                match action {
+                    0 | 1 => {
+                        let wanted = states(set).map(|state| (state as u128, prefetch[state]));
+                        if let Some(reservation) = advances.reserve(set, wanted) {
+                            asked.insert(set, reservation);
+                        }
+                    }
+                    2 => {
+                        if let Some(reservation) = asked.remove(&set) {
+                            let units = units.min(reservation.tokens());
+                            let rules: Vec<_> = states(set).map(|_| log_rule()).collect();
+                            reservation.fill(units, verdict(20, SECOND), rules.iter(), start, start);
+                            kept.insert(set, units);
+                        }
+                    }
+                    3 => {
+                        if advances.take(set, start).is_some() {
+                            *kept.get_mut(&set).unwrap() -= 1;
+                        }
+                    }
+                    _ => {
+                        let unused = advances.cancel(set).tokens;
+                        proptest::prop_assert_eq!(unused, kept.remove(&set).unwrap_or(0));
+                    }
+                }
+                for (state, most) in prefetch.into_iter().enumerate() {
+                    let of = |set: &u128| states(*set).any(|other| other == state);
+                    let asked: u64 = asked.iter().filter(|(set, _)| of(set)).map(|(_, asked)| asked.tokens()).sum();
+                    let kept: u64 = kept.iter().filter(|(set, _)| of(set)).map(|(_, units)| units).sum();
+                    let counted = advances.lock().outstanding.get(&(state as u128)).copied().unwrap_or(0);
+                    proptest::prop_assert_eq!(counted, asked + kept);
+                    proptest::prop_assert!(counted <= most, "{} of state {}", counted, state);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn number_of_groups_is_bounded() {
+        let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
+        for set in 0..2 * MAX_GROUPS as u128 {
+            if let Some(reservation) = advances.reserve(set, std::iter::once((set, 1))) {
+                reservation.fill(1, verdict(1, SECOND), std::iter::once(&log_rule()), start, start);
+            }
+        }
+        assert_eq!(advances.lock().prefetched.len(), MAX_GROUPS);
+        advances.take(3, start).unwrap();
+        assert!(advances.reserve(3, std::iter::once((3, 1))).is_some(), "one that has its place keeps it");
+    }
+}

@@ -1,0 +1,360 @@
+//! How much: `COUNT/UNIT`.
+
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{Mutex, PoisonError};
+
+use jiff::civil::Date;
+use jiff::tz::TimeZone;
+use jiff::{Timestamp, ToSpan};
+
+/// `count` units per window. `600/min` is 600 in 60,000,000 µs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Quota {
+    /// Units per window, at least 1.
+    pub count: u64,
+    /// Length of the window in µs; none where a calendar decides (month, year) or nothing is timed.
+    pub window_us: Option<u64>,
+    /// The calendar unit that was written, if one was.
+    pub calendar: Option<CalendarUnit>,
+}
+
+/// Units whose windows follow a calendar with `fixed-window`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[allow(missing_docs)]
+pub enum CalendarUnit {
+    Day,
+    Week,
+    Month,
+    Year,
+}
+
+/// Why a quota cannot be.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum QuotaError {
+    #[error("`{0}` is not a quota")]
+    Syntax(String),
+    #[error("`{0}` is not a whole number of at least 1")]
+    Count(String),
+    #[error("`{0}` is not a unit of time")]
+    Unit(String),
+    #[error("a {0} of zero would deny every request")]
+    Zero(&'static str),
+    #[error("a quota of {count} cannot be counted exactly with this algorithm: products would reach 2^53")]
+    Inexact { count: u64 },
+    #[error("a sliding log of {count} units is too long: at most {max} are kept")]
+    LongLog { count: u64, max: u64 },
+    #[error("the window cannot be divided into {buckets} parts of whole microseconds")]
+    Buckets { buckets: u64 },
+    #[error("months and years have no fixed length: they exist only with fixed-window")]
+    NoFixedWindow,
+    #[error("the share of one of {gateway_count} gateways cannot be counted exactly")]
+    LocalShare { gateway_count: u64 },
+    #[error("a prefetch of {prefetch} tokens does not fit: there are never more than {capacity}")]
+    Prefetch { prefetch: u64, capacity: u64 },
+    #[error("there is no time zone `{0}`")]
+    TimeZone(String),
+}
+
+const SECOND_US: u64 = 1_000_000;
+
+/// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
+pub const EXACT_INTEGER_LIMIT: u64 = 1 << 53;
+
+impl Quota {
+    /// So many at the same time, as concurrency has them.
+    ///
+    /// # Errors
+    /// The text is not a count.
+    pub fn parse_concurrency(text: &str) -> Result<Self, QuotaError> {
+        Ok(Quota { count: parse_count(text.trim())?, window_us: None, calendar: None })
+    }
+}
+
+impl FromStr for Quota {
+    type Err = QuotaError;
+
+    fn from_str(text: &str) -> Result<Self, QuotaError> {
+        let (count, unit) = text.split_once('/').ok_or_else(|| QuotaError::Syntax(text.to_owned()))?;
+        let count = parse_count(count.trim())?;
+        let unit = unit.trim();
+        let (window, calendar) = match unit {
+            "s" => (Some(SECOND_US), None),
+            "min" => (Some(60 * SECOND_US), None),
+            "hour" => (Some(3600 * SECOND_US), None),
+            "day" => (Some(86_400 * SECOND_US), Some(CalendarUnit::Day)),
+            "week" => (Some(7 * 86_400 * SECOND_US), Some(CalendarUnit::Week)),
+            "month" => (None, Some(CalendarUnit::Month)),
+            "year" => (None, Some(CalendarUnit::Year)),
+            _ => (Some(parse_duration_us(unit).ok_or_else(|| QuotaError::Unit(unit.to_owned()))?), None),
+        };
+        Ok(Quota { count, window_us: window, calendar })
+    }
+}
+
+/// As it is written: `600/min`, `5/15m`; of requests at the same time `20`.
+impl fmt::Display for Quota {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.count)?;
+        match (self.calendar, self.window_us) {
+            (Some(CalendarUnit::Day), _) => f.write_str("/day"),
+            (Some(CalendarUnit::Week), _) => f.write_str("/week"),
+            (Some(CalendarUnit::Month), _) => f.write_str("/month"),
+            (Some(CalendarUnit::Year), _) => f.write_str("/year"),
+            (None, None) => Ok(()),
+            (None, Some(SECOND_US)) => f.write_str("/s"),
+            (None, Some(us)) if us == 60 * SECOND_US => f.write_str("/min"),
+            (None, Some(us)) if us == 3600 * SECOND_US => f.write_str("/hour"),
+            (None, Some(us)) => {
+                let units =
+                    [("d", 86_400 * SECOND_US), ("h", 3600 * SECOND_US), ("m", 60 * SECOND_US), ("s", SECOND_US)];
+                let whole = units.into_iter().find(|(_, unit)| us.is_multiple_of(*unit)).unwrap_or(("ms", 1000));
+                write!(f, "/{}{}", us / whole.1, whole.0)
+            }
+        }
+    }
+}
+
+/// A count, as an integer or in the form 1e6.
+fn parse_count(text: &str) -> Result<u64, QuotaError> {
+    let error = || QuotaError::Count(text.to_owned());
+    let digits = text.replace('_', "");
+    let count = match digits.split_once(['e', 'E']) {
+        Some((base, exponent)) => {
+            let exponent = exponent.parse().map_err(|_| error())?;
+            let power = 10u64.checked_pow(exponent).ok_or_else(error)?;
+            base.parse::<u64>().ok().and_then(|base| base.checked_mul(power)).ok_or_else(error)?
+        }
+        None => digits.parse().map_err(|_| error())?,
+    };
+    if count == 0 {
+        return Err(QuotaError::Zero("quota"));
+    }
+    if count >= EXACT_INTEGER_LIMIT {
+        return Err(QuotaError::Inexact { count });
+    }
+    Ok(count)
+}
+
+/// `250ms`, `5s`, `15m`, `1h`, `1d` in µs; none if it is no duration, is zero, or is longer than ten years.
+pub fn parse_duration_us(text: &str) -> Option<u64> {
+    let split = text.find(|c: char| !c.is_ascii_digit())?;
+    let (count, unit) = text.split_at(split);
+    let unit_us = match unit {
+        "ms" => 1_000,
+        "s" => SECOND_US,
+        "m" => 60 * SECOND_US,
+        "h" => 3600 * SECOND_US,
+        "d" => 86_400 * SECOND_US,
+        _ => return None,
+    };
+    let us = count.parse::<u64>().ok()?.checked_mul(unit_us)?;
+    (1..=3650 * 86_400 * SECOND_US).contains(&us).then_some(us)
+}
+
+// Calendar windows: days, weeks, months and years as a time zone has them.
+
+/// A unit of the calendar in a time zone, with the boundaries that were computed last.
+#[derive(Debug)]
+pub struct CalendarWindows {
+    unit: CalendarUnit,
+    zone: TimeZone,
+    cached: Mutex<[u64; 3]>,
+}
+
+impl CalendarWindows {
+    /// Windows of a unit in a zone of the IANA database.
+    ///
+    /// # Errors
+    /// The database has no such zone.
+    pub fn new(unit: CalendarUnit, zone: &str) -> Result<Self, jiff::Error> {
+        Ok(CalendarWindows { unit, zone: TimeZone::get(zone)?, cached: Mutex::new([0; 3]) })
+    }
+
+    /// Windows of another unit in the same zone.
+    pub fn with_unit(&self, unit: CalendarUnit) -> Self {
+        CalendarWindows { unit, zone: self.zone.clone(), cached: Mutex::new([0; 3]) }
+    }
+
+    /// The window around an instant: its start, the start of the next one and of the one after that, in µs since the Unix
+    /// epoch. A clock that is not far off finds its window in them as well.
+    pub fn boundaries_around(&self, now_us: u64) -> [u64; 3] {
+        let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        if !(cached[0] <= now_us && now_us < cached[1]) {
+            *cached = self.compute(now_us);
+        }
+        *cached
+    }
+
+    fn compute(&self, now_us: u64) -> [u64; 3] {
+        let now = Timestamp::from_microsecond(now_us as i64).unwrap_or(Timestamp::UNIX_EPOCH);
+        let today = self.zone.to_datetime(now).date();
+        let first = self.first_day(today);
+        let second = self.first_day(first.saturating_add(self.unit_span()));
+        let third = self.first_day(second.saturating_add(self.unit_span()));
+        [first, second, third].map(|day| self.start_us(day))
+    }
+
+    /// The first day of the window that a day belongs to; a week starts on Monday (ISO 8601).
+    fn first_day(&self, day: Date) -> Date {
+        match self.unit {
+            CalendarUnit::Day => day,
+            CalendarUnit::Week => day.saturating_sub(i64::from(day.weekday().to_monday_zero_offset()).days()),
+            CalendarUnit::Month => day.first_of_month(),
+            CalendarUnit::Year => day.first_of_year(),
+        }
+    }
+
+    fn unit_span(&self) -> jiff::Span {
+        match self.unit {
+            CalendarUnit::Day => 1.day(),
+            CalendarUnit::Week => 1.week(),
+            CalendarUnit::Month => 1.month(),
+            CalendarUnit::Year => 1.year(),
+        }
+    }
+
+    /// When a day starts: at midnight, or where a change of the clock leaves midnight out, right after it.
+    fn start_us(&self, day: Date) -> u64 {
+        let start = day.to_zoned(self.zone.clone()).map(|zoned| zoned.timestamp().as_microsecond());
+        start.ok().and_then(|us| u64::try_from(us).ok()).unwrap_or(0)
+    }
+}
+
+impl PartialEq for CalendarWindows {
+    fn eq(&self, other: &Self) -> bool {
+        self.unit == other.unit && self.zone == other.zone
+    }
+}
+
+impl Eq for CalendarWindows {}
+
+impl fmt::Display for CalendarWindows {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let unit = match self.unit {
+            CalendarUnit::Day => "day",
+            CalendarUnit::Week => "week",
+            CalendarUnit::Month => "month",
+            CalendarUnit::Year => "year",
+        };
+        write!(f, "{unit}@{}", self.zone.iana_name().unwrap_or("UTC"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn quotas_parse() {
+        for (text, count, window) in [
+            ("600/min", 600, Some(60_000_000)),
+            ("5/15m", 5, Some(900_000_000)),
+            ("1e6/hour", 1_000_000, Some(3_600_000_000)),
+            ("10 / 250ms", 10, Some(250_000)),
+            ("7/week", 7, Some(604_800_000_000)),
+            ("1/month", 1, None),
+        ] {
+            let quota: Quota = text.parse().unwrap();
+            assert_eq!((quota.count, quota.window_us), (count, window), "{text}");
+            assert_eq!(quota.to_string().parse(), Ok(quota), "{text} is written as {quota}");
+        }
+    }
+
+    #[test]
+    fn quota_display_round_trips() {
+        for text in ["600/min", "5/15m", "1/s", "10/250ms", "7/week", "1/month", "3/hour", "2/30d", "4/90s", "1/day"] {
+            assert_eq!(text.parse::<Quota>().unwrap().to_string(), text);
+        }
+        assert_eq!(Quota::parse_concurrency("20").unwrap().to_string(), "20");
+        assert_eq!("1/60s".parse::<Quota>().unwrap().to_string(), "1/min");
+    }
+
+    #[test]
+    fn invalid_quotas_are_rejected() {
+        for text in
+            ["600", "0/min", "-1/min", "1.5/min", "1/fortnight", "1/0s", "9007199254740992/s", "1e99/s", "/s", "1/"]
+        {
+            assert!(text.parse::<Quota>().is_err(), "{text} must be refused");
+        }
+    }
+}
+
+#[cfg(test)]
+mod calendar_tests {
+    use super::*;
+
+    fn micros(text: &str) -> u64 {
+        text.parse::<Timestamp>().unwrap().as_microsecond() as u64
+    }
+
+    #[test]
+    fn calendar_windows_follow_the_time_zone() {
+        for (unit, zone, now, expected) in [
+            (
+                CalendarUnit::Day,
+                "UTC",
+                "2026-11-21T12:00:00Z",
+                ["2026-11-21T00:00:00Z", "2026-11-22T00:00:00Z", "2026-11-23T00:00:00Z"],
+            ),
+            // A day of 23 hours, and one of 25.
+            (
+                CalendarUnit::Day,
+                "Europe/Berlin",
+                "2026-03-29T10:00:00Z",
+                ["2026-03-28T23:00:00Z", "2026-03-29T22:00:00Z", "2026-03-30T22:00:00Z"],
+            ),
+            (
+                CalendarUnit::Day,
+                "Europe/Berlin",
+                "2026-10-25T10:00:00Z",
+                ["2026-10-24T22:00:00Z", "2026-10-25T23:00:00Z", "2026-10-26T23:00:00Z"],
+            ),
+            // Midnight does not exist on this day: it starts at one.
+            (
+                CalendarUnit::Day,
+                "Africa/Cairo",
+                "2026-04-24T12:00:00Z",
+                ["2026-04-23T22:00:00Z", "2026-04-24T21:00:00Z", "2026-04-25T21:00:00Z"],
+            ),
+            // A Saturday belongs to the week that started on Monday.
+            (
+                CalendarUnit::Week,
+                "UTC",
+                "2026-11-21T12:00:00Z",
+                ["2026-11-16T00:00:00Z", "2026-11-23T00:00:00Z", "2026-11-30T00:00:00Z"],
+            ),
+            (
+                CalendarUnit::Month,
+                "UTC",
+                "2026-01-31T23:59:59Z",
+                ["2026-01-01T00:00:00Z", "2026-02-01T00:00:00Z", "2026-03-01T00:00:00Z"],
+            ),
+            (
+                CalendarUnit::Month,
+                "Europe/Berlin",
+                "2026-02-28T23:30:00Z",
+                ["2026-02-28T23:00:00Z", "2026-03-31T22:00:00Z", "2026-04-30T22:00:00Z"],
+            ),
+            (
+                CalendarUnit::Year,
+                "Asia/Tokyo",
+                "2026-12-31T15:00:00Z",
+                ["2026-12-31T15:00:00Z", "2027-12-31T15:00:00Z", "2028-12-31T15:00:00Z"],
+            ),
+        ] {
+            let windows = CalendarWindows::new(unit, zone).unwrap();
+            assert_eq!(windows.boundaries_around(micros(now)), expected.map(micros), "{unit:?} in {zone} at {now}");
+        }
+        assert!(CalendarWindows::new(CalendarUnit::Day, "Mars/Olympus").is_err());
+    }
+
+    #[test]
+    fn cached_boundaries_end_with_their_window() {
+        let windows = CalendarWindows::new(CalendarUnit::Day, "UTC").unwrap();
+        let first = windows.boundaries_around(micros("2026-11-21T23:59:59Z"));
+        let second = windows.boundaries_around(micros("2026-11-22T00:00:00Z"));
+        assert_eq!((first[1], first[2]), (second[0], second[1]));
+    }
+}

@@ -1,0 +1,432 @@
+//! Requests that leave in one call: what the script is asked for all of them, and what its reply says to each.
+
+use std::time::Duration;
+
+use redis::{Cmd, RedisError, Value};
+use tokio::sync::oneshot;
+use tokio::sync::oneshot::{Receiver, Sender};
+
+use crate::limiter::algorithm::Status;
+use crate::limiter::redis::error::is_connection_error;
+use crate::limiter::redis::script::{AlgorithmSet, LimitArgs, Script, ScriptReply, ScriptVariant, script};
+use crate::limiter::redis::{ProbeCall, script};
+use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
+
+/// Keys of a call: a script runs undivided, and nobody should wait for it longer than for some hundred single commands.
+pub(super) const MAX_KEYS: usize = 128;
+
+/// Why a request got no verdict.
+#[derive(Debug, Clone)]
+pub(super) enum BatchError {
+    /// An error reply, to the whole call or to this request; or the connection broke.
+    ErrorReply(RedisError),
+    /// There was no call, or no reply to it.
+    Store(StoreError),
+}
+
+pub(super) type BatchResult = Result<Verdict, BatchError>;
+
+/// The requests of one call.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// Groups that may take memory first, see [`Group::may_delete`]; then in the order of their first request.
+    groups: Vec<BatchGroup>,
+    key_count: usize,
+    algorithms: AlgorithmSet,
+    /// Whether Redis may not know the script by its name.
+    sends_source: bool,
+    purpose: Purpose,
+    /// Bytes of keys.
+    key_bytes: usize,
+    /// The first charge: a probe after a failure makes a call like this one.
+    probe_call: Option<ProbeCall>,
+}
+
+/// Why a call is made.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) enum Purpose {
+    /// Requests wait for it.
+    #[default]
+    Checks,
+    /// The same, but another node of the cluster referred them to this one, which is importing their slot: `ASKING` goes before it.
+    Asking,
+    /// To find out whether the server works again. It is made while the breaker is open, and judges nothing.
+    Probe,
+}
+
+/// What became of a batch whose reply arrived.
+pub(super) struct BatchOutcome {
+    /// Whether the reply fits the call, and comes from a server that decides.
+    pub(super) is_valid: bool,
+    /// Whether at least one request got a verdict.
+    pub(super) has_verdict: bool,
+    /// What was charged for requests that no longer wait: it is given back.
+    pub(super) refunds: Option<(Batch, Vec<Receiver<BatchResult>>)>,
+}
+
+/// Requests that differ in their keys only.
+#[derive(Debug)]
+struct BatchGroup {
+    operation: Operation,
+    limits: Vec<LimitArgs>,
+    /// The keys of all, and where each ends.
+    keys: Vec<u8>,
+    key_ends: Vec<usize>,
+    waiters: Vec<Sender<BatchResult>>,
+}
+
+impl Batch {
+    /// Whether nobody is in it.
+    pub(super) fn is_empty(&self) -> bool {
+        self.key_count == 0
+    }
+
+    /// Whether so many more keys would be too many.
+    pub(super) fn would_overflow(&self, keys: usize) -> bool {
+        !self.is_empty() && self.key_count + keys > MAX_KEYS
+    }
+
+    /// How many keys are in it.
+    pub(super) fn key_count(&self) -> usize {
+        self.key_count
+    }
+
+    /// How many bytes their names take.
+    pub(super) fn key_bytes(&self) -> usize {
+        self.key_bytes
+    }
+
+    /// The first charge.
+    pub(super) fn probe_call(&self) -> Option<ProbeCall> {
+        self.probe_call.clone()
+    }
+
+    /// A batch of no requests as yet, for calls made for this.
+    pub(super) fn for_purpose(purpose: Purpose) -> Self {
+        Batch { purpose, ..Batch::default() }
+    }
+
+    /// Why the call is made.
+    pub(super) fn purpose(&self) -> Purpose {
+        self.purpose
+    }
+
+    /// How many are in it.
+    pub(super) fn request_count(&self) -> usize {
+        self.groups.iter().map(|group| group.waiters.len()).sum()
+    }
+
+    /// Lets the call carry its script, not only the script's name.
+    pub(super) fn send_source(&mut self) {
+        self.sends_source = true;
+    }
+
+    /// Takes one more request in, and says where its answer comes.
+    pub(super) fn push(
+        &mut self,
+        prefix: &str,
+        operation: Operation,
+        charges: &[Charge<'_>],
+        assumed_now_us: u64,
+    ) -> Receiver<BatchResult> {
+        self.algorithms = self.algorithms.union(AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule)));
+        if self.probe_call.is_none() {
+            self.probe_call = charges.first().map(ProbeCall::from_charge);
+        }
+        let limits = || charges.iter().map(|charge| LimitArgs::from_charge(charge, assumed_now_us));
+        let (group, reply) = self.join_group(operation, limits);
+        let bytes_before = group.keys.len();
+        for charge in charges {
+            charge.key.write(prefix, &mut group.keys);
+            group.key_ends.push(group.keys.len());
+        }
+        let written = group.keys.len() - bytes_before;
+        self.key_bytes += written;
+        reply
+    }
+
+    /// Adds a request with these terms, whose keys are still to be written, to the group of its kind.
+    fn join_group<T: Iterator<Item = LimitArgs>>(
+        &mut self,
+        operation: Operation,
+        limits: impl Fn() -> T,
+    ) -> (&mut BatchGroup, Receiver<BatchResult>) {
+        let (sender, receiver) = oneshot::channel();
+        let is_same_group =
+            |group: &BatchGroup| group.operation == operation && limits().eq(group.limits.iter().copied());
+        let group_index = self.groups.iter().position(is_same_group).unwrap_or_else(|| {
+            let (terms, keys, ends, waiting) = (limits().collect(), Vec::new(), Vec::new(), Vec::new());
+            let group = BatchGroup { operation, limits: terms, keys, key_ends: ends, waiters: waiting };
+            let place = match group.may_delete() {
+                true => self.groups.len(),
+                false => self.groups.partition_point(|group| !group.may_delete()),
+            };
+            self.groups.insert(place, group);
+            place
+        });
+        let group = &mut self.groups[group_index];
+        self.key_count += group.limits.len();
+        group.waiters.push(sender);
+        (group, receiver)
+    }
+
+    /// Forgets those who wait no longer; whether anybody is left.
+    pub(super) fn drop_cancelled(&mut self) -> bool {
+        for group in &mut self.groups {
+            if group.waiters.iter().any(Sender::is_closed) {
+                group.drop_cancelled();
+            }
+        }
+        self.groups.retain(|group| !group.waiters.is_empty());
+        self.key_count = self.groups.iter().map(|group| group.key_ends.len()).sum();
+        !self.is_empty()
+    }
+
+    /// The script for a call that at least needs these.
+    fn script(&self, algorithms: AlgorithmSet) -> &'static Script {
+        let variants = self.groups.iter().map(|group| script::script_variant(group.operation, &group.limits));
+        script(
+            variants.reduce(ScriptVariant::union).unwrap_or(ScriptVariant::Generic),
+            self.algorithms.union(algorithms),
+        )
+    }
+
+    /// The call; see `lua/check.lua`.
+    pub(super) fn command(&self, algorithms: AlgorithmSet, now_us: u64) -> Cmd {
+        let script = self.script(algorithms);
+        let limits: usize = self.groups.iter().map(|group| group.limits.len()).sum();
+        let mut argument = script::start_argument(now_us, self.groups.len(), limits);
+        let mut command = Cmd::with_capacity(4 + self.key_count, 64 + 80 * self.key_count + argument.capacity());
+        if self.sends_source {
+            command.arg("EVAL").arg(&script.source);
+        } else {
+            command.arg("EVALSHA").arg(&script.sha);
+        }
+        command.arg(self.key_count);
+        for group in &self.groups {
+            let mut start = 0;
+            for end in &group.key_ends {
+                command.arg(&group.keys[start..*end]);
+                start = *end;
+            }
+            script::append_group(&mut argument, group.waiters.len(), group.operation, &group.limits);
+        }
+        command.arg(argument);
+        command
+    }
+
+    /// Tells everybody why there is no reply.
+    pub(super) fn fail(self, error: &BatchError) {
+        for waiter in self.groups.into_iter().flat_map(|group| group.waiters) {
+            let _ = waiter.send(Err(error.clone()));
+        }
+    }
+
+    /// Tells all that wait that there was no reply in time. What a late reply grants them is unclaimed.
+    pub(super) fn fail_waiters(&mut self, error: &BatchError) {
+        for waiter in self.groups.iter_mut().flat_map(|group| &mut group.waiters) {
+            let (closed, _) = oneshot::channel();
+            let _ = std::mem::replace(waiter, closed).send(Err(error.clone()));
+        }
+    }
+
+    /// Tells each request what the reply says to it.
+    pub(super) fn complete(self, reply: Value) -> BatchOutcome {
+        let limits = self.groups.iter().map(|group| group.key_ends.len()).sum();
+        let Some(mut reply) = ScriptReply::new(reply, limits) else {
+            self.fail(&BatchError::Store(StoreError::MalformedReply));
+            return BatchOutcome { is_valid: false, has_verdict: false, refunds: None };
+        };
+        let (mut is_valid, mut has_verdict) = (true, false);
+        let mut refunds = Batch { algorithms: self.algorithms, ..Batch::default() };
+        let mut receivers = Vec::new();
+        for mut group in self.groups {
+            for (index, waiting) in std::mem::take(&mut group.waiters).into_iter().enumerate() {
+                let result = match reply.next_verdict(group.limits.len()) {
+                    Some(Ok(verdict)) => Ok(verdict),
+                    Some(Err(error)) => Err(BatchError::ErrorReply(error.into())),
+                    None => Err(BatchError::Store(StoreError::MalformedReply)),
+                };
+                is_valid &= match &result {
+                    Ok(_) => true,
+                    Err(BatchError::ErrorReply(error)) => !is_connection_error(error),
+                    Err(BatchError::Store(_)) => false,
+                };
+                has_verdict |= result.is_ok();
+                if let Err(Ok(verdict)) = waiting.send(result) {
+                    receivers.extend(refunds.push_refund(&group, index, &verdict));
+                }
+            }
+        }
+        let refunds = (!receivers.is_empty()).then_some((refunds, receivers));
+        BatchOutcome { is_valid, has_verdict, refunds }
+    }
+
+    /// Adds the refund of what a request of `group` was charged.
+    fn push_refund(&mut self, group: &BatchGroup, request: usize, verdict: &Verdict) -> Option<Receiver<BatchResult>> {
+        if !matches!(group.operation, Operation::Check | Operation::TakeUpTo) || verdict.granted == 0 {
+            return None;
+        }
+        let first = request * group.limits.len();
+        let refunded: Vec<_> = (group.limits.iter().zip(&verdict.outcomes).enumerate())
+            // A shadow limit may have had no room; a post-paid cost is charged after the response.
+            .filter(|(_, (terms, outcome))| outcome.status == Status::Ok && !terms.is_post_paid())
+            .map(|(limit, (terms, outcome))| {
+                let cost = if group.operation == Operation::TakeUpTo { verdict.granted } else { terms.cost() };
+                (terms.for_refund(cost, outcome), group.key(first + limit))
+            })
+            .collect();
+        if refunded.is_empty() {
+            return None;
+        }
+        let refund = Operation::Refund { charged_at: verdict.now_us };
+        let (group, receiver) = self.join_group(refund, || refunded.iter().map(|(terms, _)| *terms));
+        for (_, key) in refunded {
+            group.keys.extend_from_slice(key);
+            group.key_ends.push(group.keys.len());
+        }
+        Some(receiver)
+    }
+}
+
+impl BatchGroup {
+    fn key(&self, index: usize) -> &[u8] {
+        key_at(&self.keys, &self.key_ends, index)
+    }
+
+    /// Whether it may begin with a command that deletes. Beyond `maxmemory`, Redis rejects commands that may take memory only
+    /// until a script has written: after a release it would accept the charges of the same call.
+    fn may_delete(&self) -> bool {
+        match self.operation {
+            Operation::Refund { .. } | Operation::Renew => true,
+            Operation::Check | Operation::Peek | Operation::Charge | Operation::TakeUpTo => false,
+        }
+    }
+
+    fn drop_cancelled(&mut self) {
+        let limits = self.limits.len();
+        let (keys, ends) = (std::mem::take(&mut self.keys), std::mem::take(&mut self.key_ends));
+        let waiting = std::mem::take(&mut self.waiters);
+        for (request, answer) in waiting.into_iter().enumerate().filter(|(_, answer)| !answer.is_closed()) {
+            let first = request * limits;
+            for end in first..first + limits {
+                self.keys.extend_from_slice(key_at(&keys, &ends, end));
+                self.key_ends.push(self.keys.len());
+            }
+            self.waiters.push(answer);
+        }
+    }
+}
+
+/// The key at this index of all that are written one after the other.
+fn key_at<'a>(keys: &'a [u8], ends: &[usize], index: usize) -> &'a [u8] {
+    let begin = if index == 0 { 0 } else { ends[index - 1] };
+    &keys[begin..ends[index]]
+}
+
+// How much one worker may have in flight to one server: an additive increase, multiplicative decrease window, as TCP Vegas keeps one
+// by the delay that its own load adds.
+
+/// A call without keys weighs as much as so many keys: what it costs Redis to run the smallest script.
+const CALL_WEIGHT: usize = 8;
+
+/// The smallest window, and the first one, holds one full batch.
+const MIN_WINDOW: usize = 128 + CALL_WEIGHT;
+
+/// The largest holds sixteen: with a round trip of 40 ms they carry 50,000 checks a second.
+const MAX_WINDOW: usize = 16 * MIN_WINDOW;
+
+/// Replies after which the shortest round trip is forgotten: a server may have moved.
+const ROUND_TRIP_RESET_REPLIES: u32 = 10_000;
+
+/// The window.
+#[derive(Debug)]
+pub(super) struct InFlightWindow {
+    size: usize,
+    /// Whether no reply was slow yet: until then the window grows by all that is answered (slow start).
+    slow_start: bool,
+    /// The shortest of the last round trips.
+    min_round_trip: Duration,
+    replies: u32,
+}
+
+impl Default for InFlightWindow {
+    fn default() -> Self {
+        InFlightWindow { size: MIN_WINDOW, slow_start: true, min_round_trip: Duration::MAX, replies: 0 }
+    }
+}
+
+impl InFlightWindow {
+    /// What a call with so many keys weighs.
+    pub(super) fn weight(keys: usize) -> usize {
+        keys + CALL_WEIGHT
+    }
+
+    /// Whether a call with so many keys fits beside what is in flight.
+    pub(super) fn has_room(&self, in_flight: usize, keys: usize) -> bool {
+        in_flight + InFlightWindow::weight(keys) <= self.size
+    }
+
+    /// Learns from a reply to a call of this weight after this time: a delay of more than a quarter of what the timeout leaves over
+    /// the shortest round trip halves the window. A smaller one lets it grow, where it was the window that `limited` what is in flight.
+    pub(super) fn record_reply(&mut self, weight: usize, round_trip: Duration, timeout: Duration, is_limited: bool) {
+        self.replies += 1;
+        if self.replies == ROUND_TRIP_RESET_REPLIES {
+            (self.replies, self.min_round_trip) = (0, Duration::MAX);
+        }
+        self.min_round_trip = self.min_round_trip.min(round_trip);
+        if round_trip - self.min_round_trip > timeout.saturating_sub(self.min_round_trip) / 4 {
+            (self.size, self.slow_start) = ((self.size / 2).max(MIN_WINDOW), false);
+        } else if is_limited {
+            self.size = (self.size + if self.slow_start { weight } else { CALL_WEIGHT }).min(MAX_WINDOW);
+        }
+    }
+}
+
+#[cfg(test)]
+mod window_tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(50);
+
+    fn size_after(window: &mut InFlightWindow, round_trips_ms: &[u64]) -> usize {
+        round_trips_ms.iter().for_each(|ms| window.record_reply(MIN_WINDOW, Duration::from_millis(*ms), TIMEOUT, true));
+        window.size
+    }
+
+    #[test]
+    fn window_grows_on_prompt_replies_and_halves_on_slow_ones() {
+        let mut window = InFlightWindow::default();
+        assert!(window.has_room(0, 128) && !window.has_room(1, 128), "a full batch always fits");
+        assert_eq!(size_after(&mut window, &[1; 3]), 4 * MIN_WINDOW, "slow start");
+        assert_eq!(size_after(&mut window, &[13]), 5 * MIN_WINDOW, "12 ms more than the shortest of 1 ms");
+        assert_eq!(size_after(&mut window, &[14]), 5 * MIN_WINDOW / 2);
+        assert_eq!(size_after(&mut window, &[1; 2]), 5 * MIN_WINDOW / 2 + 2 * CALL_WEIGHT, "additive from then on");
+        assert_eq!(size_after(&mut window, &[1; 1000]), MAX_WINDOW);
+        assert_eq!(size_after(&mut window, &[20; 10]), MIN_WINDOW);
+    }
+
+    #[test]
+    fn window_does_not_grow_while_it_has_room() {
+        let mut window = InFlightWindow::default();
+        for _ in 0..1000 {
+            window.record_reply(CALL_WEIGHT, Duration::from_millis(1), TIMEOUT, false);
+        }
+        assert_eq!(window.size, MIN_WINDOW);
+    }
+
+    #[test]
+    fn distant_server_is_not_slow() {
+        let mut window = InFlightWindow::default();
+        assert_eq!(size_after(&mut window, &[40; 1000]), MAX_WINDOW);
+        assert_eq!(size_after(&mut window, &[43]), MAX_WINDOW / 2, "of 10 ms that are left");
+    }
+
+    #[test]
+    fn min_round_trip_is_forgotten() {
+        let mut window = InFlightWindow::default();
+        size_after(&mut window, &[1; 10]);
+        let replies = vec![30; 2 * ROUND_TRIP_RESET_REPLIES as usize];
+        assert_eq!(size_after(&mut window, &replies), MAX_WINDOW);
+    }
+}

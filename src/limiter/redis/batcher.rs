@@ -1,0 +1,492 @@
+//! The batcher: a bounded queue of checks in front of one server, and the calls that take them there.
+//!
+//! The checks of one event-loop tick leave in one EVALSHA. With [`MANY`] or more requests in flight and a server that replies soon,
+//! new checks wait for the next reply and share a call. At most a window of calls is in flight: it shrinks when replies
+//! slow down, so that a busy server meets larger batches and not more of them. What does not fit waits in the queue, within its
+//! deadline; overload is not an outage, and nothing here is counted against the server but its own silence.
+
+use std::collections::VecDeque;
+use std::fmt::Debug;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::Poll;
+use std::time::{Duration, Instant};
+
+use futures_util::poll;
+use redis::{RedisResult, Value};
+use tokio::sync::oneshot::Receiver;
+use tokio::task::yield_now;
+use tokio::time::{sleep_until, timeout_at};
+use tracing::debug;
+
+use crate::limiter::clock::{Clock, elapsed_since, monotonic};
+use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::redis::ProbeCall;
+use crate::limiter::redis::batch::{Batch, BatchError, BatchResult, InFlightWindow, Purpose};
+use crate::limiter::redis::connection::{Connection, Connections, checkout};
+use crate::limiter::redis::error::{RedisErrorKind, is_connection_error};
+use crate::limiter::redis::script::AlgorithmSet;
+use crate::limiter::verdict::{Charge, Operation, StoreError};
+
+/// With so many requests in flight the next call waits for a reply. A call costs Redis as much as another request in it, and
+/// the gateway as well; with fewer in flight there would be few to share that.
+const MIN_IN_FLIGHT_TO_WAIT: usize = 8;
+
+/// Replies within this part of the timeout are worth waiting for, later ones would be felt: 3 ms of 50.
+pub const LATENCY_TARGET_DIVISOR: u32 = 16;
+
+/// Requests and bytes of keys that one worker queues for one server: what it can decide within the default timeout, and more.
+/// Further ones are rejected at once.
+const MAX_QUEUED_REQUESTS: usize = 16_384;
+const MAX_QUEUED_BYTES: usize = 4 << 20;
+
+/// Connections that may all have been closed while they were idle.
+const MAX_CLOSED_CONNECTIONS: u32 = 8;
+
+/// A timer that fires later than this was held up by other tasks of the worker: tokio's timers have a resolution of 1 ms.
+const TIMER_LATENESS: Duration = Duration::from_millis(2);
+
+/// A worker that is held up by other tasks gives a check and a call so much more time at most: a server that hangs is found out in
+/// the end.
+pub const MAX_WORKER_DELAY: Duration = Duration::from_secs(1);
+
+/// What one worker calls a server with.
+#[derive(Debug)]
+pub(super) struct Batcher {
+    /// To the server.
+    pub(super) connections: Connections,
+    /// First part of every key.
+    pub(super) prefix: String,
+    /// Whose time decides.
+    pub(super) clock: Clock,
+    /// What connections have loaded.
+    pub(super) algorithms: AlgorithmSet,
+    /// Maximum time from when a request asks to its verdict, and from when a call is written to its reply.
+    pub(super) timeout: Duration,
+    /// Whether requests of all identities may share a call. In a cluster each identity has a slot of its own.
+    pub(super) shares_calls: bool,
+    /// Where calls are counted.
+    pub(super) metrics: Arc<LimiterMetrics>,
+    /// Who is told how calls end.
+    pub(super) observer: OnceLock<Arc<dyn CallObserver>>,
+    /// What waits, and what it waits for.
+    pub(super) queue: Mutex<BatchQueue>,
+    /// Replies so far.
+    pub(super) reply_count: AtomicU64,
+}
+
+/// Judges the server by its calls: the circuit breaker.
+pub trait CallObserver: Debug + Send + Sync {
+    /// Names the time since the breaker was opened or closed last; none while it is open.
+    fn epoch(&self) -> Option<u32>;
+    /// A call of this era got a reply.
+    fn reply_received(&self, era: u32);
+    /// A call of this era got none in time, while others were answered.
+    fn reply_late(&self, era: u32);
+    /// A call of this era got none: the connection broke, or the server was silent for the timeout. A probe is to be made `like` it.
+    fn call_failed(&self, era: u32, error: &StoreError, like: Option<ProbeCall>);
+}
+
+/// Batches that wait for their call, and what they wait for.
+#[derive(Debug, Default)]
+pub(super) struct BatchQueue {
+    /// Oldest first; the last one takes further requests in.
+    batches: VecDeque<PendingBatch>,
+    /// Requests and bytes of keys in `waiting`.
+    requests: usize,
+    bytes: usize,
+    /// Whether a task sends the first of them at the end of the tick.
+    is_send_claimed: bool,
+    /// Whether a task rejects those whose time is over.
+    is_sweeping: bool,
+    in_flight: InFlightCounts,
+    window: InFlightWindow,
+    /// Whether the last call was not answered soon.
+    is_slow: bool,
+}
+
+/// What is in flight.
+#[derive(Debug, Default)]
+struct InFlightCounts {
+    calls: usize,
+    requests: usize,
+    weight: usize,
+}
+
+/// Requests that leave in one call.
+#[derive(Debug, Default)]
+struct PendingBatch {
+    batch: Batch,
+    /// When the first of them is to have its verdict.
+    deadline: Option<Instant>,
+}
+
+/// A call in flight, until it is dropped.
+struct InFlightGuard<'a> {
+    batcher: &'a Batcher,
+    requests: usize,
+    weight: usize,
+    sent_at: Instant,
+}
+
+/// What is asked.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct BatchItem<'a> {
+    pub(super) operation: Operation,
+    pub(super) charges: &'a [Charge<'a>],
+    /// When calendar windows are reckoned for, µs.
+    pub(super) assumed_now_us: u64,
+    /// Whether Redis may not know the script by its name.
+    pub(super) sends_source: bool,
+    /// Why the call is made.
+    pub(super) purpose: Purpose,
+    /// When there must be a verdict.
+    pub(super) deadline: Instant,
+}
+
+impl Batcher {
+    /// Queues a question; its answer comes with that of the call it shares.
+    pub(super) async fn enqueue(self: &Arc<Self>, item: BatchItem<'_>) -> BatchResult {
+        let receiver = {
+            let mut queue = self.lock_queue();
+            let Some(answer) = queue.push_item(self, item) else {
+                return Err(BatchError::Store(StoreError::Overloaded));
+            };
+            if queue.try_claim(self.shares_calls) {
+                // The worker comes to it when it has been through what is ready now.
+                self.spawn_run();
+            }
+            self.ensure_sweep(&mut queue);
+            answer
+        };
+        receiver.await.unwrap_or(Err(BatchError::Store(StoreError::Overloaded)))
+    }
+
+    fn lock_queue(&self) -> MutexGuard<'_, BatchQueue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Makes the call that was `claimed`, and then those that waited for its reply.
+    async fn run(self: Arc<Self>, mut claimed_at: Instant) {
+        loop {
+            let Some(mut pending_batch) = self.lock_queue().take_next() else { return };
+            // What the worker did meanwhile is no delay of the store.
+            pending_batch.deadline =
+                pending_batch.deadline.map(|due| due + elapsed_since(claimed_at).min(MAX_WORKER_DELAY));
+            self.spawn_next();
+            self.send(pending_batch).await;
+            if !self.lock_queue().try_claim(self.shares_calls) {
+                return;
+            }
+            claimed_at = monotonic();
+            // What the worker has yet to read goes along.
+            yield_now().await;
+        }
+    }
+
+    fn spawn_run(self: &Arc<Self>) {
+        tokio::spawn(self.clone().run(monotonic()));
+    }
+
+    /// Has another task make the next call, if there is one that need not wait.
+    fn spawn_next(self: &Arc<Self>) {
+        let mut queue = self.lock_queue();
+        if queue.try_claim(self.shares_calls) {
+            self.spawn_run();
+        }
+        self.ensure_sweep(&mut queue);
+    }
+
+    /// Has a task reject those whose time is over while they wait for room in the window, if none does yet.
+    fn ensure_sweep(self: &Arc<Self>, queue: &mut BatchQueue) {
+        if !queue.is_sweeping && queue.is_limited() {
+            queue.is_sweeping = true;
+            let caller = self.clone();
+            tokio::spawn(async move { caller.reject_expired().await });
+        }
+    }
+
+    /// Makes one call within the time of the requests in it; those that wait for its reply may go before.
+    async fn send(self: &Arc<Self>, PendingBatch { mut batch, deadline }: PendingBatch) {
+        let began = monotonic();
+        let due = deadline.unwrap_or(began);
+        let mut in_flight = InFlightGuard {
+            batcher: self,
+            requests: batch.request_count(),
+            weight: InFlightWindow::weight(batch.key_count()),
+            sent_at: began,
+        };
+        let judge = self.observer.get().filter(|_| batch.purpose() != Purpose::Probe);
+        let judging = judge.map(|judge| (judge, judge.epoch()));
+        if let Some((_, None)) = judging {
+            return batch.fail(&BatchError::Store(StoreError::BreakerOpen));
+        }
+        if began >= due {
+            // Nothing was sent for them.
+            return batch.fail(&BatchError::Store(StoreError::Overloaded));
+        }
+        if !batch.drop_cancelled() {
+            return;
+        }
+        let judging = judging.and_then(|(judge, era)| Some((judge, era?)));
+        let failed = |error: &StoreError, batch: &Batch| {
+            if let Some((judge, era)) = judging {
+                judge.call_failed(era, error, batch.probe_call());
+            }
+        };
+        let replies = self.reply_count.load(Ordering::Relaxed);
+        let reply = match self.exchange(&mut batch, due, &mut in_flight.sent_at).await {
+            Ok(reply) => reply,
+            Err(error) => {
+                if !error.is_overload() {
+                    failed(&error, &batch);
+                }
+                return batch.fail(&BatchError::Store(error));
+            }
+        };
+        if reply.is_some() {
+            self.reply_count.fetch_add(1, Ordering::Relaxed);
+        }
+        let (answered, weight) = (elapsed_since(in_flight.sent_at), in_flight.weight);
+        let limited = self.lock_queue().is_limited();
+        drop(in_flight);
+        match reply {
+            None if self.reply_count.load(Ordering::Relaxed) == replies => failed(&StoreError::Timeout, &batch),
+            None => {
+                if let Some((judge, era)) = judging {
+                    judge.reply_late(era);
+                }
+            }
+            Some((Ok(reply), connection)) => {
+                self.lock_queue().window.record_reply(weight, answered, self.timeout, limited);
+                let answered = batch.complete(reply);
+                if let (true, Some((judge, era))) = (answered.has_verdict, judging) {
+                    judge.reply_received(era);
+                }
+                if !answered.is_valid {
+                    // It may be the answer to something else, or of somebody else.
+                    connection.request_replacement();
+                }
+                if let Some((refunds, receivers)) = answered.refunds {
+                    self.send_refunds(refunds, receivers);
+                }
+            }
+            Some((Err(error), connection)) => {
+                if is_connection_error(&error) {
+                    connection.request_replacement();
+                }
+                if error.is_unrecoverable_error() {
+                    let error = RedisErrorKind::to_store_error(error);
+                    failed(&error, &batch);
+                    return batch.fail(&BatchError::Store(error));
+                }
+                batch.fail(&BatchError::ErrorReply(error));
+            }
+        }
+    }
+}
+
+impl Batcher {
+    /// Hands a batch to a connection and waits for the reply; none if it does not come within the time of the requests in it nor within
+    /// the timeout of the call. The call counts as begun when it was `written`.
+    async fn exchange(
+        self: &Arc<Self>,
+        batch: &mut Batch,
+        deadline: Instant,
+        written_at: &mut Instant,
+    ) -> Result<Option<(RedisResult<Value>, Connection)>, StoreError> {
+        let command = Arc::new(batch.command(self.algorithms, self.clock.script_argument_us()));
+        let asking = batch.purpose() == Purpose::Asking;
+        self.metrics.calls.increment(0);
+        let mut closed_connections = 0;
+        let (mut call, connection) = loop {
+            let connection = self.checkout_connection(deadline).await?;
+            let mut call = Box::pin(connection.clone().call(asking, command.clone()));
+            match poll!(call.as_mut()) {
+                Poll::Pending => break (call, connection),
+                // The connection was closed while it was idle: it takes no command, so no byte of this one was written.
+                Poll::Ready(Err(error))
+                    if error.is_unrecoverable_error() && closed_connections < MAX_CLOSED_CONNECTIONS =>
+                {
+                    closed_connections += 1
+                }
+                Poll::Ready(reply) => return Ok(Some((reply, connection))),
+            }
+        };
+        // The task of the connection writes before the worker comes back to this one.
+        yield_now().await;
+        *written_at = monotonic();
+        Ok(self.wait_for_reply(call.as_mut(), batch, deadline, *written_at).await.map(|reply| (reply, connection)))
+    }
+
+    /// A connection, made if there is none.
+    async fn checkout_connection(&self, deadline: Instant) -> Result<Connection, StoreError> {
+        let checkout = timeout_at(deadline.into(), checkout(&self.connections)).await;
+        checkout.unwrap_or_else(|_| Err(self.connections.checkout_timeout()))
+    }
+
+    /// Waits for the reply to a call that was written. Requests that are not answered by `due` are told so.
+    async fn wait_for_reply<T>(
+        self: &Arc<Self>,
+        mut call: Pin<&mut impl Future<Output = T>>,
+        batch: &mut Batch,
+        deadline: Instant,
+        written_at: Instant,
+    ) -> Option<T> {
+        let release_at = written_at + self.timeout / LATENCY_TARGET_DIVISOR;
+        if let Ok(reply) = timeout_at(deadline.min(release_at).into(), call.as_mut()).await {
+            return Some(reply);
+        }
+        self.release_batch();
+        if let Some(reply) = self.wait_until(deadline, call.as_mut()).await {
+            return Some(reply);
+        }
+        batch.fail_waiters(&BatchError::Store(StoreError::LateReply));
+        self.wait_until(written_at + self.timeout, call).await
+    }
+
+    /// Waits until `end`, and as much longer as the worker was late to look: what arrived meanwhile is still unread.
+    async fn wait_until<T>(&self, deadline: Instant, mut call: Pin<&mut impl Future<Output = T>>) -> Option<T> {
+        let mut wait_until = deadline;
+        loop {
+            if let Ok(reply) = timeout_at(wait_until.into(), call.as_mut()).await {
+                return Some(reply);
+            }
+            let now = monotonic();
+            let lateness = now.saturating_duration_since(wait_until);
+            if lateness < TIMER_LATENESS || wait_until >= deadline + MAX_WORKER_DELAY {
+                return None;
+            }
+            wait_until = (now + lateness).min(deadline + MAX_WORKER_DELAY);
+        }
+    }
+
+    /// Lets the checks go that wait for a reply.
+    fn release_batch(self: &Arc<Self>) {
+        self.lock_queue().is_slow = true;
+        self.spawn_next();
+    }
+
+    /// Gives back what a late reply charged for requests that had been rejected by then.
+    fn send_refunds(self: &Arc<Self>, refunds: Batch, receivers: Vec<Receiver<BatchResult>>) {
+        self.lock_queue().push_batch(PendingBatch { batch: refunds, deadline: Some(monotonic() + self.timeout) });
+        self.spawn_next();
+        tokio::spawn(async move {
+            for refunded in receivers {
+                if let Ok(Err(refusal)) = refunded.await {
+                    debug!(error = ?refusal, "a rejected request may remain charged");
+                }
+            }
+        });
+    }
+
+    /// Rejects requests whose time is over while they wait for room in the window.
+    async fn reject_expired(self: Arc<Self>) {
+        loop {
+            let deadline = {
+                let mut queue = self.lock_queue();
+                let now = monotonic();
+                while let Some(first) = queue.batches.pop_front_if(|first| first.is_expired(now)) {
+                    queue.subtract(&first.batch);
+                    first.batch.fail(&BatchError::Store(StoreError::Overloaded));
+                }
+                match queue.batches.front().and_then(|first| first.deadline) {
+                    Some(due) => due,
+                    None => {
+                        queue.is_sweeping = false;
+                        return;
+                    }
+                }
+            };
+            sleep_until(deadline.into()).await;
+        }
+    }
+}
+
+impl BatchQueue {
+    /// Adds a question to the last batch, and says where its answer comes; none if the queue is full.
+    fn push_item(&mut self, batcher: &Arc<Batcher>, item: BatchItem<'_>) -> Option<Receiver<BatchResult>> {
+        let BatchItem { operation, charges, assumed_now_us, sends_source, purpose, deadline } = item;
+        if self.requests >= MAX_QUEUED_REQUESTS || self.bytes >= MAX_QUEUED_BYTES {
+            return None;
+        }
+        let fits = |last: &PendingBatch| {
+            let is_same_purpose = purpose == Purpose::Checks && last.batch.purpose() == purpose;
+            batcher.shares_calls && is_same_purpose && !last.batch.would_overflow(charges.len())
+        };
+        if !self.batches.back().is_some_and(fits) {
+            self.batches.push_back(PendingBatch { batch: Batch::for_purpose(purpose), deadline: None });
+        }
+        let last = self.batches.back_mut()?;
+        let bytes_before = last.batch.key_bytes();
+        let receiver = last.batch.push(&batcher.prefix, operation, charges, assumed_now_us);
+        if sends_source {
+            last.batch.send_source();
+        }
+        last.deadline = Some(last.deadline.map_or(deadline, |other| other.min(deadline)));
+        self.requests += 1;
+        self.bytes += last.batch.key_bytes() - bytes_before;
+        Some(receiver)
+    }
+
+    fn push_batch(&mut self, pending_batch: PendingBatch) {
+        self.requests += pending_batch.batch.request_count();
+        self.bytes += pending_batch.batch.key_bytes();
+        self.batches.push_back(pending_batch);
+    }
+
+    fn subtract(&mut self, batch: &Batch) {
+        self.requests -= batch.request_count();
+        self.bytes -= batch.key_bytes();
+    }
+
+    /// Whether the first batch fits into the window.
+    fn has_room(&self) -> bool {
+        self.batches.front().is_none_or(|first| {
+            self.in_flight.calls == 0 || self.window.has_room(self.in_flight.weight, first.batch.key_count())
+        })
+    }
+
+    /// Whether checks wait because the window has no room.
+    fn is_limited(&self) -> bool {
+        !self.batches.is_empty() && !self.has_room()
+    }
+
+    /// Claim the next call, if one is due and no task has claimed it. The caller of this makes it.
+    fn try_claim(&mut self, shares_calls: bool) -> bool {
+        // A full batch, or one that cannot grow, has nothing to wait for.
+        let ready =
+            self.is_slow || !shares_calls || self.batches.len() > 1 || self.in_flight.requests < MIN_IN_FLIGHT_TO_WAIT;
+        let is_claimed = !self.is_send_claimed && !self.batches.is_empty() && ready && self.has_room();
+        self.is_send_claimed |= is_claimed;
+        is_claimed
+    }
+
+    /// Lets the first batch go.
+    fn take_next(&mut self) -> Option<PendingBatch> {
+        self.is_send_claimed = false;
+        let pending_batch = self.batches.pop_front()?;
+        self.subtract(&pending_batch.batch);
+        self.in_flight.calls += 1;
+        self.in_flight.requests += pending_batch.batch.request_count();
+        self.in_flight.weight += InFlightWindow::weight(pending_batch.batch.key_count());
+        Some(pending_batch)
+    }
+}
+
+impl PendingBatch {
+    fn is_expired(&self, now: Instant) -> bool {
+        self.deadline.is_some_and(|due| due <= now)
+    }
+}
+
+impl Drop for InFlightGuard<'_> {
+    fn drop(&mut self) {
+        let mut queue = self.batcher.lock_queue();
+        queue.in_flight.calls -= 1;
+        queue.in_flight.requests -= self.requests;
+        queue.in_flight.weight -= self.weight;
+        queue.is_slow = elapsed_since(self.sent_at) > self.batcher.timeout / LATENCY_TARGET_DIVISOR;
+    }
+}

@@ -1,0 +1,305 @@
+//! A Redis Cluster: each identity's states are kept by one of its masters, each behind a guard of its own.
+
+mod scatter;
+pub mod topology;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures_util::future::join_all;
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use tokio::time::{sleep, timeout};
+
+use crate::limiter::clock::monotonic;
+use crate::limiter::metrics::LimiterMetrics;
+use crate::limiter::redis::circuit_breaker::{GuardedStore, RecoverySignal};
+use crate::limiter::redis::cluster::topology::{ClusterMap, SlotMap, identity_slot};
+use crate::limiter::redis::server::{Address, Login};
+use crate::limiter::redis::{RedisSettings, ServerStore};
+use crate::limiter::verdict::{Charge, CounterStore, Operation, StoreError, Verdict};
+
+/// A call follows so many redirections at once. More come while the nodes do not yet agree about a slot: those it follows
+/// after a pause.
+const MAX_REDIRECTIONS: u32 = 3;
+const REDIRECTION_DELAY: Duration = Duration::from_millis(2);
+
+/// The counters of one worker's requests, kept by a cluster. Make one for each runtime: connections live on the one that
+/// made them.
+#[derive(Debug, Clone)]
+pub struct ClusterStore(Arc<Inner>);
+
+#[derive(Debug)]
+struct Inner {
+    settings: RedisSettings,
+    seeds: Vec<Address>,
+    login: Login,
+    cluster_map: Arc<ClusterMap>,
+    metrics: Arc<LimiterMetrics>,
+    nodes: Mutex<KnownNodes>,
+}
+
+/// The servers that this worker has asked.
+#[derive(Debug, Default)]
+struct KnownNodes {
+    /// Those that are none of these are forgotten.
+    slots: Option<Arc<SlotMap>>,
+    guards: HashMap<Address, GuardedStore>,
+}
+
+/// Where to ask instead.
+enum Redirection {
+    /// From now on.
+    Moved(Address),
+    /// This time only: the slot is just being taken over.
+    Ask(Address),
+}
+
+impl ClusterStore {
+    /// The cluster that these nodes belong to; what is known of it is shared by all workers.
+    pub fn new(
+        settings: RedisSettings,
+        seeds: Vec<Address>,
+        login: Login,
+        cluster_map: Arc<ClusterMap>,
+        metrics: Arc<LimiterMetrics>,
+    ) -> Self {
+        ClusterStore(Arc::new(Inner { settings, seeds, login, cluster_map, metrics, nodes: Mutex::default() }))
+    }
+
+    /// Maximum time from when a request asks to its verdict.
+    pub fn timeout(&self) -> Duration {
+        self.0.settings.timeout
+    }
+
+    /// Told each time that a node answers again after an outage.
+    pub fn recovery(&self) -> &Arc<RecoverySignal> {
+        self.0.cluster_map.recovery()
+    }
+
+    /// Connects to all masters, so that the first request finds connections.
+    pub async fn connect(&self) {
+        // Connecting to the node that is asked takes longer than a call.
+        let discovered =
+            timeout(self.0.settings.connect_timeout, self.0.cluster_map.slots_or_discover(|| self.discover())).await;
+        let nodes = match &discovered {
+            Ok(Ok(slots)) => slots.masters(),
+            // Those that cannot be reached are found out before the first request.
+            Ok(Err(_)) | Err(_) => &self.0.seeds,
+        };
+        self.connect_to(nodes).await;
+    }
+
+    async fn connect_to(&self, nodes: &[Address]) {
+        let guards: Vec<_> = nodes.iter().filter_map(|node| self.guarded_node(node).ok()).collect();
+        join_all(guards.iter().map(GuardedStore::connect)).await;
+    }
+
+    /// Asks the master of the one identity that these charges have, wherever it may be by now.
+    async fn call_owner(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        let Some(charge) = charges.first() else { return Err(StoreError::MalformedReply) };
+        let ask =
+            |guard: GuardedStore, asking| async move { guard.call_before(deadline, asking, operation, charges).await };
+        self.with_owner(identity_slot(charge.key.identity), deadline, ask).await
+    }
+
+    /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn admin_command(&self, slot: u16, command: &Cmd) -> Result<Value, StoreError> {
+        let deadline = monotonic() + self.timeout();
+        let ask = |guard: GuardedStore, asking| async move {
+            guard.admin_command(deadline.saturating_duration_since(monotonic()), asking, command).await
+        };
+        self.with_owner(slot, deadline, ask).await
+    }
+
+    /// Asks the master of a slot.
+    async fn with_owner<T, F: Future<Output = Result<T, StoreError>>>(
+        &self,
+        slot: u16,
+        deadline: Instant,
+        ask: impl Fn(GuardedStore, bool) -> F,
+    ) -> Result<T, StoreError> {
+        let mut address = self.owner(slot).await?;
+        let mut asking = false;
+        for redirections in 0_u32.. {
+            if redirections > MAX_REDIRECTIONS {
+                sleep(REDIRECTION_DELAY).await;
+            }
+            if monotonic() >= deadline {
+                if redirections == 0 {
+                    return Err(StoreError::Overloaded);
+                }
+                break;
+            }
+            let error = match ask(self.guarded_node(&address)?, asking).await {
+                Ok(answer) => return Ok(answer),
+                Err(error) => error,
+            };
+            // Whatever it is, another node may know better.
+            match parse_redirection(&error, &address) {
+                Some(Redirection::Moved(to)) => (address, asking) = (to, false),
+                Some(Redirection::Ask(to)) => {
+                    (address, asking) = (to, true);
+                    continue;
+                }
+                None if is_try_again(&error) => return Err(error),
+                None => {
+                    self.refresh_topology();
+                    return Err(error);
+                }
+            }
+            self.refresh_topology();
+        }
+        Err(StoreError::Unreachable(
+            "the nodes of the cluster did not agree in time which of them is to be asked".to_owned(),
+        ))
+    }
+
+    async fn owner(&self, slot: u16) -> Result<Address, StoreError> {
+        self.slots().await?.owner(slot).cloned().ok_or_else(|| {
+            self.refresh_topology();
+            StoreError::Unreachable(format!("no node of the cluster keeps slot {slot}"))
+        })
+    }
+
+    /// Which node keeps which slot; the first who asks finds it out.
+    async fn slots(&self) -> Result<Arc<SlotMap>, StoreError> {
+        let cluster_map = &self.0.cluster_map;
+        if let Some(slots) = cluster_map.slots() {
+            return Ok(slots);
+        }
+        let discovered = timeout(self.timeout(), cluster_map.slots_or_discover(|| self.discover())).await;
+        discovered.unwrap_or(Err(StoreError::Timeout))
+    }
+
+    /// Asks one node after the other which of them keeps what.
+    async fn discover(&self) -> Result<SlotMap, StoreError> {
+        let slots = self.0.cluster_map.slots();
+        let (masters, all_nodes) = slots.as_ref().map_or((&[][..], &[][..]), |slots| (slots.masters(), slots.nodes()));
+        // Not always the same one first: it may be behind the others. Replicas only where nobody else is left.
+        let first = self.0.cluster_map.next_refresh_number() % masters.len().max(1);
+        let nodes = masters[first..].iter().chain(&masters[..first]).chain(&self.0.seeds);
+        let replicas = all_nodes.iter().filter(|node| !masters.contains(node));
+        let mut failure = StoreError::BreakerOpen;
+        for address in nodes.chain(replicas) {
+            match self.guarded_node(address)?.slots(address).await {
+                Ok(slots) => return Ok(slots),
+                Err(StoreError::BreakerOpen) => {}
+                Err(error) => failure = error,
+            }
+        }
+        Err(failure)
+    }
+
+    /// Asks for the slots again, soon, when a call found that what is known of them may be wrong.
+    fn refresh_topology(&self) {
+        let Some(permit) = self.0.cluster_map.try_refresh() else { return };
+        let cluster = self.clone();
+        tokio::spawn(async move {
+            if let Ok(slots) = cluster.discover().await {
+                let masters = slots.masters().to_vec();
+                cluster.0.cluster_map.replace(slots);
+                // Before the first request needs them: a replica that was promoted has not been asked yet.
+                let is_known = |master: &Address| cluster.lock_nodes().guards.contains_key(master);
+                let new: Vec<_> = masters.into_iter().filter(|master| !is_known(master)).collect();
+                cluster.connect_to(&new).await;
+            }
+            permit.release().await;
+        });
+    }
+
+    fn lock_nodes(&self) -> MutexGuard<'_, KnownNodes> {
+        self.0.nodes.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The guard of a node; those of nodes that left the cluster are forgotten.
+    fn guarded_node(&self, address: &Address) -> Result<GuardedStore, StoreError> {
+        let Inner { settings, login, cluster_map, .. } = &*self.0;
+        let slots = cluster_map.slots();
+        let mut known_nodes = self.lock_nodes();
+        if known_nodes.slots.as_ref().map(Arc::as_ptr) != slots.as_ref().map(Arc::as_ptr) {
+            let is_member = |address: &Address| slots.as_ref().is_none_or(|slots| slots.nodes().contains(address));
+            // A node that left and came back has a new breaker; nobody probes for the old one any more.
+            known_nodes
+                .guards
+                .retain(|address, guard| is_member(address) && guard.uses_breaker(&cluster_map.breaker(address)));
+            known_nodes.slots = slots;
+        }
+        if let Some(guard) = known_nodes.guards.get(address) {
+            return Ok(guard.clone());
+        }
+        let server = login.node_endpoint(address).map_err(|error| StoreError::Unreachable(error.to_string()))?;
+        let store = ServerStore::new(settings, server, self.0.metrics.clone());
+        let guard = GuardedStore::for_node(store, cluster_map.breaker(address), address.clone());
+        known_nodes.guards.insert(address.clone(), guard.clone());
+        Ok(guard)
+    }
+}
+
+impl ClusterStore {
+    /// Decides by `due`; see [`Store::call`].
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn call_before(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+    ) -> Result<Verdict, StoreError> {
+        if !is_single_slot(charges) {
+            let is_same_identity = |one: &Charge<'_>, other: &Charge<'_>| one.key.identity == other.key.identity;
+            return self.scatter(deadline, operation, charges, is_same_identity).await;
+        }
+        match self.call_owner(deadline, operation, charges).await {
+            // The slot is on its way to another node, some of its keys before others.
+            Err(error) if is_try_again(&error) => self.scatter(deadline, operation, charges, |_, _| false).await,
+            result => result,
+        }
+    }
+}
+
+impl CounterStore for ClusterStore {
+    async fn call(&self, operation: Operation, charges: &[Charge<'_>]) -> Result<Verdict, StoreError> {
+        self.call_before(monotonic() + self.timeout(), operation, charges).await
+    }
+}
+
+/// Whether one server keeps all that is asked about: an identity has one slot.
+pub fn is_single_slot(charges: &[Charge<'_>]) -> bool {
+    charges.windows(2).all(|pair| pair[0].key.identity == pair[1].key.identity)
+}
+
+fn redis_error(error: &StoreError) -> Option<&RedisError> {
+    match error {
+        StoreError::Redirected(error) => Some(error),
+        _ => None,
+    }
+}
+
+/// Whether single keys could be asked about, but not all at once.
+fn is_try_again(error: &StoreError) -> bool {
+    redis_error(error).is_some_and(|error| error.kind() == ErrorKind::Server(ServerErrorKind::TryAgain))
+}
+
+fn parse_redirection(error: &StoreError, asked_node: &Address) -> Option<Redirection> {
+    let error = redis_error(error)?;
+    let (node, _) = error.redirect_node()?;
+    let mut node = Address::parse(node)?;
+    if node.host.is_empty() {
+        // A node that does not know its own host means the one where it was asked.
+        node.host = asked_node.host.clone();
+    }
+    match error.kind() {
+        ErrorKind::Server(ServerErrorKind::Ask) => Some(Redirection::Ask(node)),
+        _ => Some(Redirection::Moved(node)),
+    }
+}

@@ -1,0 +1,277 @@
+//! A decision by several calls: one for each identity, or for each key while a slot is being migrated.
+//!
+//! All are asked first and charged only when none of them denies, so that a denied request rarely holds units of other limits. When two
+//! requests race for the last unit, the loser gives back what the other groups granted it and asks again: what it is told is true
+//! without its own charges. It may still be denied by units that another request gives back a round trip later; such a denial is
+//! never cached (see [`Verdict::instants`]).
+
+use std::time::Instant;
+
+use futures_util::future::join_all;
+use tokio::sync::oneshot;
+use tokio::time::sleep;
+use tracing::debug;
+
+use crate::limiter::algorithm::{Outcome, Rule, Status};
+use crate::limiter::clock::monotonic;
+use crate::limiter::key::{Identity, Key, StateName};
+use crate::limiter::redis::cluster::topology::identity_slot;
+use crate::limiter::redis::cluster::{ClusterStore, REDIRECTION_DELAY, is_try_again};
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
+
+/// How often a request that lost a race asks again, and a refund that was not made is repeated.
+const MAX_ATTEMPTS: usize = 3;
+
+/// A charge that outlives whoever asks for it.
+#[derive(Debug)]
+struct ShardCharge {
+    identity: Identity,
+    state_name: StateName,
+    rule: Rule,
+    cost: u64,
+    mode: ChargeMode,
+    permit_id: u64,
+    debt_before_us: u64,
+}
+
+impl ShardCharge {
+    fn from_charge(charge: &Charge<'_>) -> Self {
+        let Charge { key: Key { identity, state_name }, rule, cost, mode, permit_id, debt_before_us } = *charge;
+        ShardCharge {
+            identity,
+            state_name: state_name.clone(),
+            rule: rule.clone(),
+            cost,
+            mode,
+            permit_id,
+            debt_before_us,
+        }
+    }
+
+    fn to_charge(&self, cost: u64) -> Charge<'_> {
+        let key = Key { identity: self.identity, state_name: &self.state_name };
+        let ShardCharge { mode, permit_id, debt_before_us, .. } = *self;
+        Charge { key, rule: &self.rule, cost, mode, permit_id, debt_before_us }
+    }
+}
+
+/// The charges of one call, with their places among all.
+type ShardCall = Vec<(usize, ShardCharge)>;
+
+/// A group and what became of it.
+type ShardResult<'a> = (&'a [(usize, ShardCharge)], Result<Verdict, StoreError>);
+
+impl ClusterStore {
+    /// Decides with a call for each group of charges of which each is the `same` as the first.
+    pub(super) async fn scatter(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        charges: &[Charge<'_>],
+        is_same_group: impl Fn(&Charge<'_>, &Charge<'_>) -> bool,
+    ) -> Result<Verdict, StoreError> {
+        let mut groups: Vec<ShardCall> = Vec::new();
+        for (charge_index, charge) in charges.iter().enumerate() {
+            let indexed_charge = (charge_index, ShardCharge::from_charge(charge));
+            match groups.iter_mut().find(|group| is_same_group(&charges[group[0].0], charge)) {
+                Some(group) => group.push(indexed_charge),
+                None => groups.push(vec![indexed_charge]),
+            }
+        }
+        // A task of its own: a client that leaves now must not keep what is to be given back.
+        let (cluster, charge_count) = (self.clone(), charges.len());
+        let (result_sender, verdict) = oneshot::channel();
+        tokio::spawn(async move {
+            let (result, to_refund) = cluster.scatter_gather(deadline, operation, &groups, charge_count).await;
+            let _ = result_sender.send(result);
+            // After the error: its time is over.
+            join_all(to_refund.iter().map(|shard_result| cluster.refund_excess(operation, shard_result, 0))).await;
+        });
+        verdict.await.unwrap_or(Err(StoreError::Timeout))
+    }
+
+    /// Whether all groups can be asked: without one of them the others would be asked in vain.
+    async fn check_available(&self, groups: &[ShardCall]) -> Result<(), StoreError> {
+        for group in groups {
+            if self.guarded_node(&self.owner(identity_slot(group[0].1.identity)).await?)?.is_open() {
+                self.refresh_topology();
+                return Err(StoreError::BreakerOpen);
+            }
+        }
+        Ok(())
+    }
+
+    /// The verdict, and what is to be given back because another group failed.
+    async fn scatter_gather<'a>(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        groups: &'a [ShardCall],
+        charge_count: usize,
+    ) -> (Result<Verdict, StoreError>, Vec<ShardResult<'a>>) {
+        if let Err(error) = self.check_available(groups).await {
+            return (Err(error), Vec::new());
+        }
+        if !matches!(operation, Operation::Check | Operation::TakeUpTo) {
+            let results = self.call_all(deadline, operation, groups).await;
+            let granted = min_granted(&results);
+            return (merge(results, granted, charge_count), Vec::new());
+        }
+        for _ in 0..MAX_ATTEMPTS {
+            let mut peeked = self.call_all(deadline, Operation::Peek, groups).await;
+            if min_granted(&peeked) == 0 {
+                if peeked.iter().any(is_denial) {
+                    // Denied, whatever those would have said that could not answer.
+                    peeked.retain(|(_, answer)| answer.is_ok());
+                }
+                return (merge(peeked, 0, charge_count), Vec::new());
+            }
+            let charged = self.call_all(deadline, operation, groups).await;
+            let granted = min_granted(&charged);
+            if granted == 0 && !charged.iter().any(is_denial) {
+                return (merge(charged.clone(), 0, charge_count), charged);
+            }
+            join_all(charged.iter().map(|answer| self.refund_excess(operation, answer, granted))).await;
+            if granted > 0 {
+                return (merge(charged, granted, charge_count), Vec::new());
+            }
+        }
+        // Others were quicker each time. What is left changes from one round trip to the next.
+        let mut asked = self.call_all(deadline, Operation::Peek, groups).await;
+        asked.retain(|(_, answer)| answer.is_ok());
+        let saturated = |verdict| self.saturated(verdict);
+        (merge(asked, 0, charge_count).map(saturated), Vec::new())
+    }
+
+    /// The denial of a request that lost every race.
+    fn saturated(&self, mut verdict: Verdict) -> Verdict {
+        if verdict.outcomes.iter().all(|outcome| outcome.status == Status::Ok)
+            && let Some(outcome) = verdict.outcomes.first_mut()
+        {
+            (outcome.status, outcome.retry_us) = (Status::Saturated, self.timeout().as_micros() as u64);
+        }
+        verdict
+    }
+
+    /// Asks each group, and where its keys are on two nodes each of its charges.
+    async fn call_all<'a>(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        groups: &'a [ShardCall],
+    ) -> Vec<ShardResult<'a>> {
+        let mut results = self.call_each(deadline, operation, groups.iter().map(Vec::as_slice)).await;
+        let split_groups = results.extract_if(.., |(_, answer)| answer.as_ref().is_err_and(is_try_again));
+        let in_pieces: Vec<_> = split_groups.map(|(group, _)| group).collect();
+        results.extend(self.call_each(deadline, operation, in_pieces.iter().flat_map(|group| group.chunks(1))).await);
+        results
+    }
+
+    async fn call_each<'a>(
+        &self,
+        deadline: Instant,
+        operation: Operation,
+        groups: impl Iterator<Item = &'a [(usize, ShardCharge)]>,
+    ) -> Vec<ShardResult<'a>> {
+        let cost = |owned: &ShardCharge| match operation {
+            // What is charged after the response needs one unit now; of many units any number is taken.
+            Operation::Peek if owned.mode.is_deferred() => 1,
+            _ => owned.cost,
+        };
+        join_all(groups.map(async |group| {
+            let charges: Vec<_> = group.iter().map(|(_, owned)| owned.to_charge(cost(owned))).collect();
+            (group, self.call_owner(deadline, operation, &charges).await)
+        }))
+        .await
+    }
+
+    /// Gives back what a group was granted beyond what all were.
+    async fn refund_excess(&self, operation: Operation, (group, result): &ShardResult<'_>, granted: u64) {
+        let Some(verdict) = result.as_ref().ok().filter(|verdict| verdict.granted > granted) else { return };
+        let refund = Operation::Refund { charged_at: verdict.now_us };
+        let charged = group.iter().zip(&verdict.outcomes).filter(|((_, owned), outcome)| {
+            // A shadow limit may have had no room; what is paid after the response is not charged yet.
+            outcome.status == Status::Ok && !owned.mode.is_deferred()
+        });
+        join_all(charged.map(async |((_, owned), outcome)| {
+            let cost = if operation == Operation::TakeUpTo { verdict.granted - granted } else { owned.cost };
+            let debt_before_us = owned.rule.debt_before_us(outcome, 0, cost);
+            let charge = Charge { debt_before_us, ..owned.to_charge(cost) };
+            for _ in 0..MAX_ATTEMPTS {
+                match self.call_owner(monotonic() + self.timeout(), refund, &[charge]).await {
+                    Ok(_) => return,
+                    Err(error) if error.is_not_executed() => sleep(REDIRECTION_DELAY).await,
+                    Err(error) => return debug!(%error, "a denied request may keep what it was granted elsewhere"),
+                }
+            }
+            debug!("a denied request keeps what it was granted elsewhere");
+        }))
+        .await;
+    }
+}
+
+/// What all groups grant.
+fn min_granted(results: &[ShardResult<'_>]) -> u64 {
+    let granted = results.iter().map(|(_, answer)| answer.as_ref().map_or(0, |verdict| verdict.granted));
+    granted.min().unwrap_or(0)
+}
+
+fn is_denial((_, result): &ShardResult<'_>) -> bool {
+    result.as_ref().is_ok_and(|verdict| verdict.granted == 0)
+}
+
+/// One verdict of several.
+fn merge(results: Vec<ShardResult<'_>>, granted: u64, charge_count: usize) -> Result<Verdict, StoreError> {
+    let untouched = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
+    let verdict = Verdict::new(granted, 0, vec![untouched; charge_count]);
+    let mut merged = Verdict { decided_at_us: vec![0; charge_count], ..verdict };
+    for (group, answer) in results {
+        let verdict = answer.map_err(|error| match error {
+            // Here it did not run, but the others were asked.
+            error if error.is_overload() => StoreError::LateReply,
+            error if error.is_not_executed() => StoreError::Unreachable(error.to_string()),
+            error => error,
+        })?;
+        merged.now_us = merged.now_us.max(verdict.now_us);
+        // The outcomes include what was given back.
+        merged.charged_later = merged.charged_later.max(verdict.granted.saturating_sub(granted));
+        for ((charge_index, _), outcome) in group.iter().zip(verdict.outcomes) {
+            merged.outcomes[*charge_index] = outcome;
+            merged.decided_at_us[*charge_index] = verdict.now_us;
+        }
+    }
+    Ok(merged)
+}
+
+#[cfg(test)]
+mod tests {
+    use redis::{ErrorKind, ServerErrorKind};
+
+    use super::*;
+
+    #[test]
+    fn merged_error_never_reports_not_executed() {
+        let refused = redis::RedisError::from((ErrorKind::Server(ServerErrorKind::ResponseError), "OOM"));
+        // Whether it is overload, and whether it is an outage.
+        let cases = [
+            (StoreError::Overloaded, true, false),
+            (StoreError::LateReply, true, false),
+            (StoreError::BreakerOpen, false, true),
+            (StoreError::Timeout, false, true),
+            (StoreError::WritesRejected(refused.clone()), false, true),
+            (StoreError::Redirected(refused.clone()), false, true),
+            (StoreError::Rejected(refused), false, true),
+        ];
+        for (error, is_overload, is_outage) in cases {
+            for first in [true, false] {
+                let ran = || (&[][..], Ok(Verdict::new(1, 1, Vec::new())));
+                let failed = || (&[][..], Err(error.clone()));
+                let answers = if first { vec![failed(), ran()] } else { vec![ran(), failed()] };
+                assert_eq!(min_granted(&answers), 0, "{error}: nothing is granted, so that what ran is given back");
+                let merged = merge(answers, 0, 2).unwrap_err();
+                assert_eq!((merged.is_overload(), merged.is_outage()), (is_overload, is_outage), "{error}: {merged}");
+                assert!(!merged.is_not_executed(), "{error}: {merged}");
+            }
+        }
+    }
+}

@@ -1,0 +1,625 @@
+//! Pooled connections to Redis: bb8 makes, keeps and replaces them; calls share them.
+
+use std::fmt::Debug;
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use bb8_redis::bb8::{ErrorSink, ManageConnection, Pool, RunError};
+use futures_util::FutureExt;
+use futures_util::future::try_join_all;
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, ErrorKind, Pipeline, RedisError, RedisResult, Value};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::sync::Notify;
+use tokio::time::timeout;
+
+use crate::limiter::clock::monotonic;
+use crate::limiter::redis::diagnosis;
+use crate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
+use crate::limiter::redis::server::{ConnectError, RedisEndpoint};
+use crate::limiter::verdict::StoreError;
+
+/// Calls given up at their deadline, with no reply between them, after which a connection counts as hung.
+pub const MAX_UNANSWERED_CALLS: u32 = 5;
+
+/// Calls that may be queued on one connection before senders wait.
+const PIPELINE_CAPACITY: usize = 1024;
+
+/// Makes connections with all scripts of the configuration loaded.
+#[derive(Debug, Clone)]
+pub struct Manager {
+    server: RedisEndpoint,
+    algorithms: AlgorithmSet,
+    connect_timeout: Duration,
+    throttle: Arc<ReconnectThrottle>,
+}
+
+/// A connection that many calls use at once.
+#[derive(Debug, Clone)]
+pub struct Connection {
+    multiplexed: MultiplexedConnection,
+    health: Arc<ConnectionHealth>,
+}
+
+/// A connection of the pool. It can be replaced while requests use the earlier one.
+#[derive(Debug, Clone)]
+pub struct Pooled(Arc<Mutex<Connection>>);
+
+/// What is known of a connection.
+#[derive(Debug)]
+struct ConnectionHealth {
+    address: ConnectionAddr,
+    unanswered_calls: AtomicU32,
+    /// Whether it works, but no longer leads to where it should.
+    is_retired: AtomicBool,
+    throttle: Arc<ReconnectThrottle>,
+}
+
+/// The connections of one worker.
+#[derive(Debug)]
+pub struct Connections {
+    pool: Pool<Manager>,
+    size: u32,
+    manager: Manager,
+    last_error: LastConnectError,
+    /// What to say when not even a failure came in time.
+    timeout_error: ConnectError,
+    /// Whether there was one yet.
+    has_connected: AtomicBool,
+}
+
+/// Why the last attempt to connect failed. The pool itself lets those who wait for it wait on.
+#[derive(Debug, Clone, Default)]
+struct LastConnectError(Arc<(Mutex<Option<ConnectError>>, Notify)>);
+
+impl LastConnectError {
+    fn take(&self) -> Option<ConnectError> {
+        self.0.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+}
+
+impl ErrorSink<ConnectError> for LastConnectError {
+    fn sink(&self, error: ConnectError) {
+        *self.0.0.lock().unwrap_or_else(PoisonError::into_inner) = Some(error);
+        self.0.1.notify_waiters();
+    }
+
+    fn boxed_clone(&self) -> Box<dyn ErrorSink<ConnectError>> {
+        Box::new(self.clone())
+    }
+}
+
+/// A pool that connects when it is first used.
+pub fn new_pool(server: RedisEndpoint, algorithms: AlgorithmSet, size: u32, connect_timeout: Duration) -> Connections {
+    let (last_error, timeout_error) = (LastConnectError::default(), server.timeout_error());
+    let manager = Manager { server, algorithms, connect_timeout, throttle: Arc::default() };
+    let pool = Pool::builder()
+        .max_size(size)
+        .test_on_check_out(false)
+        .retry_connection(false)
+        // Longer than an attempt, so that its reason is told.
+        .connection_timeout(connect_timeout + connect_timeout / 8)
+        .error_sink(last_error.boxed_clone())
+        .idle_timeout(None)
+        .max_lifetime(None)
+        .build_unchecked(manager.clone());
+    Connections { pool, size, manager, last_error, timeout_error, has_connected: AtomicBool::new(false) }
+}
+
+impl Connections {
+    /// There is no connection in time, and no attempt has failed. A server that was there is still being connected to, which takes
+    /// several round trips; that is no outage.
+    pub fn checkout_timeout(&self) -> StoreError {
+        if self.has_connected.load(Ordering::Relaxed) {
+            StoreError::Overloaded
+        } else {
+            StoreError::Unreachable(self.timeout_error.to_string())
+        }
+    }
+
+    /// Replaces idle connections that the server has closed, and those to a server that is not the master any more, and opens those that
+    /// are missing. Requests use the earlier connections until the new ones are open.
+    pub async fn maintain(&self) {
+        let master = self.manager.server.current_master(self.manager.connect_timeout).await;
+        let is_outdated = |connection: &Connection| {
+            master.as_ref().is_some_and(|master| *master.get_connection_info().addr() != connection.health.address)
+        };
+        let open_connections = self.pool.state().connections;
+        if open_connections == 0 && checkout(self).await.is_err() {
+            return;
+        }
+        for _ in open_connections.max(1)..self.size {
+            // A checkout gives its connection back at once: the pool itself would never open a second one.
+            let Ok(added) = self.manager.connect().await else { return };
+            if self.pool.add(added).is_err() {
+                break;
+            }
+        }
+        for _ in 0..open_connections {
+            // The pool hands out the connection that was given back first.
+            let Some(Ok(pooled)) = self.pool.get().now_or_never() else { return };
+            let pooled = Pooled::clone(&pooled);
+            let connection = pooled.current();
+            if connection.is_closed() || is_outdated(&connection) {
+                let Ok(replacement) = self.manager.connect().await else { return };
+                pooled.replace(&replacement);
+            }
+        }
+    }
+}
+
+impl Pooled {
+    fn current(&self) -> Connection {
+        self.lock().clone()
+    }
+
+    fn replace(&self, other: &Pooled) {
+        *self.lock() = other.current();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Connection> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A connection of the pool, cloned and given back at once, so that nobody waits for a round trip of somebody else.
+pub async fn checkout(connections: &Connections) -> Result<Connection, StoreError> {
+    loop {
+        let connect_failed = connections.last_error.0.1.notified();
+        let pooled = tokio::select! {
+            biased;
+            pooled = connections.pool.get() => pooled,
+            () = connect_failed => Err(RunError::TimedOut),
+        };
+        let pooled = pooled.map_err(|error| {
+            let connect_error = match error {
+                RunError::User(error) => Some(error),
+                RunError::TimedOut => connections.last_error.take(),
+            };
+            StoreError::Unreachable(connect_error.unwrap_or_else(|| connections.timeout_error.clone()).to_string())
+        })?;
+        // A broken one is thrown away by the pool when it comes back.
+        let connection = pooled.current();
+        if !connection.is_broken() {
+            connections.has_connected.store(true, Ordering::Relaxed);
+            return Ok(connection);
+        }
+    }
+}
+
+/// Connects once, outside of any pool, and asks for a sign of life.
+///
+/// # Errors
+/// In words, why a pool would have no connections.
+pub async fn try_connect(
+    server: RedisEndpoint,
+    algorithms: AlgorithmSet,
+    connect_timeout: Duration,
+) -> Result<(), ConnectError> {
+    let manager = Manager { server, algorithms, connect_timeout, throttle: Arc::default() };
+    manager.is_valid(&mut manager.connect().await?).await
+}
+
+impl Manager {
+    async fn open(&self) -> Result<Connection, ConnectError> {
+        let client = self.server.client(self.connect_timeout).await?;
+        let address = client.get_connection_info().addr();
+        self.open_at(&client).await.map_err(|error| ConnectError::new(&diagnosis::diagnose_connect(&error, address)))
+    }
+
+    async fn open_at(&self, client: &Client) -> RedisResult<Connection> {
+        // No response timeout: the deadline of the whole decision is kept outside, and a late reply finds its own call.
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(self.connect_timeout))
+            .set_response_timeout(None)
+            .set_pipeline_buffer_size(PIPELINE_CAPACITY);
+        let mut multiplexed = match self.server.dial() {
+            None => client.get_multiplexed_async_connection_with_config(&config).await?,
+            Some(dial) => connect_dialed(dial, client, config).await?,
+        };
+        verify_server(&mut multiplexed, self.server.mode(), client.get_connection_info().addr()).await?;
+        let variants = ScriptVariant::ALL.iter().filter(|_| !self.algorithms.is_empty());
+        // In the pipe: one round trip for all.
+        try_join_all(variants.map(|frame| {
+            let (mut pipe, mut load) = (multiplexed.clone(), redis::cmd("SCRIPT"));
+            load.arg("LOAD").arg(&script(*frame, self.algorithms).source);
+            async move { pipe.send_packed_command(&load).await?.extract_error() }
+        }))
+        .await?;
+        let health = ConnectionHealth {
+            address: client.get_connection_info().addr().clone(),
+            unanswered_calls: AtomicU32::new(0),
+            is_retired: AtomicBool::new(false),
+            throttle: self.throttle.clone(),
+        };
+        Ok(Connection { multiplexed, health: Arc::new(health) })
+    }
+}
+
+impl ManageConnection for Manager {
+    type Connection = Pooled;
+    type Error = ConnectError;
+
+    async fn connect(&self) -> Result<Pooled, ConnectError> {
+        // A server that hangs half-way must not keep the pool's place for good.
+        let attempt = timeout(self.connect_timeout, self.open());
+        let connection =
+            self.throttle.throttle(async { attempt.await.map_err(|_| self.server.timeout_error())? }).await?;
+        Ok(Pooled(Arc::new(Mutex::new(connection))))
+    }
+
+    async fn is_valid(&self, pooled: &mut Pooled) -> Result<(), ConnectError> {
+        let reply = pooled.current().send(&redis::cmd("PING")).await;
+        reply.map(drop).map_err(|error| ConnectError::new(&diagnosis::diagnose_call(&error)))
+    }
+
+    fn has_broken(&self, pooled: &mut Pooled) -> bool {
+        pooled.current().is_broken()
+    }
+}
+
+/// Counts a call that is dropped before its reply came.
+struct TimeoutCounter<'a>(&'a AtomicU32);
+
+impl Drop for TimeoutCounter<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+impl Connection {
+    fn is_broken(&self) -> bool {
+        self.health.unanswered_calls.load(Ordering::Relaxed) >= MAX_UNANSWERED_CALLS
+            || self.health.is_retired.load(Ordering::Relaxed)
+    }
+
+    /// Lets the pool make another in its place, if it is not the second one within a moment.
+    pub fn request_replacement(&self) {
+        if self.health.throttle.may_retire(monotonic()) {
+            self.health.is_retired.store(true, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether its task has ended: the server closed it. Nothing is sent.
+    fn is_closed(&self) -> bool {
+        let mut multiplexed = self.multiplexed.clone();
+        let ping = redis::cmd("PING");
+        // A running task skips commands whose reply is not awaited.
+        let send_error = multiplexed.send_packed_command(&ping).now_or_never();
+        let closed = send_error.is_some_and(|refused| refused.is_err_and(|error| error.is_unrecoverable_error()));
+        if closed {
+            self.health.unanswered_calls.store(MAX_UNANSWERED_CALLS, Ordering::Relaxed);
+        }
+        closed
+    }
+
+    /// Sends a command, with `ASKING` before it where another node said to ask this one.
+    pub async fn call(mut self, asking: bool, command: Arc<Cmd>) -> RedisResult<Value> {
+        if asking { self.send_asking(&command).await } else { self.send(&command).await }
+    }
+
+    /// Sends one command and waits for its reply; an error reply is an error, but not one inside of an array.
+    pub async fn send(&mut self, command: &Cmd) -> RedisResult<Value> {
+        let multiplexed = &mut self.multiplexed;
+        into_reply(track_reply(&self.health.unanswered_calls, multiplexed.send_packed_command(command)).await?)
+    }
+
+    /// The same with ASKING before it, which lets a node answer for a slot that it is just taking over.
+    pub async fn send_asking(&mut self, command: &Cmd) -> RedisResult<Value> {
+        let mut pipeline = Pipeline::with_capacity(2);
+        pipeline.cmd("ASKING").add_command(command.clone());
+        let multiplexed = &mut self.multiplexed;
+        let mut replies =
+            track_reply(&self.health.unanswered_calls, multiplexed.send_packed_commands(&pipeline, 1, 1)).await?;
+        into_reply(replies.pop().unwrap_or(Value::Nil))
+    }
+}
+
+fn into_reply(reply: Value) -> RedisResult<Value> {
+    if let Value::ServerError(error) = reply { Err(error.into()) } else { Ok(reply) }
+}
+
+/// Counts calls without a reply, and takes a connection that broke for one that hangs.
+async fn track_reply<T>(unanswered_calls: &AtomicU32, call: impl Future<Output = RedisResult<T>>) -> RedisResult<T> {
+    let counter = TimeoutCounter(unanswered_calls);
+    let result = call.await;
+    std::mem::forget(counter);
+    let is_broken = result.as_ref().is_err_and(RedisError::is_unrecoverable_error);
+    unanswered_calls.store(if is_broken { MAX_UNANSWERED_CALLS } else { 0 }, Ordering::Relaxed);
+    result
+}
+
+// How a byte stream to a server is opened, where it is not the redis crate that opens it.
+//
+// The redis crate opens TCP, TLS and Unix sockets itself. A [`Dial`] takes its place: the tests run the whole limiter over
+// streams in memory, with everything above the stream (login, pool, pipeline, scripts) as in production.
+
+/// An open byte stream.
+pub trait ByteStream: AsyncRead + AsyncWrite + Send + Unpin {}
+
+impl<S: AsyncRead + AsyncWrite + Send + Unpin> ByteStream for S {}
+
+/// The future of [`Dial::dial`].
+pub type DialFuture = Pin<Box<dyn Future<Output = io::Result<Box<dyn ByteStream>>> + Send>>;
+
+/// Opens byte streams to servers.
+pub trait Dial: Debug + Send + Sync {
+    /// Open a stream to the server at `address`. The caller bounds the time.
+    fn dial(&self, address: &ConnectionAddr) -> DialFuture;
+}
+
+/// Connect and log in as the redis crate does for `client`, over a stream of `dial`.
+///
+/// # Errors
+/// The stream cannot be opened, or the server rejects the login.
+pub(super) async fn connect_dialed(
+    dial: &Arc<dyn Dial>,
+    client: &Client,
+    config: AsyncConnectionConfig,
+) -> RedisResult<MultiplexedConnection> {
+    let info = client.get_connection_info();
+    let stream = dial.dial(info.addr()).await?;
+    let (connection, driver) = MultiplexedConnection::new_with_config(info.redis_settings(), stream, config).await?;
+    // Ends with the last clone of the connection.
+    tokio::spawn(driver);
+    Ok(connection)
+}
+
+// Holds back connections to a server that turned one away: no storm of them, from any number of requests.
+
+/// Two attempts a second.
+const RECONNECT_INTERVAL: Duration = Duration::from_millis(500);
+
+/// When one worker may connect to one server.
+#[derive(Debug, Default)]
+pub struct ReconnectThrottle {
+    /// Why the last attempt failed, and when another one was made.
+    last_failure: Mutex<Option<(ConnectError, Instant)>>,
+    /// When a connection was given up though it works.
+    last_retired_at: Mutex<Option<Instant>>,
+}
+
+impl ReconnectThrottle {
+    /// Connects, unless an attempt failed a moment ago.
+    ///
+    /// # Errors
+    /// Those of the attempt; in place of one that is not made, those of the one before.
+    pub async fn throttle<T>(&self, attempt: impl Future<Output = Result<T, ConnectError>>) -> Result<T, ConnectError> {
+        let started_at = monotonic();
+        self.try_begin(started_at)?;
+        let result = attempt.await;
+        *lock(&self.last_failure) = result.as_ref().err().map(|error| (error.clone(), started_at));
+        result
+    }
+
+    /// Whether a connection that works may be given up for a new one now.
+    pub fn may_retire(&self, now: Instant) -> bool {
+        let mut last_retired_at = lock(&self.last_retired_at);
+        let is_due = last_retired_at.is_none_or(|last| now.saturating_duration_since(last) >= RECONNECT_INTERVAL);
+        if is_due {
+            *last_retired_at = Some(now);
+        }
+        is_due
+    }
+
+    fn try_begin(&self, now: Instant) -> Result<(), ConnectError> {
+        match &mut *lock(&self.last_failure) {
+            Some((error, last)) if now.saturating_duration_since(*last) < RECONNECT_INTERVAL => Err(error.clone()),
+            Some((_, last)) => {
+                *last = now;
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+// What a server says about itself, and whether it is what the URL of the store promises.
+
+/// How a server works together with others.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServerMode {
+    /// By itself, or as a master with replicas.
+    Standalone,
+    /// A node of a cluster.
+    Cluster,
+    /// It watches others and keeps no data.
+    Sentinel,
+}
+
+/// What a server does with writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ServerRole {
+    /// It takes them.
+    Master,
+    /// It follows a master.
+    Replica,
+}
+
+/// The reply to `HELLO`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct HelloReply {
+    /// `redis`, `valkey`, …
+    pub server: String,
+    /// Such as `7.0.15`.
+    pub version: String,
+    /// How it works together with others.
+    pub mode: ServerMode,
+    /// What it does with writes; a Sentinel does not say.
+    pub role: Option<ServerRole>,
+}
+
+impl HelloReply {
+    /// Reads the flat array of RESP2 or the map of RESP3; none if it does not say what is needed.
+    pub fn read(reply: &Value) -> Option<HelloReply> {
+        let field = |name: &str| match reply {
+            Value::Array(fields) => {
+                let found = fields.chunks_exact(2).find(|pair| text(&pair[0]) == Some(name));
+                found.and_then(|pair| text(&pair[1]))
+            }
+            Value::Map(fields) => {
+                fields.iter().find(|(key, _)| text(key) == Some(name)).and_then(|(_, value)| text(value))
+            }
+            _ => None,
+        };
+        let mode = match field("mode")? {
+            "standalone" => ServerMode::Standalone,
+            "cluster" => ServerMode::Cluster,
+            "sentinel" => ServerMode::Sentinel,
+            _ => return None,
+        };
+        let role = match field("role") {
+            Some("master") => Some(ServerRole::Master),
+            Some("replica" | "slave") => Some(ServerRole::Replica),
+            _ => None,
+        };
+        Some(HelloReply { server: field("server")?.to_owned(), version: field("version")?.to_owned(), mode, role })
+    }
+
+    /// Why a server of this kind cannot be used where a `wanted` one is expected, and what to do; none if it can.
+    pub fn mismatch(&self, expected: ServerMode, address: &ConnectionAddr) -> Option<String> {
+        Some(match (self.mode, expected) {
+            (ServerMode::Standalone, ServerMode::Standalone) if self.role == Some(ServerRole::Replica) => format!(
+                "{address} is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER to follow it"
+            ),
+            (ServerMode::Standalone, ServerMode::Standalone)
+            | (ServerMode::Cluster, ServerMode::Cluster)
+            | (ServerMode::Sentinel, ServerMode::Sentinel) => return None,
+            (ServerMode::Sentinel, _) => {
+                format!("{address} is a Sentinel; use redis+sentinel://{address}/MASTER, with the name of the master")
+            }
+            (ServerMode::Cluster, _) => format!("{address} is a node of a cluster; use redis+cluster://{address}"),
+            (ServerMode::Standalone, ServerMode::Cluster) => {
+                format!("{address} is no node of a cluster; use redis://{address}")
+            }
+            (ServerMode::Standalone, ServerMode::Sentinel) => {
+                format!("{address} is no Sentinel; use redis://{address}")
+            }
+        })
+    }
+}
+
+/// Sees that a server is a `wanted` one, as far as it tells.
+///
+/// # Errors
+/// It is another one, or the connection broke. A server that refuses to tell is taken as it is.
+pub async fn verify_server(
+    pipe: &mut MultiplexedConnection,
+    expected: ServerMode,
+    address: &ConnectionAddr,
+) -> RedisResult<()> {
+    let reply = pipe.send_packed_command(&redis::cmd("HELLO")).await?;
+    match HelloReply::read(&reply).and_then(|hello| hello.mismatch(expected, address)) {
+        Some(mismatch) => Err(RedisError::from((ErrorKind::InvalidClientConfig, "another kind of server", mismatch))),
+        None => Ok(()),
+    }
+}
+
+fn text(value: &Value) -> Option<&str> {
+    match value {
+        Value::BulkString(bytes) => std::str::from_utf8(bytes).ok(),
+        Value::SimpleString(text) | Value::VerbatimString { text, .. } => Some(text),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod pace_tests {
+    use super::*;
+
+    fn connect_error() -> ConnectError {
+        ConnectError::new("nothing listens there")
+    }
+
+    #[tokio::test]
+    async fn two_reconnects_per_second_after_a_failure() {
+        let pace = ReconnectThrottle::default();
+        let now = monotonic();
+        assert!(pace.try_begin(now).is_ok() && pace.try_begin(now).is_ok(), "none has failed yet");
+        assert!(pace.throttle(async { Err::<(), _>(connect_error()) }).await.is_err());
+        let failed = monotonic();
+        let mut made = Vec::new();
+        for ms in 0..5000 {
+            match pace.try_begin(failed + Duration::from_millis(ms)) {
+                Ok(()) => made.push(ms),
+                Err(error) => assert_eq!(error.to_string(), "nothing listens there", "the reason is told"),
+            }
+        }
+        assert!((9..=10).contains(&made.len()), "{made:?}");
+        assert!(made.windows(2).all(|pair| pair[1] - pair[0] >= 500), "{made:?}");
+    }
+
+    #[tokio::test]
+    async fn success_ends_the_throttling() {
+        let pace = ReconnectThrottle::default();
+        *lock(&pace.last_failure) = Some((connect_error(), monotonic().checked_sub(RECONNECT_INTERVAL).unwrap()));
+        assert!(pace.throttle(async { Ok(()) }).await.is_ok());
+        assert!(pace.try_begin(monotonic()).is_ok() && pace.try_begin(monotonic()).is_ok());
+    }
+
+    #[test]
+    fn two_retired_connections_per_second() {
+        let (pace, now) = (ReconnectThrottle::default(), monotonic());
+        let retired: Vec<_> = (0..1000).filter(|ms| pace.may_retire(now + Duration::from_millis(*ms))).collect();
+        assert_eq!(retired, [0, 500]);
+    }
+}
+
+#[cfg(test)]
+mod hello_tests {
+    use super::*;
+
+    fn bulk(text: &str) -> Value {
+        Value::BulkString(text.as_bytes().to_vec())
+    }
+
+    fn hello(mode: &str, role: Option<&str>) -> HelloReply {
+        let mut pairs = vec![("server", "redis"), ("version", "7.0.15"), ("mode", mode)];
+        pairs.extend(role.map(|role| ("role", role)));
+        let flat = pairs.iter().flat_map(|(key, value)| [bulk(key), bulk(value)]).collect();
+        let map = pairs.iter().map(|(key, value)| (Value::SimpleString((*key).to_owned()), bulk(value))).collect();
+        let read = HelloReply::read(&Value::Array(flat)).unwrap();
+        assert_eq!(Some(&read), HelloReply::read(&Value::Map(map)).as_ref(), "RESP2 and RESP3");
+        read
+    }
+
+    #[test]
+    fn wrong_server_kind_names_the_right_url() {
+        let address = ConnectionAddr::Tcp("h".to_owned(), 1);
+        let (single, replica) = (hello("standalone", Some("master")), hello("standalone", Some("replica")));
+        let (node, sentinel) = (hello("cluster", Some("replica")), hello("sentinel", None));
+        for (hello, wanted, expected) in [
+            (&single, ServerMode::Standalone, None),
+            (&single, ServerMode::Cluster, Some("h:1 is no node of a cluster; use redis://h:1")),
+            (&single, ServerMode::Sentinel, Some("h:1 is no Sentinel; use redis://h:1")),
+            (&replica, ServerMode::Standalone, Some("h:1 is a replica; give the address of its master")),
+            (&node, ServerMode::Cluster, None),
+            (&node, ServerMode::Standalone, Some("h:1 is a node of a cluster; use redis+cluster://h:1")),
+            (&sentinel, ServerMode::Sentinel, None),
+            (&sentinel, ServerMode::Cluster, Some("h:1 is a Sentinel; use redis+sentinel://h:1/MASTER")),
+        ] {
+            let mismatch = hello.mismatch(wanted, &address);
+            match expected {
+                None => assert_eq!(mismatch, None, "{hello:?}"),
+                Some(expected) => {
+                    assert!(mismatch.as_ref().is_some_and(|said| said.starts_with(expected)), "{mismatch:?}")
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn incomplete_hello_is_accepted() {
+        for reply in [Value::Okay, Value::Nil, Value::Array(Vec::new()), Value::Array(vec![bulk("mode"), bulk("new")])]
+        {
+            assert_eq!(HelloReply::read(&reply), None, "{reply:?}");
+        }
+    }
+}

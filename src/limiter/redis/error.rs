@@ -1,0 +1,208 @@
+//! What an error reply of Redis means: for the call, for the identity, for the store.
+
+use std::time::{Duration, Instant};
+
+use redis::RedisError;
+
+use crate::limiter::clock::monotonic;
+use crate::limiter::redis::diagnosis;
+use crate::limiter::verdict::StoreError;
+
+/// The first pause before a call that Redis turned away is made again; each later one is twice as long, up to [`LONGEST`].
+const INITIAL_BACKOFF: Duration = Duration::from_millis(5);
+const MAX_BACKOFF: Duration = Duration::from_millis(100);
+
+/// What an error reply says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RedisErrorKind {
+    /// Nothing ran, and the same call may pass in a moment.
+    Retryable,
+    /// Nothing ran: another server keeps the state, or will.
+    Redirect,
+    /// No call is answered: a right is missing, or this is no Redis with scripts.
+    Fatal,
+    /// What writes is refused, and was before its first write. What needs no write is answered.
+    WritesRejected,
+    /// The script failed on what it found, or on what it was given.
+    Script,
+}
+
+impl RedisErrorKind {
+    /// What an error says; none if it is no reply.
+    pub fn from_error(error: &RedisError) -> Option<Self> {
+        let detail = error.detail().unwrap_or_default();
+        Some(match error_code(error)? {
+            // Before the first write: a script that has written is no longer stopped, and Redis changes its role between scripts.
+            "LOADING" | "BUSY" | "CLUSTERDOWN" | "MASTERDOWN" | "READONLY" => RedisErrorKind::Retryable,
+            "MOVED" | "ASK" | "TRYAGAIN" => RedisErrorKind::Redirect,
+            "OOM" | "MISCONF" | "NOREPLICAS" => RedisErrorKind::WritesRejected,
+            "WRONGTYPE" | "RLARG" | "RLSTALE" => RedisErrorKind::Script,
+            "ERR" if detail.contains("user_script") || detail.starts_with(REDIS_6_SCRIPT_ERROR) => {
+                RedisErrorKind::Script
+            }
+            // NOPERM, NOAUTH, WRONGPASS, and what is not known: no client can bring it about, so it is the store's.
+            _ => RedisErrorKind::Fatal,
+        })
+    }
+
+    /// The error of a call that ended with this reply.
+    pub fn to_store_error(error: RedisError) -> StoreError {
+        match RedisErrorKind::from_error(&error) {
+            None => StoreError::Unreachable(diagnosis::diagnose_call(&error)),
+            Some(RedisErrorKind::Retryable | RedisErrorKind::Fatal) => StoreError::Rejected(error),
+            Some(RedisErrorKind::Redirect) => StoreError::Redirected(error),
+            Some(RedisErrorKind::WritesRejected) => StoreError::WritesRejected(error),
+            Some(RedisErrorKind::Script) => StoreError::CorruptState(error),
+        }
+    }
+}
+
+/// Whether another connection may be answered: to a master that took over the address, or with the password sent again.
+pub fn is_connection_error(error: &RedisError) -> bool {
+    matches!(error_code(error), Some("READONLY" | "NOAUTH"))
+}
+
+/// How Redis before version 7 begins the error of a script: `Error running script (call to f_…): @user_script: 1: -OOM …`.
+const REDIS_6_SCRIPT_ERROR: &str = "Error running script";
+
+/// How Redis says in a script that the user has no right to what the script does.
+const SCRIPT_PERMISSION_ERROR: &str = "The user executing the script can't";
+
+/// The code of an error reply, or of the one that a script met.
+fn error_code(error: &RedisError) -> Option<&str> {
+    let (code, detail) = (error.code()?, error.detail().unwrap_or_default());
+    if code != "ERR" {
+        return Some(code);
+    }
+    let segments = detail.split(": ");
+    if segments.clone().any(|part| part.starts_with(SCRIPT_PERMISSION_ERROR)) {
+        return Some("NOPERM");
+    }
+    if !detail.starts_with(REDIS_6_SCRIPT_ERROR) {
+        return Some(code);
+    }
+    let mut words = segments.filter_map(|part| part.trim_start_matches('-').split(' ').next());
+    let is_code = |word: &&str| word.len() > 1 && word.bytes().all(|byte| byte.is_ascii_uppercase());
+    words.find(is_code).or(Some(code))
+}
+
+/// The pauses of one call between its attempts.
+#[derive(Debug)]
+pub struct Backoff {
+    deadline: Instant,
+    next_delay: Duration,
+}
+
+impl Backoff {
+    /// For as long as this.
+    pub fn new(budget: Duration) -> Self {
+        Backoff { deadline: monotonic() + budget, next_delay: INITIAL_BACKOFF }
+    }
+}
+
+impl Iterator for Backoff {
+    type Item = Duration;
+
+    fn next(&mut self) -> Option<Duration> {
+        let delay = self.next_delay;
+        self.next_delay = (2 * delay).min(MAX_BACKOFF);
+        (monotonic() + delay < self.deadline).then_some(delay)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(text: &str) -> RedisError {
+        let reply = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
+        reply.extract_error().unwrap_err()
+    }
+
+    #[test]
+    fn error_replies_are_classified() {
+        let script = "script: ee5bed0f6963e93a14eebfb64f07c299c1b4313f, on @user_script:1.";
+        for (text, fault) in [
+            ("LOADING Redis is loading the dataset in memory", RedisErrorKind::Retryable),
+            (
+                "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+                RedisErrorKind::Retryable,
+            ),
+            ("CLUSTERDOWN The cluster is down", RedisErrorKind::Retryable),
+            (
+                "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+                RedisErrorKind::Retryable,
+            ),
+            (&format!("READONLY You can't write against a read only replica. {script}"), RedisErrorKind::Retryable),
+            ("MOVED 866 127.0.0.1:7001", RedisErrorKind::Redirect),
+            ("ASK 866 127.0.0.1:7001", RedisErrorKind::Redirect),
+            ("TRYAGAIN Multiple keys request during rehashing of slot", RedisErrorKind::Redirect),
+            ("NOPERM this user has no permissions to run the 'evalsha' command", RedisErrorKind::Fatal),
+            (
+                &format!("ERR The user executing the script can't run this command or subcommand {script}"),
+                RedisErrorKind::Fatal,
+            ),
+            ("NOAUTH Authentication required.", RedisErrorKind::Fatal),
+            ("WRONGPASS invalid username-password pair or user is disabled.", RedisErrorKind::Fatal),
+            ("CROSSSLOT Keys in request don't hash to the same slot", RedisErrorKind::Fatal),
+            ("ERR unknown command `EVALSHA`, with args beginning with: ", RedisErrorKind::Fatal),
+            (
+                &format!("OOM command not allowed when used memory > 'maxmemory'. {script}"),
+                RedisErrorKind::WritesRejected,
+            ),
+            ("MISCONF Redis is configured to save RDB snapshots, but it can't", RedisErrorKind::WritesRejected),
+            (&format!("NOREPLICAS Not enough good replicas to write. {script}"), RedisErrorKind::WritesRejected),
+            ("WRONGTYPE Operation against a key holding the wrong kind of value", RedisErrorKind::Script),
+            (
+                &format!("ERR user_script:1: attempt to perform arithmetic on a nil value {script}"),
+                RedisErrorKind::Script,
+            ),
+            ("RLARG not a number", RedisErrorKind::Script),
+            ("RLSTALE 1800000000000000", RedisErrorKind::Script),
+        ] {
+            assert_eq!(RedisErrorKind::from_error(&reply(text)), Some(fault), "{text}");
+        }
+    }
+
+    #[test]
+    fn redis_6_script_errors_are_classified() {
+        let script = |rest: &str| {
+            RedisErrorKind::from_error(&reply(&format!(
+                "ERR Error running script (call to f_0a9a51ee): @user_script:41: {rest}"
+            )))
+        };
+        for (rest, fault) in [
+            (
+                "@user_script: 41: -OOM command not allowed when used memory > 'maxmemory'.",
+                RedisErrorKind::WritesRejected,
+            ),
+            (
+                "@user_script: 41: -MISCONF Errors writing to the AOF file: No space left on device",
+                RedisErrorKind::WritesRejected,
+            ),
+            ("@user_script: 41: -READONLY You can't write against a read only replica.", RedisErrorKind::Retryable),
+            ("WRONGTYPE Operation against a key holding the wrong kind of value", RedisErrorKind::Script),
+            ("The user executing the script can't run this command or subcommand", RedisErrorKind::Fatal),
+            ("attempt to perform arithmetic on a nil value", RedisErrorKind::Script),
+        ] {
+            assert_eq!(script(rest), Some(fault), "{rest}");
+        }
+    }
+
+    #[test]
+    fn connection_error_is_no_error_reply() {
+        let broken = RedisError::from(std::io::Error::from(std::io::ErrorKind::ConnectionReset));
+        assert_eq!(RedisErrorKind::from_error(&broken), None);
+        assert!(
+            redis::parse_redis_value(b"HTTP/1.1 400 Bad Request\r\n")
+                .is_err_and(|e| RedisErrorKind::from_error(&e).is_none())
+        );
+    }
+
+    #[test]
+    fn backoff_ends_before_its_deadline() {
+        let pauses: Vec<_> = Backoff::new(Duration::from_secs(3600)).take(8).map(|pause| pause.as_millis()).collect();
+        assert_eq!(pauses, [5, 10, 20, 40, 80, 100, 100, 100]);
+        assert_eq!(Backoff::new(Duration::from_millis(5)).next(), None);
+    }
+}

@@ -1,0 +1,219 @@
+//! Overrides and resets of operators, as Redis stores them for all gateways: fields of one hash, each with an expiry and a
+//! revision.
+
+use std::time::Duration;
+
+use redis::{Cmd, Value, from_redis_value};
+
+use crate::limiter::verdict::StoreError;
+
+const OVERRIDES_SCRIPT: &str = include_str!("../../../lua/overrides.lua");
+
+/// Arguments of the script for each record.
+type EntryArguments<'a> = (&'a str, u64, u64, u64, &'a str);
+
+/// One field of the hash.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OverrideEntry {
+    /// Limit, identity and what the record is about.
+    pub key: String,
+    /// The override as JSON. Empty for a reset and for a removed override.
+    pub value: String,
+    /// Revision: the time of the write, and greater than the revision that it replaced. 0 if the value has none.
+    pub revision: u64,
+    /// Instant until which it is in force, µs since the Unix epoch by Redis' clock. A removed override has 0.
+    pub expires_at_us: u64,
+    /// Instant until which the record is kept, so that no gateway restores a record that it replaced.
+    pub keep_until_us: u64,
+}
+
+/// Records and the time of Redis at which they were read.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Snapshot {
+    /// Time of Redis, µs since the Unix epoch.
+    pub now_us: u64,
+    /// Records that are still kept.
+    pub entries: Vec<OverrideEntry>,
+}
+
+/// What a gateway knows of a field that it writes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct KnownRevision {
+    /// Revision of the record; 0 if it knows none.
+    pub revision: u64,
+    /// See [`Record::kept_us`].
+    pub keep_until_us: u64,
+    /// Whether it is in force.
+    pub is_in_force: bool,
+}
+
+/// The key of the hash.
+pub fn hash_key(prefix: &str) -> String {
+    format!("{prefix}:overrides")
+}
+
+/// Set a field; [`written`] reads the reply.
+pub fn set_command(key: &str, field: &str, text: &str, ttl: Duration, known: KnownRevision, max_entries: usize) -> Cmd {
+    overrides_command(
+        key,
+        "set",
+        max_entries,
+        [(field, ttl.as_micros() as u64, known.keep_until_us, known.revision, text)],
+    )
+}
+
+/// Remove a field; [`written`] reads the reply.
+pub fn remove_command(key: &str, field: &str, known: KnownRevision, max_entries: usize) -> Cmd {
+    overrides_command(
+        key,
+        "remove",
+        max_entries,
+        [(field, u64::from(known.is_in_force), known.keep_until_us, known.revision, "")],
+    )
+}
+
+/// Write records back that Redis lost; [`restored`] reads the reply. Redis keeps what it has if it is not older.
+pub fn restore_command(key: &str, records: &[OverrideEntry], max_entries: usize) -> Cmd {
+    let arguments = records.iter().map(|record| {
+        let OverrideEntry { key: field, value: text, revision, expires_at_us: expiry_us, keep_until_us: kept_us } =
+            record;
+        (&**field, *expiry_us, *kept_us, *revision, &**text)
+    });
+    overrides_command(key, "restore", max_entries, arguments)
+}
+
+fn overrides_command<'a>(
+    key: &str,
+    operation: &str,
+    max_entries: usize,
+    records: impl IntoIterator<Item = EntryArguments<'a>>,
+) -> Cmd {
+    let mut command = redis::cmd("EVAL");
+    command.arg(OVERRIDES_SCRIPT).arg(1).arg(key).arg(operation).arg(max_entries);
+    for (field, expiry_us, kept_us, revision, text) in records {
+        command.arg(field).arg(expiry_us).arg(kept_us).arg(revision).arg(text);
+    }
+    command
+}
+
+/// Result of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum WriteStatus {
+    /// The record is written.
+    Written,
+    /// There is nothing to remove, or nothing to restore.
+    Unchanged,
+    /// The maximum number of records is reached.
+    TooMany,
+}
+
+impl WriteStatus {
+    fn from_status(status: i64) -> Result<Self, StoreError> {
+        match status {
+            1 => Ok(WriteStatus::Written),
+            0 => Ok(WriteStatus::Unchanged),
+            -1 => Ok(WriteStatus::TooMany),
+            _ => Err(StoreError::MalformedReply),
+        }
+    }
+}
+
+/// Read the reply to [`set`] and [`remove`]: the result, and the record that Redis has now if it was written.
+///
+/// # Errors
+/// The reply is malformed.
+pub fn parse_write_reply(
+    reply: Value,
+    field: &str,
+    value: &str,
+) -> Result<(WriteStatus, Option<Snapshot>), StoreError> {
+    let (status, now_us, expiry_us, revision, kept_us) =
+        from_redis_value::<(i64, u64, u64, u64, u64)>(reply).map_err(|_| StoreError::MalformedReply)?;
+    let written = WriteStatus::from_status(status)?;
+    let record = OverrideEntry {
+        key: field.to_owned(),
+        value: value.to_owned(),
+        revision,
+        expires_at_us: expiry_us,
+        keep_until_us: kept_us,
+    };
+    let totals = (written == WriteStatus::Written).then(|| Snapshot { now_us, entries: vec![record] });
+    Ok((written, totals))
+}
+
+/// Read the reply to [`restore`]: a result for each record.
+///
+/// # Errors
+/// The reply is malformed.
+pub fn parse_restore_reply(reply: Value) -> Result<Vec<WriteStatus>, StoreError> {
+    let statuses: Vec<i64> = from_redis_value(reply).map_err(|_| StoreError::MalformedReply)?;
+    statuses.into_iter().map(WriteStatus::from_status).collect()
+}
+
+/// Read the time, which [`read`] needs.
+pub fn time_command() -> Cmd {
+    redis::cmd("TIME")
+}
+
+/// Read all fields.
+pub fn read_command(key: &str) -> Cmd {
+    let mut command = redis::cmd("HGETALL");
+    command.arg(key);
+    command
+}
+
+/// Read the replies to [`time`] and [`all`]. Fields and values that no gateway writes are skipped.
+///
+/// # Errors
+/// The replies are malformed.
+pub fn parse_snapshot(time: Value, hash_reply: Value) -> Result<Snapshot, StoreError> {
+    let (seconds, micros): (u64, u64) = from_redis_value(time).map_err(|_| StoreError::MalformedReply)?;
+    let now_us = seconds * 1_000_000 + micros;
+    let fields: Vec<(Vec<u8>, Vec<u8>)> = from_redis_value(hash_reply).map_err(|_| StoreError::MalformedReply)?;
+    let record = |(field, value): (Vec<u8>, Vec<u8>)| {
+        let record = OverrideEntry::parse(String::from_utf8(field).ok()?, std::str::from_utf8(&value).ok()?)?;
+        (now_us < record.keep_until_us).then_some(record)
+    };
+    Ok(Snapshot { now_us, entries: fields.into_iter().filter_map(record).collect() })
+}
+
+impl OverrideEntry {
+    /// Parse `EXPIRY REVISION KEPT TEXT`, or `EXPIRY TEXT`, which has no revision.
+    fn parse(field: String, value: &str) -> Option<Self> {
+        let (expiry, rest) = value.split_once(' ')?;
+        let expiry_us = expiry.parse().ok()?;
+        let numbers = || {
+            let (revision, rest) = rest.split_once(' ')?;
+            let (keep_until, text) = rest.split_once(' ')?;
+            Some((revision.parse().ok()?, keep_until.parse().ok()?, text))
+        };
+        let (revision, kept_us, text) = numbers().unwrap_or((0, expiry_us, rest));
+        Some(OverrideEntry {
+            key: field,
+            value: text.to_owned(),
+            revision,
+            expires_at_us: expiry_us,
+            keep_until_us: kept_us,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn entries_parse_with_and_without_a_revision() {
+        let parse = |value| {
+            OverrideEntry::parse("f".to_owned(), value).map(|r| (r.expires_at_us, r.revision, r.keep_until_us, r.value))
+        };
+        assert_eq!(parse("9 5 12 {\"quota\":\"1/s\"}"), Some((9, 5, 12, "{\"quota\":\"1/s\"}".to_owned())));
+        assert_eq!(parse("9 {\"quota\":\"1/s\", \"note\": \"3 4 x\"}").unwrap().1, 0);
+        assert_eq!(parse("9 {}"), Some((9, 0, 9, "{}".to_owned())));
+        assert_eq!(parse("9 "), Some((9, 0, 9, String::new())), "a reset without a revision");
+        assert_eq!(parse("0 5 12 "), Some((0, 5, 12, String::new())), "a removed override");
+        for wrong in ["", "9", "x 1 2 3", "{}"] {
+            assert_eq!(parse(wrong), None, "{wrong:?}");
+        }
+    }
+}

@@ -1,0 +1,285 @@
+//! Where connections go: a server, the master that Sentinels name, or a node of a cluster.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use futures_util::future::{join_all, select_ok};
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisResult};
+
+use crate::limiter::clock::monotonic;
+use crate::limiter::redis::connection;
+use crate::limiter::redis::connection::{Dial, ServerMode};
+use crate::limiter::redis::diagnosis::{diagnose_connect, diagnose_timeout};
+
+/// How often the Sentinels are asked whether another server is the master by now.
+const SENTINEL_QUERY_INTERVAL: Duration = Duration::from_secs(1);
+
+/// A host and a port.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Address {
+    /// A name or an IP address, without brackets.
+    pub host: Arc<str>,
+    /// The port.
+    pub port: u16,
+}
+
+impl Address {
+    /// Reads `host:port`, where the host may be an IPv6 address without brackets, as Redis writes it.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (host, port) = text.rsplit_once(':')?;
+        let host = host.trim_start_matches('[').trim_end_matches(']');
+        Some(Address { host: host.into(), port: port.parse().ok()? })
+    }
+}
+
+impl fmt::Display for Address {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(out, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(out, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+/// Why there is no connection, in a sentence that says what to do.
+#[derive(Debug, Clone, thiserror::Error)]
+#[error("{0}")]
+pub struct ConnectError(Arc<str>);
+
+impl ConnectError {
+    /// For this reason.
+    pub fn new(reason: &str) -> Self {
+        ConnectError(reason.into())
+    }
+}
+
+/// How to log on at any address: credentials, database, TLS.
+#[derive(Debug, Clone)]
+pub struct Login {
+    info: ConnectionInfo,
+    /// Opens the streams, if the redis crate does not.
+    dial: Option<Arc<dyn Dial>>,
+}
+
+impl Login {
+    /// As this client does.
+    pub fn from_client(client: &Client) -> Self {
+        Login { info: client.get_connection_info().clone(), dial: None }
+    }
+
+    /// The same over streams that `dial` opens.
+    pub fn with_dial(self, dial: Arc<dyn Dial>) -> Self {
+        Login { dial: Some(dial), ..self }
+    }
+
+    /// A client for an address.
+    ///
+    /// # Errors
+    /// The certificates cannot be used.
+    pub fn client_for(&self, address: &Address) -> RedisResult<Client> {
+        let (host, port) = (address.host.to_string(), address.port);
+        let address = match self.info.addr().clone() {
+            ConnectionAddr::TcpTls { insecure, tls_params, .. } => {
+                ConnectionAddr::TcpTls { host, port, insecure, tls_params }
+            }
+            _ => ConnectionAddr::Tcp(host, port),
+        };
+        Client::open(self.info.clone().set_addr(address))
+    }
+
+    /// A node of a cluster.
+    ///
+    /// # Errors
+    /// The certificates cannot be used.
+    pub fn node_endpoint(&self, address: &Address) -> Result<RedisEndpoint, ConnectError> {
+        let client = self.client_for(address).map_err(|error| ConnectError::new(&error.to_string()))?;
+        Ok(match &self.dial {
+            None => RedisEndpoint::Node(client),
+            Some(dial) => RedisEndpoint::Dialed { client, mode: ServerMode::Cluster, dial: dial.clone() },
+        })
+    }
+}
+
+/// Where connections go.
+#[derive(Debug, Clone)]
+pub enum RedisEndpoint {
+    /// To a server of its own.
+    Single(Client),
+    /// To the master that Sentinels name when the connection is made.
+    Sentinel(Arc<Sentinels>),
+    /// To a node of a cluster.
+    Node(Client),
+    /// To any of these, over streams that the redis crate does not open.
+    Dialed {
+        /// The address and the login.
+        client: Client,
+        /// What it has to be.
+        mode: ServerMode,
+        /// Opens the streams.
+        dial: Arc<dyn Dial>,
+    },
+}
+
+impl RedisEndpoint {
+    /// What it has to be.
+    pub fn mode(&self) -> ServerMode {
+        match self {
+            RedisEndpoint::Single(_) | RedisEndpoint::Sentinel(_) => ServerMode::Standalone,
+            RedisEndpoint::Node(_) => ServerMode::Cluster,
+            RedisEndpoint::Dialed { mode, .. } => *mode,
+        }
+    }
+
+    /// Opens its streams, if the redis crate does not.
+    pub(super) fn dial(&self) -> Option<&Arc<dyn Dial>> {
+        match self {
+            RedisEndpoint::Dialed { dial, .. } => Some(dial),
+            RedisEndpoint::Single(_) | RedisEndpoint::Sentinel(_) | RedisEndpoint::Node(_) => None,
+        }
+    }
+
+    /// The one to connect to now.
+    ///
+    /// # Errors
+    /// No Sentinel can be asked, or none knows the master.
+    pub async fn client(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
+        match self {
+            RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
+                Ok(client.clone())
+            }
+            RedisEndpoint::Sentinel(sentinels) => sentinels.query_master(connect_timeout).await,
+        }
+    }
+
+    /// The master that the Sentinels name now, asked once a second for all workers; none for other servers.
+    pub async fn current_master(&self, connect_timeout: Duration) -> Option<Client> {
+        match self {
+            RedisEndpoint::Single(_) | RedisEndpoint::Node(_) | RedisEndpoint::Dialed { .. } => None,
+            RedisEndpoint::Sentinel(sentinels) => {
+                sentinels.login.client_for(&sentinels.current_master(connect_timeout).await?).ok()
+            }
+        }
+    }
+
+    /// Why there is no connection when nobody said so in time.
+    pub fn timeout_error(&self) -> ConnectError {
+        ConnectError::new(&match self {
+            RedisEndpoint::Single(client) | RedisEndpoint::Node(client) | RedisEndpoint::Dialed { client, .. } => {
+                diagnose_timeout(client.get_connection_info().addr())
+            }
+            RedisEndpoint::Sentinel(sentinels) => {
+                format!(
+                    "neither a Sentinel nor the master `{}` answers in time; are they stopped?",
+                    sentinels.master_name
+                )
+            }
+        })
+    }
+}
+
+/// Sentinels, and the master that they watch.
+#[derive(Debug)]
+pub struct Sentinels {
+    /// All that are known.
+    pub sentinels: Vec<Client>,
+    /// What they call the master.
+    pub master_name: String,
+    /// How to log on at the master.
+    pub login: Login,
+    last_master: Mutex<LastMaster>,
+}
+
+/// The master that the Sentinels named last, and when they were asked.
+#[derive(Debug, Default)]
+struct LastMaster {
+    queried_at: Option<Instant>,
+    address: Option<Address>,
+}
+
+impl Sentinels {
+    /// `sentinels` watch a master that they call `name`.
+    pub fn new(sentinels: Vec<Client>, master_name: String, login: Login) -> Self {
+        Sentinels { sentinels, master_name, login, last_master: Mutex::default() }
+    }
+
+    /// The master of the latest failover. After a graceful failover the earlier master stays writable for about ten seconds, then its
+    /// Sentinels close all connections to it: connections have to move before.
+    async fn current_master(&self, connect_timeout: Duration) -> Option<Address> {
+        if self.is_due(monotonic()) {
+            let replies = self.sentinels.iter().map(|sentinel| Box::pin(self.query_epoch(sentinel, connect_timeout)));
+            let latest = join_all(replies).await.into_iter().flatten().max_by_key(|(epoch, _)| *epoch);
+            if let Some((_, master)) = latest {
+                self.lock_last_master().address = Some(master);
+            }
+        }
+        self.lock_last_master().address.clone()
+    }
+
+    fn is_due(&self, now: Instant) -> bool {
+        let mut last_master = self.lock_last_master();
+        let due = last_master
+            .queried_at
+            .is_none_or(|queried_at| now.saturating_duration_since(queried_at) >= SENTINEL_QUERY_INTERVAL);
+        if due {
+            last_master.queried_at = Some(now);
+        }
+        due
+    }
+
+    fn lock_last_master(&self) -> MutexGuard<'_, LastMaster> {
+        self.last_master.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The master, and the epoch of the failover that made it one.
+    async fn query_epoch(&self, sentinel: &Client, connect_timeout: Duration) -> Option<(u64, Address)> {
+        let mut connection = self.connect(sentinel, connect_timeout).await.ok()?;
+        let mut command = redis::cmd("SENTINEL");
+        let state: HashMap<String, String> =
+            command.arg("MASTER").arg(&self.master_name).query_async(&mut connection).await.ok()?;
+        let master = Address { host: state.get("ip")?.as_str().into(), port: state.get("port")?.parse().ok()? };
+        Some((state.get("config-epoch")?.parse().ok()?, master))
+    }
+
+    /// Asks all of them at the same time; the first that knows the master is believed. One that is behind names a server
+    /// that is a replica by now, which whoever connects finds out.
+    async fn query_master(&self, connect_timeout: Duration) -> Result<Client, ConnectError> {
+        let queries = self.sentinels.iter().map(|sentinel| {
+            Box::pin(async move {
+                let result = self.query_one(sentinel, connect_timeout).await;
+                let address = sentinel.get_connection_info().addr();
+                result.map_err(|error| ConnectError::new(&diagnose_connect(&error, address)))
+            })
+        });
+        match select_ok(queries).await {
+            Ok((Some(master), _)) => {
+                self.login.client_for(&master).map_err(|error| ConnectError::new(&error.to_string()))
+            }
+            Ok((None, _)) => Err(ConnectError::new(&format!(
+                "the Sentinels know no master `{}`; the name after the `/` of store.url is that of `sentinel monitor`",
+                self.master_name
+            ))),
+            Err(error) => Err(error),
+        }
+    }
+
+    async fn connect(&self, sentinel: &Client, connect_timeout: Duration) -> RedisResult<MultiplexedConnection> {
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(connect_timeout))
+            .set_response_timeout(Some(connect_timeout));
+        let mut connection = sentinel.get_multiplexed_async_connection_with_config(&config).await?;
+        connection::verify_server(&mut connection, ServerMode::Sentinel, sentinel.get_connection_info().addr()).await?;
+        Ok(connection)
+    }
+
+    async fn query_one(&self, sentinel: &Client, connect_timeout: Duration) -> RedisResult<Option<Address>> {
+        let mut connection = self.connect(sentinel, connect_timeout).await?;
+        let mut command = redis::cmd("SENTINEL");
+        command.arg("GET-MASTER-ADDR-BY-NAME").arg(&self.master_name);
+        let master: Option<(String, u16)> = command.query_async(&mut connection).await?;
+        Ok(master.map(|(host, port)| Address { host: host.into(), port }))
+    }
+}

@@ -1,0 +1,419 @@
+//! What an admitted request holds and owes: leases until it ends, costs and refunds once its response is known.
+
+use std::mem;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+use tokio::time::sleep;
+use tokio_util::task::TaskTracker;
+use tracing::debug;
+
+use crate::limiter::algorithm::{Outcome, Rule};
+use crate::limiter::clock::{elapsed_since, monotonic};
+use crate::limiter::denial_cache::DenialCache;
+use crate::limiter::key::{Identity, Key};
+use crate::limiter::spec::LimitVariant;
+use crate::limiter::store::{DecidedBy, Store};
+use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
+
+/// How often a release or a refund that did not reach the store is repeated while the store is asked; also when a release that may have
+/// come before what it releases is made again.
+const RETRY_INTERVAL: Duration = Duration::from_secs(1);
+
+const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
+
+/// The same for what was not sent because too many checks were queued.
+const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
+
+/// A charge or refund that cannot be sent because of overload is given up after this time.
+const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// What remains to be done for a limit when the response is known.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Deferred {
+    /// Nothing.
+    Nothing,
+    /// The cost is charged.
+    Charge,
+    /// The cost may be given back.
+    Refund,
+}
+
+/// What the response makes of it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SettleAction {
+    /// It stays as it is.
+    Nothing,
+    /// So many units are charged, whatever is left.
+    Charge(u64),
+    /// The charge is given back.
+    Refund,
+}
+
+/// A charge that outlives the decision.
+#[derive(Debug, Clone)]
+pub struct OwnedCharge {
+    /// Which limit of the route.
+    pub limit_index: usize,
+    /// Its size.
+    pub variant: Arc<LimitVariant>,
+    /// Whose units.
+    pub identity: Identity,
+    /// How many; for a lease its id.
+    pub cost_or_permit_id: u64,
+    /// Units of this state that the gateway may have prefetched at a time.
+    pub prefetch: u64,
+    /// Where they may be refunded: see [`Charge::debt_before_us`].
+    pub debt_before_us: u64,
+}
+
+/// What the requests of one worker leave behind: calls that nobody waits for.
+#[derive(Debug)]
+pub struct StoreHandle {
+    /// Where the counters live.
+    pub store: Store,
+    /// What was denied lately; none where asking costs nothing.
+    pub denials: Option<Arc<DenialCache>>,
+    /// Releases and late charges that are under way.
+    pub tasks: TaskTracker,
+}
+
+impl StoreHandle {
+    /// Starts something that nobody waits for.
+    pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
+        // Outside of a runtime the process is ending: leases end by themselves.
+        let handle = Handle::try_current().ok()?;
+        Some(self.tasks.spawn_on(task, &handle).abort_handle())
+    }
+
+    /// Asks for charges that outlive their request.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn call(
+        &self,
+        decided_by: DecidedBy,
+        operation: Operation,
+        charges: &[OwnedCharge],
+    ) -> Result<Verdict, StoreError> {
+        self.call_since(decided_by, monotonic(), operation, charges).await
+    }
+
+    /// The same for requests that have waited since then.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn call_since(
+        &self,
+        decided_by: DecidedBy,
+        started_at: Instant,
+        operation: Operation,
+        charges: &[OwnedCharge],
+    ) -> Result<Verdict, StoreError> {
+        let to_charge = |pending| OwnedCharge::charge(pending, decided_by);
+        self.store.call(decided_by, started_at, operation, &charges.iter().map(to_charge).collect::<Vec<_>>()).await
+    }
+
+    /// The same for charges that no request waits for: repeated while too many checks are queued.
+    ///
+    /// # Errors
+    /// See [`StoreError`].
+    pub async fn deliver(
+        &self,
+        decided_by: DecidedBy,
+        operation: Operation,
+        charges: Vec<OwnedCharge>,
+    ) -> Result<Verdict, StoreError> {
+        let started_at = monotonic();
+        loop {
+            match self.call(decided_by, operation, &charges).await {
+                Err(StoreError::Overloaded) if elapsed_since(started_at) < DELIVERY_TIMEOUT => {
+                    sleep(OVERLOAD_RETRY_INTERVAL).await
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Counts permits in this process' share as well, where there is a store that may fail: in an outage the share is to count all
+    /// requests that run here.
+    fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
+        if let Store::Redis { fallback, .. } = &self.store {
+            let to_charge = |permit| OwnedCharge::charge(permit, DecidedBy::Local);
+            fallback.decide(operation, &permits.iter().map(to_charge).collect::<Vec<_>>());
+        }
+    }
+}
+
+impl OwnedCharge {
+    /// Names the state.
+    pub fn key(&self) -> Key<'_> {
+        Key { identity: self.identity, state_name: &self.variant.state_name }
+    }
+
+    fn rule(&self, decided_by: DecidedBy) -> &Rule {
+        match decided_by {
+            DecidedBy::Store => &self.variant.rule,
+            DecidedBy::Local => &self.variant.local_rule,
+        }
+    }
+
+    fn charge(&self, decided_by: DecidedBy) -> Charge<'_> {
+        let (key, rule) = (self.key(), self.rule(decided_by));
+        let (cost, permit_id) =
+            if let Rule::Concurrency(_) = rule { (1, self.cost_or_permit_id) } else { (self.cost_or_permit_id, 0) };
+        Charge { key, rule, cost, mode: ChargeMode::Enforced, permit_id, debt_before_us: self.debt_before_us }
+    }
+}
+
+/// The permits of a request. Dropping them releases them, also while it is not known whether they were granted.
+///
+/// The store counts them for all gateways. A renewal registers a permit again that the store has lost, or that was granted by the
+/// share of an outage. This process counts them as well: its share in an outage has to know of all requests that run here.
+#[derive(Debug)]
+pub struct ConcurrencyPermits {
+    store_handle: Arc<StoreHandle>,
+    decided_by: DecidedBy,
+    permits: Arc<[OwnedCharge]>,
+    renewal: Option<AbortHandle>,
+    store_state: Arc<PermitStoreState>,
+    /// Whether this process counts them.
+    is_counted_here: bool,
+}
+
+/// What the store may know of the permits of a request.
+#[derive(Debug, Default)]
+struct PermitStoreState {
+    /// Whether it may count them.
+    may_be_counted: AtomicBool,
+    /// Whether a call that counts them may still run: its release has to be made again, later.
+    call_in_flight: AtomicBool,
+}
+
+impl ConcurrencyPermits {
+    /// Permits that are about to be asked for.
+    pub fn requested(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
+        let is_store_asked = decided_by == DecidedBy::Store;
+        let store_state = PermitStoreState {
+            may_be_counted: AtomicBool::new(is_store_asked),
+            call_in_flight: AtomicBool::new(is_store_asked),
+        };
+        ConcurrencyPermits {
+            store_handle,
+            decided_by,
+            permits: permits.into(),
+            renewal: None,
+            store_state: Arc::new(store_state),
+            is_counted_here: decided_by == DecidedBy::Local,
+        }
+    }
+
+    /// This process counts them already.
+    pub fn with_local_count(mut self) -> Self {
+        self.is_counted_here = true;
+        self
+    }
+
+    /// They were refused: the store has nothing to release.
+    pub fn discard(mut self) {
+        self.release_local_share();
+        self.permits = Arc::new([]);
+    }
+
+    fn release_local_share(&mut self) {
+        if mem::take(&mut self.is_counted_here) {
+            self.store_handle.count_in_local_share(RELEASE_PERMIT, &self.permits);
+        }
+    }
+
+    /// How long each of them lasts.
+    fn ttls(&self) -> impl Iterator<Item = Duration> {
+        self.permits.iter().filter_map(|permit| match permit.rule(self.decided_by) {
+            Rule::Concurrency(rule) => Some(Duration::from_micros(rule.ttl)),
+            _ => None,
+        })
+    }
+
+    fn max_ttl(&self) -> Duration {
+        self.ttls().max().unwrap_or_default()
+    }
+
+    /// Those of the limits at these places were granted; a shadow limit may have had none left. Each is renewed when a third of it
+    /// has passed, and when the store answers again after an outage.
+    pub fn hold(mut self, is_granted: impl Fn(usize) -> bool) -> Self {
+        if !self.permits.iter().all(|permit| is_granted(permit.limit_index)) {
+            self.permits = self.permits.iter().filter(|permit| is_granted(permit.limit_index)).cloned().collect();
+        }
+        let Some(min_ttl) = self.ttls().min() else { return self };
+        if self.decided_by == DecidedBy::Store {
+            self.store_state.call_in_flight.store(false, Ordering::Relaxed);
+            if !mem::replace(&mut self.is_counted_here, true) {
+                self.store_handle.count_in_local_share(Operation::Charge, &self.permits);
+            }
+        }
+        let (store_handle, permits, store_state) =
+            (self.store_handle.clone(), self.permits.clone(), self.store_state.clone());
+        self.renewal = self.store_handle.spawn(async move {
+            let mut renew_delay = min_ttl / 3;
+            loop {
+                store_handle.store.recovery_within(renew_delay).await;
+                store_handle.count_in_local_share(Operation::Renew, &permits);
+                store_state.call_in_flight.store(true, Ordering::Relaxed);
+                let result = store_handle.call(DecidedBy::Store, Operation::Renew, &permits).await;
+                renew_delay = min_ttl / 3;
+                match result {
+                    Ok(_) => {
+                        store_state.may_be_counted.store(true, Ordering::Relaxed);
+                        store_state.call_in_flight.store(false, Ordering::Relaxed);
+                    }
+                    Err(error) => {
+                        if error.is_not_executed() {
+                            store_state.call_in_flight.store(false, Ordering::Relaxed);
+                        } else {
+                            store_state.may_be_counted.store(true, Ordering::Relaxed);
+                        }
+                        if error.is_overload() {
+                            renew_delay = renew_delay.min(RETRY_INTERVAL);
+                        }
+                        debug!(%error, "a concurrency permit was not renewed");
+                    }
+                }
+            }
+        });
+        self
+    }
+}
+
+impl Drop for ConcurrencyPermits {
+    fn drop(&mut self) {
+        if let Some(renewal) = &self.renewal {
+            renewal.abort();
+        }
+        if self.permits.is_empty() {
+            return;
+        }
+        self.release_local_share();
+        let call_in_flight = self.store_state.call_in_flight.load(Ordering::Relaxed);
+        if !call_in_flight && !self.store_state.may_be_counted.load(Ordering::Relaxed) {
+            return;
+        }
+        let (store_handle, permits) = (self.store_handle.clone(), self.permits.clone());
+        // A call that nobody waited for may run after its release, on another connection or in a store that hung.
+        let (mut is_certain, max_ttl) = (!call_in_flight, self.max_ttl());
+        self.store_handle.spawn(async move {
+            // One life after the store answers again the permits have ended by themselves.
+            let mut last_outage_at = monotonic();
+            while elapsed_since(last_outage_at) < max_ttl {
+                match store_handle.call(DecidedBy::Store, RELEASE_PERMIT, &permits).await {
+                    Ok(_) if is_certain => return,
+                    Ok(_) => is_certain = true,
+                    Err(error) => {
+                        debug!(%error, "a concurrency permit is not released yet");
+                        if error.is_outage() && !store_handle.tasks.is_closed() {
+                            last_outage_at = monotonic();
+                        }
+                    }
+                }
+                store_handle.store.recovery_within(RETRY_INTERVAL).await;
+            }
+        });
+    }
+}
+
+/// Settles debts: the standing of the limits that were charged or refunded, by their places on the route.
+pub type SettleFuture = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, StoreError>> + Send>>;
+
+/// What a request owes until its response is known.
+#[derive(Debug)]
+pub struct DeferredCharges {
+    store_handle: Arc<StoreHandle>,
+    decided_by: DecidedBy,
+    charges: Vec<DeferredCharge>,
+}
+
+/// What it owes to one limit.
+#[derive(Debug)]
+pub struct DeferredCharge {
+    /// What remains to be done.
+    pub deferred: Deferred,
+    /// When the limit was asked, µs by the clock of whoever keeps it.
+    pub charged_at: u64,
+    /// The charge.
+    pub charge: OwnedCharge,
+}
+
+impl DeferredCharges {
+    /// Of a request that was admitted.
+    pub fn new(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
+        DeferredCharges { store_handle, decided_by, charges }
+    }
+
+    /// Charges and gives back what the response says for each limit, by its place on the route; none if there is nothing
+    /// to do. When the store does not answer, a charge may be lost; it is never made twice.
+    pub fn settle(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Option<SettleFuture> {
+        // One call for all that is paid, one for all that was charged at the same instant: mostly one.
+        let mut calls: Vec<(Operation, Vec<OwnedCharge>)> = Vec::new();
+        for DeferredCharge { deferred, charged_at, charge: pending } in mem::take(&mut self.charges) {
+            let (operation, pending) = match action_for(pending.limit_index, deferred) {
+                SettleAction::Nothing => continue,
+                SettleAction::Charge(cost) => (Operation::Charge, OwnedCharge { cost_or_permit_id: cost, ..pending }),
+                SettleAction::Refund => (Operation::Refund { charged_at }, pending),
+            };
+            match calls.iter_mut().find(|(call_operation, _)| *call_operation == operation) {
+                Some((_, charges)) => charges.push(pending),
+                None => calls.push((operation, vec![pending])),
+            }
+        }
+        if calls.is_empty() {
+            return None;
+        }
+        let (store_handle, decided_by) = (self.store_handle.clone(), self.decided_by);
+        // A task of its own: a client that leaves now does not escape the charge.
+        let task = self.store_handle.tasks.spawn(async move {
+            let (mut outcomes, mut failure) = (Vec::new(), None);
+            for (operation, pending) in calls {
+                match store_handle.call(decided_by, operation, &pending).await {
+                    Ok(verdict) => {
+                        outcomes.extend(pending.iter().map(|pending| pending.limit_index).zip(verdict.outcomes));
+                    }
+                    Err(error) => {
+                        if let StoreError::Overloaded = error {
+                            // The response does not wait for it.
+                            store_handle.spawn(deliver_deferred(store_handle.clone(), decided_by, operation, pending));
+                        }
+                        failure = Some(error);
+                    }
+                }
+            }
+            failure.map_or(Ok(outcomes), Err)
+        });
+        Some(Box::pin(async { task.await.unwrap_or_else(|_| Ok(Vec::new())) }))
+    }
+}
+
+impl Drop for DeferredCharges {
+    fn drop(&mut self) {
+        // The client left before the response was known; what was asked for may have been done.
+        let charges = mem::take(&mut self.charges).into_iter();
+        let owed: Vec<_> = charges.filter(|owed| owed.deferred == Deferred::Charge).map(|owed| owed.charge).collect();
+        if owed.is_empty() {
+            return;
+        }
+        self.store_handle.spawn(deliver_deferred(self.store_handle.clone(), self.decided_by, Operation::Charge, owed));
+    }
+}
+
+async fn deliver_deferred(
+    store_handle: Arc<StoreHandle>,
+    decided_by: DecidedBy,
+    operation: Operation,
+    charges: Vec<OwnedCharge>,
+) {
+    if let Err(error) = store_handle.deliver(decided_by, operation, charges).await {
+        debug!(%error, ?operation, "what a response made of a cost was not counted");
+    }
+}

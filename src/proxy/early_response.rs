@@ -1,0 +1,56 @@
+//! Answers that do not wait for the end of the request: they must reach a client that is still sending.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::header::{CONNECTION, EXPECT, HeaderValue};
+use http::{Request, Response, Version};
+use http_body::Body as _;
+use http_body_util::BodyExt;
+use tokio::time::timeout;
+
+use crate::http::body::Body;
+use crate::http::request_body::RequestBody;
+use crate::http::write_watchdog::StreamFlow;
+
+/// A body of at most so many bytes is read to its end, so that the connection can go on.
+const MAX_DRAINED_BODY: u64 = 64 << 10;
+
+/// How long to wait for such a body.
+const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Whether the answer can come before the request is read, and end the connection. HTTP/2 resets the stream instead
+/// (RFC 9113 §8.1), which it does by itself.
+pub(super) fn has_unread_body(request: &Request<RequestBody>) -> bool {
+    request.version() != Version::HTTP_2 && !request.body().is_end_stream()
+}
+
+/// Sees to the body of a request that nobody wants.
+pub(super) fn discard_body(request: Box<Request<RequestBody>>) {
+    if !has_unread_body(&request) {
+        return;
+    }
+    let Some(flow) = StreamFlow::current() else { return };
+    let is_small = request.body().size_hint().exact().is_some_and(|length| length <= MAX_DRAINED_BODY);
+    // Whoever waits for 100 sends no body now: what comes next would be taken for it.
+    if is_small && !request.headers().contains_key(EXPECT) {
+        tokio::spawn(drain_body(request.into_body(), flow));
+    } else {
+        flow.abandon_request();
+    }
+}
+
+/// Tells the client of a request that will not be read to its end that the connection ends, too (RFC 9112 §9.6).
+pub(super) fn set_connection_close(response: &mut Response<Body>) {
+    if StreamFlow::current().is_some_and(|flow| flow.is_request_abandoned()) {
+        response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
+    }
+}
+
+async fn drain_body(mut body: RequestBody, flow: Arc<StreamFlow>) {
+    body.attach_flow(&flow);
+    let drained = timeout(DRAIN_TIMEOUT, async { while let Some(Ok(_)) = body.frame().await {} }).await;
+    if drained.is_err() {
+        flow.abandon_request();
+    }
+}

@@ -1,0 +1,208 @@
+//! Sends an admitted request on, and hands the answer back.
+
+use std::pin::pin;
+use std::time::Duration;
+
+use http::header::{EXPECT, HOST, HeaderValue, TRANSFER_ENCODING};
+use http::uri::{PathAndQuery, Uri};
+use http::{Request, Response, StatusCode, Version, uri};
+use http_body::Body as _;
+use hyper::upgrade::OnUpgrade;
+use tokio::time::{Instant, timeout_at};
+
+use crate::http::body::Body;
+use crate::http::body_limits::{BodyLimits, UploadLimits};
+use crate::http::headers::{ForwardedInfo, ProtectedHeaders, X_REQUEST_ID, is_grpc};
+use crate::http::request_body::RequestBody;
+use crate::http::upgrade::{Tunnel, UpgradeRequest};
+use crate::http::{headers, target, upgrade};
+use crate::proxy::client::{Peer, RequestId};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::routes::Route;
+use crate::telemetry::trace::TraceContext;
+use crate::upstream::retry::AttemptLog;
+use crate::upstream::{Protocol, Upstream, UpstreamError};
+
+/// What a request takes along.
+pub(super) struct ForwardContext<'a> {
+    pub(super) peer: &'a Peer,
+    /// What tells it from all others.
+    pub(super) request_id: &'a RequestId,
+    /// What is asked for, where that is not what came.
+    pub(super) target: Option<PathAndQuery>,
+    /// When all of it is to be over.
+    pub(super) deadline: Option<Instant>,
+    /// What the upstream's own spans belong to, if that is recorded.
+    pub(super) trace: Option<TraceContext>,
+    /// Notes where it has been.
+    pub(super) attempts: &'a mut AttemptLog,
+}
+
+/// Sends a request to an upstream and hands its answer back.
+pub(super) async fn forward(
+    runtime: &CompiledConfig,
+    route: &Route,
+    upstream: &Upstream,
+    mut request: Box<Request<RequestBody>>,
+    context: ForwardContext<'_>,
+) -> Result<Response<Body>, UpstreamError> {
+    let ForwardContext { peer, request_id, target, deadline, trace, attempts } = context;
+    let http_1_0 = request.version() == Version::HTTP_10;
+    let info = UpstreamRequestInfo {
+        forwarded: &peer.forwarded,
+        request_id: request_id.to_header_value(),
+        trace,
+        authority: upstream.authority(),
+        length: request.body().size_hint().exact(),
+    };
+    let upgrade_request = prepare_upstream_headers(runtime, route, &mut request, info);
+    let pending_upgrade = upgrade_request.and_then(|upgrade_request| {
+        let downstream = request.extensions_mut().remove::<OnUpgrade>()?;
+        upgrade_request.insert_into(request.headers_mut());
+        Some((upgrade_request, downstream))
+    });
+    if let Some(target) = target {
+        *request.uri_mut() = Uri::from(target);
+    }
+    *request.version_mut() = Version::HTTP_11;
+    if upstream.protocol() == Protocol::Http2 {
+        set_http2_target(&mut request);
+    }
+    let progress = deadline.and_then(|_| request.body().progress());
+    let (limits, should_buffer) = body_limits(runtime, route, upstream, &request, deadline);
+    let exchange = pin!(async {
+        if should_buffer {
+            request.body_mut().buffer(limits).await?;
+        }
+        upstream.send(request, limits, attempts).await
+    });
+    let mut response = match deadline {
+        None => exchange.await?,
+        Some(deadline) => match timeout_at(deadline, exchange).await {
+            Ok(result) => result?,
+            Err(_) if progress.is_some_and(|progress| progress.is_delayed_by_client()) => {
+                return Err(UpstreamError::ClientTimeout);
+            }
+            Err(_) => return Err(UpstreamError::RouteTimeout { upstream: upstream.name().into() }),
+        },
+    };
+    if response.status() == StatusCode::SWITCHING_PROTOCOLS {
+        let upgraded = self::accept_upgrade(response, pending_upgrade, runtime.server.idle_timeout);
+        return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
+    }
+    // What ends with the connection hyper would call kept alive otherwise.
+    let is_close_delimited = http_1_0 && response.body().size_hint().exact().is_none();
+    *response.version_mut() = if is_close_delimited { Version::HTTP_10 } else { Version::HTTP_11 };
+    headers::strip_hop_by_hop(response.headers_mut(), &ProtectedHeaders::default());
+    Ok(response)
+}
+
+/// The bounds of an exchange, and whether the body is read before it begins: a slow client then holds no connection and no
+/// permit of an upstream.
+fn body_limits(
+    runtime: &CompiledConfig,
+    route: &Route,
+    upstream: &Upstream,
+    request: &Request<RequestBody>,
+    deadline: Option<Instant>,
+) -> (BodyLimits, bool) {
+    let settings = &runtime.server;
+    // The sides of a call may talk in turn, and with pauses. Over HTTP/1.1 there is no gRPC, whatever the client says.
+    let is_streaming = upstream.protocol() == Protocol::Http2 && is_grpc(request.headers());
+    let idle_timeout = settings.body_idle_timeout;
+    let upload = match is_streaming {
+        true => UploadLimits { idle_timeout, min_rate: 0, total_timeout: None },
+        false => UploadLimits { idle_timeout, min_rate: settings.min_body_rate, total_timeout: settings.body_timeout },
+    };
+    let length = request.body().size_hint().exact().filter(|length| *length > 0);
+    let should_buffer = !is_streaming && length.is_some_and(|length| length <= settings.request_buffer);
+    (BodyLimits { deadline, upload, idle_timeout, max_body: route.max_body }, should_buffer)
+}
+
+/// The switch that an upstream agrees to; none if it is not what was offered.
+fn accept_upgrade(
+    response: Response<Body>,
+    pending: Option<(UpgradeRequest, OnUpgrade)>,
+    idle_timeout: Duration,
+) -> Option<Response<Body>> {
+    let (upgrade_request, downstream) = pending?;
+    let (mut parts, body) = response.into_parts();
+    parts.version = Version::HTTP_11;
+    let protocols = upgrade_request.accepted_protocols(&parts.headers)?;
+    let upstream = parts.extensions.remove::<OnUpgrade>()?;
+    headers::strip_hop_by_hop(&mut parts.headers, &ProtectedHeaders::default());
+    upgrade::set_upgrade_headers(&mut parts.headers, protocols);
+    Some(Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout })))
+}
+
+/// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
+fn set_http2_target(request: &mut Request<RequestBody>) {
+    // Frames say where a body ends (RFC 9113 §8.1).
+    request.headers_mut().remove(TRANSFER_ENCODING);
+    let host = request.headers_mut().remove(HOST);
+    let mut uri = std::mem::take(request.uri_mut()).into_parts();
+    uri.scheme = Some(uri::Scheme::HTTP);
+    // A host that was routed on, or our own of the upstream, is a valid authority.
+    uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
+    *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
+    *request.version_mut() = Version::HTTP_2;
+}
+
+// What an upstream is told of a request: headers cleaned and completed.
+
+/// What is known of a request besides its head.
+#[derive(Debug)]
+pub struct UpstreamRequestInfo<'a> {
+    /// Where it comes from.
+    pub forwarded: &'a ForwardedInfo,
+    /// What tells it from all others.
+    pub request_id: HeaderValue,
+    /// What the upstream's own spans belong to, if that is recorded.
+    pub trace: Option<TraceContext>,
+    /// The host that the upstream is told where the request names none.
+    pub authority: &'a str,
+    /// Bytes of its body, where they are known.
+    pub length: Option<u64>,
+}
+
+/// Makes the header section for the upstream of the one that came; the offer to switch protocols is left to whoever can switch.
+pub fn prepare_upstream_headers<B>(
+    runtime: &CompiledConfig,
+    route: &Route,
+    request: &mut Request<B>,
+    info: UpstreamRequestInfo<'_>,
+) -> Option<UpgradeRequest> {
+    let version = request.version();
+    // The host that was routed on is the only one; an authority is a valid value.
+    let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
+    let headers = request.headers_mut();
+    // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
+    let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
+    let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
+    headers::strip_hop_by_hop(headers, &runtime.protected_headers);
+    headers::set_framing(headers, info.length);
+    // Our own side answers 100-continue, when the body is first asked for.
+    headers.remove(EXPECT);
+    headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
+    if version == Version::HTTP_2 {
+        headers::join_cookies(headers);
+    }
+    if let Some(host) = authority {
+        headers.insert(HOST, host);
+    }
+    let mut host = headers.get(HOST).cloned();
+    if let Some(plain) = host.as_ref().and_then(target::strip_trailing_dot) {
+        headers.insert(HOST, plain.clone());
+        host = Some(plain);
+    }
+    if let (None, Ok(host)) = (&host, HeaderValue::from_str(info.authority)) {
+        headers.insert(HOST, host);
+    }
+    headers::set_forwarded(headers, info.forwarded, host.as_ref(), version);
+    headers.insert(X_REQUEST_ID, info.request_id);
+    if let Some(trace) = info.trace {
+        trace.inject(headers);
+    }
+    route.request_headers.apply(headers);
+    upgrade_request
+}

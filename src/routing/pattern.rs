@@ -1,0 +1,369 @@
+//! The paths of routes: literal segments, parameters, the rest.
+
+use std::fmt::Write;
+use std::str::FromStr;
+
+/// `/v1/users/{id}`, `/v1/{*rest}`, in segments.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PathPattern(pub(super) Vec<Segment>);
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Segment {
+    Literal(Box<str>),
+    Parameter(Box<str>),
+    Rest(Box<str>),
+}
+
+/// Why a text is no path pattern.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum PathPatternError {
+    #[error("a path starts with `/`")]
+    NoSlash,
+    #[error("`{{*{0}}}` takes the rest of the path: nothing may follow it")]
+    RestNotLast(String),
+    #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
+    InvalidParameter(String),
+    #[error("the parameter `{0}` stands twice")]
+    DuplicateParameter(String),
+    #[error("`*` alone stands for nothing: `{{*rest}}` takes the rest of the path")]
+    BareWildcard,
+}
+
+impl FromStr for PathPattern {
+    type Err = PathPatternError;
+
+    fn from_str(text: &str) -> Result<Self, PathPatternError> {
+        let segments = text.strip_prefix('/').ok_or(PathPatternError::NoSlash)?;
+        let mut names = Vec::new();
+        let mut parsed = Vec::new();
+        for segment in segments.split('/') {
+            if let Some(Segment::Rest(name)) = parsed.last() {
+                return Err(PathPatternError::RestNotLast(name.to_string()));
+            }
+            let inner = segment.strip_prefix('{').and_then(|segment| segment.strip_suffix('}'));
+            let (name, make): (&str, fn(Box<str>) -> Segment) = match inner {
+                Some(inner) => match inner.strip_prefix('*') {
+                    Some(name) => (name, Segment::Rest),
+                    None => (inner, Segment::Parameter),
+                },
+                None if segment.contains('*') => return Err(PathPatternError::BareWildcard),
+                None if segment.contains(['{', '}']) => {
+                    return Err(PathPatternError::InvalidParameter(segment.to_owned()));
+                }
+                None => {
+                    parsed.push(Segment::Literal(segment.into()));
+                    continue;
+                }
+            };
+            if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || c == '_' || c == '-') {
+                return Err(PathPatternError::InvalidParameter(segment.to_owned()));
+            }
+            if names.contains(&name) {
+                return Err(PathPatternError::DuplicateParameter(name.to_owned()));
+            }
+            names.push(name);
+            parsed.push(make(name.into()));
+        }
+        Ok(PathPattern(parsed))
+    }
+}
+
+impl PathPattern {
+    /// What a path that the pattern matches has in the place of a parameter.
+    pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
+        let mut rest = path.strip_prefix('/')?;
+        for segment in &self.0 {
+            let (part, next) = rest.split_once('/').unwrap_or((rest, ""));
+            match segment {
+                Segment::Rest(rest_name) => return (**rest_name == *name).then_some(rest),
+                Segment::Parameter(parameter) if **parameter == *name => return Some(part),
+                Segment::Parameter(_) | Segment::Literal(_) => rest = next,
+            }
+        }
+        None
+    }
+
+    /// Whether both match the same paths.
+    pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
+        let alike = |(one, other): (&Segment, &Segment)| match (one, other) {
+            (Segment::Literal(one), Segment::Literal(other)) => one == other,
+            (Segment::Parameter(_), Segment::Parameter(_)) | (Segment::Rest(_), Segment::Rest(_)) => true,
+            (Segment::Literal(_) | Segment::Parameter(_) | Segment::Rest(_), _) => false,
+        };
+        self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(alike)
+    }
+
+    /// Whether it has a parameter of this name.
+    pub fn has_parameter(&self, name: &str) -> bool {
+        self.parameter_names().any(|parameter| parameter == name)
+    }
+
+    /// The names of its parameters.
+    pub fn parameter_names(&self) -> impl Iterator<Item = &str> + Clone {
+        self.0.iter().filter_map(|segment| match segment {
+            Segment::Literal(_) => None,
+            Segment::Parameter(name) | Segment::Rest(name) => Some(&**name),
+        })
+    }
+
+    /// The name of the parameter that takes the rest of the path.
+    pub fn rest_parameter(&self) -> Option<&str> {
+        match self.0.last() {
+            Some(Segment::Rest(name)) => Some(name),
+            _ => None,
+        }
+    }
+
+    /// Whether all paths that it matches begin with the segments of this one.
+    pub fn has_prefix(&self, prefix: &str) -> bool {
+        let mut segments = self.0.iter();
+        let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
+        prefix.split('/').skip(1).all(is_next)
+    }
+}
+
+// Where a request goes instead: a path and a query with parameters of its route's path in them.
+//
+// What a client sends cannot change their structure: in a path a parameter stays in its place as the canonical form that it has,
+// in a query it is one value.
+
+/// `/internal/{rest}`, `/search?of={id}`
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RewriteTemplate {
+    path: Vec<Piece>,
+    /// None = it has none of its own.
+    query: Option<Vec<Piece>>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Piece {
+    Literal(Box<str>),
+    Parameter(Box<str>),
+}
+
+/// Why a text is no template.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum TemplateError {
+    #[error("a path starts with `/`")]
+    NoSlash,
+    #[error("a brace belongs to a parameter of the path: `{{id}}`, `{{rest}}`")]
+    Brace,
+    #[error("`{{*{0}}}` is how the path writes it: here it is `{{{0}}}`")]
+    Wildcard(String),
+    #[error("`#` begins what servers are not told")]
+    Fragment,
+    #[error("nothing follows `?`; the query of the request is kept in any case")]
+    EmptyQuery,
+}
+
+impl std::str::FromStr for RewriteTemplate {
+    type Err = TemplateError;
+
+    fn from_str(text: &str) -> Result<Self, TemplateError> {
+        if !text.starts_with('/') {
+            return Err(TemplateError::NoSlash);
+        }
+        if text.contains('#') {
+            return Err(TemplateError::Fragment);
+        }
+        let (path, query) = match text.split_once('?') {
+            Some((_, "")) => return Err(TemplateError::EmptyQuery),
+            Some((path, query)) => (path, Some(parse_pieces(query)?)),
+            None => (text, None),
+        };
+        Ok(RewriteTemplate { path: parse_pieces(path)?, query })
+    }
+}
+
+fn parse_pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
+    let mut pieces = Vec::new();
+    while let Some(brace) = text.find(['{', '}']) {
+        let (literal, parameter) = text.split_at(brace);
+        let (name, rest) =
+            parameter.strip_prefix('{').and_then(|inner| inner.split_once('}')).ok_or(TemplateError::Brace)?;
+        if let Some(name) = name.strip_prefix('*') {
+            return Err(TemplateError::Wildcard(name.to_owned()));
+        }
+        if name.is_empty() || name.contains('{') {
+            return Err(TemplateError::Brace);
+        }
+        if !literal.is_empty() {
+            pieces.push(Piece::Literal(literal.into()));
+        }
+        pieces.push(Piece::Parameter(name.into()));
+        text = rest;
+    }
+    if !text.is_empty() {
+        pieces.push(Piece::Literal(text.into()));
+    }
+    Ok(pieces)
+}
+
+impl RewriteTemplate {
+    /// The parameters in it, in their order.
+    pub fn parameters(&self) -> impl Iterator<Item = &str> {
+        self.path.iter().chain(self.query.iter().flatten()).filter_map(|piece| match piece {
+            Piece::Literal(_) => None,
+            Piece::Parameter(name) => Some(&**name),
+        })
+    }
+
+    /// Whether a parameter of the path has whole segments to itself, wherever it stands: one that may be empty or many would else
+    /// make something new of its neighbours.
+    pub fn has_whole_segments(&self, parameter: &str) -> bool {
+        let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
+        let begins = |piece: Option<&Piece>| match piece {
+            Some(Piece::Literal(text)) => text.starts_with('/'),
+            Some(Piece::Parameter(_)) => false,
+            None => true,
+        };
+        self.path.iter().enumerate().all(|(index, piece)| match piece {
+            Piece::Parameter(name) if **name == *parameter => {
+                ends(index.checked_sub(1).and_then(|before| self.path.get(before))) && begins(self.path.get(index + 1))
+            }
+            Piece::Parameter(_) | Piece::Literal(_) => true,
+        })
+    }
+
+    /// Its path and query, with `value` for every parameter.
+    pub fn fill(&self, value: &str) -> (String, Option<String>) {
+        let fill = |pieces: &[Piece]| pieces.iter().map(|piece| piece.text(|_| value)).collect();
+        (fill(&self.path), self.query.as_deref().map(fill))
+    }
+
+    /// The target for a request whose canonical `path` its route's pattern matches. The query of the request follows that of the
+    /// template.
+    pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
+        let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
+        let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
+        for piece in &self.path {
+            let text = piece.text(value);
+            // What takes the rest of a path may be empty, or end in a slash.
+            out.push_str(if out.ends_with('/') { text.strip_prefix('/').unwrap_or(text) } else { text });
+        }
+        let mut separator = '?';
+        for piece in self.query.iter().flatten() {
+            if separator == '?' {
+                out.push('?');
+                separator = '&';
+            }
+            match piece {
+                Piece::Literal(text) => out.push_str(text),
+                Piece::Parameter(name) => push_encoded(&mut out, value(name)),
+            }
+        }
+        if let Some(query) = query.filter(|query| separator == '?' || !query.is_empty()) {
+            out.push(separator);
+            out.push_str(query);
+        }
+        out
+    }
+}
+
+impl Piece {
+    fn text<'t>(&'t self, value: impl Fn(&'t str) -> &'t str) -> &'t str {
+        match self {
+            Piece::Literal(text) => text,
+            Piece::Parameter(name) => value(name),
+        }
+    }
+}
+
+/// As a value in a query: of a path in canonical form only unreserved characters and what is encoded stay as they are.
+fn push_encoded(out: &mut String, text: &str) {
+    for byte in text.bytes() {
+        if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
+            out.push(char::from(byte));
+        } else {
+            // Writing to memory does not fail.
+            let _ = write!(out, "%{byte:02X}");
+        }
+    }
+}
+
+#[cfg(test)]
+mod template_tests {
+    use super::*;
+
+    fn target(template: &str, pattern: &str, path: &str, query: Option<&str>) -> String {
+        let (template, pattern): (RewriteTemplate, PathPattern) = (template.parse().unwrap(), pattern.parse().unwrap());
+        template.expand(&pattern, path, query)
+    }
+
+    #[test]
+    fn parameters_stand_where_the_template_says() {
+        for (template, pattern, path, expected) in [
+            ("/internal/{rest}", "/v1/{*rest}", "/v1/a/b", "/internal/a/b"),
+            ("/internal/{rest}", "/v1/{*rest}", "/v1/a/b/", "/internal/a/b/"),
+            ("/internal/{rest}", "/v1/{*rest}", "/v1/", "/internal/"),
+            ("/{rest}", "/v1/{*rest}", "/v1/", "/"),
+            ("/{rest}/end", "/v1/{*rest}", "/v1/", "/end"),
+            ("/{rest}/end", "/v1/{*rest}", "/v1/a/", "/a/end"),
+            ("/x/{rest}/{rest}/", "/v1/{*rest}", "/v1/a", "/x/a/a/"),
+            ("/x/{rest}/{rest}/", "/v1/{*rest}", "/v1/", "/x/"),
+            ("/u-{id}.json", "/v1/{id}", "/v1/7", "/u-7.json"),
+            ("/{b}{a}", "/{a}/{b}", "/1/2", "/21"),
+            ("/.{a}", "/{a}", "/.x", "/..x"),
+            ("/fixed", "/{*rest}", "/anything", "/fixed"),
+            ("/{rest}", "/v1/{*rest}", "/v1/a%3Fb%25c", "/a%3Fb%25c"),
+        ] {
+            assert_eq!(target(template, pattern, path, None), expected, "{template} for {path}");
+        }
+    }
+
+    #[test]
+    fn queries_follow_each_other_and_parameters_are_single_values() {
+        for (template, path, query, expected) in [
+            ("/x", "/v1/7", Some("b=2"), "/x?b=2"),
+            ("/x", "/v1/7", Some(""), "/x?"),
+            ("/x?a={id}", "/v1/7", Some("b=2"), "/x?a=7&b=2"),
+            ("/x?a={id}", "/v1/7", Some(""), "/x?a=7"),
+            ("/x?a={id}", "/v1/7", None, "/x?a=7"),
+            ("/x?a={id}&c={id}", "/v1/7&a=8", None, "/x?a=7%26a%3D8&c=7%26a%3D8"),
+            ("/x?a={id}", "/v1/a+b;c", None, "/x?a=a%2Bb%3Bc"),
+            ("/x?a={id}", "/v1/%C3%A9%3F", None, "/x?a=%C3%A9%3F"),
+        ] {
+            assert_eq!(target(template, "/v1/{id}", path, query), expected, "{template} for {path} {query:?}");
+        }
+        assert_eq!(target("/x?a={rest}", "/v1/{*rest}", "/v1/a/b", None), "/x?a=a%2Fb");
+    }
+
+    #[test]
+    fn what_is_no_template_says_why() {
+        for (text, expected) in [
+            ("x", TemplateError::NoSlash),
+            ("", TemplateError::NoSlash),
+            ("/{", TemplateError::Brace),
+            ("/}", TemplateError::Brace),
+            ("/{a", TemplateError::Brace),
+            ("/{}", TemplateError::Brace),
+            ("/{a{b}}", TemplateError::Brace),
+            ("/x?a={", TemplateError::Brace),
+            ("/{*rest}", TemplateError::Wildcard("rest".to_owned())),
+            ("/x#y", TemplateError::Fragment),
+            ("/x?", TemplateError::EmptyQuery),
+        ] {
+            assert_eq!(text.parse::<RewriteTemplate>(), Err(expected), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_takes_the_rest_stands_between_slashes() {
+        for (template, apart) in [
+            ("/{rest}", true),
+            ("/a/{rest}/b", true),
+            ("/{rest}?a={rest}", true),
+            ("/a?b=x{rest}y", true),
+            ("/a{rest}", false),
+            ("/{rest}b", false),
+            ("/.{rest}", false),
+            ("/{id}{rest}", false),
+            ("/{rest}{id}", false),
+            ("/{rest}/.{rest}", false),
+        ] {
+            assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), apart, "{template}");
+        }
+    }
+}

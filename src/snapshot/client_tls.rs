@@ -1,0 +1,194 @@
+//! `tls` of what we connect to: the store and upstreams.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use rustls::pki_types::ServerName;
+
+use crate::config;
+use crate::config::Text;
+use crate::config::error::Issue;
+use crate::config::file::FileSnapshot;
+use crate::snapshot::validator::Validator;
+use crate::tls::{Certificate, TlsError, TrustRoots};
+use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
+use crate::upstream::{Protocol, UpstreamSettings};
+
+/// The files that such a table names.
+#[derive(Debug, Default)]
+pub(super) struct TlsFiles {
+    /// Whom to believe.
+    pub(super) ca: Option<FileSnapshot>,
+    /// Who we are: a certificate and its key.
+    pub(super) gateway_certificate: Option<[FileSnapshot; 2]>,
+}
+
+/// TLS of one upstream.
+#[derive(Debug)]
+pub struct UpstreamTls {
+    /// The name of the upstream.
+    pub name: Box<str>,
+    /// What makes connections.
+    tls: Arc<UpstreamTlsConfig>,
+    /// What the certificates of its servers must be for; none = the host of each.
+    server_name: Option<ServerName<'static>>,
+    /// Where what it is made of came from.
+    files: TlsFiles,
+    /// Our certificate at the start.
+    gateway_certificate: Option<Certificate>,
+    /// Whether it has been made of other files since.
+    is_reloaded: AtomicBool,
+}
+
+impl TlsFiles {
+    pub(super) fn read(
+        ca: Option<&Text>,
+        gateway_certificate: [Option<&Text>; 2],
+        span: Range<usize>,
+        reader: &mut Validator<'_>,
+    ) -> Self {
+        let ca = ca.and_then(|text| reader.read_pem(text));
+        let own = match gateway_certificate {
+            [Some(cert), Some(key)] => Some([reader.read_pem(cert), reader.read_pem(key)]),
+            [None, None] => None,
+            [Some(_), None] | [None, Some(_)] => {
+                reader.push_issue(Issue::new(span, "a client certificate needs `cert` and `key`"));
+                None
+            }
+        };
+        let own = own.and_then(|[cert, key]| Some([cert?, key?]));
+        TlsFiles { ca, gateway_certificate: own }
+    }
+}
+
+/// TLS of an upstream; none if all its servers speak clear text.
+pub(super) fn upstream_tls(
+    name: &str,
+    upstream: &config::tables::Upstream,
+    protocol: Protocol,
+    reader: &mut Validator<'_>,
+) -> Option<UpstreamTls> {
+    let span = upstream.servers.iter().find(|server| server.get_ref().url.starts_with("https:"));
+    let Some(span) = span.map(|server| server.span()) else {
+        if let Some(tls) = &upstream.tls {
+            let issue = Issue::new(tls.span(), "`tls` goes with servers at `https://` only");
+            reader.push_issue(issue.with_hint("servers = [\"https://…\"]"));
+        }
+        return None;
+    };
+    let files = match &upstream.tls {
+        Some(tls) => {
+            let config::tables::UpstreamTls { ca, cert, key, .. } = tls.get_ref();
+            TlsFiles::read(ca.as_ref(), [cert.as_ref(), key.as_ref()], tls.span(), reader)
+        }
+        None => TlsFiles::default(),
+    };
+    let written = upstream.tls.as_ref().map(|tls| tls.get_ref());
+    let (ca, cert) = (written.and_then(|tls| tls.ca.as_ref()), written.and_then(|tls| tls.cert.as_ref()));
+    let mut fail = |text: Option<&Text>, error: TlsError, hint: &str| {
+        reader.push_issue(Issue::new(text.map_or(span.clone(), |text| text.span()), error.to_string()).with_hint(hint));
+    };
+    let trust_roots = match (&files.ca, ca) {
+        (Some(file), _) => TrustRoots::from_pem(&file.content).map_err(|error| {
+            fail(ca, error, "a PEM file with the certificates of the authorities that sign those of the servers");
+        }),
+        (None, None) => TrustRoots::from_system().map_err(|error| {
+            fail(None, error, "install ca-certificates, or name those that count: tls.ca = \"upstream-ca.pem\"");
+        }),
+        // That it cannot be read is told.
+        (None, Some(_)) => Err(()),
+    };
+    let server_name = written.and_then(|tls| tls.server_name.as_ref());
+    let gateway_certificate =
+        files.gateway_certificate.as_ref().map(|[cert, key]| Certificate::from_pem(&cert.content, &key.content));
+    let own =
+        gateway_certificate.transpose().map_err(|error| fail(cert, error, "PEM files, the key without a password"));
+    let server_name = server_name.and_then(|text| self::parse_server_name(text.get_ref(), text.span(), reader));
+    let (trust_roots, own) = (trust_roots.ok()?, own.ok()?);
+    match UpstreamTlsConfig::new(trust_roots, own.as_ref(), protocol) {
+        Ok(tls) => Some(UpstreamTls {
+            name: name.into(),
+            tls: Arc::new(tls),
+            server_name,
+            files,
+            gateway_certificate: own,
+            is_reloaded: AtomicBool::new(false),
+        }),
+        Err(error) => {
+            reader.push_issue(Issue::new(span, error.to_string()));
+            None
+        }
+    }
+}
+
+fn parse_server_name(text: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<ServerName<'static>> {
+    let name = ServerName::try_from(text.to_owned()).ok();
+    if name.is_none() {
+        let issue = Issue::new(span, format!("`{text}` is no name that a certificate can be for"));
+        reader.push_issue(issue.with_hint("a host name or an address, such as tls.server_name = \"api.internal\""));
+    }
+    name
+}
+
+impl UpstreamTls {
+    /// How to reach one of its servers.
+    pub(super) fn for_server(&self, host: &str, span: Range<usize>, reader: &mut Validator<'_>) -> Option<EndpointTls> {
+        let name = self.server_name.clone().or_else(|| parse_server_name(host, span, reader))?;
+        Some(EndpointTls { tls: self.tls.clone(), server_name: name })
+    }
+
+    /// The files that may change.
+    pub fn files(&self) -> Vec<FileSnapshot> {
+        self.files.ca.iter().chain(self.files.gateway_certificate.iter().flatten()).cloned().collect()
+    }
+
+    /// Takes over what is now in its files, from the next connection on.
+    ///
+    /// # Errors
+    /// The file that cannot be used, or for which it is too late or too early; what was there before stays.
+    pub fn reload<'f>(&self, files: &'f [FileSnapshot], now: Duration) -> Result<(), (&'f FileSnapshot, TlsError)> {
+        let (ca, gateway_certificate) = files.split_at(usize::from(self.files.ca.is_some()));
+        let trust_roots = match ca {
+            [file, ..] => TrustRoots::from_pem(&file.content).map_err(|error| (file, error))?,
+            [] => TrustRoots::from_system().map_err(|error| (&files[0], error))?,
+        };
+        let own = match gateway_certificate {
+            [cert, key] => {
+                let own = Certificate::from_pem(&cert.content, &key.content).map_err(|error| (cert, error))?;
+                own.check_validity(now.as_secs() as i64).map_err(|error| (cert, error))?;
+                Some(own)
+            }
+            _ => None,
+        };
+        self.tls.replace(trust_roots, own.as_ref()).map_err(|error| (&files[0], error))?;
+        self.is_reloaded.store(true, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Whether another one is made of the same.
+    pub(crate) fn is_same_as(&self, other: &UpstreamTls) -> bool {
+        let file_contents =
+            |tls: &UpstreamTls| tls.files().into_iter().map(|file| (file.path, file.content)).collect::<Vec<_>>();
+        let identity = |tls: &UpstreamTls| (tls.name.clone(), tls.server_name.clone(), tls.files.ca.is_some());
+        identity(self) == identity(other)
+            && self.tls.protocol() == other.tls.protocol()
+            && file_contents(self) == file_contents(other)
+            && !other.is_reloaded.load(Ordering::Relaxed)
+    }
+
+    /// Has connections to these servers made by it.
+    pub(crate) fn attach_tls(&self, settings: &mut UpstreamSettings) {
+        for tls in settings.servers.iter_mut().filter_map(|server| server.tls.as_mut()) {
+            tls.tls = self.tls.clone();
+        }
+    }
+
+    /// What servers will not like of our certificate.
+    pub(super) fn certificate_warning(&self, now: Duration) -> Option<String> {
+        let error = self.gateway_certificate.as_ref()?.check_validity(now.as_secs() as i64).err()?;
+        let [file, _] = self.files.gateway_certificate.as_ref()?;
+        Some(format!("{}: {error}; servers of `{}` will refuse it", file.path.display(), self.name))
+    }
+}

@@ -1,0 +1,438 @@
+//! `[limit.*]`: who, how much, at what cost; checked and put into the form that decides.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Duration;
+
+use http::HeaderName;
+
+use crate::config;
+use crate::config::Config;
+use crate::config::error::Issue;
+use crate::config::shorthand::LimitCost;
+use crate::identity::descriptor::Descriptor;
+use crate::identity::{IdentitySpec, OnMissing};
+use crate::limiter::algorithm::Rule;
+use crate::limiter::algorithm::concurrency::Concurrency;
+use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
+use crate::limiter::algorithm::sliding_buckets::SlidingBuckets;
+use crate::limiter::algorithm::sliding_log::SlidingLog;
+use crate::limiter::algorithm::sliding_window::SlidingWindow;
+use crate::limiter::algorithm::token_bucket::TokenBucket;
+use crate::limiter::key::IdentityHasher;
+use crate::limiter::quota::{EXACT_INTEGER_LIMIT, Quota, QuotaError};
+use crate::limiter::spec::{LimitSpec, LimitVariant, LocalShare, OnStoreError, QueuePolicy};
+use crate::snapshot::cost::{Cost, RefundOn};
+use crate::snapshot::route_action::upstream_indices;
+use crate::snapshot::validator::Validator;
+use crate::snapshot::{CompiledLimit, identities};
+use crate::upstream::UpstreamSettings;
+
+/// A request in flight holds its slot for the time that its upstream may take and so much more, unless it is renewed.
+const PERMIT_TTL_SLACK: Duration = Duration::from_secs(5);
+
+pub(super) fn limits(
+    config: &Config,
+    hasher: &IdentityHasher,
+    instances: u64,
+    trusted_proxies: usize,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Validator<'_>,
+) -> BTreeMap<String, CompiledLimit> {
+    let mut limits = BTreeMap::new();
+    for (name, limit) in &config.limit {
+        let span = limit.span();
+        reader.check_name(span.clone(), name);
+        let limit = limit.get_ref();
+        let identity_spec = identities::identity_spec(limit, &span, reader);
+        if config.jwt.jwks_file.is_none()
+            && identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::Jwt(_)))
+        {
+            let message = "this limit is by a claim of tokens, but no key is known: every token would be refused";
+            reader
+                .push_issue(Issue::new(span.clone(), message).with_hint("[jwt] with jwks_file = \"certs/jwks.json\""));
+        }
+        let asks_for_client_cert =
+            |listener: &config::Listener| listener.tls.as_ref().is_some_and(|tls| tls.get_ref().client_ca.is_some());
+        if identity_spec.descriptors.contains(&Descriptor::ClientCert)
+            && !config.listener.iter().any(|one| asks_for_client_cert(one.get_ref()))
+        {
+            let message = "this limit is by the certificates of clients, but no listener asks for them: no request would have one";
+            reader.push_issue(
+                Issue::new(span.clone(), message)
+                    .with_hint("tls.client_ca = \"certs/clients-ca.pem\" on a [[listener]]"),
+            );
+        }
+        let has_user_header =
+            identity_spec.descriptors.iter().any(|descriptor| matches!(descriptor, Descriptor::User(_)));
+        if identity_spec.on_missing == OnMissing::Reject && trusted_proxies == 0 && has_user_header {
+            let message = "this limit is by a header that only trusted proxies may set, but none is trusted: every request would be refused";
+            let hint =
+                "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"], or by = \"header:NAME\" if clients may choose it";
+            reader.push_issue(Issue::new(span.clone(), message).with_hint(hint));
+        }
+        let cost = cost(limit, trusted_proxies, reader);
+        let refund_on = refund_on(limit, reader);
+        let wait = queue_policy(limit, reader);
+        let prefetch = reader.number(limit.prefetch.as_ref(), 0..1 << 32, 0) as u64;
+        let errors = [("local", OnStoreError::Local), ("allow", OnStoreError::Allow), ("deny", OnStoreError::Deny)];
+        let on_store_error = reader.one_of(limit.on_store_error.as_ref(), OnStoreError::Local, &errors);
+        let Some((quota, rule)) = rule(limit, &span, permit_ttl(config, name, upstreams), reader) else { continue };
+        check_conflicts(limit, cost.as_ref(), &rule, reader);
+        let division = LocalShare { gateway_count: instances, max_cost: max_cost(config, name, cost.as_ref()) };
+        let standard = match LimitVariant::new(hasher, name, quota, rule, division) {
+            Ok(plan) => Arc::new(plan),
+            Err(error) => {
+                reader.push_issue(Issue::new(span, error.to_string()).with_hint(quota_hint(&error)));
+                continue;
+            }
+        };
+        let mut compiled = LimitSpec {
+            name: name.as_str().into(),
+            default_variant: standard,
+            tiers: BTreeMap::new(),
+            on_store_error,
+            shadow: limit.shadow,
+            queue_policy: wait,
+            prefetch,
+            local_share: division,
+        };
+        if let (Err(error), Some(written)) = (compiled.validate_prefetch(&compiled.default_variant), &limit.prefetch) {
+            reader.push_issue(Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)));
+            compiled.prefetch = 0;
+        }
+        compiled.tiers = tiers(limit, &compiled, &identity_spec, hasher, reader);
+        if let (Some(Cost::Fixed(cost)), Some(written)) = (&cost, &limit.cost) {
+            check_cost_fits(*cost, &compiled, written.span(), reader);
+        }
+        limits.insert(name.clone(), CompiledLimit { limit: Arc::new(compiled), identity_spec, cost, refund_on });
+    }
+    limits
+}
+
+/// Sees that a fixed cost fits into every size of a limit.
+pub(super) fn check_cost_fits(cost: u64, limit: &LimitSpec, span: Range<usize>, reader: &mut Validator<'_>) {
+    for (tier, variant) in limit.variants() {
+        let capacity = variant.rule.capacity();
+        if cost > capacity {
+            let tier = tier.map_or(String::new(), |tier| format!(" in the tier `{tier}`"));
+            let name = &limit.name;
+            let message = format!(
+                "a request costs {cost}, but `{name}` never has more than {capacity}{tier}: all would be denied"
+            );
+            reader
+                .push_issue(Issue::new(span.clone(), message).with_hint("a smaller cost, or a larger burst or quota"));
+        }
+    }
+}
+
+/// The headers that only trusted proxies may set, because some limit believes them.
+pub(super) fn trusted_headers(limits: &BTreeMap<String, CompiledLimit>) -> Vec<HeaderName> {
+    let mut names = Vec::new();
+    for compiled in limits.values() {
+        for descriptor in &compiled.identity_spec.descriptors {
+            if let Descriptor::User(name) = descriptor {
+                names.push(name.clone());
+            }
+        }
+        if let Some(Cost::Request { header: field, .. }) = &compiled.cost {
+            names.push(field.clone());
+        }
+    }
+    names.sort_by(|one, other| one.as_str().cmp(other.as_str()));
+    names.dedup();
+    names
+}
+
+fn cost(limit: &config::tables::Limit, trusted_proxies: usize, reader: &mut Validator<'_>) -> Option<Cost> {
+    let written = limit.cost.as_ref()?;
+    let table = match written.get_ref() {
+        LimitCost::Fixed(cost) => {
+            if !(1..EXACT_INTEGER_LIMIT as i64).contains(cost) {
+                let issue = Issue::new(written.span(), format!("a cost of {cost} is out of range"));
+                reader.push_issue(issue.with_hint("1 or more; a request that costs nothing needs no limit"));
+            }
+            return Some(Cost::Fixed(*cost as u64));
+        }
+        LimitCost::FromHeader(table) => table,
+    };
+    // The route's cost stands in where the field is missing; the route fills it in.
+    let default = 1;
+    match (&table.request_header, &table.response_header, &table.max) {
+        (Some(text), None, Some(max)) => {
+            let max = reader.number(Some(max), 1..EXACT_INTEGER_LIMIT as i64, 1) as u64;
+            if trusted_proxies == 0 {
+                let message = "a cost in the request counts from trusted proxies only, but none is trusted";
+                let hint =
+                    "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: clients would say that they cost nothing";
+                reader.push_issue(Issue::new(text.span(), message).with_hint(hint));
+            }
+            let header = reader.header_name(text.span(), text.get_ref())?;
+            Some(Cost::Request { header, max, default })
+        }
+        (None, Some(text), None) => {
+            let header = reader.header_name(text.span(), text.get_ref())?;
+            Some(Cost::Response { header, default })
+        }
+        _ => {
+            let issue = Issue::new(written.span(), "this is no cost");
+            let hint = "cost = 5, cost.request_header = \"x-cost\" with cost.max = 100, or cost.response_header = \"x-tokens-used\"";
+            reader.push_issue(issue.with_hint(hint));
+            None
+        }
+    }
+}
+
+fn refund_on(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> RefundOn {
+    let mut statuses = Vec::new();
+    for text in &limit.refund_on {
+        match RefundOn::parse(text.get_ref()) {
+            Some(range) => statuses.push(range),
+            None => {
+                let issue = Issue::new(text.span(), format!("`{}` is not a status", text.get_ref()));
+                reader.push_issue(issue.with_hint("a status such as \"503\", or a class such as \"5xx\""));
+            }
+        }
+    }
+    RefundOn(statuses)
+}
+
+fn queue_policy(limit: &config::tables::Limit, reader: &mut Validator<'_>) -> Option<QueuePolicy> {
+    let max_queue = reader.number(limit.max_queue.as_ref(), 1..1 << 31, 1000) as usize;
+    if limit.max_wait.is_none()
+        && let Some(text) = &limit.max_queue
+    {
+        reader.push_issue(Issue::new(text.span(), "`max_queue` goes with `max_wait` only"));
+    }
+    let max = reader.duration(Some(limit.max_wait.as_ref()?), Duration::ZERO);
+    Some(QueuePolicy { max_wait: max, max_queue })
+}
+
+/// Keys that do not go together.
+fn check_conflicts(limit: &config::tables::Limit, cost: Option<&Cost>, rule: &Rule, reader: &mut Validator<'_>) {
+    let concurrency = matches!(rule, Rule::Concurrency(_));
+    let is_deferred = cost.is_some_and(Cost::is_deferred);
+    let is_single = cost.is_none_or(|cost| *cost == Cost::Fixed(1));
+    let cost = limit.cost.as_ref().map(|cost| cost.span());
+    let wait = limit.max_wait.as_ref().map(|wait| wait.span());
+    let refund = limit.refund_on.first().map(|status| status.span());
+    let prefetch = limit.prefetch.as_ref().filter(|prefetch| *prefetch.get_ref() > 0).map(|lease| lease.span());
+    let pairs = [
+        (cost.clone(), concurrency, "a request in flight is one: `cost` does not go with concurrency"),
+        (refund, concurrency, "a slot is free again when its request ends: `refund_on` does not go with concurrency"),
+        (wait.clone(), concurrency, "nobody knows when a slot comes free: `max_wait` does not go with concurrency"),
+        (wait, limit.shadow, "a shadow limit holds nobody: `max_wait` does not go with it"),
+        (
+            prefetch.clone(),
+            concurrency,
+            "a slot belongs to one request in flight: `prefetch` does not go with concurrency",
+        ),
+        (prefetch.clone(), limit.shadow, "a shadow limit is asked about each request: `prefetch` does not go with it"),
+        (prefetch, !is_single, "single units are taken ahead: `prefetch` goes with a `cost` of 1 only"),
+        (
+            cost.filter(|_| is_deferred),
+            matches!(rule, Rule::SlidingLog(_)),
+            "a sliding log remembers single units: a cost in the response does not go with it",
+        ),
+    ];
+    for (span, conflicts, message) in pairs {
+        if let Some(span) = span.filter(|_| conflicts) {
+            reader.push_issue(Issue::new(span, message));
+        }
+    }
+}
+
+fn tiers(
+    limit: &config::tables::Limit,
+    compiled: &LimitSpec,
+    identity_spec: &IdentitySpec,
+    hasher: &IdentityHasher,
+    reader: &mut Validator<'_>,
+) -> BTreeMap<Box<str>, Arc<LimitVariant>> {
+    let mut tiers = BTreeMap::new();
+    for (tier, written) in &limit.tiers {
+        reader.check_name(written.span(), tier);
+        if !identity_spec.descriptors.contains(&Descriptor::ApiKey) {
+            let issue = Issue::new(written.span(), "`tiers` go with limits by api-key: consumers have a tier");
+            reader.push_issue(issue.with_hint("add \"api-key\" to `by`"));
+        }
+        let variant = limit_variant(written.get_ref(), &compiled.default_variant.rule, compiled.default_variant.quota)
+            .and_then(|(quota, burst)| {
+                let variant = compiled.variant(hasher, quota, burst);
+                variant.map_err(|error| Issue::new(written.span(), error.to_string()).with_hint(quota_hint(&error)))
+            });
+        match variant {
+            Ok(plan) => {
+                tiers.insert(tier.as_str().into(), Arc::new(plan));
+            }
+            Err(issue) => reader.push_issue(issue),
+        }
+    }
+    tiers
+}
+
+fn routes_using<'c>(config: &'c Config, name: &str) -> impl Iterator<Item = &'c config::tables::Route> {
+    let routes = config.route.iter().map(|route| route.get_ref());
+    routes.filter(move |route| route.limits.iter().any(|limit| limit.get_ref() == name))
+}
+
+/// The largest cost at which a limit is used.
+fn max_cost(config: &Config, name: &str, cost: Option<&Cost>) -> u64 {
+    match cost {
+        Some(Cost::Fixed(cost) | Cost::Request { max: cost, .. }) => *cost,
+        Some(Cost::Response { .. }) => 1,
+        None => {
+            let costs = routes_using(config, name).filter_map(|route| route.cost.as_ref());
+            costs.map(|cost| (*cost.get_ref()).max(1) as u64).max().unwrap_or(1)
+        }
+    }
+}
+
+/// For how long a request in flight holds its slot: what the slowest upstream of its routes may take, and some more.
+fn permit_ttl(config: &Config, name: &str, upstreams: &[UpstreamSettings]) -> u64 {
+    let used = routes_using(config, name).filter_map(|route| route.upstream.as_ref());
+    let used = used.flat_map(|shares| upstream_indices(shares.get_ref(), upstreams));
+    let slowest = used.map(|index| upstreams[index].response_timeout).max().unwrap_or_default();
+    (slowest + PERMIT_TTL_SLACK).as_micros() as u64
+}
+
+// Quotas and what counts them: from the words of the file to a rule that decides.
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Algorithm {
+    TokenBucket,
+    FixedWindow,
+    SlidingWindow,
+    SlidingBuckets,
+    SlidingLog,
+    Concurrency,
+}
+
+const ALGORITHMS: [(&str, Algorithm); 8] = [
+    ("token-bucket", Algorithm::TokenBucket),
+    ("gcra", Algorithm::TokenBucket),
+    ("leaky-bucket", Algorithm::TokenBucket),
+    ("fixed-window", Algorithm::FixedWindow),
+    ("sliding-log", Algorithm::SlidingLog),
+    ("sliding-window", Algorithm::SlidingWindow),
+    ("sliding-buckets", Algorithm::SlidingBuckets),
+    ("concurrency", Algorithm::Concurrency),
+];
+
+/// The rule of a limit in its standard size; `lease` is for how long a request in flight holds its place unrenewed.
+pub(super) fn rule(
+    limit: &config::tables::Limit,
+    span: &Range<usize>,
+    permit_ttl: u64,
+    reader: &mut Validator<'_>,
+) -> Option<(Quota, Rule)> {
+    let algorithm = reader.one_of(limit.algorithm.as_ref(), Algorithm::TokenBucket, &ALGORITHMS);
+    for (key, span, owner) in [
+        ("burst", limit.burst.as_ref().map(|burst| burst.span()), Algorithm::TokenBucket),
+        ("start", limit.start.as_ref().map(|start| start.span()), Algorithm::FixedWindow),
+        ("time_zone", limit.time_zone.as_ref().map(|zone| zone.span()), Algorithm::FixedWindow),
+        ("buckets", limit.buckets.as_ref().map(|buckets| buckets.span()), Algorithm::SlidingBuckets),
+    ] {
+        if let Some(span) = span.filter(|_| algorithm != owner) {
+            let owner = ALGORITHMS.iter().find(|(_, algorithm)| *algorithm == owner).map_or("", |(name, _)| name);
+            reader.push_issue(Issue::new(span, format!("`{key}` goes with {owner} only")));
+        }
+    }
+    let example = if algorithm == Algorithm::Concurrency { "\"20\"" } else { "\"600/min\"" };
+    let text = reader.required(limit.quota.as_ref(), span, "quota", example)?;
+    if algorithm == Algorithm::Concurrency {
+        let quota = Quota::parse_concurrency(text.get_ref());
+        return match quota {
+            Ok(quota) => Some((quota, Rule::Concurrency(Concurrency { limit: quota.count, ttl: permit_ttl }))),
+            Err(error) => {
+                let hint = "so many requests at the same time: quota = \"20\"";
+                reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(hint));
+                None
+            }
+        };
+    }
+    let rule =
+        text.get_ref().parse::<Quota>().and_then(|quota| Ok((quota, timed_rule(algorithm, quota, limit, reader)?)));
+    rule.map_err(|error| reader.push_issue(Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error))))
+        .ok()
+}
+
+fn timed_rule(
+    algorithm: Algorithm,
+    quota: Quota,
+    limit: &config::tables::Limit,
+    reader: &mut Validator<'_>,
+) -> Result<Rule, QuotaError> {
+    Ok(match algorithm {
+        Algorithm::TokenBucket => {
+            let burst = reader.number(limit.burst.as_ref(), 1..EXACT_INTEGER_LIMIT as i64, quota.count as i64) as u64;
+            Rule::TokenBucket(TokenBucket::new(quota, burst)?)
+        }
+        Algorithm::FixedWindow => {
+            let first_request =
+                reader.one_of(limit.start.as_ref(), false, &[("aligned", false), ("first-request", true)]);
+            let start = match quota.calendar {
+                _ if first_request => WindowStart::FirstRequest,
+                Some(unit) => {
+                    WindowStart::calendar(unit, limit.time_zone.as_ref().map_or("UTC", |zone| zone.get_ref()))?
+                }
+                None => WindowStart::Aligned { phase: 0 },
+            };
+            if let (Some(zone), WindowStart::Aligned { .. } | WindowStart::FirstRequest) = (&limit.time_zone, &start) {
+                let issue = Issue::new(zone.span(), "`time_zone` goes with calendar windows only");
+                reader.push_issue(issue.with_hint("a quota per day, week, month or year, aligned"));
+            }
+            Rule::FixedWindow(FixedWindow::new(quota, start)?)
+        }
+        Algorithm::SlidingWindow => Rule::SlidingWindow(SlidingWindow::new(quota)?),
+        Algorithm::SlidingBuckets => {
+            let buckets = reader.number(limit.buckets.as_ref(), 1..1001, 10) as u64;
+            Rule::SlidingBuckets(SlidingBuckets::new(quota, buckets)?)
+        }
+        Algorithm::SlidingLog | Algorithm::Concurrency => Rule::SlidingLog(SlidingLog::new(quota)?),
+    })
+}
+
+/// Another size of a limit: its quota and, for a token bucket, its burst. With neither it is the standard size; a quota
+/// without a burst has its own count as the burst.
+pub(super) fn limit_variant(
+    written: &config::tables::LimitVariant,
+    rule: &Rule,
+    standard: Quota,
+) -> Result<(Quota, Option<u64>), Issue> {
+    let quota = match &written.quota {
+        Some(text) => rule
+            .parse_quota(text.get_ref())
+            .map_err(|error| Issue::new(text.span(), error.to_string()).with_hint(quota_hint(&error)))?,
+        None => standard,
+    };
+    let Some(burst) = &written.burst else {
+        let inherited = match rule {
+            Rule::TokenBucket(bucket) if written.quota.is_none() => Some(bucket.burst),
+            _ => None,
+        };
+        return Ok((quota, inherited));
+    };
+    if !matches!(rule, Rule::TokenBucket(_)) {
+        return Err(Issue::new(burst.span(), "`burst` goes with token-bucket only"));
+    }
+    match u64::try_from(*burst.get_ref()).ok().filter(|burst| (1..EXACT_INTEGER_LIMIT).contains(burst)) {
+        Some(burst) => Ok((quota, Some(burst))),
+        None => Err(Issue::new(burst.span(), format!("{} is out of range", burst.get_ref())).with_hint("1 or more")),
+    }
+}
+
+/// What to do about a quota that cannot be.
+pub(super) fn quota_hint(error: &QuotaError) -> &'static str {
+    match error {
+        QuotaError::Inexact { .. } => "a smaller quota or a shorter window; round counts reduce better than odd ones",
+        QuotaError::LongLog { .. } => "algorithm = \"token-bucket\" keeps a few bytes whatever the quota",
+        QuotaError::TimeZone(_) => "a name of the IANA database, such as \"Europe/Berlin\"",
+        QuotaError::Buckets { .. } => "another number of `buckets`: 10 divides most windows",
+        QuotaError::NoFixedWindow => "algorithm = \"fixed-window\", or a quota per \"30d\"",
+        QuotaError::Prefetch { .. } => "a smaller `prefetch`: a tenth of the quota or of the burst is plenty",
+        QuotaError::LocalShare { .. } => "a smaller `gateway_count`, a smaller cost, or a shorter window",
+        _ => "COUNT/UNIT with s, min, hour, day, week, month, year or a duration: \"600/min\", \"5/15m\"",
+    }
+}

@@ -1,0 +1,213 @@
+//! `[[listener]]`: where to listen, with which certificates, and whose are believed.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+use std::time::Duration;
+
+use socket2::{Domain, Socket, Type};
+
+use crate::config;
+use crate::config::error::{Issue, Spanned};
+use crate::config::file::FileSnapshot;
+use crate::identity::OnMissing;
+use crate::identity::client_ip::ClientIpResolver;
+use crate::identity::descriptor::Descriptor;
+use crate::snapshot::client_tls::UpstreamTls;
+use crate::snapshot::validator::Validator;
+use crate::snapshot::{CompiledConfig, Listener, ListenerTls};
+use crate::tls::{Certificate, ClientAuth, ClientVerifier, DownstreamTls, TlsError};
+
+const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
+
+pub(super) fn listeners(
+    listeners: &[Spanned<config::Listener>],
+    client_ip: &ClientIpResolver,
+    reader: &mut Validator<'_>,
+) -> Vec<Listener> {
+    if listeners.is_empty() {
+        reader.file_issue("there is no [[listener]]", "add one: [[listener]] with address = \"127.0.0.1:8080\"");
+    }
+    let mut compiled: Vec<Listener> = Vec::new();
+    for listener in listeners {
+        let span = listener.span();
+        let listener = listener.get_ref();
+        let tls = listener.tls.as_ref().and_then(|tls| self::tls(tls, reader));
+        let proxy_protocol = listener.proxy_protocol.as_ref().is_some_and(|value| *value.get_ref());
+        if let Some(value) =
+            listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted_proxies.is_empty())
+        {
+            let message = "`proxy_protocol` is for connections from trusted proxies, but none is trusted: every connection would be closed";
+            let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
+            reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
+        }
+        let address = reader.required(listener.address.as_ref(), &span, "address", "\"127.0.0.1:8080\"");
+        let Some(text) = address else { continue };
+        match reader.address(text) {
+            Some(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
+                reader.push_issue(Issue::new(text.span(), format!("a second listener on {address}")));
+            }
+            Some(address) => compiled.push(Listener { address, proxy_protocol, tls }),
+            None => {}
+        }
+    }
+    compiled
+}
+
+/// Whether two sockets cannot both listen: on one port, and one address covers the other, as the kernel has it.
+pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
+    if one.port() == 0 || one.port() != other.port() {
+        return false;
+    }
+    // `::ffff:192.0.2.1` is an IPv4 address.
+    let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
+    let same_family = one.is_ipv4() == other.is_ipv4();
+    let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && accepts_ipv4());
+    one == other || covers(one) || covers(other)
+}
+
+/// Whether sockets on `[::]` take IPv4 connections as well: the system's default (`net.ipv6.bindv6only` of Linux).
+fn accepts_ipv4() -> bool {
+    Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
+}
+
+/// Listeners that cannot listen beside an earlier one, each with this one, by their indices.
+pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
+    (0..listeners.len()).filter_map(|later| {
+        let taken = |earlier: &usize| addresses_conflict(listeners[*earlier].address, listeners[later].address);
+        (0..later).find(taken).map(|earlier| (earlier, later))
+    })
+}
+
+fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option<ListenerTls> {
+    let span = tls.span();
+    let tls = tls.get_ref();
+    let (mut certificates, mut files) = (Vec::new(), Vec::new());
+    for written in &tls.certificates {
+        let config::Certificate { cert, key } = written.get_ref();
+        let (Some(cert), Some(key)) = (cert, key) else {
+            reader.push_issue(Issue::new(written.span(), "a certificate needs `cert` and `key`").with_hint(EXAMPLE));
+            continue;
+        };
+        let (Some(cert), Some(key)) = (reader.read_pem(cert), reader.read_pem(key)) else { continue };
+        match Certificate::from_pem(&cert.content, &key.content) {
+            Ok(certificate) => {
+                certificates.push(certificate);
+                files.push([cert, key]);
+            }
+            Err(error) => reader.push_issue(
+                Issue::new(written.span(), error.to_string())
+                    .with_hint("PEM files; `make certs` makes some for development"),
+            ),
+        }
+    }
+    if tls.certificates.is_empty() {
+        reader.push_issue(Issue::new(span.clone(), "TLS needs a certificate").with_hint(EXAMPLE));
+    }
+    let (clients, client_ca) = client_verifier(tls, reader).unzip();
+    match DownstreamTls::new(certificates, clients) {
+        Ok(tls) => Some(ListenerTls { tls, certificates: files, client_ca }),
+        Err(error) => {
+            reader.push_issue(Issue::new(span, error.to_string()));
+            None
+        }
+    }
+}
+
+/// Whose certificates are believed.
+fn client_verifier(
+    tls: &config::ListenerTls,
+    reader: &mut Validator<'_>,
+) -> Option<(ClientVerifier, (FileSnapshot, ClientAuth))> {
+    let variants = [("optional", ClientAuth::Optional), ("required", ClientAuth::Required)];
+    let auth = reader.one_of(tls.client_auth.as_ref(), ClientAuth::Optional, &variants);
+    let Some(text) = &tls.client_ca else {
+        if let Some(auth) = &tls.client_auth {
+            let issue = Issue::new(auth.span(), "`client_auth` goes with `client_ca` only");
+            reader.push_issue(
+                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"),
+            );
+        }
+        return None;
+    };
+    let file = reader.read_pem(text)?;
+    match ClientVerifier::from_pem(&file.content, auth) {
+        Ok(clients) => Some((clients, (file, auth))),
+        Err(error) => {
+            let issue = Issue::new(text.span(), error.to_string());
+            reader.push_issue(
+                issue.with_hint("a PEM file with the certificates of the authorities that sign those of clients"),
+            );
+            None
+        }
+    }
+}
+
+impl ListenerTls {
+    /// Whether clients that one of both has believed are believed by the other.
+    pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
+        let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
+        clients(self) == clients(other) && !other.tls.has_client_trust_changed()
+    }
+
+    /// Shows what is now in the files of a certificate, from the next connection on.
+    ///
+    /// # Errors
+    /// It cannot be shown, or it is too late or too early for it; the one before stays.
+    pub fn reload_certificate(&self, index: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
+        let certificate = Certificate::from_pem(chain, key)?;
+        certificate.check_validity(now.as_secs() as i64)?;
+        self.tls.replace_certificate(index, certificate);
+        Ok(())
+    }
+
+    /// Believes the clients that the authorities of a file speak for, from the next connection on.
+    ///
+    /// # Errors
+    /// No authority can be read; those before stay.
+    pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
+        self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
+    }
+}
+
+/// What a warning is about.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum WarningSubject {
+    /// An upstream, by its name.
+    Upstream(Box<str>),
+    /// A listener, by its place among them.
+    Listener(usize),
+    /// A certificate of a listener, by its place there.
+    Certificate(usize, usize),
+}
+
+impl CompiledConfig {
+    /// What works, but perhaps not as it was meant.
+    pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
+        let of_upstream =
+            |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
+        let mut warnings: Vec<_> = self.upstream_tls.iter().filter_map(of_upstream).collect();
+        for (index, Listener { address, tls, .. }) in self.listeners.iter().enumerate() {
+            let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
+            for (certificate_index, (certificate, [file, _])) in certificates {
+                if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
+                    let text = format!("{}: {error}; clients will refuse it", file.path.display());
+                    warnings.push((WarningSubject::Certificate(index, certificate_index), text));
+                }
+            }
+            if tls.as_ref().is_some_and(|tls| tls.client_ca.is_some()) {
+                continue;
+            }
+            for compiled in self.limits.values() {
+                let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
+                if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
+                    let text = format!(
+                        "`{}` is by client-cert, but {address} has no tls.client_ca: there it refuses every request",
+                        compiled.limit.name
+                    );
+                    warnings.push((WarningSubject::Listener(index), text));
+                }
+            }
+        }
+        warnings
+    }
+}

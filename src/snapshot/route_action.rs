@@ -1,0 +1,354 @@
+//! Where the requests of a route go, and what becomes of their path on the way.
+
+use std::ops::Range;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use bytes::Bytes;
+use http::uri::{Authority, PathAndQuery};
+use http::{HeaderValue, StatusCode};
+
+use crate::config;
+use crate::config::Text;
+use crate::config::error::Issue;
+use crate::config::shorthand::UpstreamWeights;
+use crate::http::target::forwarded_path;
+use crate::routing::pattern::{PathPattern, RewriteTemplate};
+use crate::snapshot::routes::{DirectResponse, Redirect, Rewrite, RouteAction};
+use crate::snapshot::validator::Validator;
+use crate::upstream::{Protocol, UpstreamSettings};
+
+/// The largest weight of an upstream.
+const MAX_WEIGHT: i64 = 1_000_000;
+
+/// Those that say by themselves where to go (RFC 9110 §15.4).
+const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
+
+pub(super) fn route_action(
+    route: &config::tables::Route,
+    span: &Range<usize>,
+    path: Option<&PathPattern>,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Validator<'_>,
+) -> Option<RouteAction> {
+    let written = [
+        route.upstream.as_ref().map(|upstream| upstream.span()),
+        route.direct_response.as_ref().map(|direct_response| direct_response.span()),
+        route.redirect.as_ref().map(|redirect| redirect.span()),
+    ];
+    if let Some(second) = written.into_iter().flatten().nth(1) {
+        let issue = Issue::new(second, "this route has two targets");
+        reader.push_issue(issue.with_hint("keep one of `upstream`, `respond` and `redirect`"));
+        return None;
+    }
+    if let Some(shares) = &route.upstream {
+        return weighted_upstreams(shares.get_ref(), &shares.span(), upstreams, reader).map(RouteAction::Forward);
+    }
+    if let Some(respond) = &route.direct_response {
+        return Some(RouteAction::DirectResponse(self::direct_response(respond.get_ref(), &respond.span(), reader)));
+    }
+    if let Some(redirect) = &route.redirect {
+        return self::redirect(redirect.get_ref(), &redirect.span(), path, reader).map(RouteAction::Redirect);
+    }
+    let issue = Issue::new(span.clone(), "this route goes nowhere");
+    let hint = "upstream = \"NAME\", respond = { status = 200, body = \"…\" } or redirect = { to = \"/…\" }";
+    reader.push_issue(issue.with_hint(hint));
+    None
+}
+
+/// The upstreams that a route names, by index; those that nothing defines have been spoken of.
+pub(super) fn upstream_indices(shares: &UpstreamWeights, upstreams: &[UpstreamSettings]) -> Vec<usize> {
+    let index = |name: &str| upstreams.iter().position(|upstream| *upstream.name == *name);
+    match shares {
+        UpstreamWeights::Single(name) => index(name).into_iter().collect(),
+        UpstreamWeights::Weighted(weights) => weights.keys().filter_map(|name| index(name)).collect(),
+    }
+}
+
+fn weighted_upstreams(
+    shares: &UpstreamWeights,
+    span: &Range<usize>,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Validator<'_>,
+) -> Option<WeightedUpstreams> {
+    let find = |name: &str, span: Range<usize>, reader: &mut Validator<'_>| {
+        let found = upstreams.iter().position(|upstream| *upstream.name == *name);
+        if found.is_none() {
+            reader.unknown_name(span, "upstream", name, upstreams.iter().map(|upstream| &*upstream.name));
+        }
+        found
+    };
+    let weights = match shares {
+        UpstreamWeights::Single(name) => return WeightedUpstreams::new([(find(name, span.clone(), reader)?, 1)]),
+        UpstreamWeights::Weighted(weights) => weights,
+    };
+    let mut known = Vec::new();
+    for (name, weight) in weights {
+        let index = find(name, weight.span(), reader);
+        let weight = reader.number(Some(weight), 0..MAX_WEIGHT + 1, 1) as u32;
+        known.extend(index.map(|index| (index, weight)));
+    }
+    if weights.values().all(|weight| *weight.get_ref() == 0) {
+        let issue = Issue::new(span.clone(), "no upstream has a weight: no request could go anywhere");
+        reader.push_issue(issue.with_hint("{ api = 9, canary = 1 }: nine of ten requests to `api`"));
+    }
+    WeightedUpstreams::new(known)
+}
+
+fn direct_response(
+    direct_response: &config::tables::DirectResponse,
+    span: &Range<usize>,
+    reader: &mut Validator<'_>,
+) -> DirectResponse {
+    let status = match reader.required(direct_response.status.as_ref(), span, "status", "200") {
+        Some(status) => reader.number(Some(status), 200..600, 200),
+        None => 200,
+    };
+    let text = HeaderValue::from_static("text/plain; charset=utf-8");
+    DirectResponse {
+        status: StatusCode::from_u16(status as u16).unwrap_or(StatusCode::OK),
+        body: direct_response.body.as_ref().map_or_else(Bytes::new, |body| Bytes::from(body.get_ref().clone())),
+        content_type: direct_response.content_type.as_ref().and_then(|kind| reader.header_value(kind)).unwrap_or(text),
+    }
+}
+
+fn redirect(
+    redirect: &config::tables::Redirect,
+    span: &Range<usize>,
+    path: Option<&PathPattern>,
+    reader: &mut Validator<'_>,
+) -> Option<Redirect> {
+    let status = redirect.status.as_ref().map_or(308, |status| {
+        if !REDIRECT_STATUSES.contains(status.get_ref()) {
+            let issue = Issue::new(status.span(), format!("{} is not the status of a redirect", status.get_ref()));
+            reader.push_issue(issue.with_hint("308 or 301 for good, 307 or 302 for now, 303 to GET another resource"));
+        }
+        *status.get_ref()
+    });
+    let to = reader.required(redirect.to.as_ref(), span, "to", "\"/v1/{rest}\"")?;
+    let Some((origin, target)) = split_origin(to.get_ref()) else {
+        let issue = Issue::new(to.span(), format!("`{}` is neither a path nor the URL of a site", to.get_ref()));
+        reader.push_issue(
+            issue.with_hint("\"/v1/{rest}\" or \"https://www.example.com/{rest}\", without parameters in the host"),
+        );
+        return None;
+    };
+    let target = match target {
+        "" => "/".to_owned(),
+        query if query.starts_with('?') => format!("/{query}"),
+        target => target.to_owned(),
+    };
+    let to = rewrite_template(&target, &to.span(), path, reader)?;
+    // The status has been spoken of.
+    let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
+    Some(Redirect { origin: origin.into(), template: to, status })
+}
+
+/// Scheme and host, if any, and the rest.
+fn split_origin(to: &str) -> Option<(&str, &str)> {
+    let Some((scheme, rest)) = to.split_once("://").filter(|(scheme, _)| matches!(*scheme, "http" | "https")) else {
+        // Two slashes begin the name of a host.
+        return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
+    };
+    let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
+    let is_host = host.parse::<Authority>().is_ok() && !host.contains(['@', '{', '}']);
+    is_host.then(|| to.split_at(scheme.len() + "://".len() + host.len()))
+}
+
+pub(super) fn rewrite(
+    route: &config::tables::Route,
+    path: Option<&PathPattern>,
+    reader: &mut Validator<'_>,
+) -> Option<Rewrite> {
+    let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
+    if route.upstream.is_none() {
+        let issue = Issue::new(written.span(), "the path is changed for an upstream, and this route has none");
+        reader.push_issue(issue.with_hint("leave it out; `redirect` has a path of its own"));
+    }
+    if let (Some(_), Some(rewrite)) = (&route.strip_prefix, &route.rewrite) {
+        let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` both say what becomes of the path");
+        reader.push_issue(issue.with_hint("keep one of them"));
+    }
+    match &route.strip_prefix {
+        Some(prefix) => strip_prefix(prefix, path, reader),
+        None => rewrite_template(written.get_ref(), &written.span(), path, reader).map(Rewrite::Template),
+    }
+}
+
+fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validator<'_>) -> Option<Rewrite> {
+    let text = prefix.get_ref().as_str();
+    let fault = if !text.starts_with('/') {
+        Some(("a prefix starts with `/`".to_owned(), format!("\"/{text}\"")))
+    } else if text.ends_with('/') {
+        let shorter = text.trim_end_matches('/');
+        let hint = if shorter.is_empty() { "leave it out".to_owned() } else { format!("\"{shorter}\"") };
+        Some(("a prefix ends before a `/`, which stays".to_owned(), hint))
+    } else if path.is_some_and(|path| !path.has_prefix(text)) {
+        let hint = "whole segments that `path` begins with; `rewrite = \"/{rest}\"` says what is left";
+        Some((format!("not all paths of this route begin with `{text}`"), hint.to_owned()))
+    } else {
+        None
+    };
+    match fault {
+        None => Some(Rewrite::StripPrefix(text.into())),
+        Some((message, hint)) => {
+            reader.push_issue(Issue::new(prefix.span(), message).with_hint(hint));
+            None
+        }
+    }
+}
+
+/// Reads a template, and sees that what comes of it is canonical whatever its parameters are.
+fn rewrite_template(
+    text: &str,
+    span: &Range<usize>,
+    path: Option<&PathPattern>,
+    reader: &mut Validator<'_>,
+) -> Option<RewriteTemplate> {
+    let template: RewriteTemplate = match text.parse() {
+        Ok(template) => template,
+        Err(error) => {
+            let hint = "a path such as \"/internal/{rest}\", with parameters of the route's `path`";
+            reader.push_issue(Issue::new(span.clone(), format!("{error}")).with_hint(hint));
+            return None;
+        }
+    };
+    // No hex digit: what is encoded is encoded without the help of a parameter.
+    let (plain, query) = template.fill("~");
+    match forwarded_path(&plain) {
+        Ok(same) if same == plain => {}
+        Ok(_) => {
+            // The place holders would not be understood.
+            let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
+            reader.push_issue(
+                issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"),
+            );
+        }
+        Err(error) => reader.push_issue(Issue::new(span.clone(), error.to_string())),
+    }
+    if let Some(query) = query
+        && PathAndQuery::try_from(format!("/?{query}")).is_err()
+    {
+        reader.push_issue(Issue::new(span.clone(), format!("`{query}` cannot be a query")));
+    }
+    let path = path?;
+    for name in template.parameters().filter(|name| !path.has_parameter(name)) {
+        reader.unknown_name(span.clone(), "parameter", name, path.parameter_names());
+    }
+    if let Some(rest) = path.rest_parameter().filter(|rest| !template.has_whole_segments(rest)) {
+        let message =
+            format!("`{{{rest}}}` may be nothing or several segments: it stands between slashes or at the end");
+        reader.push_issue(Issue::new(span.clone(), message).with_hint(format!("\"/internal/{{{rest}}}\"")));
+    }
+    Some(template)
+}
+
+pub(super) fn websocket(
+    route: &config::tables::Route,
+    upstreams: &[UpstreamSettings],
+    reader: &mut Validator<'_>,
+) -> bool {
+    let Some(value) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
+    let targets = route.upstream.as_ref().map(|shares| upstream_indices(shares.get_ref(), upstreams));
+    let fault = match targets {
+        None if route.direct_response.is_some() || route.redirect.is_some() => {
+            Some("the gateway itself speaks no other protocol")
+        }
+        Some(targets) if targets.iter().any(|index| upstreams[*index].protocol == Protocol::Http2) => {
+            Some("over HTTP/2 nothing can be switched")
+        }
+        _ => None,
+    };
+    if let Some(fault) = fault {
+        let issue = Issue::new(value.span(), fault);
+        reader.push_issue(issue.with_hint("`websocket` is for routes to upstreams with protocol \"http1\""));
+    }
+    true
+}
+
+// Shares of the requests of a route among several upstreams.
+
+/// The fraction of the golden ratio in 64 bits. Its multiples fill an interval evenly, whatever stretch or every which one of them is
+/// looked at (Weyl, 1916): no client that comes in a rhythm meets one upstream only.
+const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
+
+/// Who gets which share.
+#[derive(Debug)]
+pub struct WeightedUpstreams {
+    /// Upstreams by index, each with the sum of the weights up to its own; none without weight.
+    cumulative_weights: Vec<(u64, usize)>,
+    /// Of all weights.
+    total_weight: u64,
+    /// By all workers together.
+    counter: AtomicU64,
+}
+
+impl WeightedUpstreams {
+    /// One that gives each upstream the share that its weight is of all; none if there is no weight.
+    pub fn new(weights: impl IntoIterator<Item = (usize, u32)>) -> Option<Self> {
+        let mut sum = 0;
+        let weights = weights.into_iter().filter(|(_, weight)| *weight > 0);
+        let shares: Vec<_> = weights
+            .map(|(upstream, weight)| {
+                sum += u64::from(weight);
+                (sum, upstream)
+            })
+            .collect();
+        (!shares.is_empty()).then(|| WeightedUpstreams {
+            cumulative_weights: shares,
+            total_weight: sum,
+            counter: AtomicU64::new(0),
+        })
+    }
+
+    /// The upstreams that have a share, by index.
+    pub fn upstreams(&self) -> impl Iterator<Item = usize> {
+        self.cumulative_weights.iter().map(|(_, upstream)| *upstream)
+    }
+
+    /// The upstream of the next request.
+    pub fn pick(&self) -> usize {
+        if let [(_, only)] = self.cumulative_weights[..] {
+            return only;
+        }
+        let number = self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO);
+        // Scaled from 2^64 to the sum.
+        let position = ((u128::from(number) * u128::from(self.total_weight)) >> 64) as u64;
+        let index = self.cumulative_weights.partition_point(|(end, _)| *end <= position);
+        self.cumulative_weights[index].1
+    }
+}
+
+#[cfg(test)]
+mod split_tests {
+    use super::*;
+
+    #[test]
+    fn shares_are_those_of_the_weights() {
+        for weights in [&[9, 1][..], &[1, 1], &[1, 0, 3], &[99, 1], &[1, 2, 3, 4], &[0, 5], &[1_000_000, 1], &[7, 7, 7]]
+        {
+            let split = WeightedUpstreams::new(weights.iter().copied().enumerate()).unwrap();
+            let sum: u32 = weights.iter().sum();
+            let mut counts = vec![0_u32; weights.len()];
+            for drawn in 1..=10_000 {
+                counts[split.pick()] += 1;
+                for (index, weight) in weights.iter().enumerate() {
+                    let due = f64::from(drawn) * f64::from(*weight) / f64::from(sum);
+                    let off = (f64::from(counts[index]) - due).abs();
+                    // From the beginning: not only in the long run.
+                    assert!(off <= 4.0, "{weights:?}: {} of {drawn} to {index}, due {due:.1}", counts[index]);
+                    assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
+                }
+            }
+        }
+        assert!(WeightedUpstreams::new([(0, 0)]).is_none() && WeightedUpstreams::new([]).is_none());
+    }
+
+    #[test]
+    fn periodic_clients_get_the_same_shares() {
+        let split = WeightedUpstreams::new([(0, 9), (1, 1)]).unwrap();
+        for rhythm in 2..=20 {
+            let canary = (0..rhythm * 1000).filter(|index| split.pick() == 1 && index % rhythm == 0).count();
+            assert!((80..=120).contains(&canary), "every {rhythm}th request: {canary} of 1000");
+        }
+    }
+}

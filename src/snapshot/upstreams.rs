@@ -1,0 +1,183 @@
+//! `[upstream.NAME]`: the servers, and how to speak with them.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use http::uri::Scheme;
+use http::{StatusCode, Uri};
+
+use crate::config;
+use crate::config::Text;
+use crate::config::error::{Issue, Spanned};
+use crate::snapshot::client_tls;
+use crate::snapshot::client_tls::UpstreamTls;
+use crate::snapshot::validator::Validator;
+use crate::upstream::health::{EjectionSettings, HealthSettings};
+use crate::upstream::load_balancer::LoadBalancingPolicy;
+use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
+
+pub(super) fn upstreams(
+    upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
+    reader: &mut Validator<'_>,
+) -> (Vec<UpstreamSettings>, Vec<UpstreamTls>) {
+    let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
+    let (mut compiled, mut tls_configs) = (Vec::new(), Vec::new());
+    for (name, upstream) in upstreams {
+        reader.check_name(upstream.span(), name);
+        let span = upstream.span();
+        let upstream = upstream.get_ref();
+        if upstream.servers.is_empty() {
+            let issue = Issue::new(span, format!("upstream `{name}` has no servers"));
+            reader.push_issue(issue.with_hint("servers = [\"http://127.0.0.1:9000\"]"));
+        }
+        let protocol = reader.one_of(upstream.protocol.as_ref(), Protocol::Http1, &protocols);
+        let tls = client_tls::upstream_tls(name, upstream, protocol, reader);
+        let servers = servers(&upstream.servers, tls.as_ref(), reader);
+        compiled.push(UpstreamSettings {
+            name: name.as_str().into(),
+            servers,
+            protocol,
+            connect_timeout: reader.duration(upstream.connect_timeout.as_ref(), Duration::from_secs(2)),
+            response_timeout: reader.duration(upstream.response_timeout.as_ref(), Duration::from_secs(30)),
+            pool_idle_timeout: reader.duration(upstream.pool_idle_timeout.as_ref(), Duration::from_secs(4)),
+            balance: balance(upstream.balance.as_ref(), reader),
+            max_requests: reader.number(upstream.max_requests.as_ref(), 0..1_000_001, 0) as usize,
+            max_queue: max_queue(upstream, reader),
+            health: upstream.health_check.as_ref().map(|check| health(check, reader)),
+            ejection: upstream.outlier_detection.as_ref().map(|eject| ejection(eject, reader)),
+            slow_start: slow_start(upstream.slow_start.as_ref(), reader),
+            retries: reader.number(upstream.retries.as_ref(), 0..11, 0) as u32,
+        });
+        tls_configs.extend(tls);
+    }
+    (compiled, tls_configs)
+}
+
+fn servers(
+    written: &[Spanned<config::shorthand::UpstreamServer>],
+    tls: Option<&UpstreamTls>,
+    reader: &mut Validator<'_>,
+) -> Vec<UpstreamServerSettings> {
+    let mut servers = Vec::<UpstreamServerSettings>::new();
+    for one in written {
+        let Some(server) = server(one, tls, reader) else { continue };
+        if servers.iter().any(|other| (&other.host, other.port) == (&server.host, server.port)) {
+            let issue = Issue::new(one.span(), format!("`{}` is listed twice", one.get_ref().url));
+            reader.push_issue(issue.with_hint("`weight` gives a server more requests than others"));
+        }
+        servers.push(server);
+    }
+    if let (Some(first), true) =
+        (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
+    {
+        let issue = Issue::new(first.span(), "no server takes requests: each has weight 0");
+        reader.push_issue(issue.with_hint("leave `weight` out, or give one more than 0"));
+    }
+    servers
+}
+
+fn server(
+    server: &Spanned<config::shorthand::UpstreamServer>,
+    tls: Option<&UpstreamTls>,
+    reader: &mut Validator<'_>,
+) -> Option<UpstreamServerSettings> {
+    let url = &server.get_ref().url;
+    let uri = url.parse::<Uri>().ok().filter(|uri| matches!(uri.scheme_str(), Some("http" | "https")));
+    let Some((uri, host)) = uri.as_ref().and_then(|uri| Some((uri, uri.host()?))) else {
+        let issue = Issue::new(server.span(), format!("`{url}` is not the URL of a server"));
+        reader.push_issue(issue.with_hint("such as \"http://127.0.0.1:9000\""));
+        return None;
+    };
+    if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
+        let issue = Issue::new(server.span(), "a server is a host and a port: its URL has no path");
+        reader.push_issue(issue.with_hint("the path of the request is sent as it is"));
+    }
+    let authority = uri.authority().map_or("", |authority| authority.as_str());
+    let host = host.trim_start_matches('[').trim_end_matches(']');
+    let secure = uri.scheme() == Some(&Scheme::HTTPS);
+    let port = uri.port_u16().unwrap_or(if secure { 443 } else { 80 });
+    let tls = tls.filter(|_| secure).and_then(|tls| tls.for_server(host, server.span(), reader));
+    let weight = reader.number(server.get_ref().weight.as_ref(), 0..1001, 1) as u32;
+    Some(UpstreamServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
+}
+
+// What `[upstream.NAME]` says of its servers together: who is asked, who is out, how many requests at once.
+
+pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
+    let words = ["least-requests", "round-robin", "random", "hash:HEADER"];
+    let Some(text) = text else { return LoadBalancingPolicy::LeastRequests };
+    match &**text.get_ref() {
+        "least-requests" => LoadBalancingPolicy::LeastRequests,
+        "round-robin" => LoadBalancingPolicy::RoundRobin,
+        "random" => LoadBalancingPolicy::Random,
+        other => match other.strip_prefix("hash:") {
+            Some(name) => reader
+                .header_name(text.span(), name)
+                .map_or(LoadBalancingPolicy::LeastRequests, LoadBalancingPolicy::Hash),
+            None => {
+                reader.unknown_name(text.span(), "value", other, words.into_iter());
+                LoadBalancingPolicy::LeastRequests
+            }
+        },
+    }
+}
+
+pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Validator<'_>) -> usize {
+    let max = reader.number(upstream.max_queue.as_ref(), 0..1_000_001, 0) as usize;
+    let has_max_requests = upstream.max_requests.as_ref().is_some_and(|max| *max.get_ref() != 0);
+    if let Some(queue) = upstream.max_queue.as_ref().filter(|_| max > 0 && !has_max_requests) {
+        let issue = Issue::new(queue.span(), "nobody would wait: there may be any number of requests");
+        reader.push_issue(issue.with_hint("`max_requests` says how many each server gets at the same time"));
+    }
+    max
+}
+
+pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Validator<'_>) -> HealthSettings {
+    let span = health.span();
+    let health = health.get_ref();
+    let path = reader.required(health.path.as_ref(), &span, "path", "\"/healthz\"");
+    let parsed = path.and_then(|path| path.get_ref().starts_with('/').then(|| path.get_ref().parse().ok())?);
+    if let (Some(path), None) = (path, &parsed) {
+        let issue = Issue::new(path.span(), format!("`{}` is not a path to ask for", path.get_ref()));
+        reader.push_issue(issue.with_hint("such as \"/healthz\""));
+    }
+    let mut status = Vec::new();
+    for written in health.status.iter().flatten() {
+        let found = u16::try_from(*written.get_ref()).ok().and_then(|status| StatusCode::from_u16(status).ok());
+        match found.filter(|status| (200..600).contains(&status.as_u16())) {
+            Some(found) => status.push(found),
+            None => {
+                let issue = Issue::new(written.span(), format!("{} is not the status of an answer", written.get_ref()));
+                reader.push_issue(issue.with_hint("from 200 to 599"));
+            }
+        }
+    }
+    if health.status.as_ref().is_some_and(Vec::is_empty) {
+        let issue = Issue::new(span.clone(), "`status` is empty: no server would be healthy");
+        reader.push_issue(issue.with_hint("leave it out for 200"));
+    }
+    if health.status.is_none() {
+        status.push(StatusCode::OK);
+    }
+    HealthSettings {
+        path: parsed.unwrap_or(http::uri::PathAndQuery::from_static("/")),
+        expected_statuses: status,
+        interval: reader.duration(health.interval.as_ref(), Duration::from_secs(5)),
+        timeout: reader.duration(health.timeout.as_ref(), Duration::from_secs(1)),
+        unhealthy_after: reader.number(health.unhealthy_threshold.as_ref(), 1..101, 3) as u32,
+        healthy_after: reader.number(health.healthy_threshold.as_ref(), 1..101, 2) as u32,
+    }
+}
+
+pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Validator<'_>) -> EjectionSettings {
+    let eject = eject.get_ref();
+    EjectionSettings {
+        consecutive_errors: reader.number(eject.consecutive_errors.as_ref(), 1..1001, 5) as u32,
+        base_ejection_time: reader.duration(eject.base_ejection_time.as_ref(), Duration::from_secs(10)),
+    }
+}
+
+/// `"0s"` is none.
+pub(super) fn slow_start(text: Option<&Text>, reader: &mut Validator<'_>) -> Duration {
+    reader.duration(text.filter(|text| text.get_ref() != "0s"), Duration::ZERO)
+}

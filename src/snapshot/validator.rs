@@ -1,0 +1,243 @@
+//! Turns values as written into values ready to use, and collects what is wrong with them.
+
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http::{HeaderName, HeaderValue, Method};
+
+use crate::config::Text;
+use crate::config::error::{ConfigError, FileIssues, Issue, Spanned};
+use crate::config::file::FileSnapshot;
+use crate::config::file::{EnvLookup, closest_name};
+use crate::limiter::quota::parse_duration_us;
+
+/// Collects the issues of one file. Every method gives a usable value back, so that all errors are found at once.
+pub(super) struct Validator<'a> {
+    path: PathBuf,
+    text: String,
+    issues: Vec<Issue>,
+    /// Faults of files that this one names.
+    other_files: Vec<FileIssues>,
+    pub(super) environment: EnvLookup<'a>,
+}
+
+impl<'a> Validator<'a> {
+    pub(super) fn new(path: &Path, text: String, issues: Vec<Issue>, environment: EnvLookup<'a>) -> Self {
+        Validator { path: path.to_owned(), text, issues, other_files: Vec::new(), environment }
+    }
+
+    /// # Errors
+    /// Everything that was collected.
+    pub(super) fn finish(self) -> Result<(), ConfigError> {
+        let mut files = self.other_files;
+        if !self.issues.is_empty() {
+            files.insert(0, FileIssues { path: self.path, text: self.text, issues: self.issues });
+        }
+        if files.is_empty() { Ok(()) } else { Err(ConfigError { files }) }
+    }
+
+    pub(super) fn push_issue(&mut self, issue: Issue) {
+        self.issues.push(issue);
+    }
+
+    pub(super) fn add_file_issues(&mut self, faulty: FileIssues) {
+        self.other_files.push(faulty);
+    }
+
+    /// A fault of the file as a whole.
+    pub(super) fn file_issue(&mut self, message: &str, hint: &str) {
+        self.issues.push(Issue { span: None, message: message.to_owned(), hint: Some(hint.to_owned()) });
+    }
+
+    /// A path, relative to the folder of the file.
+    pub(super) fn resolve_path(&self, text: &str) -> PathBuf {
+        self.path.parent().unwrap_or(Path::new("")).join(text)
+    }
+
+    /// A file of certificates or a key.
+    pub(super) fn read_pem(&mut self, text: &Text) -> Option<FileSnapshot> {
+        let path = self.resolve_path(text.get_ref());
+        match FileSnapshot::read(&path) {
+            Ok(file) => Some(file),
+            Err(error) => {
+                let issue = Issue::new(text.span(), format!("{} cannot be read: {error}", path.display()));
+                self.push_issue(issue.with_hint("PEM files; `make certs` makes some for development"));
+                None
+            }
+        }
+    }
+
+    /// A value that must be there.
+    pub(super) fn required<'t, T>(
+        &mut self,
+        value: Option<&'t T>,
+        span: &Range<usize>,
+        key: &str,
+        example: &str,
+    ) -> Option<&'t T> {
+        if value.is_none() {
+            self.push_issue(
+                Issue::new(span.clone(), format!("`{key}` is missing"))
+                    .with_hint(format!("for example {key} = {example}")),
+            );
+        }
+        value
+    }
+
+    pub(super) fn duration(&mut self, text: Option<&Text>, default: Duration) -> Duration {
+        let Some(text) = text else { return default };
+        match parse_duration_us(text.get_ref()) {
+            Some(us) => Duration::from_micros(us),
+            None => {
+                let message = format!("`{}` is not a duration", text.get_ref());
+                self.push_issue(
+                    Issue::new(text.span(), message).with_hint("a number with ms, s, m, h or d, such as \"250ms\""),
+                );
+                default
+            }
+        }
+    }
+
+    /// Bytes, between 1 and 1 GiB.
+    pub(super) fn size(&mut self, text: Option<&Text>, default: usize) -> usize {
+        self.size_from(1, text, default)
+    }
+
+    /// The same; 0 = off.
+    pub(super) fn size_or_off(&mut self, text: Option<&Text>, default: usize) -> usize {
+        self.size_from(0, text, default)
+    }
+
+    fn size_from(&mut self, min: usize, text: Option<&Text>, default: usize) -> usize {
+        let Some(text) = text else { return default };
+        let split = text.get_ref().find(|c: char| !c.is_ascii_digit()).unwrap_or(text.get_ref().len());
+        let (count, unit) = text.get_ref().split_at(split);
+        let factor = match unit {
+            "B" => Some(1),
+            "KiB" => Some(1 << 10),
+            "MiB" => Some(1 << 20),
+            "GiB" => Some(1 << 30),
+            _ => None,
+        };
+        let bytes = count.parse::<usize>().ok().zip(factor).and_then(|(count, factor)| count.checked_mul(factor));
+        match bytes.filter(|bytes| (min..=1 << 30).contains(bytes)) {
+            Some(bytes) => bytes,
+            None => {
+                let message = format!("`{}` is not a size", text.get_ref());
+                self.push_issue(
+                    Issue::new(text.span(), message).with_hint("a number with B, KiB or MiB, such as \"64KiB\""),
+                );
+                default
+            }
+        }
+    }
+
+    pub(super) fn number(&mut self, value: Option<&Spanned<i64>>, allowed: Range<i64>, default: i64) -> i64 {
+        let Some(value) = value else { return default };
+        if allowed.contains(value.get_ref()) {
+            return *value.get_ref();
+        }
+        let message = format!("{} is out of range", value.get_ref());
+        self.push_issue(Issue::new(value.span(), message).with_hint(format!(
+            "from {} to {}",
+            allowed.start,
+            allowed.end - 1
+        )));
+        default
+    }
+
+    /// One of a closed set of words.
+    /// An address to listen on.
+    pub(super) fn address(&mut self, text: &Text) -> Option<SocketAddr> {
+        let address = text.get_ref().parse().ok();
+        if address.is_none() {
+            let message = format!("`{}` is not an address with a port", text.get_ref());
+            self.push_issue(
+                Issue::new(text.span(), message).with_hint("such as \"127.0.0.1:8080\", \"0.0.0.0:80\" or \"[::]:80\""),
+            );
+        }
+        address
+    }
+
+    pub(super) fn one_of<T: Copy>(&mut self, text: Option<&Text>, default: T, variants: &[(&str, T)]) -> T {
+        let Some(text) = text else { return default };
+        match variants.iter().find(|(variant, _)| variant == text.get_ref()) {
+            Some((_, value)) => *value,
+            None => {
+                let names = variants.iter().map(|(variant, _)| *variant);
+                self.unknown_name(text.span(), "value", text.get_ref(), names);
+                default
+            }
+        }
+    }
+
+    /// A name that nothing defines.
+    pub(super) fn unknown_name<'n>(
+        &mut self,
+        span: Range<usize>,
+        what: &str,
+        name: &str,
+        known: impl Iterator<Item = &'n str> + Clone,
+    ) {
+        let issue = Issue::new(span, format!("unknown {what} `{name}`"));
+        let hint = match closest_name(name, known.clone()) {
+            Some(near) => format!("did you mean `{near}`?"),
+            None => match known.collect::<Vec<_>>().join(", ") {
+                all if all.is_empty() => format!("no {what} is defined"),
+                all => format!("known: {all}"),
+            },
+        };
+        self.push_issue(issue.with_hint(hint));
+    }
+
+    /// Methods; none listed = all.
+    pub(super) fn methods(&mut self, list: Option<&[Text]>, span: &Range<usize>) -> Vec<Method> {
+        if list.is_some_and(<[_]>::is_empty) {
+            let issue = Issue::new(span.clone(), "`methods` is empty: no request would match");
+            self.push_issue(issue.with_hint("leave it out for all methods"));
+        }
+        let mut methods = Vec::new();
+        for text in list.unwrap_or_default() {
+            let upper = text.get_ref().to_ascii_uppercase();
+            match upper.parse() {
+                Ok(method) if upper == *text.get_ref() => methods.push(method),
+                _ => {
+                    let issue = Issue::new(text.span(), format!("`{}` is not a method", text.get_ref()));
+                    self.push_issue(issue.with_hint(format!("methods are upper case: \"{upper}\"")));
+                }
+            }
+        }
+        methods
+    }
+
+    pub(super) fn header_name(&mut self, span: Range<usize>, name: &str) -> Option<HeaderName> {
+        let parsed = name.parse().ok();
+        if parsed.is_none() {
+            let issue = Issue::new(span, format!("`{name}` is not a header name"));
+            self.push_issue(issue.with_hint("letters, digits and `-`, such as \"x-version\""));
+        }
+        parsed
+    }
+
+    pub(super) fn header_value(&mut self, text: &Text) -> Option<HeaderValue> {
+        let parsed = HeaderValue::from_str(text.get_ref()).ok();
+        if parsed.is_none() {
+            let issue = Issue::new(text.span(), "this cannot stand in a header");
+            self.push_issue(issue.with_hint("one line, without control characters"));
+        }
+        parsed
+    }
+
+    /// Names stand in header fields, keys and labels: letters, digits, `-`, `_`, `.`.
+    pub(super) fn check_name(&mut self, span: Range<usize>, name: &str) {
+        let is_valid = !name.is_empty()
+            && name.len() <= 64
+            && name.chars().all(|c| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.'));
+        if !is_valid {
+            let hint = "1 to 64 letters, digits, `-`, `_` or `.`: names stand in header fields, keys and metrics";
+            self.push_issue(Issue::new(span, format!("`{name}` cannot be a name")).with_hint(hint));
+        }
+    }
+}

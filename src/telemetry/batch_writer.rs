@@ -1,0 +1,165 @@
+//! Takes what workers produce to a thread of its own, in batches, without ever making them wait.
+
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+use std::{io, mem, thread};
+
+use tracing::warn;
+
+use crate::limiter::clock::LogThrottle;
+
+/// That something is lost is said once in this time.
+const LOG_INTERVAL: Duration = Duration::from_secs(10);
+
+/// Room of an empty batch that is kept for the next one.
+const RETAINED_CAPACITY: usize = 64 << 10;
+
+/// How an outbox works.
+#[derive(Debug, Clone, Copy)]
+pub struct BatchConfig {
+    /// What it is called in logs, and its thread.
+    pub name: &'static str,
+    /// Items wait this long for company: waking the thread for each costs more than the item.
+    pub delay: Duration,
+    /// Items that may wait; beyond that whoever takes them is too slow, and more are lost and counted.
+    pub capacity: usize,
+}
+
+/// Where items go. Clones share it.
+#[derive(Debug)]
+pub struct BatchWriter<T> {
+    inner: Arc<Inner<T>>,
+    commands: Sender<Command>,
+}
+
+#[derive(Debug)]
+struct Inner<T> {
+    config: BatchConfig,
+    pending: Mutex<PendingItems<T>>,
+    throttle: LogThrottle,
+}
+
+#[derive(Debug)]
+struct PendingItems<T> {
+    items: Vec<T>,
+    /// Of all times.
+    dropped: u64,
+}
+
+enum Command {
+    Deliver,
+    Flush(Sender<()>),
+}
+
+impl<T> Clone for BatchWriter<T> {
+    fn clone(&self) -> Self {
+        BatchWriter { inner: self.inner.clone(), commands: self.commands.clone() }
+    }
+}
+
+impl<T: Send + 'static> BatchWriter<T> {
+    /// Starts the thread, which calls `deliver` with each batch, and is told how much of it was lost.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub fn start(
+        config: BatchConfig,
+        mut deliver: impl FnMut(&mut Vec<T>) -> u64 + Send + 'static,
+    ) -> io::Result<Self> {
+        let pending = Mutex::new(PendingItems { items: Vec::new(), dropped: 0 });
+        let inner = Arc::new(Inner { config, pending, throttle: LogThrottle::new() });
+        let (commands, command_receiver) = channel();
+        let thread_inner = inner.clone();
+        thread::Builder::new().name(config.name.replace(' ', "-")).spawn(move || {
+            let mut batch = Vec::new();
+            for command in command_receiver {
+                if let Command::Deliver = command {
+                    thread::sleep(config.delay);
+                }
+                mem::swap(&mut batch, &mut thread_inner.lock_pending().items);
+                if !batch.is_empty() {
+                    let dropped = deliver(&mut batch);
+                    thread_inner.lock_pending().dropped += dropped;
+                }
+                batch.clear();
+                batch.shrink_to(RETAINED_CAPACITY);
+                if let Command::Flush(done) = command {
+                    // Nobody waiting any more is no loss.
+                    let _ = done.send(());
+                }
+            }
+        })?;
+        Ok(BatchWriter { inner, commands })
+    }
+
+    /// Adds one thing, which may be several items.
+    pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
+        let Inner { config, throttle, .. } = &*self.inner;
+        let mut pending = self.inner.lock_pending();
+        if pending.items.len() >= config.capacity {
+            pending.dropped += 1;
+            let lost = pending.dropped;
+            drop(pending);
+            if throttle.should_log(LOG_INTERVAL) {
+                warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", config.name);
+            }
+            return;
+        }
+        let was_empty = pending.items.is_empty();
+        add(&mut pending.items);
+        drop(pending);
+        if was_empty {
+            // The thread lives as long as a sender does.
+            let _ = self.commands.send(Command::Deliver);
+        }
+    }
+
+    /// So much was lost.
+    pub fn dropped(&self) -> u64 {
+        self.inner.lock_pending().dropped
+    }
+
+    /// Waits until all so far is delivered, but not longer than this.
+    pub fn flush(&self, timeout: Duration) {
+        let (done, delivered) = channel();
+        if self.commands.send(Command::Flush(done)).is_ok() {
+            let _ = delivered.recv_timeout(timeout);
+        }
+    }
+}
+
+impl<T> Inner<T> {
+    fn lock_pending(&self) -> MutexGuard<'_, PendingItems<T>> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+
+    #[test]
+    fn dropped_items_are_counted_and_the_rest_is_delivered_in_order() {
+        let (release, held) = mpsc::channel::<()>();
+        let (sink, taken) = mpsc::channel();
+        let terms = BatchConfig { name: "test", delay: Duration::ZERO, capacity: 3 };
+        let outbox = BatchWriter::start(terms, move |batch: &mut Vec<u32>| {
+            sink.send(batch.clone()).unwrap();
+            held.recv().unwrap();
+            u64::from(batch.contains(&0))
+        });
+        let outbox = outbox.unwrap();
+        outbox.push(|items| items.push(0));
+        assert_eq!(taken.recv().unwrap(), [0], "it is being delivered, and holds up the rest");
+        (1..=5).for_each(|item| outbox.push(|items| items.push(item)));
+        assert_eq!(outbox.dropped(), 2, "three may wait");
+        release.send(()).unwrap();
+        assert_eq!(taken.recv().unwrap(), [1, 2, 3]);
+        release.send(()).unwrap();
+        outbox.flush(Duration::from_secs(20));
+        assert_eq!(outbox.dropped(), 3, "and what was not delivered");
+    }
+}

@@ -1,0 +1,343 @@
+//! W3C Trace Context (<https://www.w3.org/TR/trace-context/>): which trace a request belongs to, and what the next one is told.
+
+use std::io;
+use std::net::IpAddr;
+use std::sync::LazyLock;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use http::{HeaderMap, HeaderName, HeaderValue};
+use opentelemetry::trace::{SpanContext, SpanId, SpanKind, Status, TraceFlags, TraceId, TraceState};
+use opentelemetry::{InstrumentationScope, KeyValue, Value};
+use opentelemetry_sdk::trace::{SpanData, SpanEvents, SpanLinks};
+use uuid::Uuid;
+
+use crate::telemetry::access_log::{AccessRecord, DecisionInfo, UpstreamInfo};
+use crate::telemetry::batch_writer::{BatchConfig, BatchWriter};
+
+/// §3.2
+const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
+/// §3.3
+const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
+
+/// Bytes of a version 00: version, trace, parent and flags in hexadecimal digits, with hyphens between them.
+const TRACEPARENT_LENGTH: usize = 55;
+
+/// Where a request came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct TraceParent {
+    /// The trace that it belongs to.
+    pub trace_id: u128,
+    /// The span that caused it.
+    pub span_id: u64,
+    /// Whether that is recorded.
+    pub is_sampled: bool,
+}
+
+impl TraceParent {
+    /// Reads the one `traceparent` of a request; none if there is none, or it is not valid (§3.2.2).
+    pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
+        let mut values = headers.get_all(&TRACEPARENT).iter();
+        let (only, extra) = (values.next()?, values.next());
+        TraceParent::parse(only.as_bytes()).filter(|_| extra.is_none())
+    }
+
+    fn parse(text: &[u8]) -> Option<Self> {
+        let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
+        // Later versions may say more, after another hyphen; ff is no version (§3.2.2.1).
+        let version = parse_hex(&fixed[..2])?;
+        if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
+            return None;
+        }
+        if [2, 35, 52].iter().any(|index| fixed[*index] != b'-') {
+            return None;
+        }
+        let (trace_id, span_id, flags) =
+            (parse_hex(&fixed[3..35])?, parse_hex(&fixed[36..52])? as u64, parse_hex(&fixed[53..])?);
+        (trace_id != 0 && span_id != 0).then_some(TraceParent { trace_id, span_id, is_sampled: flags & 1 == 1 })
+    }
+}
+
+/// Lower-case hexadecimal digits only (§3.2.2.3).
+fn parse_hex(digits: &[u8]) -> Option<u128> {
+    digits.iter().try_fold(0, |number, digit| {
+        let digit = match digit {
+            b'0'..=b'9' => digit - b'0',
+            b'a'..=b'f' => digit - b'a' + 10,
+            _ => return None,
+        };
+        Some(number << 4 | u128::from(digit))
+    })
+}
+
+/// The part of a trace that a gateway records: a span for the request, below it one for the decision and one for the upstream.
+#[derive(Debug, Clone, Copy)]
+pub struct TraceContext {
+    /// Its id.
+    pub trace_id: u128,
+    /// Of the caller, if it told.
+    pub parent_span_id: Option<u64>,
+    /// The request's.
+    pub request_span_id: u64,
+    /// The decision's.
+    pub decision_span_id: u64,
+    /// The upstream's, and the parent of whatever it records.
+    pub upstream_span_id: u64,
+}
+
+impl TraceContext {
+    /// Goes on with the caller's trace, or begins one; none if the caller's is not recorded.
+    pub fn from_parent(parent: Option<TraceParent>) -> Option<Self> {
+        if parent.is_some_and(|parent| !parent.is_sampled) {
+            return None;
+        }
+        // Never 0: some bits of a UUID are always set.
+        let ((request_span_id, decision_span_id), (upstream_span_id, _)) =
+            (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
+        let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
+        Some(TraceContext {
+            trace_id,
+            parent_span_id: parent.map(|parent| parent.span_id),
+            request_span_id,
+            decision_span_id,
+            upstream_span_id,
+        })
+    }
+
+    /// Tells the upstream.
+    pub fn inject(&self, headers: &mut HeaderMap) {
+        let text = format!("00-{:032x}-{:016x}-01", self.trace_id, self.upstream_span_id);
+        // Digits and hyphens are a valid value.
+        if let Ok(value) = HeaderValue::from_str(&text) {
+            headers.insert(TRACEPARENT, value);
+        }
+        if self.parent_span_id.is_none() {
+            // It belongs to a traceparent that was not valid, if to any (§3.3).
+            headers.remove(TRACESTATE);
+        }
+    }
+}
+
+// Spans of requests, in the words of OpenTelemetry's semantic conventions for HTTP
+// (<https://opentelemetry.io/docs/specs/semconv/http/http-spans/>), handed to an exporter in batches.
+
+/// A batch in so long, and spans that may wait: some megabytes.
+const BATCH_CONFIG: BatchConfig =
+    BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
+
+/// At the end, for the last spans.
+const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Who says all this.
+static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
+    LazyLock::new(|| InstrumentationScope::builder("sluicegate").with_version(env!("CARGO_PKG_VERSION")).build());
+
+/// Where spans go. Clones share it.
+#[derive(Debug, Clone)]
+pub struct TraceExporter(BatchWriter<SpanData>);
+
+/// What a trace says of a request beyond its line in the access log.
+#[derive(Debug)]
+#[allow(missing_docs)]
+pub struct RequestTrace<'a> {
+    pub trace: &'a TraceContext,
+    pub record: &'a AccessRecord<'a>,
+    /// The path of its route, as configured.
+    pub path_template: Option<&'a str>,
+    pub scheme: &'static str,
+    /// The other end of its connection.
+    pub peer: IpAddr,
+}
+
+impl TraceExporter {
+    /// Starts the exporting thread; `export` says how many spans were lost.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
+    pub fn start(mut export: impl FnMut(Vec<SpanData>) -> u64 + Send + 'static) -> io::Result<Self> {
+        BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<SpanData>| export(batch.split_off(0))).map(TraceExporter)
+    }
+
+    /// Adds those of a request.
+    pub fn record(&self, request: &RequestTrace<'_>) {
+        let spans = [
+            Some(request.server_span()),
+            request.record.decision.map(|decision| request.decision_span(decision)),
+            request.record.upstream.map(|upstream| request.upstream_span(upstream)),
+        ];
+        for span in spans.into_iter().flatten() {
+            self.0.push(|spans| spans.push(span));
+        }
+    }
+
+    /// Spans that were not exported.
+    pub fn dropped(&self) -> u64 {
+        self.0.dropped()
+    }
+
+    /// Waits until all spans so far are exported.
+    pub fn flush(&self) {
+        self.0.flush(FLUSH_TIMEOUT);
+    }
+}
+
+impl RequestTrace<'_> {
+    /// From the request to the end of its response.
+    fn server_span(&self) -> SpanData {
+        let AccessRecord { method, path, status, client, outcome, request_id, .. } = *self.record;
+        let mut attributes = vec![
+            string_attribute("http.request.method", method),
+            KeyValue::new("http.response.status_code", i64::from(status)),
+            string_attribute("url.scheme", self.scheme),
+            string_attribute("url.path", path),
+            string_attribute("client.address", &client.to_string()),
+            string_attribute("network.peer.address", &self.peer.to_string()),
+            string_attribute("sluicegate.outcome", outcome),
+            string_attribute("sluicegate.request_id", request_id),
+        ];
+        attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
+        attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
+        // To a server what its client does wrong is no error.
+        let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
+        let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
+        let ids = (self.trace.request_span_id, self.trace.parent_span_id);
+        self.build_span(
+            ids,
+            SpanKind::Server,
+            name,
+            (Duration::ZERO, self.record.duration_ms),
+            attributes,
+            error.as_deref(),
+        )
+    }
+
+    /// What its limits took.
+    fn decision_span(&self, decision: &DecisionInfo) -> SpanData {
+        let mut attributes = vec![string_attribute("sluicegate.decision", decision.decision)];
+        attributes.extend(decision.decided_by.map(|decided_by| string_attribute("sluicegate.decided_by", decided_by)));
+        if let Some(effective_limit) = &decision.effective_limit {
+            attributes.push(string_attribute("sluicegate.limit", &effective_limit.limit));
+            attributes.push(KeyValue::new("sluicegate.remaining", effective_limit.remaining as i64));
+        }
+        let error = (decision.decision == "store_error").then_some("store_error");
+        let ids = (self.trace.decision_span_id, Some(self.trace.request_span_id));
+        self.build_span(
+            ids,
+            SpanKind::Internal,
+            "rate_limit_check".to_owned(),
+            (decision.start_offset, decision.duration),
+            attributes,
+            error,
+        )
+    }
+
+    /// What the upstream took to the head of its response.
+    fn upstream_span(&self, upstream: &UpstreamInfo) -> SpanData {
+        let mut attributes = vec![
+            string_attribute("http.request.method", self.record.method),
+            string_attribute("sluicegate.upstream", &upstream.upstream),
+        ];
+        if let Some(server) = &upstream.server {
+            let authority = server.split(' ').next().unwrap_or_default();
+            let (host, port) = authority.rsplit_once(':').unwrap_or((authority, ""));
+            attributes.push(string_attribute("server.address", host.trim_matches(['[', ']'])));
+            attributes.extend(port.parse().ok().map(|port: i64| KeyValue::new("server.port", port)));
+        }
+        if upstream.retries > 0 {
+            attributes.push(KeyValue::new("http.request.resend_count", upstream.retries as i64));
+        }
+        attributes.extend(
+            upstream.upstream_status.map(|status| KeyValue::new("http.response.status_code", i64::from(status))),
+        );
+        let error = match upstream.upstream_status {
+            Some(status) => (status >= 400).then(|| status.to_string()),
+            None => Some(self.record.outcome.to_owned()),
+        };
+        let ids = (self.trace.upstream_span_id, Some(self.trace.request_span_id));
+        let name = self.record.method.to_owned();
+        self.build_span(
+            ids,
+            SpanKind::Client,
+            name,
+            (upstream.start_offset, upstream.duration),
+            attributes,
+            error.as_deref(),
+        )
+    }
+
+    fn build_span(
+        &self,
+        (id, parent): (u64, Option<u64>),
+        span_kind: SpanKind,
+        name: String,
+        (start_offset, duration): (Duration, Duration),
+        mut attributes: Vec<KeyValue>,
+        error: Option<&str>,
+    ) -> SpanData {
+        attributes.extend(error.map(|kind| string_attribute("error.type", kind)));
+        let context = (TraceId::from(self.trace.trace_id), SpanId::from(id), TraceFlags::SAMPLED);
+        let start_time: SystemTime = UNIX_EPOCH + Duration::from_micros(self.record.time) + start_offset;
+        SpanData {
+            span_context: SpanContext::new(context.0, context.1, context.2, false, TraceState::NONE),
+            parent_span_id: parent.map_or(SpanId::INVALID, SpanId::from),
+            parent_span_is_remote: span_kind == SpanKind::Server && parent.is_some(),
+            span_kind,
+            name: name.into(),
+            start_time,
+            end_time: start_time + duration,
+            attributes,
+            dropped_attributes_count: 0,
+            events: SpanEvents::default(),
+            links: SpanLinks::default(),
+            status: error.map_or(Status::Unset, |_| Status::error("")),
+            instrumentation_scope: INSTRUMENTATION_SCOPE.clone(),
+        }
+    }
+}
+
+fn string_attribute(key: &'static str, value: &str) -> KeyValue {
+    KeyValue::new(key, Value::from(value.to_owned()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn traceparent_parsing() {
+        let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+        let expected = TraceParent {
+            trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736,
+            span_id: 0x00f0_67aa_0ba9_02b7,
+            is_sampled: true,
+        };
+        let unsampled = TraceParent { is_sampled: false, ..expected };
+        for (text, parent) in [
+            (good.to_owned(), Some(expected)),
+            (good.replace("-01", "-00"), Some(unsampled)),
+            (good.replace("-01", "-ff"), Some(expected)),
+            (good.replace("-01", "-02"), Some(unsampled)),
+            (good.replacen("00", "cc", 1), Some(expected)),
+            (good.replacen("00", "cc", 1) + "-what-comes", Some(expected)),
+            (good.replacen("00", "cc", 1) + ".what-comes", None),
+            (good.replacen("00", "ff", 1), None),
+            (good.to_owned() + "-00", None),
+            (good.to_uppercase(), None),
+            (good.replace('-', "_"), None),
+            (good.replace("4bf92f3577b34da6a3ce929d0e0e4736", &"0".repeat(32)), None),
+            (good.replace("00f067aa0ba902b7", &"0".repeat(16)), None),
+            (good[..54].to_owned(), None),
+            (good.replace("4b", "+1"), None),
+            (String::new(), None),
+        ] {
+            assert_eq!(TraceParent::parse(text.as_bytes()), parent, "{text}");
+        }
+        let twice: HeaderMap = (0..2).fold(HeaderMap::new(), |mut headers, _| {
+            headers.append(
+                TRACEPARENT,
+                HeaderValue::from_static("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"),
+            );
+            headers
+        });
+        assert_eq!(TraceParent::from_headers(&twice), None, "nobody knows which of them counts");
+    }
+}

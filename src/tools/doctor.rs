@@ -1,0 +1,426 @@
+//! Examines the Redis of a configuration: whether it can decide, and what will bite later.
+
+mod permissions;
+mod server;
+
+use std::time::Duration;
+
+use redis::aio::{ConnectionLike, MultiplexedConnection};
+use redis::{AsyncConnectionConfig, Client, Cmd, ConnectionAddr, FromRedisValue, RedisError, Value};
+use serde::Serialize;
+
+use crate::limiter::algorithm::Rule;
+use crate::limiter::clock::monotonic;
+use crate::limiter::key::{Identity, IdentityHasher, Key, StateName};
+use crate::limiter::redis::RedisDeployment;
+use crate::limiter::redis::connection::ServerMode;
+use crate::limiter::redis::diagnosis::{diagnose_call, diagnose_connect, diagnose_timeout, missing_permission};
+use crate::limiter::redis::script::AlgorithmSet;
+use crate::limiter::redis::server::{ConnectError, RedisEndpoint as Target};
+use crate::telemetry::pluralize;
+use crate::tools::doctor::server::database_key_count;
+
+/// One of the servers that hold the counters.
+#[derive(Debug)]
+pub struct RedisServer {
+    /// How it is called in the report.
+    pub name: String,
+    /// How it is reached, and as whom.
+    pub client: Client,
+    /// The same, as the gateway reaches it.
+    pub endpoint: Target,
+    /// One that it keeps, and nobody has.
+    pub probe_identity: Identity,
+}
+
+impl RedisServer {
+    /// A key that it would keep, and that does not exist.
+    fn probe_key(&self, prefix: &str) -> Vec<u8> {
+        let state_name = StateName::new(&IdentityHasher::new(""), "doctor", "none");
+        let mut key = Vec::new();
+        Key { identity: self.probe_identity, state_name: &state_name }.write(prefix, &mut key);
+        key
+    }
+}
+
+/// All servers that a configuration makes decide.
+///
+/// # Errors
+/// In words, why that cannot be found out.
+pub async fn resolve_servers(deployment: &RedisDeployment) -> Result<Vec<RedisServer>, ConnectError> {
+    let mut redis_servers = Vec::new();
+    for (server, identity) in deployment.masters(CALL_TIMEOUT).await? {
+        let client = server.client(CALL_TIMEOUT).await?;
+        let name = client.get_connection_info().addr().to_string();
+        redis_servers.push(RedisServer { name, client, endpoint: server, probe_identity: identity });
+    }
+    Ok(redis_servers)
+}
+
+impl ServerReport {
+    /// Of servers that cannot be found.
+    pub fn unreachable(name: &str, error: &ConnectError) -> Self {
+        let check = Check { name: "reachable", status: Status::Failed, message: error.to_string(), advice: None };
+        ServerReport { address: name.to_owned(), checks: vec![check] }
+    }
+}
+
+/// What the gateway wants of its servers.
+#[derive(Debug)]
+pub struct Requirements {
+    /// First part of every key.
+    pub prefix: String,
+    /// Bound of a decision.
+    pub timeout: Duration,
+    /// What the scripts of routes must know.
+    pub algorithms: AlgorithmSet,
+    /// The algorithms of the limits.
+    pub rules: Vec<Rule>,
+    /// Whether operators can set overrides: the admin listener has a token.
+    pub can_set_overrides: bool,
+}
+
+/// What was found on a server.
+#[derive(Debug, Serialize)]
+pub struct ServerReport {
+    /// How the server is called.
+    pub address: String,
+    /// What was looked at, in the order of looking. A server that stops answering is asked no more.
+    pub checks: Vec<Check>,
+}
+
+/// One thing that was looked at.
+#[derive(Debug, Serialize)]
+pub struct Check {
+    /// What.
+    pub name: &'static str,
+    /// How it is.
+    pub status: Status,
+    /// What was found, figures with their units.
+    pub message: String,
+    /// What to do, if anything.
+    pub advice: Option<String>,
+}
+
+/// How something is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+pub enum Status {
+    /// As it should be.
+    #[serde(rename = "ok")]
+    Ok,
+    /// It works, and may not always.
+    #[serde(rename = "warning")]
+    Warning,
+    /// Limits cannot be decided, or not rightly.
+    #[serde(rename = "failed")]
+    Failed,
+    /// The user may not look.
+    #[serde(rename = "skipped")]
+    Skipped,
+}
+
+impl Check {
+    fn ok(name: &'static str, found: impl Into<String>) -> Self {
+        Check { name, status: Status::Ok, message: found.into(), advice: None }
+    }
+
+    fn skipped(name: &'static str, found: impl Into<String>) -> Self {
+        Check { name, status: Status::Skipped, message: found.into(), advice: None }
+    }
+
+    /// The server refused to be looked at, or to work.
+    fn from_redis_error(name: &'static str, error: &RedisError) -> Self {
+        if let Some(permission) = missing_permission(error) {
+            return Check::skipped(name, format!("the user lacks the right {permission}"))
+                .with_advice("examine with a user for that: docs/redis.md has one");
+        }
+        match error.detail() {
+            Some(detail) if detail.contains("unknown command") => {
+                Check::skipped(name, format!("the server says: {detail}"))
+            }
+            _ => Check { name, status: Status::Failed, message: diagnose_call(error), advice: None },
+        }
+    }
+
+    fn with_advice(self, advice: impl Into<String>) -> Self {
+        Check { advice: Some(advice.into()), ..self }
+    }
+
+    fn with_status(self, status: Status) -> Self {
+        Check { status, ..self }
+    }
+}
+
+impl ServerReport {
+    /// Adds what came of a look; a server that was lost ends the examination.
+    fn record(&mut self, name: &'static str, result: Result<Check, CallError>) -> Result<(), Abort> {
+        let (check, outcome) = match result {
+            Ok(check) => (check, Ok(())),
+            Err(CallError::ErrorReply(error)) => (Check::from_redis_error(name, &error), Ok(())),
+            Err(CallError::ConnectionLost(found)) => {
+                (Check { name, status: Status::Failed, message: found, advice: None }, Err(Abort))
+            }
+        };
+        self.checks.push(check);
+        outcome
+    }
+}
+
+/// There is no point in going on.
+struct Abort;
+
+/// Looks at everything on one server. It takes some seconds at most, also if the server hangs.
+pub async fn examine(server: &RedisServer, requirements: &Requirements) -> ServerReport {
+    let mut report = ServerReport { address: server.name.clone(), checks: Vec::new() };
+    // What was lost stands in the report.
+    let _ = run_checks(server, requirements, &mut report).await;
+    report
+}
+
+/// Check a server for `sluicegate check`: its round trip, and what it does with overrides. Return the checks that warn or
+/// fail; a command that Redis refuses is left out.
+///
+/// # Errors
+/// The server cannot be reached.
+pub async fn check_basics(server: &Target, requirements: &Requirements) -> Result<Vec<Check>, ConnectError> {
+    let client = server.client(CALL_TIMEOUT).await?;
+    let mut connection = DiagnosticConnection::open(&client).await.map_err(|error| ConnectError::new(&error))?;
+    let mut checks = vec![server::check_round_trip(&mut connection, requirements.timeout).await];
+    checks.push(server::check_persistence(&mut connection, &requirements.prefix, requirements.can_set_overrides).await);
+    if server.mode() == ServerMode::Cluster {
+        checks.push(server::check_full_coverage(&mut connection).await);
+    }
+    let mut warnings = Vec::new();
+    for check in checks {
+        match check {
+            Ok(check) if matches!(check.status, Status::Warning | Status::Failed) => warnings.push(check),
+            Ok(_) | Err(CallError::ErrorReply(_)) => {}
+            Err(CallError::ConnectionLost(error)) => return Err(ConnectError::new(&error)),
+        }
+    }
+    Ok(warnings)
+}
+
+async fn run_checks(server: &RedisServer, requirements: &Requirements, report: &mut ServerReport) -> Result<(), Abort> {
+    let address: &ConnectionAddr = server.client.get_connection_info().addr();
+    let (mut connection, hello) = match server::connect(&server.client).await {
+        Ok((connection, hello, check)) => {
+            report.checks.push(check);
+            (connection, hello)
+        }
+        Err(found) => {
+            report.checks.push(Check { name: "reachable", status: Status::Failed, message: found, advice: None });
+            return Err(Abort);
+        }
+    };
+    let connection: &mut DiagnosticConnection = &mut connection;
+    report.record("version", server::check_version(connection, hello.as_ref()).await)?;
+    if let Some(found) = hello.as_ref().and_then(|hello| hello.mismatch(server.endpoint.mode(), address)) {
+        // What else is wrong with the wrong server is nobody's concern.
+        report.checks.push(Check { name: "role", status: Status::Failed, message: found, advice: None });
+        return Err(Abort);
+    }
+    report.record("role", server::check_role(connection, hello.as_ref()).await)?;
+    report.record("memory", server::check_memory(connection).await)?;
+    report.record("policy", server::check_policy(connection).await)?;
+    report.record("evictions", server::check_evictions(connection).await)?;
+    report.record("keys", check_keys(connection, server, &requirements.prefix).await)?;
+    report.record(
+        "persistence",
+        server::check_persistence(connection, &requirements.prefix, requirements.can_set_overrides).await,
+    )?;
+    if server.endpoint.mode() == ServerMode::Cluster {
+        report.record("full coverage", server::check_full_coverage(connection).await)?;
+    }
+    report.record("round trip", server::check_round_trip(connection, requirements.timeout).await)?;
+    report.record("clock", server::check_clock(connection).await)?;
+    report.record("permissions", permissions::check_permissions(connection, server, requirements).await)?;
+    report.record("scripts", permissions::check_scripts(connection, requirements.algorithms).await)?;
+    report.record("decisions", permissions::check_decisions(server, requirements).await)
+}
+
+// A connection to examine a server by: every call is bounded, and an error says whether to go on.
+
+/// Bound of connecting, and of each reply: far more than a gateway would wait, so that a slow server is told from a dead one.
+pub(crate) const CALL_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// The connection.
+pub(crate) struct DiagnosticConnection {
+    pub(crate) multiplexed: MultiplexedConnection,
+    pub(crate) address: ConnectionAddr,
+}
+
+/// Why there is no answer.
+pub(crate) enum CallError {
+    /// The server answered with an error; other calls may do.
+    ErrorReply(RedisError),
+    /// There will be no more answers; in words for people.
+    ConnectionLost(String),
+}
+
+impl DiagnosticConnection {
+    pub(crate) async fn open(client: &Client) -> Result<DiagnosticConnection, String> {
+        let address = client.get_connection_info().addr().clone();
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(Some(CALL_TIMEOUT))
+            .set_response_timeout(Some(CALL_TIMEOUT));
+        match client.get_multiplexed_async_connection_with_config(&config).await {
+            Ok(multiplexed) => Ok(DiagnosticConnection { multiplexed, address }),
+            Err(error) => Err(diagnose_connect(&error, &address)),
+        }
+    }
+
+    /// Calls one command.
+    pub(crate) async fn call<T: FromRedisValue>(&mut self, command: &Cmd) -> Result<T, CallError> {
+        let reply = self.multiplexed.send_packed_command(command).await;
+        let reply = reply.and_then(Value::extract_error).map_err(|error| self.classify_error(error))?;
+        redis::from_redis_value(reply).map_err(|error| CallError::ErrorReply(error.into()))
+    }
+
+    /// Whether to go on after an error.
+    pub(crate) fn classify_error(&self, error: RedisError) -> CallError {
+        if error.is_timeout() {
+            CallError::ConnectionLost(diagnose_timeout(&self.address))
+        } else if error.is_io_error() || error.is_unrecoverable_error() {
+            CallError::ConnectionLost(diagnose_call(&error))
+        } else {
+            CallError::ErrorReply(error)
+        }
+    }
+
+    /// A section of `INFO`.
+    pub(crate) async fn info(&mut self, section: &str) -> Result<InfoSection, CallError> {
+        self.call(redis::cmd("INFO").arg(section)).await.map(InfoSection)
+    }
+}
+
+/// What `INFO` says.
+pub(crate) struct InfoSection(String);
+
+impl InfoSection {
+    pub(crate) fn text(&self, name: &str) -> Option<&str> {
+        self.0.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'))
+    }
+
+    pub(crate) fn number(&self, name: &str) -> Option<u64> {
+        self.text(name)?.parse().ok()
+    }
+}
+
+// The keys of the limits: each must expire. The search is bounded and says how far it came.
+
+/// Keys of the database that a call looks at.
+const SCAN_COUNT: u64 = 1000;
+/// Calls: 100,000 keys in all.
+const MAX_SCAN_CALLS: u64 = 100;
+/// And no longer than this.
+const SCAN_TIMEOUT: Duration = Duration::from_secs(3);
+/// Keys whose size is asked for.
+const SIZE_SAMPLE_KEYS: usize = 50;
+/// Keys that are named in the report.
+const MAX_NAMED_KEYS: usize = 3;
+
+#[derive(Default)]
+struct KeyStatistics {
+    key_count: u64,
+    without_ttl: u64,
+    examples: Vec<String>,
+    sizes_bytes: Vec<u64>,
+}
+
+pub(crate) async fn check_keys(
+    connection: &mut DiagnosticConnection,
+    server: &RedisServer,
+    prefix: &str,
+) -> Result<Check, CallError> {
+    let pattern = format!("{}:*", escape_glob(prefix));
+    // Of a pipeline it would not be known which right is missing.
+    connection.call::<Value>(redis::cmd("PTTL").arg(server.probe_key(prefix))).await?;
+    let started_at = monotonic();
+    let (mut cursor, mut steps, mut statistics) = (0, 0, KeyStatistics::default());
+    let is_complete = loop {
+        let mut scan = redis::cmd("SCAN");
+        let (next, keys): (u64, Vec<Vec<u8>>) =
+            connection.call(scan.arg(cursor).arg("MATCH").arg(&pattern).arg("COUNT").arg(SCAN_COUNT)).await?;
+        (cursor, steps) = (next, steps + 1);
+        inspect_keys(connection, &keys, &mut statistics).await?;
+        if cursor == 0 || steps == MAX_SCAN_CALLS || started_at.elapsed() > SCAN_TIMEOUT {
+            break cursor == 0;
+        }
+    };
+    let total = match connection.info("keyspace").await {
+        Ok(info) => format!(" ({})", pluralize(database_key_count(&info, connection.multiplexed.get_db()), "key")),
+        Err(CallError::ErrorReply(_)) => String::new(),
+        Err(error) => return Err(error),
+    };
+    let coverage = if is_complete {
+        format!("the whole database{total} was looked at")
+    } else {
+        format!("about {} keys of the database{total} were looked at", steps * SCAN_COUNT)
+    };
+    statistics.sizes_bytes.sort_unstable();
+    let size = statistics
+        .sizes_bytes
+        .get(statistics.sizes_bytes.len() / 2)
+        .map_or(String::new(), |bytes| format!(" of about {bytes} bytes"));
+    let KeyStatistics { key_count, without_ttl, examples, .. } = statistics;
+    let summary =
+        format!("{} under {prefix}:{size}, {without_ttl} without a TTL; {coverage}", pluralize(key_count, "key"));
+    let check = Check::ok("keys", summary.clone());
+    Ok(if without_ttl > 0 {
+        let found = format!("{summary}; such as {}", examples.join(", "));
+        let advice = "the gateway never writes such keys, and they never go: find out who does, delete them, or choose another store.prefix";
+        Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
+    } else {
+        check
+    })
+}
+
+async fn inspect_keys(
+    connection: &mut DiagnosticConnection,
+    keys: &[Vec<u8>],
+    statistics: &mut KeyStatistics,
+) -> Result<(), CallError> {
+    if keys.is_empty() {
+        return Ok(());
+    }
+    let mut pipeline = redis::pipe();
+    for key in keys {
+        pipeline.cmd("PTTL").arg(key);
+    }
+    let ttls: Vec<i64> =
+        pipeline.query_async(&mut connection.multiplexed).await.map_err(|error| connection.classify_error(error))?;
+    statistics.key_count += keys.len() as u64;
+    // -1 is a key without a TTL, -2 one that has gone meanwhile.
+    for (key, _) in keys.iter().zip(ttls).filter(|(_, ttl)| *ttl == -1) {
+        statistics.without_ttl += 1;
+        if statistics.examples.len() < MAX_NAMED_KEYS {
+            statistics.examples.push(String::from_utf8_lossy(key).into_owned());
+        }
+    }
+    for key in keys.iter().take(SIZE_SAMPLE_KEYS.saturating_sub(statistics.sizes_bytes.len())) {
+        match connection.call::<Option<u64>>(redis::cmd("MEMORY").arg("USAGE").arg(key)).await {
+            Ok(bytes) => statistics.sizes_bytes.extend(bytes),
+            // A figure less.
+            Err(CallError::ErrorReply(_)) => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+/// A pattern that matches exactly this text.
+fn escape_glob(text: &str) -> String {
+    let is_special = |character| matches!(character, '*' | '?' | '[' | ']' | '\\');
+    text.chars().flat_map(|character| is_special(character).then_some('\\').into_iter().chain([character])).collect()
+}
+
+#[cfg(test)]
+mod keys_tests {
+    #[test]
+    fn escape_glob_escapes_metacharacters() {
+        for (text, expected) in [("rl", "rl"), ("a*b?", "a\\*b\\?"), ("[x]\\", "\\[x\\]\\\\")] {
+            assert_eq!(super::escape_glob(text), expected);
+        }
+    }
+}

@@ -1,0 +1,223 @@
+//! What the user may do: every command that the gateway would call for these limits, without calling one.
+
+use std::sync::Arc;
+
+use redis::Value;
+use tokio::time::timeout;
+
+use crate::limiter::algorithm::{AlgorithmKind, Rule};
+use crate::limiter::clock::{Clock, monotonic};
+use crate::limiter::key::{IdentityHasher, Key, StateName};
+use crate::limiter::redis::diagnosis::diagnose_call;
+use crate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
+use crate::limiter::redis::{RedisSettings, ServerStore};
+use crate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation, StoreError};
+use crate::telemetry::pluralize;
+use crate::tools::doctor::server::format_elapsed;
+use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, RedisServer, Requirements, Status};
+
+/// Replies with the places of the commands in ARGV that the user may not call; KEY in them stands for KEYS[1].
+/// False = the server cannot tell: `acl_check_cmd` came with Redis 7.0.
+const ACL_CHECK_SCRIPT: &str = "if not redis.acl_check_cmd then return false end
+local refused = {}
+for i = 1, #ARGV do
+  local words = {}
+  for word in string.gmatch(ARGV[i], '%S+') do words[#words + 1] = word == 'KEY' and KEYS[1] or word end
+  if not redis.acl_check_cmd(unpack(words)) then refused[#refused + 1] = i end
+end
+return refused";
+
+/// The commands that the gateway calls itself, as one would write them; what scripts call comes on top.
+const BASE_COMMANDS: &[&str] = &["ping", "time", "eval x 0", "evalsha x 0", "script load x"];
+/// What operators decide about single identities.
+const OVERRIDE_COMMANDS: &[&str] = &["hgetall KEY", "hset KEY x x", "hdel KEY x", "pexpire KEY 1", "del KEY"];
+const STRING_COMMANDS: &[&str] = &["get KEY", "set KEY x px 1", "setrange KEY 0 x", "del KEY"];
+const LOG_COMMANDS: &[&str] = &[
+    "llen KEY",
+    "lindex KEY 0",
+    "lrange KEY 0 0",
+    "rpush KEY x",
+    "ltrim KEY 0 0",
+    "lrem KEY 0 x",
+    "pexpire KEY 1",
+    "del KEY",
+];
+const CONCURRENCY_COMMANDS: &[&str] = &[
+    "zcount KEY 0 0",
+    "zrangebyscore KEY 0 0",
+    "zadd KEY 0 x",
+    "zrem KEY x",
+    "zremrangebyscore KEY 0 0",
+    "pexpire KEY 1",
+];
+
+pub(super) async fn check_permissions(
+    connection: &mut DiagnosticConnection,
+    server: &RedisServer,
+    requirements: &Requirements,
+) -> Result<Check, CallError> {
+    let commands = required_commands(&requirements.rules);
+    let mut eval = redis::cmd("EVAL");
+    eval.arg(ACL_CHECK_SCRIPT).arg(1).arg(server.probe_key(&requirements.prefix)).arg(&commands);
+    let refused = match connection.call::<Value>(&eval).await {
+        Err(CallError::ErrorReply(error)) => {
+            // Not left out: the gateway would be refused as well.
+            return Ok(Check::from_redis_error("permissions", &error)
+                .with_status(Status::Failed)
+                .with_advice(ACL_ADVICE));
+        }
+        reply => reply?,
+    };
+    let Ok(refused) = redis::from_redis_value::<Option<Vec<usize>>>(refused) else {
+        return Ok(Check::skipped("permissions", "the server's answer is not understood"));
+    };
+    let Some(refused) = refused else {
+        return Ok(Check::skipped("permissions", "this server cannot tell; Redis can from 7.0 on"));
+    };
+    let missing: Vec<_> =
+        refused.iter().filter_map(|position| commands.get(position - 1)).map(|words| acl_rule(words)).collect();
+    Ok(if missing.is_empty() {
+        Check::ok(
+            "permissions",
+            format!("{} that these limits need are allowed", pluralize(commands.len() as u64, "command")),
+        )
+    } else {
+        let found = format!(
+            "refused: {} (of {} that these limits need)",
+            missing.join(" "),
+            pluralize(commands.len() as u64, "command")
+        );
+        Check::ok("permissions", found).with_status(Status::Failed).with_advice(ACL_ADVICE)
+    })
+}
+
+const ACL_ADVICE: &str = "give the user these rights with ACL SETUSER: docs/redis.md has the line for the gateway";
+
+fn required_commands(rules: &[Rule]) -> Vec<&'static str> {
+    let mut commands = [BASE_COMMANDS, OVERRIDE_COMMANDS].concat();
+    for rule in rules {
+        commands.extend(match rule.kind() {
+            AlgorithmKind::SlidingLog => LOG_COMMANDS,
+            AlgorithmKind::Concurrency => CONCURRENCY_COMMANDS,
+            AlgorithmKind::TokenBucket
+            | AlgorithmKind::FixedWindow
+            | AlgorithmKind::FirstRequest
+            | AlgorithmKind::Calendar
+            | AlgorithmKind::SlidingWindow
+            | AlgorithmKind::SlidingBuckets => STRING_COMMANDS,
+        });
+    }
+    commands.sort_unstable();
+    commands.dedup();
+    commands
+}
+
+/// A command as `ACL SETUSER` takes it.
+fn acl_rule(command_words: &str) -> String {
+    let mut command_words = command_words.split(' ');
+    match (command_words.next().unwrap_or_default(), command_words.next()) {
+        ("script", Some(subcommand)) => format!("+script|{subcommand}"),
+        (command, _) => format!("+{command}"),
+    }
+}
+
+// Scripts and decisions: what the gateway does for a request, tried out on keys that go away.
+
+/// The SHA-1 of no script.
+const UNKNOWN_SCRIPT_SHA: &str = "0000000000000000000000000000000000000000";
+
+/// Whether the scripts of the configuration are taken and run, and a forgotten one is told.
+pub(super) async fn check_scripts(
+    connection: &mut DiagnosticConnection,
+    algorithms: AlgorithmSet,
+) -> Result<Check, CallError> {
+    for variant in ScriptVariant::ALL {
+        let script = script(variant, algorithms);
+        let mut load = redis::cmd("SCRIPT");
+        let sha: String = connection.call(load.arg("LOAD").arg(&script.source)).await?;
+        if sha != script.sha {
+            let found = format!("a script is called {sha}, not {}", script.sha);
+            return Ok(Check::ok("scripts", found)
+                .with_status(Status::Failed)
+                .with_advice("this is not Redis, or not its SHA-1"));
+        }
+        // Without keys a script does nothing but say so.
+        match connection.call::<Value>(redis::cmd("EVALSHA").arg(&sha).arg(0)).await {
+            Err(CallError::ErrorReply(error)) if error.code() == Some("RLARG") => {}
+            Err(failure) => return Err(failure),
+            Ok(_) => return Ok(Check::ok("scripts", "a script answers what it should not").with_status(Status::Failed)),
+        }
+    }
+    // A restarted Redis has forgotten all of them, and this is how the gateway learns it.
+    match connection.call::<Value>(redis::cmd("EVALSHA").arg(UNKNOWN_SCRIPT_SHA).arg(0)).await {
+        Err(CallError::ErrorReply(error)) if error.code() == Some("NOSCRIPT") => {}
+        Err(failure) => return Err(failure),
+        Ok(_) => return Ok(Check::ok("scripts", "a script that was never loaded answers").with_status(Status::Failed)),
+    }
+    Ok(Check::ok(
+        "scripts",
+        format!(
+            "loaded and answering: {}; one that was forgotten is told",
+            pluralize(ScriptVariant::ALL.len() as u64, "script")
+        ),
+    ))
+}
+
+/// One decision of each algorithm of the configuration, charged and given back. The keys expire, whatever happens.
+pub(super) async fn check_decisions(server: &RedisServer, requirements: &Requirements) -> Result<Check, CallError> {
+    let settings = RedisSettings {
+        prefix: requirements.prefix.clone(),
+        connections: 1,
+        timeout: CALL_TIMEOUT,
+        connect_timeout: CALL_TIMEOUT,
+        algorithms: AlgorithmSet::default(),
+        clock: Clock::Store,
+    };
+    // It was seen to be of the right kind before.
+    let store = ServerStore::new(&settings, server.endpoint.clone(), Arc::default());
+    let hasher = IdentityHasher::new("doctor");
+    let identity = server.probe_identity;
+    let (mut kinds, mut slowest) = (Vec::new(), tokio::time::Duration::ZERO);
+    for rule in &requirements.rules {
+        if kinds.contains(&rule.kind()) {
+            continue;
+        }
+        kinds.push(rule.kind());
+        let rule = with_short_window(rule);
+        let state_name = StateName::new(&hasher, "doctor", &rule.shape());
+        let key = Key { identity, state_name: &state_name };
+        let charge = Charge { key, rule: &rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 1, debt_before_us: 0 };
+        let sent_at = monotonic();
+        let verdict = match timeout(CALL_TIMEOUT, store.call(Operation::Check, &[charge])).await {
+            Ok(Ok(verdict)) => verdict,
+            Ok(Err(error)) => return Ok(decision_failed(&error)),
+            Err(_) => return Ok(decision_failed(&StoreError::Timeout)),
+        };
+        slowest = slowest.max(sent_at.elapsed());
+        if verdict.granted != 1 {
+            let found = format!("the first request of a fresh limit is denied ({})", rule.shape());
+            return Ok(Check::ok("decisions", found).with_status(Status::Failed));
+        }
+        let refund = Operation::Refund { charged_at: verdict.now_us };
+        if let Ok(Err(error)) = timeout(CALL_TIMEOUT, store.call(refund, &[charge])).await {
+            return Ok(decision_failed(&error));
+        }
+    }
+    let found = format!(
+        "{} tried: charged and given back, the slowest in {}",
+        pluralize(kinds.len() as u64, "algorithm"),
+        format_elapsed(slowest)
+    );
+    Ok(Check::ok("decisions", found))
+}
+
+fn decision_failed(error: &StoreError) -> Check {
+    let found = error.error_reply().map_or_else(|| error.to_string(), diagnose_call);
+    Check::ok("decisions", found).with_status(Status::Failed)
+}
+
+/// The same algorithm for a second, so that a key that is not given back is soon gone; calendars and leases have their own time.
+fn with_short_window(rule: &Rule) -> Rule {
+    let quota = rule.parse_quota(if let Rule::Concurrency(_) = rule { "1" } else { "1/s" });
+    quota.and_then(|quota| rule.with_quota(quota, None)).unwrap_or_else(|_| rule.clone())
+}

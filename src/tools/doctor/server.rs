@@ -1,0 +1,346 @@
+//! The server itself: whether it answers, which one it is, how fast and at what time.
+
+use std::time::Duration;
+
+use redis::{Client, Value};
+
+use crate::limiter::clock::{monotonic, unix_us};
+use crate::limiter::redis::connection::{HelloReply, ServerRole};
+use crate::limiter::redis::diagnosis::diagnose_connect;
+use crate::limiter::redis::overrides;
+use crate::telemetry::pluralize;
+use crate::tools::doctor::{CALL_TIMEOUT, CallError, Check, DiagnosticConnection, InfoSection, Status};
+
+/// Nothing older has all that the scripts use.
+const MIN_VERSION: (u32, u32) = (6, 2);
+/// The one that the tests run.
+const TESTED_VERSION: (u32, u32) = (7, 0);
+const PING_COUNT: usize = 50;
+const CLOCK_READINGS: usize = 5;
+/// `store.timeout` must be this many times the round trip: a call may wait for another one, and for the script itself.
+const TIMEOUT_HEADROOM: u32 = 4;
+/// The default of `store.timeout`.
+const MIN_TIMEOUT: Duration = Duration::from_millis(50);
+/// Connecting takes several round trips. Half of the default of `store.connect_timeout`.
+const SLOW_CONNECT: Duration = Duration::from_millis(500);
+
+/// Connects and asks for a sign of life.
+///
+/// # Errors
+/// In words, why the server cannot be used at all.
+pub(super) async fn connect(client: &Client) -> Result<(DiagnosticConnection, Option<HelloReply>, Check), String> {
+    let started_at = monotonic();
+    let mut connection = DiagnosticConnection::open(client).await?;
+    let elapsed = started_at.elapsed();
+    // Without a password to check, connecting alone proves little: what listens may be anything.
+    let hello: Result<Value, _> = connection.call(&redis::cmd("HELLO")).await;
+    let hello = match hello {
+        Ok(reply) => HelloReply::read(&reply),
+        Err(CallError::ConnectionLost(error)) => return Err(error),
+        Err(CallError::ErrorReply(error)) if error.code() == Some("NOAUTH") => {
+            return Err(diagnose_connect(&error, &connection.address));
+        }
+        Err(CallError::ErrorReply(_)) => None,
+    };
+    let check = Check::ok("reachable", format!("connected in {}", format_elapsed(elapsed)));
+    let check = if elapsed > SLOW_CONNECT {
+        let advice = format!("set store.connect_timeout to at least {}", config_duration(elapsed * 2));
+        check.with_status(Status::Warning).with_advice(advice)
+    } else {
+        check
+    };
+    Ok((connection, hello, check))
+}
+
+pub(super) async fn check_version(
+    connection: &mut DiagnosticConnection,
+    hello: Option<&HelloReply>,
+) -> Result<Check, CallError> {
+    let (server, version) = match hello {
+        Some(hello) => (hello.server.clone(), hello.version.clone()),
+        None => ("redis".to_owned(), connection.info("server").await?.text("redis_version").unwrap_or("?").to_owned()),
+    };
+    let mut parts = version.split('.').map(|part| part.parse().unwrap_or(0));
+    let number: (u32, u32) = (parts.next().unwrap_or(0), parts.next().unwrap_or(0));
+    let check = Check::ok("version", format!("{server} {version}"));
+    Ok(if number < MIN_VERSION {
+        check.with_status(Status::Failed).with_advice("6.2 or newer is needed")
+    } else if server != "redis" || number != TESTED_VERSION {
+        check.with_advice("the gateway is tested with Redis 7.0; this one should do")
+    } else {
+        check
+    })
+}
+
+pub(super) async fn check_role(
+    connection: &mut DiagnosticConnection,
+    hello: Option<&HelloReply>,
+) -> Result<Check, CallError> {
+    let reply: Result<Value, _> = connection.call(&redis::cmd("ROLE")).await;
+    let reply_fields = match (reply, hello) {
+        (Ok(Value::Array(fields)), _) => fields,
+        (Err(CallError::ConnectionLost(error)), _) => return Err(CallError::ConnectionLost(error)),
+        // What it said at first is enough; only the replicas are not counted.
+        (_, Some(hello)) => {
+            let role = if hello.role == Some(ServerRole::Master) { "master" } else { "no master" };
+            return Ok(Check::ok("role", role));
+        }
+        (Err(error), None) => return Err(error),
+        (Ok(_), None) => Vec::new(),
+    };
+    let role =
+        reply_fields.first().and_then(|role| redis::from_redis_value_ref::<String>(role).ok()).unwrap_or_default();
+    Ok(match (role.as_str(), reply_fields.get(2)) {
+        ("master", Some(Value::Array(replicas))) => {
+            Check::ok("role", format!("master with {}", pluralize(replicas.len() as u64, "replica")))
+        }
+        (role, _) => Check::ok("role", if role.is_empty() { "unknown" } else { role })
+            .with_status(Status::Failed)
+            .with_advice("give the address of a master"),
+    })
+}
+
+pub(super) async fn check_round_trip(
+    connection: &mut DiagnosticConnection,
+    store_timeout: Duration,
+) -> Result<Check, CallError> {
+    let started_at = monotonic();
+    let mut times = Vec::with_capacity(PING_COUNT);
+    while times.len() < PING_COUNT && started_at.elapsed() < CALL_TIMEOUT {
+        let sent_at = monotonic();
+        connection.call::<Value>(&redis::cmd("PING")).await?;
+        times.push(sent_at.elapsed());
+    }
+    times.sort_unstable();
+    let (median, max) = (times[times.len() / 2], times[times.len() - 1]);
+    let found = format!(
+        "median {}, worst {} of {} calls; store.timeout is {}",
+        format_elapsed(median),
+        format_elapsed(max),
+        times.len(),
+        format_elapsed(store_timeout)
+    );
+    let check = Check::ok("round trip", found);
+    let advised_timeout =
+        format!("set store.timeout to at least {}, or run Redis nearer", config_duration(required_timeout(median)));
+    Ok(if median >= store_timeout {
+        check.with_status(Status::Failed).with_advice(format!(
+            "Redis answers, but later than store.timeout: most checks follow on_store_error; {advised_timeout}"
+        ))
+    } else if store_timeout < median * TIMEOUT_HEADROOM {
+        check
+            .with_status(Status::Warning)
+            .with_advice(format!("store.timeout leaves too little headroom: {advised_timeout}"))
+    } else if max * 2 > store_timeout {
+        let advice = "some decisions will be made without Redis: raise store.timeout, or see what keeps Redis or the network busy";
+        check.with_status(Status::Warning).with_advice(advice)
+    } else {
+        check
+    })
+}
+
+/// `store.timeout` for a round trip: [`HEADROOM`] times as long, and at least [`LEAST_TIMEOUT`].
+fn required_timeout(round_trip: Duration) -> Duration {
+    (round_trip * TIMEOUT_HEADROOM).max(MIN_TIMEOUT)
+}
+
+/// A duration as the configuration has it, rounded up.
+fn config_duration(duration: Duration) -> String {
+    format!("{}ms", duration.as_micros().div_ceil(1000))
+}
+
+/// How far its clock is from ours. A note: limits go by Redis' time alone.
+pub(super) async fn check_clock(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    let mut best: Option<(Duration, i64)> = None;
+    for _ in 0..CLOCK_READINGS {
+        let (sent_at, before_us) = (monotonic(), unix_us());
+        let (seconds, micros): (u64, u64) = connection.call(&redis::cmd("TIME")).await?;
+        let round_trip = sent_at.elapsed();
+        let middle_us = before_us + round_trip.as_micros() as u64 / 2;
+        let offset = (seconds * 1_000_000 + micros) as i64 - middle_us as i64;
+        if best.is_none_or(|(shortest, _)| round_trip < shortest) {
+            best = Some((round_trip, offset));
+        }
+    }
+    let (round_trip, offset) = best.unwrap_or_default();
+    let direction = if offset < 0 { "behind" } else { "ahead of" };
+    let offset = Duration::from_micros(offset.unsigned_abs());
+    let check = Check::ok(
+        "clock",
+        format!(
+            "{} {direction} this machine's, give or take {}; no decision depends on it",
+            format_elapsed(offset),
+            format_elapsed(round_trip / 2)
+        ),
+    );
+    Ok(if offset > Duration::from_secs(1) {
+        check.with_advice("calendar windows and the dialect `github` tell the time of Redis: set both clocks by NTP")
+    } else {
+        check
+    })
+}
+
+/// A duration with a unit that suits it.
+pub(super) fn format_elapsed(duration: Duration) -> String {
+    match duration.as_micros() {
+        us if us < 10_000 => format!("{:.2} ms", us as f64 / 1000.0),
+        us if us < 10_000_000 => format!("{} ms", us / 1000),
+        us => format!("{} s", us / 1_000_000),
+    }
+}
+
+// The memory of the server: how much is left, and what it does when there is none.
+
+pub(super) async fn check_memory(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    let info = connection.info("memory").await?;
+    let used = info.number("used_memory").unwrap_or(0);
+    Ok(match info.number("maxmemory").unwrap_or(0) {
+        0 => Check::ok("memory", format!("{} used; no maxmemory", format_mib(used)))
+            .with_advice("set maxmemory, so that Redis refuses before the machine runs out"),
+        max_bytes => {
+            let percent = used.saturating_mul(100) / max_bytes;
+            let check =
+                Check::ok("memory", format!("{} of {} used ({percent} %)", format_mib(used), format_mib(max_bytes)));
+            if percent >= 80 {
+                check
+                    .with_status(Status::Warning)
+                    .with_advice("raise maxmemory: a full Redis admits nobody whose state it would have to write")
+            } else {
+                check
+            }
+        }
+    })
+}
+
+/// What Redis does when its memory is full: every limit's state has a TTL, so each policy but `noeviction` may take it.
+pub(super) async fn check_policy(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    let info = match connection.info("memory").await {
+        Err(CallError::ErrorReply(_)) => return policy_from_config(connection).await,
+        info => info?,
+    };
+    match (info.text("maxmemory_policy"), info.number("maxmemory")) {
+        (Some(policy), Some(max_bytes)) => Ok(assess_policy(policy, max_bytes)),
+        _ => policy_from_config(connection).await,
+    }
+}
+
+async fn policy_from_config(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    let mut get = redis::cmd("CONFIG");
+    let pairs: Vec<(String, String)> = connection.call(get.arg("GET").arg("maxmemory*")).await?;
+    let value = |name: &str| pairs.iter().find(|(key, _)| key == name).map(|(_, value)| value.as_str());
+    let max_bytes = value("maxmemory").and_then(|max_bytes| max_bytes.parse().ok()).unwrap_or(0);
+    Ok(assess_policy(value("maxmemory-policy").unwrap_or("unknown"), max_bytes))
+}
+
+fn assess_policy(policy: &str, max_bytes: u64) -> Check {
+    let check = Check::ok("policy", policy);
+    if policy == "noeviction" {
+        return check;
+    }
+    let advice = "limits want noeviction, on an instance of their own: CONFIG SET maxmemory-policy noeviction";
+    if max_bytes == 0 {
+        let found = format!("{policy}, which evicts nothing while there is no maxmemory");
+        return Check { message: found, ..check }.with_status(Status::Warning).with_advice(advice);
+    }
+    let effect = match policy {
+        "volatile-ttl" => "takes what expires soonest first, which is short limits",
+        "volatile-lru" | "volatile-lfu" | "volatile-random" => "takes keys with a TTL, which all limits have",
+        _ => "takes any key",
+    };
+    let found = format!(
+        "{policy} with maxmemory {}: it {effect}, and whose limit is evicted has a fresh one",
+        format_mib(max_bytes)
+    );
+    Check { message: found, ..check }.with_status(Status::Failed).with_advice(advice)
+}
+
+pub(super) async fn check_evictions(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    let info = connection.info("stats").await?;
+    let evicted = info.number("evicted_keys").unwrap_or(0);
+    let check = Check::ok(
+        "evictions",
+        format!("{} evicted since the start of the server or CONFIG RESETSTAT", pluralize(evicted, "key")),
+    );
+    Ok(if evicted > 0 {
+        let advice = "limits may have been among them: raise maxmemory or set noeviction, then CONFIG RESETSTAT";
+        check.with_status(Status::Warning).with_advice(advice)
+    } else {
+        check
+    })
+}
+
+/// How many keys a database has.
+pub(super) fn database_key_count(info: &InfoSection, database: i64) -> u64 {
+    let counted = info.text(&format!("db{database}")).and_then(|figures| figures.strip_prefix("keys="));
+    counted.and_then(|figures| figures.split(',').next()?.parse().ok()).unwrap_or(0)
+}
+
+fn format_mib(bytes: u64) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+// What a restart or the loss of a master costs: overrides without persistence, and slots without a master.
+
+const PERSISTENCE_ADVICE: &str = "after a restart the gateways write back the overrides that they know; overrides are lost if no gateway \
+    is running then, or all gateways restart as well: CONFIG SET appendonly yes";
+
+/// Whether Redis keeps overrides over a restart. `wanted`: operators can set overrides.
+pub(super) async fn check_persistence(
+    connection: &mut DiagnosticConnection,
+    prefix: &str,
+    can_set_overrides: bool,
+) -> Result<Check, CallError> {
+    let append_only = match connection.info("persistence").await {
+        Ok(info) => info.text("aof_enabled") == Some("1"),
+        Err(CallError::ErrorReply(_)) => config_value(connection, "appendonly").await? == "yes",
+        Err(error) => return Err(error),
+    };
+    if append_only {
+        return Ok(Check::ok("persistence", "append-only file"));
+    }
+    let snapshots = config_value(connection, "save").await?;
+    if !snapshots.is_empty() {
+        return Ok(Check::ok("persistence", format!("snapshots (save {snapshots}), no append-only file")));
+    }
+    let Some(overrides) = override_count(connection, prefix).await? else {
+        return Ok(Check::ok("persistence", "none; the overrides are on another node"));
+    };
+    let check = Check::ok("persistence", format!("none; {} stored", pluralize(overrides, "override")));
+    Ok(if can_set_overrides || overrides > 0 {
+        check.with_status(Status::Warning).with_advice(PERSISTENCE_ADVICE)
+    } else {
+        check
+    })
+}
+
+/// The number of overrides in force; none if another node keeps the hash or the user cannot read it.
+async fn override_count(connection: &mut DiagnosticConnection, prefix: &str) -> Result<Option<u64>, CallError> {
+    let time: Value = connection.call(&overrides::time_command()).await?;
+    let entries: Value = match connection.call(&overrides::read_command(&overrides::hash_key(prefix))).await {
+        Err(CallError::ErrorReply(error)) if error.code() == Some("MOVED") => return Ok(None),
+        all => all?,
+    };
+    let Ok(snapshot) = overrides::parse_snapshot(time, entries) else { return Ok(Some(0)) };
+    let in_force =
+        |record: &&overrides::OverrideEntry| record.expires_at_us > snapshot.now_us && !record.value.is_empty();
+    Ok(Some(snapshot.entries.iter().filter(in_force).count() as u64))
+}
+
+/// Whether a cluster serves the slots of the other masters while one master is down.
+pub(super) async fn check_full_coverage(connection: &mut DiagnosticConnection) -> Result<Check, CallError> {
+    let required = config_value(connection, "cluster-require-full-coverage").await?;
+    let check = Check::ok("full coverage", format!("cluster-require-full-coverage {required}"));
+    Ok(if required == "yes" {
+        let found = "cluster-require-full-coverage yes: while a master is down, the cluster rejects all identities, not only \
+            those of this master";
+        let advice = "on every node: CONFIG SET cluster-require-full-coverage no, and CONFIG REWRITE";
+        Check { message: found.to_owned(), ..check }.with_status(Status::Warning).with_advice(advice)
+    } else {
+        check
+    })
+}
+
+async fn config_value(connection: &mut DiagnosticConnection, name: &str) -> Result<String, CallError> {
+    let pairs: Vec<(String, String)> = connection.call(redis::cmd("CONFIG").arg("GET").arg(name)).await?;
+    Ok(pairs.into_iter().find(|(key, _)| key == name).map(|(_, value)| value).unwrap_or_default())
+}

@@ -1,0 +1,256 @@
+//! What the limits of a route have to do with a request.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::runtime::{Builder, Runtime as Reactor};
+
+use crate::identity::api_key::Caller;
+use crate::identity::descriptor::Descriptor;
+use crate::identity::display::DisplayPart;
+use crate::identity::{IdentityLookup, IdentitySpec, RequestAttributes};
+use crate::limiter::algorithm::{Outcome, Status};
+use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::key::IdentityEncoder;
+use crate::limiter::overrides::{OverrideTable, Overrides};
+use crate::limiter::redis::{RedisSettings, overrides};
+use crate::limiter::settlement::Deferred;
+use crate::limiter::store;
+use crate::limiter::store::{DecidedBy, RedisStore};
+use crate::limiter::verdict::{Charge, Operation, Verdict};
+use crate::proxy::telemetry::LimitDecision;
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::routes::{Route, RouteLimit};
+use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};
+
+/// The decision that a look comes to. What limits would charge is gone from what they say is left.
+pub(super) fn simulated_decision<'a>(verdict: Verdict, checks: &[LimitCheck<'a, '_>]) -> Decision<'a> {
+    let admitted = verdict.granted > 0;
+    let after_charge =
+        |(check, outcome): (&LimitCheck<'_, '_>, &Outcome)| match admitted && outcome.status == Status::Ok {
+            true => Outcome { remaining: remaining_after(check, outcome), ..*outcome },
+            false => *outcome,
+        };
+    let outcomes = checks.iter().zip(&verdict.outcomes).map(after_charge).collect();
+    Decision::new(Verdict { outcomes, ..verdict }, store::DecidedBy::Store, checks.iter())
+}
+
+fn remaining_after(check: &LimitCheck<'_, '_>, outcome: &Outcome) -> u64 {
+    let tokens = match check.deferred {
+        // Charged when the response is there.
+        Deferred::Charge => 0,
+        // Whatever its cost, a charge is one lease.
+        Deferred::Nothing | Deferred::Refund if check.is_concurrency() => check.cost.min(1),
+        Deferred::Nothing | Deferred::Refund => check.cost,
+    };
+    outcome.remaining.saturating_sub(tokens)
+}
+
+/// What each limit of a route asks of a request and what it would say; `checks` are those that have a say, none where the
+/// request is refused.
+pub(super) fn limit_reports(
+    config: &CompiledConfig,
+    route: &Route,
+    attributes: &RequestAttributes<'_>,
+    checks: &[LimitCheck<'_, '_>],
+    verdict: Option<&Verdict>,
+) -> Vec<LimitReport> {
+    let decision = verdict.map(|verdict| simulated_decision(verdict.clone(), checks));
+    let metering = &route.rate_limits;
+    let reports = metering.limits.iter().enumerate().map(|(limit_index, route_limit)| {
+        let identity_spec = &metering.identities[route_limit.identity_index];
+        let lookup =
+            identity_spec.lookup(attributes, &config.api_key_settings, &config.hasher, &mut IdentityEncoder::default());
+        let (identity, skipped, error) = match lookup {
+            Ok(IdentityLookup::Identity(identity)) => (Some(identity.to_string()), None, None),
+            Ok(IdentityLookup::OtherMethod) => {
+                let methods: Vec<_> = identity_spec.methods.iter().map(http::Method::as_str).collect();
+                (None, Some(format!("it is for {} only", methods.join(", "))), None)
+            }
+            Ok(IdentityLookup::Missing(missing)) => {
+                (None, Some(format!("{missing}, and who lacks it is left out")), None)
+            }
+            Ok(IdentityLookup::Exempt) => (None, Some("who asks is exempt".to_owned()), None),
+            Err(error) => (None, None, Some(error.to_string())),
+        };
+        let index = checks.iter().position(|check| check.limit_index == limit_index);
+        let check = index.map(|index| &checks[index]);
+        let outcome = index.and_then(|index| verdict?.outcomes.get(index));
+        LimitReport {
+            limit: route_limit.limit.name.to_string(),
+            shadow: route_limit.limit.shadow,
+            skipped,
+            error,
+            parts: if identity.is_some() {
+                identity_part_reports(config, identity_spec, attributes)
+            } else {
+                Vec::new()
+            },
+            identity,
+            effective_quota: check.map(|check| effective_quota(check, attributes)),
+            cost: check.map(LimitCheck::required),
+            post_paid: route_limit.cost.is_deferred(),
+            usage: check
+                .zip(outcome)
+                .zip(decision.as_ref())
+                .map(|((check, outcome), decision)| limit_usage(route_limit, check, outcome, decision)),
+        }
+    });
+    reports.collect()
+}
+
+fn identity_part_reports(
+    config: &CompiledConfig,
+    identity_spec: &IdentitySpec,
+    attributes: &RequestAttributes<'_>,
+) -> Vec<IdentityPartReport> {
+    let name = identity_spec.display(attributes, &config.api_key_settings, &config.client_ip);
+    let to_report = |(descriptor, display): (&Descriptor, &DisplayPart)| {
+        let source = match descriptor {
+            _ if *display.label != *descriptor.label() => format!("the client's address, for want of the {descriptor}"),
+            Descriptor::ApiKey => format!("the field `{}`", config.api_key_settings.header),
+            Descriptor::Ip => "the client's address".to_owned(),
+            Descriptor::Global => "all requests".to_owned(),
+            Descriptor::User(_)
+            | Descriptor::Header(_)
+            | Descriptor::Cookie(_)
+            | Descriptor::Query(_)
+            | Descriptor::Path(_)
+            | Descriptor::Jwt(_)
+            | Descriptor::ClientCert
+            | Descriptor::Host
+            | Descriptor::Method
+            | Descriptor::Route => format!("the {descriptor}"),
+        };
+        IdentityPartReport {
+            part: display.label.to_string(),
+            value: display.value.as_ref().map(ToString::to_string),
+            source,
+        }
+    };
+    identity_spec.descriptors.iter().zip(&*name.0).map(to_report).collect()
+}
+
+/// Whose size it is, and how much.
+fn effective_quota(check: &LimitCheck<'_, '_>, attributes: &RequestAttributes<'_>) -> EffectiveQuota {
+    let LimitCheck { limit, variant, .. } = check;
+    let caller = attributes.caller.as_ref().map_or(Caller::Missing, |caller| *caller);
+    let is_own_variant = |name: &str| match caller {
+        Caller::Consumer(consumer) => {
+            consumer.variants.get(name).is_some_and(|own_variant| Arc::ptr_eq(own_variant, variant))
+        }
+        Caller::Accepted(_) | Caller::Anonymous | Caller::Missing => false,
+    };
+    let tier = limit.tiers.iter().find(|(_, other)| Arc::ptr_eq(other, variant));
+    let source = match (caller, tier) {
+        _ if Arc::ptr_eq(variant, &limit.default_variant) => "standard".to_owned(),
+        (Caller::Consumer(consumer), _) if is_own_variant(&limit.name) => format!("consumer {}", consumer.name),
+        (_, Some((tier, _))) => format!("tier {tier}"),
+        (_, None) => "override".to_owned(),
+    };
+    EffectiveQuota { source, quota: variant.quota.to_string(), capacity: variant.rule.capacity() }
+}
+
+fn limit_usage(
+    route_limit: &RouteLimit,
+    check: &LimitCheck<'_, '_>,
+    outcome: &Outcome,
+    decision: &Decision<'_>,
+) -> LimitUsage {
+    let seconds = |us: u64| us as f64 / 1e6;
+    let is_denied = outcome.status != Status::Ok;
+    let queue_policy = route_limit.limit.queue_policy.filter(|_| is_denied);
+    LimitUsage {
+        decision: LimitDecision::from_decision(check, decision).map(LimitDecision::label),
+        remaining: outcome.remaining,
+        remaining_after: (decision.admitted && !is_denied).then(|| remaining_after(check, outcome)),
+        reset_seconds: seconds(outcome.reset_us),
+        retry_seconds: (is_denied && outcome.status != Status::CostTooLarge).then(|| seconds(outcome.retry_us)),
+        max_wait_seconds: queue_policy.map(|wait| wait.max_wait.as_secs_f64()),
+    }
+}
+
+// Where identities stand: looked up in Redis, without a charge.
+
+/// It is asked once, and by a person: the bound of a decision would be too narrow.
+const LOOKUP_TIMEOUT: Duration = Duration::from_secs(2);
+
+/// Whoever can look.
+pub trait Counters {
+    /// The sizes that operators gave single identities.
+    fn overrides(&self) -> Option<Arc<OverrideTable>>;
+
+    /// Where the identities of these checks stand.
+    ///
+    /// # Errors
+    /// Why that cannot be seen.
+    fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable>;
+}
+
+/// Why it is not known where identities stand.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct CountersUnavailable(pub String);
+
+/// Nobody is asked.
+impl Counters for CountersUnavailable {
+    fn overrides(&self) -> Option<Arc<OverrideTable>> {
+        None
+    }
+
+    fn peek(&self, _: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
+        Err(self.clone())
+    }
+}
+
+/// Overrides of the limits of a configuration; none as yet.
+pub fn empty_overrides(config: &CompiledConfig) -> Overrides {
+    let limits = config.limits.iter().map(|(name, compiled)| (name.clone(), compiled.limit.clone()));
+    let limits: BTreeMap<_, _> = limits.collect();
+    Overrides::new(config.hasher.clone(), move |name| limits.get(name).cloned(), None)
+}
+
+/// The Redis of a configuration.
+#[derive(Debug)]
+pub struct RedisCounters {
+    tokio_runtime: Reactor,
+    store: RedisStore,
+    overrides: Overrides,
+}
+
+impl RedisCounters {
+    /// That of this configuration, which has one; what operators decided is read at once.
+    ///
+    /// # Errors
+    /// No reactor.
+    pub fn open(config: &CompiledConfig) -> io::Result<Option<Self>> {
+        let Some((servers, settings)) = &config.store.redis else { return Ok(None) };
+        let key = overrides::hash_key(&settings.prefix);
+        let redis = (servers.clone(), RedisSettings { timeout: LOOKUP_TIMEOUT, ..settings.clone() });
+        let tokio_runtime = Builder::new_current_thread().enable_all().build()?;
+        let (store, overrides) = tokio_runtime.block_on(async {
+            let store = RedisStore::new(&redis, Arc::default(), Arc::default(), Arc::default());
+            let overrides = empty_overrides(config);
+            // A store that does not answer is spoken of where it is asked for counters.
+            let _ = overrides.refresh(&store, &key).await;
+            (store, overrides)
+        });
+        Ok(Some(RedisCounters { tokio_runtime, store, overrides }))
+    }
+}
+
+impl Counters for RedisCounters {
+    fn overrides(&self) -> Option<Arc<OverrideTable>> {
+        self.overrides.current()
+    }
+
+    fn peek(&self, checks: &[LimitCheck<'_, '_>]) -> Result<Verdict, CountersUnavailable> {
+        // Of what is paid afterwards a unit must be there.
+        let charge = |check| Charge { cost: LimitCheck::required(check), ..check.charge(DecidedBy::Store, 0) };
+        let charges: Vec<_> = checks.iter().map(charge).collect();
+        let result = self.tokio_runtime.block_on(self.store.call(Operation::Peek, &charges));
+        result.map_err(|error| CountersUnavailable(error.to_string()))
+    }
+}

@@ -1,0 +1,205 @@
+//! Which route takes a request, and why the others do not.
+
+use futures_util::FutureExt;
+use http::uri::PathAndQuery;
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use http_body_util::BodyExt;
+
+use crate::http::body::Body;
+use crate::http::headers::X_REQUEST_ID;
+use crate::limiter::decision::Decision;
+use crate::proxy::client::{Peer, RequestId};
+use crate::proxy::forward::{UpstreamRequestInfo, prepare_upstream_headers};
+use crate::proxy::local_reply::Rejection;
+use crate::proxy::rate_limit::append_ratelimit_headers;
+use crate::proxy::target::RequestTarget;
+use crate::routing::explain::{Candidate, MismatchReason};
+use crate::snapshot::CompiledConfig;
+use crate::snapshot::route_action::WeightedUpstreams;
+use crate::snapshot::routes::{Route, RouteAction};
+use crate::tools::explain::report::{HeaderReport, MatchedRoute, OtherRoute, ResponseReport, UpstreamReport};
+
+type RouteCandidate<'r> = Candidate<'r, std::sync::Arc<Route>>;
+
+/// The route that takes it.
+pub(super) fn matched_route(route: &Route) -> MatchedRoute {
+    MatchedRoute { route: route.name.to_string(), path: route.path.to_string() }
+}
+
+/// The routes that do not take a request, the nearest of them first, up to `most`; and how many more there are.
+pub(super) fn other_routes(
+    config: &CompiledConfig,
+    request: &Request<()>,
+    target: &RequestTarget<'_>,
+    route_index: Option<usize>,
+    max: usize,
+) -> (Vec<OtherRoute>, usize) {
+    let (method, headers) = (request.method(), request.headers());
+    let mut all = config.table.candidates(&target.host, &target.path, method, headers);
+    all.sort_by_key(|candidate| (candidate.distance(), candidate.target.index));
+    let (winner, others): (Vec<_>, Vec<_>) =
+        all.into_iter().partition(|to_report| Some(to_report.target.index) == route_index);
+    let others_left_out = others.len().saturating_sub(max);
+    let other = |other: &RouteCandidate<'_>| {
+        let (mismatch, reason) = mismatch_reason(other, winner.first());
+        OtherRoute { route: other.target.name.to_string(), path: other.target.path.to_string(), mismatch, reason }
+    };
+    (others.iter().take(max).map(other).collect(), others_left_out)
+}
+
+/// The criterion, and what the route wants.
+fn mismatch_reason(other: &RouteCandidate<'_>, winner: Option<&RouteCandidate<'_>>) -> (&'static str, String) {
+    match other.mismatch {
+        Some(MismatchReason::Host) => ("host", format!("it is for the host {}", other.host.as_deref().unwrap_or("*"))),
+        Some(MismatchReason::Path) => ("path", format!("its path is {}", other.target.path)),
+        Some(MismatchReason::Method) => ("method", format!("it is for {} only", method_list(other))),
+        Some(MismatchReason::Header(name)) => {
+            ("header", format!("it wants `{}`", required_header(other.headers, name)))
+        }
+        None => ("specific", winner.map_or_else(String::new, |winner| specificity_reason(other, winner))),
+    }
+}
+
+/// In what another route is more specific, where both match: hosts come before paths, and these before methods and fields.
+fn specificity_reason(other: &RouteCandidate<'_>, winner: &RouteCandidate<'_>) -> String {
+    let better = &winner.target.name;
+    if other.host != winner.host {
+        return format!("it matches, but the host of {better} is more specific");
+    }
+    if !other.target.path_pattern.matches_same_paths(&winner.target.path_pattern) {
+        return format!("it matches, but the path of {better} is more specific");
+    }
+    if other.methods.is_empty() != winner.methods.is_empty() {
+        return format!("it matches, but {better} lists the method");
+    }
+    format!("it matches, but {better} wants more fields")
+}
+
+fn method_list(other: &RouteCandidate<'_>) -> String {
+    other.methods.iter().map(http::Method::as_str).collect::<Vec<_>>().join(", ")
+}
+
+fn required_header(headers: &[(HeaderName, HeaderValue)], name: &HeaderName) -> String {
+    let value = headers.iter().find(|(wanted, _)| wanted == name).map(|(_, value)| value.as_bytes());
+    format!("{name}: {}", String::from_utf8_lossy(value.unwrap_or_default()))
+}
+
+// What an upstream would be sent.
+
+/// What stands for an id that the gateway would make.
+const GENERATED_ID_PLACEHOLDER: HeaderValue = HeaderValue::from_static("(a new one for each request)");
+
+/// The request as the upstreams of a route would be sent it, for this target and with so many bytes of body.
+pub(super) fn upstream_report(
+    config: &CompiledConfig,
+    route: &Route,
+    weighted_upstreams: &WeightedUpstreams,
+    request: &Request<()>,
+    peer: &Peer,
+    (target, length): (Option<&PathAndQuery>, Option<u64>),
+) -> UpstreamReport {
+    let request_id = match RequestId::from_headers(request.headers(), peer.forwarded.trusted) {
+        RequestId::Received(request_id) => request_id,
+        RequestId::Generated(_) => GENERATED_ID_PLACEHOLDER,
+    };
+    let upstreams = || weighted_upstreams.upstreams().map(|index| &config.upstreams[index]);
+    // Where requests name no host all servers are told the one of the first upstream, for the sake of the example.
+    let authority = upstreams().next().map_or("", |upstream| &*upstream.servers[0].authority);
+    let mut forwarded_request = request.clone();
+    let request_info = UpstreamRequestInfo { forwarded: &peer.forwarded, request_id, trace: None, authority, length };
+    if let Some(upgrade_request) = prepare_upstream_headers(config, route, &mut forwarded_request, request_info) {
+        upgrade_request.insert_into(forwarded_request.headers_mut());
+    }
+    let (received_headers, forwarded_headers) = (request.headers(), forwarded_request.headers());
+    let is_unchanged =
+        |headers: &HeaderMap, name| received_headers.get_all(name).iter().eq(headers.get_all(name).iter());
+    let changed: HeaderMap = forwarded_headers.iter().filter(|(name, _)| !is_unchanged(forwarded_headers, *name)).fold(
+        HeaderMap::new(),
+        |mut changed_headers, (name, value)| {
+            changed_headers.append(name, value.clone());
+            changed_headers
+        },
+    );
+    let is_configured =
+        |name: &str| route.request_headers.set.iter().any(|(set, _)| *set == *name && *set != X_REQUEST_ID);
+    UpstreamReport {
+        upstreams: upstreams().map(|upstream| upstream.name.to_string()).collect(),
+        target: target.map_or("/", |target| target.as_str()).to_owned(),
+        set_headers: header_reports(&changed, is_configured),
+        removed_headers: received_headers
+            .keys()
+            .filter(|name| !forwarded_headers.contains_key(*name))
+            .map(ToString::to_string)
+            .collect(),
+    }
+}
+
+// What the client would be answered.
+
+/// To a request that is turned down.
+pub(super) fn rejection_response(rejection: Rejection<'_>) -> ResponseReport {
+    let (response, outcome) = rejection.into_response(None);
+    gateway_response(response, outcome, |_| false)
+}
+
+/// To a request that passes.
+pub(super) fn admitted_response(
+    route: &Route,
+    request: &Request<()>,
+    path: &str,
+    decision: Option<&Decision<'_>>,
+) -> ResponseReport {
+    let mutations = &route.response_headers;
+    let is_configured = |name: &str| mutations.set.iter().any(|(set, _)| *set == *name);
+    let apply_headers = |headers: &mut HeaderMap| {
+        mutations.apply(headers);
+        if let Some(decision) = decision {
+            append_ratelimit_headers(headers, route, decision);
+        }
+    };
+    let mut response = match &route.action {
+        RouteAction::Forward(_) => {
+            let mut headers = HeaderMap::new();
+            apply_headers(&mut headers);
+            let removed = mutations.remove.iter().map(ToString::to_string).collect();
+            return ResponseReport {
+                source: "upstream",
+                outcome: "ok",
+                headers: header_reports(&headers, is_configured),
+                removed_headers: removed,
+                ..ResponseReport::default()
+            };
+        }
+        RouteAction::DirectResponse(direct_response) => direct_response.response(),
+        RouteAction::Redirect(redirect) => redirect.response(&route.path_pattern, path, request.uri().query()),
+    };
+    apply_headers(response.headers_mut());
+    gateway_response(response, "ok", is_configured)
+}
+
+fn gateway_response(
+    response: Response<Body>,
+    outcome: &'static str,
+    is_configured: impl Fn(&str) -> bool,
+) -> ResponseReport {
+    let (parts, body) = response.into_parts();
+    // A body of our own is there at once.
+    let body = body.collect().now_or_never().and_then(Result::ok).map(|body| body.to_bytes());
+    ResponseReport {
+        source: "gateway",
+        status: Some(parts.status.as_u16()),
+        outcome,
+        headers: header_reports(&parts.headers, is_configured),
+        removed_headers: Vec::new(),
+        body: body.map(|body| String::from_utf8_lossy(&body).into_owned()),
+    }
+}
+
+/// The fields of a section, those that the configuration sets without their values.
+pub(super) fn header_reports(headers: &HeaderMap, is_configured: impl Fn(&str) -> bool) -> Vec<HeaderReport> {
+    let to_report = |(name, value): (&http::HeaderName, &http::HeaderValue)| HeaderReport {
+        name: name.to_string(),
+        value: (!is_configured(name.as_str())).then(|| String::from_utf8_lossy(value.as_bytes()).into_owned()),
+    };
+    headers.iter().map(to_report).collect()
+}

@@ -1,0 +1,238 @@
+//! Lines with a fixed order of fields: common, combined, ALB, and whatever a `log_format` of nginx describes.
+
+use std::borrow::Cow;
+
+use http::HeaderName;
+use http::header::COOKIE;
+
+use crate::tools::replay::format::timestamp::{TimestampCache, TimestampFormat, parse_unix};
+use crate::tools::replay::format::{
+    FieldMapping, FormatCapabilities, LineError, LogEntry, LoggedHeaders, closing_quote, non_empty, parse_address,
+    parse_status, unescape,
+};
+
+pub(super) const COMMON: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent"#;
+
+pub(super) const COMBINED: &str = r#"$remote_addr $ident $remote_user [$time_local] "$request" $status $body_bytes_sent "$http_referer" "$http_user_agent""#;
+
+/// <https://docs.aws.amazon.com/elasticloadbalancing/latest/application/load-balancer-access-logs.html>, as far as it is of use:
+/// fields have been added at the end before.
+pub(super) const ALB: &str = r#"$type $time_iso8601 $elb $client_port $target_port $request_processing_time $target_processing_time $response_processing_time $elb_status_code $target_status_code $received_bytes $sent_bytes "$request" "$http_user_agent" $ssl_cipher $ssl_protocol $target_group_arn "$trace_id" "$domain_name" "$chosen_cert_arn" $matched_rule_priority $request_creation_time $rest"#;
+
+/// Why a text describes no format.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs)]
+pub enum FormatError {
+    #[error(
+        "`{0}` is not a format: there are {names}, and nginx's, as its log_format has it: '$remote_addr …'",
+        names = crate::tools::replay::format::FORMAT_NAMES.join(", ")
+    )]
+    Unknown(String),
+    #[error("`{0}` and `{1}` stand next to each other: nothing tells where one ends")]
+    Adjacent(String, String),
+    #[error("the format has no time: $time_local, $time_iso8601 or $msec")]
+    NoTime,
+    #[error("the format has no request: $request, or $request_method and $request_uri")]
+    NoRequest,
+}
+
+/// What a variable is of a request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum FieldRole {
+    Other,
+    Client,
+    Time(TimestampFormat),
+    /// When it came; the time of the line is when it ended.
+    StartTime,
+    Duration,
+    Request,
+    Method,
+    Target,
+    Query,
+    Host,
+    Status,
+    Subject,
+}
+
+#[derive(Debug, Clone)]
+struct Variable {
+    name: String,
+    role: FieldRole,
+    /// The cookie that it is.
+    cookie: Option<String>,
+    /// The headers that it stands for.
+    headers: Vec<HeaderName>,
+    /// What follows it.
+    delimiter: Vec<u8>,
+}
+
+/// Variables, each up to what follows it.
+#[derive(Debug, Clone)]
+pub struct NginxFormat {
+    prefix: Vec<u8>,
+    variables: Vec<Variable>,
+    /// The style of the finest time that there is.
+    time_format: TimestampFormat,
+    timestamp_cache: TimestampCache,
+}
+
+impl NginxFormat {
+    pub(super) fn new(text: &str) -> Result<NginxFormat, FormatError> {
+        let mut pieces = text.split('$');
+        let prefix = pieces.next().unwrap_or_default().as_bytes().to_vec();
+        let mut variables: Vec<Variable> = Vec::new();
+        for piece in pieces {
+            let (name, delimiter) = match piece.strip_prefix('{').and_then(|piece| piece.split_once('}')) {
+                Some(split) => split,
+                None => {
+                    piece.split_at(piece.find(|c: char| !c.is_ascii_alphanumeric() && c != '_').unwrap_or(piece.len()))
+                }
+            };
+            if let Some(previous) = variables.last().filter(|before| before.delimiter.is_empty()) {
+                return Err(FormatError::Adjacent(format!("${}", previous.name), format!("${name}")));
+            }
+            variables.push(Variable::new(name, delimiter));
+        }
+        let time_formats = variables.iter().filter_map(|variable| match variable.role {
+            FieldRole::Time(time_format) => Some(time_format),
+            _ => None,
+        });
+        let time_format = time_formats.max().ok_or(FormatError::NoTime)?;
+        let template = NginxFormat { prefix, variables, time_format, timestamp_cache: TimestampCache::default() };
+        let has_request =
+            template.has(FieldRole::Request) || template.has(FieldRole::Method) && template.has(FieldRole::Target);
+        if has_request { Ok(template) } else { Err(FormatError::NoRequest) }
+    }
+
+    fn has(&self, role: FieldRole) -> bool {
+        self.variables.iter().any(|variable| variable.role == role)
+    }
+
+    pub(super) fn map_fields(&mut self, mappings: &[FieldMapping]) -> Result<(), (String, Vec<String>)> {
+        for FieldMapping { field, header } in mappings {
+            let name = field.trim_start_matches('$');
+            match self.variables.iter_mut().find(|variable| variable.name == name) {
+                Some(variable) => variable.headers.push(header.clone()),
+                None => {
+                    return Err((field.clone(), self.variables.iter().map(|variable| variable.name.clone()).collect()));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn capabilities(&self) -> FormatCapabilities {
+        let headers = self.variables.iter().flat_map(|variable| &variable.headers).cloned().collect();
+        FormatCapabilities {
+            client: self.has(FieldRole::Client),
+            // Load balancers write whole URLs.
+            host: self.has(FieldRole::Host) || self.variables.iter().any(|variable| variable.name == "elb"),
+            query: self.has(FieldRole::Request) || self.has(FieldRole::Target) || self.has(FieldRole::Query),
+            certificate_subject: self.has(FieldRole::Subject),
+            duration: self.has(FieldRole::Duration) || self.has(FieldRole::StartTime),
+            status: self.has(FieldRole::Status),
+            headers: LoggedHeaders::Listed(headers),
+            route: false,
+            identity_hashes: false,
+        }
+    }
+
+    pub(super) fn parse<'l>(&mut self, line: &'l [u8]) -> Result<LogEntry<'l>, LineError> {
+        let mut rest = line.strip_prefix(&*self.prefix).ok_or(LineError::Malformed)?;
+        let mut entry = LogEntry::default();
+        let (mut line_time_us, mut start_time_us, mut query) = (None, None, None);
+        let mut is_quoted = self.prefix.last() == Some(&b'"');
+        for variable in &self.variables {
+            let (value, tail) = variable.split_value(rest, is_quoted).ok_or(LineError::Malformed)?;
+            rest = tail;
+            is_quoted = variable.delimiter.last() == Some(&b'"');
+            match variable.role {
+                FieldRole::Other => {}
+                FieldRole::Client => entry.client = parse_address(value),
+                FieldRole::Time(time_format) if time_format == self.time_format => {
+                    line_time_us = Some(self.timestamp_cache.parse(time_format, value).ok_or(LineError::InvalidTime)?);
+                }
+                FieldRole::Time(_) => {}
+                FieldRole::StartTime => {
+                    start_time_us = non_empty(value).and_then(crate::tools::replay::format::timestamp::parse_iso8601)
+                }
+                FieldRole::Duration => entry.duration_us = non_empty(value).and_then(parse_unix),
+                FieldRole::Request => entry.set_request_line(unescape(value)),
+                FieldRole::Method => entry.method = value,
+                FieldRole::Target => entry.target = unescape(value),
+                FieldRole::Query => query = non_empty(value).map(unescape),
+                FieldRole::Host => entry.host = non_empty(value).map(unescape),
+                FieldRole::Status => entry.status = parse_status(value),
+                FieldRole::Subject => entry.certificate_subject = non_empty(value).map(unescape),
+            }
+            if let Some(value) = non_empty(value).filter(|_| !variable.headers.is_empty()) {
+                for header in &variable.headers {
+                    let value = match &variable.cookie {
+                        Some(name) if *header == COOKIE => {
+                            Cow::Owned([name.as_bytes(), b"=", &*unescape(value)].concat())
+                        }
+                        _ => unescape(value),
+                    };
+                    entry.headers.push((header.clone(), value));
+                }
+            }
+        }
+        let at = line_time_us.ok_or(LineError::InvalidTime)?;
+        match (start_time_us, entry.duration_us) {
+            (Some(start_time_us), _) => {
+                (entry.time_us, entry.duration_us) = (start_time_us, Some(at.saturating_sub(start_time_us)))
+            }
+            // A line is written when the request is over.
+            (None, Some(duration_us)) => entry.time_us = at.saturating_sub(duration_us),
+            (None, None) => entry.time_us = at,
+        }
+        if let Some(query) = query.filter(|_| !entry.target.contains(&b'?')) {
+            entry.target = Cow::Owned([&*entry.target, b"?", &*query].concat());
+        }
+        Ok(entry)
+    }
+}
+
+impl Variable {
+    fn new(name: &str, delimiter: &str) -> Self {
+        let role = match name {
+            "remote_addr" | "client_port" => FieldRole::Client,
+            "time_local" => FieldRole::Time(TimestampFormat::Local),
+            "time_iso8601" => FieldRole::Time(TimestampFormat::Iso8601),
+            "msec" => FieldRole::Time(TimestampFormat::Unix),
+            "request_creation_time" => FieldRole::StartTime,
+            "request_time" => FieldRole::Duration,
+            "request" => FieldRole::Request,
+            "request_method" => FieldRole::Method,
+            "request_uri" | "uri" => FieldRole::Target,
+            "args" | "query_string" => FieldRole::Query,
+            "host" | "http_host" => FieldRole::Host,
+            "status" | "elb_status_code" => FieldRole::Status,
+            "ssl_client_s_dn" => FieldRole::Subject,
+            _ => FieldRole::Other,
+        };
+        let field = name.strip_prefix("http_").filter(|field| *field != "host");
+        let cookie = name.strip_prefix("cookie_").map(str::to_owned);
+        let header = match (&cookie, field) {
+            (Some(_), _) => Some(COOKIE),
+            (None, Some(field)) => field.replace('_', "-").parse().ok(),
+            (None, None) => None,
+        };
+        let headers = header.into_iter().collect();
+        Variable { name: name.to_owned(), role, cookie, headers, delimiter: delimiter.as_bytes().to_vec() }
+    }
+
+    /// Its value at the beginning of `rest`, and what comes behind what follows it.
+    fn split_value<'l>(&self, rest: &'l [u8], is_quoted: bool) -> Option<(&'l [u8], &'l [u8])> {
+        if self.delimiter.is_empty() {
+            return Some((rest, &[]));
+        }
+        let position = match &*self.delimiter {
+            [b'"', ..] if is_quoted => closing_quote(rest)?,
+            [byte] => memchr::memchr(*byte, rest)?,
+            delimiter => memchr::memmem::find(rest, delimiter)?,
+        };
+        let (value, tail) = rest.split_at(position);
+        Some((value, tail.strip_prefix(&*self.delimiter)?))
+    }
+}

@@ -1,0 +1,371 @@
+//! Logs as lines: files and standard input, compressed or not.
+
+use std::cell::Cell;
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::fs::File;
+use std::io;
+use std::io::{BufRead, BufReader, Cursor, Read};
+use std::path::Path;
+use std::rc::Rc;
+
+use flate2::bufread::MultiGzDecoder;
+
+use crate::tools::replay::format::{Format, LineError};
+use crate::tools::replay::resolve::{LineResolver, RejectReason, ReplayRequest, ResolvedLine};
+
+/// Bytes of a line; what is longer is no line of a log.
+const MAX_LINE_BYTES: u64 = 1 << 20;
+
+/// Bytes that are read at a time; the first of them tell the format.
+const READ_BUFFER_BYTES: usize = 64 << 10;
+
+/// The first bytes of a gzip stream (RFC 1952 §2.3.1).
+const GZIP_MAGIC: [u8; 2] = [0x1f, 0x8b];
+
+/// Bytes read so far, as they lie on the disk, of all logs together.
+#[derive(Debug, Clone, Default)]
+pub struct ReadProgress(Rc<Cell<u64>>);
+
+impl ReadProgress {
+    /// Bytes so far.
+    pub fn bytes(&self) -> u64 {
+        self.0.get()
+    }
+}
+
+struct CountingReader<R>(R, ReadProgress);
+
+impl<R: Read> Read for CountingReader<R> {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        let read = self.0.read(buffer)?;
+        self.1.0.set(self.1.0.get() + read as u64);
+        Ok(read)
+    }
+}
+
+/// A log that is being read.
+pub struct LogInput {
+    name: String,
+    reader: Box<dyn BufRead>,
+    /// Its beginning, to tell the format.
+    sample: Vec<u8>,
+    line_number: u64,
+    line: Vec<u8>,
+    error: Option<io::Error>,
+}
+
+/// What comes next in a log.
+#[derive(Debug, PartialEq, Eq)]
+pub enum NextLine<'a> {
+    /// A line, without its end.
+    Line(&'a [u8]),
+    /// A line that is too long to be one.
+    TooLong,
+    /// Nothing.
+    End,
+}
+
+impl std::fmt::Debug for LogInput {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Source").field("name", &self.name).field("number", &self.line_number).finish_non_exhaustive()
+    }
+}
+
+impl LogInput {
+    /// Opens a log; `-` is standard input.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn open(path: &Path, progress: &ReadProgress) -> io::Result<LogInput> {
+        if path.as_os_str() == "-" {
+            return LogInput::from_reader("stdin", Box::new(io::stdin().lock()), progress);
+        }
+        LogInput::from_reader(&path.display().to_string(), Box::new(File::open(path)?), progress)
+    }
+
+    /// Reads what somebody else has opened.
+    ///
+    /// # Errors
+    /// It cannot be read.
+    pub fn from_reader(name: &str, input: Box<dyn Read>, progress: &ReadProgress) -> io::Result<LogInput> {
+        let mut raw = BufReader::with_capacity(READ_BUFFER_BYTES, CountingReader(input, progress.clone()));
+        let compressed = raw.fill_buf()?.starts_with(&GZIP_MAGIC);
+        let input: Box<dyn Read> = if compressed { Box::new(MultiGzDecoder::new(raw)) } else { Box::new(raw) };
+        let mut rest = BufReader::with_capacity(READ_BUFFER_BYTES, input);
+        let mut sample = Vec::new();
+        // What was read before it failed is there.
+        let failure = (&mut rest).take(READ_BUFFER_BYTES as u64).read_to_end(&mut sample).err();
+        let reader = Box::new(Cursor::new(sample.clone()).chain(rest));
+        Ok(LogInput { name: name.to_owned(), reader, sample, line_number: 0, line: Vec::new(), error: failure })
+    }
+
+    /// How it is called.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// The number of the line that was read last, from 1 on.
+    pub fn line_number(&self) -> u64 {
+        self.line_number
+    }
+
+    /// Why it ended before its end.
+    pub fn error(&self) -> Option<&io::Error> {
+        self.error.as_ref()
+    }
+
+    /// Its first lines that are not empty, without their ends.
+    pub fn sample_lines(&self) -> Vec<&[u8]> {
+        let mut lines: Vec<_> = self.sample.split(|byte| *byte == b'\n').map(<[u8]>::trim_ascii_end).collect();
+        // The last one may be half a line.
+        if lines.len() > 1 {
+            lines.pop();
+        }
+        lines.retain(|line| !line.is_empty());
+        lines
+    }
+
+    /// The next line that is not empty.
+    pub fn next_line(&mut self) -> NextLine<'_> {
+        loop {
+            self.line.clear();
+            let read = (&mut self.reader).take(MAX_LINE_BYTES).read_until(b'\n', &mut self.line);
+            match read {
+                Ok(0) => return NextLine::End,
+                Ok(_) => self.line_number += 1,
+                Err(error) => {
+                    self.error = Some(error);
+                    return NextLine::End;
+                }
+            }
+            if self.line.len() as u64 == MAX_LINE_BYTES && self.line.last() != Some(&b'\n') {
+                // Only its end is looked for.
+                let _ = self.reader.skip_until(b'\n');
+                return NextLine::TooLong;
+            }
+            let end = self.line.trim_ascii_end().len();
+            if end > 0 {
+                return NextLine::Line(&self.line[..end]);
+            }
+        }
+    }
+}
+
+/// The size of a file on the disk; none of what is no file.
+pub fn file_size(path: &Path) -> Option<u64> {
+    std::fs::metadata(path).ok().filter(std::fs::Metadata::is_file).map(|file| file.len())
+}
+
+// Requests of several logs in the order of their time.
+//
+// Servers write a line when its request is over, and each worker for itself, so that lines are out of order. Of each log the
+// earliest of so many lines comes first; the earliest of all logs is next.
+
+/// Lines of a log that are put in order at a time: what comes more than so many lines late is out of order.
+pub const REORDER_WINDOW_LINES: usize = 32_768;
+
+/// What was found in the logs.
+#[derive(Debug, Default, Clone, PartialEq, Eq)]
+pub struct LogStatistics {
+    /// Lines that say something of a request.
+    pub requests: u64,
+    /// Those that no limit has a say in.
+    pub unlimited: u64,
+    /// Those that the gateway would turn down before it asks a limit, by [`Refused`].
+    pub rejected: [u64; 4],
+    /// Lines that cannot be read.
+    pub unreadable: u64,
+    /// The first of them: its log, its number, and what is wrong with it.
+    pub first_error: Option<(String, u64, LineError)>,
+    /// Logs that ended before their end, and why.
+    pub read_errors: Vec<(String, String)>,
+    /// Requests that came later in the log than their time by more than [`WINDOW`] lines.
+    pub out_of_order: u64,
+    /// The first and the last instant, µs since the Unix epoch.
+    pub time_range: Option<(u64, u64)>,
+    /// Whether some instant is finer than a second.
+    pub has_subsecond: bool,
+}
+
+/// A log, with the requests of it that wait for their turn.
+struct LogStream {
+    input: LogInput,
+    format: Format,
+    heap: BinaryHeap<Reverse<HeapEntry>>,
+    line_count: u64,
+    is_at_end: bool,
+}
+
+struct HeapEntry {
+    request: ReplayRequest,
+    line: u64,
+}
+
+impl PartialEq for HeapEntry {
+    fn eq(&self, other: &Self) -> bool {
+        self.key() == other.key()
+    }
+}
+
+impl Eq for HeapEntry {}
+
+impl PartialOrd for HeapEntry {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+impl Ord for HeapEntry {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        self.key().cmp(&other.key())
+    }
+}
+
+impl HeapEntry {
+    fn key(&self) -> (u64, u64) {
+        (self.request.time_us, self.line)
+    }
+}
+
+/// All requests that meet limits, in order.
+pub struct KWayMerge {
+    streams: Vec<LogStream>,
+    /// What was found so far.
+    pub statistics: LogStatistics,
+    now_us: u64,
+}
+
+impl KWayMerge {
+    /// Of logs in this format.
+    pub fn new(inputs: Vec<LogInput>, format: &Format) -> Self {
+        let to_stream = |input| LogStream {
+            input,
+            format: format.clone(),
+            heap: BinaryHeap::new(),
+            line_count: 0,
+            is_at_end: false,
+        };
+        KWayMerge {
+            streams: inputs.into_iter().map(to_stream).collect(),
+            statistics: LogStatistics::default(),
+            now_us: 0,
+        }
+    }
+
+    /// The next request.
+    pub fn next_request(&mut self, resolver: &mut LineResolver<'_>) -> Option<ReplayRequest> {
+        for stream in &mut self.streams {
+            while !stream.is_at_end && stream.heap.len() < REORDER_WINDOW_LINES {
+                stream.read_line(resolver, &mut self.statistics);
+            }
+        }
+        let earliest_us = |stream: &LogStream| stream.heap.peek().map(|Reverse(entry)| entry.request.time_us);
+        let index = (0..self.streams.len()).filter(|index| earliest_us(&self.streams[*index]).is_some());
+        let index = index.min_by_key(|index| earliest_us(&self.streams[*index]))?;
+        let Reverse(HeapEntry { request, .. }) = self.streams[index].heap.pop()?;
+        self.statistics.out_of_order += u64::from(request.time_us < self.now_us);
+        self.now_us = self.now_us.max(request.time_us);
+        Some(request)
+    }
+}
+
+impl LogStream {
+    fn read_line(&mut self, resolver: &mut LineResolver<'_>, statistics: &mut LogStatistics) {
+        let parsed = match self.input.next_line() {
+            NextLine::Line(line) => self.format.parse(line),
+            NextLine::TooLong => Err(LineError::TooLong),
+            NextLine::End => {
+                self.is_at_end = true;
+                if let Some(failure) = self.input.error() {
+                    statistics.read_errors.push((self.input.name().to_owned(), failure.to_string()));
+                }
+                return;
+            }
+        };
+        let entry = match parsed {
+            Ok(Some(entry)) => entry,
+            Ok(None) => return,
+            Err(error) => {
+                statistics.unreadable += 1;
+                let location = || (self.input.name().to_owned(), self.input.line_number(), error);
+                statistics.first_error.get_or_insert_with(location);
+                return;
+            }
+        };
+        statistics.requests += 1;
+        let time_us = entry.time_us;
+        let (first, last) = statistics.time_range.unwrap_or((time_us, time_us));
+        statistics.time_range = Some((first.min(time_us), last.max(time_us)));
+        statistics.has_subsecond |= !time_us.is_multiple_of(1_000_000);
+        self.line_count += 1;
+        match resolver.resolve(&entry) {
+            ResolvedLine::Limited(request) => self.heap.push(Reverse(HeapEntry { request, line: self.line_count })),
+            ResolvedLine::Unlimited => statistics.unlimited += 1,
+            ResolvedLine::Rejected(reason) => statistics.rejected[reason as usize] += 1,
+        }
+    }
+}
+
+impl LogStatistics {
+    /// Requests that were turned down for a reason.
+    pub fn rejected_for(&self, reason: RejectReason) -> u64 {
+        self.rejected[reason as usize]
+    }
+
+    /// Requests that limits had a say in.
+    pub fn limited_requests(&self) -> u64 {
+        self.requests - self.unlimited - self.rejected.iter().sum::<u64>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    use flate2::Compression;
+    use flate2::write::GzEncoder;
+
+    fn gzip(text: &[u8]) -> Vec<u8> {
+        let mut encoder = GzEncoder::new(Vec::new(), Compression::fast());
+        encoder.write_all(text).unwrap();
+        encoder.finish().unwrap()
+    }
+
+    fn lines(bytes: Vec<u8>) -> (Vec<String>, bool) {
+        let mut input = LogInput::from_reader("log", Box::new(Cursor::new(bytes)), &ReadProgress::default()).unwrap();
+        let mut lines = Vec::new();
+        loop {
+            match input.next_line() {
+                NextLine::Line(line) => lines.push(String::from_utf8(line.to_vec()).unwrap()),
+                NextLine::TooLong => lines.push("(too long)".to_owned()),
+                NextLine::End => return (lines, input.error().is_some()),
+            }
+        }
+    }
+
+    #[test]
+    fn next_line_accepts_all_line_endings() {
+        for (bytes, expected) in [
+            (b"".to_vec(), vec![]),
+            (b"a\nb\n".to_vec(), vec!["a", "b"]),
+            (b"a\r\n\r\n\nb".to_vec(), vec!["a", "b"]),
+            (gzip(b"a\nb\n"), vec!["a", "b"]),
+            ([gzip(b"a\n"), gzip(b"b\n")].concat(), vec!["a", "b"]),
+            ([b"x".repeat(3 << 20), b"\nb\n".to_vec()].concat(), vec!["(too long)", "b"]),
+        ] {
+            assert_eq!(lines(bytes), (expected.into_iter().map(str::to_owned).collect(), false));
+        }
+    }
+
+    #[test]
+    fn truncated_gzip_is_read_up_to_the_error() {
+        let text: String = (0..20_000).map(|number| format!("line {number}\n")).collect();
+        let compressed = gzip(text.as_bytes());
+        let (read, failed) = lines(compressed[..compressed.len() / 2].to_vec());
+        assert!(failed, "it is said");
+        assert!(read.len() > 1000 && read.len() < 20_000, "{} lines", read.len());
+        assert!(text.starts_with(&read.join("\n")), "as they were written");
+    }
+}

@@ -1,0 +1,470 @@
+//! What came of a replay, for people and for programs.
+
+pub mod html;
+
+use std::io;
+use std::io::Write;
+
+use comfy_table::{CellAlignment, ContentArrangement, Table};
+use jiff::Timestamp;
+use serde::Serialize;
+
+use crate::limiter::algorithm::Rule;
+use crate::tools::replay::log_input::REORDER_WINDOW_LINES;
+use crate::tools::replay::quota_search::Suggestion;
+use crate::tools::replay::resolve::RejectReason;
+use crate::tools::replay::{Replay, ReplayResult};
+
+/// A replay, as `--json` has it.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct ReplayReport {
+    pub logs: Vec<String>,
+    pub format: &'static str,
+    /// The first and the last instant of the logs.
+    pub from: Option<String>,
+    pub to: Option<String>,
+    pub lines: LineCounts,
+    /// What has to be said of all of it.
+    pub notes: Vec<String>,
+    /// The share of denials that suggestions stay below.
+    pub target: Option<f64>,
+    pub limits: LimitSummaries,
+}
+
+/// What the lines of the logs were.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct LineCounts {
+    pub requests: u64,
+    /// Requests that limits had a say in.
+    pub limited: u64,
+    pub unlimited: u64,
+    pub no_route: u64,
+    pub no_identity: u64,
+    pub malformed: u64,
+    pub not_http: u64,
+    pub unreadable: u64,
+    pub late: u64,
+}
+
+/// Limits by name, in the order of their names.
+#[derive(Debug)]
+pub struct LimitSummaries(pub Vec<LimitSummary>);
+
+impl Serialize for LimitSummaries {
+    fn serialize<S: serde::Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_map(self.0.iter().map(|limit| (&limit.name, limit)))
+    }
+}
+
+/// One limit.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct LimitSummary {
+    #[serde(skip)]
+    pub name: String,
+    pub quota: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst: Option<u64>,
+    /// The quota of the configuration, where another one is proposed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub configured_quota: Option<String>,
+    pub shadow: bool,
+    /// What the log does not say; the limit was not replayed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub skipped: Option<String>,
+    pub requests: u64,
+    pub allowed: u64,
+    pub denied: u64,
+    pub denied_by_others: u64,
+    pub identities: usize,
+    pub identities_denied: usize,
+    pub top_denied: Vec<TopIdentity>,
+    /// Seconds of a step of the series.
+    pub step_seconds: u64,
+    pub series: Vec<SeriesPoint>,
+    /// A quota that denies fewer than the target; null if none does.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub suggestion: Option<Option<SuggestedQuota>>,
+    pub notes: Vec<String>,
+}
+
+/// An identity.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct TopIdentity {
+    pub identity: String,
+    pub requests: u32,
+    pub denied: u32,
+}
+
+/// A step of a series.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct SeriesPoint {
+    pub time: String,
+    #[serde(skip)]
+    pub second: u64,
+    pub requests: u64,
+    pub denied: u64,
+}
+
+/// A quota that would do.
+#[derive(Debug, Serialize)]
+#[allow(missing_docs)]
+pub struct SuggestedQuota {
+    pub quota: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub burst: Option<u64>,
+    pub denied: u64,
+}
+
+impl ReplayReport {
+    /// Of the replay of these logs.
+    pub fn new(replay: &Replay, result: &ReplayResult, logs: Vec<String>, target: Option<f64>) -> ReplayReport {
+        let statistics = &result.statistics;
+        let to_rfc3339 =
+            |us| Timestamp::from_microsecond(us as i64).map_or(String::new(), |timestamp| format!("{timestamp:.0}"));
+        let lines = LineCounts {
+            requests: statistics.requests,
+            limited: statistics.limited_requests(),
+            unlimited: statistics.unlimited,
+            no_route: statistics.rejected_for(RejectReason::NoRoute),
+            no_identity: statistics.rejected_for(RejectReason::NoIdentity),
+            malformed: statistics.rejected_for(RejectReason::Malformed),
+            not_http: statistics.rejected_for(RejectReason::NotHttp),
+            unreadable: statistics.unreadable,
+            late: statistics.out_of_order,
+        };
+        let limits = (0..replay.config.limits.len()).map(|limit_index| LimitSummary::new(replay, result, limit_index));
+        ReplayReport {
+            logs,
+            format: replay.format_name,
+            from: statistics.time_range.map(|(from, _)| to_rfc3339(from)),
+            to: statistics.time_range.map(|(_, to)| to_rfc3339(to)),
+            lines,
+            notes: report_notes(replay, result),
+            target,
+            limits: LimitSummaries(limits.collect()),
+        }
+    }
+}
+
+impl LimitSummary {
+    fn new(replay: &Replay, result: &ReplayResult, index: usize) -> LimitSummary {
+        let (limit, stats) = (&replay.config.limits[index], &result.limit_stats[index]);
+        let burst = match &limit.variant.rule {
+            Rule::TokenBucket(bucket) => Some(bucket.burst).filter(|burst| *burst != limit.variant.quota.count),
+            _ => None,
+        };
+        let top_denied = result.top_denied[index].iter().map(|(identity, requests, denied)| TopIdentity {
+            identity: identity.clone(),
+            requests: *requests,
+            denied: *denied,
+        });
+        let to_point = |(second, requests, denied): (u64, u64, u64)| {
+            let time = Timestamp::from_second(second as i64).map_or(String::new(), |timestamp| timestamp.to_string());
+            SeriesPoint { time, second, requests, denied }
+        };
+        let suggestion = result.suggestions[index].as_ref().map(|suggestion| match suggestion {
+            Suggestion::Smallest { quota, burst, denied } => {
+                Some(SuggestedQuota { quota: quota.clone(), burst: *burst, denied: *denied })
+            }
+            Suggestion::None => None,
+        });
+        LimitSummary {
+            name: limit.limit.name.to_string(),
+            quota: limit.variant.quota.to_string(),
+            burst,
+            configured_quota: limit.configured_quota.map(|quota| quota.to_string()),
+            shadow: limit.limit.shadow,
+            skipped: limit.skip_reason.clone(),
+            requests: stats.requests,
+            allowed: stats.allowed,
+            denied: stats.denied,
+            denied_by_others: stats.denied_by_others,
+            identities: stats.identities(),
+            identities_denied: stats.denied_identities(),
+            top_denied: top_denied.collect(),
+            step_seconds: stats.series.step_seconds(),
+            series: stats.series.points().into_iter().map(to_point).collect(),
+            suggestion,
+            notes: limit.notes.clone(),
+        }
+    }
+
+    /// The share of requests that it denied, percent.
+    pub fn denied_percent(&self) -> f64 {
+        100.0 * self.denied as f64 / self.requests.max(1) as f64
+    }
+
+    /// Its quota, with the burst if that is another number.
+    pub fn quota_text(&self) -> String {
+        format_quota(&self.quota, self.burst)
+    }
+}
+
+fn format_quota(quota: &str, burst: Option<u64>) -> String {
+    burst.map_or_else(|| quota.to_owned(), |burst| format!("{quota}, burst {burst}"))
+}
+
+/// As JSON.
+///
+/// # Errors
+/// None: a report is plain data.
+pub fn to_json(report: &ReplayReport) -> serde_json::Result<String> {
+    serde_json::to_string_pretty(report)
+}
+
+/// A count with commas between thousands.
+pub fn group_digits(count: u64) -> String {
+    let digits = count.to_string();
+    let mut out = String::new();
+    for (index, digit) in digits.chars().enumerate() {
+        if index > 0 && (digits.len() - index).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(digit);
+    }
+    out
+}
+
+/// A share in percent, with as many digits as say something.
+pub fn format_percent(share: f64) -> String {
+    let digits = match share {
+        0.0 => 0,
+        small if small < 0.01 => return "< 0.01 %".to_owned(),
+        small if small < 10.0 => 2,
+        _ => 1,
+    };
+    let text = format!("{share:.digits$}");
+    let text = if digits > 0 { text.trim_end_matches('0').trim_end_matches('.') } else { &text };
+    format!("{text} %")
+}
+
+/// `1 request`, `2,000 requests`.
+pub fn format_count(count: u64, one: &str, many: &str) -> String {
+    format!("{} {}", group_digits(count), if count == 1 { one } else { many })
+}
+
+/// A number of seconds in words: `5 min`, `2 h`.
+pub fn format_span(seconds: u64) -> String {
+    let units = [("weeks", 604_800), ("days", 86_400), ("h", 3600), ("min", 60)];
+    let large = units.into_iter().find(|(_, unit)| seconds >= 2 * unit || seconds == *unit);
+    match large {
+        Some((name, unit)) => format!("{} {name}", (seconds + unit / 2) / unit),
+        None => format!("{seconds} s"),
+    }
+}
+
+// What a reader of a report has to know to believe the right things.
+
+/// A limit with a window below this is sensitive to instants of whole seconds.
+const COARSE_WINDOW_US: u64 = 60_000_000;
+
+/// What there is to say.
+pub(crate) fn report_notes(replay: &Replay, result: &ReplayResult) -> Vec<String> {
+    let (statistics, config) = (&result.statistics, &replay.config);
+    let mut notes = Vec::new();
+    if let Some((log, line, error)) = &statistics.first_error {
+        let lines = format_count(statistics.unreadable, "line", "lines");
+        notes.push(format!("{lines} cannot be read; the first is {log}:{line}: {error}"));
+    }
+    for (log, error) in &statistics.read_errors {
+        notes.push(format!("{log} ends before its end: {error}"));
+    }
+    if statistics.out_of_order > 0 {
+        let out_of_order = format_count(statistics.out_of_order, "request", "requests");
+        notes.push(format!(
+            "{out_of_order} came more than {REORDER_WINDOW_LINES} lines late, to be decided after those before"
+        ));
+    }
+    let no_route = statistics.rejected_for(RejectReason::NoRoute);
+    let capabilities = replay.capabilities();
+    if no_route > 0 && !capabilities.host && !capabilities.route {
+        notes.push("hosts are not in this log: routes for a host match no request".to_owned());
+    }
+    if result.missing_client_count > 0 {
+        let (requests, header) =
+            (format_count(result.missing_client_count, "request", "requests"), &config.compiled.client_ip.header);
+        notes.push(format!("{requests} from trusted proxies without `{header}`: the proxies count as the clients"));
+    }
+    let has_short_window = config.limits.iter().any(|limit| {
+        limit.skip_reason.is_none() && limit.variant.quota.window_us.is_some_and(|window| window < COARSE_WINDOW_US)
+    });
+    if has_short_window && !statistics.has_subsecond && statistics.requests > 0 {
+        notes.push("instants in this log are whole seconds: short windows seem fuller than they were".to_owned());
+    }
+    notes
+}
+
+// A report in the terminal, at most 80 columns wide.
+
+/// Columns of a terminal.
+const TERMINAL_WIDTH: usize = 80;
+
+/// Columns of a chart.
+const CHART_COLUMNS: usize = TERMINAL_WIDTH - 4;
+
+/// Heights of a column of a chart.
+const CHART_BARS: [char; 9] = [' ', '▁', '▂', '▃', '▄', '▅', '▆', '▇', '█'];
+
+/// Identities that are named.
+const MAX_NAMED_IDENTITIES: usize = 5;
+
+/// Writes a report.
+///
+/// # Errors
+/// It cannot be written.
+pub fn write_table(report: &ReplayReport, out: &mut impl Write) -> io::Result<()> {
+    let logs = match &report.logs[..] {
+        [one] => one.clone(),
+        many => format!("{} logs", many.len()),
+    };
+    let LineCounts { requests, limited, unlimited, no_route, no_identity, malformed, not_http, .. } = report.lines;
+    write_wrapped(out, "", &format!("{logs} ({}): {}", report.format, format_count(requests, "request", "requests")))?;
+    if let (Some(from), Some(to)) = (&report.from, &report.to) {
+        writeln!(out, "from {from} to {to}")?;
+    }
+    let skipped = [
+        (unlimited, "meets no limit", "meet no limit"),
+        (no_route, "matches no route", "match no route"),
+        (no_identity, "lacks the identity that a limit asks for", "lack the identity that a limit asks for"),
+        (malformed, "would be refused", "would be refused"),
+        (not_http, "is no valid request of HTTP", "are no valid requests of HTTP"),
+    ];
+    for (count, one, many) in skipped.into_iter().filter(|(count, ..)| *count > 0) {
+        writeln!(out, "  {}", format_count(count, one, many))?;
+    }
+    for note in &report.notes {
+        write_wrapped(out, "  ! ", note)?;
+    }
+    if limited == 0 && report.limits.0.iter().all(|limit| limit.skipped.is_none()) {
+        writeln!(out, "no request meets a limit")?;
+    }
+    let (known, unknown): (Vec<_>, Vec<_>) = report.limits.0.iter().partition(|limit| limit.skipped.is_none());
+    if !known.is_empty() {
+        writeln!(out, "\n{}", overview_table(&known))?;
+    }
+    for limit in &unknown {
+        let skip_reason = limit.skipped.as_deref().unwrap_or_default();
+        let name = &limit.name;
+        writeln!(out)?;
+        write_wrapped(out, "", &format!("{name}: not replayed: {skip_reason} is not in this log."))?;
+        write_wrapped(out, "  ", &format!("If another field tells them apart: --identity {name}=FIELD"))?;
+    }
+    for limit in known.into_iter().filter(|limit| limit.requests > 0) {
+        write_details(limit, report.target, out)?;
+    }
+    Ok(())
+}
+
+fn overview_table(limits: &[&LimitSummary]) -> String {
+    let mut table = Table::new();
+    table.load_style(comfy_table::presets::NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    table.set_width(TERMINAL_WIDTH as u16);
+    table.set_header(["limit", "quota", "requests", "allowed", "denied", "share", "identities"]);
+    for limit in limits {
+        let shadow_note = if limit.shadow { " (shadow)" } else { "" };
+        table.add_row([
+            format!("{}{shadow_note}", limit.name),
+            limit.quota_text(),
+            group_digits(limit.requests),
+            group_digits(limit.allowed),
+            group_digits(limit.denied),
+            format_percent(limit.denied_percent()),
+            group_digits(limit.identities as u64),
+        ]);
+    }
+    for column in table.column_iter_mut().skip(2) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    let text = table.to_string();
+    text.lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+fn write_details(limit: &LimitSummary, target: Option<f64>, out: &mut impl Write) -> io::Result<()> {
+    let instead_of = limit.configured_quota.as_ref().map_or(String::new(), |quota| format!(" instead of {quota}"));
+    writeln!(out, "\n{}: {}{instead_of}", limit.name, limit.quota_text())?;
+    for note in &limit.notes {
+        write_wrapped(out, "  ! ", note)?;
+    }
+    if limit.denied_by_others > 0 {
+        let denied = format_count(limit.denied_by_others, "request was", "requests were");
+        writeln!(out, "  {denied} denied by other limits")?;
+    }
+    if limit.denied > 0 {
+        write_chart(limit, out)?;
+        let order_note = if limit.identities_denied > MAX_NAMED_IDENTITIES { ", most of all" } else { "" };
+        let identities = format_count(limit.identities_denied as u64, "identity was", "identities were");
+        writeln!(out, "  {identities} denied{order_note}:")?;
+        for identity in limit.top_denied.iter().take(MAX_NAMED_IDENTITIES) {
+            let share = format_percent(100.0 * f64::from(identity.denied) / f64::from(identity.requests.max(1)));
+            let (denied, requests) = (group_digits(identity.denied.into()), group_digits(identity.requests.into()));
+            writeln!(out, "    {:<38} {denied:>10} of {requests:>11} {share:>8}", shorten(&identity.identity, 38))?;
+        }
+    }
+    let (Some(target), Some(suggestion)) = (target, &limit.suggestion) else { return Ok(()) };
+    let goal = format_percent(100.0 * target);
+    match suggestion {
+        Some(suggested) => {
+            let share = format_percent(100.0 * suggested.denied as f64 / limit.requests.max(1) as f64);
+            let denies = if suggested.denied == 0 { "denies none".to_owned() } else { format!("denies {share}") };
+            let quota_text = format_quota(&suggested.quota, suggested.burst);
+            write_wrapped(
+                out,
+                "  ",
+                &format!("The smallest quota that denies fewer than {goal}: {quota_text} ({denies})."),
+            )
+        }
+        None => write_wrapped(out, "  ", &format!("No quota of this kind denies fewer than {goal}.")),
+    }
+}
+
+/// Denials over time, one column for each step.
+fn write_chart(limit: &LimitSummary, out: &mut impl Write) -> io::Result<()> {
+    // Two steps or more are one column where there are too many.
+    let steps_per_column = limit.series.len().div_ceil(CHART_COLUMNS).max(1);
+    let columns: Vec<u64> =
+        limit.series.chunks(steps_per_column).map(|steps| steps.iter().map(|step| step.denied).sum()).collect();
+    let highest = columns.iter().copied().max().unwrap_or(1).max(1);
+    // What is more than nothing can be seen.
+    let bar = |denied: &u64| CHART_BARS[(denied * 8).div_ceil(highest) as usize];
+    let step = format_span(limit.step_seconds * steps_per_column as u64);
+    writeln!(
+        out,
+        "  {} denied; a column is {step}, the highest is {}",
+        group_digits(limit.denied),
+        group_digits(highest)
+    )?;
+    let chart: String = columns.iter().map(bar).collect();
+    writeln!(out, "    {}", chart.trim_end())
+}
+
+fn shorten(text: &str, width: usize) -> String {
+    let printable: String = text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect();
+    if printable.chars().count() <= width {
+        return printable;
+    }
+    printable.chars().take(width - 1).chain(['…']).collect()
+}
+
+/// Writes a text in lines of at most [`WIDTH`] columns; those after the first are indented as far as its mark.
+fn write_wrapped(out: &mut impl Write, mark: &str, text: &str) -> io::Result<()> {
+    let mut line = mark.to_owned();
+    let mut is_empty = true;
+    for word in text.split(' ') {
+        if !is_empty && line.chars().count() + 1 + word.chars().count() > TERMINAL_WIDTH {
+            writeln!(out, "{line}")?;
+            line = " ".repeat(mark.len().max(2));
+            is_empty = true;
+        }
+        if !is_empty {
+            line.push(' ');
+        }
+        line.push_str(word);
+        is_empty = false;
+    }
+    writeln!(out, "{line}")
+}

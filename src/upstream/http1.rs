@@ -1,0 +1,105 @@
+//! Idle connections to one server, the freshest first.
+
+use std::collections::VecDeque;
+use std::future::Future;
+use std::io;
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use http::{Request, Response};
+use hyper::body::Incoming;
+use hyper::client::conn::TrySendError;
+use hyper::client::conn::http1::{Builder, SendRequest};
+use hyper_util::rt::TokioIo;
+
+use crate::http::buffer_budget::{ReadBound, ReadLimitedStream};
+use crate::http::request_body::RequestBody;
+use crate::http::write_watchdog::StreamFlow;
+use crate::limiter::clock::monotonic;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::lazy_timer::ResponseTimer;
+
+/// Bytes that a connection buffers of a response: a head must fit, and a body is read in pieces of this size.
+const MAX_BUFFER_SIZE: usize = 64 * 1024;
+
+/// Why an exchange failed, with the request if nothing of it was written.
+pub(super) type SendError = TrySendError<Request<RequestBody>>;
+
+/// A connection that carries one request at a time.
+#[derive(Debug)]
+pub(super) struct Http1Connection {
+    sender: SendRequest<RequestBody>,
+    pub(super) timer: ResponseTimer,
+    pub(super) reads: ReadBound,
+}
+
+/// Idle connections.
+#[derive(Debug)]
+pub(super) struct Http1Pool {
+    // std's mutex: it is never held across a wait, and one worker owns the pool.
+    connections: Mutex<VecDeque<IdleConnection>>,
+    idle_timeout: Duration,
+}
+
+#[derive(Debug)]
+struct IdleConnection {
+    connection: Http1Connection,
+    idle_since: Instant,
+}
+
+/// Connects and leaves the connection's work to a task of the running worker.
+pub(super) async fn connect(endpoint: &Endpoint) -> io::Result<Http1Connection> {
+    let (stream, reads) = ReadLimitedStream::new(endpoint.connect().await?);
+    let (sender, connection) = Builder::new()
+        .writev(false)
+        .max_buf_size(MAX_BUFFER_SIZE)
+        .max_header_size(MAX_BUFFER_SIZE)
+        .handshake(TokioIo::new(stream))
+        .await
+        .map_err(io::Error::other)?;
+    // Its error reaches whoever waits for the response.
+    tokio::spawn(async move { connection.with_upgrades().await.ok() });
+    Ok(Http1Connection { sender, timer: ResponseTimer::default(), reads })
+}
+
+impl Http1Pool {
+    pub(super) fn new(idle_timeout: Duration) -> Self {
+        Http1Pool { connections: Mutex::default(), idle_timeout }
+    }
+
+    /// The connection that was used last, if one is fit for use.
+    pub(super) fn take_idle(&self) -> Option<Http1Connection> {
+        let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        while let Some(IdleConnection { connection, idle_since: since }) = idle.pop_back() {
+            if since.elapsed() >= self.idle_timeout {
+                // All others are older.
+                idle.clear();
+            } else if connection.sender.is_ready() {
+                return Some(connection);
+            }
+        }
+        None
+    }
+
+    pub(super) fn put(&self, connection: Http1Connection) {
+        if connection.sender.is_closed() {
+            return;
+        }
+        let now = monotonic();
+        let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
+        while idle.front().is_some_and(|oldest| now - oldest.idle_since >= self.idle_timeout) {
+            idle.pop_front();
+        }
+        idle.push_back(IdleConnection { connection, idle_since: now });
+    }
+}
+
+impl Http1Connection {
+    pub(super) fn send(
+        &mut self,
+        request: Request<RequestBody>,
+    ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
+        self.reads.set(StreamFlow::first_reads());
+        self.sender.try_send_request(request)
+    }
+}

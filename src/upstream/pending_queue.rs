@@ -1,0 +1,133 @@
+//! Requests that wait for a place at a server: in order, no more than there may be, gone when their client is.
+
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::sync::oneshot;
+
+use crate::http::body::OnComplete;
+use crate::upstream::endpoint::Endpoint;
+
+/// One request in flight at a member, until its answer's body is gone.
+#[derive(Debug)]
+pub(super) struct RequestPermit(Arc<Endpoint>);
+
+/// Those who wait for a place at any member of a fleet.
+#[derive(Debug, Default)]
+pub(super) struct PendingQueue {
+    max: AtomicUsize,
+    /// As long as the line, for those who need not look at it.
+    length: AtomicUsize,
+    state: Mutex<QueueState>,
+}
+
+#[derive(Debug, Default)]
+struct QueueState {
+    next_id: u64,
+    /// By number.
+    waiters: VecDeque<(u64, oneshot::Sender<RequestPermit>)>,
+}
+
+/// A place in the line.
+#[derive(Debug)]
+pub(super) struct Waiter {
+    queue: Arc<PendingQueue>,
+    id: u64,
+    permit: oneshot::Receiver<RequestPermit>,
+    /// Whether nobody is ahead.
+    pub(super) is_first: bool,
+}
+
+impl RequestPermit {
+    /// At this member, which has counted it.
+    pub(super) fn new(endpoint: Arc<Endpoint>) -> Self {
+        RequestPermit(endpoint)
+    }
+
+    pub(super) fn endpoint(&self) -> &Arc<Endpoint> {
+        &self.0
+    }
+}
+
+impl Drop for RequestPermit {
+    fn drop(&mut self) {
+        Endpoint::release(&self.0);
+    }
+}
+
+impl OnComplete for RequestPermit {
+    fn on_complete(self: Box<Self>, _sent: u64, _complete: bool) {}
+}
+
+impl PendingQueue {
+    /// For so many.
+    pub(super) fn new(max: usize) -> Self {
+        PendingQueue { max: max.into(), ..PendingQueue::default() }
+    }
+
+    /// For so many from now on.
+    pub(super) fn resize(&self, max: usize) {
+        self.max.store(max, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.length.load(Ordering::SeqCst) == 0
+    }
+
+    /// A place at the end; none if the line is full.
+    pub(super) fn enqueue(self: &Arc<Self>) -> Option<Waiter> {
+        let (sender, receiver) = oneshot::channel();
+        let mut state = self.lock();
+        if state.waiters.len() >= self.max.load(Ordering::Relaxed) {
+            return None;
+        }
+        let (id, is_first) = (state.next_id, state.waiters.is_empty());
+        state.next_id += 1;
+        state.waiters.push_back((id, sender));
+        // Before anybody looks again for a place: whoever leaves one from now on sees that somebody waits.
+        self.length.store(state.waiters.len(), Ordering::SeqCst);
+        Some(Waiter { queue: self.clone(), id, permit: receiver, is_first })
+    }
+
+    /// Gives the places that a member has to those who wait.
+    pub(super) fn hand_over(&self, endpoint: &Arc<Endpoint>) {
+        while !self.is_empty() {
+            let Some(mut permit) = Endpoint::try_acquire(endpoint) else { return };
+            loop {
+                let next = {
+                    let mut state = self.lock();
+                    let next = state.waiters.pop_front();
+                    self.length.store(state.waiters.len(), Ordering::SeqCst);
+                    next
+                };
+                let Some((_, sender)) = next else { return };
+                match sender.send(permit) {
+                    Ok(()) => break,
+                    Err(returned) => permit = returned,
+                }
+            }
+        }
+    }
+
+    fn lock(&self) -> std::sync::MutexGuard<'_, QueueState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Waiter {
+    /// The place, when it is there.
+    pub(super) async fn ready(&mut self) -> Option<RequestPermit> {
+        (&mut self.permit).await.ok()
+    }
+}
+
+impl Drop for Waiter {
+    fn drop(&mut self) {
+        let mut state = self.queue.lock();
+        if let Ok(index) = state.waiters.binary_search_by_key(&self.id, |(number, _)| *number) {
+            state.waiters.remove(index);
+            self.queue.length.store(state.waiters.len(), Ordering::SeqCst);
+        }
+    }
+}

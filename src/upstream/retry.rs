@@ -1,0 +1,469 @@
+//! The course of a request: a place at a member, a connection, the exchange, and again where that can do no harm.
+
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::Poll;
+
+use bytes::{Buf, Bytes};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, Request, Response, Uri, Version};
+use hyper::body::Incoming;
+use tokio::time::{Instant, timeout_at};
+
+use crate::http::body;
+use crate::http::body::Body;
+use crate::http::body_limits::BodyLimits;
+use crate::http::headers::{is_grpc, is_safe};
+use crate::http::request_body::{RequestBody, UploadProgress};
+use crate::upstream::connector::EndpointConnection;
+use crate::upstream::endpoint::Endpoint;
+use crate::upstream::http1::SendError;
+use crate::upstream::http2::{StreamOutcome, classify_error};
+use crate::upstream::lazy_timer::ResponseTimer;
+use crate::upstream::retry::RetryReason as Why;
+use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
+
+/// How a request may still be sent again.
+struct RetryState {
+    /// Once, where it was: on a fresh connection after one that was there before.
+    can_reconnect: bool,
+    /// On other members.
+    retries_left: u32,
+    is_safe: bool,
+    has_body: bool,
+    is_http2: bool,
+}
+
+/// Where it goes after a failure.
+enum RetryTarget {
+    /// To the same member, on a fresh connection.
+    SameEndpoint(Request<RequestBody>),
+    /// To another member: nothing of it was written.
+    OtherEndpoint(Request<RequestBody>),
+    /// To another member, if the budget has something left.
+    OtherEndpointWithBudget(Request<RequestBody>),
+}
+
+impl Upstream {
+    /// Sends a request and waits for the head of the response. Dropping the future cancels the request.
+    ///
+    /// A request of which nothing was written goes to other connections and members. After that only GET, HEAD and
+    /// OPTIONS without a body are repeated: once when a reused connection dies before it answered (RFC 9110 §9.2.2),
+    /// and on other members as often as `retries` and its budget allow.
+    ///
+    /// # Errors
+    /// See [`UpstreamError`].
+    pub async fn send(
+        &self,
+        mut request: Box<Request<RequestBody>>,
+        bounds: BodyLimits,
+        attempts: &mut AttemptLog,
+    ) -> Result<Response<Body>, UpstreamError> {
+        let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
+        let http2 = protocol == Protocol::Http2;
+        let progress = request.body_mut().apply_limits(bounds);
+        if http2 && is_grpc(request.headers()) {
+            request.body_mut().allow_trailers();
+        }
+        let (safe, has_body) = (is_safe(request.method()), progress.is_some());
+        let mut retry_state =
+            RetryState { can_reconnect: true, retries_left: retries, is_safe: safe, has_body, is_http2: http2 };
+        let mut pick_state = PickState { hash_key: self.cluster.hash_key(request.headers()), tried: Vec::new() };
+        if let Some(retry_budget) = &self.cluster.retry_budget {
+            retry_budget.deposit();
+        }
+        // Whoever waits comes first.
+        let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
+        let mut target = match picked {
+            Some(target) => target,
+            None => Box::pin(self.pick_queued(pick_state.hash_key)).await?,
+        };
+        let mut idle = target.0.take_idle();
+        loop {
+            let EndpointConnection { pool, permit, mut connection, is_reused: reused } = match idle.take() {
+                Some(connection) => {
+                    EndpointConnection { pool: target.0, permit: target.1, connection, is_reused: true }
+                }
+                None => {
+                    let tried = pick_state.tried.len() + 1;
+                    let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
+                    pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
+                    attempts.record_retries(Why::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
+                    connected?
+                }
+            };
+            attempts.record_endpoint(permit.endpoint());
+            let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
+            let result = {
+                // In its place, and not moved into each future that waits for it.
+                let response = pin!(connection.send(*request));
+                let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
+                match bounds.deadline {
+                    None => result.await,
+                    Some(deadline) => timeout_at(deadline, result)
+                        .await
+                        .unwrap_or_else(|_| Err(self.deadline_error(progress.as_deref()))),
+                }
+            };
+            let mut failure = match result {
+                Ok(Ok(response)) => {
+                    if let Some(fault) = body::framing_error(&response) {
+                        let error = UpstreamError::InvalidResponse { upstream: self.name().into(), fault };
+                        self.cluster.report_failure(permit.endpoint(), &error);
+                        return Err(error);
+                    }
+                    if let Some(progress) = &progress {
+                        progress.mark_response_started();
+                    }
+                    self.cluster.report_response(permit.endpoint(), response.status());
+                    return Ok(connection.into_response(response, bounds, pool, permit));
+                }
+                Ok(Err(failure)) => failure,
+                Err(error) => {
+                    connection.start_draining();
+                    if let UpstreamError::ResponseTimeout { .. } = error {
+                        self.cluster.report_failure(permit.endpoint(), &error);
+                    }
+                    return Err(error);
+                }
+            };
+            let outcome = connection.classify_error(failure.error());
+            let unsent = failure.take_message();
+            // A connection that was closed while nobody used it says nothing about its server.
+            let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
+                || outcome == StreamOutcome::PeerError;
+            let retry = retry_state.retry_target(unsent, copy, outcome, reused);
+            let error = self.exchange_error(failure.into_error(), progress.as_deref());
+            if is_endpoint_failure && !error.is_client_error() {
+                self.cluster.report_failure(permit.endpoint(), &error);
+            }
+            pick_state.tried.push(permit.endpoint().clone());
+            let (retry, other) = match retry {
+                Some(RetryTarget::SameEndpoint(request)) => {
+                    attempts.record_retries(Why::Reconnected, 1);
+                    (request, (pool, permit))
+                }
+                Some(RetryTarget::OtherEndpoint(request)) => {
+                    let target = self.pick_other(&pick_state).ok_or(error)?;
+                    attempts.record_retries(Why::Unwritten, 1);
+                    (request, target)
+                }
+                Some(RetryTarget::OtherEndpointWithBudget(request)) => {
+                    let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
+                    retry_state.retries_left -= 1;
+                    let target = target.ok_or(error)?;
+                    attempts.record_retries(Why::Retried, 1);
+                    (request, target)
+                }
+                None => return Err(error),
+            };
+            (request, target, retry_state.can_reconnect) = (Box::new(retry), other, false);
+        }
+    }
+
+    /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
+    async fn attempt(
+        &self,
+        mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
+        timer: &mut ResponseTimer,
+        progress: Option<&UploadProgress>,
+    ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
+        let mut last_frames = progress.map(UploadProgress::frame_count);
+        // An upload is looked at more often, for the time to be right from where it ends.
+        let polls = if progress.is_some() { 10 } else { 1 };
+        let mut silent_polls = 0;
+        while silent_polls < polls {
+            let deadline = Instant::now() + self.cluster.settings.response_timeout / polls;
+            let result = poll_fn(|cx| match response.as_mut().poll(cx) {
+                Poll::Ready(result) => Poll::Ready(Some(result)),
+                Poll::Pending => timer.poll(deadline, cx).map(|()| None),
+            });
+            if let Some(result) = result.await {
+                return Ok(result);
+            }
+            let now = progress.map(UploadProgress::frame_count);
+            // The body sees to a client that keeps everybody waiting.
+            let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
+            silent_polls = if is_silent { silent_polls + 1 } else { 0 };
+            last_frames = now;
+        }
+        Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
+    }
+
+    /// What ran out of time: the client, or the upstream.
+    fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
+        if progress.is_some_and(UploadProgress::is_delayed_by_client) {
+            return UpstreamError::ClientTimeout;
+        }
+        UpstreamError::RouteTimeout { upstream: self.name().into() }
+    }
+
+    fn exchange_error(&self, error: hyper::Error, progress: Option<&UploadProgress>) -> UpstreamError {
+        if progress.is_some_and(UploadProgress::is_too_large) {
+            return UpstreamError::BodyTooLarge;
+        }
+        if progress.is_some_and(UploadProgress::is_stalled) {
+            return UpstreamError::ClientTimeout;
+        }
+        // The body stream failed before its end: that was the client.
+        let unfinished = progress.is_some_and(|progress| !progress.is_done());
+        if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
+            return UpstreamError::ClientAborted(error.into());
+        }
+        UpstreamError::Reset { upstream: self.name().into(), source: error }
+    }
+}
+
+impl RetryState {
+    /// Whether a copy of the request may be of use.
+    fn needs_copy(&self, reused: bool) -> bool {
+        let may_repeat = !self.has_body && (self.is_safe || self.is_http2);
+        may_repeat && (self.retries_left > 0 || self.can_reconnect && (reused || self.is_http2))
+    }
+
+    /// What becomes of a request that was not answered.
+    fn retry_target(
+        &self,
+        unsent: Option<Request<RequestBody>>,
+        copy: Option<ReplayableRequest>,
+        outcome: StreamOutcome,
+        reused: bool,
+    ) -> Option<RetryTarget> {
+        let unwritten = unsent.is_some();
+        let is_safe_to_resend = match outcome {
+            StreamOutcome::NotProcessed => true,
+            StreamOutcome::Unknown => self.is_safe,
+            StreamOutcome::PeerError | StreamOutcome::LocalReset => false,
+        };
+        let request = unsent.or_else(|| copy.filter(|_| is_safe_to_resend).map(ReplayableRequest::into_request))?;
+        if self.can_reconnect && (reused || self.is_http2 && (unwritten || outcome == StreamOutcome::NotProcessed)) {
+            Some(RetryTarget::SameEndpoint(request))
+        } else if unwritten {
+            Some(RetryTarget::OtherEndpoint(request))
+        } else {
+            (self.retries_left > 0).then_some(RetryTarget::OtherEndpointWithBudget(request))
+        }
+    }
+}
+
+// How many requests may be tried again: a part of all, so that a fleet in trouble does not get more of it.
+
+/// A retry for so many requests.
+const REQUESTS_PER_RETRY: u64 = 5;
+
+/// Retries that a quiet fleet has at most in hand.
+const MAX_SAVED_RETRIES: u64 = 100;
+
+/// Retries each second whatever the number of requests: with few of them a part of all would be none.
+const MIN_RETRIES_PER_SEC: f64 = 10.0;
+
+/// What is left of it.
+#[derive(Debug)]
+pub(super) struct RetryBudget {
+    /// Requests that have not paid for a retry yet.
+    deposits: AtomicU64,
+    /// Retries of the floor, and when that was.
+    min_retries: Mutex<(f64, std::time::Instant)>,
+}
+
+impl RetryBudget {
+    pub(super) fn new(now: std::time::Instant) -> Self {
+        RetryBudget { deposits: AtomicU64::new(0), min_retries: Mutex::new((MIN_RETRIES_PER_SEC, now)) }
+    }
+
+    /// A request that is not a retry.
+    pub(super) fn deposit(&self) {
+        let most = MAX_SAVED_RETRIES * REQUESTS_PER_RETRY;
+        let _ = self
+            .deposits
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
+    }
+
+    /// Whether there may be a retry; then it is paid for.
+    pub(super) fn withdraw(&self, now: std::time::Instant) -> bool {
+        let pay = |saved: u64| saved.checked_sub(REQUESTS_PER_RETRY);
+        if self.deposits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, pay).is_ok() {
+            return true;
+        }
+        let mut floor = self.min_retries.lock().unwrap_or_else(PoisonError::into_inner);
+        let (left, at) = *floor;
+        let left =
+            (left + MIN_RETRIES_PER_SEC * now.saturating_duration_since(at).as_secs_f64()).min(MIN_RETRIES_PER_SEC);
+        *floor = (if left < 1.0 { left } else { left - 1.0 }, now);
+        left >= 1.0
+    }
+}
+
+// What a request has been through on its way to an answer.
+
+/// Why a request was sent again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RetryReason {
+    /// The connection that was kept had died: to the same server, on a fresh one.
+    Reconnected,
+    /// Nothing of it was written: to another server.
+    Unwritten,
+    /// It may be repeated, and the budget had something left: to another server.
+    Retried,
+}
+
+impl RetryReason {
+    /// All, in the order of their counts.
+    pub const ALL: [RetryReason; 3] = [RetryReason::Reconnected, RetryReason::Unwritten, RetryReason::Retried];
+
+    /// One word for labels.
+    pub fn label(self) -> &'static str {
+        match self {
+            RetryReason::Reconnected => "stale_connection",
+            RetryReason::Unwritten => "not_sent",
+            RetryReason::Retried => "reset",
+        }
+    }
+}
+
+/// Where a request was, and how often it was sent again.
+#[derive(Debug, Default)]
+pub struct AttemptLog {
+    retries: [u64; 3],
+    endpoint: Option<Arc<Endpoint>>,
+    /// Whether somebody wants to know where it was: all workers share the members.
+    records_endpoint: bool,
+}
+
+impl AttemptLog {
+    /// One that knows its server, if `named`.
+    pub fn new(records_endpoint: bool) -> Self {
+        AttemptLog { records_endpoint, ..AttemptLog::default() }
+    }
+
+    /// How often it was sent again, by [`Again`].
+    pub fn retries(&self) -> [u64; 3] {
+        self.retries
+    }
+
+    /// The server that it was at last.
+    pub fn endpoint_name(&self) -> Option<String> {
+        self.endpoint.as_ref().map(|endpoint| endpoint.name())
+    }
+
+    pub(super) fn record_endpoint(&mut self, endpoint: &Arc<Endpoint>) {
+        if self.records_endpoint {
+            self.endpoint = Some(endpoint.clone());
+        }
+    }
+
+    pub(super) fn record_retries(&mut self, reason: RetryReason, times: u64) {
+        self.retries[reason as usize] += times;
+    }
+}
+
+// What it takes to send a request again: its head as bytes, since hardly any request is.
+
+/// A request without a body, kept for the case that its connection dies.
+///
+/// A copy of its header section would count one reference more to each field's bytes, and allocate a table for them: that
+/// costs each request what few of them need.
+pub(super) struct ReplayableRequest {
+    method: Method,
+    uri: Uri,
+    version: Version,
+    /// Of each field in order: the length of its name; twice that of its value, and one more if it is secret; name; value.
+    encoded_headers: Vec<u8>,
+}
+
+/// Room for a field: of most requests all fit without it growing.
+const HEADER_CAPACITY: usize = 48;
+
+impl ReplayableRequest {
+    /// What is needed of this request.
+    pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
+        let headers = request.headers();
+        let mut encoded = Vec::with_capacity(headers.len() * HEADER_CAPACITY);
+        for (name, value) in headers {
+            let (name, value, secret) = (name.as_str().as_bytes(), value.as_bytes(), value.is_sensitive());
+            let lengths = [name.len() as u32, (value.len() as u32) << 1 | u32::from(secret)];
+            encoded.extend_from_slice(lengths.map(u32::to_be_bytes).as_flattened());
+            encoded.extend_from_slice(name);
+            encoded.extend_from_slice(value);
+        }
+        let (method, uri, version) = (request.method().clone(), request.uri().clone(), request.version());
+        ReplayableRequest { method, uri, version, encoded_headers: encoded }
+    }
+
+    /// The request once more.
+    pub(super) fn into_request(self) -> Request<RequestBody> {
+        let mut request = Request::new(RequestBody::empty());
+        *request.method_mut() = self.method;
+        *request.uri_mut() = self.uri;
+        *request.version_mut() = self.version;
+        *request.headers_mut() = decode_headers(self.encoded_headers.into());
+        request
+    }
+}
+
+fn decode_headers(mut encoded: Bytes) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    while encoded.has_remaining() {
+        let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
+        let secret = value % 2 == 1;
+        let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
+        // Both were those of a field.
+        if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
+            value.set_sensitive(secret);
+            headers.append(name, value);
+        }
+    }
+    headers
+}
+
+#[cfg(test)]
+mod budget_tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::limiter::clock::monotonic;
+
+    #[test]
+    fn a_fifth_of_the_requests_and_a_floor() {
+        let now = monotonic();
+        let budget = RetryBudget::new(now);
+        let spend = |at| (0..1000).filter(|_| budget.withdraw(at)).count();
+        assert_eq!(spend(now), 10, "the floor of the first second");
+        assert_eq!(spend(now + Duration::from_millis(500)), 5);
+        (0..200).for_each(|_| budget.deposit());
+        assert_eq!(spend(now + Duration::from_millis(500)), 40, "a fifth of 200");
+        (0..100_000).for_each(|_| budget.deposit());
+        assert_eq!(spend(now + Duration::from_secs(3600)), 110, "no more is saved than so many");
+    }
+}
+
+#[cfg(test)]
+mod repeat_tests {
+    use super::*;
+
+    #[test]
+    fn what_is_repeated_is_the_same_request() {
+        let mut secret = HeaderValue::from_static("s3cret");
+        secret.set_sensitive(true);
+        let mut request = Request::new(RequestBody::empty());
+        (*request.method_mut(), *request.version_mut()) = (Method::OPTIONS, Version::HTTP_2);
+        *request.uri_mut() = Uri::from_static("/a%20b?c=d");
+        let headers = request.headers_mut();
+        headers.append("accept", HeaderValue::from_static("text/html"));
+        headers.append("x-empty", HeaderValue::from_static(""));
+        headers.append("authorization", secret);
+        headers.append("accept", HeaderValue::from_bytes(b"caf\xe9; q=0.5").unwrap());
+        headers.append("x-long", HeaderValue::from_str(&"y".repeat(70_000)).unwrap());
+        let retry = ReplayableRequest::from_request(&request).into_request();
+        assert_eq!((retry.method(), retry.uri()), (request.method(), request.uri()));
+        assert_eq!((retry.version(), retry.headers()), (request.version(), request.headers()));
+        assert_eq!(
+            retry.headers().iter().collect::<Vec<_>>(),
+            request.headers().iter().collect::<Vec<_>>(),
+            "their order"
+        );
+        let secrets = retry.headers().iter().filter(|(_, value)| value.is_sensitive());
+        assert_eq!(secrets.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["authorization"]);
+    }
+}

@@ -1,0 +1,343 @@
+//! The access log: what it says of each request, and that nothing gets lost unsaid.
+
+use std::collections::HashSet;
+use std::fs::{self, OpenOptions};
+use std::io::Read;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::operator::{metric, with_admin};
+use crate::support::redis::Redis;
+use crate::support::upstream::Upstream;
+use crate::support::{Raise, eventually};
+use serde_json::{Value, json};
+
+const JSON: &str = "[log]\nformat = \"json\"\naccess = \"access.log\"\n";
+const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+
+fn written(gateway: &Gateway) -> String {
+    fs::read_to_string(gateway.directory().join("access.log")).unwrap()
+}
+
+/// The lines of a log in JSON, once there are so many.
+fn lines(gateway: &Gateway, count: usize) -> Vec<Value> {
+    eventually("the lines are written", || written(gateway).lines().count() >= count);
+    let lines: Vec<_> = written(gateway).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    assert_eq!(lines.len(), count, "{lines:#?}");
+    lines
+}
+
+#[allow(clippy::disallowed_methods)] // a clock of the test's own
+fn now() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_secs_f64()
+}
+
+#[test]
+fn a_line_says_what_became_of_a_request_and_why() {
+    let upstream =
+        Upstream::answering(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
+    let server = upstream.url().trim_start_matches("http://").to_owned();
+    let gateway = Gateway::start(&format!(
+        "{JSON}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
+         [limit.hour]\nby = \"header:x-id\"\nquota = \"2/hour\"\nalgorithm = \"fixed-window\"\n\
+         [limit.day]\nby = \"ip\"\nquota = \"1000/day\"\nalgorithm = \"fixed-window\"\n\
+         [limit.trial]\nby = \"global\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\nshadow = true\n\
+         [limit.tokens]\nby = \"ip\"\nquota = \"1000/day\"\nalgorithm = \"fixed-window\"\ncost.response_header = \"x-used\"\n\
+         [upstream.api]\nservers = [\"http://{server}\"]\n[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+         [[route]]\nname = \"up\"\npath = \"/up/{{id}}\"\nupstream = \"api\"\nlimits = [\"hour\", \"day\", \"trial\", \"tokens\"]\n\
+         [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n\
+         [[route]]\nname = \"own\"\npath = \"/own\"\nrespond = {{ status = 200 }}\n"
+    ));
+    let began = now();
+    let mut client = gateway.client();
+    let headers = [("x-id", "somebody"), ("x-forwarded-for", "203.0.113.7"), ("x-request-id", "given-1")];
+    let traced = [&headers[..], &[("traceparent", TRACEPARENT)]].concat();
+    let statuses = [
+        client.get_with("/up/1?token=planted", &traced).status,
+        client.get_with("/up/2", &headers).status,
+        client.get_with("/up/3", &headers).status,
+        client.get("/gone").status,
+        client.get("/own").status,
+        client.get("/nowhere").status,
+    ];
+    assert_eq!(statuses, [201, 201, 429, 502, 200, 404]);
+    let ended = now();
+    let lines = lines(&gateway, 6);
+    let line = &lines[0];
+    for (field, expected) in [
+        ("client", json!("203.0.113.7")),
+        ("method", json!("GET")),
+        ("path", json!("/up/1")),
+        ("status", json!(201)),
+        ("bytes", json!(3)),
+        ("complete", json!(true)),
+        ("route", json!("up")),
+        ("outcome", json!("ok")),
+        ("decision", json!("allowed")),
+        ("decided_by", json!("store")),
+        ("limit", json!("hour")),
+        ("remaining", json!(1)),
+        ("upstream", json!("api")),
+        ("server", json!(server)),
+        ("upstream_status", json!(201)),
+        ("request_id", json!("given-1")),
+        ("trace_id", json!("4bf92f3577b34da6a3ce929d0e0e4736")),
+    ] {
+        assert_eq!(line[field], expected, "{field} of {line:#}");
+    }
+    let times = ["duration_ms", "decision_ms", "upstream_ms"].map(|field| line[field].as_f64().unwrap());
+    assert!(times[0] >= times[1] + times[2] && times.iter().all(|ms| *ms > 0.0), "{line:#}");
+    assert!(times[0] <= (ended - began) * 1000.0, "ms: {line:#}");
+    let starts: Vec<_> = lines.iter().map(|line| line["time"].as_f64().unwrap()).collect();
+    assert!(starts.is_sorted() && starts[0] > began - 0.01 && starts[5] < ended + 0.01, "{began} {starts:?} {ended}");
+    // Each limit, with a hash that is the same for the same identity and for no other.
+    let of = |line: &Value, place: usize| line["limits"][place].clone();
+    assert_eq!(line["limits"].as_array().unwrap().len(), 4);
+    let who = line["identity"].as_str().unwrap();
+    assert!(who.len() == 32 && who.bytes().all(|byte| byte.is_ascii_hexdigit()), "{who}");
+    assert_eq!(
+        of(line, 0),
+        json!({ "limit": "hour", "identity": who, "cost": 1, "decision": "allowed", "remaining": 1 })
+    );
+    assert_ne!(of(line, 1)["identity"], of(line, 0)["identity"]);
+    assert_eq!(of(&lines[1], 0)["identity"], of(line, 0)["identity"]);
+    assert_eq!((&of(line, 3)["limit"], &of(line, 3)["cost"]), (&json!("tokens"), &json!(7)), "what the response said");
+    // On trial.
+    assert_eq!((&lines[1]["decision"], &lines[1]["shadow_denied"]), (&json!("shadow_denied"), &json!(["trial"])));
+    assert_eq!(of(&lines[1], 2)["decision"], "shadow_denied");
+    // Denied: only the one that denies has decided.
+    let denied = &lines[2];
+    assert_eq!(
+        (&denied["status"], &denied["outcome"], &denied["decision"], &denied["limit"], &denied["remaining"]),
+        (&json!(429), &json!("rate-limited"), &json!("denied"), &json!("hour"), &json!(0))
+    );
+    assert_eq!((&of(denied, 0)["decision"], &of(denied, 1)["decision"]), (&json!("denied"), &Value::Null));
+    assert!(denied["upstream"].is_null() && denied["trace_id"].is_null(), "{denied:#}");
+    // No answer from upstream.
+    let gone = &lines[3];
+    assert_eq!(
+        (&gone["outcome"], &gone["upstream"], &gone["server"], &gone["upstream_status"], &gone["decision"]),
+        (&json!("upstream-connect-failure"), &json!("gone"), &json!("127.0.0.1:1"), &Value::Null, &Value::Null)
+    );
+    // Each has an id, also those that nobody was told of.
+    let ids: HashSet<_> = lines[3..].iter().map(|line| line["request_id"].as_str().unwrap()).collect();
+    assert!(ids.len() == 3 && ids.iter().all(|id| id.len() == 36), "{ids:?}");
+    assert!(!written(&gateway).contains("planted") && !written(&gateway).contains("somebody"));
+}
+
+#[test]
+fn who_decided_while_the_store_fails_is_told() {
+    let redis = Redis::start();
+    let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
+                  [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n\
+                  [limit.closed]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"deny\"\n";
+    let route = |name: &str, limits: &str| {
+        format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrespond = {{ status = 200 }}\nlimits = [{limits}]\n")
+    };
+    let gateway = Gateway::start(&format!(
+        "{JSON}{}{limits}{}{}{}",
+        redis.store(),
+        route("local", "\"share\", \"open\""),
+        route("open", "\"open\""),
+        route("closed", "\"closed\"")
+    ));
+    assert_eq!(gateway.get("/local").status, 200);
+    drop(redis);
+    let statuses = ["/local", "/local", "/local", "/open", "/closed"].map(|path| gateway.get(path).status);
+    assert_eq!(statuses, [200, 200, 429, 200, 503]);
+    let lines = lines(&gateway, 6);
+    let told = |line: &Value| ["decision", "decided_by"].map(|field| line[field].as_str().unwrap_or("-").to_owned());
+    assert_eq!(
+        lines.iter().map(told).collect::<Vec<_>>(),
+        [
+            ["allowed", "store"],
+            ["local_allowed", "local"],
+            ["local_allowed", "local"],
+            ["local_denied", "local"],
+            ["store_error", "local"],
+            ["store_error", "-"]
+        ]
+        .map(|words| words.map(str::to_owned))
+    );
+    assert_eq!(lines[1]["limits"][1]["decision"], "store_error", "{:#}", lines[1]);
+    assert_eq!(lines[5]["outcome"], "store-unavailable");
+}
+
+#[test]
+fn the_text_form_says_the_same() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[log]\nformat = \"text\"\naccess = \"access.log\"\n[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\n\
+         [upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\nlimits = [\"hour\"]\n",
+        upstream.url()
+    ));
+    let mut client = gateway.client();
+    assert_eq!([0, 1].map(|_| client.get_with("/up", &[("traceparent", TRACEPARENT)]).status), [200, 429]);
+    eventually("the lines are written", || written(&gateway).lines().count() == 2);
+    let text = written(&gateway);
+    let lines: Vec<_> = text.lines().collect();
+    assert!(lines[0].starts_with("20") && lines[0].split(' ').next().unwrap().ends_with('Z'), "{text}");
+    for (line, words) in [
+        (
+            lines[0],
+            " 127.0.0.1 GET /up 200 2 | route=up ok | decision=allowed | limit=hour remaining=0 identity=| decided_by=store|\
+                     decision_ms=| upstream=api | upstream_ms=| server=127.0.0.1:| upstream_status=200 | request_id=| \
+                     trace_id=4bf92f3577b34da6a3ce929d0e0e4736",
+        ),
+        (
+            lines[1],
+            " 127.0.0.1 GET /up 429 | route=up rate-limited | decision=denied | limit=hour remaining=0 | request_id=",
+        ),
+    ] {
+        assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
+    }
+}
+
+#[test]
+fn a_reader_that_is_stuck_costs_lines_that_are_counted_and_no_request() {
+    let directory = tempfile::tempdir().unwrap();
+    let pipe = directory.path().join("pipe");
+    assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
+    // Who opens a pipe to write waits for a reader, which never reads.
+    let stuck = OpenOptions::new().read(true).write(true).open(&pipe).unwrap();
+    let mut gateway = Gateway::start(&with_admin(&format!(
+        "[log]\nformat = \"json\"\naccess = \"{}\"\n\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 200 }}\n",
+        pipe.display()
+    )));
+    // What waits, what is being written and what the pipe holds is less than 17 MiB.
+    let (path, requests) = (format!("/{}", "x".repeat(8_000)), 3_000_u64);
+    let mut client = gateway.client();
+    for _ in 0..requests {
+        assert_eq!(client.get(&path).status, 200);
+    }
+    eventually("lines are lost", || metric(&gateway, "sluicegate_access_log_dropped_total") > 0.0);
+    assert!(gateway.log().contains("the access log is too slow"), "{}", gateway.log());
+    let mut reader = OpenOptions::new().read(true).open(&pipe).unwrap();
+    drop(stuck);
+    let text = Arc::<Mutex<Vec<u8>>>::default();
+    let sink = text.clone();
+    let reading = std::thread::spawn(move || {
+        let mut part = vec![0; 1 << 20];
+        while let Some(length) = reader.read(&mut part).ok().filter(|length| *length > 0) {
+            sink.lock().unwrap().extend_from_slice(&part[..length]);
+        }
+    });
+    let lines = || text.lock().unwrap().iter().filter(|byte| **byte == b'\n').count() as u64;
+    let dropped = || metric(&gateway, "sluicegate_access_log_dropped_total") as u64;
+    eventually("every line is written or counted", || lines() + dropped() == requests);
+    assert!(lines() > requests / 4 && dropped() > requests / 20, "{} written, {} dropped", lines(), dropped());
+    let counted = dropped();
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    reading.join().unwrap();
+    let text = String::from_utf8(text.lock().unwrap().clone()).unwrap();
+    let whole = text.lines().filter(|line| serde_json::from_str::<Value>(line).is_ok()).count() as u64;
+    assert_eq!(whole + counted, requests, "no line is torn");
+}
+
+#[test]
+fn lines_that_cannot_be_written_are_counted() {
+    let gateway = Gateway::start(&with_admin(
+        "[log]\nformat = \"json\"\naccess = \"/dev/full\"\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n",
+    ));
+    for _ in 0..3 {
+        assert_eq!(gateway.get("/").status, 200);
+    }
+    eventually("they are counted", || metric(&gateway, "sluicegate_access_log_dropped_total") == 3.0);
+    assert!(gateway.log().contains("the access log cannot be written"), "{}", gateway.log());
+}
+
+#[test]
+fn the_file_may_be_renamed_at_any_time() {
+    let mut gateway = Gateway::start(&format!(
+        "{JSON}[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 200 }}\n"
+    ));
+    let folder = gateway.directory().to_owned();
+    let log = folder.join("access.log");
+    let (over, asked) = (AtomicBool::new(false), AtomicU64::new(0));
+    std::thread::scope(|scope| {
+        for client in 0..2 {
+            let (over, asked, address) = (&over, &asked, gateway.address);
+            scope.spawn(move || {
+                let mut connection = Client::connect(address);
+                while !over.load(Ordering::SeqCst) {
+                    let number = asked.fetch_add(1, Ordering::SeqCst);
+                    assert_eq!(connection.get(&format!("/{client}/{number}")).status, 200);
+                }
+            });
+        }
+        let _over = Raise(&over);
+        for round in 0..20 {
+            eventually("there is something in the file", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
+            fs::rename(&log, folder.join(format!("access.log.{round}"))).unwrap();
+            if round == 10 {
+                // Nothing can be written there for a while.
+                fs::create_dir(&log).unwrap();
+                eventually("it is told", || gateway.log().contains("cannot be made again"));
+                fs::remove_dir(&log).unwrap();
+            }
+        }
+    });
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    let files = fs::read_dir(&folder).unwrap().map(|file| file.unwrap().path());
+    let texts = files.filter(|path| name(path).starts_with("access.log")).map(|path| fs::read_to_string(path).unwrap());
+    let texts: Vec<_> = texts.collect();
+    assert!(texts.len() >= 20, "{} files", texts.len());
+    let paths = texts.iter().flat_map(|text| text.lines()).map(|line| {
+        serde_json::from_str::<Value>(line).unwrap_or_else(|error| panic!("{line}: {error}"))["path"].to_string()
+    });
+    let paths: Vec<_> = paths.collect();
+    let distinct: HashSet<_> = paths.iter().collect();
+    assert_eq!(
+        (paths.len() as u64, distinct.len() as u64),
+        (asked.load(Ordering::SeqCst), asked.load(Ordering::SeqCst))
+    );
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap().to_string_lossy().into_owned()
+}
+
+#[test]
+fn the_last_lines_are_written_before_the_process_ends() {
+    for _ in 0..3 {
+        let mut gateway =
+            Gateway::start(&format!("{JSON}[[route]]\nname = \"r\"\npath = \"/\"\nrespond = {{ status = 200 }}\n"));
+        let mut client = gateway.client();
+        (0..200).for_each(|_| assert_eq!(client.get("/").status, 200));
+        drop(client);
+        gateway.terminate();
+        assert!(gateway.wait().success());
+        assert_eq!(written(&gateway).lines().count(), 200);
+    }
+}
+
+#[test]
+fn a_file_has_one_format_wherever_the_gateway_is_started() {
+    let config = "[log]\naccess = \"access.log\"\n[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
+    // `script` gives the gateway a terminal as its standard error, and copies what it says there. `timeout` ends one that is left.
+    let on_terminal = |path: &Path| {
+        let line = format!("exec timeout 60 {} --config {}", env!("CARGO_BIN_EXE_sluicegate"), path.display());
+        let mut outer = Command::new("sh");
+        outer.args(["-c", &format!("exec script -qefc '{line}' /dev/null >&2")]);
+        outer
+    };
+    for mut gateway in [Gateway::start(config), Gateway::start_by(config, on_terminal)] {
+        assert_eq!(gateway.get("/r").status, 200);
+        let path = gateway.directory().join("access.log");
+        let line = || fs::read_to_string(&path).ok().and_then(|text| Some(text.lines().next()?.to_owned()));
+        eventually("the record is written", || line().is_some());
+        let record = line().unwrap();
+        gateway.terminate();
+        gateway.wait();
+        assert!(serde_json::from_str::<Value>(&record).is_ok(), "{record}");
+    }
+}

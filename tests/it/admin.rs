@@ -1,0 +1,299 @@
+//! The operator's listener: health, readiness, metrics, and who may ask.
+
+use std::io::{ErrorKind, Write};
+use std::net::{IpAddr, TcpStream};
+use std::time::Duration;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::operator::{HERE, ask, metric, with_admin};
+use crate::support::redis::Redis;
+use crate::support::upstream::Upstream;
+use crate::support::{PATIENCE, eventually};
+
+const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
+
+#[test]
+fn metrics_count_what_happened() {
+    let upstream = Upstream::answering(|seen| {
+        let status = if seen.target() == "/up/bad" { "500 Oops" } else { "204 No Content" };
+        format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "{HELLO}limits = [\"three\", \"shadow\"]\n\
+         [limit.three]\nby = \"header:x-id\"\nquota = \"3/day\"\nalgorithm = \"fixed-window\"\n\
+         [limit.shadow]\nby = \"global\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\nshadow = true\n\
+         [upstream.api]\nservers = [\"{}\"]\n[upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+         [[route]]\nname = \"up\"\npath = \"/up/{{*rest}}\"\nupstream = \"api\"\n\
+         [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n",
+        upstream.url()
+    )));
+    let mut client = gateway.client();
+    let statuses: Vec<_> = (0..5).map(|_| client.get_with("/hello", &[("x-id", "somebody")]).status).collect();
+    assert_eq!(statuses, [200, 200, 200, 429, 429]);
+    assert_eq!(client.get("/nowhere").status, 404);
+    assert_eq!([client.get("/up/good").status, client.get("/up/bad").status], [204, 500]);
+    assert_eq!(gateway.get("/gone").status, 502);
+    for (line, expected) in [
+        ("http_requests_total{route=\"hello\",status=\"2xx\"}", 3.0),
+        ("http_requests_total{route=\"hello\",status=\"4xx\"}", 2.0),
+        ("http_requests_total{route=\"\",status=\"4xx\"}", 1.0),
+        ("http_requests_total{route=\"up\",status=\"2xx\"}", 1.0),
+        ("http_requests_total{route=\"up\",status=\"5xx\"}", 1.0),
+        ("http_request_duration_seconds_count{route=\"hello\"}", 5.0),
+        ("limit_decisions_total{limit=\"three\",decision=\"allowed\"}", 3.0),
+        ("limit_decisions_total{limit=\"three\",decision=\"denied\"}", 2.0),
+        ("limit_decisions_total{limit=\"shadow\",decision=\"allowed\"}", 1.0),
+        ("limit_decisions_total{limit=\"shadow\",decision=\"shadow_denied\"}", 4.0),
+        ("decision_duration_seconds_count", 5.0),
+        ("upstream_requests_total{upstream=\"api\",status=\"2xx\"}", 1.0),
+        ("upstream_requests_total{upstream=\"api\",status=\"5xx\"}", 1.0),
+        ("upstream_requests_total{upstream=\"gone\",status=\"none\"}", 1.0),
+        ("upstream_response_duration_seconds_bucket{le=\"+Inf\",upstream=\"api\"}", 2.0),
+        ("connections", 1.0),
+        ("connections_accepted_total", 2.0),
+        ("connections_rejected_total", 0.0),
+        ("access_log_dropped_total", 0.0),
+        ("trace_spans_dropped_total", 0.0),
+        ("store_up", 1.0),
+    ] {
+        assert_eq!(metric(&gateway, &format!("sluicegate_{line}")), expected, "{line}");
+    }
+    let page = ask(&gateway, "/metrics");
+    assert!(!page.text().contains("somebody"), "no identity: {}", page.text());
+}
+
+#[test]
+fn both_text_formats_are_spoken() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let ask = |accept| Client::connect(gateway.admin()).get_with("/metrics", &[HERE, ("accept", accept)]);
+    let (classic, open) = (ask("*/*"), ask("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
+    assert_eq!(classic.header("content-type"), Some("text/plain; version=0.0.4; charset=utf-8"));
+    assert!(classic.text().contains("# TYPE sluicegate_http_requests_total counter\n"), "{}", classic.text());
+    assert_eq!(open.header("content-type"), Some("application/openmetrics-text; version=1.0.0; charset=utf-8"));
+    assert!(open.text().contains("# TYPE sluicegate_http_requests counter\n"), "{}", open.text());
+    assert!(open.text().ends_with("# EOF\n"));
+}
+
+#[test]
+fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
+    let redis = Redis::start();
+    let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
+                  [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n";
+    let gateway =
+        Gateway::start(&with_admin(&format!("{}{limits}{HELLO}limits = [\"share\", \"open\"]\n", redis.store())));
+    assert_eq!(gateway.get("/hello").status, 200);
+    assert_eq!(ask(&gateway, "/readyz").json()["status"], "ready");
+    assert_eq!(metric(&gateway, "sluicegate_checks_total{answered_by=\"store\"}"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_round_trip_duration_seconds_count"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_calls_total"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_circuit_breaker_openings_total"), 0.0);
+    drop(redis);
+    eventually("the store is given up", || {
+        gateway.get("/hello");
+        metric(&gateway, "sluicegate_store_up") == 0.0
+    });
+    assert_eq!(metric(&gateway, "sluicegate_store_circuit_breakers_open"), 1.0);
+    assert_eq!(metric(&gateway, "sluicegate_store_circuit_breaker_openings_total"), 1.0);
+    let ready = ask(&gateway, "/readyz");
+    assert_eq!((ready.status, ready.json()["status"].as_str()), (200, Some("degraded")), "{}", ready.text());
+    assert!(ready.json()["store"]["failing"][0].as_str().unwrap().starts_with("redis at"), "{}", ready.text());
+    assert!(metric(&gateway, "sluicegate_store_failures_total{kind=\"failed\"}") > 0.0);
+    let before = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
+    assert_eq!(gateway.get("/hello").status, 429, "the share is spent by now");
+    let after = metric(&gateway, "sluicegate_limit_decisions_total{limit=\"open\",decision=\"store_error\"}");
+    assert_eq!(after - before, 1.0);
+    assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_denied\"}") > 0.0);
+    assert!(metric(&gateway, "sluicegate_limit_decisions_total{limit=\"share\",decision=\"local_allowed\"}") > 0.0);
+}
+
+#[test]
+fn the_state_of_each_server_is_seen() {
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let held = std::sync::Mutex::new(held);
+    let upstream = Upstream::answering(move |seen| {
+        if seen.target() == "/up" {
+            held.lock().unwrap().recv().ok();
+        }
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()
+    });
+    let server = upstream.url().trim_start_matches("http://").to_owned();
+    let gateway = Gateway::start(&with_admin(&format!(
+        "[upstream.api]\nservers = [\"http://{server}\", \"http://127.0.0.1:1\"]\n\
+         health_check = {{ path = \"/healthz\", interval = \"50ms\", unhealthy_threshold = 1 }}\n\
+         [[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n"
+    )));
+    let of = |name: &str, server: &str| {
+        metric(&gateway, &format!("sluicegate_upstream_server_{name}{{upstream=\"api\",server=\"{server}\"}}"))
+    };
+    eventually("a server is given up", || of("up", "127.0.0.1:1") == 0.0);
+    assert_eq!((of("up", &server), of("requests_in_flight", &server)), (1.0, 0.0));
+    let mut client = gateway.client();
+    client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
+    eventually("a request is under way", || of("requests_in_flight", &server) == 1.0);
+    let ready = ask(&gateway, "/readyz").json();
+    let state = |place: usize| ready["upstreams"]["api"][place]["state"].as_str().unwrap().to_owned();
+    assert_eq!(
+        (state(0), state(1), &ready["status"]),
+        ("healthy".to_owned(), "unhealthy".to_owned(), &"ready".into()),
+        "{ready}"
+    );
+    release.send(()).unwrap();
+    assert_eq!(client.reply().unwrap().status, 200);
+    eventually("it is over", || of("requests_in_flight", &server) == 0.0);
+}
+
+#[test]
+fn a_token_is_asked_for_where_there_is_one() {
+    let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
+    let ask = |token: &str| Client::connect(gateway.admin()).get_with("/metrics", &[("authorization", token)]);
+    for wrong in ["", "sesame", "Bearer sesam", "Bearer sesame ", "Bearer sesame2", "Basic sesame"] {
+        let reply = ask(wrong);
+        let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // the field's end is not part of its value
+        assert_eq!(reply.status, expected, "{wrong:?}");
+        assert!(!reply.text().contains("sesame"), "{}", reply.text());
+    }
+    assert_eq!(ask("bearer sesame").status, 200);
+    assert!(!gateway.log().contains("sesame"), "{}", gateway.log());
+}
+
+#[test]
+fn without_a_token_only_names_of_this_machine_are_answered() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let port = gateway.admin().port();
+    let ask = |path: &str, host: &str| Client::connect(gateway.admin()).get_with(path, &[("host", host)]).status;
+    for host in ["localhost", "LOCALHOST:1", "127.0.0.1", "127.9.9.9:80", "[::1]", &format!("[::1]:{port}")] {
+        assert_eq!(ask("/metrics", host), 200, "{host}");
+    }
+    for host in ["evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "192.0.2.1", "[::2]", "", "local host"] {
+        for path in ["/metrics", "/readyz", "/api/top", "/"] {
+            assert_eq!(ask(path, host), 403, "{host} {path}");
+        }
+        assert_eq!(ask("/healthz", host), 200, "{host}");
+    }
+    let mut client = Client::connect(gateway.admin());
+    client.send(b"GET http://evil.example/metrics HTTP/1.1\r\nhost: localhost\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 403);
+    // Who knows the token is no page of somebody else's.
+    let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
+    let known = [("host", "gateway.example"), ("authorization", "Bearer sesame")];
+    assert_eq!(Client::connect(gateway.admin()).get_with("/metrics", &known).status, 200);
+}
+
+#[test]
+fn what_is_not_there_is_said() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");
+    assert_eq!(ask(&gateway, "/metric").status, 404);
+    let reply = Client::connect(gateway.admin()).request("POST", "/metrics", &[HERE], b"");
+    assert_eq!((reply.status, reply.header("allow")), (405, Some("GET, HEAD")));
+    // It is a listener of its own.
+    assert_eq!(gateway.get("/metrics").status, 404);
+}
+
+#[test]
+fn while_it_stops_it_is_not_ready() {
+    let (release, held) = std::sync::mpsc::channel::<()>();
+    let held = std::sync::Mutex::new(held);
+    let upstream = Upstream::answering(move |_| {
+        held.lock().unwrap().recv().ok();
+        b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()
+    });
+    let mut gateway = Gateway::start(&with_admin(&format!(
+        "[upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n",
+        upstream.url()
+    )));
+    let mut client = gateway.client();
+    client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
+    eventually("it is under way", || upstream.count() == 1);
+    gateway.terminate();
+    eventually("it is told", || ask(&gateway, "/readyz").status == 503);
+    assert_eq!(ask(&gateway, "/readyz").json()["status"], "stopping");
+    assert_eq!(ask(&gateway, "/healthz").status, 200);
+    release.send(()).unwrap();
+    assert_eq!(client.reply().unwrap().status, 200);
+    assert!(gateway.wait().success());
+}
+
+/// Sends requests for metrics until neither side's socket takes more, and reads nothing.
+fn never_reads(stream: &mut TcpStream) {
+    stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
+    let requests = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".repeat(10_000);
+    // The gateway may have closed it to make room for another one.
+    if let Err(error) = stream.write_all(&requests) {
+        use ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
+        assert!(matches!(error.kind(), WouldBlock | TimedOut | BrokenPipe | ConnectionReset), "{error}");
+    }
+}
+
+#[test]
+fn idle_admin_connections_are_shed_for_new_ones() {
+    let here: IpAddr = "127.0.0.1".parse().unwrap();
+    let others: Vec<IpAddr> = (2..6).map(|last| [127, 0, 0, last].into()).collect();
+    type Attack = fn(&mut TcpStream);
+    let attacks: &[(&str, &[IpAddr], usize, Attack)] = &[
+        ("silent, one peer", &[here], 200, |_| ()),
+        ("silent, several peers", &others, 200, |_| ()),
+        ("half a request", &[here], 200, |stream| stream.write_all(b"GET /healthz HTTP/1.1\r\nhost: lo").unwrap()),
+        ("answered and kept alive", &[here], 200, |stream| {
+            stream.write_all(b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
+        }),
+        ("never read, one peer", &[here], 70, never_reads),
+        ("never read, several peers", &others, 70, never_reads),
+    ];
+    for (what, peers, count, attack) in attacks {
+        let gateway = Gateway::start(&with_admin(HELLO));
+        let mut held = Vec::new();
+        for index in 0..*count {
+            let mut client = Client::connect_from(peers[index % peers.len()], gateway.admin());
+            attack(client.stream.get_mut());
+            held.push(client);
+        }
+        for path in ["/healthz", "/readyz", "/metrics"] {
+            let reply = ask(&gateway, path);
+            assert_eq!(reply.status, 200, "{what}: {path}: {}", reply.text());
+        }
+    }
+}
+
+#[test]
+fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
+    let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
+    let known = [HERE, ("authorization", "Bearer sesame")];
+    // The body never comes: each is busy until the gateway gives it up.
+    let unfinished = b"POST /api/reset HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sesame\r\n\
+                       content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n";
+    let busy = || {
+        let mut client = Client::connect(gateway.admin());
+        client.send(unfinished);
+        assert_eq!(client.head().unwrap().status, 100);
+        client
+    };
+    let held: Vec<_> = (0..32).map(|_| busy()).collect();
+    let mut late = Client::connect(gateway.admin());
+    let reply = late.get_with("/metrics", &known);
+    assert_eq!((reply.status, reply.header("connection")), (503, Some("close")), "{}", reply.text());
+    assert_eq!(Client::connect(gateway.admin()).get_with("/healthz", &known).status, 200);
+    let mut other = Client::connect_from([127, 0, 0, 2].into(), gateway.admin());
+    assert_eq!(other.get_with("/metrics", &known).status, 200);
+    drop(held);
+    eventually("there is room again", || Client::connect(gateway.admin()).get_with("/metrics", &known).status == 200);
+}
+
+#[test]
+fn an_idle_admin_connection_is_closed_at_its_deadline() {
+    let gateway = Gateway::start(&with_admin(HELLO));
+    let mut silent = Client::connect(gateway.admin());
+    let mut kept = Client::connect(gateway.admin());
+    assert_eq!(kept.get_with("/healthz", &[HERE]).status, 200);
+    let mut full = Client::connect(gateway.admin());
+    never_reads(full.stream.get_mut());
+    for (what, client) in [("silent", &mut silent), ("kept alive", &mut kept)] {
+        client.stream.get_mut().set_read_timeout(Some(2 * PATIENCE)).unwrap();
+        client.assert_closed(what);
+    }
+    eventually(
+        "a client that never reads is closed",
+        || matches!(full.stream.get_mut().write(b"GET"), Err(error) if error.kind() != ErrorKind::WouldBlock),
+    );
+}

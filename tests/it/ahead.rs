@@ -1,0 +1,387 @@
+//! Units that are taken ahead: fewer calls, bounds that hold, and nothing that stays away.
+
+use std::collections::HashSet;
+use std::net::SocketAddr;
+use std::ops::RangeInclusive;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use crate::support::client::{Client, load};
+use crate::support::eventually;
+use crate::support::gateway::{Gateway, binary};
+use crate::support::operator::{metric, with_admin};
+use crate::support::redis::Redis;
+use crate::support::resp::{Answer, FakeRedis};
+use crate::support::upstream::Upstream;
+use sluicegate::limiter::clock::{monotonic, unix_us};
+
+/// One limit for all, in a store that is never given up: whatever is admitted was charged.
+fn config(redis: &Redis, limit: &str) -> String {
+    format!(
+        "[server]\nworkers = 2\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n\
+         [limit.l]\nby = \"global\"\non_store_error = \"deny\"\n{limit}\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+        redis.url()
+    )
+}
+
+fn admitted(statuses: &[u16]) -> u64 {
+    assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{statuses:?}");
+    statuses.iter().filter(|status| **status == 200).count() as u64
+}
+
+fn addresses(gateways: &[Gateway]) -> Vec<SocketAddr> {
+    gateways.iter().map(|gateway| gateway.address).collect()
+}
+
+/// Units that Redis has counted for the one limit, of a kind that counts in whole units.
+fn charged(redis: &Redis) -> u64 {
+    let Some(key) = redis.keys().pop() else { return 0 };
+    let mut connection = redis.connection();
+    let kind: String = redis::cmd("TYPE").arg(&key).query(&mut connection).unwrap();
+    if kind == "list" {
+        return redis::cmd("LLEN").arg(&key).query(&mut connection).unwrap();
+    }
+    // It may have vanished since: a log without entries is no key.
+    let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
+    let Some(state) = state else { return 0 };
+    // Sliding buckets are text, a window is numbers.
+    if state.contains(&0) {
+        return u64::from_le_bytes(state[16..24].try_into().unwrap());
+    }
+    let state = String::from_utf8(state).unwrap();
+    let counters = state.split_once(':').unwrap().1;
+    counters.split(',').map(|counter| counter.parse::<u64>().unwrap()).sum()
+}
+
+/// Sends requests until more is charged than was admitted; so many were admitted, and charged.
+fn until_something_is_kept(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
+    let mut total = 0;
+    let mut counted = 0;
+    eventually("a hot identity has units ahead", || {
+        total += admitted(&load(&[gateway.address], 8, 16, "/r", &[]));
+        counted = charged(redis);
+        counted > total
+    });
+    (total, counted)
+}
+
+#[test]
+fn three_gateways_admit_exactly_a_fixed_window_and_ask_seldom() {
+    const UNITS: u64 = 6000;
+    let mut calls = Vec::new();
+    for lease in [0, 100] {
+        let redis = Redis::start();
+        let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/24h\"\nprefetch = {lease}");
+        let gateways = [(); 3].map(|()| Gateway::start(&config(&redis, &limit)));
+        // All of them fit, so that calls are compared and not denials.
+        let mut total = admitted(&load(&addresses(&gateways), 48, 5000, "/r", &[]));
+        calls.push(redis.calls("evalsha") + redis.calls("eval"));
+        eventually("nothing stays away", || {
+            total += admitted(&load(&addresses(&gateways), 12, 600, "/r", &[]));
+            assert!(total <= UNITS, "{total} were admitted");
+            total == UNITS
+        });
+        assert_eq!(admitted(&load(&addresses(&gateways), 12, 120, "/r", &[])), 0);
+        assert_eq!(charged(&redis), UNITS);
+        redis.assert_every_key_expires();
+    }
+    assert!(calls[1] * 3 < calls[0], "calls without a lease, and with one: {calls:?}");
+}
+
+/// When requests were sent and answered, of those that were admitted.
+type Times = Vec<(Instant, Instant)>;
+
+/// Sends `total` requests over 8 connections to each of the gateways.
+fn burst(addresses: &[SocketAddr], total: usize) -> Times {
+    let connections = addresses.len() * 8;
+    std::thread::scope(|scope| {
+        let ask = |address: SocketAddr| {
+            let mut client = Client::connect(address);
+            let mut times = Times::new();
+            for _ in 0..total / connections {
+                let sent = monotonic();
+                if client.get("/r").status == 200 {
+                    times.push((sent, monotonic()));
+                }
+            }
+            times
+        };
+        let threads: Vec<_> =
+            (0..connections).map(|index| scope.spawn(move || ask(addresses[index % addresses.len()]))).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// No span of time holds more admitted requests, whole, than are allowed for its length.
+fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
+    for (from, _) in times {
+        let mut ends: Vec<_> = times.iter().filter(|(sent, _)| sent >= from).map(|(_, answered)| *answered).collect();
+        ends.sort();
+        for (index, until) in ends.iter().enumerate() {
+            let (count, span) = (index as u64 + 1, *until - *from);
+            assert!(count <= allowed(span), "{what}: {count} within {span:?}");
+        }
+    }
+}
+
+#[test]
+fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
+    const LEASE: u64 = 15;
+    const UNITS: f64 = 100.0;
+    const WINDOW: Duration = Duration::from_millis(500);
+    let redis = Redis::start();
+    for (limit, refilled) in [
+        ("quota = \"100/500ms\"", true),
+        ("algorithm = \"sliding-log\"\nquota = \"100/500ms\"", false),
+        ("algorithm = \"sliding-buckets\"\nquota = \"100/500ms\"", false),
+    ] {
+        let config = config(&redis, &format!("{limit}\nprefetch = {LEASE}"));
+        let gateways = [Gateway::start(&config), Gateway::start(&config)];
+        let mut times = Times::new();
+        for _ in 0..4 {
+            // First as many as leave something ahead, then, when the limit is whole again, as many as it gives.
+            times.extend(burst(&addresses(&gateways), 32));
+            let whole = monotonic() + WINDOW + WINDOW / 10;
+            eventually("the limit is whole", || monotonic() > whole);
+            times.extend(burst(&addresses(&gateways), 320));
+        }
+        assert!(times.len() > 4 * UNITS as usize, "{limit}: {} admitted", times.len());
+        assert_bound(limit, &times, |span| {
+            let windows = span.as_secs_f64() / WINDOW.as_secs_f64();
+            let admitted = UNITS + UNITS * if refilled { windows } else { windows.floor() };
+            admitted as u64 + 2 * LEASE + u64::from(refilled)
+        });
+    }
+}
+
+#[test]
+fn units_of_one_window_are_not_used_in_the_next() {
+    const UNITS: u64 = 60;
+    const SECOND: u64 = 1_000_000;
+    let redis = Redis::start();
+    let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/1s\"\nprefetch = 20");
+    let gateways = [(); 2].map(|()| Gateway::start(&config(&redis, &limit)));
+    let phase = |wanted: RangeInclusive<u64>| {
+        eventually("the time comes", || wanted.contains(&(unix_us() % SECOND)));
+    };
+    let mut seen = 0;
+    for _ in 0..4 {
+        phase(800_000..=900_000);
+        burst(&addresses(&gateways), 32);
+        phase(0..=100_000);
+        let from = monotonic();
+        let start = unix_us() % SECOND;
+        let end = from + Duration::from_micros(SECOND - start);
+        let times = burst(&addresses(&gateways), 320);
+        seen += times.len();
+        let inside = times.iter().filter(|(_, answered)| *answered < end).count() as u64;
+        assert!(inside <= UNITS, "{inside} in one window");
+    }
+    assert!(seen >= 4 * UNITS as usize, "{seen} admitted");
+}
+
+#[test]
+fn what_is_left_comes_back() {
+    for algorithm in ["fixed-window", "sliding-log", "sliding-buckets"] {
+        let redis = Redis::start();
+        let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10000/24h\"\nprefetch = 50");
+        let gateway = Gateway::start(&config(&redis, &limit));
+        let (total, _) = until_something_is_kept(&redis, &gateway);
+        eventually("what nobody used is given back", || charged(&redis) == total);
+    }
+}
+
+#[test]
+fn a_bucket_gets_back_what_has_not_flowed_back() {
+    const UNITS: u64 = 1_000_000;
+    let redis = Redis::start();
+    let config = config(&redis, "quota = \"1000000/1000h\"\nprefetch = 50");
+    let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
+    let (mut total, mut least) = (0, UNITS);
+    eventually("a hot identity has units ahead", || {
+        total += admitted(&load(&[hot.address], 8, 16, "/r", &[]));
+        total += 1;
+        least = other.get("/r").remaining("l");
+        least + 10 < UNITS - total
+    });
+    eventually("they are given back", || {
+        total += 1;
+        // Four seconds bring one token; what has flowed back since is not given back once more.
+        other.get("/r").remaining("l") + 2 >= UNITS - total
+    });
+}
+
+#[test]
+fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_at_most() {
+    for killed in [false, true] {
+        let redis = Redis::start();
+        let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50";
+        let mut gateway = Gateway::start(&config(&redis, limit));
+        let (total, _) = until_something_is_kept(&redis, &gateway);
+        if killed {
+            gateway.child.kill().unwrap();
+            gateway.wait();
+            let stranded = charged(&redis) - total;
+            assert!(stranded <= 50, "{stranded}");
+        } else {
+            gateway.terminate();
+            assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+            assert_eq!(charged(&redis), total);
+        }
+    }
+}
+
+#[test]
+fn who_was_denied_meanwhile_gets_what_comes_back() {
+    let redis = Redis::start();
+    let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nprefetch = 2000");
+    let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
+    let (total, counted) = until_something_is_kept(&redis, &hot);
+    assert_eq!(counted, 2000, "all of it was taken");
+    let mut left = 2000 - total;
+    // At first it is denied, and remembers it.
+    let mut client = other.client();
+    eventually("the other gateway gets the rest", || {
+        left -= u64::from(client.get("/r").status == 200);
+        left == 0
+    });
+    assert_eq!(client.get("/r").status, 429);
+}
+
+#[test]
+fn what_is_told_is_what_is_there() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&config(&redis, "algorithm = \"fixed-window\"\nquota = \"5000/24h\"\nprefetch = 100"));
+    const EACH: u64 = 100;
+    let told: Vec<Vec<u64>> = std::thread::scope(|scope| {
+        let ask = || {
+            let mut client = gateway.client();
+            (0..EACH).map(|_| client.get("/r").remaining("l")).collect()
+        };
+        let threads: Vec<_> = (0..16).map(|_| scope.spawn(ask)).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for told in told {
+        for (asked, left) in (1..).zip(told) {
+            assert!(left <= 5000 - asked, "{left} after {asked} of this client alone");
+            // What another worker keeps is not there for this one.
+            assert!(left >= 5000 - 16 * EACH - 100, "{left} after {asked}");
+        }
+    }
+    eventually("what nobody used is given back", || charged(&redis) == 16 * EACH);
+    assert_eq!(gateway.get("/r").remaining("l"), 5000 - 16 * EACH - 1);
+}
+
+#[test]
+fn a_unit_that_was_taken_ahead_is_refunded_where_it_was_charged() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
+    let route = format!("upstream = \"u\"\n[upstream.u]\nservers = [\"{}\"]\n", upstream.url());
+    let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50\nrefund_on = [\"5xx\"]";
+    let gateway = Gateway::start(&config(&redis, limit).replace("respond = { status = 200 }\n", &route));
+    let mut most = 0;
+    eventually("a hot identity has units ahead", || {
+        let statuses = load(&[gateway.address], 8, 160, "/r", &[]);
+        assert_eq!(statuses, [500; 160]);
+        most = most.max(charged(&redis));
+        most > 8
+    });
+    // A log forgets the entry of the instant that it is told, and no other.
+    eventually("all of it is given back", || charged(&redis) == 0);
+}
+
+#[test]
+fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    let check = |store: &str| {
+        let limit = |name: &str, rest: &str| format!("[limit.{name}]\nby = \"global\"\nquota = \"100/min\"\n{rest}\n");
+        let limits = [
+            limit("bucket", "burst = 10\nprefetch = 5"),
+            limit("window", "algorithm = \"fixed-window\"\nprefetch = 5"),
+            limit("plain", ""),
+        ];
+        let route = |name: &str, limits: &str| {
+            format!(
+                "[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = {limits}\nrespond = {{ status = 200 }}\n"
+            )
+        };
+        let routes = [route("both", "[\"bucket\", \"window\"]"), route("mixed", "[\"window\", \"plain\"]")];
+        let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
+        let text = [listener, &format!("[store]\nurl = \"{store}\"\n"), &limits.concat(), &routes.concat()].concat();
+        std::fs::write(&path, text).unwrap();
+        let output = binary().arg("check").arg("--config").arg(&path).output().unwrap();
+        assert_eq!(output.status.code(), Some(0));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let said = check("redis://127.0.0.1:1");
+    for line in [
+        "  bucket: at most 109 in any 60 s, 10 at once, and up to 5 more for each gateway\n",
+        "  window: at most 200 in any 60 s, 100 at once\n",
+        "warning: the `prefetch` of `window` does nothing for requests of `mixed` that meet `plain`, which has none\n",
+    ] {
+        assert!(said.contains(line), "{line} is missing in\n{said}");
+    }
+    assert_eq!(said.matches("does nothing").count(), 1, "{said}");
+    let said = check("memory:");
+    assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
+}
+
+/// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.
+#[test]
+fn prefetched_units_are_used_before_the_denial_cache_answers() {
+    // The first call for each identity waits for a word; what is prefetched is all that there is.
+    let (word, words) = mpsc::channel::<()>();
+    let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));
+    let fake = FakeRedis::start(move |command| {
+        if !command.is_script() || command.is_probe() {
+            return Answer::Usual;
+        }
+        if known.lock().unwrap().insert(command.keys()[0].clone()) {
+            let _ = words.lock().unwrap().recv();
+        }
+        match command.keys() {
+            [_] => command.granted_in_full(),
+            _ => command.denied_for(3600),
+        }
+    });
+    let gateway = Gateway::start(&with_admin(&format!(
+        "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"60s\"\n\
+         [limit.l]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\nprefetch = 50\n\
+         [limit.m]\nby = \"header:x-id\"\nalgorithm = \"sliding-log\"\nquota = \"60/24h\"\n\
+         [[route]]\nname = \"one\"\npath = \"/one\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n\
+         [[route]]\nname = \"both\"\npath = \"/both\"\nlimits = [\"l\", \"m\"]\nrespond = {{ status = 200 }}\n",
+        fake.url()
+    )));
+    let mut clients = [gateway.client(), gateway.client()];
+    let mut numbers = 0..;
+    // Prefetched units are used for a second: where this machine took longer for five requests, nothing is learned.
+    eventually("five requests within the second of a prefetch", || {
+        let id = format!("id-{}", numbers.next().unwrap());
+        let request = format!("GET /one HTTP/1.1\r\nHost: a\r\nX-Id: {id}\r\n\r\n");
+        let (calls, waiting) =
+            (fake.calls().len(), || metric(&gateway, "sluicegate_checks_total{answered_by=\"coalesced\"}"));
+        let before = waiting();
+        clients[0].send(request.as_bytes());
+        eventually("the first request is in flight", || fake.calls().len() > calls);
+        clients[1].send(request.as_bytes());
+        eventually("the second one waits for it", || waiting() > before);
+        let prefetched = monotonic();
+        word.send(()).unwrap();
+        for client in &mut clients {
+            assert_eq!(client.reply().unwrap().status, 200);
+        }
+        let denied = clients[0].get_with("/both", &[("x-id", &id)]).status;
+        let calls = fake.calls().len();
+        let denied_again = clients[0].get_with("/both", &[("x-id", &id)]).status;
+        let called = fake.calls().len() - calls;
+        let status = clients[0].get_with("/one", &[("x-id", &id)]).status;
+        let in_time = prefetched.elapsed() < Duration::from_secs(1);
+        if in_time {
+            assert_eq!((denied, denied_again, called), (429, 429, 0), "the denial is cached");
+            assert_eq!(status, 200, "a prefetched unit is there");
+        }
+        in_time
+    });
+}

@@ -1,0 +1,380 @@
+//! What hyper does by itself with hostile bytes: what we build on, and what we add because it leaves it to us.
+//!
+//! A row that fails after an update of hyper says what to look at again.
+
+#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+
+use std::convert::Infallible;
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use crate::support::PATIENCE;
+use crate::support::client::Client;
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{BodyExt, Full};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use hyper_util::server::conn::auto::Builder;
+
+/// A server as in `src/server.rs`, without ours behind it: it says what it was asked, and reads bodies where the path says so.
+fn bare(configure: impl FnOnce(&mut Builder<TokioExecutor>)) -> SocketAddr {
+    let mut builder = Builder::new(TokioExecutor::new());
+    configure(&mut builder);
+    let (tell, told) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+            tell.send(listener.local_addr().unwrap()).unwrap();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                let builder = builder.clone();
+                tokio::spawn(async move {
+                    let _ = builder.serve_connection(TokioIo::new(stream), service_fn(answer)).await;
+                });
+            }
+        });
+    });
+    told.recv().unwrap()
+}
+
+async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Infallible> {
+    let (parts, body) = request.into_parts();
+    let mut said = format!("{} {}", parts.method, parts.uri);
+    for name in ["host", "content-length", "transfer-encoding", "cookie", "expect", "x-a", "x_a", "x.a"] {
+        for value in parts.headers.get_all(name) {
+            said.push_str(&format!("|{name}={}", value.as_bytes().escape_ascii()));
+        }
+    }
+    if !parts.uri.path().starts_with("/early") {
+        match body.collect().await {
+            Ok(body) => said.push_str(&format!("|body={}", body.to_bytes().escape_ascii())),
+            Err(_) => said.push_str("|body broke off"),
+        }
+    }
+    Ok(Response::new(Full::new(Bytes::from(said))))
+}
+
+/// All that is answered to these bytes and a last request.
+fn ask(address: SocketAddr, bytes: &[u8]) -> String {
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let last = b"GET /last HTTP/1.1\r\nHost: l\r\nConnection: close\r\n\r\n";
+    let _ = stream.write_all(&[bytes, last].concat());
+    let mut answer = Vec::new();
+    let _ = stream.read_to_end(&mut answer);
+    String::from_utf8_lossy(&answer).into_owned()
+}
+
+/// The statuses and what was said, without heads.
+fn gist(answer: &str) -> String {
+    let answers = answer.split("HTTP/1.1 ").skip(1).map(|answer| {
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
+        format!("{} {body}", &head[..3]).trim().to_owned()
+    });
+    answers.collect::<Vec<_>>().join(" / ")
+}
+
+/// A claim, what is sent, what hyper makes of it. A last request is answered where the connection goes on.
+const HTTP_1: &[(&str, &str, &str)] = &[
+    // ---- framing
+    (
+        "length and chunks: the length is dropped, and the connection ends",
+        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body=x",
+    ),
+    (
+        "chunks and length: the same",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: 3\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body=x",
+    ),
+    (
+        "... kept alive or not",
+        "POST / HTTP/1.1\r\nHost: a\r\nConnection: keep-alive\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body=",
+    ),
+    (
+        "a bad length behind chunks is not looked at",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\nContent-Length: x\r\n\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body=",
+    ),
+    (
+        "identity, then chunked",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=identity|transfer-encoding=chunked|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "gzip, chunked",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=gzip, chunked|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "chunked, chunked",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, chunked\r\n\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked, chunked|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "chunked is not last: 400",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+        "400",
+    ),
+    ("identity alone: 400", "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: identity\r\n\r\n", "400"),
+    (
+        "equal lengths become one",
+        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\nx",
+        "200 POST /|host=a|content-length=1|body=x / 200 GET /last|host=l|body=",
+    ),
+    ("different lengths: 400", "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxx", "400"),
+    (
+        "zeros in front of a length stay",
+        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 01\r\n\r\nx",
+        "200 POST /|host=a|content-length=01|body=x / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a length of 2^64 - 1 is 431",
+        "POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 18446744073709551615\r\n\r\n",
+        "431",
+    ),
+    (
+        "lines may end in LF",
+        "GET / HTTP/1.1\nHost: a\nX-A: 1\n\n",
+        "200 GET /|host=a|x-a=1|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a space behind a chunk's size",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1 \t\r\nx\r\n0\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body=x / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a trailer that ends in LF swallows what follows",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nx: y\n\r\nGET /swallowed HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "an LF in place of the last line takes the next request for trailers",
+        "POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\nGET /swallowed HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 POST /|host=a|transfer-encoding=chunked|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a GET may have a body",
+        "GET / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n",
+        "200 GET /|host=a|transfer-encoding=chunked|body=x / 200 GET /last|host=l|body=",
+    ),
+    // ---- host and target
+    ("no Host", "GET / HTTP/1.1\r\n\r\n", "200 GET /|body= / 200 GET /last|host=l|body="),
+    (
+        "two Hosts",
+        "GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
+        "200 GET /|host=a|host=b|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "any Host",
+        "GET / HTTP/1.1\r\nHost: a/b c@d\r\n\r\n",
+        "200 GET /|host=a/b c@d|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "an absolute target beside another Host",
+        "GET http://b/ HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET http://b/|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "any scheme",
+        "GET gopher://b/x HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET gopher://b/x|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a user in the target",
+        "GET http://u@b/ HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET http://u@b/|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    ("GET *", "GET * HTTP/1.1\r\nHost: a\r\n\r\n", "200 GET *|host=a|body= / 200 GET /last|host=l|body="),
+    (
+        "a target that is an authority",
+        "GET a:80 HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET a:80|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a fragment is cut off",
+        "GET /a#b HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET /a|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "raw UTF-8 in a path",
+        "GET /caf\u{e9} HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET /caf\u{e9}|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "a backslash in a path",
+        "GET /a\\b HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET /a\\b|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "encodings of what is dangerous",
+        "GET /%00%2F%5C%23%3F%25%zz HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET /%00%2F%5C%23%3F%25%zz|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "dots",
+        "GET /a/../b//c/%2e%2e HTTP/1.1\r\nHost: a\r\n\r\n",
+        "200 GET /a/../b//c/%2e%2e|host=a|body= / 200 GET /last|host=l|body=",
+    ),
+    ("TRACE", "TRACE / HTTP/1.1\r\nHost: a\r\n\r\n", "200 TRACE /|host=a|body= / 200 GET /last|host=l|body="),
+    ("any method", "GeT! / HTTP/1.1\r\nHost: a\r\n\r\n", "200 GeT! /|host=a|body= / 200 GET /last|host=l|body="),
+    // ---- fields
+    (
+        "underscores and dots in names",
+        "GET / HTTP/1.1\r\nHost: a\r\nX_A: 1\r\nX.A: 2\r\n\r\n",
+        "200 GET /|host=a|x_a=1|x.a=2|body= / 200 GET /last|host=l|body=",
+    ),
+    (
+        "an Expect that nobody knows",
+        "GET / HTTP/1.1\r\nHost: a\r\nExpect: x\r\n\r\n",
+        "200 GET /|host=a|expect=x|body= / 200 GET /last|host=l|body=",
+    ),
+    ("a space before the colon: 400", "GET / HTTP/1.1\r\nHost: a\r\nX-A : 1\r\n\r\n", "400"),
+    ("a folded line: 400", "GET / HTTP/1.1\r\nHost: a\r\nX-A: 1\r\n 2\r\n\r\n", "400"),
+    ("a CR within a line: 400", "GET / HTTP/1.1\r\nHost: a\r\nX-A: 1\r2\r\n\r\n", "400"),
+    ("a NUL in a value: 400", "GET / HTTP/1.1\r\nHost: a\r\nX-A: 1\x002\r\n\r\n", "400"),
+    (
+        "bytes above ASCII in a value",
+        "GET / HTTP/1.1\r\nHost: a\r\nX-A: \u{e9}\r\n\r\n",
+        "200 GET /|host=a|x-a=\\xc3\\xa9|body= / 200 GET /last|host=l|body=",
+    ),
+    // ---- 100-continue
+    (
+        "100 goes out when the body is first asked for",
+        "POST / HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 0\r\n\r\n",
+        "200 POST /|host=a|content-length=0|expect=100-continue|body= / 200 GET /last|host=l|body=",
+    ),
+];
+
+#[test]
+fn hyper_makes_this_of_http_1() {
+    let address = bare(|_| {});
+    let mut wrong = String::new();
+    for (claim, sent, expected) in HTTP_1 {
+        let found = gist(&ask(address, sent.as_bytes()));
+        if found != *expected {
+            wrong.push_str(&format!("{claim}\n  expected {expected}\n  found    {found}\n"));
+        }
+    }
+    println!("hyper: {} claims about HTTP/1", HTTP_1.len());
+    assert!(wrong.is_empty(), "{wrong}");
+}
+
+/// No `100 Continue` goes out before the body is asked for, and none at all if the answer comes without it.
+#[test]
+fn hyper_continues_when_the_body_is_polled() {
+    let address = bare(|_| {});
+    for (path, first) in [("/early", 200), ("/", 100)] {
+        let mut client = Client::connect(address);
+        client.send(
+            format!("POST {path} HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 1\r\n\r\n").as_bytes(),
+        );
+        assert_eq!(client.head().unwrap().status, first, "{path}");
+    }
+}
+
+/// An answer that does not wait for the body is lost in a reset, if the client sends on.
+#[test]
+fn hyper_does_not_linger() {
+    let address = bare(|_| {});
+    let mut stream = TcpStream::connect(address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.write_all(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 67108864\r\n\r\n").unwrap();
+    let block = vec![0; 64 << 10];
+    let written = (0..1024).take_while(|_| stream.write_all(&block).is_ok()).count();
+    assert!(written < 1024, "the server closes while the client sends");
+}
+
+/// A head of which nothing is ready: no deadline without a timer, and none for what comes before a protocol is known.
+#[test]
+fn hyper_has_no_deadline_of_its_own_for_a_head() {
+    let address = bare(|_| {});
+    let timed = bare(|builder| {
+        builder.http1().timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(Duration::from_millis(100));
+    });
+    let closes = |address, bytes: &[u8], wait| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.write_all(bytes).unwrap();
+        stream.set_read_timeout(Some(wait)).unwrap();
+        // A 408 or nothing: the end comes.
+        let mut answer = Vec::new();
+        stream.read_to_end(&mut answer).is_ok()
+    };
+    let short = Duration::from_millis(500);
+    for (what, address, bytes, wait, expected) in [
+        ("no timer", address, &b"GET / HTTP/1.1\r\n"[..], short, false),
+        ("a timer", timed, b"GET / HTTP/1.1\r\n", PATIENCE, true),
+        ("a timer, but no byte", timed, b"", short, false),
+        ("a timer, but the preface of HTTP/2 may come", timed, b"PRI * HT", short, false),
+        (
+            "a timer, but the preface of HTTP/2 is all there is",
+            timed,
+            b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+            short,
+            false,
+        ),
+    ] {
+        assert_eq!(closes(address, bytes, wait), expected, "{what}");
+    }
+}
+
+/// How much of a head is buffered before it is refused.
+#[test]
+fn hyper_buffers_heads_up_to_its_bound() {
+    let heads = |address, length: usize| {
+        let mut stream = TcpStream::connect(address).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        let head = [&b"GET / HTTP/1.1\r\nHost: a\r\nX-A: "[..], &vec![b'a'; length], b"\r\n\r\n"].concat();
+        let _ = stream.write_all(&head);
+        let mut first = [0; 12];
+        stream.read_exact(&mut first).ok().map(|()| String::from_utf8_lossy(&first[9..]).into_owned())
+    };
+    let address = bare(|_| {});
+    assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "far more than 32 KiB by default");
+    // One more read may bring as much as is there already: below twice the bound a head may be whole by then.
+    assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "its bound is 417,792 bytes");
+    let small = bare(|builder| {
+        builder.http1().max_buf_size(32 << 10);
+    });
+    assert_eq!(heads(small, 16 << 10).as_deref(), Some("200"), "a bound of ours");
+    assert!(matches!(heads(small, 64 << 10).as_deref(), None | Some("431")), "a bound of ours");
+    let uri = |length: usize| {
+        let answer = ask(address, format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(length)).as_bytes());
+        answer.get(9..12).map(str::to_owned)
+    };
+    assert_eq!(uri(60_000).as_deref(), Some("200"), "targets of 64 KiB");
+    assert_eq!(uri(70_000).as_deref(), Some("414"), "no longer ones");
+    let lines = |count: usize| {
+        let lines = "x: 1\r\n".repeat(count - 1);
+        ask(address, format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n").as_bytes()).get(9..12).map(str::to_owned)
+    };
+    assert_eq!((lines(100).as_deref(), lines(101).as_deref()), (Some("200"), Some("431")), "100 lines by default");
+}
+
+/// HTTP/2 has its own words for the same: crumbs stay apart, `:authority` may differ from Host.
+#[test]
+fn hyper_makes_this_of_http_2() {
+    let address = bare(|_| {});
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let talk = async {
+        let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+        let handshake = hyper::client::conn::http2::handshake::<_, _, Full<Bytes>>;
+        let (mut sender, connection) = handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+        tokio::spawn(connection);
+        let request = Request::get("http://b/x")
+            .header("host", "a")
+            .header("cookie", "a=1")
+            .header("cookie", "b=2")
+            .header("x_a", "1")
+            .body(Full::default());
+        let response = sender.send_request(request.unwrap()).await.unwrap();
+        String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
+    };
+    let said = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    assert_eq!(said, "GET http://b/x|host=a|cookie=a=1|cookie=b=2|x_a=1|body=");
+}

@@ -1,0 +1,325 @@
+//! Which requests share a call of Redis.
+
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use crate::support::PATIENCE;
+use crate::support::resp::{Answer, FakeRedis};
+use crate::support::stores::{Limit, SECOND, all as all_of, bucket, quota};
+use sluicegate::limiter::clock::{Clock, monotonic};
+use sluicegate::limiter::key::{Identity, Key};
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::redis::circuit_breaker::GuardedStore;
+use sluicegate::limiter::redis::script::AlgorithmSet;
+use sluicegate::limiter::redis::server::RedisEndpoint;
+use sluicegate::limiter::redis::{RedisSettings, ServerStore};
+use sluicegate::limiter::settlement::{OwnedCharge, StoreHandle};
+use sluicegate::limiter::singleflight::{CheckGroup, Singleflight};
+use sluicegate::limiter::spec::LimitVariant;
+use sluicegate::limiter::store::{RedisStore, Store};
+use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation};
+use tokio::task::{JoinHandle, yield_now};
+use tokio::time::timeout;
+use tokio_util::task::TaskTracker;
+
+/// A server whose answers to checks each need a word of the sender, as long as there is one.
+fn held() -> (FakeRedis, mpsc::Sender<()>) {
+    let (sender, words) = mpsc::channel();
+    let words = Mutex::new(words);
+    let fake = FakeRedis::start(move |command| {
+        if command.is_script() {
+            let _ = words.lock().unwrap().recv();
+        }
+        Answer::Usual
+    });
+    (fake, sender)
+}
+
+async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
+    connected_by(fake, timeout, 1).await
+}
+
+/// A store with so many connections, which take turns.
+async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
+    let settings = RedisSettings {
+        prefix: "rl".to_owned(),
+        connections,
+        timeout,
+        connect_timeout: PATIENCE,
+        algorithms: AlgorithmSet::default(),
+        clock: Clock::Store,
+    };
+    let server = RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap());
+    let store = ServerStore::new(&settings, server, Arc::default());
+    store.connect().await.unwrap();
+    store.maintain_connections().await;
+    store
+}
+
+/// So many requests of different identities, each in a round of its own; whether they get a verdict.
+async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<bool>> {
+    let mut asked = Vec::new();
+    for identity in 0..requests {
+        let store = store.clone();
+        asked.push(tokio::spawn(async move {
+            let limit = Limit::new("l", bucket(10, SECOND, 10));
+            store.call(Operation::Check, &[limit.charge(identity, 1)]).await.is_ok()
+        }));
+        // It asks, its call is made up, and the connection writes it.
+        for _ in 0..10 {
+            yield_now().await;
+        }
+    }
+    asked
+}
+
+async fn all(asked: Vec<JoinHandle<bool>>) -> bool {
+    let mut decided = true;
+    for one in asked {
+        decided &= timeout(PATIENCE, one).await.expect("nobody waits for ever").unwrap();
+    }
+    decided
+}
+
+/// Returns when the server has got so many calls.
+async fn come(fake: &FakeRedis, requests: usize) {
+    let all = async {
+        while fake.requests() < requests {
+            yield_now().await;
+        }
+    };
+    timeout(PATIENCE, all).await.expect("they come");
+}
+
+/// How many requests each call was for.
+fn sizes(fake: &FakeRedis) -> Vec<usize> {
+    fake.calls().iter().map(|call| call.requests().len()).collect()
+}
+
+#[tokio::test]
+async fn while_eight_are_under_way_those_who_come_wait_and_share_a_call() {
+    let (fake, words) = held();
+    let store = Arc::new(connected(&fake, PATIENCE).await);
+    let asked = one_by_one(&store, 30).await;
+    drop(words);
+    assert!(all(asked).await);
+    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22]);
+    // None of them is under way any more.
+    for _ in 0..4 {
+        assert!(all(one_by_one(&store, 1).await).await);
+    }
+}
+
+#[tokio::test]
+async fn an_answer_that_does_not_come_is_waited_for_a_part_of_the_time_and_the_next_ones_not_at_all() {
+    let fake = FakeRedis::start(|command| if command.is_script() { Answer::Silence } else { Answer::Usual });
+    let store = Arc::new(connected(&fake, Duration::from_secs(8)).await);
+    let mut asked = one_by_one(&store, 30).await;
+    come(&fake, 30).await;
+    asked.extend(one_by_one(&store, 3).await);
+    come(&fake, 33).await;
+    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1]);
+    assert!(!asked.iter().any(JoinHandle::is_finished), "their own time is not over");
+}
+
+#[tokio::test]
+async fn the_time_of_those_who_wait_begins_when_they_ask() {
+    let (fake, words) = held();
+    let timeout = Duration::from_secs(1);
+    let store = Arc::new(connected(&fake, timeout).await);
+    let other = Arc::new(connected(&fake, timeout + timeout / 32).await);
+    let asked = one_by_one(&store, 9).await;
+    let later = one_by_one(&other, 1).await;
+    tokio::select! {
+        biased;
+        decided = all(asked) => assert!(!decided),
+        _ = all(later) => panic!("the ninth waits longer than its timeout"),
+    }
+    drop(words);
+}
+
+#[tokio::test]
+async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_with_their_own_keys() {
+    // Two limits for each request, and two costs: two groups in one call. The last digits of `remaining` name the key.
+    let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
+    let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
+    let named: Vec<_> = (0..20).flat_map(|identity| limits.iter().map(move |limit| (limit, identity))).collect();
+    let names: Vec<_> = named.iter().map(|(limit, identity)| key(limit, *identity)).collect();
+    let known = names.clone();
+    let (sender, replies) = mpsc::channel::<()>();
+    let replies = Mutex::new(replies);
+    let fake = FakeRedis::start(move |command| {
+        if !command.is_script() {
+            return Answer::Usual;
+        }
+        let _ = replies.lock().unwrap().recv();
+        command.admitted_with(|key| known.iter().position(|known| known == key).unwrap_or(99) as u64)
+    });
+    let store = Arc::new(connected(&fake, PATIENCE).await);
+    let in_flight = one_by_one(&store, 8).await;
+    let mut waiting = Vec::new();
+    for identity in 8..18 {
+        let store = store.clone();
+        waiting.push(tokio::spawn(async move {
+            let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
+            let charges = limits.each_ref().map(|limit| limit.charge(identity, 1 + identity as u64 % 2));
+            let verdict = store.call(Operation::Check, &charges).await.unwrap();
+            verdict.outcomes.iter().map(|outcome| outcome.remaining as usize).collect::<Vec<_>>()
+        }));
+        yield_now().await;
+    }
+    // Of each group one from the middle; the first of one group and the last of the other.
+    let cancelled = [8, 11, 12, 17];
+    for identity in cancelled {
+        let task = &mut waiting[identity - 8];
+        task.abort();
+        assert!(task.await.unwrap_err().is_cancelled());
+    }
+    drop(sender);
+    assert!(all(in_flight).await);
+    for (identity, task) in (8..18).zip(waiting) {
+        if !cancelled.contains(&identity) {
+            let remaining = timeout(PATIENCE, task).await.expect("the call is answered").unwrap();
+            assert_eq!(remaining, [2 * identity, 2 * identity + 1], "identity {identity} has its own reply");
+        }
+    }
+    let calls = fake.calls();
+    assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 6], "one call for those that still wait");
+    let charged =
+        [10, 14, 16, 9, 13, 15].map(|identity| [names[2 * identity].clone(), names[2 * identity + 1].clone()]);
+    assert_eq!(calls[8].keys(), charged.concat(), "the keys of those that still wait, group by group");
+    assert_eq!(calls[8].requests(), [2; 6]);
+}
+
+#[tokio::test]
+async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
+    const READONLY: &str = "READONLY You can't write against a read only replica.";
+    for all_fail in [true, false] {
+        // A replica at first: calls that write fail inside the reply, calls that write nothing are answered.
+        let fake = FakeRedis::start(move |command| match command.connection {
+            1 if !command.is_script() => Answer::Usual,
+            1 if all_fail => command.refused(READONLY),
+            1 => command.first_refused(READONLY),
+            _ => Answer::Usual,
+        });
+        let store = connected(&fake, PATIENCE).await;
+        let limit = Limit::new("l", bucket(10, SECOND, 10));
+        let charges = [1, 2, 3].map(|identity| [limit.charge(identity, 1)]);
+        let verdicts = all_of(charges.iter().map(|charges| store.call(Operation::Check, charges))).await;
+        assert!(verdicts.iter().all(Result::is_ok), "the master has decided: {verdicts:?}");
+        let calls = fake.calls();
+        let by: Vec<_> = calls.iter().map(|call| (call.connection, call.requests().len())).collect();
+        let repeated = if all_fail { 3 } else { 1 };
+        assert_eq!(by[0], (1, 3), "one call for all");
+        assert!(by[1..].iter().all(|(connection, _)| *connection == 2), "the replica is not asked again: {by:?}");
+        assert_eq!(by[1..].iter().map(|(_, requests)| requests).sum::<usize>(), repeated, "each failure once more");
+        assert_eq!(fake.connections(), 2);
+    }
+}
+
+#[tokio::test]
+async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_busy() {
+    let (fake, words) = held();
+    let hot = Hot::new(connected(&fake, PATIENCE).await, PATIENCE);
+    let check = move || {
+        let hot = hot.clone();
+        async move { hot.check().await }
+    };
+    let another = check.clone();
+    let first = tokio::spawn(async move {
+        assert!(check().await);
+        let mut asked = Vec::new();
+        // One in each round, as a busy worker reads them.
+        for _ in 0..8 {
+            asked.push(tokio::spawn(check()));
+            yield_now().await;
+        }
+        asked
+    });
+    come(&fake, 1).await;
+    let second = tokio::spawn(another());
+    yield_now().await;
+    drop(words);
+    let later = timeout(PATIENCE, first).await.expect("it is answered").unwrap();
+    assert!(all([second].into_iter().chain(later).collect()).await);
+    assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
+}
+
+/// Checks of one identity, which share their calls.
+#[derive(Clone)]
+struct Hot {
+    ledger: Arc<StoreHandle>,
+    coalescer: Arc<Singleflight>,
+    plan: Arc<LimitVariant>,
+}
+
+impl Hot {
+    fn new(store: ServerStore, timeout: Duration) -> Hot {
+        let store = RedisStore::Single(GuardedStore::new(store, Arc::default()));
+        let fallback = Arc::new(MemoryStore::new(1, Clock::Store));
+        let backend = Store::Redis { store, fallback, metrics: Arc::default() };
+        Hot {
+            ledger: Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() }),
+            coalescer: Arc::new(Singleflight::new(timeout, Arc::default())),
+            plan: Arc::new(plan()),
+        }
+    }
+
+    /// Whether a check gets a verdict.
+    async fn check(&self) -> bool {
+        let Hot { ledger, coalescer, plan } = self;
+        let pending = OwnedCharge {
+            limit_index: 0,
+            variant: plan.clone(),
+            identity: Identity(1),
+            cost_or_permit_id: 1,
+            prefetch: 0,
+            debt_before_us: 0,
+        };
+        let key = Key { identity: Identity(1), state_name: &plan.state_name };
+        let charge =
+            Charge { key, rule: &plan.rule, cost: 1, mode: ChargeMode::Enforced, permit_id: 0, debt_before_us: 0 };
+        let set = CheckGroup { id: 1, prefetch: 0 };
+        coalescer.check(ledger, set, &[charge], monotonic(), || vec![pending.clone()]).await.is_ok()
+    }
+}
+
+#[tokio::test]
+async fn checks_without_a_unit_do_not_wait_for_the_refund_of_a_cancelled_one() {
+    let (words, held) = mpsc::channel::<()>();
+    let held = Mutex::new(held);
+    // The first two calls are held. Each call grants one unit, and refunds have no reply.
+    let fake = FakeRedis::start(move |command| match command.operation() {
+        Some('R') => Answer::Silence,
+        Some(_) => {
+            let _ = held.lock().unwrap().recv();
+            command.admitted()
+        }
+        None => Answer::Usual,
+    });
+    // A call is not waited for longer than a sixteenth of the timeout, if another one is to be made.
+    let timeout = 16 * PATIENCE;
+    let hot = Hot::new(connected_by(&fake, timeout, 2).await, timeout);
+    let check = || {
+        let hot = hot.clone();
+        tokio::spawn(async move { hot.check().await })
+    };
+    let first = check();
+    come(&fake, 1).await;
+    let (cancelled, other) = (check(), check());
+    yield_now().await;
+    words.send(()).unwrap();
+    come(&fake, 2).await;
+    assert_eq!(fake.calls()[1].cost(), 2, "one call for both");
+    cancelled.abort();
+    assert!(cancelled.await.is_err());
+    drop(words);
+    assert!(all(vec![first, other]).await);
+    come(&fake, 4).await;
+    assert_eq!(fake.calls().iter().filter(|call| call.operation() == Some('R')).count(), 1);
+}
+
+fn plan() -> LimitVariant {
+    let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
+    LimitVariant { id: 1, quota: quota(10, SECOND), local_rule: rule.clone(), rule, state_name: bucket }
+}

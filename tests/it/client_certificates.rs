@@ -1,0 +1,357 @@
+//! Certificates of clients: who gets in, and whose quota it is.
+
+use std::path::Path;
+
+use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair, TlsClient, ask, tls};
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::reload::{reloads, with_admin};
+use crate::support::upstream::Upstream;
+use rcgen::{DnType, ExtendedKeyUsagePurpose};
+use rustls::version::{TLS12, TLS13};
+use sluicegate::limiter::clock;
+
+const NAME: &str = "gate.test";
+
+/// Each route for itself, so that one test's questions do not spend another's quota.
+const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"client-cert=CN=monitor,O=Acme\"]\n\
+                      [[route]]\nname = \"who\"\npath = \"/who\"\nlimits = [\"who\"]\nrespond = { status = 200 }\n\
+                      [[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
+
+/// Writes the server's certificate and the authorities, and says how a listener names them.
+fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>) -> String {
+    for (name, content) in [("server.pem", &*server.cert), ("server.key", &server.key), ("ca.pem", authorities)] {
+        std::fs::write(folder.join(name), content).unwrap();
+    }
+    let path = |name: &str| folder.join(name).display().to_string();
+    let clients = auth.map_or(String::new(), |auth| {
+        format!("tls.client_ca = \"{}\"\ntls.client_auth = \"{auth}\"\n", path("ca.pem"))
+    });
+    let pair = format!("{{ cert = \"{}\", key = \"{}\" }}", path("server.pem"), path("server.key"));
+    format!("[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{pair}]\n{clients}")
+}
+
+#[test]
+fn who_gets_in() {
+    let folder = tempfile::tempdir().unwrap();
+    let (ours, other) = (Authority::new("ours"), Authority::new("other"));
+    let server = Pair::server(NAME, NOW);
+    let listeners: String = [Some("required"), Some("optional"), None]
+        .map(|auth| listener(folder.path(), &server, &ours.pem(), auth))
+        .concat();
+    let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
+    let [required, optional, none] = gateway.addresses()[..] else { panic!("three listeners") };
+
+    let alice = [(DnType::CommonName, "alice")];
+    let good = ours.client(&alice, NOW);
+    let strangers = [
+        ("of another authority", other.client(&alice, NOW)),
+        ("of an authority with our authority's name", Authority::new("ours").client(&alice, NOW)),
+        ("that signed itself", Pair::server("alice", NOW)),
+        ("that has expired", ours.client(&alice, PAST)),
+        ("that is not valid yet", ours.client(&alice, FUTURE)),
+        ("of a server", ours.sign(&alice, NOW, ExtendedKeyUsagePurpose::ServerAuth)),
+    ];
+    for version in [&TLS12, &TLS13] {
+        let status = |pair: Option<&Pair>, address, path| {
+            // Nothing is resumed: the check is what is looked at.
+            ask(&tls(&[&server.der], pair, &[version]), address, NAME, path).map(|reply| reply.status)
+        };
+        for (what, pair, address, who, open) in [
+            ("required, none", None, required, None, None),
+            ("required, good", Some(&good), required, Some(200), Some(200)),
+            ("optional, none", None, optional, Some(401), Some(200)),
+            ("optional, good", Some(&good), optional, Some(200), Some(200)),
+            ("not asked for", Some(&good), none, Some(401), Some(200)),
+        ] {
+            assert_eq!(status(pair, address, "/who"), who, "{what}, {version:?}");
+            assert_eq!(status(pair, address, "/open"), open, "{what}, {version:?}");
+        }
+        for (what, pair) in &strangers {
+            for (listener, address) in [("required", required), ("optional", optional)] {
+                assert_eq!(status(Some(pair), address, "/open"), None, "a certificate {what}, {listener}, {version:?}");
+            }
+        }
+    }
+    let reply = ask(&tls(&[&server.der], None, &[&TLS13]), optional, NAME, "/who").unwrap();
+    reply.assert_problem(401, "no certificate");
+    assert!(reply.header("www-authenticate").is_some(), "{reply:?}");
+    assert!(reply.text().contains("subject of a client certificate"), "{}", reply.text());
+    let warning = "`who` is by client-cert, but 127.0.0.1:0 has no tls.client_ca";
+    assert_eq!(gateway.log().matches(warning).count(), 1, "of the third listener only:\n{}", gateway.log());
+}
+
+#[test]
+fn a_subject_is_one_identity_whatever_the_certificate() {
+    let folder = tempfile::tempdir().unwrap();
+    let (one, other) = (Authority::new("one"), Authority::new("other"));
+    let server = Pair::server(NAME, NOW);
+    let listener = listener(folder.path(), &server, &(one.pem() + &other.pem()), Some("optional"));
+    let gateway = Gateway::start(&format!("{ROUTES}{listener}"));
+    let remaining = |pair: &Pair| {
+        let reply = ask(&tls(&[&server.der], Some(pair), &[&TLS13]), gateway.address, NAME, "/who").unwrap();
+        assert_eq!(reply.status, 200, "{reply:?}");
+        reply.remaining("who")
+    };
+    let (cn, o, ou) = (DnType::CommonName, DnType::OrganizationName, DnType::OrganizationalUnitName);
+    let alice = [(o.clone(), "Acme"), (cn.clone(), "alice")];
+    // Renewed, with another key, by another authority.
+    for (left, pair) in [99, 98, 97].into_iter().zip([
+        one.client(&alice, NOW),
+        one.client(&alice, [2001, 3000]),
+        other.client(&alice, NOW),
+    ]) {
+        assert_eq!(remaining(&pair), left, "the same subject");
+    }
+    for subject in [
+        vec![(o.clone(), "Acme"), (cn.clone(), "bob")],
+        vec![(o.clone(), "Acme"), (cn.clone(), "Alice")],
+        vec![(o.clone(), "Acme Ltd"), (cn.clone(), "alice")],
+        vec![(cn.clone(), "alice"), (o.clone(), "Acme")],
+        vec![(o.clone(), "Acme"), (ou, "IT"), (cn.clone(), "alice")],
+        vec![(cn.clone(), "alice")],
+        vec![(cn.clone(), "alice,O=Acme")],
+        vec![(cn.clone(), "alice\\,O=Acme")],
+        vec![(o.clone(), "Acme"), (cn.clone(), "alice ")],
+    ] {
+        assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is somebody else");
+    }
+    // Many certificates have an empty subject: it is nobody's.
+    let client = tls(&[&server.der], Some(&one.client(&[], NOW)), &[&TLS13]);
+    assert_eq!(ask(&client, gateway.address, NAME, "/who").unwrap().status, 401);
+    // Exempt by what the documentation says the text is.
+    let monitor = tls(&[&server.der], Some(&one.client(&[(o, "Acme"), (cn, "monitor")], NOW)), &[&TLS13]);
+    let reply = ask(&monitor, gateway.address, NAME, "/who").unwrap();
+    assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{reply:?}");
+}
+
+#[test]
+fn a_resumed_session_keeps_its_identity_and_is_worth_nothing_elsewhere() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let listeners: String =
+        [Some("required"), None].map(|auth| listener(folder.path(), &server, &ours.pem(), auth)).concat();
+    let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
+    let [required, none] = gateway.addresses()[..] else { panic!("two listeners") };
+    let alice = ours.client(&[(DnType::CommonName, "alice")], NOW);
+    for (version, first) in [(&TLS12, 99), (&TLS13, 96)] {
+        let client = tls(&[&server.der], Some(&alice), &[version]);
+        for (count, kind) in
+            (0..3).zip([rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed, rustls::HandshakeKind::Resumed])
+        {
+            let mut connection = TlsClient::shake(&client, required, NAME).unwrap();
+            assert_eq!(connection.get("/who").remaining("who"), first - count, "{version:?}");
+            assert_eq!(shaken(&connection), kind, "{version:?}, connection {count}");
+        }
+        // A session from where nobody asks for a certificate must not open the door where one is required.
+        let nobody = tls(&[&server.der], None, &[version]);
+        for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
+            let mut connection = TlsClient::shake(&nobody, none, NAME).unwrap();
+            assert_eq!(connection.get("/open").status, 200);
+            assert_eq!(shaken(&connection), kind, "{version:?}");
+        }
+        assert!(ask(&nobody, required, NAME, "/open").is_none(), "{version:?}");
+    }
+}
+
+#[test]
+fn a_session_does_not_outlive_its_certificate() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let listeners: String =
+        [Some("required"), Some("optional")].map(|auth| listener(folder.path(), &server, &ours.pem(), auth)).concat();
+    let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
+    let now_s = || clock::unix_us() / 1_000_000;
+    // For this second and five more: time for four handshakes.
+    let until = now_s() + 5;
+    let alice = ours.client_until(&[(DnType::CommonName, "alice")], until);
+    let sessions = [&TLS12, &TLS13].map(|version| tls(&[&server.der], Some(&alice), &[version]));
+    for (client, address) in sessions.iter().zip(gateway.addresses()) {
+        for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
+            let mut connection = TlsClient::shake(client, address, NAME).unwrap();
+            assert_eq!((connection.get("/who").status, shaken(&connection)), (200, kind));
+        }
+    }
+    eventually("the certificate has expired", || now_s() > until);
+    for (client, address) in sessions.iter().zip(gateway.addresses()) {
+        let mut connection = TlsClient::shake(client, address, NAME).unwrap();
+        // For whoever resumes, rustls does not look at the certificate again.
+        assert_eq!(shaken(&connection), rustls::HandshakeKind::Resumed);
+        let _ =
+            std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
+        assert!(connection.reply().is_none(), "an expired certificate is as good as none");
+    }
+}
+
+/// A first key exchange that was asked for again is a full handshake, too.
+fn shaken(client: &TlsClient) -> rustls::HandshakeKind {
+    match client.stream.get_ref().conn.handshake_kind().unwrap() {
+        rustls::HandshakeKind::FullWithHelloRetryRequest => rustls::HandshakeKind::Full,
+        kind => kind,
+    }
+}
+
+#[test]
+fn authorities_are_reloaded_and_their_sessions_end() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let server = Pair::server(NAME, NOW);
+    let listener = listener(folder.path(), &server, &old.pem(), Some("required"));
+    let gateway = Gateway::start(&format!("{ROUTES}{listener}"));
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_old, of_new] =
+        [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[&TLS13]));
+    let gets_in = |client| ask(client, gateway.address, NAME, "/who").is_some();
+    assert!(gets_in(&of_old) && !gets_in(&of_new), "at first");
+    let mut running = TlsClient::shake(&of_old, gateway.address, NAME).unwrap();
+    assert_eq!(running.get("/who").status, 200);
+
+    std::fs::write(folder.path().join("ca.pem"), new.pem()).unwrap();
+    eventually("the new authority counts", || gets_in(&of_new));
+    assert!(!gets_in(&of_old), "its session is not resumed");
+    for (content, reason) in [
+        ("", "there is no certificate"),
+        ("garbage", "there is no certificate"),
+        ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "none of an authority"),
+        ("-----BEGIN CERTIFICATE-----\nAAAA\n", "cannot be read"),
+    ] {
+        let refusals = || gateway.log().matches("the authorities before stay").count();
+        let before = refusals();
+        std::fs::write(folder.path().join("ca.new"), content).unwrap();
+        std::fs::rename(folder.path().join("ca.new"), folder.path().join("ca.pem")).unwrap();
+        eventually(reason, || refusals() > before);
+        let log = gateway.log();
+        let line = log.lines().rfind(|line| line.contains("the authorities before stay")).unwrap();
+        assert!(line.contains(reason) && line.contains("ca.pem") && line.contains("WARN"), "{reason}: {line}");
+        assert!(gets_in(&of_new) && !gets_in(&of_old), "{reason}: the authorities stay");
+    }
+    assert_eq!(running.get("/who").status, 200, "a running connection goes on");
+}
+
+#[test]
+fn fields_about_certificates_are_not_a_clients_to_set() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\n",
+        upstream.url()
+    ));
+    let fields = ["Client-Cert", "client-cert-chain", "Client_Cert", "CLIENT.CERT", "X-Forwarded-Client-Cert"];
+    for field in fields {
+        assert_eq!(gateway.client().get_with("/", &[(field, ":YQ==:")]).status, 200);
+        assert!(!upstream.last().head.contains("YQ=="), "{field}: {}", upstream.last().head);
+    }
+    let mut proxy = crate::support::client::Client::connect_from([127, 0, 0, 9].into(), gateway.address);
+    assert_eq!(proxy.get_with("/", &[(fields[0], ":YQ==:")]).status, 200);
+    assert_eq!(upstream.last().headers("client-cert"), [":YQ==:"], "a trusted proxy may pass them on");
+}
+
+#[test]
+fn reload_that_names_another_client_ca_ends_the_sessions_of_the_old_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Authority::new("old"), Authority::new("new"));
+    let server = Pair::server(NAME, NOW);
+    std::fs::write(folder.path().join("new.pem"), new.pem()).unwrap();
+    let alice = [(DnType::CommonName, "alice")];
+    for (version, auth) in [(&TLS12, "required"), (&TLS13, "required"), (&TLS12, "optional"), (&TLS13, "optional")] {
+        let before = format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), Some(auth)));
+        let gateway = Gateway::start(&with_admin(&before));
+        let connect = |client| {
+            let connection = TlsClient::shake(client, gateway.address, NAME).ok();
+            connection.map(|connection| shaken(&connection))
+        };
+        let [of_old, of_new] =
+            [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[version]));
+        let accepted = |client| ask(client, gateway.address, NAME, "/who").is_some();
+        assert!(accepted(&of_old) && !accepted(&of_new), "before the reload, {version:?}, {auth}");
+        // A reload that changes nothing about client certificates keeps the sessions.
+        reloads(&gateway, &format!("{before}[[route]]\nname = \"x\"\npath = \"/x\"\nrespond = {{ status = 200 }}\n"));
+        assert_eq!(connect(&of_old), Some(rustls::HandshakeKind::Resumed), "{version:?}, {auth}");
+
+        reloads(&gateway, &before.replace("ca.pem", "new.pem"));
+        assert!(!accepted(&of_old), "a session of the old CA is not resumed, {version:?}, {auth}");
+        assert!(accepted(&of_new), "the new CA is trusted, {version:?}, {auth}");
+    }
+}
+
+#[test]
+fn reload_that_requires_client_certificates_ends_sessions_without_one() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let config = |auth| {
+        let route = "[[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
+        format!("{route}{}", listener(folder.path(), &server, &ours.pem(), auth))
+    };
+    let [optional, required, without_ca] = [Some("optional"), Some("required"), None].map(config);
+    for (version, before) in [(&TLS12, &optional), (&TLS13, &optional), (&TLS12, &without_ca), (&TLS13, &without_ca)] {
+        let gateway = Gateway::start(&with_admin(before));
+        let anonymous = tls(&[&server.der], None, &[version]);
+        for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
+            let mut connection = TlsClient::shake(&anonymous, gateway.address, NAME).unwrap();
+            assert_eq!((connection.get("/open").status, shaken(&connection)), (200, kind), "{version:?}");
+        }
+        reloads(&gateway, &required);
+        assert!(ask(&anonymous, gateway.address, NAME, "/open").is_none(), "{version:?}");
+    }
+}
+
+#[test]
+fn reload_with_the_first_client_ca_again_ends_the_sessions_of_the_one_in_between() {
+    let folder = tempfile::tempdir().unwrap();
+    let (first, other) = (Authority::new("first"), Authority::new("other"));
+    let server = Pair::server(NAME, NOW);
+    let config = format!("{ROUTES}{}", listener(folder.path(), &server, &first.pem(), Some("required")));
+    let gateway = Gateway::start(&with_admin(&config));
+    let alice = [(DnType::CommonName, "alice")];
+    let [of_first, of_other] =
+        [&first, &other].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[&TLS13]));
+    let accepted = |client| ask(client, gateway.address, NAME, "/open").is_some();
+    assert!(accepted(&of_first) && !accepted(&of_other), "at first");
+    std::fs::write(folder.path().join("ca.pem"), other.pem()).unwrap();
+    eventually("the other CA is trusted", || accepted(&of_other));
+    // With the reload, and not only when the file is seen to have changed.
+    std::fs::write(folder.path().join("ca.pem"), first.pem()).unwrap();
+    reloads(&gateway, &config);
+    assert!(!accepted(&of_other), "a session of the CA in between is not resumed");
+    assert!(accepted(&of_first));
+}
+
+#[test]
+fn running_connection_keeps_its_subject_when_a_reload_changes_trusted_proxies() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let config = format!("{ROUTES}{}", listener(folder.path(), &server, &ours.pem(), Some("required")));
+    let gateway = Gateway::start(&with_admin(&config));
+    let client = tls(&[&server.der], Some(&ours.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13]);
+    let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    assert_eq!(connection.get("/who").remaining("who"), 99);
+    reloads(&gateway, &format!("{config}[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\n"));
+    assert_eq!(connection.get("/who").remaining("who"), 98);
+}
+
+#[test]
+fn missing_certificates_are_charged_to_limits_by_address() {
+    let folder = tempfile::tempdir().unwrap();
+    let ours = Authority::new("ours");
+    let server = Pair::server(NAME, NOW);
+    let alice = ours.client(&[(DnType::CommonName, "alice")], NOW);
+    for limits in ["\"ip\", \"cert\"", "\"cert\", \"ip\""] {
+        let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"";
+        let config = format!(
+            "[limit.ip]\nby = \"ip\"\nquota = \"3/day\"\n{fixed}\n[limit.cert]\nby = \"client-cert\"\nquota = \"100/day\"\n\
+             {fixed}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n{}",
+            listener(folder.path(), &server, &ours.pem(), Some("optional"))
+        );
+        let gateway = Gateway::start(&config);
+        let reply =
+            |pair: Option<&Pair>| ask(&tls(&[&server.der], pair, &[&TLS13]), gateway.address, NAME, "/r").unwrap();
+        let with = reply(Some(&alice));
+        assert_eq!((with.status, with.remaining("ip"), with.remaining("cert")), (200, 2, 99), "{limits}");
+        assert_eq!([(); 4].map(|()| reply(None).status), [401, 401, 429, 429], "{limits}: on connections of their own");
+        assert_eq!(reply(Some(&alice)).status, 429, "{limits}: a certificate does not open what was closed");
+    }
+}

@@ -1,0 +1,293 @@
+//! Concurrency over the wire: places that end with the body, with the client, with the gateway; renewed as long as it takes.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::support::client::{Client, load};
+use crate::support::gateway::Gateway;
+use crate::support::redis::Redis;
+use crate::support::upstream::{read_head, serve};
+use crate::support::{assert_silent, eventually};
+use sluicegate::limiter::clock::monotonic;
+
+/// An upstream that begins an answer and ends it when it is told.
+struct Streaming {
+    address: SocketAddr,
+    streams: Arc<Mutex<Receiver<TcpStream>>>,
+}
+
+impl Streaming {
+    fn start() -> Streaming {
+        let (sender, streams): (Sender<TcpStream>, _) = channel();
+        let sender = Mutex::new(sender);
+        let address = serve(move |mut stream| {
+            while read_head(&mut stream).is_some() {
+                stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n").unwrap();
+                sender.lock().unwrap().send(stream.try_clone().unwrap()).unwrap();
+            }
+        });
+        Streaming { address, streams: Arc::new(Mutex::new(streams)) }
+    }
+
+    /// The next request's side of the conversation.
+    fn next(&self) -> TcpStream {
+        self.streams.lock().unwrap().recv_timeout(crate::support::PATIENCE).unwrap()
+    }
+}
+
+/// Leases last for the upstream's time and five seconds.
+fn config(store: &str, upstream: SocketAddr, quota: u64, response_timeout: &str) -> String {
+    format!(
+        "{store}[limit.places]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"{quota}\"\n\
+         [upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"{response_timeout}\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"places\"]\nupstream = \"u\"\n\
+         [[route]]\nname = \"quick\"\npath = \"/quick\"\nlimits = [\"places\"]\nrespond = {{ status = 200 }}\n"
+    )
+}
+
+/// Starts a request; its head has come, its body goes on.
+fn hold(gateway: &Gateway) -> Client {
+    let mut client = gateway.client();
+    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 200);
+    client
+}
+
+#[test]
+fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
+    let redis = Redis::start();
+    for store in [String::new(), redis.store()] {
+        let upstream = Streaming::start();
+        let gateway = Gateway::start(&config(&store, upstream.address, 2, "30s"));
+        let mut one = hold(&gateway);
+        let _two = hold(&gateway);
+        let full = gateway.get("/r");
+        full.assert_problem(429, "two are in flight");
+        assert_eq!(full.header("retry-after"), Some("1"));
+        assert_eq!(full.header("ratelimit"), Some("\"places\";r=0"));
+        assert_eq!(full.header("ratelimit-policy"), Some("\"places\";q=2;qu=\"concurrent-requests\""));
+        // The first one ends: chunk and end of body.
+        upstream.next().write_all(b"0\r\n\r\n").unwrap();
+        let mut rest = Vec::new();
+        while !rest.ends_with(b"0\r\n\r\n") {
+            let mut byte = [0];
+            one.stream.read_exact(&mut byte).unwrap();
+            rest.push(byte[0]);
+        }
+        let mut reply = None;
+        eventually("the place is free", || {
+            let quick = gateway.get("/quick");
+            let free = quick.status == 200;
+            reply = Some(quick);
+            free
+        });
+        assert_eq!(reply.unwrap().header("ratelimit"), Some("\"places\";r=0"));
+        redis.assert_every_key_expires();
+    }
+}
+
+#[test]
+fn a_client_that_leaves_frees_its_place() {
+    let redis = Redis::start();
+    for store in [String::new(), redis.store()] {
+        let upstream = Streaming::start();
+        let gateway = Gateway::start(&config(&store, upstream.address, 20, "30s"));
+        let held: Vec<_> = (0..20).map(|_| hold(&gateway)).collect();
+        assert_eq!(gateway.get("/quick").status, 429);
+        drop(held);
+        eventually("all places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=19"));
+    }
+}
+
+#[test]
+fn requests_that_are_cancelled_at_any_moment_leak_no_place() {
+    let redis = Redis::start();
+    let upstream = Streaming::start();
+    // Several connections: the release of a slot may be faster than the call that takes it.
+    let store = redis.store() + "connections = 8\n";
+    let gateway = Gateway::start(&config(&store, upstream.address, 1000, "30s"));
+    std::thread::scope(|scope| {
+        for pause in 0..8 {
+            let gateway = &gateway;
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    let mut client = gateway.client();
+                    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+                    // Closed while it is read, decided, forwarded or answered: chance decides, this only spreads it.
+                    std::thread::sleep(Duration::from_micros(250 * pause));
+                }
+            });
+        }
+    });
+    eventually("all places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=999"));
+}
+
+#[test]
+fn slots_that_end_while_the_store_hangs_are_free_when_it_goes_on() {
+    let redis = Redis::start();
+    let upstream = Streaming::start();
+    // Leases of 65 s: longer than this test waits.
+    let store = redis.store().replace("5s", "1s");
+    let gateway = Gateway::start(&config(&store, upstream.address, 5, "60s"));
+    eventually("the store decides", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
+    let held: Vec<_> = (0..5).map(|_| hold(&gateway)).collect();
+    assert_eq!(gateway.get("/quick").status, 429);
+    crate::support::signal(&redis.child, "STOP");
+    drop(held);
+    // Requests of this time are decided locally; what was asked of the store runs when it goes on.
+    eventually("the breaker opens", || {
+        // At once: each waits for the deadline, which is long enough for a busy machine to decide all before.
+        load(&[gateway.address], 8, 8, "/quick", &[]);
+        gateway.log().contains("the store fails")
+    });
+    crate::support::signal(&redis.child, "CONT");
+    eventually("all slots are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
+}
+
+#[test]
+fn requests_that_asked_no_store_release_nothing_there() {
+    let port = crate::support::redis::free_port();
+    let store = format!("[store]\nurl = \"redis://127.0.0.1:{port}\"\n");
+    let mut gateway = Gateway::start(&config(&store, Streaming::start().address, 1000, "30s"));
+    eventually("the breaker opens", || {
+        gateway.get("/quick");
+        gateway.log().contains("the store fails")
+    });
+    let mut client = gateway.client();
+    for _ in 0..300 {
+        assert_eq!(client.get("/quick").status, 200);
+    }
+    // A release that was owed would be sent now, and before the process ends.
+    let redis = Redis::start_on(port).expect("the port is still free");
+    eventually("the store decides", || gateway.log().contains("the store answers again"));
+    gateway.terminate();
+    gateway.wait();
+    let releases = redis.calls("zrem");
+    assert!(releases < 100, "{releases} releases of what was never asked for");
+}
+
+#[test]
+fn slots_of_this_gateway_alone_are_released_whatever_stands_beside_them() {
+    let upstream = Streaming::start();
+    let store = format!("[store]\nurl = \"redis://127.0.0.1:{}\"\n", crate::support::redis::free_port());
+    let text = config(&store, upstream.address, 1, "30s").replace("[\"places\"]", "[\"open\", \"places\"]")
+        + "[limit.open]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"5\"\non_store_error = \"allow\"\n";
+    let gateway = Gateway::start(&text);
+    for _ in 0..5 {
+        // Released right after its answer, long before its lease ends.
+        eventually("the slot is free", || gateway.get("/quick").status == 200);
+    }
+}
+
+#[test]
+fn concurrency_is_exact_over_two_gateways() {
+    let redis = Redis::start();
+    let upstream = Streaming::start();
+    let config = config(&redis.store(), upstream.address, 10, "30s");
+    let gateways = [Gateway::start(&config), Gateway::start(&config)];
+    let heads: Vec<_> = std::thread::scope(|scope| {
+        let ask = |index: usize| {
+            let gateway = &gateways[index % 2];
+            move || {
+                let mut client = gateway.client();
+                client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+                let status = client.head().unwrap().status;
+                (client, status)
+            }
+        };
+        let threads: Vec<_> = (0..60).map(|index| scope.spawn(ask(index))).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    assert_eq!(heads.iter().filter(|(_, status)| *status == 200).count(), 10);
+    assert_eq!(heads.iter().filter(|(_, status)| *status == 429).count(), 50);
+}
+
+#[test]
+fn a_gateway_that_dies_frees_its_slots_when_their_leases_end() {
+    let redis = Redis::start();
+    let upstream = Streaming::start();
+    // Leases of 6 s.
+    let config = config(&redis.store(), upstream.address, 100, "1s");
+    let mut dying = Gateway::start(&config);
+    let other = Gateway::start(&config);
+    let held: Vec<_> = (0..100).map(|_| hold(&dying)).collect();
+    assert_eq!(other.get("/quick").status, 429);
+    let killed = monotonic();
+    dying.child.kill().unwrap();
+    dying.wait();
+    assert_eq!(other.get("/quick").status, 429, "the dead do not release");
+    eventually("the leases have ended", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
+    // Renewed no later than when it died, each ends a lease after that.
+    assert!(killed.elapsed() < Duration::from_secs(6 + 2), "{:?}", killed.elapsed());
+    drop(held);
+}
+
+#[test]
+fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
+    let redis = Redis::start();
+    std::thread::scope(|scope| {
+        for store in [String::new(), redis.store()] {
+            scope.spawn(move || {
+                let upstream = Streaming::start();
+                // A lease of 6 s, renewed each 2 s.
+                let gateway = Gateway::start(&config(&store, upstream.address, 2, "1s"));
+                let (_one, _two) = (hold(&gateway), hold(&gateway));
+                let mut streams = [upstream.next(), upstream.next()];
+                let started = monotonic();
+                while started.elapsed() < Duration::from_secs(13) {
+                    assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
+                    for stream in &mut streams {
+                        stream.write_all(b"1\r\nb\r\n").unwrap();
+                    }
+                    // What is tested is time: that of two leases, in which nobody may go.
+                    assert_silent(&mut streams[0], Duration::from_millis(100));
+                }
+                streams[0].write_all(b"0\r\n\r\n").unwrap();
+                eventually("one place is free", || gateway.get("/quick").status == 200);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_gateway_that_is_stopped_releases_its_places() {
+    let redis = Redis::start();
+    let upstream = Streaming::start();
+    let config = format!("[server]\ndrain_timeout = \"100ms\"\n{}", config(&redis.store(), upstream.address, 5, "30s"));
+    let mut gateway = Gateway::start(&config);
+    let other = Gateway::start(&config);
+    let _held: Vec<_> = (0..5).map(|_| hold(&gateway)).collect();
+    assert_eq!(other.get("/quick").status, 429);
+    gateway.terminate();
+    gateway.wait();
+    eventually("the places are free long before the leases end", || {
+        other.get("/quick").header("ratelimit") == Some("\"places\";r=4")
+    });
+}
+
+#[test]
+fn a_place_is_one_limit_of_many() {
+    let redis = Redis::start();
+    let upstream = Streaming::start();
+    let text = config(&redis.store(), upstream.address, 2, "30s")
+        .replace("[\"places\"]\nupstream", "[\"log\", \"places\"]\nupstream")
+        + "[limit.log]\nby = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n";
+    let gateway = Gateway::start(&text);
+    let held = [hold(&gateway), hold(&gateway)];
+    for _ in 0..5 {
+        assert_eq!(
+            gateway.get("/r").json()["violated-policies"],
+            serde_json::json!(["places"]),
+            "the log is not charged"
+        );
+    }
+    drop(held);
+    eventually("the places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
+    drop(hold(&gateway));
+    eventually("the place is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
+    assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
+    assert_eq!(gateway.get("/quick").header("ratelimit"), Some("\"places\";r=1"), "who is denied holds no place");
+}

@@ -1,0 +1,227 @@
+//! Configurations: each bad file is refused with the message that it states, each good one is accepted.
+
+use std::path::{Path, PathBuf};
+
+use crate::support::gateway::binary;
+use serde_json::{Value, json};
+
+fn files(folder: &str) -> Vec<PathBuf> {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config").join(folder);
+    let mut files: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.retain(|path| path.extension().is_some_and(|extension| extension == "toml"));
+    files.sort();
+    files
+}
+
+fn check(path: &Path) -> (Option<i32>, String, String) {
+    check_with(path, &[])
+}
+
+fn check_with(path: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let output =
+        binary().arg("check").args(arguments).arg("--config").arg(path).env("GIVEN", "127.0.0.1").output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    (output.status.code(), text(output.stdout), text(output.stderr))
+}
+
+/// The lines `#! …` of a file are what the report must contain, in this order.
+#[test]
+fn bad_files_are_refused_with_their_reason() {
+    let files = files("invalid");
+    assert!(files.len() >= 30, "{} files found", files.len());
+    for path in files {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (code, _, report) = check(&path);
+        assert_eq!(code, Some(2), "{}: exit code\n{report}", path.display());
+        has_in_order(&path, &text, &report);
+    }
+}
+
+/// What a file states in its lines `#! …`, in this order.
+fn has_in_order(path: &Path, text: &str, report: &str) {
+    let mut rest = report;
+    let mut expectations = 0;
+    for expected in text.lines().filter_map(|line| line.strip_prefix("#! ")) {
+        let Some(at) = rest.find(expected) else {
+            panic!("{}: the report lacks, after what came before: {expected}\n\n{report}", path.display())
+        };
+        rest = &rest[at + expected.len()..];
+        expectations += 1;
+    }
+    assert!(expectations > 0, "{} states no message", path.display());
+}
+
+/// The places that a report shows: line and column.
+fn places(report: &str) -> Vec<(u64, u64)> {
+    let arrows = report.lines().filter_map(|line| line.trim_start().strip_prefix("--> "));
+    let numbers = arrows.map(|place| {
+        let mut parts = place.rsplit(':').map(|number| number.parse().unwrap());
+        let (column, line) = (parts.next().unwrap(), parts.next().unwrap());
+        (line, column)
+    });
+    numbers.collect()
+}
+
+/// The same in the object of `--json`, of those that have a place.
+fn places_of(findings: &Value) -> Vec<(u64, u64)> {
+    let place = |finding: &Value| Some((finding["line"].as_u64()?, finding["column"].as_u64()?));
+    findings.as_array().unwrap().iter().filter_map(place).collect()
+}
+
+#[test]
+fn odd_files_are_accepted_with_warnings() {
+    let files = files("warned");
+    assert!(files.len() >= 13, "{} files found", files.len());
+    for path in files {
+        let text = std::fs::read_to_string(&path).unwrap();
+        let (code, out, report) = check(&path);
+        assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
+        has_in_order(&path, &text, &out);
+        // Nothing else is odd about it.
+        let stated = text.lines().filter(|line| line.starts_with("#! warning: ")).count();
+        let total = if stated == 1 { "\n1 warning\n".to_owned() } else { format!("\n{stated} warnings\n") };
+        assert!(out.matches("\nwarning: ").count() == stated && out.ends_with(&total), "{}\n{out}", path.display());
+        assert_eq!(places(&out).len(), stated, "each has its place: {}\n{out}", path.display());
+        // Scripts learn the same.
+        assert_eq!(check_with(&path, &["--strict"]).0, Some(1), "{}", path.display());
+        let (code, json, _) = check_with(&path, &["--json", "--strict"]);
+        let json: Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((code, &json["ok"], &json["errors"]), (Some(1), &Value::Bool(false), &json!([])));
+        assert_eq!(places_of(&json["warnings"]), places(&out), "{}", path.display());
+        for warning in json["warnings"].as_array().unwrap() {
+            assert_eq!(warning["file"], path.display().to_string());
+            assert!(out.contains(warning["message"].as_str().unwrap()), "{warning}");
+            assert!(warning["hint"].as_str().is_none_or(|hint| out.contains(hint)), "{warning}");
+        }
+    }
+}
+
+#[test]
+fn scripts_learn_the_errors_as_well() {
+    for path in files("invalid") {
+        let (code, json, report) = check_with(&path, &["--json"]);
+        let json: Value = serde_json::from_str(&json).unwrap();
+        assert_eq!((code, report.as_str(), &json["ok"]), (Some(2), "", &Value::Bool(false)), "{}", path.display());
+        assert_eq!(places_of(&json["errors"]), places(&check(&path).2), "{}", path.display());
+    }
+}
+
+#[test]
+fn scripts_learn_what_limits_guarantee() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let (code, out, _) = check_with(&root.join("gateway.toml"), &["--json", "--strict"]);
+    let report: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!((code, &report["ok"]), (Some(0), &Value::Bool(true)), "what is shipped has no warning: {out}");
+    let limit = |limit: &str, at_most: u64, window: f64, at_once: u64| {
+        json!({
+            "limit": limit, "tier": null, "max_admitted": at_most, "window_seconds": window, "capacity": at_once, "prefetch": 0,
+            "overdraft": false, "shadow": false,
+        })
+    };
+    let limits = [limit("hourly", 2000, 3600.0, 1000), limit("per-ip", 19, 1.0, 10), limit("per-key", 100, 60.0, 100)];
+    assert_eq!(report, json!({ "ok": true, "errors": [], "warnings": [], "notes": [], "limits": limits }));
+}
+
+#[test]
+fn a_store_is_left_alone_where_that_is_asked_for() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config/warned/no_secret.toml");
+    assert!(check(&path).1.contains("warning: store: nothing listens"));
+    let (code, out, _) = check_with(&path, &["--offline"]);
+    assert!(code == Some(0) && !out.contains("warning: store:"), "{out}");
+}
+
+#[test]
+fn colours_are_for_terminals() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
+    for file in ["warned/limit_unused.toml", "invalid/by_missing.toml"] {
+        let said = |variables: &[(&str, &str)]| {
+            let mut command = binary();
+            command.arg("check").arg("--config").arg(folder.join(file)).env_remove("NO_COLOR");
+            let output = command.env_remove("CLICOLOR_FORCE").envs(variables.iter().copied()).output().unwrap();
+            String::from_utf8([output.stdout, output.stderr].concat()).unwrap()
+        };
+        assert!(!said(&[]).contains('\x1b'), "into a pipe");
+        assert!(said(&[("CLICOLOR_FORCE", "1")]).contains('\x1b'), "where they are asked for");
+        assert!(!said(&[("CLICOLOR_FORCE", "1"), ("NO_COLOR", "1")]).contains('\x1b'), "where they are not wanted");
+    }
+}
+
+#[test]
+fn good_files_are_accepted() {
+    let files = files("valid");
+    assert!(files.len() >= 3, "{} files found", files.len());
+    for path in files {
+        let (code, out, report) = check(&path);
+        assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
+        assert!(out.contains("fine"), "{out}");
+    }
+}
+
+#[test]
+fn the_shipped_file_is_accepted() {
+    let (code, out, report) = check(&Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml"));
+    assert_eq!((code, report.as_str()), (Some(0), ""));
+    assert!(out.contains("3 routes, 3 limits"), "{out}");
+    for guarantee in [
+        "per-ip: at most 19 in any 1 s, 10 at once",
+        "per-key: at most 100 in any 60 s, 100 at once",
+        "hourly: at most 2000 in any 3600 s, 1000 at once",
+    ] {
+        assert!(out.contains(guarantee), "{guarantee} is missing in\n{out}");
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_used_gets_one_clear_message() {
+    let directory = tempfile::tempdir().unwrap();
+    let write = |name: &str, bytes: &[u8]| {
+        let path = directory.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    };
+    for (path, expected) in [
+        (directory.path().join("none.toml"), "cannot be read: No such file"),
+        (directory.path().join("no.toml"), "`sluicegate init` writes a first one"),
+        (directory.path().to_owned(), "cannot be read: Is a directory"),
+        (write("latin1.toml", b"# caf\xe9"), "the file must be UTF-8"),
+        (write("broken.toml", b"[server\nworkers = 1\n"), "broken.toml:1:8"),
+        (write("type.toml", b"[server]\nworkers = \"four\"\n"), "type.toml:2:11"),
+        (write("empty.toml", b""), "there is no [[listener]]"),
+    ] {
+        let (code, _, report) = check(&path);
+        assert_eq!(code, Some(2), "{}", path.display());
+        assert!(report.contains(expected), "{}: {report}", path.display());
+        let run = binary().arg("--config").arg(&path).output().unwrap();
+        assert_eq!(run.status.code(), Some(2), "run refuses what check refuses: {}", path.display());
+    }
+}
+
+#[test]
+fn unset_variables_and_bad_consumers_are_named() {
+    let directory = tempfile::tempdir().unwrap();
+    std::fs::write(
+        directory.path().join("people.toml"),
+        "[[consumer]]\nname = \"a\"\nkeys = [\"secret-key\"]\ntier = \"pro\"\n[[consumer]]\nname = \"a\"\nnick = 1\n[[consumer]]\n",
+    )
+    .unwrap();
+    let path = directory.path().join("gateway.toml");
+    std::fs::write(
+        &path,
+        "[[listener]]\naddress = \"${NOT_GIVEN}:0\"\n[api_key]\nconsumers = \"people.toml\"\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n",
+    )
+    .unwrap();
+    let (code, _, report) = check(&path);
+    assert_eq!(code, Some(2));
+    for expected in [
+        "the environment has no `NOT_GIVEN`",
+        "this is not the hash of a key",
+        "people.toml:3:9",
+        "no limit has a tier `pro`",
+        "a second consumer `a`",
+        "unknown key `nick`",
+        "a consumer needs a `name`",
+    ] {
+        assert!(report.contains(expected), "{expected} is missing in\n{report}");
+    }
+}

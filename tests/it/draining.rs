@@ -1,0 +1,156 @@
+//! SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams fails none (row 27), SIGTERM while
+//! connections keep coming has an end, and connections in the listen backlog are served.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
+
+use crate::support::certificates::{NOW, Pair, TlsClient, tls};
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::reload::says;
+use crate::support::server::{Mood, Server};
+use crate::support::upstream;
+use crate::support::{Raise, eventually, signal};
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::version::TLS13;
+use socket2::{Domain, Socket, Type};
+
+const HTTP1: usize = 100;
+const HTTP2: usize = 60;
+const EVENTS: usize = 40;
+
+#[test]
+fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
+    let server = Server::start();
+    server.set(Mood::Holds);
+    let released = Arc::new((Mutex::new(false), Condvar::new()));
+    let events = {
+        let released = released.clone();
+        upstream::serve(move |mut stream| {
+            upstream::read_head(&mut stream);
+            let head = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n";
+            stream.write_all(format!("{head}c\r\ndata: one\r\n\n\r\n").as_bytes()).unwrap();
+            let (lock, condition) = &*released;
+            drop(condition.wait_while(lock.lock().unwrap(), |released| !*released).unwrap());
+            stream.write_all(b"c\r\ndata: two\r\n\n\r\n0\r\n\r\n").unwrap();
+        })
+    };
+    let mut gateway = Gateway::start(&format!(
+        "[upstream.api]\nservers = [\"{}\"]\n[upstream.events]\nservers = [\"http://{events}\"]\n\
+         [[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n\
+         [[route]]\nname = \"events\"\npath = \"/events\"\nupstream = \"events\"\n",
+        server.url()
+    ));
+    let (address, mut replies) = (gateway.address, Vec::new());
+    let mut clients: Vec<_> = (0..HTTP1).map(|_| gateway.client()).collect();
+    clients.iter_mut().for_each(|client| client.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n"));
+    let mut streams: Vec<_> = (0..EVENTS).map(|_| gateway.client()).collect();
+    for stream in &mut streams {
+        stream.send(b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n");
+        // It has begun: what is left of it comes after the signal.
+        replies.push(stream.head().unwrap());
+    }
+    let second = std::thread::spawn(move || {
+        let executor = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        executor.block_on(async {
+            let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+            let (sender, connection) =
+                hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+            tokio::spawn(connection);
+            let mut requests = tokio::task::JoinSet::new();
+            for _ in 0..HTTP2 {
+                let mut sender = sender.clone();
+                requests.spawn(async move {
+                    let uri = format!("http://{address}/api");
+                    let request = http::Request::get(uri).body(Empty::<&[u8]>::new()).unwrap();
+                    let response = sender.send_request(request).await.unwrap();
+                    let status = response.status().as_u16();
+                    (status, response.into_body().collect().await.unwrap().to_bytes())
+                });
+            }
+            requests.join_all().await
+        })
+    });
+    eventually("all are under way", || server.running() == HTTP1 + HTTP2);
+
+    gateway.terminate();
+    eventually("no new connection is taken", || TcpStream::connect(address).is_err());
+    server.set(Mood::Answers(200));
+    *released.0.lock().unwrap() = true;
+    released.1.notify_all();
+
+    let mut failed = 0;
+    for client in &mut clients {
+        failed += usize::from(!client.reply().is_some_and(|reply| reply.status == 200 && reply.text() == "ok"));
+    }
+    failed += second.join().unwrap().iter().filter(|(status, body)| (*status, &body[..]) != (200, b"ok")).count();
+    for (stream, head) in streams.iter_mut().zip(&replies) {
+        let mut rest = Vec::new();
+        std::io::Read::read_to_end(&mut stream.stream, &mut rest).unwrap();
+        let whole = rest.ends_with(b"data: two\r\n\n\r\n0\r\n\r\n");
+        failed += usize::from(head.status != 200 || !whole);
+    }
+    println!("row 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
+    assert_eq!(failed, 0);
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
+fn clients_that_keep_connecting_do_not_keep_it_from_ending() {
+    let mut gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", says("x")));
+    let (address, over, tries) = (gateway.address.into(), AtomicBool::new(false), AtomicUsize::new(0));
+    std::thread::scope(|scope| {
+        let end = Raise(&over);
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while !over.load(Ordering::SeqCst) {
+                    // Goes on where a queue that is full would keep others waiting.
+                    let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();
+                    let _ = socket.connect(&address);
+                    tries.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        eventually("connections come", || tries.load(Ordering::SeqCst) > 10_000);
+        gateway.terminate();
+        assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+        drop(end);
+    });
+}
+
+#[test]
+fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
+    const QUEUED: usize = 300;
+    let pair = Pair::server("gate.test", NOW);
+    let tls_client = tls(&[&pair.der], None, &[&TLS13]);
+    for secure in [false, true] {
+        let certificates = if secure { "tls.certificates = [{ cert = \"a.pem\", key = \"a.key\" }]\n" } else { "" };
+        let mut gateway = Gateway::start_with(
+            &format!("[server]\nworkers = 1\n{}[[listener]]\naddress = \"127.0.0.1:0\"\n{certificates}", says("x")),
+            &[("a.pem", &*pair.cert), ("a.key", &*pair.key)],
+        );
+        // While the process is stopped the kernel completes the connections and queues them.
+        signal(&gateway.child, "STOP");
+        let mut queued: Vec<_> = (0..QUEUED).map(|_| gateway.client()).collect();
+        if !secure {
+            queued.iter_mut().for_each(|client| client.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n"));
+        }
+        gateway.terminate();
+        signal(&gateway.child, "CONT");
+        let status = |mut client: Client| match secure {
+            false => client.reply().map(|reply| reply.status),
+            true => {
+                let stream = client.stream.into_inner();
+                TlsClient::shake_over(stream, &tls_client, "gate.test")
+                    .ok()
+                    .map(|mut client| client.get("/says").status)
+            }
+        };
+        let served = queued.into_iter().map(status).filter(|status| *status == Some(200)).count();
+        assert_eq!(served, QUEUED, "TLS: {secure}");
+        assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    }
+}

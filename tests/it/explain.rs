@@ -1,0 +1,522 @@
+//! `sluicegate explain`: it says what the gateway does, and helps those who ask in a wrong way.
+
+use std::collections::BTreeSet;
+use std::fmt::Write;
+use std::net::{IpAddr, Ipv4Addr};
+use std::path::{Path, PathBuf};
+
+use crate::support::client::Client;
+use crate::support::eventually;
+use crate::support::gateway::{Gateway, binary};
+use crate::support::operator::with_admin;
+use crate::support::redis::{Redis, free_port};
+use crate::support::upstream::Upstream;
+use aws_lc_rs::digest::{SHA256, digest};
+use http::{HeaderName, Request};
+use serde_json::{Value, json};
+use sluicegate::proxy::client::Peer;
+use sluicegate::snapshot::CompiledConfig;
+use sluicegate::tools::explain::Explainer;
+use sluicegate::tools::explain::limits::RedisCounters;
+
+/// A run is repeated by its seed.
+struct Random(u64);
+
+impl Random {
+    /// SplitMix64 (Steele, Lea and Flood, 2014).
+    fn below(&mut self, end: usize) -> usize {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ z >> 31) % end as u64) as usize
+    }
+
+    fn of<T: Copy>(&mut self, all: &[T]) -> T {
+        all[self.below(all.len())]
+    }
+
+    fn happens(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+}
+
+const HOSTS: [&str; 4] = ["", "api.test", "*.test", "*.b.test"];
+const PATHS: [&str; 7] =
+    ["/v1/items", "/v1/items/{id}", "/v1/items/{id}/parts/{part}", "/v1/{*rest}", "/{*rest}", "/v1/items/me", "/{id}"];
+
+/// What stands apart on one path: methods and a value of `x-version`, in ways that do not tie.
+const CHOICES: [&[(&str, &str)]; 4] = [
+    &[("", "")],
+    &[("\"GET\"", ""), ("\"POST\", \"PUT\"", "")],
+    &[("", ""), ("", "2")],
+    &[("\"GET\"", ""), ("\"GET\"", "1"), ("\"POST\"", "2")],
+];
+
+/// Quotas of a day: nothing comes back while the test runs.
+const LIMITS: [(&str, &str); 9] = [
+    ("ip", "by = \"ip\"\nquota = \"40/day\"\n"),
+    ("key", "by = \"api-key\"\nquota = \"20/day\"\non_missing = \"skip\"\ntiers = { pro = { quota = \"60/day\" } }\n"),
+    ("needed", "by = \"header:x-user\"\nquota = \"30/day\"\nalgorithm = \"sliding-log\"\n"),
+    ("instead", "by = \"header:x-user\"\non_missing = \"ip\"\nquota = \"25/day\"\nexempt = [\"header:x-user=root\"]\n"),
+    ("pair", "by = [\"header:x-user\", \"ip\"]\non_missing = \"skip\"\nquota = \"9/day\"\n"),
+    ("trial", "by = \"ip\"\nquota = \"5/day\"\nshadow = true\n"),
+    ("writes", "by = \"ip\"\nquota = \"12/day\"\nmethods = [\"POST\", \"PUT\"]\ncost = 2\n"),
+    ("user", "by = \"user:x-account\"\non_missing = \"ip\"\nquota = \"15/day\"\n"),
+    ("all", "by = [\"host\", \"method\", \"route\"]\nquota = \"200/day\"\n"),
+];
+
+const KEYS: [&str; 4] = ["key-of-alice", "key-of-bob", "key-of-nobody", ""];
+
+fn consumers() -> String {
+    let hash = |key: &str| {
+        let digest = digest(&SHA256, key.as_bytes());
+        digest.as_ref().iter().fold("sha256:".to_owned(), |mut text, byte| {
+            write!(text, "{byte:02x}").unwrap();
+            text
+        })
+    };
+    format!(
+        "[[consumer]]\nname = \"alice\"\ntier = \"pro\"\nkeys = [\"{}\"]\n[[consumer]]\nname = \"bob\"\nkeys = [\"{}\"]\n",
+        hash(KEYS[0]),
+        hash(KEYS[1])
+    )
+}
+
+/// A configuration of the family.
+fn configuration(random: &mut Random, store: &str, upstream: &str) -> String {
+    let unknown = random.of(&["reject", "anonymous", "accept"]);
+    let mut text = format!(
+        // What is remembered of a denial says nothing of the other limits.
+        "{store}denial_cache = 0\n[server]\nworkers = 1\n[log]\nformat = \"json\"\naccess = \"access.log\"\n\
+         [client_ip]\ntrusted_proxies = [\"127.0.0.2/32\", \"10.0.0.0/8\"]\n\
+         [api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"{unknown}\"\n[upstream.api]\nservers = [\"{upstream}\"]\n"
+    );
+    for (name, terms) in LIMITS {
+        write!(text, "[limit.{name}]\n{terms}").unwrap();
+    }
+    let mut number = 0;
+    for host in HOSTS {
+        for path in PATHS {
+            // Half of the paths of a host have no route, so that others take what they would.
+            let choices = if random.happens(50) { random.of(&CHOICES) } else { &[] };
+            for (methods, version) in choices {
+                number += 1;
+                let limits: Vec<_> = LIMITS.iter().map(|(name, _)| name).filter(|_| random.happens(30)).collect();
+                write!(text, "[[route]]\nname = \"r{number}\"\npath = \"{path}\"\nlimits = {limits:?}\n").unwrap();
+                if !host.is_empty() {
+                    writeln!(text, "host = \"{host}\"").unwrap();
+                }
+                if !methods.is_empty() {
+                    writeln!(text, "methods = [{methods}]").unwrap();
+                }
+                if !version.is_empty() {
+                    writeln!(text, "headers = {{ x-version = \"{version}\" }}").unwrap();
+                }
+                let rest = if path.contains("{*rest}") { "{rest}" } else { "" };
+                text += &match random.below(4) {
+                    0 => "respond = { status = 200, body = \"own\\n\" }\n".to_owned(),
+                    1 => format!("redirect = {{ to = \"/else/{rest}\", status = 302 }}\n"),
+                    2 if path.starts_with("/v1/") => "upstream = \"api\"\nstrip_prefix = \"/v1\"\n".to_owned(),
+                    _ => "upstream = \"api\"\nrequest_headers = { set = { x-set = \"hidden\" }, remove = [\"x-user\"] }\n\
+                          response_headers = { set = { x-by = \"us\" } }\n"
+                        .to_owned(),
+                };
+            }
+        }
+    }
+    text
+}
+
+/// A request of the family: from which address, and what it says.
+#[derive(Debug)]
+struct Asked {
+    from: Ipv4Addr,
+    method: &'static str,
+    target: String,
+    headers: Vec<(&'static str, String)>,
+}
+
+fn request(random: &mut Random) -> Asked {
+    let segment = |random: &mut Random| random.of(&["items", "me", "7", "parts", "a%2Db", "", ".", "..", "v1"]);
+    let mut target = random.of(&["/v1/items", "/v1/items/7", "/v1/items/7/parts/8", "/v1", ""]).to_owned();
+    for _ in 0..random.below(3) {
+        target = format!("{target}/{}", segment(random));
+    }
+    if target.is_empty() {
+        target.push('/');
+    }
+    if random.happens(3) {
+        target.push_str("%2f");
+    }
+    if random.happens(30) {
+        target.push_str("?q=1&q=2");
+    }
+    let host = random.of(&["api.test", "API.test:8080", "x.test", "x.b.test", "other.example", "127.0.0.1", "a_b@c"]);
+    let mut headers = vec![("host", host.to_owned())];
+    if random.happens(60) {
+        headers.push(("x-user", random.of(&["ann", "ben", "root", ""]).to_owned()));
+    }
+    if random.happens(40) {
+        headers.push(("x-api-key", random.of(&KEYS).to_owned()));
+    }
+    if random.happens(40) {
+        headers.push(("x-forwarded-for", random.of(&["192.0.2.7", "192.0.2.8, 10.1.2.3", "nonsense"]).to_owned()));
+    }
+    if random.happens(30) {
+        headers.push(("x-account", random.of(&["17", "18"]).to_owned()));
+    }
+    if random.happens(40) {
+        headers.push(("x-version", random.of(&["1", "2", "3"]).to_owned()));
+    }
+    if random.happens(20) {
+        headers.push(("connection", "x-hop".to_owned()));
+        headers.push(("x-hop", "1".to_owned()));
+    }
+    let method = random.of(&["GET", "GET", "POST", "PUT", "DELETE", "HEAD"]);
+    Asked { from: Ipv4Addr::new(127, 0, 0, random.of(&[1, 2, 3])), method, target, headers }
+}
+
+/// What `explain` says of it.
+fn explained(runtime: &CompiledConfig, remote: &RedisCounters, asked: &Asked) -> Value {
+    let mut request = Request::builder().method(asked.method).uri(&asked.target);
+    for (name, value) in &asked.headers {
+        request = request.header(*name, value);
+    }
+    let peer = Peer::new(asked.from.into(), "http", runtime);
+    let explainer = Explainer { config: runtime, counters: remote, max_other_routes: usize::MAX };
+    serde_json::to_value(explainer.explain(&request.body(()).unwrap(), &peer)).unwrap()
+}
+
+/// The parts that the access log has, too, in its form.
+fn as_logged(facts: &Value) -> Value {
+    let limits = facts["limits"].as_array().unwrap().iter().filter(|limit| limit["usage"].is_object()).map(|limit| {
+        let standing = &limit["usage"];
+        let left =
+            if standing["remaining_after"].is_null() { &standing["remaining"] } else { &standing["remaining_after"] };
+        let remaining = if limit["shadow"] == true { &Value::Null } else { left };
+        json!([limit["limit"], limit["identity"], limit["cost"], standing["decision"], remaining])
+    });
+    let status = facts["response"]["status"].as_u64().unwrap_or(200);
+    json!([
+        facts["method"],
+        facts["client"]["address"],
+        facts["route"]["route"],
+        status,
+        facts["response"]["outcome"],
+        limits.collect::<Vec<_>>()
+    ])
+}
+
+/// The same of a line. Who asks is not in the log where no route is found.
+fn logged(line: &Value, facts: &Value) -> Value {
+    let limits = line["limits"].as_array().into_iter().flatten();
+    let limits = limits
+        .map(|limit| json!([limit["limit"], limit["identity"], limit["cost"], limit["decision"], limit["remaining"]]));
+    let client = if line["route"].is_null() { &facts["client"]["address"] } else { &line["client"] };
+    json!([line["method"], client, line["route"], line["status"], line["outcome"], limits.collect::<Vec<_>>()])
+}
+
+/// The header section that an upstream sees, if it is what came with these changes.
+fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
+    let text = |value: &Value| value.as_str().unwrap().to_owned();
+    let list = |name: &str| facts["upstream"][name].as_array().unwrap().clone();
+    let set: Vec<_> = list("set_headers").iter().map(|field| text(&field["name"])).collect();
+    let removed: Vec<_> = list("removed_headers").iter().map(text).collect();
+    let stays = |name: &&str| !set.iter().chain(&removed).any(|other| other == name);
+    let kept = asked.headers.iter().filter(|(name, _)| stays(name)).map(|(name, value)| format!("{name}: {value}"));
+    let changed = list("set_headers").into_iter().map(|field| {
+        let name = text(&field["name"]);
+        let value = match name.as_str() {
+            // What it is cannot be known before.
+            "x-request-id" => "made".to_owned(),
+            "x-set" => {
+                assert!(field["value"].is_null(), "what is configured may be a secret");
+                "hidden".to_owned()
+            }
+            _ => text(&field["value"]),
+        };
+        format!("{name}: {value}")
+    });
+    kept.chain(changed).map(|line| line.trim_end().to_owned()).collect()
+}
+
+fn seen(head: &str) -> BTreeSet<String> {
+    let lines = head.lines().skip(1).filter_map(|line| line.split_once(':'));
+    let lines = lines.map(|(name, value)| match name.to_ascii_lowercase() {
+        id if id == "x-request-id" => format!("{id}: made"),
+        name => format!("{name}: {}", value.trim()).trim_end().to_owned(),
+    });
+    lines.collect()
+}
+
+#[test]
+fn it_says_what_the_gateway_does_a_thousand_times() {
+    // To HEAD without a body.
+    let upstream = Upstream::answering(|seen| {
+        let body = if seen.head.starts_with("HEAD ") { "" } else { "ok" };
+        format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{body}").into_bytes()
+    });
+    let (mut outcomes, mut denied, mut sent, mut routes) = (BTreeSet::new(), 0, 0, BTreeSet::new());
+    for seed in 1..=4 {
+        let random = &mut Random(seed);
+        let redis = Redis::start();
+        let config = configuration(random, &redis.store(), &upstream.url());
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
+        let file = gateway.directory().join("gateway.toml");
+        let runtime = CompiledConfig::load(&file, &|_| None).unwrap();
+        let remote = RedisCounters::open(&runtime).unwrap().unwrap();
+        let mut said = Vec::new();
+        for _ in 0..250 {
+            let asked = request(random);
+            let facts = explained(&runtime, &remote, &asked);
+            assert!(facts["counters_unavailable"].is_null(), "{facts:#}");
+            let before = upstream.count();
+            let headers: Vec<_> = asked.headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
+            let mut client = Client::connect_from(IpAddr::V4(asked.from), gateway.address);
+            let reply = client.request(asked.method, &asked.target, &headers, b"");
+            assert_eq!(upstream.count() > before, facts["upstream"].is_object(), "seed {seed}: {asked:?}\n{facts:#}");
+            if facts["upstream"].is_object() {
+                sent += 1;
+                let request = upstream.last();
+                assert_eq!(request.target(), facts["upstream"]["target"], "seed {seed}: {asked:?}");
+                assert_eq!(seen(&request.head), told(&asked, &facts), "seed {seed}: {asked:?}");
+            } else if asked.method != "HEAD" && reply.status != 429 {
+                assert_eq!(reply.text(), facts["response"]["body"], "seed {seed}: {asked:?}");
+            }
+            for field in facts["response"]["headers"].as_array().unwrap() {
+                let (name, value) = (field["name"].as_str().unwrap(), field["value"].as_str());
+                match (name, value) {
+                    // What the configuration says is not shown, and time goes by.
+                    (_, None) | ("ratelimit", _) => {
+                        assert!(reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}")
+                    }
+                    ("retry-after", Some(value)) => {
+                        let (said, waited) =
+                            (value.parse::<i64>().unwrap(), reply.header(name).unwrap().parse::<i64>());
+                        assert!((said - waited.unwrap()).abs() <= 60, "seed {seed}: {said} s before {asked:?}");
+                    }
+                    _ => assert_eq!(reply.header(name), value, "seed {seed}: {name} of {asked:?}"),
+                }
+            }
+            for name in ["ratelimit", "ratelimit-policy", "retry-after", "location", "allow", "x-by"] {
+                let is_said =
+                    facts["response"]["headers"].as_array().unwrap().iter().any(|field| field["name"] == name);
+                assert_eq!(is_said, reply.header(name).is_some(), "seed {seed}: {name} of {asked:?}\n{facts:#}");
+            }
+            said.push((asked, facts));
+        }
+        let log = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
+        eventually("all lines are written", || log().lines().count() >= said.len());
+        for (line, (asked, facts)) in log().lines().zip(&said) {
+            let line: Value = serde_json::from_str(line).unwrap();
+            assert_eq!(logged(&line, facts), as_logged(facts), "seed {seed}: {asked:?}\n{line:#}\n{facts:#}");
+            outcomes.insert(line["outcome"].as_str().unwrap().to_owned());
+            routes.insert(format!("{seed} {}", line["route"]));
+            denied += usize::from(line["status"] == 429);
+        }
+        // The same from the command, with one request after the other as they stood in the end.
+        for (asked, _) in said.iter().rev().filter(|(asked, _)| !asked.headers[0].1.contains('@')).take(3) {
+            let facts = explained(&runtime, &remote, asked);
+            let mut command = binary();
+            command.args(["explain", "--json", "--all", "--config"]).arg(&file);
+            command.args(["--ip", &asked.from.to_string(), asked.method]);
+            command.arg(format!("http://{}{}", asked.headers[0].1, asked.target));
+            for (name, value) in &asked.headers[1..] {
+                command.args(["-H", &format!("{name}: {value}")]);
+            }
+            let output = command.output().unwrap();
+            let by_command: Value = serde_json::from_slice(&output.stdout).unwrap();
+            assert_eq!(as_logged(&by_command), as_logged(&facts), "seed {seed}: {asked:?}");
+        }
+    }
+    // The family has something of everything.
+    assert!(denied > 30 && sent > 100 && routes.len() > 30, "{denied} denied, {sent} sent, {routes:?}");
+    for outcome in ["ok", "rate-limited", "no-identity", "method-not-allowed", "bad-path", "bad-host"] {
+        assert!(outcomes.contains(outcome), "{outcome} is not among {outcomes:?}");
+    }
+}
+
+/// Nothing of a look stays.
+#[test]
+fn nothing_is_charged() {
+    let redis = Redis::start();
+    let config = format!(
+        "{}[[listener]]\naddress = \"127.0.0.1:0\"\n[limit.once]\nby = \"ip\"\nquota = \"1/day\"\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"once\"]\nrespond = {{ status = 200 }}\n",
+        redis.store()
+    );
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("gateway.toml");
+    std::fs::write(&file, config).unwrap();
+    for _ in 0..3 {
+        let output = binary().args(["explain", "GET", "http://a/", "--json", "--config"]).arg(&file).output().unwrap();
+        let facts: Value = serde_json::from_slice(&output.stdout).unwrap();
+        let standing = &facts["limits"][0]["usage"];
+        assert_eq!((&standing["remaining"], &standing["remaining_after"]), (&json!(1), &json!(0)), "{facts:#}");
+        assert_eq!(redis.keys(), Vec::<String>::new());
+    }
+}
+
+/// Costs that the file does not say.
+#[test]
+fn what_is_paid_later_needs_one_unit_and_what_never_fits_is_told() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
+    let gateway = Gateway::start(&format!(
+        "{}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
+         [limit.later]\nby = \"ip\"\nquota = \"4/day\"\ncost.response_header = \"x-used\"\n\
+         [limit.stated]\nby = \"ip\"\nquota = \"5/day\"\ncost.request_header = \"x-cost\"\ncost.max = 100\n\
+         [upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"later\"\npath = \"/later\"\ncost = 2\nlimits = [\"later\"]\nupstream = \"u\"\n\
+         [[route]]\nname = \"stated\"\npath = \"/stated\"\nlimits = [\"stated\"]\nupstream = \"u\"\n",
+        redis.store(),
+        upstream.url()
+    ));
+    let explain = |path: &str, more: &[&str]| -> Value {
+        let mut command = binary();
+        command.args(["explain", "--json", "--config"]).arg(gateway.directory().join("gateway.toml")).args(more);
+        let output = command.args(["GET", &format!("http://a{path}")]).output().unwrap();
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    for (left, decision) in [(4, "allowed"), (1, "allowed"), (0, "denied")] {
+        eventually("what was used is paid", || explain("/later", &[])["limits"][0]["usage"]["remaining"] == left);
+        let facts = explain("/later", &[]);
+        let limit = &facts["limits"][0];
+        assert_eq!((&limit["post_paid"], &limit["cost"]), (&json!(true), &json!(1)), "{facts:#}");
+        assert_eq!(facts["decision"], decision, "{facts:#}");
+        if decision == "allowed" {
+            assert_eq!(limit["usage"]["remaining_after"], left, "{facts:#}");
+            assert_eq!(gateway.get("/later").status, 200);
+        }
+    }
+
+    let facts = explain("/stated", &["-H", "x-cost: 6"]);
+    let standing = &facts["limits"][0]["usage"];
+    assert_eq!((&facts["decision"], &facts["response"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
+    assert_eq!((&standing["remaining"], &standing["retry_seconds"]), (&json!(5), &Value::Null), "{facts:#}");
+    let facts = explain("/stated", &["-H", "x-cost: 5"]);
+    assert_eq!((&facts["decision"], &facts["limits"][0]["cost"]), (&json!("allowed"), &json!(5)), "{facts:#}");
+}
+
+fn samples() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/explain")
+}
+
+/// What is printed for each request. `BLESS=1` writes what is printed now.
+#[test]
+fn the_page_of_each_request_is_as_written() {
+    for (name, arguments) in [
+        ("allowed", &["GET", "https://api.example.com/v1//users/./7?full=1", "-H", "X-Api-Key: key-of-alice"][..]),
+        (
+            "proxied",
+            &["POST", "http://api.example.com/v1/users/7", "--ip", "10.0.0.1", "-H", "X-Forwarded-For: 192.0.2.7"],
+        ),
+        ("refused", &["GET", "http://api.example.com/v1/search", "-H", "X-Api-Key: key-of-nobody"]),
+        ("strange", &["DELETE", "http://[2001:db8::1]:8080/ping", "--ip", "2001:db8::7", "--all"]),
+        ("moved", &["GET", "http://www.example.com/old/page"]),
+    ] {
+        let mut command = binary();
+        command.current_dir(samples()).arg("explain").args(arguments).arg("--offline");
+        let output = command.output().unwrap();
+        let (said, wrong) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+        assert_eq!((output.status.code(), wrong.as_str()), (Some(0), ""), "{name}");
+        let expected = samples().join(format!("{name}.txt"));
+        if std::env::var_os("BLESS").is_some() {
+            std::fs::write(&expected, &said).unwrap();
+        }
+        assert_eq!(said, std::fs::read_to_string(expected).unwrap(), "{name}");
+        for line in said.lines() {
+            assert!(line.chars().count() <= 80, "{name}: wider than 80 columns: {line}");
+        }
+        assert!(!said.contains("key-of"), "{name} shows a key");
+    }
+}
+
+#[test]
+fn wrong_arguments_are_said() {
+    for (arguments, expected) in [
+        (
+            &["GET", "/v1/users"][..],
+            "says no host: write the URL as clients call it, such as http://localhost/v1/users",
+        ),
+        (&["GET", "api.example.com/v1"], "has no scheme: http://api.example.com/v1 or https://api.example.com/v1"),
+        (&["get", "http://a/"], "methods are in upper case: GET"),
+        (&["http://a/", "GET"], "first the method, then the URL"),
+        (&["GET", "http://a/", "-H", "x-api-key"], "-H 'x-api-key' is not a header field: -H 'name: value'"),
+        (&["GET", "http://2001:db8::1/"], "an IPv6 address stands in brackets in a URL"),
+        (&["GET", "http://a/", "--ip", "192.0.2.7:80"], "--ip 192.0.2.7:80 is not an address: 192.0.2.7"),
+        (&["GET", "http://a/", "--ip", "localhost"], "--ip localhost is not an address"),
+    ] {
+        let output = binary().current_dir(samples()).arg("explain").args(arguments).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.code() == Some(2) && said.contains(expected), "{arguments:?}: {said}");
+        assert_eq!(said.lines().count(), 1, "{arguments:?}: {said}");
+    }
+}
+
+/// The counters of a gateway without Redis are its own.
+#[test]
+fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
+    let rest = "[limit.once]\nby = \"ip\"\nquota = \"3/day\"\n[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"once\"]\n\
+        respond = { status = 200 }\n";
+    let gateway = Gateway::start(&with_admin(rest));
+    let file = gateway.directory().join("gateway.toml");
+    let explain = |file: &Path| -> Value {
+        let output = binary().args(["explain", "GET", "http://a/", "--json", "--config"]).arg(file).output().unwrap();
+        serde_json::from_slice(&output.stdout).unwrap()
+    };
+    // Where it listens is not in the file.
+    let facts = explain(&file);
+    assert!(
+        facts["counters_unavailable"].as_str().unwrap().contains("in the memory of the running gateway"),
+        "{facts:#}"
+    );
+    assert_eq!((&facts["decision"], &facts["limits"][0]["effective_quota"]["quota"]), (&Value::Null, &json!("3/day")));
+    let text = std::fs::read_to_string(&file).unwrap();
+    // Not the file that the gateway follows.
+    let file = gateway.directory().join("asked.toml");
+    std::fs::write(&file, text.replacen("127.0.0.1:0", &gateway.admin().to_string(), 1)).unwrap();
+    let explain = || explain(&file);
+    for left in [3, 2, 1] {
+        let standing = &explain()["limits"][0]["usage"];
+        assert_eq!((&standing["decision"], &standing["remaining"]), (&json!("allowed"), &json!(left)));
+        assert_eq!(gateway.get("/").status, 200);
+    }
+    let facts = explain();
+    assert_eq!((&facts["decision"], &facts["response"]["status"]), (&json!("denied"), &json!(429)), "{facts:#}");
+    let names: Vec<_> = facts["response"]["headers"].as_array().unwrap().iter().map(|field| &field["name"]).collect();
+    assert!(names.contains(&&json!(HeaderName::from_static("retry-after").as_str())), "{names:?}");
+}
+
+/// Wrong credentials are charged to limits by address: 401 as long as they allow it, 429 from then on.
+#[test]
+fn wrong_credentials_and_an_exhausted_limit_by_address_are_explained_as_they_are_answered() {
+    let keys = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\
+                algorithm = \"fixed-window\"\nstart = \"first-request\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/day\"\n\
+                tiers = { pro = { quota = \"60/day\" } }\n";
+    for (what, limits, header) in [
+        ("unknown key", "\"ip\", \"key\"", Some(("x-api-key", "key-of-nobody"))),
+        ("the credential's limit first", "\"key\", \"ip\"", Some(("x-api-key", "key-of-nobody"))),
+        ("no key", "\"ip\", \"key\"", None),
+    ] {
+        let admin = format!("[admin]\naddress = \"127.0.0.1:{}\"\n", free_port());
+        let route =
+            format!("[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n");
+        let config = format!("{admin}{keys}{route}");
+        let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers())]);
+        let explained = || -> Value {
+            let mut command = binary();
+            command.args(["explain", "GET", "http://a/", "--json", "--config"]);
+            command.arg(gateway.directory().join("gateway.toml"));
+            command.args(header.iter().flat_map(|(name, value)| ["-H".to_owned(), format!("{name}: {value}")]));
+            serde_json::from_slice(&command.output().unwrap().stdout).unwrap()
+        };
+        let headers: Vec<_> = header.into_iter().collect();
+        for expected in [401, 401, 429, 429] {
+            let facts = explained();
+            assert_eq!(facts["response"]["status"], expected, "{what}: {facts:#}");
+            assert_eq!(gateway.client().get_with("/", &headers).status, expected, "{what}");
+        }
+    }
+}

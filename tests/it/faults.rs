@@ -1,0 +1,542 @@
+//! What becomes of requests when Redis answers with errors, or with no verdict, or hangs: row 19 of the faults.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::Duration;
+
+use crate::support::client::Reply;
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::redis::Redis;
+use crate::support::resp::{Answer, Command, FakeRedis, error};
+use crate::support::stores::{Limit, SECOND, bucket};
+use sluicegate::limiter::clock::{Clock, monotonic};
+use sluicegate::limiter::redis::circuit_breaker::{CircuitBreaker, GuardedStore};
+use sluicegate::limiter::redis::script::AlgorithmSet;
+use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
+use sluicegate::limiter::redis::{RedisSettings, ServerStore};
+use sluicegate::limiter::verdict::{CounterStore, Operation, StoreError};
+
+/// A route for each `on_store_error`, and one with a shadow limit.
+fn gateway(url: &str, timeout: &str) -> Gateway {
+    let routes: String = ["allow", "deny", "local", "shadow"]
+        .map(|name| {
+            let behaviour =
+                if name == "shadow" { "shadow = true".to_owned() } else { format!("on_store_error = \"{name}\"") };
+            format!(
+                "[limit.{name}]\nby = \"header:x-id\"\nquota = \"1000000/hour\"\n{behaviour}\n\
+                 [[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [\"{name}\"]\nrespond = {{ status = 200 }}\n"
+            )
+        })
+        .concat();
+    Gateway::start(&format!("[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[server]\nworkers = 1\n{routes}"))
+}
+
+fn ask(gateway: &Gateway, path: &str, id: &str) -> Reply {
+    gateway.client().get_with(path, &[("x-id", id)])
+}
+
+/// Whether the store decided.
+fn is_decided(reply: &Reply) -> bool {
+    reply.status == 200 && reply.header("ratelimit").is_some()
+}
+
+fn decides(gateway: &Gateway) {
+    eventually("the store decides", || is_decided(&ask(gateway, "/deny", "warm")));
+}
+
+fn said(gateway: &Gateway, what: &str) -> usize {
+    gateway.log().matches(what).count()
+}
+
+/// A server that is healthy until it is told to answer every script call with this.
+fn faulty() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
+    let fault = Arc::<Mutex<Option<String>>>::default();
+    let told = fault.clone();
+    let fake = FakeRedis::start(move |command| match &*told.lock().unwrap() {
+        Some(text) if command.is_script() => Answer::Text(text.clone()),
+        _ => Answer::Usual,
+    });
+    (fake, fault)
+}
+
+/// Replies that prove that nothing ran, and that may be others in a moment.
+const PASSING: [&str; 5] = [
+    "LOADING Redis is loading the dataset in memory",
+    "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
+    "CLUSTERDOWN The cluster is down",
+    "MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+    "READONLY You can't write against a read only replica. script: ee5bed0f6963e93a14eebfb64f07c299c1b4313f, on @user_script:1.",
+];
+
+#[test]
+fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store_error() {
+    let slow = Arc::<std::sync::atomic::AtomicBool>::default();
+    let told = slow.clone();
+    // It takes longer than the timeout for requests, and answers the probes that follow: it works.
+    let fake = FakeRedis::start(move |command| {
+        if command.is_script() && !command.is_probe() && told.load(Ordering::SeqCst) {
+            std::thread::sleep(Duration::from_millis(400));
+        }
+        Answer::Usual
+    });
+    let gateway = gateway(&fake.url(), "300ms");
+    decides(&gateway);
+    for path in ["/deny", "/allow", "/local", "/shadow"] {
+        slow.store(true, Ordering::SeqCst);
+        let reply = ask(&gateway, path, "a");
+        if path == "/shadow" {
+            assert_eq!(reply.status, 200, "a shadow limit rejects nothing");
+        } else {
+            assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "{path}");
+        }
+        // Behind the next slow call the probe would be late as well.
+        slow.store(false, Ordering::SeqCst);
+        decides(&gateway);
+    }
+    assert_eq!(said(&gateway, "the store fails"), 0, "{}", gateway.log());
+}
+
+#[test]
+fn a_call_that_was_turned_away_is_made_again_and_charged_once() {
+    for text in PASSING {
+        let (left, granted) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (turn_away, grant) = (left.clone(), granted.clone());
+        let fake = FakeRedis::start(move |command| {
+            if !command.is_script() || command.is_probe() {
+                return Answer::Usual;
+            }
+            if turn_away.fetch_update(Ordering::SeqCst, Ordering::SeqCst, |left| left.checked_sub(1)).is_ok() {
+                return error(text);
+            }
+            grant.fetch_add(1, Ordering::SeqCst);
+            command.admitted()
+        });
+        let gateway = gateway(&fake.url(), "5s");
+        decides(&gateway);
+        let (calls, before) = (fake.calls().len(), granted.load(Ordering::SeqCst));
+        left.store(3, Ordering::SeqCst);
+        assert!(is_decided(&ask(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
+        assert_eq!((fake.calls().len() - calls, granted.load(Ordering::SeqCst) - before), (4, 1), "{text}");
+        assert_eq!(said(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
+        let connections = if text.starts_with("READONLY") { 2 } else { 1 };
+        assert_eq!(fake.connections(), connections, "a replica is left for the master at the same address: {text}");
+        println!("row 19: {text}: made again, charged once");
+    }
+}
+
+#[test]
+fn a_call_that_was_turned_away_and_then_gets_no_reply_is_not_made_again() {
+    let turned_away = AtomicBool::new(false);
+    let fake = FakeRedis::start(move |command| match command {
+        _ if !command.is_script() || command.is_probe() => Answer::Usual,
+        _ if turned_away.swap(true, Ordering::SeqCst) => Answer::Silence,
+        _ => error("LOADING Redis is loading the dataset in memory"),
+    });
+    let gateway = gateway(&fake.url(), "500ms");
+    ask(&gateway, "/deny", "a").assert_problem(503, "no reply");
+    assert_eq!(fake.calls().len(), 2, "what may have run is not sent again");
+}
+
+#[test]
+fn scripts_that_are_missed_and_boundaries_that_are_stale_are_sent_once_more() {
+    let fake =
+        FakeRedis::start(
+            |command| if command.is("EVALSHA") { error("NOSCRIPT No matching script.") } else { Answer::Usual },
+        );
+    assert!(is_decided(&ask(&gateway(&fake.url(), "5s"), "/deny", "a")));
+    assert_eq!(fake.calls().iter().map(|call| call.words[0].clone()).collect::<Vec<_>>(), ["EVALSHA", "EVAL"]);
+    let stale = AtomicBool::new(true);
+    let fake = FakeRedis::start(move |command| {
+        let first = command.is_script() && !command.is_probe() && stale.swap(false, Ordering::SeqCst);
+        if first { error("RLSTALE Redis time is 1700000000000000") } else { Answer::Usual }
+    });
+    let gateway = Gateway::start(&format!(
+        "[store]\nurl = \"{}\"\ntimeout = \"5s\"\n[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"10/day\"\non_store_error = \"deny\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n",
+        fake.url()
+    ));
+    assert_eq!(gateway.get("/r").status, 200);
+    let sent: Vec<_> = fake.calls().iter().map(|call| call.words[4..].to_vec()).collect();
+    assert!(sent.len() == 2 && sent[0] != sent[1], "with boundaries of then: {sent:?}");
+    println!("row 19: NOSCRIPT, RLSTALE: sent once more");
+}
+
+#[test]
+fn a_store_that_answers_no_call_is_given_up_and_said_once() {
+    let lasting = [
+        "MOVED 866 127.0.0.1:7001",
+        "ASK 866 127.0.0.1:7001",
+        "TRYAGAIN Multiple keys request during rehashing of slot",
+        "CROSSSLOT Keys in request don't hash to the same slot",
+        "NOPERM this user has no permissions to run the 'evalsha' command",
+        "NOAUTH Authentication required.",
+        "WRONGPASS invalid username-password pair or user is disabled.",
+        "ERR unknown command 'EVALSHA', with args beginning with: ",
+    ];
+    let garbage = [
+        ("+OK\r\n", "not a verdict"),
+        ("*2\r\n:1\r\n:2\r\n", "not a verdict"),
+        ("$8\r\n12345678\r\n", "not a verdict"),
+        // As numbers, little more than nothing.
+        ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "not a verdict"),
+        ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
+    ];
+    let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
+    let cases: Vec<_> = replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))).collect();
+    // Mostly waiting, each on a gateway of its own.
+    for some in cases.chunks(4) {
+        std::thread::scope(|scope| {
+            for (reply, reason) in some {
+                scope.spawn(move || is_given_up_and_said_once(reply, reason));
+            }
+        });
+    }
+}
+
+/// A store that answers with `reply` from some time on; the log says the `reason`.
+fn is_given_up_and_said_once(reply: &str, reason: &str) {
+    let (fake, fault) = faulty();
+    let gateway = gateway(&fake.url(), "300ms");
+    decides(&gateway);
+    let calls = fake.calls().len();
+    *fault.lock().unwrap() = Some(reply.to_owned());
+    for _ in 0..5 {
+        ask(&gateway, "/deny", "a").assert_problem(503, reason);
+    }
+    eventually("the store is given up", || said(&gateway, "the store fails") == 1);
+    assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
+    let made = fake.calls().len() - calls;
+    if PASSING.iter().any(|text| text.starts_with(reason)) {
+        assert!(made > 5, "{reason}: {made} calls, some again");
+    } else {
+        assert_eq!(made, 5, "{reason}: each call once");
+    }
+    // Nobody asks it now but the one that looks whether it is back.
+    assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
+    assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
+    assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
+    let probes = fake.probes();
+    eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
+    assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
+    assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
+    assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
+    *fault.lock().unwrap() = None;
+    decides(&gateway);
+    eventually("it is said", || said(&gateway, "the store answers again") == 1);
+    println!("row 19: {reason}: given up, said once, used again");
+}
+
+#[test]
+fn half_of_the_calls_that_fail_are_too_many() {
+    let calls = AtomicUsize::new(0);
+    let fake = FakeRedis::start(move |command| {
+        let odd = || calls.fetch_add(1, Ordering::SeqCst) % 2 == 1;
+        let fails = command.is_script() && !command.keys().is_empty() && (command.is_probe() || odd());
+        if fails { error("NOPERM this user has no permissions") } else { Answer::Usual }
+    });
+    let gateway = gateway(&fake.url(), "5s");
+    for _ in 0..1000 {
+        ask(&gateway, "/allow", "a");
+        if said(&gateway, "the store fails") > 0 {
+            break;
+        }
+    }
+    assert_eq!(said(&gateway, "the store fails"), 1);
+    assert!(fake.calls().len() >= 20, "{} calls", fake.calls().len());
+}
+
+#[test]
+fn a_store_that_takes_no_writes_is_asked_all_the_same() {
+    let script = "script: ee5bed0f6963e93a14eebfb64f07c299c1b4313f, on @user_script:1.";
+    for text in [
+        format!("OOM command not allowed when used memory > 'maxmemory'. {script}"),
+        "MISCONF Redis is configured to save RDB snapshots, but it's currently unable to persist to disk.".to_owned(),
+        format!("NOREPLICAS Not enough good replicas to write. {script}"),
+    ] {
+        let (full, over) = (Arc::new(AtomicBool::new(false)), Arc::<Mutex<Vec<String>>>::default());
+        let (refuses, denied, reply) = (full.clone(), over.clone(), text.clone());
+        let fake = FakeRedis::start(move |command| {
+            if !command.is_script() {
+                Answer::Usual
+            } else if denied.lock().unwrap().iter().any(|key| command.keys().contains(key)) {
+                // A denial writes nothing.
+                command.denied()
+            } else if refuses.load(Ordering::SeqCst) {
+                error(&reply)
+            } else {
+                Answer::Usual
+            }
+        });
+        let gateway = gateway(&fake.url(), "5s");
+        decides(&gateway);
+        assert!(is_decided(&ask(&gateway, "/deny", "over")));
+        over.lock().unwrap().push(fake.calls().last().unwrap().keys()[0].clone());
+        full.store(true, Ordering::SeqCst);
+        let calls = fake.calls().len();
+        for _ in 0..30 {
+            ask(&gateway, "/deny", "a").assert_problem(503, &text);
+            let allowed = ask(&gateway, "/allow", "a");
+            assert_eq!((allowed.status, allowed.header("ratelimit")), (200, None), "{text}");
+            assert_eq!(ask(&gateway, "/local", "a").status, 200, "{text}");
+            assert_eq!(ask(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
+        }
+        assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, nothing is made again");
+        eventually("the change is said", || said(&gateway, "the store takes no writes") > 0);
+        assert_eq!(said(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
+        full.store(false, Ordering::SeqCst);
+        eventually("it is said that writes are taken", || {
+            decides(&gateway);
+            said(&gateway, "the store takes writes again") == 1
+        });
+        assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        full.store(true, Ordering::SeqCst);
+        ask(&gateway, "/allow", "a");
+        eventually("the next change is said as well", || said(&gateway, "the store takes no writes") == 2);
+        println!("row 19: {text}: as on_store_error says, denials by the store, said once");
+    }
+}
+
+#[test]
+fn an_identity_whose_state_is_broken_is_refused_and_no_other() {
+    for text in [
+        "WRONGTYPE Operation against a key holding the wrong kind of value script: ee5bed, on @user_script:1.",
+        "ERR user_script:1: attempt to perform arithmetic on a nil value script: ee5bed, on @user_script:1.",
+        "ERR Error running script (call to f_0a9a51ee): @user_script:41: user_script:41: bad argument",
+        "RLARG not a number",
+    ] {
+        let broken = Arc::<Mutex<Vec<String>>>::default();
+        let keys = broken.clone();
+        let fake = FakeRedis::start(move |command| {
+            let is_broken = |command: &Command| command.keys().iter().any(|key| keys.lock().unwrap().contains(key));
+            if command.is_script() && is_broken(command) { error(text) } else { Answer::Usual }
+        });
+        let gateway = gateway(&fake.url(), "5s");
+        let paths = ["/allow", "/local", "/shadow"];
+        for path in paths {
+            assert_eq!(ask(&gateway, path, "broken").status, 200);
+            broken.lock().unwrap().push(fake.calls().last().unwrap().keys()[0].clone());
+        }
+        for _ in 0..10 {
+            for path in ["/allow", "/local"] {
+                let refused = ask(&gateway, path, "broken");
+                refused.assert_problem(503, text);
+                assert_eq!(refused.header("retry-after"), Some("1"), "{text}");
+                assert!(is_decided(&ask(&gateway, path, "other")), "{text}: {}", gateway.log());
+            }
+            assert_eq!(ask(&gateway, "/shadow", "broken").status, 200, "{text}: shadows refuse nobody");
+        }
+        let said_broken = said(&gateway, "an identity is refused");
+        assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
+        assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
+        assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        println!("row 19: {text}: 503 for one identity");
+    }
+}
+
+#[test]
+fn a_real_server_says_it_in_these_words() {
+    let redis = Redis::start();
+    let gateway = gateway(&redis.url(), "300ms");
+    let mut connection = redis.connection();
+    let mut tell = |words: &str| {
+        let words: Vec<_> = words.split(' ').collect();
+        redis::cmd(words[0]).arg(&words[1..]).exec(&mut connection).unwrap();
+    };
+    decides(&gateway);
+    let rows = [
+        ("OOM", "CONFIG SET maxmemory 1", "CONFIG SET maxmemory 0"),
+        ("NOREPLICAS", "CONFIG SET min-replicas-to-write 1", "CONFIG SET min-replicas-to-write 0"),
+    ];
+    for (times, (row, on, off)) in rows.into_iter().enumerate() {
+        tell(on);
+        assert_eq!(ask(&gateway, "/deny", "a").status, 503, "{row}");
+        eventually("writes are refused", || gateway.log().contains(row));
+        tell(off);
+        eventually("it is said that writes are taken", || {
+            decides(&gateway);
+            said(&gateway, "the store takes writes again") == times + 1
+        });
+        assert_eq!(said(&gateway, "the store fails"), 0, "{row}: {}", gateway.log());
+    }
+    let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
+    for (times, (row, calls, on, off)) in [
+        // What refuses to write is given up for a new connection, which finds out why.
+        ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
+        (
+            "The user executing the script",
+            3,
+            "ACL SETUSER default -set -setrange",
+            "ACL SETUSER default +set +setrange",
+        ),
+        ("no permissions", 3, "ACL SETUSER default resetkeys ~other:*", "ACL SETUSER default allkeys"),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        tell(on);
+        eventually("the store is given up", || {
+            assert_eq!(ask(&gateway, "/deny", "a").status, 503, "{row}");
+            said(&gateway, "the store fails") == times + 1
+        });
+        assert!(gateway.log().contains(row), "{row}: {}", gateway.log());
+        let asked = || redis.calls("evalsha") + redis.rejections("evalsha") + redis.calls("hello");
+        let before = asked();
+        eventually("it is asked for signs of life", || asked() >= before + calls);
+        assert_eq!(said(&gateway, "the store fails"), times + 1, "{row}: {}", gateway.log());
+        tell(off);
+        decides(&gateway);
+        eventually("it is said", || said(&gateway, "the store answers again") == times + 1);
+    }
+    assert!(is_decided(&ask(&gateway, "/allow", "broken")));
+    let key = redis.keys().into_iter().find(|key| key.contains("}:allow:")).unwrap();
+    tell(&format!("DEL {key}"));
+    tell(&format!("LPUSH {key} x"));
+    ask(&gateway, "/allow", "broken").assert_problem(503, "WRONGTYPE");
+    assert!(gateway.log().contains("WRONGTYPE"), "{}", gateway.log());
+    assert!(is_decided(&ask(&gateway, "/allow", "other")));
+    tell(&format!("DEL {key}"));
+    redis.assert_every_key_expires();
+}
+
+#[test]
+fn a_server_that_turns_connections_away_sees_two_a_second() {
+    let accepted = Arc::<AtomicUsize>::default();
+    let count = accepted.clone();
+    let address = crate::support::upstream::serve(move |stream| {
+        count.fetch_add(1, Ordering::SeqCst);
+        drop(stream);
+    });
+    let started = monotonic();
+    let gateway = gateway(&format!("redis://{address}"), "50ms");
+    eventually("it has tried four times", || {
+        assert_eq!(ask(&gateway, "/allow", "a").status, 200);
+        accepted.load(Ordering::SeqCst) >= 4
+    });
+    assert!(started.elapsed() >= Duration::from_millis(1500), "{:?}", started.elapsed());
+    assert_eq!(said(&gateway, "the store fails"), 1, "{}", gateway.log());
+}
+
+#[test]
+fn a_server_that_stays_a_replica_sees_few_connections() {
+    let (fake, fault) = faulty();
+    let gateway = gateway(&fake.url(), "5s");
+    decides(&gateway);
+    let started = monotonic();
+    *fault.lock().unwrap() = Some(format!("-{}\r\n", PASSING[4]));
+    std::thread::scope(|scope| {
+        for id in 0..16 {
+            let gateway = &gateway;
+            scope.spawn(move || assert_eq!(ask(gateway, "/deny", &id.to_string()).status, 503));
+        }
+    });
+    let most = 2 + 2 * started.elapsed().as_secs() as usize + 1;
+    assert!(fake.connections() <= most, "{} connections in {:?}", fake.connections(), started.elapsed());
+    assert!(fake.requests() > 16 * 10, "all tried again and again: {}", fake.requests());
+}
+
+#[test]
+fn a_connection_that_is_not_made_in_time_is_given_up() {
+    let fake = FakeRedis::start(|command| {
+        let hangs = command.connection == 1 && command.is("SCRIPT");
+        if hangs { Answer::Silence } else { Answer::Usual }
+    });
+    decides(&gateway(&fake.url(), "100ms"));
+    assert!(fake.connections() >= 2);
+}
+
+#[test]
+fn a_connection_that_breaks_costs_its_calls_and_is_replaced() {
+    let fake = FakeRedis::start(|command| {
+        let breaks = command.connection == 1 && command.is_script() && !command.is_probe();
+        if breaks { Answer::Close } else { Answer::Usual }
+    });
+    let gateway = gateway(&fake.url(), "5s");
+    ask(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
+    assert_eq!(fake.calls().len(), 1, "what may have run is not sent again");
+    assert!(is_decided(&ask(&gateway, "/deny", "a")));
+}
+
+#[tokio::test]
+async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
+    const ASKED: usize = 20_000;
+    // The queue, and the window of calls in flight.
+    const QUEUED: usize = 16_384;
+    const IN_FLIGHT: std::ops::RangeInclusive<usize> = 0..=16 * 128;
+    let (release, released) = mpsc::channel::<()>();
+    let released = Mutex::new(released);
+    let fake = FakeRedis::start(move |command| {
+        if command.is_script() {
+            // Hangs until the sender is gone.
+            let _ = released.lock().unwrap().recv();
+        }
+        Answer::Usual
+    });
+    let timeout = Duration::from_secs(60);
+    let guard = GuardedStore::new(store(&fake, timeout), Arc::<CircuitBreaker>::default());
+    let limit = Arc::new(Limit::new("l", bucket(10, SECOND, 10)));
+    let (asked, overloaded) = (Arc::<AtomicUsize>::default(), Arc::<AtomicUsize>::default());
+    let tasks: Vec<_> = (0..ASKED as u128)
+        .map(|identity| {
+            let (guard, limit) = (guard.clone(), limit.clone());
+            let (asked, overloaded) = (asked.clone(), overloaded.clone());
+            tokio::spawn(async move {
+                asked.fetch_add(1, Ordering::SeqCst);
+                match guard.call(Operation::Check, &[limit.charge(identity, 1)]).await {
+                    Ok(_) => true,
+                    Err(StoreError::Overloaded) => {
+                        overloaded.fetch_add(1, Ordering::SeqCst);
+                        false
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+            })
+        })
+        .collect();
+    while asked.load(Ordering::SeqCst) < ASKED {
+        tokio::task::yield_now().await;
+    }
+    tokio::task::yield_now().await;
+    let rejected = overloaded.load(Ordering::SeqCst);
+    assert!(IN_FLIGHT.contains(&(ASKED - QUEUED - rejected)), "{rejected} rejected at once");
+    drop(release);
+    let mut answered = 0;
+    for task in tasks {
+        answered += usize::from(task.await.unwrap());
+    }
+    assert_eq!((answered, overloaded.load(Ordering::SeqCst)), (ASKED - rejected, rejected));
+    assert_eq!(fake.requests(), answered, "the others were not sent");
+    assert!(!guard.is_open());
+}
+
+#[tokio::test]
+async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
+    let fake =
+        FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
+    let timeout = Duration::from_secs(60);
+    let guard = GuardedStore::for_node(
+        store(&fake, timeout),
+        Arc::<CircuitBreaker>::default(),
+        Address::parse("127.0.0.1:1").unwrap(),
+    );
+    let limit = Limit::new("l", bucket(10, SECOND, 10));
+    for _ in 0..100 {
+        match guard.call(Operation::Check, &[limit.charge(1, 1)]).await {
+            Err(StoreError::Redirected(error)) => assert_eq!(error.redirect_node(), Some(("127.0.0.1:7001", 866))),
+            other => panic!("{other:?}"),
+        }
+    }
+    assert_eq!(fake.calls().len(), 100, "none is made again here");
+}
+
+fn store(fake: &FakeRedis, timeout: Duration) -> ServerStore {
+    let settings = RedisSettings {
+        prefix: "rl".to_owned(),
+        connections: 1,
+        timeout,
+        connect_timeout: Duration::from_secs(1),
+        algorithms: AlgorithmSet::default(),
+        clock: Clock::Store,
+    };
+    ServerStore::new(&settings, RedisEndpoint::Single(redis::Client::open(fake.url()).unwrap()), Arc::default())
+}

@@ -1,0 +1,555 @@
+//! Fleets of servers: who is asked, what happens when one does not answer, how many requests there may be.
+#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+
+use std::collections::HashMap;
+use std::io::Write;
+use std::net::TcpListener;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::support::client::{Client, load};
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::server::{Mood, Server};
+
+/// A gateway before these servers, with more lines for its upstream.
+fn gateway(servers: &[&Server], lines: &str) -> Gateway {
+    let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+    gateway_of(&urls.join(", "), lines)
+}
+
+fn gateway_of(servers: &str, lines: &str) -> Gateway {
+    Gateway::start(&format!(
+        "[server]\nworkers = 2\n[upstream.api]\nservers = [{servers}]\n{lines}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n"
+    ))
+}
+
+fn weighted(servers: &[(&Server, u32)]) -> String {
+    let servers: Vec<_> =
+        servers.iter().map(|(server, weight)| format!("{{ url = \"{}\", weight = {weight} }}", server.url())).collect();
+    servers.join(", ")
+}
+
+#[test]
+fn turns_are_taken_by_weight() {
+    let [one, two, three, none] = &Server::fleet();
+    let servers = weighted(&[(one, 1), (two, 2), (three, 3), (none, 0)]);
+    let gateway = gateway_of(&servers, "balance = \"round-robin\"");
+    let statuses = load(&[gateway.address], 8, 600, "/", &[]);
+    assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+    let counts = [one, two, three, none].map(Server::count);
+    assert_eq!(counts, [100, 200, 300, 0], "all workers together take turns");
+}
+
+#[test]
+fn chance_goes_by_weight() {
+    for balance in ["random", "least-requests", "hash:x-absent"] {
+        let [one, two] = &Server::fleet();
+        let gateway = gateway_of(&weighted(&[(one, 1), (two, 3)]), &format!("balance = \"{balance}\""));
+        // One after the other, so that nobody has more to do than others.
+        let mut client = gateway.client();
+        (0..2000).for_each(|_| assert_eq!(client.get("/").status, 200));
+        // 500 with a standard deviation of 19.4: once in 10¹¹ runs it is seven of them off.
+        let count = one.count();
+        assert!((364..=636).contains(&count), "{balance}: {count} of 2000 with a quarter of the weight");
+        assert_eq!(count + two.count(), 2000);
+    }
+}
+
+#[test]
+fn the_one_with_less_to_do_is_asked() {
+    let [one, two] = &Server::fleet();
+    let gateway = gateway(&[one, two], "balance = \"least-requests\"");
+    one.set(Mood::Holds);
+    two.set(Mood::Holds);
+    let mut held = gateway.client();
+    held.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("a request is held", || one.count() + two.count() == 1);
+    let (busy, free) = if one.count() == 1 { (one, two) } else { (two, one) };
+    free.set(Mood::Answers(200));
+    let mut client = gateway.client();
+    (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert_eq!(busy.count(), 1, "nobody else came to the one that has a request already");
+    busy.set(Mood::Answers(200));
+    assert_eq!(held.reply().unwrap().status, 200);
+    // What is over does not count: both are asked again.
+    let before = busy.count();
+    (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert!(busy.count() >= before + 20, "{} of 100", busy.count() - before);
+}
+
+#[test]
+fn keys_stay_with_their_server() {
+    let servers = &Server::fleet::<4>();
+    let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "balance = \"hash:x-tenant\"");
+    let owner = |key: &str| {
+        let before: Vec<_> = servers.iter().map(Server::count).collect();
+        assert_eq!(gateway.client().get_with("/", &[("x-tenant", key)]).status, 200);
+        servers.iter().zip(before).position(|(server, before)| server.count() > before).unwrap()
+    };
+    let keys: Vec<_> = (0..80).map(|key| format!("tenant {key}")).collect();
+    let owners: Vec<_> = keys.iter().map(|key| owner(key)).collect();
+    for server in 0..4 {
+        let own = owners.iter().filter(|owner| **owner == server).count();
+        assert!((5..=40).contains(&own), "server {server} has {own} of 80 keys");
+    }
+    assert_eq!(keys.iter().map(|key| owner(key)).collect::<Vec<_>>(), owners, "the same keys, the same servers");
+    servers[2].down();
+    for (key, before) in keys.iter().zip(&owners) {
+        let now = owner(key);
+        assert!(now != 2 && (*before == 2 || now == *before), "`{key}` went from {before} to {now}");
+    }
+    servers[2].up();
+    eventually("its keys are back", || keys.iter().zip(&owners).all(|(key, before)| owner(key) == *before));
+}
+
+#[test]
+fn a_server_that_is_gone_fails_no_request() {
+    let [gone, there] = &Server::fleet();
+    gone.down();
+    // Not even a POST: none of it is written anywhere else.
+    let gateway = gateway(&[gone, there], "balance = \"round-robin\"\nretries = 0");
+    let mut client = gateway.client();
+    for number in 0..200 {
+        let method = if number % 2 == 0 { "GET" } else { "POST" };
+        assert_eq!(client.request(method, "/", &[], b"").status, 200, "request {number}");
+    }
+    assert_eq!(there.count(), 200);
+    assert_eq!(gateway.log().matches("takes no connection and is passed over").count(), 1, "{}", gateway.log());
+    gone.up();
+    let back = Instant::now();
+    eventually("it is used again", || client.get("/").status == 200 && gone.count() > 0);
+    assert!(back.elapsed() < Duration::from_secs(5), "after {:?}", back.elapsed());
+}
+
+#[test]
+fn when_all_are_gone_it_is_502_and_heals() {
+    let [one, two] = &Server::fleet();
+    let gateway = gateway(&[one, two], "");
+    one.down();
+    two.down();
+    for _ in 0..3 {
+        let reply = gateway.get("/");
+        reply.assert_problem(502, "no server");
+        assert!(!reply.text().contains("127.0.0.1"), "{}", reply.text());
+    }
+    two.up();
+    assert_eq!(gateway.get("/").status, 200, "servers that were passed over are tried when nobody else is left");
+}
+
+#[test]
+fn a_server_that_hangs_at_connecting_is_overtaken() {
+    // Nobody accepts: once the backlog is full, connects are neither taken nor refused.
+    let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    silent.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
+    silent.listen(0).unwrap();
+    let silent = TcpListener::from(silent);
+    let address = silent.local_addr().unwrap();
+    let filling: Vec<_> = (0..4)
+        .map(|_| {
+            let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+            socket.set_nonblocking(true).unwrap();
+            let _ = socket.connect(&address.into());
+            socket
+        })
+        .collect();
+    let there = Server::start();
+    let servers = format!("\"http://{address}\", \"{}\"", there.url());
+    let gateway = gateway_of(&servers, "balance = \"round-robin\"\nconnect_timeout = \"15s\"");
+    let started = Instant::now();
+    let mut client = gateway.client();
+    for number in 0..20 {
+        assert_eq!(client.request("POST", "/", &[], b"x").status, 200, "request {number}");
+    }
+    assert!(started.elapsed() < Duration::from_secs(12), "{:?}", started.elapsed());
+    assert_eq!(there.count(), 20);
+    drop(filling);
+}
+
+#[test]
+fn what_breaks_off_is_repeated_elsewhere_if_that_is_harmless() {
+    let [broken, there] = &Server::fleet();
+    broken.set(Mood::Resets);
+    let gateway = gateway(&[broken, there], "balance = \"round-robin\"\nretries = 1");
+    let mut statuses = HashMap::<_, usize>::new();
+    for number in 0..40 {
+        let id = format!("post-{number}");
+        let posted = gateway.client().request("POST", "/", &[("x-id", &id)], b"body");
+        *statuses.entry(posted.status).or_default() += 1;
+        assert_eq!(gateway.client().get("/").status, 200, "GET {number} comes through");
+    }
+    assert_eq!(statuses.keys().copied().max(), Some(502), "{statuses:?}: some of the POSTs met the broken server");
+    let mut ids = HashMap::new();
+    [broken, there].into_iter().for_each(|server| server.ids("x-id", &mut ids));
+    assert!(ids.len() == 40 && ids.values().all(|count| *count == 1), "each POST once: {ids:?}");
+}
+
+#[test]
+fn nothing_is_posted_twice_while_servers_come_and_go() {
+    let servers = &Server::fleet::<3>();
+    let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "retries = 3\nconnect_timeout = \"5s\"");
+    let done = AtomicBool::new(false);
+    let answers = std::thread::scope(|scope| {
+        let stop = crate::support::Raise(&done);
+        let flapping = scope.spawn(|| {
+            for server in servers.iter().cycle().take_while(|_| !done.load(Ordering::SeqCst)) {
+                server.down();
+                server.up();
+                server.set(Mood::Resets);
+                server.set(Mood::Answers(200));
+                // Some get through before the next one goes.
+                let before = server.count();
+                while server.count() < before + 10 && !done.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        let clients: Vec<_> = (0..4)
+            .map(|client| {
+                let gateway = &gateway;
+                scope.spawn(move || {
+                    let mut connection = gateway.client();
+                    let mut post = |number: usize| {
+                        let id = format!("{client}-{number}");
+                        connection.request("POST", "/", &[("x-id", &id)], id.as_bytes()).status
+                    };
+                    (0..500).map(&mut post).collect::<Vec<_>>()
+                })
+            })
+            .collect();
+        let answers: Vec<_> = clients.into_iter().flat_map(|client| client.join().unwrap()).collect();
+        drop(stop);
+        flapping.join().unwrap();
+        answers
+    });
+    assert!(answers.iter().all(|status| matches!(status, 200 | 502)), "{answers:?}");
+    let mut ids = HashMap::new();
+    servers.iter().for_each(|server| server.ids("x-id", &mut ids));
+    let twice: Vec<_> = ids.iter().filter(|(_, count)| **count > 1).collect();
+    assert!(twice.is_empty(), "{twice:?}");
+    let fine = answers.iter().filter(|status| **status == 200).count();
+    assert!(ids.len() >= fine && fine > 1000, "{fine} of 2000, {} seen", ids.len());
+}
+
+#[test]
+fn retries_are_a_fifth_of_all_at_most() {
+    let servers = &Server::fleet::<3>();
+    servers.iter().for_each(|server| server.set(Mood::Resets));
+    let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "retries = 10");
+    let started = Instant::now();
+    let statuses = load(&[gateway.address], 4, 1000, "/", &[]);
+    assert!(statuses.iter().all(|status| *status == 502));
+    // The floor of each second, the first one in advance.
+    let most = 1200 + 10 * (started.elapsed().as_secs() as usize + 2);
+    let seen: usize = servers.iter().map(Server::count).sum();
+    assert!((1100..=most).contains(&seen), "{seen} attempts for 1000 requests, {most} allowed");
+}
+
+#[test]
+fn errors_in_a_row_put_a_server_out_for_a_while() {
+    let [ill, one, two] = &Server::fleet();
+    ill.set(Mood::Answers(503));
+    let gateway = gateway(
+        &[ill, one, two],
+        "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 3, base_ejection_time = \"2s\" }",
+    );
+    let mut client = gateway.client();
+    let refused = (0..60).filter(|_| client.get("/").status == 503).count();
+    assert_eq!((refused, ill.count()), (3, 3), "three errors and no more");
+    assert!(gateway.log().contains("a server is ejected after 3 errors in a row"), "{}", gateway.log());
+    ill.set(Mood::Answers(200));
+    eventually("it is used again", || client.get("/").status == 200 && ill.count() > 3);
+    assert!(gateway.log().contains("a server that was ejected is used again"), "{}", gateway.log());
+    // A success in between: these are not in a row.
+    for _ in 0..4 {
+        ill.set(Mood::Answers(503));
+        let before = ill.count();
+        while ill.count() < before + 2 {
+            client.get("/");
+        }
+        ill.set(Mood::Answers(200));
+        while ill.count() < before + 3 {
+            assert_eq!(client.get("/").status, 200);
+        }
+    }
+    assert_eq!(gateway.log().matches("is ejected").count(), 1, "{}", gateway.log());
+}
+
+#[test]
+fn silence_is_an_error_as_well() {
+    let [silent, one, two] = &Server::fleet();
+    silent.set(Mood::Holds);
+    let lines = "balance = \"round-robin\"\nresponse_timeout = \"200ms\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
+    let gateway = gateway(&[silent, one, two], lines);
+    let mut client = gateway.client();
+    let late = (0..30).filter(|_| client.get("/").status == 504).count();
+    // A machine that is busy may be late by itself; the silent one is asked twice in any case.
+    assert_eq!(silent.count(), 2, "{late} of 30 were late");
+    assert!(late >= 2);
+}
+
+#[test]
+fn when_most_are_out_ejected_ones_are_used() {
+    let servers = &Server::fleet::<3>();
+    servers[..2].iter().for_each(|server| server.set(Mood::Answers(503)));
+    let lines =
+        "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
+    let gateway = gateway(&servers.iter().collect::<Vec<_>>(), lines);
+    let mut client = gateway.client();
+    (0..12).for_each(|_| drop(client.get("/")));
+    assert!(gateway.log().contains("more than half of the servers are out"), "{}", gateway.log());
+    let before: Vec<_> = servers.iter().map(Server::count).collect();
+    (0..30).for_each(|_| drop(client.get("/")));
+    let counts: Vec<_> = servers.iter().zip(before).map(|(server, before)| server.count() - before).collect();
+    assert_eq!(counts, [10, 10, 10]);
+}
+
+#[test]
+fn a_server_has_no_more_requests_than_it_may() {
+    let [one, two] = &Server::fleet();
+    [one, two].into_iter().for_each(|server| server.set(Mood::Takes(5)));
+    let gateway = gateway(&[one, two], "max_requests = 3\nmax_queue = 100\nconnect_timeout = \"20s\"");
+    let statuses = load(&[gateway.address], 24, 600, "/", &[]);
+    assert!(statuses.iter().all(|status| *status == 200), "{statuses:?}");
+    assert_eq!([one.most(), two.most()], [3, 3], "on all workers together, and each is used to the full");
+}
+
+#[test]
+fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
+    let server = Server::start();
+    server.set(Mood::Holds);
+    let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"19s\"");
+    let ask = || {
+        let mut client = gateway.client();
+        client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        client.stream.get_ref().set_nonblocking(true).unwrap();
+        client
+    };
+    let answered = |client: &Client| client.stream.get_ref().peek(&mut [0]).is_ok();
+    let _first = ask();
+    eventually("it is busy", || server.running() == 1);
+    let mut waiting: Vec<_> = (0..5).map(|_| ask()).collect();
+    eventually("three find no room", || waiting.iter().filter(|client| answered(client)).count() == 3);
+    let (mut refused, mut in_line): (Vec<_>, Vec<_>) = waiting.drain(..).partition(answered);
+    for client in &mut refused {
+        client.stream.get_ref().set_nonblocking(false).unwrap();
+        let reply = client.reply().unwrap();
+        reply.assert_problem(503, "no room");
+        assert_eq!(reply.header("retry-after"), Some("1"));
+    }
+    // One of the two gives up.
+    drop(in_line.pop());
+    let mut last = None;
+    eventually("there is room for another one", || {
+        let client = ask();
+        let started = Instant::now();
+        while !answered(&client) {
+            if started.elapsed() > Duration::from_millis(300) {
+                last = Some(client);
+                return true;
+            }
+        }
+        false
+    });
+    server.set(Mood::Answers(200));
+    for mut client in in_line.into_iter().chain(last) {
+        client.stream.get_ref().set_nonblocking(false).unwrap();
+        assert_eq!(client.reply().unwrap().status, 200);
+    }
+    assert_eq!(server.count(), 3, "who left is not asked for");
+}
+
+#[test]
+fn nobody_waits_longer_than_for_a_connection() {
+    let server = Server::start();
+    server.set(Mood::Holds);
+    let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"300ms\"");
+    let mut first = gateway.client();
+    first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("it is busy", || server.running() == 1);
+    let started = Instant::now();
+    gateway.get("/").assert_problem(503, "no room in time");
+    assert!(started.elapsed() >= Duration::from_millis(290), "{:?}", started.elapsed());
+    server.set(Mood::Answers(200));
+    assert_eq!(first.reply().unwrap().status, 200);
+    assert_eq!(gateway.get("/").status, 200);
+}
+
+#[test]
+fn a_place_is_taken_until_the_body_is_gone() {
+    let head_only = crate::support::upstream::serve(|mut stream| {
+        use std::io::Write;
+        while crate::support::upstream::read_request(&mut stream).is_some() {
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhal").unwrap();
+        }
+    });
+    let gateway = gateway_of(&format!("\"http://{head_only}\""), "max_requests = 1");
+    let mut client = gateway.client();
+    client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(client.head().unwrap().status, 200);
+    gateway.get("/").assert_problem(503, "the answer is not over");
+    drop(client);
+    eventually("a client that leaves frees its place", || {
+        let mut client = gateway.client();
+        client.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
+        client.head().unwrap().status == 200
+    });
+}
+
+#[test]
+fn dead_idle_connections_do_not_eject_their_server() {
+    // Answers one request on each connection and closes it when the second one has come.
+    let address = crate::support::upstream::serve(|mut stream| {
+        if crate::support::upstream::read_request(&mut stream).is_some() {
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
+            crate::support::upstream::read_request(&mut stream);
+        }
+    });
+    let gateway = gateway_of(
+        &format!("\"http://{address}\""),
+        "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }",
+    );
+    let mut client = gateway.client();
+    let statuses: Vec<_> = (0..10).map(|_| client.get("/").status).collect();
+    assert_eq!(statuses, [200; 10], "a GET is sent again on a new connection");
+    // A POST is not sent twice: every second one meets the connection that the first one has left in the pool.
+    let statuses: Vec<_> = (0..4).map(|_| client.request("POST", "/", &[], b"x").status).collect();
+    assert!(statuses.contains(&502) && statuses.contains(&200), "{statuses:?}");
+    assert!(!gateway.log().contains("is ejected"), "new connections are answered: {}", gateway.log());
+}
+
+#[test]
+fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
+    let servers @ [failing, _, _] = &Server::fleet();
+    let gateway =
+        gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }");
+    let mut client = gateway.client();
+    (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert_eq!(servers.each_ref().map(Server::accepted), [1; 3], "each has one idle connection");
+    failing.set(Mood::Resets);
+    let failed = (0..30).filter(|_| client.get("/").status == 502).count();
+    // The first request fails on the idle connection, which is no error of the server, and on a new one. The second
+    // request fails on a new one only.
+    assert_eq!((failed, failing.count()), (2, 2 + 3), "two requests fail: {}", gateway.log());
+    assert!(gateway.log().contains("a server is ejected after 2 errors in a row"), "{}", gateway.log());
+}
+
+#[test]
+fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
+    let servers @ [gone, _, _] = &Server::fleet();
+    let gateway =
+        gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
+    let mut client = gateway.client();
+    (0..6).for_each(|_| assert_eq!(client.get("/").status, 200));
+    gone.down();
+    for method in ["POST", "GET"] {
+        (0..12).for_each(|_| drop(client.request(method, "/", &[], b"")));
+    }
+    assert!(gateway.log().contains("a server is ejected after 1 errors in a row"), "{}", gateway.log());
+    gone.up();
+    let before = gone.count();
+    (0..12).for_each(|_| assert_eq!(client.get("/").status, 200));
+    assert_eq!(gone.count(), before, "it is ejected for a minute");
+}
+
+#[test]
+fn half_of_two_servers_may_be_ejected_and_not_both() {
+    let servers @ [one, other] = &Server::fleet();
+    let gateway =
+        gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
+    let mut client = gateway.client();
+    one.set(Mood::Answers(503));
+    let failed = (0..20).filter(|_| client.get("/").status == 503).count();
+    assert_eq!((failed, one.count(), other.count()), (1, 1, 19), "the one is ejected by its first error");
+    assert!(!gateway.log().contains("more than half"), "{}", gateway.log());
+    other.set(Mood::Answers(503));
+    assert_eq!(client.get("/").status, 503);
+    assert!(gateway.log().contains("more than half of the servers are out"), "{}", gateway.log());
+    let before = [one.count(), other.count()];
+    (0..20).for_each(|_| assert_eq!(client.get("/").status, 503));
+    assert_eq!([one.count(), other.count()], before.map(|count| count + 10), "both are used all the same");
+}
+
+#[test]
+fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
+    for (status, ejects) in
+        [(502, true), (503, true), (504, true), (500, false), (501, false), (429, false), (404, false)]
+    {
+        let servers @ [failing, _, _] = &Server::fleet();
+        failing.set(Mood::Answers(status));
+        let gateway = gateway_by_one_worker(
+            servers,
+            "outlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }",
+        );
+        let mut client = gateway.client();
+        let failed = (0..30).filter(|_| client.get("/").status == status).count();
+        assert_eq!(failed, if ejects { 2 } else { 10 }, "{status}");
+        assert_eq!(gateway.log().contains("is ejected"), ejects, "{status}");
+    }
+}
+
+#[test]
+fn server_that_was_ejected_starts_slowly() {
+    let servers @ [failing, _] = &Server::fleet();
+    failing.set(Mood::Answers(503));
+    let lines = "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"100ms\" }\nslow_start = \"10m\"";
+    let gateway = gateway_by_one_worker(servers, lines);
+    let mut client = gateway.client();
+    eventually("it is ejected", || {
+        client.get("/");
+        gateway.log().contains("is ejected")
+    });
+    failing.set(Mood::Answers(200));
+    eventually("the ejection is over", || {
+        client.get("/");
+        gateway.log().contains("is used again")
+    });
+    let before = failing.count();
+    (0..220).for_each(|_| assert_eq!(client.get("/").status, 200));
+    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    let share = failing.count() - before;
+    assert!((19..40).contains(&share), "{share} of 220");
+}
+
+#[test]
+fn server_that_was_passed_over_is_tried_when_all_others_have_failed() {
+    let servers @ [one, other] = &Server::fleet();
+    let gateway = gateway_by_one_worker(servers, "retries = 1");
+    let mut client = gateway.client();
+    one.down();
+    eventually("it is passed over", || {
+        assert_eq!(client.get("/").status, 200);
+        gateway.log().contains("takes no connection")
+    });
+    other.set(Mood::Resets);
+    one.up();
+    assert_eq!(client.get("/").status, 200, "no other server is left for the retry");
+}
+
+#[test]
+fn drained_servers_do_not_count_for_the_bound_on_ejected_ones() {
+    let [one, two, drained, also_drained] = &Server::fleet();
+    let servers = weighted(&[(one, 1), (two, 1), (drained, 0), (also_drained, 0)]);
+    let gateway = gateway_of(
+        &servers,
+        "balance = \"round-robin\"\noutlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }",
+    );
+    [one, two].into_iter().for_each(|server| server.set(Mood::Answers(503)));
+    let mut client = gateway.client();
+    for _ in 0..20 {
+        assert_eq!(client.get("/").status, 503);
+    }
+    assert_eq!((one.count(), two.count()), (10, 10), "both are ejected, and used all the same");
+    assert_eq!((drained.count(), also_drained.count()), (0, 0));
+}
+
+/// The servers take turns, and each has one connection at most.
+fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
+    let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+    Gateway::start(&format!(
+        "[server]\nworkers = 1\n[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n{lines}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+        urls.join(", ")
+    ))
+}

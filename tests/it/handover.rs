@@ -1,0 +1,247 @@
+//! Another process takes the place of a running one, and how a service manager starts and follows both.
+
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixDatagram;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::support::client::Client;
+use crate::support::gateway::{Gateway, binary};
+use crate::support::reload::{ADMIN, ask, says, with_admin};
+use crate::support::server::{Mood, Server};
+use crate::support::{PATIENCE, Raise, eventually, signal};
+
+/// A process that this one did not start itself; it is killed when the test is over.
+struct Successor(String);
+
+impl Successor {
+    /// The one that has taken the place of a gateway.
+    fn of(gateway: &Gateway) -> Successor {
+        let id = || Some(gateway.log().split_once(" serves in the place")?.0.rsplit_once("process ")?.1.to_owned());
+        eventually("another process serves", || id().is_some());
+        Successor(id().unwrap())
+    }
+
+    fn signal(&self, name: &str) {
+        assert!(Command::new("kill").args([&format!("-{name}"), &self.0]).status().unwrap().success());
+    }
+}
+
+impl Drop for Successor {
+    fn drop(&mut self) {
+        let _ = Command::new("kill").args(["-KILL", &self.0]).stderr(Stdio::null()).status();
+    }
+}
+
+/// Has another process take the place of a gateway, which ends.
+fn hand_over(gateway: &mut Gateway) -> Successor {
+    signal(&gateway.child, "USR2");
+    let successor = Successor::of(gateway);
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    successor
+}
+
+#[test]
+fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
+    let server = Server::start();
+    let config = |body: &str| {
+        let upstream = format!("[upstream.api]\nservers = [\"{}\"]\n", server.url());
+        format!("{upstream}[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n{}", says(body))
+    };
+    let mut gateway = Gateway::start(&config("one"));
+    let address = gateway.address;
+    let (over, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let statuses: Vec<u16> = std::thread::scope(|scope| {
+        let clients: Vec<_> = (0..6)
+            .map(|index| {
+                let (over, answered) = (&over, &answered);
+                scope.spawn(move || {
+                    let path = ["/api", "/says"][index % 2];
+                    let (mut client, mut statuses) = (Client::connect(address), Vec::new());
+                    while !over.load(Ordering::SeqCst) {
+                        let reply = client.get(path);
+                        // The last two have a connection for each request.
+                        if index > 3 || reply.header("connection") == Some("close") {
+                            client = Client::connect(address);
+                        }
+                        statuses.push(reply.status);
+                        answered.fetch_add(1, Ordering::SeqCst);
+                    }
+                    statuses
+                })
+            })
+            .collect();
+        let end = Raise(&over);
+        let more = |what: &str| {
+            let before = answered.load(Ordering::SeqCst);
+            eventually(what, || answered.load(Ordering::SeqCst) > before + 500);
+        };
+        more("requests are answered");
+        // What a reload would refuse: the next process has it all the same.
+        gateway.put(&format!("[server]\nworkers = 3\n{}", config("two")));
+        let first = hand_over(&mut gateway);
+        more("the new process answers");
+        assert_eq!(Client::connect(address).get("/says").text(), "two");
+        drop(end);
+        let statuses = clients.into_iter().flat_map(|client| client.join().unwrap()).collect();
+        drop(first);
+        statuses
+    });
+    let failed = statuses.iter().filter(|status| **status != 200).count();
+    println!("handover: {} requests, {failed} failed", statuses.len());
+    assert_eq!(failed, 0);
+}
+
+#[test]
+fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_new_one() {
+    let server = Server::start();
+    let route = "[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n";
+    let config =
+        |body: &str| format!("[upstream.api]\nservers = [\"{}\"]\n{route}{}", server.url(), with_admin(&says(body)));
+    let mut gateway = Gateway::start(&config("old"));
+    server.set(Mood::Holds);
+    let mut held = gateway.client();
+    held.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("a request is under way", || server.count() == 1);
+    let mut idle = gateway.client();
+    assert_eq!(idle.get("/says").status, 200);
+    gateway.put(&format!("[server]\nworkers = 3\n{}", config("new")));
+    signal(&gateway.child, "USR2");
+    let _successor = Successor::of(&gateway);
+    eventually("one that comes on a connection of before is told that it is the last", || {
+        let reply = idle.get("/says");
+        assert_eq!((reply.status, reply.text()), (200, "old"));
+        reply.header("connection") == Some("close")
+    });
+    idle.assert_closed("it was the last");
+    for _ in 0..50 {
+        assert_eq!(gateway.get("/says").status, 200);
+        assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the one that ends is not asked");
+    }
+    eventually("the old one lets nobody in any more", || (0..20).all(|_| gateway.get("/says").text() == "new"));
+    let config = ask(&gateway, "GET", "/api/config").json();
+    assert_eq!(config["configuration"]["route"][1]["respond"]["body"], "new", "{config}");
+    assert!(gateway.child.try_wait().unwrap().is_none(), "the old one waits");
+    server.set(Mood::Answers(200));
+    assert_eq!(held.reply().unwrap().status, 200);
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
+fn a_process_that_cannot_start_leaves_all_as_it_was() {
+    let mut gateway = Gateway::start(&says("one"));
+    gateway.put(&says("two").replace("respond", "respnd"));
+    signal(&gateway.child, "USR2");
+    eventually("it is told", || {
+        gateway.log().contains("this process stays: the new process has ended: exit status: 2")
+    });
+    assert!(gateway.log().contains("did you mean `respond`?"), "{}", gateway.log());
+    for _ in 0..20 {
+        assert_eq!(gateway.get("/says").text(), "one");
+    }
+    gateway.put(&says("three"));
+    let _successor = hand_over(&mut gateway);
+    assert_eq!(gateway.get("/says").text(), "three");
+}
+
+#[test]
+fn any_number_of_workers_may_follow_any_other_and_each_can_be_followed_again() {
+    for (layout, before, after) in [("per-core", 4, 1), ("per-core", 1, 4), ("work-stealing", 2, 2)] {
+        let config = |workers: u32| format!("[server]\nthreading = \"{layout}\"\nworkers = {workers}\n{}", says("x"));
+        let mut gateway = Gateway::start(&config(before));
+        gateway.put(&config(after));
+        let first = hand_over(&mut gateway);
+        // Enough connections to meet every socket.
+        let all = |what: &str| {
+            for _ in 0..40 {
+                assert_eq!(gateway.get("/says").status, 200, "{layout}, {before} to {after}: {what}");
+            }
+        };
+        all("the second process");
+        first.signal("USR2");
+        let of = |log: String| Some(log.rsplit_once(" serves in the place")?.0.rsplit_once("process ")?.1.to_owned());
+        eventually("a third one", || of(gateway.log()).is_some_and(|id| id != first.0));
+        let third = Successor(of(gateway.log()).unwrap());
+        eventually("the second has ended", || gateway.log().matches("stopped").count() == 2);
+        all("the third process");
+        third.signal("TERM");
+        eventually("nobody listens any more", || std::net::TcpStream::connect(gateway.address).is_err());
+    }
+}
+
+/// Starts a gateway as systemd does: with a socket at descriptor 3, and its own id in the environment.
+fn activated(config: &str, socket: TcpListener) -> Gateway {
+    let socket = std::sync::Mutex::new(Some(socket));
+    Gateway::start_socket(config, |path| {
+        let mut command = Command::new("sh");
+        let script = "export LISTEN_PID=$$ LISTEN_FDS=1; exec \"$0\" \"$@\" 3<&0 0</dev/null";
+        command.args(["-c", script]).arg(binary().get_program()).arg("--config").arg(path);
+        command.stdin(OwnedFd::from(socket.lock().unwrap().take().unwrap()));
+        command
+    })
+}
+
+#[test]
+fn a_socket_of_systemd_is_served_with_all_connections_that_wait_on_it() {
+    let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address: SocketAddr = socket.local_addr().unwrap();
+    // Before there is a process.
+    let mut early = Client::connect(address);
+    early.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
+    let config = format!("[server]\nworkers = 3\n[[listener]]\naddress = \"{address}\"\n{}", says("x"));
+    let mut gateway = activated(&config, socket);
+    assert_eq!(gateway.address, address);
+    assert_eq!(early.reply().unwrap().status, 200);
+    for _ in 0..20 {
+        assert_eq!(gateway.get("/says").status, 200);
+    }
+    let _successor = hand_over(&mut gateway);
+    for _ in 0..20 {
+        assert_eq!(gateway.get("/says").status, 200, "the socket goes on with the next process");
+    }
+}
+
+#[test]
+fn a_socket_that_no_listener_wants_is_told() {
+    let socket = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = socket.local_addr().unwrap();
+    let gateway = activated(&format!("[[listener]]\naddress = \"[::1]:0\"\n{}", says("x")), socket);
+    let told = format!("a socket on {address} was handed over, but no listener has this address");
+    assert!(gateway.log().contains(&told), "{}", gateway.log());
+    assert_eq!(gateway.get("/says").status, 200);
+}
+
+#[test]
+fn the_service_manager_is_told_what_happens() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
+    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    let told = || {
+        let mut message = [0; 512];
+        let length = socket.recv(&mut message).unwrap();
+        String::from_utf8_lossy(&message[..length]).trim().to_owned()
+    };
+    let path = folder.path().join("notify");
+    let mut gateway = Gateway::start_by(&format!("{ADMIN}{}", says("one")), |config| {
+        let mut command = binary();
+        command.arg("--config").arg(config).env("NOTIFY_SOCKET", &path);
+        command
+    });
+    assert_eq!(told(), "READY=1");
+    signal(&gateway.child, "HUP");
+    let message = told();
+    let (reloading, since) = message.split_once('\n').unwrap();
+    assert_eq!(reloading, "RELOADING=1");
+    assert!(since.strip_prefix("MONOTONIC_USEC=").unwrap().parse::<u64>().unwrap() > 0, "{since}");
+    assert_eq!(told(), "READY=1");
+    signal(&gateway.child, "USR2");
+    let successor = Successor::of(&gateway);
+    // Which of both comes first is not decided.
+    let mut both = [told(), told()];
+    both.sort();
+    assert_eq!(both, [format!("MAINPID={}", successor.0), "READY=1".to_owned()]);
+    assert_eq!(gateway.wait().code(), Some(0));
+    successor.signal("TERM");
+    assert_eq!(told(), "STOPPING=1", "of the one that is left, not of the one before");
+}

@@ -1,0 +1,201 @@
+//! Health checks: a server that fails them gets no requests, one that passes them gets them again.
+#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+
+use std::time::{Duration, Instant};
+
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::reload::{reloads, with_admin};
+use crate::support::server::{Mood, Server};
+
+fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Gateway {
+    let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+    Gateway::start(&format!(
+        "[server]\nworkers = {workers}\n[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n\
+         health_check = {{ path = \"/healthz\", {health} }}\n{lines}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+        urls.join(", ")
+    ))
+}
+
+const QUICK: &str = "interval = \"100ms\", timeout = \"5s\", unhealthy_threshold = 2, healthy_threshold = 2";
+
+/// `count` GETs that all succeed; how many went to this server.
+fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
+    let before = server.count();
+    let mut client = gateway.client();
+    (0..count).for_each(|_| assert_eq!(client.get("/").status, 200));
+    server.count() - before
+}
+
+#[test]
+fn an_unhealthy_server_gets_no_requests_until_it_is_healthy() {
+    let [ill, well] = &Server::fleet();
+    let gateway = gateway(&[ill, well], 2, QUICK, "");
+    assert_eq!(share(&gateway, ill, 20), 10, "before the first check it is believed to be well");
+    ill.set(Mood::Answers(500));
+    eventually("it is found to be ill", || gateway.log().contains("a server is not healthy"));
+    assert!(gateway.log().contains("it answers 500"), "{}", gateway.log());
+    assert_eq!(share(&gateway, ill, 20), 0);
+    ill.set(Mood::Answers(200));
+    eventually("it is found to be well", || gateway.log().contains("a server is healthy again"));
+    assert_eq!(share(&gateway, ill, 20), 10);
+    ill.down();
+    eventually("it is found to be gone", || gateway.log().matches("a server is not healthy").count() == 2);
+    assert!(gateway.log().contains("no connection"), "{}", gateway.log());
+    assert_eq!(gateway.log().matches("a server is").count(), 3, "each change is said once: {}", gateway.log());
+}
+
+#[test]
+fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
+    let [ill, well, new] = &Server::fleet();
+    let config = |lines: &str| {
+        format!(
+            "[upstream.api]\nservers = [\"{}\", \"{}\"]\nbalance = \"round-robin\"\n\
+             health_check = {{ path = \"/healthz\", {QUICK} }}\n{lines}\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+            ill.url(),
+            well.url()
+        )
+    };
+    let other = format!(
+        "[upstream.new]\nservers = [\"{}\"]\nhealth_check = {{ path = \"/healthz\", {QUICK} }}\n\
+         [[route]]\nname = \"new\"\npath = \"/new\"\nupstream = \"new\"",
+        new.url()
+    );
+    let gateway = Gateway::start(&with_admin(&config("")));
+    ill.set(Mood::Answers(500));
+    eventually("it is found to be ill", || gateway.log().contains("a server is not healthy"));
+    // The same upstream beside a new one, then with other settings: nobody waits for the next checks.
+    for lines in [other.as_str(), "response_timeout = \"7s\""] {
+        reloads(&gateway, &config(lines));
+        assert_eq!(share(&gateway, ill, 20), 0, "{lines}");
+        if lines == other {
+            eventually("the new one is checked", || new.checks() > 0);
+        }
+    }
+}
+
+#[test]
+fn without_a_healthy_server_it_is_503_until_one_is_back() {
+    let [one, two] = &Server::fleet();
+    let health = "interval = \"1500ms\", unhealthy_threshold = 1, healthy_threshold = 1";
+    let gateway = gateway(&[one, two], 1, health, "");
+    one.down();
+    two.down();
+    eventually("both are gone", || gateway.log().matches("a server is not healthy").count() == 2);
+    let reply = gateway.get("/");
+    reply.assert_problem(503, "nobody is healthy");
+    assert_eq!(reply.header("retry-after"), Some("2"), "the interval, in whole seconds");
+    two.up();
+    let back = Instant::now();
+    eventually("one is healthy", || gateway.get("/").status == 200);
+    // Its interval and a tenth; more than twice that is not the machine.
+    assert!(back.elapsed() < Duration::from_millis(3300 + 1650), "{:?}", back.elapsed());
+}
+
+#[test]
+fn a_server_that_does_not_answer_checks_is_unhealthy() {
+    let [silent, well] = &Server::fleet();
+    silent.set(Mood::Holds);
+    let health = "interval = \"100ms\", timeout = \"100ms\", unhealthy_threshold = 2";
+    let gateway = gateway(&[silent, well], 1, health, "");
+    eventually("it is found out", || gateway.log().contains("no answer within 100ms"));
+    assert_eq!(share(&gateway, silent, 20), 0);
+}
+
+#[test]
+fn each_status_of_the_list_is_healthy_and_no_other() {
+    for (status, healthy) in [(200, true), (204, true), (401, true), (201, false), (403, false)] {
+        let [server, well] = &Server::fleet();
+        server.set(Mood::Answers(status));
+        let gateway = gateway(&[server, well], 1, &format!("{QUICK}, status = [200, 204, 401]"), "");
+        match healthy {
+            true => eventually("it is checked", || server.checks() > 4),
+            false => eventually("it is unhealthy", || gateway.log().contains(&format!("it answers {status}"))),
+        }
+        assert_eq!(gateway.log().contains("a server is not healthy"), !healthy, "{status}");
+    }
+}
+
+#[test]
+fn checks_come_once_for_all_workers() {
+    let server = Server::start();
+    let started = Instant::now();
+    let gateway = gateway(&[&server], 4, QUICK, "");
+    eventually("there were some", || server.checks() >= 10);
+    let (checks, elapsed) = (server.checks(), started.elapsed());
+    let most = elapsed.as_millis() as usize / 90 + 2;
+    assert!(checks <= most, "{checks} checks in {elapsed:?}, each 100 ms ± 10 %");
+    assert_eq!(share(&gateway, &server, 3), 3);
+    assert_eq!(server.count(), 3, "checks are no requests");
+}
+
+#[test]
+fn a_server_that_is_back_starts_slowly() {
+    let [back, other] = &Server::fleet();
+    back.set(Mood::Answers(500));
+    let gateway = gateway(&[back, other], 1, QUICK, "slow_start = \"10m\"");
+    eventually("it is found to be ill", || gateway.log().contains("a server is not healthy"));
+    back.set(Mood::Answers(200));
+    eventually("it is found to be well", || gateway.log().contains("a server is healthy again"));
+    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    let share = share(&gateway, back, 220);
+    assert!((20..40).contains(&share), "{share} of 220");
+}
+
+/// A server that speaks HTTP/2: a gateway.
+fn http2_server(path: &str) -> Gateway {
+    Gateway::start(&format!(
+        "[[route]]\nname = \"health\"\npath = \"{path}\"\nrespond = {{ status = 200, body = \"well\" }}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nmethods = [\"POST\"]\nrespond = {{ status = 200, body = \"{path}\" }}\n"
+    ))
+}
+
+#[test]
+fn http2_is_checked_by_http2_and_fails_over_as_well() {
+    let (well, other, ill) = (http2_server("/healthz"), http2_server("/healthz"), http2_server("/elsewhere"));
+    let gateway = Gateway::start(&format!(
+        "[upstream.api]\nservers = [\"http://{}\", \"http://{}\", \"http://{}\"]\nprotocol = \"http2\"\n\
+         balance = \"round-robin\"\nhealth_check = {{ path = \"/healthz\", {QUICK} }}\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+        well.address, other.address, ill.address
+    ));
+    eventually("one is found to be ill", || gateway.log().contains("it answers 405"));
+    let mut client = gateway.client();
+    for _ in 0..20 {
+        assert_eq!(client.request("POST", "/any", &[], b"").text(), "/healthz");
+    }
+    // Its port is refused from now on; nothing was in flight.
+    drop(other);
+    for number in 0..20 {
+        assert_eq!(client.get("/healthz").status, 200, "GET {number}");
+    }
+}
+
+#[test]
+fn reload_that_removes_health_brings_a_server_that_was_down_back() {
+    let [ill, well, new] = &Server::fleet();
+    let config = |servers: &[&Server], health: &str| {
+        let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
+        format!(
+            "[upstream.api]\nservers = [{}]\nbalance = \"round-robin\"\n{health}\n\
+             [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+            urls.join(", ")
+        )
+    };
+    let health = format!("health_check = {{ path = \"/healthz\", {QUICK} }}");
+    for servers in [&[ill, well][..], &[well, ill, new]] {
+        ill.set(Mood::Answers(500));
+        let gateway = Gateway::start(&with_admin(&config(&[ill, well], &health)));
+        eventually("it is found to be unhealthy", || gateway.log().contains("a server is not healthy"));
+        assert_eq!(share(&gateway, ill, 20), 0);
+        reloads(&gateway, &config(servers, ""));
+        // It answers 500 still: no check can have brought it back.
+        let before = ill.count();
+        let mut client = gateway.client();
+        let failed = (0..30).filter(|_| client.get("/").status == 500).count();
+        assert_eq!((failed, ill.count() - before), (30 / servers.len(), 30 / servers.len()), "its turn comes again");
+        assert!(!gateway.log().contains("healthy again"), "{}", gateway.log());
+    }
+}

@@ -1,0 +1,467 @@
+//! Upstreams that speak HTTP/2: one connection for all, gRPC from end to end, what happens when streams and connections end.
+
+use std::future::{Future, poll_fn};
+use std::net::SocketAddr;
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::support::client::{Client, load};
+use crate::support::gateway::Gateway;
+use crate::support::{PATIENCE, eventually};
+use bytes::Bytes;
+use h2::server::SendResponse;
+use h2::{Reason, RecvStream, SendStream};
+use http::{HeaderMap, Request, Response};
+
+/// What a server does with a request besides answering it.
+#[derive(Clone, Copy)]
+enum Then {
+    GoOn,
+    /// This request is the connection's last.
+    GoAway,
+    /// The connection is closed under it.
+    Drop,
+    Reset(Reason),
+}
+
+/// An HTTP/2 server that records which connection each request came on.
+struct Server {
+    address: SocketAddr,
+    seen: Arc<Mutex<Vec<(usize, http::request::Parts)>>>,
+}
+
+impl Server {
+    /// Requests are numbered from 0.
+    fn start<Fut: Future<Output = ()> + 'static>(
+        then: impl Fn(usize) -> Then + Send + Clone + 'static,
+        answer: impl Fn(usize, Request<RecvStream>, SendResponse<Bytes>) -> Fut + Send + Clone + 'static,
+    ) -> Server {
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = listener.local_addr().unwrap();
+        listener.set_nonblocking(true).unwrap();
+        let seen = Arc::<Mutex<Vec<_>>>::default();
+        let record = seen.clone();
+        let serve = async move {
+            let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+            for connection in 0.. {
+                let (stream, _) = listener.accept().await.unwrap();
+                let (then, answer, record) = (then.clone(), answer.clone(), record.clone());
+                tokio::task::spawn_local(async move {
+                    let mut requests = h2::server::handshake(stream).await.unwrap();
+                    while let Some(Ok((request, mut respond))) = requests.accept().await {
+                        let (parts, body) = request.into_parts();
+                        let number = {
+                            let mut record = record.lock().unwrap();
+                            record.push((connection, parts.clone()));
+                            record.len() - 1
+                        };
+                        match then(number) {
+                            Then::GoOn => {}
+                            Then::GoAway => requests.graceful_shutdown(),
+                            Then::Drop => return,
+                            Then::Reset(reason) => {
+                                respond.send_reset(reason);
+                                continue;
+                            }
+                        }
+                        tokio::task::spawn_local(answer(number, Request::from_parts(parts, body), respond));
+                    }
+                });
+            }
+        };
+        std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            tokio::task::LocalSet::new().block_on(&runtime, serve);
+        });
+        Server { address, seen }
+    }
+
+    /// Answers everything with what it was sent.
+    fn echo(then: impl Fn(usize) -> Then + Send + Clone + 'static) -> Server {
+        Server::start(then, |_, request, respond| async move {
+            let (body, _) = read(&mut request.into_body()).await;
+            answer(respond, body);
+        })
+    }
+
+    /// The connections of the requests so far.
+    fn connections(&self) -> Vec<usize> {
+        self.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect()
+    }
+}
+
+/// A body and its trailers.
+async fn read(body: &mut RecvStream) -> (Vec<u8>, Option<HeaderMap>) {
+    let mut read = Vec::new();
+    while let Some(Ok(data)) = body.data().await {
+        body.flow_control().release_capacity(data.len()).unwrap();
+        read.extend_from_slice(&data);
+    }
+    (read, body.trailers().await.ok().flatten())
+}
+
+fn answer(mut respond: SendResponse<Bytes>, body: impl Into<Bytes>) {
+    let mut stream = respond.send_response(Response::new(()), false).unwrap();
+    stream.send_data(body.into(), true).unwrap();
+}
+
+/// One worker, so that there is one connection.
+fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
+    let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]" } else { "" };
+    Gateway::start(&format!(
+        "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\n{limits}\n\
+         [upstream.u]\nservers = [\"http://{upstream}\"]\nprotocol = \"http2\"\n{rest}"
+    ))
+}
+
+/// An HTTP/2 client.
+async fn client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
+    let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+    let (client, connection) = h2::client::handshake(stream).await.unwrap();
+    tokio::spawn(connection);
+    client.ready().await.unwrap()
+}
+
+fn within_patience<T>(talk: impl Future<Output = T>) -> T {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("an answer in time") })
+}
+
+// ---- what passes ---------------------------------------------------------------------------------
+
+#[test]
+fn one_connection_carries_all_requests() {
+    let server = Server::echo(|_| Then::GoOn);
+    let gateway = gateway(server.address, "");
+    assert!(load(&[gateway.address], 8, 80, "/a/../b?x=1", &[]).iter().all(|status| *status == 200));
+    assert_eq!(server.connections(), [0; 80]);
+    let (_, first) = server.seen.lock().unwrap()[0].clone();
+    assert_eq!(first.uri, "http://gateway.test/b?x=1");
+    for (name, value) in [("host", None), ("via", Some("1.1 sluicegate")), ("x-forwarded-for", Some("127.0.0.1"))] {
+        assert_eq!(first.headers.get(name).map(|value| value.to_str().unwrap()), value, "{name}");
+    }
+    let mut client = gateway.client();
+    let body = vec![7; 3 << 20];
+    let reply = client.request("POST", "/", &[("Host", "shop.example:81"), ("Connection", "close, x-a")], &body);
+    assert_eq!((reply.status, reply.body.len()), (200, body.len()));
+    let (_, last) = server.seen.lock().unwrap().last().unwrap().clone();
+    assert_eq!(last.uri, "http://shop.example:81/");
+    assert_eq!(last.headers["content-length"], body.len().to_string());
+    // A client of 1996 names no host.
+    let mut client = gateway.client();
+    client.send(b"GET /old HTTP/1.0\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 200);
+    let (_, last) = server.seen.lock().unwrap().last().unwrap().clone();
+    assert_eq!(last.uri.to_string(), format!("http://{}/old", server.address));
+}
+
+/// A gRPC message: not compressed, its length, its bytes.
+fn message(bytes: &[u8]) -> Bytes {
+    [&[0][..], &(bytes.len() as u32).to_be_bytes(), bytes].concat().into()
+}
+
+fn call(method: &str) -> Request<()> {
+    Request::post(format!("http://grpc.test/pkg.Service/{method}"))
+        .header("content-type", "application/grpc+proto")
+        .header("te", "trailers")
+        .body(())
+        .unwrap()
+}
+
+fn map(name: &'static str, value: &'static str) -> HeaderMap {
+    HeaderMap::from_iter([(http::HeaderName::from_static(name), http::HeaderValue::from_static(value))])
+}
+
+/// Says back each message as it comes; `Fail` has no messages.
+async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
+    let head = Response::builder().header("content-type", "application/grpc+proto");
+    if request.uri().path().ends_with("/Fail") {
+        let head = head.header("grpc-status", "5").header("grpc-message", "no such thing").body(()).unwrap();
+        respond.send_response(head, true).unwrap();
+        return;
+    }
+    let mut body = request.into_body();
+    let mut stream: SendStream<Bytes> = respond.send_response(head.body(()).unwrap(), false).unwrap();
+    while let Some(Ok(data)) = body.data().await {
+        body.flow_control().release_capacity(data.len()).unwrap();
+        stream.send_data(data, false).unwrap();
+    }
+    let mut trailers = map("grpc-status", "0");
+    trailers.extend(body.trailers().await.ok().flatten().unwrap_or_default());
+    stream.send_trailers(trailers).unwrap();
+}
+
+/// A server of calls may answer after the last message only; its client may be silent for longer than other uploads.
+#[test]
+fn a_call_may_pause_where_another_upload_is_too_slow() {
+    let server = Server::echo(|_| Then::GoOn);
+    let gateway = gateway(server.address, "");
+    within_patience(async {
+        let client = client(&gateway).await;
+        let upload = |request: Request<()>| {
+            let mut client = client.clone();
+            async move {
+                let (response, mut body) = client.send_request(request, false).unwrap();
+                body.send_data(message(b"first"), false).unwrap();
+                tokio::time::sleep(Duration::from_secs(7)).await;
+                // The stream may be over.
+                let _ = body.send_data(message(b"second"), true);
+                response.await.unwrap().status().as_u16()
+            }
+        };
+        let other = Request::post("http://grpc.test/pkg.Service/Other").body(()).unwrap();
+        assert_eq!(tokio::join!(upload(call("Collect")), upload(other)), (200, 408));
+    });
+}
+
+#[test]
+fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
+    let server = Server::start(
+        |_| Then::GoOn,
+        |_, request, mut respond| async move {
+            let value = match request.uri().path() {
+                "/before" => " 1",
+                "/behind" => "1 ",
+                "/tab" => "1\t",
+                "/nothing" => " ",
+                _ => "1 2",
+            };
+            respond.send_response(Response::builder().header("x", value).body(()).unwrap(), true).unwrap();
+        },
+    );
+    let gateway = gateway(server.address, "");
+    let mut client = gateway.client();
+    for path in ["/before", "/behind", "/tab", "/nothing"] {
+        client.get(path).assert_problem(502, path);
+        assert_eq!(client.get("/good").status, 200, "after {path}");
+    }
+    let connections: Vec<_> = server.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect();
+    assert_eq!(connections, [0; 8], "the fault of one stream leaves the connection to others");
+}
+
+#[test]
+fn grpc_calls_pass_with_their_trailers() {
+    let server = Server::start(|_| Then::GoOn, grpc);
+    let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n";
+    let gateway = gateway(server.address, log);
+    within_patience(async {
+        let mut client = client(&gateway).await;
+        // One message each way.
+        let (response, mut stream) = client.send_request(call("Unary"), false).unwrap();
+        stream.send_data(message(b"hello"), true).unwrap();
+        let response = response.await.unwrap();
+        assert_eq!(response.headers()["content-type"], "application/grpc+proto");
+        let (body, trailers) = read(&mut response.into_body()).await;
+        assert_eq!((body, trailers.unwrap()), (message(b"hello").to_vec(), map("grpc-status", "0")));
+        // Each message is answered before the next is sent.
+        let (response, mut stream) = client.send_request(call("Stream"), false).unwrap();
+        let mut body = response.await.unwrap().into_body();
+        for text in ["one", "two", "three"] {
+            stream.send_data(message(text.as_bytes()), false).unwrap();
+            let data = body.data().await.unwrap().unwrap();
+            body.flow_control().release_capacity(data.len()).unwrap();
+            assert_eq!(data, message(text.as_bytes()));
+        }
+        stream.send_trailers(map("x-asked", "1")).unwrap();
+        let (_, trailers) = read(&mut body).await;
+        let trailers = trailers.unwrap();
+        assert_eq!((&trailers["grpc-status"], &trailers["x-asked"]), (&"0".parse().unwrap(), &"1".parse().unwrap()));
+        // An error is trailers only.
+        let (response, _) = client.send_request(call("Fail"), true).unwrap();
+        let response = response.await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"5".parse().unwrap()));
+        assert!(response.into_body().is_end_stream());
+        // The fourth is over the limit.
+        let (response, _) = client.send_request(call("Unary"), true).unwrap();
+        let response = response.await.unwrap();
+        assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"8".parse().unwrap()));
+    });
+    assert_eq!(server.connections(), [0; 3]);
+    let (_, head) = server.seen.lock().unwrap()[0].clone();
+    assert_eq!(
+        (head.uri.authority().unwrap().as_str(), &head.headers["te"]),
+        ("grpc.test", &"trailers".parse().unwrap())
+    );
+    let lines = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
+    eventually("lines are written", || lines().lines().count() == 4);
+    assert!(lines().lines().all(|line| line.contains("\"complete\":true")), "{}", lines());
+}
+
+#[test]
+fn trailers_of_other_requests_are_dropped() {
+    let (sender, trailers) = channel();
+    let server = Server::start(
+        |_| Then::GoOn,
+        move |_, request, respond| {
+            let sender: Sender<_> = sender.clone();
+            async move {
+                let (body, trailers) = read(&mut request.into_body()).await;
+                sender.send((body, trailers)).unwrap();
+                answer(respond, "ok");
+            }
+        },
+    );
+    let gateway = gateway(server.address, "");
+    within_patience(async {
+        let mut client = client(&gateway).await;
+        let request = Request::post("http://a.test/").header("te", "trailers").body(()).unwrap();
+        let (response, mut stream) = client.send_request(request, false).unwrap();
+        stream.send_data("body".into(), false).unwrap();
+        stream.send_trailers(map("x-user-id", "eve")).unwrap();
+        assert_eq!(response.await.unwrap().status(), 200);
+    });
+    assert_eq!(trailers.recv_timeout(PATIENCE).unwrap(), (b"body".to_vec(), None));
+}
+
+// ---- what ends -----------------------------------------------------------------------------------
+
+#[test]
+fn a_server_that_goes_away_finishes_and_is_left() {
+    let (go_on, wait) = tokio::sync::watch::channel(false);
+    let server = Server::start(
+        |number| if number == 1 { Then::GoAway } else { Then::GoOn },
+        move |number, _, respond| {
+            let mut wait = wait.clone();
+            async move {
+                if number == 0 {
+                    wait.wait_for(|go_on| *go_on).await.unwrap();
+                }
+                answer(respond, "ok");
+            }
+        },
+    );
+    let gateway = gateway(server.address, "");
+    let mut held = gateway.client();
+    held.send(b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("the first request is there", || server.connections().len() == 1);
+    let mut client = gateway.client();
+    for _ in 0..5 {
+        let reply = client.request("POST", "/", &[], b"");
+        assert_eq!((reply.status, reply.text()), (200, "ok"));
+    }
+    go_on.send(true).unwrap();
+    assert_eq!(held.reply().unwrap().text(), "ok");
+    assert_eq!(server.connections(), [0, 0, 1, 1, 1, 1]);
+}
+
+#[test]
+fn a_connection_that_dies_fails_only_what_may_have_been_done() {
+    for (method, body, status, seen) in
+        [("GET", "", 200, &[0, 0, 1, 1][..]), ("DELETE", "", 502, &[0, 0, 1]), ("POST", "body", 502, &[0, 0, 1])]
+    {
+        let server = Server::echo(|number| if number == 1 { Then::Drop } else { Then::GoOn });
+        let gateway = gateway(server.address, "");
+        let mut client = gateway.client();
+        assert_eq!(client.get("/").status, 200);
+        assert_eq!(client.request(method, "/", &[], body.as_bytes()).status, status, "{method}");
+        assert_eq!(gateway.get("/").status, 200, "{method}");
+        assert_eq!(server.connections(), seen, "{method}");
+    }
+    // A fresh connection is not tried again.
+    let server = Server::echo(|_| Then::Drop);
+    let gateway = gateway(server.address, "");
+    gateway.get("/").assert_problem(502, "dropped at once");
+    assert_eq!(server.connections(), [0]);
+}
+
+#[test]
+fn what_the_server_has_not_processed_is_sent_again_once() {
+    let refused = Reason::REFUSED_STREAM;
+    for (method, body, reason, times, status, seen) in [
+        ("GET", "", refused, 1, 200, 2),
+        ("DELETE", "", refused, 1, 200, 2),
+        ("DELETE", "", refused, 9, 502, 2),
+        ("POST", "body", refused, 9, 502, 1),
+        ("GET", "", Reason::INTERNAL_ERROR, 9, 502, 1),
+    ] {
+        let server = Server::echo(move |number| if number < times { Then::Reset(reason) } else { Then::GoOn });
+        let gateway = gateway(server.address, "");
+        let mut client = gateway.client();
+        let what = format!("{method} {reason:?} {times}");
+        assert_eq!(client.request(method, "/", &[], body.as_bytes()).status, status, "{what}");
+        assert_eq!(server.connections(), vec![0; seen], "{what}: the connection is good");
+    }
+}
+
+/// A server that leaves every request but those for `/ok` alone, and tells how it ended.
+fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
+    let (sender, ended) = channel();
+    let server = Server::start(
+        |_| Then::GoOn,
+        move |_, request, mut respond| {
+            let sender: Sender<_> = sender.clone();
+            async move {
+                if request.uri().path() == "/ok" {
+                    return answer(respond, "ok");
+                }
+                sender.send(poll_fn(|cx| respond.poll_reset(cx)).await.unwrap()).unwrap();
+            }
+        },
+    );
+    (server, ended)
+}
+
+#[test]
+fn a_request_that_takes_too_long_is_cancelled_and_others_take_another_connection() {
+    let (server, ended) = silent();
+    let gateway = gateway(server.address, "response_timeout = \"500ms\"\n");
+    let mut client = gateway.client();
+    client.get("/slow").assert_problem(504, "no answer");
+    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(client.get("/ok").status, 200);
+    assert_eq!(server.connections(), [0, 1]);
+}
+
+#[test]
+fn the_timeout_of_a_route_cancels_a_request_and_others_take_another_connection() {
+    let (server, ended) = silent();
+    let gateway = Gateway::start(&format!(
+        "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
+         [[route]]\nname = \"all\"\npath = \"/v2/{{*rest}}\"\nstrip_prefix = \"/v2\"\n\
+         upstream = \"u\"\ntimeout = \"500ms\"\n",
+        server.address
+    ));
+    let mut client = gateway.client();
+    client.get("/v2/slow").assert_problem(504, "no answer");
+    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(client.get("/v2/ok").status, 200);
+    assert_eq!(server.connections(), [0, 1], "a dead connection would never be found out otherwise");
+}
+
+#[test]
+fn a_client_that_leaves_cancels_its_request_only() {
+    let (server, ended) = silent();
+    let gateway = gateway(server.address, "");
+    let mut client = gateway.client();
+    client.send(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("the request is there", || server.connections().len() == 1);
+    drop(client);
+    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(gateway.get("/ok").status, 200);
+    assert_eq!(server.connections(), [0, 0]);
+}
+
+#[test]
+fn an_idle_connection_is_left_and_one_that_closed_is_not_used() {
+    let server = Server::echo(|_| Then::GoOn);
+    let gateway = gateway(server.address, "pool_idle_timeout = \"300ms\"\n");
+    let mut client: Client = gateway.client();
+    assert_eq!(client.get("/").status, 200);
+    // What is tested is time: nothing happens before the next request.
+    std::thread::sleep(Duration::from_millis(400));
+    assert_eq!(client.get("/").status, 200);
+    assert_eq!(server.connections(), [0, 1]);
+}
+
+#[test]
+fn an_upstream_that_speaks_something_else_is_502() {
+    for answer in ["HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", "", "garbage"] {
+        let upstream = crate::support::upstream::serve(move |mut stream| {
+            use std::io::{Read, Write};
+            let _ = stream.read(&mut [0; 1024]);
+            let _ = stream.write_all(answer.as_bytes());
+        });
+        gateway(upstream, "").get("/").assert_problem(502, answer);
+    }
+}

@@ -1,0 +1,389 @@
+//! Who counts as whom by bearer tokens, over the wire: what is accepted, what is refused, and keys that change.
+
+use std::path::Path;
+
+use crate::support::client::{Client, Reply};
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::tokens::{Key, encode, hs256, in_seconds, key_set, signed};
+use serde_json::{Value, json};
+
+const ISSUER: &str = "https://issuer.example";
+
+/// A limit by the claim `sub`, and one for everybody beside it, on `/limited`.
+fn config(jwt: &str, limit: &str) -> String {
+    let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"1000/hour\"";
+    format!(
+        "[jwt]\n{jwt}\n[limit.token]\nby = \"jwt:sub\"\n{fixed}\n{limit}\n[limit.all]\nby = \"global\"\n{fixed}\n\
+         [[route]]\nname = \"limited\"\npath = \"/limited\"\nlimits = [\"token\", \"all\"]\nrespond = {{ status = 200 }}\n"
+    )
+}
+
+/// A gateway that believes these keys, with issuer and audience.
+fn strict(keys: &[&Key]) -> Gateway {
+    let jwt = format!("jwks_file = \"jwks.json\"\nissuer = \"{ISSUER}\"\naudience = \"api\"");
+    Gateway::start_with(&config(&jwt, ""), &[("jwks.json", &key_set(keys))])
+}
+
+/// The claims of a token that `strict` accepts, but for what is given.
+fn claims(sub: &str, other: Value) -> Value {
+    let mut claims = json!({ "sub": sub, "exp": in_seconds(300), "iss": ISSUER, "aud": "api" });
+    let Value::Object(other) = other else { panic!("{other} are no claims") };
+    for (name, value) in other {
+        match value {
+            Value::Null => claims.as_object_mut().unwrap().remove(&name),
+            value => claims.as_object_mut().unwrap().insert(name, value),
+        };
+    }
+    claims
+}
+
+fn ask(client: &mut Client, token: &str) -> Reply {
+    client.get_with("/limited", &[("Authorization", &format!("Bearer {token}"))])
+}
+
+/// What is left for somebody, and for everybody together.
+fn left(reply: &Reply) -> (u64, u64) {
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    (reply.remaining("token"), reply.remaining("all"))
+}
+
+/// RFC 6750 §3: the token is wrong, and neither it nor what it says is repeated.
+fn assert_invalid(reply: &Reply, detail: &str, token: &str, what: &str) {
+    reply.assert_problem(401, what);
+    assert_eq!(reply.header("www-authenticate"), Some("Bearer error=\"invalid_token\""), "{what}");
+    let text = reply.text();
+    assert!(text.contains(detail), "{what}: {text}");
+    for part in token.split('.').filter(|part| part.len() > 3) {
+        assert!(!text.contains(part), "{what}: the token is repeated: {text}");
+    }
+}
+
+#[test]
+fn each_algorithm_is_accepted_and_each_subject_has_a_bucket() {
+    let keys = [Key::rsa("rsa"), Key::ec("ec"), Key::ed("ed")];
+    let gateway = strict(&keys.each_ref());
+    let mut client = gateway.client();
+    for (index, key) in keys.iter().enumerate() {
+        let alice = key.token(&claims("alice", json!({ "jti": index, "aud": ["other", "api"] })));
+        let own = key.token(&claims(&key.id, json!({ "nbf": in_seconds(-1) })));
+        let index = index as u64;
+        assert_eq!(left(&ask(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
+        assert_eq!(left(&ask(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
+    }
+    // The scheme is case-insensitive, and a token without the name of its key means the only one of its algorithm.
+    for (line, head) in [
+        ("bearer ", json!({ "alg": "EdDSA", "kid": "ed" })),
+        ("BEARER  ", json!({ "alg": "EdDSA" })),
+        ("Bearer ", json!({ "alg": "EdDSA", "typ": "at+jwt", "jku": "https://evil.example/jwks.json" })),
+    ] {
+        let token = keys[2].token_with(&head, &claims("bob", json!({})));
+        let reply = client.get_with("/limited", &[("authorization", &format!("{line}{token}"))]);
+        assert_eq!(reply.status, 200, "{line}{head}: {}", reply.text());
+    }
+    assert_eq!(left(&ask(&mut client, &keys[0].token(&claims("bob", json!({}))))).0, 996, "all of them were bob");
+}
+
+#[test]
+fn tokens_that_do_not_count_are_refused_and_never_charged() {
+    let (rsa, ec, ed) = (Key::rsa("rsa"), Key::ec("ec"), Key::ed("ed"));
+    let (other_rsa, other_ed, second_rsa) = (Key::rsa("rsa"), Key::ed("ed"), Key::rsa("rsa-2"));
+    let gateway = strict(&[&rsa, &second_rsa, &ec, &ed]);
+    let mut client = gateway.client();
+    let good = |other: Value| claims("alice", other);
+    let head = |alg: &str, kid: &str| json!({ "alg": alg, "kid": kid });
+
+    let valid = ed.token(&good(json!({})));
+    let (message, signature) = valid.rsplit_once('.').unwrap();
+    let (first, _) = message.split_once('.').unwrap();
+    let eve = encode(good(json!({ "sub": "eve" })).to_string());
+    let mut cases = vec![
+        ("signed by another RSA key", other_rsa.token(&good(json!({}))), "signature"),
+        ("signed by another Ed25519 key", other_ed.token(&good(json!({}))), "signature"),
+        (
+            "signed by another key of the set",
+            second_rsa.token_with(&head("RS256", "rsa"), &good(json!({}))),
+            "signature",
+        ),
+        ("other claims under the signature", format!("{first}.{eve}.{signature}"), "signature"),
+        ("no signature", format!("{message}."), "signature"),
+        ("unknown key", Key::ed("new").token(&good(json!({}))), "unknown key"),
+        ("two keys might be meant", rsa.token_with(&json!({ "alg": "RS256" }), &good(json!({}))), "unknown key"),
+        ("expired", ed.token(&good(json!({ "exp": in_seconds(-40) }))), "expired"),
+        ("expired long ago", ed.token(&good(json!({ "exp": 0 }))), "expired"),
+        ("expired before the epoch", ed.token(&good(json!({ "exp": -1e300 }))), "expired"),
+        ("endless", ed.token(&good(json!({ "exp": null }))), "no expiration"),
+        ("exp is a string", ed.token(&good(json!({ "exp": "9999999999" }))), "malformed"),
+        ("not yet valid", ed.token(&good(json!({ "nbf": in_seconds(60) }))), "not valid yet"),
+        ("nbf is a string", ed.token(&good(json!({ "nbf": "0" }))), "malformed"),
+        ("another issuer", ed.token(&good(json!({ "iss": format!("{ISSUER}/") }))), "issuer"),
+        ("no issuer", ed.token(&good(json!({ "iss": null }))), "issuer"),
+        ("several issuers", ed.token(&good(json!({ "iss": [ISSUER] }))), "issuer"),
+        ("another audience", ed.token(&good(json!({ "aud": "API" }))), "audience"),
+        ("other audiences", ed.token(&good(json!({ "aud": ["a", "apis", 1] }))), "audience"),
+        ("no audience", ed.token(&good(json!({ "aud": null }))), "audience"),
+        ("none", signed(&json!({ "alg": "none" }), &good(json!({})), |_| Vec::new()), "malformed"),
+        ("None with a key", signed(&head("None", "ed"), &good(json!({})), |_| Vec::new()), "malformed"),
+        ("RS256 for an EC key", ec.token_with(&head("RS256", "ec"), &good(json!({}))), "algorithm"),
+        ("EdDSA for an EC key", ed.token_with(&head("EdDSA", "ec"), &good(json!({}))), "algorithm"),
+        ("RS512 for an RSA key", rsa.token_with(&head("RS512", "rsa"), &good(json!({}))), "algorithm"),
+        ("PS256 for an RSA key", rsa.token_with(&head("PS256", "rsa"), &good(json!({}))), "algorithm"),
+        (
+            "HS256 without a key's name",
+            signed(&json!({ "alg": "HS256" }), &good(json!({})), |m| hs256(b"", m)),
+            "unknown key",
+        ),
+        (
+            "a critical extension",
+            ed.token_with(&json!({ "alg": "EdDSA", "kid": "ed", "crit": ["b64"] }), &good(json!({}))),
+            "malformed",
+        ),
+        ("no token", String::new(), "malformed"),
+        ("garbage", "garbage".to_owned(), "malformed"),
+        ("dots", "..".to_owned(), "malformed"),
+        ("two parts", message.to_owned(), "malformed"),
+        ("four parts", format!("{valid}.x"), "malformed"),
+        ("two tokens in a line", format!("{valid}, Bearer {valid}"), "malformed"),
+        ("padded base64", format!("{message}.{signature}="), "malformed"),
+        ("claims that are a list", ed.token(&json!([1])), "malformed"),
+        ("a long one", format!("{message}.{}", "A".repeat(16 << 10)), "signature"),
+    ];
+    for (form, secret) in rsa.public_forms() {
+        let forged = |head: &Value| signed(head, &good(json!({})), |message| hs256(&secret, message));
+        cases.push((form, forged(&head("HS256", "rsa")), "algorithm"));
+        cases.push((form, forged(&head("RS256", "rsa")), "signature"));
+    }
+    for (what, token, detail) in &cases {
+        assert_invalid(&ask(&mut client, token), detail, token, what);
+    }
+    let refused = client.get_with("/limited", &[("Authorization", "Bearer")]);
+    assert_invalid(&refused, "malformed", "", "the scheme alone");
+    let line = format!("Bearer {valid}");
+    let twice = client.get_with("/limited", &[("Authorization", &line), ("authorization", &line)]);
+    twice.assert_problem(400, "two fields");
+    let other = client.get_with("/limited", &[("Authorization", &line), ("authorization", "Basic YTpi")]);
+    other.assert_problem(400, "two fields of different schemes");
+
+    assert_eq!(left(&ask(&mut client, &valid)), (999, 999), "who was refused has used nothing");
+}
+
+#[test]
+fn a_small_difference_of_clocks_is_allowed() {
+    let key = Key::ed("ed");
+    let gateway = strict(&[&key]);
+    let mut client = gateway.client();
+    for other in [json!({ "exp": in_seconds(-5) }), json!({ "nbf": in_seconds(5) }), json!({ "exp": 9e15 })] {
+        let reply = ask(&mut client, &key.token(&claims("alice", other.clone())));
+        assert_eq!(reply.status, 200, "{other}: {}", reply.text());
+    }
+}
+
+#[test]
+fn without_issuer_and_audience_no_token_may_be_meant_for_others() {
+    let key = Key::ec("ec");
+    let gateway = Gateway::start_with(&config("jwks_file = \"jwks.json\"", ""), &[("jwks.json", &key_set(&[&key]))]);
+    let mut client = gateway.client();
+    for (other, detail) in [
+        (json!({ "aud": null }), None),
+        (json!({ "aud": null, "iss": null }), None),
+        (json!({}), Some("audience")),
+        (json!({ "aud": [] }), Some("audience")),
+        (json!({ "aud": 7 }), Some("audience")),
+    ] {
+        let token = key.token(&claims("alice", other.clone()));
+        let reply = ask(&mut client, &token);
+        match detail {
+            None => assert_eq!(reply.status, 200, "{other}: {}", reply.text()),
+            Some(detail) => assert_invalid(&reply, detail, &token, &other.to_string()),
+        }
+    }
+}
+
+#[test]
+fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
+    let key = Key::ed("ed");
+    let without = [json!(null), json!(""), json!([]), json!(["alice"]), json!({ "id": "alice" })];
+    let without: Vec<_> = without.iter().map(|sub| key.token(&claims("", json!({ "sub": sub })))).collect();
+    let explicit_null = {
+        let mut claims = claims("", json!({}));
+        claims["sub"] = Value::Null;
+        key.token(&claims)
+    };
+    let mut lines: Vec<String> = without.iter().map(|token| format!("Bearer {token}")).collect();
+    lines.extend([format!("Bearer {explicit_null}"), "Basic YTpi".to_owned(), "Bearers x".to_owned(), String::new()]);
+    let alice = key.token(&claims("alice", json!({})));
+    let forged = Key::ed("ed").token(&claims("alice", json!({})));
+    for (on_missing, limited) in [("reject", None), ("skip", None), ("ip", Some(999))] {
+        let jwt = format!("jwks_file = \"jwks.json\"\nissuer = \"{ISSUER}\"\naudience = \"api\"");
+        let config = config(&jwt, &format!("on_missing = \"{on_missing}\""));
+        let gateway = Gateway::start_with(&config, &[("jwks.json", &key_set(&[&key]))]);
+        let mut client = gateway.client();
+        let mut asked = vec![client.get("/limited")];
+        asked.extend(lines.iter().map(|line| client.get_with("/limited", &[("Authorization", line)])));
+        for (index, reply) in asked.iter().enumerate() {
+            let what = format!("{on_missing}: {index}");
+            match limited {
+                _ if on_missing == "reject" => {
+                    reply.assert_problem(401, &what);
+                    assert_eq!(reply.header("www-authenticate"), Some("Bearer"), "{what}");
+                    assert!(reply.text().contains("the claim `sub` of a bearer token is needed"), "{}", reply.text());
+                }
+                Some(most) => {
+                    assert_eq!(left(reply), (most - index as u64, most - index as u64), "{what}: the address")
+                }
+                None => {
+                    assert_eq!((reply.status, reply.remaining("all")), (200, 999 - index as u64), "{what}");
+                    assert!(!reply.header("ratelimit").unwrap().contains("token"), "{what}: the limit does not apply");
+                }
+            }
+        }
+        assert_eq!(left(&ask(&mut client, &alice)).0, 999, "{on_missing}: who has a name has a bucket");
+        assert_invalid(
+            &ask(&mut client, &forged),
+            "signature",
+            &forged,
+            &format!("{on_missing}: a bad token is not a missing one"),
+        );
+    }
+}
+
+#[test]
+fn claims_of_any_name_count_in_every_limit_of_a_request() {
+    let key = Key::ec("ec");
+    let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n";
+    let limit = |name: &str, rest: &str| format!("[limit.{name}]\n{fixed}{rest}\n");
+    let route = |name: &str, limits: &str| {
+        format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [{limits}]\nrespond = {{ status = 200 }}\n")
+    };
+    let gateway = Gateway::start_with(
+        &[
+            "[jwt]\njwks_file = \"jwks.json\"\n".to_owned(),
+            limit("user", "by = \"jwt:user_id\"\nexempt = [\"jwt:user_id=0\", \"jwt:user_id=root\"]"),
+            limit("tenant", "by = [\"jwt:https://example.com/tenant\", \"jwt:admin\"]"),
+            limit("header", "by = \"header:x-user\""),
+            route("limited", "\"user\", \"tenant\""),
+            route("open", "\"header\""),
+        ]
+        .concat(),
+        &[("jwks.json", &key_set(&[&key]))],
+    );
+    let mut client = gateway.client();
+    for (user, tenant, admin, expected) in [
+        (json!(7), json!("a"), json!(true), (Some(99), 99)),
+        (json!(7), json!("a"), json!(false), (Some(98), 99)),
+        (json!(7), json!("a"), json!(true), (Some(97), 98)),
+        (json!(-7), json!("a"), json!(true), (Some(99), 97)),
+        (json!(7.5), json!("b"), json!(true), (Some(99), 99)),
+        (json!(18446744073709551615_u64), json!("b"), json!(true), (Some(99), 98)),
+        (json!(18446744073709551614_u64), json!("b"), json!(true), (Some(99), 97)),
+        (json!("jos\u{e9}"), json!("b"), json!(true), (Some(99), 96)),
+        (json!(0), json!("b"), json!(true), (None, 95)),
+        (json!("root"), json!("b"), json!(true), (None, 94)),
+        (json!("root "), json!("b"), json!(true), (Some(99), 93)),
+        (json!(true), json!("ab"), json!("c"), (Some(99), 99)),
+        (json!(true), json!("a"), json!("bc"), (Some(98), 99)),
+    ] {
+        let claims = json!({
+            "exp": in_seconds(300), "user_id": user, "https://example.com/tenant": tenant, "admin": admin,
+        });
+        let reply = ask(&mut client, &key.token(&claims));
+        assert_eq!(reply.status, 200, "{claims}: {}", reply.text());
+        match expected.0 {
+            Some(remaining) => assert_eq!(reply.remaining("user"), remaining, "{claims}"),
+            None => assert!(!reply.header("ratelimit").unwrap().contains("user"), "{claims} is exempt"),
+        }
+        assert_eq!(reply.remaining("tenant"), expected.1, "{claims}");
+    }
+    // Where no limit asks for a token, none is looked at.
+    let reply = client.get_with("/open", &[("X-User", "7"), ("Authorization", "Bearer garbage")]);
+    assert_eq!(reply.remaining("header"), 99);
+}
+
+/// Whether a key is believed.
+fn believed(gateway: &Gateway, key: &Key) -> bool {
+    match ask(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
+        200 => true,
+        401 => false,
+        other => panic!("{other}\n{}", gateway.log()),
+    }
+}
+
+/// A gateway whose keys are a file in a folder of the test's own, beside its access log.
+fn following(folder: &Path, file: &str) -> Gateway {
+    let jwt = format!("jwks_file = \"{}\"\nissuer = \"{ISSUER}\"\naudience = \"api\"", folder.join(file).display());
+    let log = format!("[log]\naccess = \"{}\"\n", folder.join("access.log").display());
+    Gateway::start(&(config(&jwt, "") + &log))
+}
+
+/// Puts a file in its place as a whole.
+fn put(folder: &Path, name: &str, content: &str) {
+    let new = folder.join(format!("{name}.new"));
+    std::fs::write(&new, content).unwrap();
+    std::fs::rename(new, folder.join(name)).unwrap();
+}
+
+#[test]
+fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new, last) = (Key::ed("old"), Key::ec("new"), Key::ed("last"));
+    put(folder.path(), "jwks.json", &key_set(&[&old]));
+    let gateway = following(folder.path(), "jwks.json");
+    let reloads = || gateway.log().matches("reloaded").count();
+    assert!(believed(&gateway, &old) && !believed(&gateway, &new), "at first");
+
+    put(folder.path(), "jwks.json", &key_set(&[&new]));
+    eventually("the new key counts", || believed(&gateway, &new));
+    assert!(!believed(&gateway, &old), "the old one does not");
+
+    for (content, reason) in [
+        ("{ \"keys\": [", "no JSON Web Key Set"),
+        ("", "no JSON Web Key Set"),
+        ("{ \"keys\": [] }", "it has no key"),
+        ("{ \"keys\": [{ \"kty\": \"oct\", \"k\": \"c2VjcmV0\" }] }", "keys[0] is symmetric"),
+    ] {
+        let warnings = gateway.log().matches("is not used").count();
+        put(folder.path(), "jwks.json", content);
+        eventually(reason, || gateway.log().matches("is not used").count() > warnings);
+        let log = gateway.log();
+        let line = log.lines().rev().find(|line| line.contains("is not used")).unwrap();
+        assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
+        assert!(believed(&gateway, &new) && !believed(&gateway, &old), "{reason}: the keys stay");
+    }
+    // Gone for a while: everything stays as it is, and one line says so, whatever happens in the folder.
+    std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
+    eventually("the loss is seen", || gateway.log().contains("cannot be read"));
+    assert!(believed(&gateway, &new), "the keys stay");
+    put(folder.path(), "other.json", "");
+    put(folder.path(), "jwks.json", &key_set(&[&last]));
+    eventually("the last key counts", || believed(&gateway, &last));
+    assert!(!believed(&gateway, &new));
+    assert_eq!(gateway.log().matches("cannot be read").count(), 1, "{}", gateway.log());
+    eventually("the reload is told", || reloads() >= 2);
+    assert_eq!(reloads(), 2, "once for each change:\n{}", gateway.log());
+    assert_eq!(gateway.log().matches("is not used").count(), 4, "once for each fault:\n{}", gateway.log());
+}
+
+#[test]
+fn a_swapped_symlink_takes_effect() {
+    // As Kubernetes does it: `jwks.json` → `..data/jwks.json`, `..data` → a folder with a name of its own.
+    let folder = tempfile::tempdir().unwrap();
+    let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, folder.path().join(name)).unwrap();
+    let revision = |name: &str, key: &Key| {
+        std::fs::create_dir(folder.path().join(name)).unwrap();
+        put(&folder.path().join(name), "jwks.json", &key_set(&[key]));
+    };
+    let (old, new) = (Key::ed("old"), Key::ed("new"));
+    revision("..2026_01", &old);
+    link("..2026_01", "..data");
+    link("..data/jwks.json", "jwks.json");
+    let gateway = following(folder.path(), "jwks.json");
+    assert!(believed(&gateway, &old) && !believed(&gateway, &new), "at first");
+    revision("..2026_02", &new);
+    link("..2026_02", "..data_tmp");
+    std::fs::rename(folder.path().join("..data_tmp"), folder.path().join("..data")).unwrap();
+    std::fs::remove_dir_all(folder.path().join("..2026_01")).unwrap();
+    eventually("the new key counts", || believed(&gateway, &new));
+    assert!(!believed(&gateway, &old), "the old one does not");
+    eventually("the reload is told", || gateway.log().contains("reloaded"));
+    assert_eq!(gateway.log().matches("reloaded").count(), 1, "{}", gateway.log());
+}

@@ -1,0 +1,217 @@
+//! `sluicegate key`: keys that scanners can find, a file that keeps its looks, and a gateway that learns of it while it runs.
+
+use std::io::Write;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::process::Stdio;
+
+use crate::support::eventually;
+use crate::support::gateway::{Gateway, binary};
+
+const GATEWAY: &str = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1000/hour\"\n\
+                       tiers = { pro = { quota = \"2000/hour\" } }\n\
+                       [[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\nlimits = [\"l\"]\n";
+
+struct Said {
+    code: Option<i32>,
+    out: String,
+    err: String,
+}
+
+impl Said {
+    /// The one line of standard output.
+    fn line(&self) -> &str {
+        assert_eq!(self.code, Some(0), "{}", self.err);
+        self.out.strip_suffix('\n').unwrap()
+    }
+}
+
+/// Runs `sluicegate key` beside the files of a folder.
+fn key(folder: &Path, arguments: &[&str], input: &str) -> Said {
+    let mut command = binary();
+    command.current_dir(folder).arg("key").args(arguments);
+    let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    // Who needs no input may be gone.
+    let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
+    let output = child.wait_with_output().unwrap();
+    let text = |bytes| String::from_utf8(bytes).unwrap();
+    Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
+}
+
+/// A folder with a configuration, and with consumers if there are any.
+fn folder(consumers: Option<&str>) -> (tempfile::TempDir, PathBuf) {
+    let directory = tempfile::tempdir().unwrap();
+    let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
+    std::fs::write(directory.path().join("gateway.toml"), format!("{listener}{GATEWAY}")).unwrap();
+    let path = directory.path().join("consumers.toml");
+    if let Some(consumers) = consumers {
+        std::fs::write(&path, consumers).unwrap();
+    }
+    (directory, path)
+}
+
+fn read(path: &Path) -> String {
+    std::fs::read_to_string(path).unwrap()
+}
+
+fn hash(digit: char) -> String {
+    format!("sha256:{}", digit.to_string().repeat(64))
+}
+
+#[test]
+fn a_running_gateway_learns_of_keys() {
+    let gateway = Gateway::start_with(GATEWAY, &[("consumers.toml", "# nobody yet\n")]);
+    let status = |secret: &str| gateway.client().get_with("/r", &[("x-api-key", secret)]).status;
+    let new = |arguments: &[&str]| {
+        let said = key(gateway.directory(), &[&["new", "--consumer", "acme"], arguments].concat(), "");
+        said.line().to_owned()
+    };
+    let first = new(&["--create", "--tier", "pro"]);
+    eventually("the new key works", || status(&first) == 200);
+    let second = new(&[]);
+    eventually("the second one works", || status(&second) == 200);
+    assert_eq!(key(gateway.directory(), &["revoke"], &format!("{first}\n")).code, Some(0));
+    eventually("the first one is refused", || status(&first) == 401);
+    assert_eq!(status(&second), 200);
+    // The last one, too, and by its fingerprint.
+    let list = key(gateway.directory(), &["list"], "");
+    let fingerprint = list.out.lines().last().unwrap().rsplit(' ').next().unwrap();
+    assert_eq!(key(gateway.directory(), &["revoke", fingerprint], "").code, Some(0));
+    eventually("nobody has a key", || status(&second) == 401);
+}
+
+#[test]
+fn keys_have_a_form_and_hashes_that_sha256sum_agrees_with() {
+    let directory = tempfile::tempdir().unwrap();
+    let said = key(directory.path(), &["new"], "");
+    let secret = said.line();
+    let body = secret.strip_prefix("sg_live_").unwrap();
+    assert!(body.len() == 36 && body.bytes().all(|byte| byte.is_ascii_alphanumeric()), "{secret}");
+    let hashed = key(directory.path(), &["hash"], &format!("{secret}\r\n"));
+    assert!(said.err.contains(hashed.line()), "{} and {}", said.err, hashed.out);
+    // printf %s demo-key | sha256sum
+    let demo = "sha256:c48a01f49fd0f2cc404bc3cbbc80e91457a3d41bb429a695243de4c61794155c";
+    assert_eq!(key(directory.path(), &["hash"], "demo-key").line(), demo);
+    assert!(key(directory.path(), &["new", "--prefix", "acme_test_"], "").line().starts_with("acme_test_"));
+    for (arguments, input, expected) in [
+        (&["hash"][..], &secret[..43], "the checksum of this key is wrong"),
+        (&["hash"], "", "there is no key on standard input"),
+        (&["hash"], "two words", "it has no spaces"),
+        (&["new", "--prefix", "No-"], "", "lower-case letters, digits and _"),
+        (&["new", "--tier", "pro"], "", "--create"),
+    ] {
+        let said = key(directory.path(), arguments, input);
+        assert!(said.code != Some(0) && said.out.is_empty(), "{arguments:?}");
+        assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
+    }
+    assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 0, "without a consumer nothing is written");
+}
+
+#[test]
+fn comments_order_and_rights_stay() {
+    let before = format!(
+        "# Ours.\n[[consumer]]\nname = \"b\"   # second\nkeys = [\n  \"{}\",   # laptop\n  \"{}\",   # server\n]\n\n\
+         [[consumer]]\ntier = \"pro\"\nname = \"a\"\nkeys = [\"{}\"]   # only one\n# The end.\n",
+        hash('1'),
+        hash('2'),
+        hash('3')
+    );
+    let (directory, path) = folder(Some(&before));
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o640)).unwrap();
+    let new = |arguments: &[&str]| {
+        let said = key(directory.path(), &[&["new"], arguments].concat(), "");
+        key(directory.path(), &["hash"], said.line()).line().to_owned()
+    };
+    let (third, fourth, fifth) =
+        (new(&["--consumer", "b"]), new(&["--consumer", "a"]), new(&["--consumer", "c", "--create"]));
+    let expected = before
+        .replace("# server\n", &format!("# server\n  \"{third}\",\n"))
+        .replace("]   # only one", &format!(", \"{fourth}\"]   # only one"));
+    let expected = format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n");
+    assert_eq!(read(&path), expected);
+    // Out again: the comment on a key goes with it, those of others stay.
+    for hash in [&third, &fourth, &hash('1')] {
+        let said = key(directory.path(), &["revoke", hash], "");
+        assert_eq!(said.code, Some(0), "{}", said.err);
+    }
+    let expected = before.replace(&format!("\n  \"{}\",   # laptop", hash('1')), "");
+    assert_eq!(read(&path), format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n"));
+    assert_eq!(std::fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o640);
+    let files: Vec<_> = std::fs::read_dir(directory.path()).unwrap().map(|entry| entry.unwrap().file_name()).collect();
+    assert_eq!(files.len(), 2, "nothing is left over: {files:?}");
+    let list = key(directory.path(), &["list"], "");
+    let fingerprint = &fifth["sha256:".len()..][..12];
+    let expected = format!(
+        "consumer  tier  keys\nb               222222222222\na         pro   333333333333\nc               {fingerprint}\n"
+    );
+    assert_eq!(list.out, expected);
+}
+
+#[test]
+fn what_a_link_leads_to_is_changed() {
+    let (directory, path) = folder(None);
+    let elsewhere = tempfile::tempdir().unwrap();
+    std::fs::write(elsewhere.path().join("people.toml"), "").unwrap();
+    std::os::unix::fs::symlink(elsewhere.path().join("people.toml"), &path).unwrap();
+    assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(0));
+    assert!(path.is_symlink() && read(&elsewhere.path().join("people.toml")).contains("name = \"a\""));
+}
+
+#[test]
+fn a_file_that_is_not_there_is_made_and_one_written_in_one_line_is_understood() {
+    let (directory, path) = folder(None);
+    assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(0));
+    assert!(read(&path).starts_with("# Who has which API keys") && read(&path).contains("name = \"a\""));
+    let (directory, path) = folder(Some(&format!("consumer = [{{ name = \"a\", keys = [\"{}\"] }}]\n", hash('1'))));
+    assert_eq!(key(directory.path(), &["new", "--consumer", "a"], "").code, Some(0));
+    assert_eq!(key(directory.path(), &["revoke", "111111"], "").code, Some(0));
+    assert_eq!(key(directory.path(), &["new", "--consumer", "b", "--create"], "").code, Some(0));
+    let list = key(directory.path(), &["list"], "");
+    assert!(list.out.lines().count() == 3 && !list.out.contains("1111111"), "{}{}", list.out, read(&path));
+}
+
+/// What is wrong is said, and the file stays as it was.
+#[test]
+fn a_wrong_file_or_name_changes_nothing() {
+    let other = format!("sha256:111111{}", "2".repeat(58));
+    let good = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{}\", \"{other}\"]\n", hash('1'));
+    for (consumers, arguments, code, expected) in [
+        ("[[consumer]\n", &["new", "--consumer", "acme"][..], 2, "consumers.toml:1:"),
+        ("[[consumer]]\nname = \"acme\"\nkeys = [\"acme-key\"]\n", &["list"], 2, "this is not the hash of a key"),
+        (&good, &["new", "--consumer", "amce"], 1, "did you mean `acme`? --create adds one"),
+        (&good, &["new", "--consumer", "acme", "--create"], 1, "there is a consumer `acme` already"),
+        (&good, &["new", "--consumer", "b", "--create", "--tier", "por"], 2, "did you mean `pro`?"),
+        (&good, &["revoke", "111111"], 1, "several keys begin with 111111"),
+        (&good, &["revoke", "222222"], 1, "no key has a hash that begins with 222222"),
+        (&good, &["revoke", "1111"], 1, "6 digits or more"),
+        (&good, &["revoke", "sg_live_0123"], 1, "all users of this machine see arguments"),
+    ] {
+        let (directory, path) = folder(Some(consumers));
+        let said = key(directory.path(), arguments, "");
+        assert_eq!((said.code, said.out.as_str()), (Some(code), ""), "{arguments:?}: {}", said.err);
+        assert!(said.err.contains(expected), "{arguments:?}: {}", said.err);
+        assert!(!said.err.contains("sg_live_0123"), "a key is not repeated: {}", said.err);
+        assert_eq!(read(&path), consumers, "{arguments:?}");
+        assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing is left over");
+    }
+    // Neither does a configuration that is wrong elsewhere, or that names no such file.
+    let (directory, path) = folder(None);
+    let gateway = directory.path().join("gateway.toml");
+    std::fs::write(&gateway, read(&gateway) + "[server]\nworkers = -1\n").unwrap();
+    assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(2));
+    assert!(!path.exists());
+    std::fs::write(&gateway, read(&gateway).replace("consumers = \"consumers.toml\"", "")).unwrap();
+    assert!(key(directory.path(), &["list"], "").err.contains("names no file of consumers"));
+}
+
+/// Two at the same time do not lose each other's keys.
+#[test]
+fn changes_at_the_same_time_are_made_one_after_the_other() {
+    let (directory, _) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
+    std::thread::scope(|scope| {
+        for _ in 0..8 {
+            scope.spawn(|| assert_eq!(key(directory.path(), &["new", "--consumer", "a"], "").code, Some(0)));
+        }
+    });
+    assert_eq!(key(directory.path(), &["list"], "").out.lines().count(), 1 + 8);
+}

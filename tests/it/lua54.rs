@@ -1,0 +1,128 @@
+//! The scripts in Lua 5.4, whose integers are not doubles: stores that speak Redis' protocol may run them in it (Dragonfly).
+
+#[path = "../support/lua.rs"]
+mod lua;
+use std::cell::RefCell;
+
+use crate::support::random::{Case, Play, Resizing, STEPS, Time, case, operations, property, resizing};
+use crate::support::stores::{Limit, SECOND, START, extremes, longest_reset};
+use lua::{Database, Interpreter, Replied};
+use sluicegate::limiter::algorithm::Rule;
+use sluicegate::limiter::clock::Clock;
+use sluicegate::limiter::memory::MemoryStore;
+use sluicegate::limiter::quota::EXACT_INTEGER_LIMIT;
+use sluicegate::limiter::redis::script;
+use sluicegate::limiter::redis::script::{AlgorithmSet, script};
+use sluicegate::limiter::redis::script::{LimitArgs, ScriptReply};
+use sluicegate::limiter::verdict::{Charge, Operation, Verdict};
+
+/// A store in Lua 5.4.
+struct Lua54 {
+    lua: Interpreter,
+    database: RefCell<Database>,
+}
+
+impl Lua54 {
+    fn new() -> Lua54 {
+        Lua54 { lua: Interpreter::new(), database: RefCell::default() }
+    }
+
+    fn call(&self, now: u64, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
+        // 0: the script asks for the time.
+        let mut database = self.database.borrow_mut();
+        database.now = now;
+        let key = |charge: &Charge<'_>| {
+            let mut key = Vec::new();
+            charge.key.write("rl", &mut key);
+            key
+        };
+        let keys: Vec<_> = charges.iter().map(key).collect();
+        let terms: Vec<_> = charges.iter().map(|charge| LimitArgs::from_charge(charge, now)).collect();
+        let mut argument = script::start_argument(0, 1, terms.len());
+        script::append_group(&mut argument, 1, operation, &terms);
+        let parts = AlgorithmSet::for_rules(charges.iter().map(|charge| charge.rule));
+        let script = script(script::script_variant(operation, &terms), parts);
+        let reply = self.lua.run(&mut database, (&script.sha, &script.source), &keys, &[argument]);
+        let Replied::Bulk(_) = reply else { panic!("{reply:?}: {operation:?} of {charges:#?}") };
+        let reply = redis::parse_redis_value(&reply.encode()).unwrap();
+        ScriptReply::new(reply, charges.len()).unwrap().next_verdict(charges.len()).unwrap().unwrap()
+    }
+}
+
+#[test]
+fn lua_5_4_gives_the_same_replies() {
+    property(operations() / 5, STEPS, case(), |case| {
+        let case = Case { time: Time::Jumps, ..case };
+        let (lua, clock) = (Lua54::new(), Clock::manual(case.start));
+        let model = MemoryStore::new(1_000_000, clock.clone());
+        let mut play = Play::new(&case);
+        for step in &case.steps {
+            play.turn(step);
+            clock.set(play.now);
+            let (operation, charges) = play.ask(step);
+            let verdict = model.decide(operation, &charges);
+            let script = lua.call(play.now, operation, &charges);
+            assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
+            play.saw(operation, &verdict);
+        }
+        case.steps.len()
+    });
+}
+
+#[test]
+fn lua_5_4_converts_debt_to_another_rate() {
+    property(operations() / 5, 5, resizing(), |Resizing { old, new, cost, idle }| {
+        let (lua, clock) = (Lua54::new(), Clock::manual(START));
+        let model = MemoryStore::new(1000, clock.clone());
+        let [before, after] = [old, new].map(|rule| Limit::new("limit", Rule::TokenBucket(rule)));
+        let call = |now: u64, operation, charge: Charge<'_>| {
+            clock.set(now);
+            let verdict = model.decide(operation, &[charge]);
+            let script = lua.call(now, operation, &[charge]);
+            assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charge:#?}");
+            verdict.outcomes[0].reset_us
+        };
+        let lasts = call(START, Operation::Charge, before.charge(1, cost));
+        let now = START + (u128::from(lasts) * u128::from(idle) / 1000) as u64;
+        call(now, Operation::Check, after.charge(1, new.burst));
+        call(now, Operation::Charge, after.charge(1, 0));
+        call(now, Operation::Refund { charged_at: now }, before.charge(1, 1));
+        call(now, Operation::Check, after.charge(1, 1));
+        5
+    });
+}
+
+#[test]
+fn lua_5_4_counts_the_largest_limits() {
+    let (lua, clock) = (Lua54::new(), Clock::manual(START));
+    let model = MemoryStore::new(1_000_000, clock.clone());
+    for (number, rule) in extremes().into_iter().enumerate() {
+        let limit = Limit::new(&format!("limit{number}"), rule);
+        let capacity = limit.rule.capacity();
+        let call = |now: u64, operation, cost| {
+            clock.set(now);
+            let charges = [limit.charge(1, cost)];
+            let verdict = model.decide(operation, &charges);
+            let script = lua.call(now, operation, &charges);
+            assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
+            verdict.outcomes[0].retry_us
+        };
+        call(START, Operation::Check, capacity);
+        let retry = call(START, Operation::Check, 1);
+        for wait in [1, retry / 2, retry - 1, retry, longest_reset(&limit.rule) / 2] {
+            call(START + wait, Operation::Peek, 1);
+            call(START + wait, Operation::Peek, capacity);
+        }
+        call(START + retry, Operation::TakeUpTo, capacity);
+        call(START + retry, Operation::Refund { charged_at: START + retry }, capacity / 2);
+        if !matches!(limit.rule, Rule::SlidingLog(_)) {
+            // Paid for later: any number that a response may tell.
+            call(START + retry, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
+            call(START + retry + 1, Operation::Charge, EXACT_INTEGER_LIMIT - 1);
+            call(START + retry + 2, Operation::Refund { charged_at: START + retry }, EXACT_INTEGER_LIMIT - 1);
+        }
+        // A key may stay for long when its expiry is late; products with the time since may then leave 64 bits.
+        call(START + 3650 * 86_400 * SECOND, Operation::Check, capacity);
+        call(START + 7300 * 86_400 * SECOND, Operation::Refund { charged_at: 0 }, capacity);
+    }
+}

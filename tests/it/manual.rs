@@ -1,0 +1,140 @@
+//! README.md and the manual are typed in as a reader would: each command runs and prints what the page shows.
+
+use std::io::Write;
+
+use crate::support::pages::{blocks, manual, read};
+use crate::support::walk::Walk;
+
+/// Commands that do not run as they stand: where, how they begin, what runs in their place, and why.
+const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
+    ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
+    ("docs/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
+    ("docs/load.md", "oha ", None, "oha comes from crates.io only; its options are those of its own README"),
+    ("docs/operating.md", "kill -USR2", None, "tests/handover.rs does it under load"),
+    ("docs/operating.md", "sluicegate top", None, DENIED),
+    ("docs/operating.md", "sluicegate inspect", None, DENIED),
+    ("docs/operating.md", "sluicegate reset", None, DENIED),
+    ("docs/operating.md", "sluicegate override", None, DENIED),
+    ("docs/redis.md", "STORE_USER=doctor", None, "tests/doctor.rs makes that user and is him"),
+    ("docs/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/doctor.rs"),
+    ("docs/replay.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
+];
+
+const DENIED: &str = "asks a gateway that has denied somebody: tests/operating_cli.rs";
+
+/// What blocks are that are neither configurations nor commands.
+const SHOWN: &[(&str, &str)] = &[
+    ("text", "what programs print, and drawings"),
+    ("http", "answers"),
+    ("json", "is parsed below"),
+    ("nginx", "is given to nginx below"),
+    ("redis", "for redis-cli: tests/reaching.rs and tests/doctor.rs take them from the page"),
+    ("yaml", "of other programs"),
+    ("ini", "of systemd"),
+    ("logrotate", "of logrotate"),
+    ("js", "of Node"),
+];
+
+/// What a reader of the page has in his folder.
+fn provide(walk: &Walk, document: &str) {
+    match document {
+        "README.md" => {
+            for shipped in ["gateway.toml", "consumers.toml"] {
+                walk.put(shipped, &read(shipped));
+            }
+            walk.put("access.log", &read("tests/logs/common.log"));
+        }
+        "docs/replay.md" => {
+            let log = read("tests/logs/common.log");
+            walk.put("access.log", &log);
+            let mut packed = flate2::write::GzEncoder::new(Vec::new(), flate2::Compression::fast());
+            packed.write_all(log.as_bytes()).unwrap();
+            std::fs::write(walk.folder().join("huge.gz"), packed.finish().unwrap()).unwrap();
+            walk.put("consumers.toml", "[[consumer]]\nname = \"acme\"\n");
+            walk.put("my.toml", MY);
+            walk.put("gateway.toml", MY);
+        }
+        _ => {}
+    }
+}
+
+const MY: &str = r#"
+[[listener]]
+address = "127.0.0.1:8080"
+[api_key]
+consumers = "consumers.toml"
+on_missing = "anonymous"
+[limit.per-ip]
+by = "ip"
+quota = "100/min"
+[limit.per-key]
+by = "api-key"
+quota = "10/s"
+[[route]]
+name = "all"
+path = "/{*rest}"
+limits = ["per-ip", "per-key"]
+respond = { status = 200 }
+"#;
+
+#[test]
+fn every_command_does_what_its_page_shows() {
+    let mut unused: Vec<_> = INSTEAD.iter().map(|(document, begin, ..)| (*document, *begin)).collect();
+    let mut typed = 0;
+    for document in manual() {
+        let mut walk = Walk::new();
+        provide(&walk, &document);
+        typed += walk.through(&document, |command| {
+            let found = INSTEAD.iter().find(|(page, begin, ..)| *page == document && command.starts_with(begin));
+            let Some((page, begin, other, _)) = found else { return Some(command.to_owned()) };
+            unused.retain(|row| row != &(*page, *begin));
+            other.map(str::to_owned)
+        });
+    }
+    assert!(typed >= 40, "{typed} commands");
+    assert!(unused.is_empty(), "not in the pages: {unused:?}");
+}
+
+#[test]
+fn every_block_says_what_it_is() {
+    for document in manual() {
+        for block in blocks(&document) {
+            let (line, language) = (block.line, block.language.as_str());
+            if language == "toml" || language == "console" {
+                continue;
+            }
+            assert!(SHOWN.iter().any(|(known, _)| *known == language), "{document}:{line}: a block of `{language}`");
+            assert!(
+                !block.text.lines().any(|line| line.starts_with("$ ")),
+                "{document}:{line}: commands are `console`"
+            );
+            if language == "json" {
+                serde_json::from_str::<serde_json::Value>(&block.text)
+                    .unwrap_or_else(|e| panic!("{document}:{line}: {e}"));
+            }
+        }
+    }
+}
+
+/// The configurations of others are ones that they take.
+#[test]
+fn nginx_takes_what_is_said_to_be_its() {
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("nginx.conf");
+    let mut tried = 0;
+    for block in blocks("docs/migration.md").into_iter().filter(|block| block.language == "nginx") {
+        let folder = directory.path().display();
+        let around = format!(
+            "pid {folder}/pid;\nerror_log {folder}/log;\nevents {{}}\nhttp {{\naccess_log off;\n{}}}\n",
+            block.text
+        );
+        std::fs::write(&path, around).unwrap();
+        let mut nginx = std::process::Command::new("nginx");
+        let search = format!("{}:/usr/sbin", std::env::var("PATH").unwrap());
+        let output =
+            nginx.env("PATH", search).arg("-t").arg("-c").arg(&path).output().expect("`make tools` installs nginx");
+        assert!(output.status.success(), "line {}: {}", block.line, String::from_utf8_lossy(&output.stderr));
+        tried += 1;
+    }
+    assert_eq!(tried, 2);
+}

@@ -1,0 +1,414 @@
+//! How much, over the wire: tiers and sizes of one's own, costs that requests and responses say, refunds, waiting, gRPC.
+
+use std::time::Duration;
+
+use crate::support::client::{Client, load};
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::http2::{self, Answer};
+use crate::support::redis::Redis;
+use crate::support::upstream::{Seen, Upstream};
+use aws_lc_rs::digest::{SHA256, digest};
+use sluicegate::limiter::clock::monotonic;
+
+const PROXY: &str = "127.0.0.9";
+
+/// A consumer whose key is its name.
+fn consumer(name: &str, rest: &str) -> String {
+    let digits: String = digest(&SHA256, name.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+    format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{rest}\n")
+}
+
+/// Both stores: in memory, and in this server.
+fn stores(redis: &Redis) -> [String; 2] {
+    [String::new(), redis.store()]
+}
+
+/// A route `/r` with one limit `l`, answered by the gateway.
+fn answered(limit: &str) -> String {
+    format!(
+        "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+    )
+}
+
+/// The same, with an upstream.
+fn proxied(limit: &str, upstream: &Upstream) -> String {
+    format!(
+        "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nupstream = \"u\"\n",
+        upstream.url()
+    )
+}
+
+const KEYS: &str = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
+
+fn admitted(gateway: &Gateway, key: Option<&str>, requests: usize) -> usize {
+    let headers: Vec<_> = key.map(|key| ("x-api-key", key)).into_iter().collect();
+    let mut client = gateway.client();
+    (0..requests).filter(|_| client.get_with("/r", &headers).status == 200).count()
+}
+
+#[test]
+fn each_consumer_has_the_size_of_its_tier_or_its_own() {
+    let redis = Redis::start();
+    for store in stores(&redis) {
+        let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
+                     tiers = { free = { quota = \"2/hour\" }, pro = { quota = \"6/hour\" }, anonymous = { quota = \"1/hour\" } }";
+        let consumers = [
+            consumer("plain", ""),
+            consumer("poor", "tier = \"free\""),
+            consumer("rich", "tier = \"pro\""),
+            consumer("special", "tier = \"pro\"\nlimit.l = { quota = \"8/hour\" }"),
+        ];
+        let gateway =
+            Gateway::start_with(&(store + KEYS + &answered(limit)), &[("consumers.toml", &consumers.concat())]);
+        let told = gateway.client().get_with("/r", &[("x-api-key", "poor")]);
+        assert_eq!((told.status, told.header("ratelimit-policy")), (200, Some("\"l\";q=2;w=3600")), "its tier's size");
+        for (key, expected) in
+            [(None, 1), (Some("plain"), 3), (Some("poor"), 1), (Some("rich"), 6), (Some("special"), 8)]
+        {
+            assert_eq!(admitted(&gateway, key, 12), expected, "{key:?}");
+        }
+        let told = gateway.client().get_with("/r", &[("x-api-key", "special")]);
+        assert_eq!(told.header("ratelimit-policy"), Some("\"l\";q=8;w=3600"), "the caller is told its own size");
+    }
+}
+
+#[test]
+fn consumers_are_reloaded_and_keep_what_they_have_used() {
+    let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
+                 tiers = { pro = { quota = \"5/hour\" } }";
+    let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
+    assert_eq!(admitted(&gateway, Some("a"), 9), 3);
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401);
+    // As editors and Kubernetes do it: a new file takes the place of the old one.
+    let replace = |text: &str| {
+        let path = gateway.directory().join("consumers.toml");
+        std::fs::write(path.with_extension("new"), text).unwrap();
+        std::fs::rename(path.with_extension("new"), path).unwrap();
+    };
+    replace(&(consumer("a", "tier = \"pro\"") + &consumer("b", "")));
+    eventually("the new key is known", || gateway.client().get_with("/r", &[("x-api-key", "b")]).status == 200);
+    assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five were used before");
+    // A file with a fault changes nothing.
+    replace(&consumer("c", "tier = \"por\""));
+    eventually("the fault is told", || gateway.log().contains("did you mean `pro`?"));
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
+    // Neither does one that is just being written.
+    replace("");
+    eventually("it is told", || gateway.log().contains("no consumer has a key"));
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
+    replace(&consumer("c", ""));
+    eventually("a good file is taken again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
+    assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "who is gone is not known");
+}
+
+#[test]
+fn a_trusted_proxy_says_what_a_request_costs_and_nobody_else() {
+    let upstream = Upstream::start();
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n\
+                 cost = { request_header = \"x-cost\", max = 10 }";
+    let trusting = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n");
+    let gateway = Gateway::start(&(trusting + &proxied(limit, &upstream)));
+    let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
+    let mut stranger = gateway.client();
+    assert_eq!(proxy.get_with("/r", &[("x-cost", "7")]).remaining("l"), 93);
+    assert_eq!(upstream.last().headers("x-cost"), ["7"]);
+    assert_eq!(proxy.get_with("/r", &[("x-cost", "1000")]).remaining("l"), 83, "no more than the maximum");
+    assert_eq!(proxy.get("/r").remaining("l"), 82, "without a word it costs one");
+    assert_eq!(stranger.get_with("/r", &[("x-cost", "0")]).remaining("l"), 81, "a stranger has no say");
+    assert_eq!(upstream.last().headers("x-cost"), [""; 0], "and his word goes no further");
+    let seen = upstream.count();
+    proxy.get_with("/r", &[("x-cost", "a lot")]).assert_problem(400, "no number");
+    assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
+}
+
+/// Answers with the status and the header lines that the request asks for.
+fn obedient(request: &Seen) -> Vec<u8> {
+    let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
+    let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
+    format!("HTTP/1.1 {status}\r\n{lines}Content-Length: 0\r\n\r\n").into_bytes()
+}
+
+#[test]
+fn the_response_says_what_it_cost_and_the_next_request_waits_the_debt_out() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(obedient);
+    for store in stores(&redis) {
+        for algorithm in
+            ["token-bucket", "fixed-window\"\nstart = \"first-request", "sliding-window", "sliding-buckets"]
+        {
+            let limit = format!(
+                "by = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"100/hour\"\ncost.response_header = \"x-used\"\nrefund_on = [\"5xx\"]"
+            );
+            redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+            let gateway = Gateway::start(&(store.clone() + &proxied(&limit, &upstream)));
+            let mut client = gateway.client();
+            let mut ask = |lines: &[(&str, &str)]| client.get_with("/r", &[&[("x-who", "me")], lines].concat());
+            let first = ask(&[("x-line", "x-used: 30")]);
+            assert_eq!((first.status, first.remaining("l")), (200, 70), "{algorithm}: told after the charge");
+            assert_eq!(ask(&[]).remaining("l"), 69, "{algorithm}: without a word it costs one");
+            let failed = ask(&[("x-status", "503 Down"), ("x-line", "x-used: 50")]);
+            assert_eq!(failed.remaining("l"), 69, "{algorithm}: what failed costs nothing");
+            assert_eq!(ask(&[("x-line", "x-used: 100000000000000000")]).remaining("l"), 0, "{algorithm}: a debt");
+            let seen = upstream.count();
+            assert_eq!(ask(&[]).status, 429, "{algorithm}");
+            assert_eq!(upstream.count(), seen, "{algorithm}: it does not reach the upstream");
+        }
+    }
+}
+
+#[test]
+fn a_client_that_leaves_early_pays_all_the_same() {
+    let redis = Redis::start();
+    // Never answers.
+    let upstream = Upstream::answering(|_| {
+        std::thread::park();
+        Vec::new()
+    });
+    let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\ncost.response_header = \"x-used\"";
+    let store = &stores(&redis)[1];
+    let gateway = Gateway::start(&(store.clone() + &proxied(limit, &upstream)));
+    let mut client = gateway.client();
+    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("the request is with the upstream", || upstream.count() == 1);
+    drop(client);
+    eventually("one unit is charged", || redis.keys().len() == 1);
+    assert_eq!(redis.state(&redis.keys()[0])[1], 1);
+}
+
+#[test]
+fn what_the_upstream_failed_at_is_given_back() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(obedient);
+    for store in stores(&redis) {
+        for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
+            // Two limits, of which one gives back: each charge is its own.
+            let config = format!(
+                "{store}[limit.back]\nby = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"10/10h\"\nrefund_on = [\"5xx\", \"404\"]\n{}",
+                proxied("by = \"header:x-who\"\nquota = \"10/10h\"\nalgorithm = \"sliding-log\"", &upstream)
+                    .replace("[\"l\"]", "[\"back\", \"l\"]\ncost = 2")
+            );
+            redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
+            let gateway = Gateway::start(&config);
+            let mut client = gateway.client();
+            for (status, back, kept) in [("200 OK", 8, 8), ("500 No", 8, 6), ("404 Gone", 8, 4), ("403 No", 6, 2)] {
+                let reply = client.get_with("/r", &[("x-who", "me"), ("x-status", status)]);
+                assert_eq!((reply.remaining("back"), reply.remaining("l")), (back, kept), "{algorithm}: {status}");
+            }
+        }
+    }
+    // The gateway's own 502 is a 5xx, too.
+    let nobody = crate::support::redis::free_port();
+    let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
+    let gateway =
+        Gateway::start(&proxied(limit, &upstream).replace(&upstream.url(), &format!("http://127.0.0.1:{nobody}")));
+    assert_eq!([gateway.get("/r").status, gateway.get("/r").status], [502, 502]);
+}
+
+#[test]
+fn refunds_of_slow_failures_cause_no_denials() {
+    let redis = Redis::start();
+    let upstream = Upstream::answering(|_| {
+        std::thread::sleep(Duration::from_millis(200));
+        b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
+    });
+    for store in stores(&redis) {
+        // Within 200 ms four tokens refill, which pay the debt of other requests first.
+        let limit = "by = \"global\"\nalgorithm = \"token-bucket\"\nquota = \"20/s\"\nrefund_on = [\"503\"]";
+        let gateway = Gateway::start(&(store + &proxied(limit, &upstream)));
+        let statuses = load(&[gateway.address], 12, 120, "/r", &[]);
+        assert_eq!(statuses, [503; 120], "each failure is refunded: twelve tokens of twenty are in use");
+        assert!(gateway.get("/r").remaining("l") >= 19, "nothing was lost");
+    }
+}
+
+#[test]
+fn a_request_that_may_wait_is_held_until_its_turn() {
+    let redis = Redis::start();
+    for store in stores(&redis) {
+        let limit = "by = \"global\"\nquota = \"20/s\"\nburst = 1\nmax_wait = \"10s\"";
+        let gateway = Gateway::start(&(store + &answered(limit)));
+        let started = monotonic();
+        let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
+        assert_eq!(statuses, [200; 30], "nobody is denied");
+        // One at once, 29 more at one each 50 ms: never faster, whatever the machine does.
+        assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
+    }
+}
+
+#[test]
+fn who_came_first_is_let_in_first() {
+    let upstream = Upstream::start();
+    let limit = "by = \"global\"\nquota = \"10/s\"\nburst = 1\nmax_wait = \"20s\"";
+    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &proxied(limit, &upstream)));
+    let mut clients: Vec<_> = (0..8).map(|_| gateway.client()).collect();
+    assert_eq!(clients[0].get("/r?first").status, 200);
+    for (index, client) in clients.iter_mut().enumerate() {
+        client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
+        // The line is not seen from outside. But one worker takes up its connections in the order of their bytes: when
+        // a later one is answered, the request before is in the line.
+        assert_eq!(gateway.client().get("/nowhere").status, 404);
+    }
+    for client in &mut clients {
+        assert_eq!(client.reply().unwrap().status, 200);
+    }
+    let order: Vec<_> = upstream.seen.lock().unwrap().iter().skip(1).map(|seen| seen.target().to_owned()).collect();
+    assert_eq!(order, (0..8).map(|index| format!("/r?{index}")).collect::<Vec<_>>());
+}
+
+#[test]
+fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
+    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
+    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
+    let mut first = gateway.client();
+    assert_eq!(first.get("/r").status, 200);
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("the line is full", || {
+        let started = monotonic();
+        let denied = gateway.client().get("/r");
+        // Denied at once: a request that found a place would be held for seconds.
+        denied.status == 429 && started.elapsed() < Duration::from_secs(1)
+    });
+    drop(waiting);
+    let mut next = gateway.client();
+    next.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    assert_eq!(next.reply().unwrap().status, 200, "the place was free");
+}
+
+#[test]
+fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
+    let redis = Redis::start();
+    let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
+    let gateway = Gateway::start(&(stores(&redis)[1].clone() + "denial_cache = 0\n" + &answered(limit)));
+    assert_eq!(gateway.get("/r").status, 200);
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+    // Whoever is in the line has asked once and once more, and now sleeps.
+    eventually("the line is full", || redis.calls("evalsha") == 3);
+    for _ in 0..10 {
+        let full = gateway.get("/r");
+        full.assert_problem(429, "the line is full");
+        assert_eq!(full.header("retry-after"), Some("20"), "then those in the line are gone");
+    }
+    assert_eq!(redis.calls("evalsha"), 3, "nothing was asked for them");
+    assert_eq!(waiting.reply().unwrap().status, 200);
+}
+
+#[test]
+fn who_would_wait_too_long_is_denied_at_once() {
+    let limit = "by = \"global\"\nquota = \"1/hour\"\nmax_wait = \"20s\"";
+    let gateway = Gateway::start(&answered(limit));
+    assert_eq!(gateway.get("/r").status, 200);
+    let started = monotonic();
+    assert_eq!(gateway.get("/r").status, 429);
+    assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
+}
+
+/// A gRPC call is POST over HTTP/2 with its content type. In all other responses the status of the rejection counts:
+/// a shared cache stores a 200.
+#[test]
+fn only_grpc_calls_are_rejected_by_grpc_status() {
+    let gateway = Gateway::start(&answered("by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\""));
+    assert_eq!(gateway.get("/r").status, 200);
+    let mut checked = 0;
+    for (kind, is_grpc) in [
+        (Some("application/grpc"), true),
+        (Some("application/grpc+proto"), true),
+        (Some("application/grpc;x=y"), true),
+        (Some("application/grpc-web"), false),
+        (Some("application/grpc-web+proto"), false),
+        (Some("application/grpcx"), false),
+        (Some("application/json"), false),
+        (None, false),
+    ] {
+        for method in ["POST", "GET", "HEAD", "PUT", "OPTIONS", "DELETE", "CUSTOM"] {
+            let mut client = gateway.client();
+            let headers: Vec<_> = kind.iter().map(|kind| ("content-type", *kind)).collect();
+            let reply = client.request(method, "/r", &headers, b"");
+            let what = format!("{method} with {kind:?}");
+            assert_eq!((reply.status, reply.header("grpc-status")), (429, None), "{what} over HTTP/1.1");
+            assert_eq!(reply.header("cache-control"), Some("no-store"), "{what} over HTTP/1.1");
+            let mut request = http::Request::builder().method(method).uri("http://a.test/r");
+            if let Some(kind) = kind {
+                request = request.header("content-type", kind);
+            }
+            let answers = http2::ask(gateway.address, [request.body(&b""[..]).unwrap()]);
+            let [Answer::Response(status, headers, body)] = &answers[..] else { panic!("{what}: {answers:?}") };
+            let call = is_grpc && method == "POST";
+            let expected = if call { (200, Some("8")) } else { (429, None) };
+            let field = |name| headers.get(name).map(|value| value.to_str().unwrap());
+            assert_eq!((status.as_u16(), field("grpc-status")), expected, "{what} over HTTP/2");
+            assert_eq!(field("cache-control"), Some("no-store"), "{what} over HTTP/2");
+            assert_eq!(field("content-length").is_some_and(|length| length != "0"), !call, "{what} over HTTP/2");
+            assert_eq!(body.is_empty(), call || method == "HEAD", "{what} over HTTP/2");
+            assert!(field("retry-after").is_some() && field("ratelimit").is_some(), "{what}: {headers:?}");
+            if call {
+                assert_eq!(field("content-type"), Some("application/grpc"), "{what}");
+                assert!(field("grpc-message").unwrap().contains("try again in") && body.is_empty(), "{what}");
+            }
+            checked += 2;
+        }
+    }
+    assert_eq!(checked, 8 * 7 * 2);
+}
+
+#[test]
+fn what_the_upstream_says_of_its_own_limits_is_kept() {
+    let upstream = Upstream::answering(obedient);
+    let gateway = Gateway::start(&proxied("by = \"global\"\nquota = \"10/hour\"", &upstream));
+    let line = ("x-line", "RateLimit: \"theirs\";r=3;t=5");
+    let reply = gateway.client().get_with("/r", &[line]);
+    let fields: Vec<_> =
+        reply.headers.iter().filter(|(name, _)| name == "ratelimit").map(|(_, value)| value.as_str()).collect();
+    assert_eq!(fields[0], "\"theirs\";r=3;t=5");
+    assert!(fields.len() == 2 && fields[1].starts_with("\"l\";r=9"), "ours is appended: {fields:?}");
+}
+
+#[test]
+fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
+    let consumers = consumer("small", "limit.l = { quota = \"2/hour\" }");
+    let limit = "by = \"api-key\"\nquota = \"100/hour\"\ncost = { request_header = \"x-cost\", max = 500 }\ntiers = { free = { quota = \"5/hour\" } }";
+    let config = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n{KEYS}{}", answered(limit));
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
+    let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
+    let never = proxy.get_with("/r", &[("x-cost", "101")]);
+    never.assert_problem(429, "more than there ever is");
+    assert_eq!(never.header("retry-after"), None);
+    assert_eq!(proxy.get_with("/r", &[("x-api-key", "small"), ("x-cost", "3")]).header("retry-after"), None);
+    let check = crate::support::gateway::binary()
+        .args(["check", "--config"])
+        .arg(gateway.directory().join("gateway.toml"))
+        .output()
+        .unwrap();
+    let out = String::from_utf8(check.stdout).unwrap();
+    for warning in ["ever has (100)", "in the tier `free` (5)", "for the consumer `small` (2)"] {
+        assert!(out.contains(warning), "{warning} is missing in\n{out}");
+    }
+    assert!(out.contains("l: at most 199 in any 3600 s, 100 at once"), "{out}");
+    assert!(out.contains("l, tier free: at most 9 in any 3600 s, 5 at once"), "{out}");
+}
+
+#[test]
+fn request_that_the_queue_cannot_admit_in_time_for_its_cost_is_denied_at_once() {
+    // Two minutes bring 20 tokens: room for two requests that cost 10, though 1000 may be queued.
+    let limit = "by = \"global\"\nquota = \"10/min\"\nburst = 10\ncost = 10\nmax_wait = \"2m\"";
+    let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
+    assert_eq!(gateway.get("/r").status, 200);
+    let mut clients = [(); 3].map(|()| gateway.client());
+    for client in &mut clients {
+        client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+        client.stream.get_mut().set_nonblocking(true).unwrap();
+    }
+    eventually("one of three is denied", || {
+        clients.iter().any(|client| client.stream.get_ref().peek(&mut [0]).is_ok())
+    });
+    for client in &mut clients {
+        if client.stream.get_ref().peek(&mut [0]).is_ok() {
+            client.stream.get_mut().set_nonblocking(false).unwrap();
+            assert_eq!(client.reply().unwrap().status, 429);
+        }
+    }
+}

@@ -1,0 +1,152 @@
+//! `sluicegate top`, `inspect`, `reset` and `override`: the operator's commands against a running gateway.
+
+use std::net::TcpListener;
+use std::process::Output;
+
+use crate::support::gateway::{Gateway, binary};
+use serde_json::{Value, json};
+
+const TOKEN: &str = "open-sesame";
+
+fn config(admin: &str) -> String {
+    format!(
+        "{admin}[limit.one]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"2/3650d\"\n\
+         [limit.net]\nby = \"ip\"\nquota = \"1000/min\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"one\", \"net\"]\nrespond = {{ status = 200 }}\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n"
+    )
+}
+
+/// A gateway whose file says on which port its operator asks.
+fn start() -> Gateway {
+    // Nobody else takes the port between the look and the start, or the gateway does not start and says so.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"{TOKEN}\"\n")))
+}
+
+fn run(gateway: &Gateway, arguments: &[&str]) -> Output {
+    let path = gateway.directory().join("gateway.toml");
+    binary().arg("--config").arg(path).args(arguments).env_remove("SLUICEGATE_ADMIN_TOKEN").output().unwrap()
+}
+
+fn said(gateway: &Gateway, arguments: &[&str]) -> String {
+    let output = run(gateway, arguments);
+    let (out, err) = (String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap());
+    assert!(output.status.success() && err.is_empty(), "{arguments:?}: {out}{err}");
+    assert!(!out.contains('\u{1b}'), "no colours in a pipe: {out}");
+    out
+}
+
+fn said_json(gateway: &Gateway, arguments: &[&str]) -> Value {
+    let text = said(gateway, &[arguments, &["--json"]].concat());
+    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{error}: {text}"))
+}
+
+fn statuses(gateway: &Gateway, identity: &str, times: usize) -> Vec<u16> {
+    let mut client = gateway.client();
+    (0..times).map(|_| client.get_with("/r", &[("x-id", identity)]).status).collect()
+}
+
+/// The words of the line that has this word.
+fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
+    let line = text.lines().find(|line| line.split_whitespace().any(|each| each == word));
+    line.unwrap_or_else(|| panic!("no {word} in\n{text}")).split_whitespace().collect()
+}
+
+#[test]
+fn an_operator_finds_who_is_limited_and_helps() {
+    let gateway = start();
+    assert!(said(&gateway, &["top"]).contains("nobody was denied in the last 5 minutes: net, one"));
+    assert_eq!(statuses(&gateway, "alice", 5), [200, 200, 429, 429, 429]);
+    let top = said(&gateway, &["top"]);
+    assert!(top.starts_with("one: denied 3 in the last 5 minutes\n"), "{top}");
+    assert_eq!(words(&top, "COUNT"), ["COUNT", "CLIENT", "IDENTITY"]);
+    let row = words(&top, "3");
+    let row = if row.len() == 3 { row } else { words(top.split_once("IDENTITY").unwrap().1, "3") };
+    assert_eq!((row[0], row[1], row[2].len()), ("3", "header:x-id=(hidden)", 32), "{top}");
+    let hash = row[2].to_owned();
+    let seen = said_json(&gateway, &["top", "--limit", "one", "--count", "1"]);
+    assert_eq!(seen["limits"][0]["identities"][0]["identity"], hash, "{seen}");
+
+    let all = said(&gateway, &["inspect", "header:x-id=alice", "ip=127.0.0.1"]);
+    assert_eq!(&words(&all, "one")[..6], ["one", "denied", "2/3650d", "0", "of", "2"], "{all}");
+    assert_eq!(&words(&all, "net")[..3], ["net", "allowed", "1000/min"], "{all}");
+    let one = said(&gateway, &["inspect", "--limit", "one", &hash]);
+    assert_eq!(words(&one, "one")[1], "denied", "{one}");
+    assert_eq!(said_json(&gateway, &["inspect", "--limit", "one", "header:x-id=alice"])["limits"][0]["remaining"], 0);
+
+    let reset = said(&gateway, &["reset", "--limit", "one", "header:x-id=alice"]);
+    assert_eq!(reset, format!("{hash} of `one` starts afresh\n"));
+    assert_eq!(statuses(&gateway, "alice", 3), [200, 200, 429]);
+
+    let set = [
+        "override",
+        "set",
+        "--limit",
+        "one",
+        &hash,
+        "--quota",
+        "3/3650d",
+        "--ttl",
+        "2h",
+        "--note",
+        "asked\u{1b}[2J for it",
+    ];
+    let set = said(&gateway, &set);
+    assert_eq!(&words(&set, "one")[..3], ["one", &*hash, "3/3650d"], "{set}");
+    assert!(set.contains("asked\\u{1b}[2J for it"), "{set}");
+    assert_eq!(statuses(&gateway, "alice", 2), [200, 429]);
+    let list = said_json(&gateway, &["override", "list"]);
+    assert_eq!((&list["overrides"][0]["identity"], &list["max_overrides"]), (&json!(hash), &json!(1000)), "{list}");
+    assert_eq!(words(&said(&gateway, &["inspect", "--limit", "one", &hash]), "one")[4], "of");
+    let removed = said(&gateway, &["override", "remove", "--limit", "one", &hash]);
+    assert!(removed.contains("has the quota of everybody again"), "{removed}");
+    assert!(said(&gateway, &["override", "list"]).contains("no identity"), "{removed}");
+}
+
+#[test]
+fn what_is_wrong_is_said_in_a_sentence() {
+    let gateway = start();
+    let admin = format!("http://{}", gateway.admin());
+    let free = TcpListener::bind("127.0.0.1:0").unwrap();
+    let nobody = format!("http://{}", free.local_addr().unwrap());
+    drop(free);
+    let folder = tempfile::tempdir().unwrap();
+    let file = |name: &str, text: &str| {
+        let path = folder.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.display().to_string()
+    };
+    let plain = file("plain.toml", &config(""));
+    let elsewhere = file("elsewhere.toml", &config(&format!("[admin]\naddress = \"{}\"\n", &nobody[7..])));
+    let bad = file("bad.toml", "[limit]\nx = 1\n");
+    let proxy = format!("http://{}", gateway.address);
+    for (arguments, token, code, expected) in [
+        (&["--config", &plain, "top"][..], "", 1, "has no [admin]"),
+        (&["--config", &elsewhere, "top"], "", 1, "nobody answers at http://127.0.0.1:"),
+        (&["--config", &bad, "top"], "", 2, "bad.toml"),
+        (&["top", "--admin", &nobody], "", 1, "nobody answers at"),
+        (&["top", "--admin", &admin], "", 1, "refuses the token"),
+        (&["top", "--admin", &admin], "wrong", 1, "SLUICEGATE_ADMIN_TOKEN"),
+        (&["top", "--admin", &admin], TOKEN, 0, ""),
+        (&["top", "--admin", &proxy], TOKEN, 1, &proxy[7..]),
+        (&["top", "--admin", "https://127.0.0.1"], TOKEN, 1, "--admin is a URL such as"),
+        (&["top", "--admin", "localhost"], TOKEN, 1, "--admin is a URL such as"),
+        (&["top", "--admin", &admin, "--limit", "x"], TOKEN, 1, "there is no such limit"),
+        (&["inspect", "--admin", &admin, "a", "b"], TOKEN, 1, "PART=VALUE"),
+        (&["inspect", "--admin", &admin, "ip=here"], TOKEN, 1, "`ip` is not an address"),
+        (&["inspect", "--admin", &admin], TOKEN, 2, "PART=VALUE"),
+        (&["reset", "--admin", &admin, "--limit", "one", "ip=127.0.0.1"], TOKEN, 1, "is by header:x-id, not by `ip`"),
+    ] {
+        let output = binary().args(arguments).env("SLUICEGATE_ADMIN_TOKEN", token).output().unwrap();
+        let err = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{arguments:?}: {err}");
+        assert!(err.contains(expected) && !err.contains(TOKEN), "{arguments:?}: {err}");
+    }
+    // Who may look without a token may not change.
+    let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+    let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
+    assert!(said(&open, &["top"]).contains("nobody was denied"));
+    let output = run(&open, &["reset", "--limit", "one", "header:x-id=alice"]);
+    assert!(String::from_utf8(output.stderr).unwrap().contains("set admin.token"));
+}

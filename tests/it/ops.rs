@@ -1,0 +1,124 @@
+//! What lies in `ops/` fits this gateway: metrics and labels that it has, configurations that it accepts, a probe that it answers.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::support::gateway::{Gateway, binary};
+use crate::support::reload::{ask, says, with_admin};
+use serde_json::Value;
+
+fn ops() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("ops")
+}
+
+fn read(name: &str) -> String {
+    std::fs::read_to_string(ops().join(name)).unwrap()
+}
+
+/// All expressions of a board, those of its variables and annotations included.
+fn expressions(board: &Value, found: &mut Vec<String>) {
+    match board {
+        Value::Object(fields) => {
+            for (name, value) in fields {
+                match value {
+                    Value::String(text) if ["expr", "query", "definition"].contains(&&**name) => {
+                        found.push(text.clone())
+                    }
+                    value => expressions(value, found),
+                }
+            }
+        }
+        Value::Array(items) => items.iter().for_each(|item| expressions(item, found)),
+        _ => {}
+    }
+}
+
+/// The metrics that a text names, without what the lines of a histogram end in.
+fn metrics(text: &str) -> BTreeSet<String> {
+    let is_name = |char: char| char.is_ascii_alphanumeric() || char == '_';
+    let words = text.split(|char| !is_name(char)).filter(|word| word.starts_with("sluicegate_"));
+    let base = |word: &str| {
+        let cut = ["_bucket", "_sum", "_count"].iter().find_map(|end| word.strip_suffix(end));
+        cut.unwrap_or(word).to_owned()
+    };
+    words.map(base).collect()
+}
+
+/// What a text compares a label with, each alternative by itself.
+fn values(text: &str, label: &str) -> BTreeSet<String> {
+    let rests = [format!("{label}=\""), format!("{label}=~\"")];
+    let rests = rests.iter().flat_map(|begin| text.split(&**begin).skip(1));
+    rests.flat_map(|rest| rest.split('"').next().unwrap().split('|')).map(str::to_owned).collect()
+}
+
+#[test]
+fn board_and_alerts_ask_for_metrics_that_there_are() {
+    let limited = "limits = [\"ip\"]\n[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n";
+    let upstream = "[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n\
+                    [upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n";
+    let gateway = Gateway::start(&with_admin(&format!("{}{limited}{upstream}", says("x"))));
+    assert_eq!((gateway.get("/says").status, gateway.get("/up").status), (200, 502));
+    let page = ask(&gateway, "GET", "/metrics").text().to_owned();
+    let there: BTreeSet<_> =
+        page.lines().filter_map(|line| line.strip_prefix("# TYPE ")?.split(' ').next()).map(str::to_owned).collect();
+    let mut board = Vec::new();
+    expressions(&serde_json::from_str(&read("grafana.json")).expect("JSON"), &mut board);
+    for (name, text, least) in [
+        ("grafana.json", board.join("\n"), 25),
+        ("alerts.yml", read("alerts.yml"), 12),
+        ("alerts.test.yml", read("alerts.test.yml"), 12),
+    ] {
+        let named = metrics(&text);
+        assert!(named.len() >= least, "{name}: {named:?}");
+        let unknown: Vec<_> = named.difference(&there).collect();
+        assert!(unknown.is_empty(), "{name}: {unknown:?}");
+        for label in ["decision", "answered_by", "kind", "status"] {
+            for value in values(&text, label) {
+                let there = page.contains(&format!("{label}=\"{}", value.trim_end_matches(".*")));
+                assert!(there, "{name}: {label} = {value}");
+            }
+        }
+    }
+}
+
+/// The configuration in a ConfigMap.
+fn configured(manifest: &str) -> String {
+    let (_, rest) = manifest.split_once("  gateway.toml: |\n").expect("a configuration");
+    let lines = rest.lines().map_while(|line| if line.is_empty() { Some("") } else { line.strip_prefix("    ") });
+    lines.collect::<Vec<_>>().join("\n")
+}
+
+#[test]
+fn the_configurations_are_accepted_without_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let mapped = folder.path().join("gateway.toml");
+    std::fs::write(&mapped, configured(&read("kubernetes.yaml"))).unwrap();
+    for path in [&ops().join("compose.gateway.toml"), &mapped] {
+        let mut check = binary();
+        check.args(["check", "--strict", "--offline", "--config"]).arg(path);
+        for name in ["SLUICEGATE_ADMIN_TOKEN", "SLUICEGATE_STORE_SECRET", "REDIS_PASSWORD"] {
+            check.env(name, "5f0c2a");
+        }
+        let output = check.output().unwrap();
+        let said = String::from_utf8([output.stdout, output.stderr].concat()).unwrap();
+        assert!(output.status.success() && said.contains("1 listener, 1 route, 1 limit, 1 upstream"), "{said}");
+    }
+}
+
+#[test]
+fn the_probe_knows_a_gateway_that_is_well() {
+    let gateway = Gateway::start(&with_admin(&says("x")));
+    let probe = |path: &str, token: &str, port: u16| {
+        let mut probe = Command::new(ops().join("probe"));
+        probe.args([path, &port.to_string()]).env("SLUICEGATE_ADMIN_TOKEN", token).stderr(Stdio::null());
+        probe.status().unwrap().success()
+    };
+    let port = gateway.admin().port();
+    assert!(probe("/healthz", "sesame", port));
+    assert!(probe("/readyz", "sesame", port));
+    assert!(!probe("/healthz", "thistle", port), "without the token");
+    assert!(!probe("/nothing", "sesame", port));
+    drop(gateway);
+    assert!(!probe("/healthz", "sesame", port), "nobody is there");
+}

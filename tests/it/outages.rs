@@ -1,0 +1,280 @@
+//! Outages of the store under load: clients notice a deadline at most, and nobody gets somebody else's answer.
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::Duration;
+
+use crate::support::client::{Client, load};
+use crate::support::gateway::Gateway;
+use crate::support::redis::{Redis, free_port};
+use crate::support::relay::Relay;
+use crate::support::upstream::{endless, serve};
+use crate::support::{Raise, eventually, signal};
+use sluicegate::limiter::clock::monotonic;
+
+/// A gateway on this store, with these limits on `/r`.
+fn gateway(store: &str, limits: &[&str]) -> Gateway {
+    let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
+    let names: Vec<_> = (0..limits.len()).map(|n| format!("l{n}")).collect();
+    Gateway::start(&format!(
+        "[store]\n{store}\n{named}\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = {names:?}\nrespond = {{ status = 200 }}\n"
+    ))
+}
+
+#[test]
+fn a_store_that_is_not_there_at_the_start_delays_nobody() {
+    // One that accepts and stays silent is worse than one that refuses.
+    let silent = serve(|mut stream| drop(std::io::copy(&mut stream, &mut std::io::sink())));
+    let mut slowest = Duration::ZERO;
+    for port in [free_port(), silent.port()] {
+        for on_error in ["local", "allow", "deny"] {
+            let store = format!("url = \"redis://127.0.0.1:{port}\"");
+            let limit = format!("by = \"ip\"\nquota = \"10/hour\"\non_store_error = \"{on_error}\"");
+            let gateway = gateway(&store, &[&limit]);
+            let asked = monotonic();
+            let reply = gateway.get("/r");
+            slowest = slowest.max(asked.elapsed());
+            if on_error == "deny" {
+                reply.assert_problem(503, on_error);
+                let id = reply.header("x-request-id").expect("an id");
+                assert_eq!(reply.json()["request_id"], id, "it can be found in the access log");
+            } else {
+                assert_eq!(reply.status, 200, "{on_error}");
+            }
+        }
+    }
+    assert!(slowest <= Duration::from_secs(1), "the first answer after {slowest:?}");
+    println!("row 16: first answer after {slowest:?} at most");
+}
+
+#[test]
+fn a_store_that_dies_under_load_is_no_error_for_clients() {
+    const CLIENTS: usize = 20;
+    const TIMEOUT: Duration = Duration::from_millis(250);
+    let port = free_port();
+    let mut redis = Redis::start_on(port).expect("the port is still free");
+    let store = format!("url = \"{}\"\ntimeout = \"{}ms\"", redis.url(), TIMEOUT.as_millis());
+    let limit = "by = \"header:x-id\"\nquota = \"1000000/hour\"\non_store_error = \"allow\"";
+    let gateway = gateway(&store, &[limit]);
+    let (over, decided, alone) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
+    let (back, slowest, total) = std::thread::scope(|scope| {
+        let raise = Raise(&over);
+        let threads: Vec<_> = (0..CLIENTS)
+            .map(|id| {
+                let (gateway, over, decided, alone) = (&gateway, &over, &decided, &alone);
+                scope.spawn(move || {
+                    let mut client = gateway.client();
+                    let (mut slowest, mut total) = (Duration::ZERO, 0);
+                    while !over.load(Ordering::SeqCst) {
+                        let asked = monotonic();
+                        let reply = client.get_with("/r", &[("x-id", &id.to_string())]);
+                        assert_eq!(reply.status, 200, "request {total} of client {id}");
+                        (slowest, total) = (slowest.max(asked.elapsed()), total + 1);
+                        let count = if reply.header("ratelimit").is_some() { decided } else { alone };
+                        count.fetch_add(1, Ordering::SeqCst);
+                        // All of them together ask a thousand times a second.
+                        std::thread::sleep(Duration::from_millis(CLIENTS as u64).saturating_sub(asked.elapsed()));
+                    }
+                    (slowest, total)
+                })
+            })
+            .collect();
+        let decides = |from: usize| decided.load(Ordering::SeqCst) > from + CLIENTS;
+        eventually("the store decides", || decides(0));
+        redis.child.kill().unwrap();
+        redis.child.wait().unwrap();
+        // Some seconds of them: the longer it lasts, the longer the pauses between probes.
+        eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 3000);
+        let before = decided.load(Ordering::SeqCst);
+        let _redis = Redis::start_on(port).expect("the port is still free");
+        let back = monotonic();
+        eventually("the store decides again", || decided.load(Ordering::SeqCst) > before);
+        let back = back.elapsed();
+        eventually("all go on", || decides(before));
+        drop(raise);
+        let each: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
+        (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
+    });
+    println!("row 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
+    // The deadline, and a second for whatever else the machine does.
+    assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
+    assert!(back <= Duration::from_millis(1500), "{back:?}");
+}
+
+#[test]
+fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
+    const CLIENTS: usize = 8;
+    let redis = Redis::start();
+    let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
+    // Numbers that no two clients have in common.
+    let quota = |client: usize| (client + 1) * 1_000_000;
+    let limits: String = (0..CLIENTS)
+        .map(|client| {
+            format!(
+                "[limit.l{client}]\nby = \"global\"\nquota = \"{}/24h\"\nalgorithm = \"sliding-window\"\non_store_error = \"allow\"\n\
+                 [[route]]\nname = \"r{client}\"\npath = \"/{client}\"\nlimits = [\"l{client}\"]\nrespond = {{ status = 200 }}\n",
+                quota(client)
+            )
+        })
+        .collect();
+    let gateway = Gateway::start(&format!("[store]\n{store}\n{limits}"));
+    let (over, answered, alone) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
+    let crossed: usize = std::thread::scope(|scope| {
+        let raise = Raise(&over);
+        let threads: Vec<_> = (0..CLIENTS)
+            .map(|id| {
+                let (gateway, over, answered, alone) = (&gateway, &over, &answered, &alone);
+                scope.spawn(move || {
+                    let mut client = gateway.client();
+                    let (path, name) = (format!("/{id}"), format!("l{id}"));
+                    let (mut sent, mut counted, mut crossed, mut rejected) = (0, 0, 0, 0);
+                    while !over.load(Ordering::SeqCst) {
+                        let reply = client.get(&path);
+                        sent += 1;
+                        if reply.status == 503 {
+                            // Until it is known whether the store is late or gone.
+                            assert_eq!(reply.header("retry-after"), Some("1"));
+                            rejected += 1;
+                            assert!(rejected <= 6, "{rejected} rejected of {sent}");
+                            continue;
+                        }
+                        assert_eq!(reply.status, 200);
+                        if reply.header("ratelimit").is_none() {
+                            alone.fetch_add(1, Ordering::SeqCst);
+                            continue;
+                        }
+                        // Those in between without an answer may have been counted; no other client's ever is.
+                        let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
+                        crossed += usize::from(spent <= counted || spent > sent);
+                        counted = spent;
+                        answered.fetch_add(1, Ordering::SeqCst);
+                    }
+                    crossed
+                })
+            })
+            .collect();
+        eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
+        signal(&redis.child, "STOP");
+        // Calls that wait for their replies, those after them, and those that are not even made.
+        eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 20_000);
+        signal(&redis.child, "CONT");
+        eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
+        drop(raise);
+        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+    });
+    println!("row 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
+    assert_eq!(crossed, 0);
+}
+
+#[test]
+fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
+    let redis = Redis::start();
+    let limit = "by = \"global\"\nquota = \"1000/hour\"\non_store_error = \"allow\"";
+    let gateway = gateway(&format!("url = \"{}\"", redis.url()), &[limit]);
+    assert!(gateway.get("/r").header("ratelimit").is_some());
+    signal(&redis.child, "STOP");
+    let asked = monotonic();
+    gateway.get("/r").assert_problem(503, "it is not known yet whether the store is late or gone");
+    // No further request: the gateway itself finds out.
+    eventually("the breaker is open", || gateway.log().contains("the store fails"));
+    let opened = asked.elapsed();
+    println!("the breaker is open {opened:?} after a single request");
+    // Six timeouts are 0.3 s.
+    assert!(opened < Duration::from_secs(5), "{opened:?}");
+    let reply = gateway.get("/r");
+    assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "by on_store_error");
+}
+
+/// Three gateways, of which the first reaches Redis by a relay of its own.
+fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
+    [relay.url(), redis.url(), redis.url()].map(|url| {
+        Gateway::start(&format!(
+            "[store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\n{route}\n"
+        ))
+    })
+}
+
+#[test]
+fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
+    const LIMIT: usize = 30;
+    // A bucket gets a token back every 121 days.
+    for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
+        let redis = Redis::start();
+        let relay = Relay::start(redis.port);
+        let limit = format!("algorithm = \"{algorithm}\"\nquota = \"{LIMIT}/3650d\"");
+        let gateways = trio(&relay, &redis, &limit, "respond = { status = 200 }");
+        let admitted = |gateway: &Gateway, requests| {
+            let statuses = load(&[gateway.address], 4, requests, "/r", &[]);
+            assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{algorithm}: {statuses:?}");
+            statuses.iter().filter(|status| **status == 200).count()
+        };
+        let by_store: usize = gateways.iter().map(|gateway| admitted(gateway, 2)).sum();
+        assert_eq!(by_store, 6, "{algorithm}");
+        let [isolated, others @ ..] = &gateways;
+        relay.turn_to(free_port());
+        let share = admitted(isolated, 100);
+        assert!((LIMIT / 3..=LIMIT / 3 + 1).contains(&share), "{algorithm}: the isolated gateway admits {share}");
+        eventually("the breaker of the isolated gateway is open", || {
+            assert_eq!(isolated.get("/r").status, 429, "{algorithm}: its share is used up");
+            isolated.log().contains("the store fails")
+        });
+        let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
+        assert_eq!(by_store + rest, LIMIT, "{algorithm}: what the others admit");
+        relay.turn_to(redis.port);
+        eventually("the isolated gateway reaches the store again", || isolated.log().contains("the store answers"));
+        assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
+        assert!(others.iter().all(|gateway| !gateway.log().contains("the store fails")), "{algorithm}");
+    }
+}
+
+#[test]
+fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
+    const LIMIT: usize = 12;
+    let redis = Redis::start();
+    let relay = Relay::start(redis.port);
+    let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
+    // No permit ends while the test runs.
+    let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
+    let gateways = trio(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
+    let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {
+        let asked = (0..tries).filter_map(|_| {
+            let mut client = gateway.client();
+            client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+            let status = client.head().unwrap().status;
+            assert!([200, 429].contains(&status), "{status}");
+            (status == 200).then_some(client)
+        });
+        asked.collect()
+    };
+    let permits = || {
+        let key = redis.keys().into_iter().find(|key| !key.contains("~probe"));
+        key.map_or(0, |key| redis::cmd("ZCARD").arg(key).query::<usize>(&mut redis.connection()).unwrap())
+    };
+    let mut running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, 1)).collect();
+    assert_eq!((running.len(), permits()), (3, 3));
+    let [isolated, others @ ..] = &gateways;
+    relay.turn_to(free_port());
+    let share = open(isolated, LIMIT);
+    assert_eq!(share.len(), LIMIT / 3 - 1, "its share, less what runs");
+    eventually("the breaker of the isolated gateway is open", || {
+        assert!(open(isolated, 1).is_empty(), "its share is used up");
+        isolated.log().contains("the store fails")
+    });
+    running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));
+    assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "by the store");
+    running.extend(share);
+    relay.turn_to(redis.port);
+    eventually("all that run count", || permits() == running.len());
+    for gateway in &gateways {
+        assert!(open(gateway, LIMIT).is_empty(), "more run than the limit already");
+    }
+    running.clear();
+    eventually("all permits are released", || permits() == 0);
+    eventually("the store alone decides again", || {
+        let running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, LIMIT)).collect();
+        assert!(running.len() <= LIMIT, "{} run", running.len());
+        running.len() == LIMIT
+    });
+}

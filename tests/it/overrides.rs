@@ -1,0 +1,318 @@
+//! Overrides survive a Redis that loses its data: gateways write back the newest records that they know.
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use crate::support::client::{Client, Reply};
+use crate::support::gateway::Gateway;
+use crate::support::redis::Redis;
+use crate::support::{eventually, signal};
+use serde_json::{Value, json};
+use sluicegate::limiter::clock::monotonic;
+use sluicegate::limiter::redis::overrides;
+use sluicegate::limiter::redis::overrides::{
+    KnownRevision, OverrideEntry, WriteStatus, parse_restore_reply, parse_write_reply,
+};
+
+const HASH: &str = "rl:overrides";
+
+/// Time until an override is in force again after Redis is back: a probe of the circuit breaker, a poll, and a busy machine.
+const SOON: Duration = Duration::from_secs(5);
+
+fn config(redis: &Redis) -> String {
+    format!(
+        "{}[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"open-sesame\"\n\
+         [limit.one]\nby = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"3/day\"\n\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"one\"]\nrespond = {{ status = 200 }}\n",
+        redis.store()
+    )
+}
+
+fn ask(gateway: &Gateway, method: &str, path: &str, body: &str) -> Reply {
+    let headers = [("authorization", "Bearer open-sesame"), ("content-type", "application/json")];
+    Client::connect(gateway.admin()).request(method, path, &headers, body.as_bytes())
+}
+
+fn set(gateway: &Gateway, identity: u128, quota: &str, lasts: &str) -> Reply {
+    let body = json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": quota, "ttl": lasts});
+    ask(gateway, "POST", "/api/overrides", &body.to_string())
+}
+
+fn remove(gateway: &Gateway, identity: u128) -> bool {
+    let reply = ask(gateway, "DELETE", &format!("/api/overrides?limit=one&identity={identity:032x}"), "");
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    reply.json()["removed"].as_bool().unwrap()
+}
+
+/// The reply of `GET /api/overrides`.
+fn all(gateway: &Gateway) -> Value {
+    let reply = ask(gateway, "GET", "/api/overrides", "");
+    assert_eq!(reply.status, 200, "{}", reply.text());
+    reply.json()
+}
+
+/// The quotas of all overrides, by the number of the identity.
+fn quotas(all: &Value) -> BTreeMap<u128, String> {
+    let quota = |one: &Value| {
+        let identity = u128::from_str_radix(one["identity"].as_str().unwrap(), 16).unwrap();
+        (identity, one["quota"].as_str().unwrap().to_owned())
+    };
+    all["overrides"].as_array().unwrap().iter().map(quota).collect()
+}
+
+fn expected(quotas: &[(u128, &str)]) -> BTreeMap<u128, String> {
+    quotas.iter().map(|(identity, quota)| (*identity, (*quota).to_owned())).collect()
+}
+
+fn field(identity: u128) -> String {
+    format!("size/one/{identity:032x}")
+}
+
+/// All values of the hash by their fields.
+fn stored(redis: &Redis) -> BTreeMap<String, String> {
+    redis::cmd("HGETALL").arg(HASH).query(&mut redis.connection()).unwrap()
+}
+
+/// Expiry, revision and the instant until which the record is kept.
+fn numbers(value: &str) -> [u64; 3] {
+    let mut words = value.split(' ').map(|word| word.parse().unwrap());
+    std::array::from_fn(|_| words.next().unwrap())
+}
+
+fn command(redis: &Redis, words: &[&str]) {
+    redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap();
+}
+
+/// Kills a server and starts another one, without data, on its port.
+fn restart_empty(redis: &mut Redis) {
+    redis.child.kill().unwrap();
+    redis.child.wait().unwrap();
+    start_again(redis);
+}
+
+fn start_again(redis: &mut Redis) {
+    *redis = Redis::start_on(redis.port).expect("the port is free again");
+    assert_eq!(redis.keys(), Vec::<String>::new());
+}
+
+#[test]
+fn restart_without_persistence_keeps_the_newest_overrides() {
+    let mut redis = Redis::start();
+    let config = config(&redis);
+    let gateways = [Gateway::start(&config), Gateway::start(&config)];
+    for identity in 1..=3 {
+        assert_eq!(set(&gateways[0], identity, "10/day", "1h").status, 200);
+    }
+    let first = expected(&[(1, "10/day"), (2, "10/day"), (3, "10/day")]);
+    eventually("both gateways know all", || gateways.iter().all(|gateway| quotas(&all(gateway)) == first));
+    // The second gateway misses the changes just before the loss.
+    signal(&gateways[1].child, "STOP");
+    assert!(remove(&gateways[0], 2));
+    assert_eq!(set(&gateways[0], 3, "20/day", "1h").status, 200);
+    let before = stored(&redis);
+    redis.child.kill().unwrap();
+    redis.child.wait().unwrap();
+    let newest = expected(&[(1, "10/day"), (3, "20/day")]);
+    let without_store = all(&gateways[0]);
+    assert_eq!(quotas(&without_store), newest, "in force without the store");
+    assert!(without_store["store_error"].as_str().unwrap().contains("store"), "{without_store}");
+    // It comes first, alone, with what it knows.
+    signal(&gateways[0].child, "STOP");
+    start_again(&mut redis);
+    signal(&gateways[1].child, "CONT");
+    let has = |redis: &Redis, identity: u128, text: &str| {
+        stored(redis).get(&field(identity)).is_some_and(|value| value.contains(text))
+    };
+    eventually("it writes back what it knows", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
+    signal(&gateways[0].child, "CONT");
+    eventually("the newest revision wins", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
+    let after = stored(&redis);
+    assert_eq!(after.keys().collect::<Vec<_>>(), before.keys().collect::<Vec<_>>());
+    for (field, value) in &after {
+        let (now, was) = (numbers(value), numbers(&before[field]));
+        assert_eq!(now[1], was[1], "{field}: the revision stays");
+        assert!(now[0] <= was[0] && now[2] <= was[2], "{field}: not past its expiry: {now:?} {was:?}");
+    }
+    redis.assert_every_key_expires();
+    // Now both know, in whichever order they come.
+    restart_empty(&mut redis);
+    let back = monotonic();
+    eventually("all is there again", || stored(&redis).len() == 3);
+    assert!(back.elapsed() < SOON, "{:?}", back.elapsed());
+    let third = Gateway::start(&config);
+    eventually("a gateway that starts now knows", || quotas(&all(&third)) == newest);
+    assert!(gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
+    assert!(gateways.iter().any(|gateway| gateway.log().contains("overrides that the store lost are written back")));
+}
+
+#[test]
+fn flush_keeps_overrides_and_removals() {
+    let redis = Redis::start();
+    let config = config(&redis);
+    let gateways = [Gateway::start(&config), Gateway::start(&config)];
+    assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
+    assert_eq!(set(&gateways[0], 2, "10/day", "1h").status, 200);
+    eventually("both know", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
+    assert!(remove(&gateways[1], 2));
+    assert!(!remove(&gateways[1], 2), "once");
+    let revisions = |redis: &Redis| -> Vec<_> {
+        stored(redis).into_iter().map(|(field, value)| (field, numbers(&value)[1])).collect()
+    };
+    let before = revisions(&redis);
+    for _ in 0..2 {
+        command(&redis, &["FLUSHALL"]);
+        // The first gateway may write the removed override back, until the second one writes the removal.
+        eventually("both records are there again", || revisions(&redis) == before);
+    }
+    let rest = expected(&[(1, "10/day")]);
+    eventually("one is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == rest));
+    // A removal of a record that Redis has just lost.
+    command(&redis, &["FLUSHALL"]);
+    assert!(remove(&gateways[0], 1));
+    eventually("it is removed everywhere", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
+    // A removed override can be set again.
+    assert_eq!(set(&gateways[0], 2, "30/day", "1h").status, 200);
+    eventually("it is in force", || quotas(&all(&gateways[1])) == expected(&[(2, "30/day")]));
+}
+
+#[test]
+fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
+    let redis = Redis::start();
+    let config = config(&redis);
+    let gateways = [Gateway::start(&config), Gateway::start(&config)];
+    assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
+    eventually("both know", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
+    signal(&gateways[1].child, "STOP");
+    assert_eq!(set(&gateways[0], 1, "20/day", "5s").status, 200);
+    eventually("it expires", || quotas(&all(&gateways[0])).is_empty());
+    let [expiry, revision, kept] = numbers(&stored(&redis)[&field(1)]);
+    assert!(kept > expiry + 3_000_000_000, "kept as long as the record that it replaced: {expiry} {kept}");
+    // The other gateway restores the record that it knows, and the first one replaces it.
+    signal(&gateways[0].child, "STOP");
+    command(&redis, &["FLUSHALL"]);
+    signal(&gateways[1].child, "CONT");
+    eventually("the older record is back", || {
+        stored(&redis).get(&field(1)).is_some_and(|value| value.contains("10/day"))
+    });
+    signal(&gateways[0].child, "CONT");
+    eventually("the newer record is back", || numbers(&stored(&redis)[&field(1)])[1] == revision);
+    eventually("none is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
+}
+
+/// Plants records: expiry, revision and kept of each identity.
+fn plant(redis: &Redis, records: impl Iterator<Item = (u128, [u64; 3])>) {
+    let mut command = redis::cmd("HSET");
+    command.arg(HASH);
+    for (identity, [expiry, revision, kept]) in records {
+        let text = if expiry == 0 { String::new() } else { json!({"quota": "5/day"}).to_string() };
+        command.arg(field(identity)).arg(format!("{expiry} {revision} {kept} {text}"));
+    }
+    command.exec(&mut redis.connection()).unwrap();
+}
+
+const FAR: u64 = 4_000_000_000_000_000;
+
+#[test]
+fn as_many_overrides_as_may_be_are_written_back_and_removals_are_bounded() {
+    let redis = Redis::start();
+    let gateway = Gateway::start(&config(&redis));
+    plant(&redis, (0..1000).map(|identity| (identity, [FAR, 5, FAR])));
+    // More removals than are kept, the oldest first.
+    plant(&redis, (2000..3002).map(|identity| (identity, [0, identity as u64, FAR])));
+    eventually("all are known", || quotas(&all(&gateway)).len() == 1000);
+    assert_eq!(set(&gateway, 1500, "5/day", "1h").status, 409, "removals do not count, overrides do");
+    assert_eq!(set(&gateway, 999, "6/day", "1h").status, 200, "another one in its place");
+    assert!(remove(&gateway, 7));
+    let removed = |redis: &Redis| {
+        let removed = stored(redis).into_iter().filter(|(_, value)| value.starts_with("0 "));
+        removed.map(|(field, _)| field).collect::<Vec<_>>()
+    };
+    let now = removed(&redis);
+    assert_eq!(now.len(), 1000);
+    assert!(now.contains(&field(7)) && now.contains(&field(3001)));
+    assert!((2000..=2002).all(|oldest| !now.contains(&field(oldest))), "the oldest are forgotten");
+    let before = stored(&redis).into_keys().collect::<Vec<_>>();
+    command(&redis, &["FLUSHALL"]);
+    eventually("all are written back", || stored(&redis).into_keys().collect::<Vec<_>>() == before);
+    assert_eq!(quotas(&all(&gateway)).len(), 999);
+    assert_eq!(removed(&redis), now);
+}
+
+#[test]
+fn records_without_a_revision_are_in_force_and_replaced() {
+    let redis = Redis::start();
+    let gateways = [Gateway::start(&config(&redis)), Gateway::start(&config(&redis))];
+    for identity in [1, 2] {
+        command(&redis, &["HSET", HASH, &field(identity), &format!("{FAR} {}", json!({"quota": "10/day"}))]);
+    }
+    let both = expected(&[(1, "10/day"), (2, "10/day")]);
+    eventually("they are in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
+    // Without a revision the field is deleted to remove it.
+    command(&redis, &["HDEL", HASH, &field(2)]);
+    assert_eq!(set(&gateways[0], 1, "20/day", "1h").status, 200);
+    let newest = expected(&[(1, "20/day")]);
+    eventually("the change is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
+    assert!(numbers(&stored(&redis)[&field(1)])[1] > 0);
+    command(&redis, &["FLUSHALL"]);
+    eventually("it is written back", || stored(&redis).into_keys().eq([field(1)]));
+}
+
+#[test]
+fn script_writes_no_older_revision() {
+    let redis = Redis::start();
+    let mut connection = redis.connection();
+    let mut run = |command: redis::Cmd| command.query::<redis::Value>(&mut connection).unwrap();
+    let hour = Duration::from_secs(3600);
+    let record = |identity: u128, text: &str, revision: u64, expiry_us: u64| OverrideEntry {
+        key: field(identity),
+        value: text.to_owned(),
+        revision,
+        expires_at_us: expiry_us,
+        keep_until_us: expiry_us.max(1),
+    };
+    // A gateway that missed the change wants to restore what it knows.
+    run(overrides::set_command(HASH, &field(1), "new", hour, KnownRevision::default(), 2));
+    let [_, newest, _] = numbers(&stored(&redis)[&field(1)]);
+    let before = stored(&redis);
+    let older = [record(1, "old", newest - 1, FAR), record(1, "same", newest, FAR)];
+    let results = parse_restore_reply(run(overrides::restore_command(HASH, &older, 2))).unwrap();
+    assert_eq!((results, stored(&redis)), (vec![WriteStatus::Unchanged; 2], before));
+    // Newer, missing, expired, one too many.
+    let expired = 1_000_000;
+    let four = [
+        record(1, "newer", newest + 1, FAR),
+        record(2, "lost", 5, FAR),
+        record(3, "over", 5, expired),
+        record(4, "more", 5, FAR),
+    ];
+    let results = parse_restore_reply(run(overrides::restore_command(HASH, &four, 2))).unwrap();
+    assert_eq!(results, [WriteStatus::Written, WriteStatus::Written, WriteStatus::Unchanged, WriteStatus::TooMany]);
+    assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
+    // Redis' clock was set back: a change is newer all the same.
+    let known = KnownRevision { revision: FAR, keep_until_us: FAR, is_in_force: true };
+    run(overrides::set_command(HASH, &field(2), "changed", hour, known, 2));
+    assert_eq!(numbers(&stored(&redis)[&field(2)])[1..], [FAR + 1, FAR]);
+    // The removal of an override that Redis has lost is written.
+    let reply = run(overrides::remove_command(HASH, &field(5), known, 2));
+    assert_eq!(parse_write_reply(reply, &field(5), "").unwrap().0, WriteStatus::Written);
+    assert_eq!(numbers(&stored(&redis)[&field(5)]), [0, FAR + 1, FAR]);
+    // Another gateway has removed it before.
+    let reply = run(overrides::remove_command(HASH, &field(5), known, 2));
+    assert_eq!(parse_write_reply(reply, &field(5), "").unwrap().0, WriteStatus::Unchanged);
+}
+
+#[test]
+fn record_that_replaces_an_ended_one_is_kept() {
+    let redis = Redis::start();
+    let mut connection = redis.connection();
+    let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());
+    // The last one is only deleted.
+    plant(&redis, (1..=3).map(|identity| (identity, [1, 1, 1])));
+    let hour = Duration::from_secs(3600);
+    run(overrides::set_command(HASH, &field(1), "new", hour, KnownRevision::default(), 2));
+    plant(&redis, [2, 3].into_iter().map(|identity| (identity, [1, 1, 1])));
+    let lost =
+        OverrideEntry { key: field(2), value: "lost".to_owned(), revision: 5, expires_at_us: FAR, keep_until_us: FAR };
+    run(overrides::restore_command(HASH, &[lost], 2));
+    assert_eq!(stored(&redis).into_keys().collect::<Vec<_>>(), [field(1), field(2)]);
+}

@@ -1,0 +1,207 @@
+//! The live page and its events, over the wire: what a browser may do with it, who gets what, and what a second holds.
+
+use crate::support::client::{Client, Reply};
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::operator::{HERE, ask, with_admin};
+use serde_json::Value;
+
+const TOKEN: (&str, &str) = ("authorization", "Bearer open-sesame");
+/// As many as may follow at the same time.
+const FOLLOWERS: usize = 16;
+
+fn gateway(token: &str) -> Gateway {
+    Gateway::start(&with_admin(&format!(
+        "{token}[limit.three]\nby = \"ip\"\nquota = \"3/3650d\"\nalgorithm = \"fixed-window\"\n\
+         [limit.same]\nby = \"route\"\nquota = \"3/3650d\"\nalgorithm = \"fixed-window\"\n\
+         [upstream.gone]\nservers = [\"http://127.0.0.1:1\"]\n\
+         [[route]]\nname = \"hello\"\npath = \"/hello\"\nlimits = [\"three\", \"same\"]\nrespond = {{ status = 200 }}\n\
+         [[route]]\nname = \"gone\"\npath = \"/gone\"\nupstream = \"gone\"\n"
+    )))
+}
+
+/// A stream of events.
+struct Events(Client);
+
+impl Events {
+    fn follow(gateway: &Gateway, headers: &[(&str, &str)]) -> (Reply, Events) {
+        let mut client = Client::connect(gateway.admin());
+        let lines: String = headers.iter().map(|(name, value)| format!("{name}: {value}\r\n")).collect();
+        client.send(format!("GET /api/live HTTP/1.1\r\n{lines}\r\n").as_bytes());
+        (client.head().unwrap(), Events(client))
+    }
+
+    /// The next one: its name and its data; none if the stream has ended.
+    fn next(&mut self) -> Option<(String, Value)> {
+        use std::io::{BufRead, Read};
+        let mut size = String::new();
+        let read = self.0.stream.read_line(&mut size);
+        if read.is_err() || size.is_empty() || size.trim() == "0" {
+            return None;
+        }
+        let mut chunk = vec![0; usize::from_str_radix(size.trim(), 16).unwrap() + 2];
+        self.0.stream.read_exact(&mut chunk).unwrap();
+        let text = String::from_utf8(chunk).unwrap();
+        let event = text.strip_suffix("\n\n\r\n").unwrap_or_else(|| panic!("no end: {text}"));
+        let (name, data) = event.split_once('\n').unwrap();
+        let data = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+        Some((name.strip_prefix("event: ").unwrap().to_owned(), data))
+    }
+
+    fn second(&mut self) -> Value {
+        let (name, data) = self.next().expect("the stream goes on");
+        assert_eq!(name, "second", "{data}");
+        data
+    }
+}
+
+fn kinds(second: &Value) -> [u64; 3] {
+    ["allowed", "denied", "errors"].map(|kind| second[kind].as_u64().unwrap())
+}
+
+fn sum(seconds: &[Value]) -> [u64; 3] {
+    seconds.iter().map(kinds).fold([0; 3], |sum, one| std::array::from_fn(|place| sum[place] + one[place]))
+}
+
+#[test]
+fn seconds_hold_what_happened_in_them() {
+    let gateway = gateway("");
+    let (head, mut events) = Events::follow(&gateway, &[HERE]);
+    assert_eq!((head.status, head.header("content-type")), (200, Some("text/event-stream")));
+    let (name, before) = events.next().unwrap();
+    assert_eq!((&*name, &before["window_seconds"]), ("history", &900.into()), "{before}");
+    assert!(before["version"].is_string(), "{before}");
+    let mut seconds = before["seconds"].as_array().unwrap().clone();
+    let statuses: Vec<_> = (0..5).map(|_| gateway.get("/hello").status).collect();
+    assert_eq!(statuses, [200, 200, 200, 429, 429]);
+    assert_eq!((gateway.get("/gone").status, gateway.get("/nowhere").status), (502, 404));
+    let last = loop {
+        let now = events.second();
+        seconds.push(now["second"].clone());
+        if sum(&seconds) == [3, 2, 1] {
+            break now;
+        }
+        assert!(seconds.len() < 60, "each second is a wait: {seconds:?}");
+    };
+    // Each request counts once, however many of its limits denied it; the limits say each for itself.
+    for (limit, name) in last["limits"].as_array().unwrap().iter().zip(["same", "three"]) {
+        let decisions = &limit["decisions"];
+        assert_eq!((&limit["limit"], &limit["quota"]), (&name.into(), &"3/3650d".into()), "{limit}");
+        assert_eq!((&decisions["allowed"], &decisions["denied"]), (&3.into(), &2.into()), "{limit}");
+        assert_eq!(limit["shadow"], false, "{limit}");
+    }
+    let timed: Vec<_> = seconds.iter().filter(|second| !second["p50_ms"].is_null()).collect();
+    assert!(!timed.is_empty(), "{seconds:?}");
+    assert!(timed.iter().all(|second| second["p50_ms"].as_f64() <= second["p99_ms"].as_f64()), "{timed:?}");
+    assert!(timed.iter().all(|second| second["p50_ms"].as_f64() > Some(0.0)), "{timed:?}");
+    assert!(timed.iter().any(|second| second["decision_p99_ms"].as_f64() > Some(0.0)), "{timed:?}");
+    assert_eq!(last["health"]["status"], "ready");
+    assert_eq!(last["health"]["upstreams"]["gone"][0]["server"], "127.0.0.1:1");
+    assert_eq!(last["configuration"]["loaded_at"], ask(&gateway, "/api/config").json()["loaded_at"]);
+    assert!(last["connections"]["max"].as_u64() > Some(0), "{last}");
+    let quiet = events.second();
+    assert_eq!((kinds(&quiet["second"]), &quiet["second"]["p50_ms"]), ([0; 3], &Value::Null), "{quiet}");
+    // Who comes later is told all of it, without a gap or a repetition.
+    let (_, mut later) = Events::follow(&gateway, &[HERE]);
+    let (_, before) = later.next().unwrap();
+    let told = before["seconds"].as_array().unwrap();
+    assert_eq!(sum(told), [3, 2, 1], "{before}");
+    let ends: Vec<_> = told.iter().map(|second| second["at_ms"].as_u64().unwrap()).collect();
+    assert!(ends.is_sorted_by(|one, next| one < next), "{ends:?}");
+    let next = later.second();
+    assert!(next["second"]["at_ms"].as_u64() > ends.last().copied(), "{next} {ends:?}");
+}
+
+#[test]
+fn a_browser_is_told_what_the_page_may_do() {
+    let gateway = gateway("");
+    let page = ask(&gateway, "/");
+    assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
+    // No script and no style stands in the page itself, and no address but its own files.
+    for forbidden in ["<style", "style=", "<script>", "onclick", "onload", "http:", "https:", "//"] {
+        let text = page.text().replace("http://www.w3.org/2000/svg", "");
+        assert!(!text.contains(forbidden), "{forbidden} in {text}");
+    }
+    let mut files = vec!["/".to_owned(), "/page.css".to_owned(), "/page.js".to_owned()];
+    while let Some(file) = files.pop() {
+        let reply = ask(&gateway, &file);
+        let (kind, text) = (reply.header("content-type").unwrap_or_default(), reply.text());
+        let expected = match file.rsplit('.').next() {
+            Some("css") => "text/css; charset=utf-8",
+            Some("js") => "text/javascript; charset=utf-8",
+            _ => "text/html; charset=utf-8",
+        };
+        assert_eq!((reply.status, kind), (200, expected), "{file}");
+        for markup in ["innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("] {
+            assert!(!text.contains(markup), "{file} makes markup of text: {markup}");
+        }
+        if file == "/page.js" {
+            let modules = text.lines().filter_map(|line| line.split(" from \"./").nth(1)?.strip_suffix("\";"));
+            files.extend(modules.map(|module| format!("/{module}")));
+        }
+    }
+    for path in ["/", "/page.js", "/api/top", "/api/config", "/metrics", "/nothing"] {
+        let reply = ask(&gateway, path);
+        let policy = reply.header("content-security-policy").unwrap_or_default();
+        assert!(
+            policy.starts_with("default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self';"),
+            "{path}"
+        );
+        assert!(policy.contains("frame-ancestors 'none'") && !policy.contains("unsafe"), "{path}: {policy}");
+        assert_eq!(reply.header("x-content-type-options"), Some("nosniff"), "{path}");
+        assert_eq!(reply.header("cache-control"), Some("no-store"), "{path}");
+        assert_eq!(reply.header("referrer-policy"), Some("no-referrer"), "{path}");
+    }
+    for path in ["/", "/page.js", "/api/live"] {
+        let reply = Client::connect(gateway.admin()).request("POST", path, &[HERE], b"");
+        let allowed = if path == "/api/live" { "GET" } else { "GET, HEAD" };
+        assert_eq!((reply.status, reply.header("allow")), (405, Some(allowed)), "{path}");
+    }
+}
+
+#[test]
+fn the_page_is_for_everybody_but_what_it_shows_is_not() {
+    let open = gateway("");
+    assert!(ask(&open, "/").text().contains("<body data-token=\"none\">"));
+    let (head, _) = Events::follow(&open, &[("host", "evil.example")]);
+    assert_eq!(head.status, 403);
+    let closed = gateway("token = \"open-sesame\"\n");
+    let page = ask(&closed, "/");
+    assert!(page.text().contains("<body data-token=\"wanted\">"), "{}", page.text());
+    assert!(!page.text().contains("three") && !page.text().contains("sesame"), "{}", page.text());
+    assert_eq!(ask(&closed, "/page.js").status, 200);
+    let wrong = ("authorization", "Bearer open");
+    for headers in [&[HERE][..], &[HERE, wrong]] {
+        let (head, _) = Events::follow(&closed, headers);
+        assert_eq!((head.status, head.header("www-authenticate")), (401, Some("Bearer")), "{headers:?}");
+    }
+    let (head, mut events) = Events::follow(&closed, &[("host", "gateway.example"), TOKEN]);
+    assert_eq!(head.status, 200);
+    assert_eq!(events.next().unwrap().0, "history");
+}
+
+#[test]
+fn followers_are_so_many_and_no_more() {
+    let gateway = gateway("");
+    let mut followers: Vec<_> = (0..FOLLOWERS).map(|_| Events::follow(&gateway, &[HERE])).collect();
+    assert!(followers.iter().all(|(head, _)| head.status == 200));
+    ask(&gateway, "/api/live").assert_problem(503, "one more");
+    assert_eq!(ask(&gateway, "/healthz").status, 200, "there is room for others");
+    followers.pop();
+    let (_, another) = &mut followers[0];
+    eventually("a place is free again", || {
+        // That somebody has gone is seen when he is told something.
+        another.next();
+        Events::follow(&gateway, &[HERE]).0.status == 200
+    });
+}
+
+#[test]
+fn the_stream_ends_with_the_process() {
+    let mut gateway = gateway("");
+    let (_, mut events) = Events::follow(&gateway, &[HERE]);
+    assert_eq!(events.next().unwrap().0, "history");
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    while events.next().is_some() {}
+}

@@ -1,0 +1,307 @@
+//! The PROXY protocol: whose connection it is, as a trusted proxy says; nobody else is heard.
+
+use std::net::{IpAddr, SocketAddr};
+
+use crate::support::certificates::{NOW, Pair, TlsClient, tls};
+use crate::support::client::Client;
+use crate::support::eventually;
+use crate::support::gateway::Gateway;
+use crate::support::reload::{reloads, with_admin};
+use crate::support::upstream::Upstream;
+use rustls::version::TLS13;
+
+/// The one that is trusted.
+const PROXY: [u8; 4] = [127, 0, 0, 9];
+const SIGNATURE: &[u8] = b"\r\n\r\n\0\r\nQUIT\n";
+const GET: &[u8] = b"GET / HTTP/1.1\r\nHost: h\r\n\r\n";
+
+fn gateway(upstream: &Upstream, more: &str) -> Gateway {
+    Gateway::start(&format!(
+        "{more}\n[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n[upstream.u]\nservers = [\"{}\"]\n\
+         [limit.ip]\nby = \"ip\"\nquota = \"100/24h\"\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\nlimits = [\"ip\"]\n",
+        upstream.url()
+    ))
+}
+
+fn from_proxy(address: SocketAddr) -> Client {
+    Client::connect_from(PROXY.into(), address)
+}
+
+/// A version 2 header: version and command, family and protocol, addresses and whatever follows them.
+fn v2(command: u8, family: u8, rest: &[u8]) -> Vec<u8> {
+    let length = u16::try_from(rest.len()).unwrap().to_be_bytes();
+    [SIGNATURE, &[command, family], &length, rest].concat()
+}
+
+fn ipv4(source: [u8; 4]) -> Vec<u8> {
+    [&source[..], &[192, 0, 2, 1], &[0x30, 0x39], &[0x01, 0xbb]].concat()
+}
+
+fn ipv6(source: &str) -> Vec<u8> {
+    let [source, destination] = [source, "2001:db8::ffff"].map(|text| text.parse::<std::net::Ipv6Addr>().unwrap());
+    [&source.octets()[..], &destination.octets(), &[0x30, 0x39], &[0x01, 0xbb]].concat()
+}
+
+#[test]
+fn the_client_is_whom_the_proxy_speaks_for() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream, "");
+    // Type 2 (the name that was asked for) and type 4 (padding).
+    let tlvs = [&b"\x02\x00\x04gate"[..], b"\x04\x01\x00", &[0; 256]].concat();
+    for (header, client) in [
+        (b"PROXY TCP4 198.51.100.1 192.0.2.1 12345 443\r\n".to_vec(), "198.51.100.1"),
+        (b"PROXY TCP6 2001:db8::1 2001:db8::ffff 0 65535\r\n".to_vec(), "2001:db8::1"),
+        (
+            b"PROXY TCP6 ffff:ffff:ffff:ffff:ffff:ffff:ffff:fff1 ffff:ffff:ffff:ffff:ffff:ffff:ffff:ffff 65535 65535\r\n"
+                .to_vec(),
+            "ffff:ffff:ffff:ffff:ffff:ffff:ffff:fff1",
+        ),
+        (b"PROXY TCP6 ::ffff:198.51.100.2 ::ffff:192.0.2.1 1 2\r\n".to_vec(), "198.51.100.2"),
+        (v2(0x21, 0x11, &ipv4([198, 51, 100, 3])), "198.51.100.3"),
+        (v2(0x21, 0x11, &[ipv4([198, 51, 100, 4]), tlvs.clone()].concat()), "198.51.100.4"),
+        (v2(0x21, 0x21, &ipv6("2001:db8:0:1::1")), "2001:db8:0:1::1"),
+        (v2(0x21, 0x21, &[ipv6("2001:db8:0:2::1"), tlvs].concat()), "2001:db8:0:2::1"),
+    ] {
+        let what = String::from_utf8_lossy(&header).into_owned();
+        // Whatever the client claims of itself, on the same connection.
+        let claims = "GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\nX-Real-IP: 203.0.113.7\r\n\r\n";
+        let mut together = from_proxy(gateway.address);
+        together.send(&[&header, claims.as_bytes()].concat());
+        assert_eq!(together.reply().unwrap_or_else(|| panic!("{what}")).remaining("ip"), 99, "{what}");
+        let seen = upstream.last();
+        assert_eq!(seen.headers("x-forwarded-for"), [client], "{what}");
+        assert!(seen.headers("x-real-ip").is_empty(), "{what}");
+        assert_eq!(together.get("/").remaining("ip"), 98, "{what}: the next request of the connection");
+        // In the smallest pieces.
+        let mut pieces = from_proxy(gateway.address);
+        header.iter().chain(GET).for_each(|byte| pieces.send(&[*byte]));
+        assert_eq!(pieces.reply().unwrap_or_else(|| panic!("{what}")).remaining("ip"), 97, "{what}");
+    }
+}
+
+#[test]
+fn without_an_address_it_is_the_proxys() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream, "");
+    let claims = b"GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\n\r\n";
+    // The proxy's own connections (LOCAL) are its own word; of others it knows nothing, and so do we.
+    for (header, trusted) in [
+        (b"PROXY UNKNOWN\r\n".to_vec(), false),
+        (b"PROXY UNKNOWN 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), false),
+        (v2(0x20, 0x00, &[]), true),
+        (v2(0x20, 0x11, &ipv4([198, 51, 100, 3])), true),
+        (v2(0x21, 0x00, &[]), false),
+        (v2(0x21, 0x00, &ipv4([198, 51, 100, 3])), false),
+        (v2(0x21, 0x31, &[7; 216]), false),
+        (v2(0x21, 0x12, &ipv4([198, 51, 100, 3])), false),
+    ] {
+        let what = String::from_utf8_lossy(&header).into_owned();
+        let mut client = from_proxy(gateway.address);
+        client.send(&[&header, &claims[..]].concat());
+        assert_eq!(client.reply().unwrap_or_else(|| panic!("{what}")).status, 200, "{what}");
+        let expected = if trusted { "203.0.113.7, 127.0.0.9" } else { "127.0.0.9" };
+        assert_eq!(upstream.last().headers("x-forwarded-for"), [expected], "{what}");
+    }
+    // The five of strangers and no other counted for the proxy's address.
+    let mut client = from_proxy(gateway.address);
+    client.send(&[b"PROXY UNKNOWN\r\n", GET].concat());
+    assert_eq!(client.reply().unwrap().remaining("ip"), 93);
+}
+
+#[test]
+fn what_is_no_header_is_closed() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream, "");
+    let long = format!("PROXY TCP4 198.51.100.1 192.0.2.1 1 2{}\r\n", " ".repeat(70));
+    let mut cases: Vec<Vec<u8>> = [
+        // Version 1, §2.1
+        "PROXY TCP4 198.51.100.1 192.0.2.1 1\r\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 1 2 3\r\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 1 2\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 1 65536\r\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 -1 2\r\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 01 2\r\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 +1 2\r\n",
+        "PROXY TCP6 2001:db8::1 2001:db8::2 1 +2\r\n",
+        "PROXY TCP4 198.51.100.256 192.0.2.1 1 2\r\n",
+        "PROXY TCP4 198.51.100.01 192.0.2.1 1 2\r\n",
+        "PROXY TCP4 2001:db8::1 2001:db8::2 1 2\r\n",
+        "PROXY TCP6 198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY TCP6 2001:db8:::1 2001:db8::2 1 2\r\n",
+        "PROXY TCP6 fe80::1%eth0 2001:db8::2 1 2\r\n",
+        "PROXY  TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY TCP4  198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY TCP4 198.51.100.1 192.0.2.1 1 2 \r\n",
+        "PROXY TCP4 localhost 192.0.2.1 1 2\r\n",
+        "PROXY TCP5 198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY UDP4 198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY tcp4 198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY \r\nTCP4 198.51.100.1 192.0.2.1 1 2\r\n",
+        "PROXY TCP4 198.51.100.1\r\n192.0.2.1 1 2\r\n",
+        "PROXY UNKNOWN",
+        "PROXY UNKNOWN\n",
+        "PROXY UNKNOWN x \n",
+        "proxy TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
+        " PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
+        "\r\nPROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n",
+        &long,
+        &"PROXY ".repeat(100),
+        // Nothing of the kind
+        "",
+        "\r\n",
+        "\x16\x03\x01\x02\x00\x01\x00\x01\x11\x03\x03\x00\x00",
+    ]
+    .map(|text| text.as_bytes().to_vec())
+    .to_vec();
+    cases.extend([
+        b"PROXY TCP4 198.51.100.\xff 192.0.2.1 1 2\r\n".to_vec(),
+        // Version 2, §2.2: version, command, family, protocol, lengths, signature
+        v2(0x11, 0x11, &ipv4([198, 51, 100, 1])),
+        v2(0x31, 0x11, &ipv4([198, 51, 100, 1])),
+        v2(0x22, 0x11, &ipv4([198, 51, 100, 1])),
+        v2(0x2f, 0x11, &ipv4([198, 51, 100, 1])),
+        v2(0x21, 0x41, &ipv4([198, 51, 100, 1])),
+        v2(0x21, 0x13, &ipv4([198, 51, 100, 1])),
+        v2(0x21, 0x11, &ipv4([198, 51, 100, 1])[..11]),
+        v2(0x21, 0x11, &[]),
+        v2(0x21, 0x21, &ipv4([198, 51, 100, 1])),
+        v2(0x21, 0x11, &[0; 4081]),
+        v2(0x21, 0x11, &[0; 65535]),
+        [&SIGNATURE[..11], b"\r", &v2(0x21, 0x11, &ipv4([198, 51, 100, 1]))[12..]].concat(),
+    ]);
+    for header in cases {
+        let what = String::from_utf8_lossy(&header[..header.len().min(80)]).into_owned();
+        let mut client = from_proxy(gateway.address);
+        // It may be closed before all of it is there.
+        let _ = std::io::Write::write_all(client.stream.get_mut(), &[&header, GET].concat());
+        client.assert_closed(&what);
+    }
+    for start in
+        [&b""[..], b"PROXY", b"PROXY UNKNOWN", b"PROXY UNKNOWN\r", SIGNATURE, &v2(0x21, 0x11, &ipv4(PROXY))[..27]]
+    {
+        let mut client = from_proxy(gateway.address);
+        client.send(start);
+        client.stream.get_mut().shutdown(std::net::Shutdown::Write).unwrap();
+        client.assert_closed(&String::from_utf8_lossy(start));
+    }
+    // Two: the second is what the client sent.
+    let mut twice = from_proxy(gateway.address);
+    twice.send(b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\nPROXY TCP4 198.51.100.2 192.0.2.1 1 2\r\n\r\n");
+    assert_eq!(twice.reply().unwrap().status, 400);
+    assert_eq!(upstream.count(), 0);
+}
+
+#[test]
+fn strangers_are_closed() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream, "");
+    for start in
+        [b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), v2(0x21, 0x11, &ipv4(PROXY)), v2(0x20, 0, &[]), vec![]]
+    {
+        let mut stranger = gateway.client();
+        let _ = std::io::Write::write_all(stranger.stream.get_mut(), &[&start, GET].concat());
+        stranger.assert_closed("a stranger");
+    }
+    assert_eq!(upstream.count(), 0);
+    eventually("it is told", || gateway.log().contains("which is not in client_ip.trusted_proxies"));
+    let log = gateway.log();
+    assert_eq!(log.matches("is not in client_ip.trusted_proxies").count(), 1, "once:\n{log}");
+    assert!(log.contains("127.0.0.1, which"), "{log}");
+}
+
+#[test]
+fn a_listener_that_expects_no_header_takes_none() {
+    let upstream = Upstream::start();
+    let config = "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[[route]]\nname = \"r\"\npath = \"/{*rest}\"\nrespond = { status = 200 }\n";
+    for more in ["", "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = false\n"] {
+        let gateway = Gateway::start(&format!("{config}{more}"));
+        for header in [b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), v2(0x21, 0x11, &ipv4([198, 51, 100, 1]))]
+        {
+            let mut client = from_proxy(gateway.address);
+            client.send(&[&header, GET].concat());
+            assert_eq!(client.reply().map(|reply| reply.status), Some(400), "{}", String::from_utf8_lossy(&header));
+        }
+    }
+    assert_eq!(upstream.count(), 0);
+}
+
+#[test]
+fn the_header_spends_of_the_same_time_as_the_first_head() {
+    let upstream = Upstream::start();
+    let gateway = gateway(&upstream, "[server]\nheader_timeout = \"300ms\"\n");
+    let v2 = v2(0x21, 0x11, &ipv4([198, 51, 100, 1]));
+    for start in [&b""[..], b"P", b"PROXY TCP4 198.51.100.1 ", b"PROXY UNKNOWN\r\n", &v2[..12], &v2[..27], &v2] {
+        let mut client = from_proxy(gateway.address);
+        client.send(start);
+        client.assert_closed(&String::from_utf8_lossy(start));
+    }
+}
+
+#[test]
+fn it_goes_before_tls_and_into_the_access_log() {
+    let upstream = Upstream::start();
+    let folder = tempfile::tempdir().unwrap();
+    let server = Pair::server("gate.test", NOW);
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    std::fs::write(path("server.pem"), &server.cert).unwrap();
+    std::fs::write(path("server.key"), &server.key).unwrap();
+    let gateway = Gateway::start(&format!(
+        "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[log]\nformat = \"json\"\naccess = \"{}\"\n\
+         [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n\
+         tls.certificates = [{{ cert = \"{}\", key = \"{}\" }}]\n[upstream.u]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\n",
+        path("access.log"),
+        path("server.pem"),
+        path("server.key"),
+        upstream.url()
+    ));
+    let config = tls(&[&server.der], None, &[&TLS13]);
+    for (header, client) in [
+        (b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), "198.51.100.1"),
+        (v2(0x21, 0x21, &ipv6("2001:db8::5")), "2001:db8::5"),
+    ] {
+        let mut before = from_proxy(gateway.address);
+        before.send(&header);
+        let mut inside = TlsClient::shake_over(before.stream.into_inner(), &config, "gate.test").unwrap();
+        assert_eq!(inside.get("/").status, 200);
+        assert_eq!(upstream.last().headers("x-forwarded-for"), [client]);
+        assert_eq!(upstream.last().headers("x-forwarded-proto"), ["https"]);
+        let line = format!("\"client\":\"{}\"", client.parse::<IpAddr>().unwrap());
+        eventually("the line is written", || std::fs::read_to_string(path("access.log")).unwrap().contains(&line));
+    }
+}
+
+#[test]
+fn unknown_client_is_not_trusted_after_a_reload_either() {
+    let upstream = Upstream::start();
+    let config = |trusted: &str| {
+        format!(
+            "[client_ip]\ntrusted_proxies = [{trusted}]\n\
+             [[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n[upstream.u]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"r\"\npath = \"/\"\nupstream = \"u\"\n",
+            upstream.url()
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("\"127.0.0.9\"")));
+    let mut connections: Vec<_> = [(&b"PROXY UNKNOWN\r\n"[..], false), (&v2(0x20, 0x00, &[]), true)]
+        .into_iter()
+        .map(|(header, trusted)| {
+            let mut client = from_proxy(gateway.address);
+            client.send(header);
+            (client, trusted)
+        })
+        .collect();
+    let mut check = |what: &str| {
+        for (client, trusted) in &mut connections {
+            assert_eq!(client.get_with("/", &[("x-forwarded-for", "203.0.113.7")]).status, 200, "{what}");
+            let expected = if *trusted { "203.0.113.7, 127.0.0.9" } else { "127.0.0.9" };
+            assert_eq!(upstream.last().headers("x-forwarded-for"), [expected], "{what}");
+        }
+    };
+    check("before the reload");
+    reloads(&gateway, &config("\"127.0.0.9\", \"192.0.2.1\""));
+    check("after the reload");
+}

@@ -1,0 +1,286 @@
+//! Ways to reach a Redis: TLS with a CA of one's own and a client certificate, unix sockets, users of least privilege.
+
+use std::io::Write;
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use crate::support::gateway::{Gateway, binary};
+use crate::support::redis::{Redis, free_port};
+use crate::support::{eventually, upstream};
+use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
+
+/// A limit of each kind, so that every command of the scripts is used.
+const KINDS: [&str; 6] =
+    ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
+
+/// A gateway on this store; requests are refused when it does not answer.
+fn gateway(store: &str) -> Gateway {
+    let limit = |kind: &&str| {
+        let quota = if *kind == "concurrency" { "3" } else { "3/24h" };
+        format!("[limit.{kind}]\nby = \"ip\"\nalgorithm = \"{kind}\"\nquota = \"{quota}\"\non_store_error = \"deny\"\n")
+    };
+    let limits: String = KINDS.iter().map(limit).collect();
+    Gateway::start(&format!(
+        "[store]\n{store}\n{limits}\
+         [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = {KINDS:?}\nrespond = {{ status = 200 }}\n"
+    ))
+}
+
+fn assert_counts(gateway: &Gateway, what: &str) {
+    let statuses = [0; 5].map(|_| gateway.get("/r").status);
+    assert_eq!(statuses, [200, 200, 200, 429, 429], "{what}\n{}", gateway.log());
+}
+
+/// A CA, and certificates that it signed, as PEM files in a folder.
+fn certificates(folder: &Path, authority: &str, names: &[&str]) {
+    let mut params = CertificateParams::new(Vec::new()).unwrap();
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    // A certificate with the name of its issuer would look as if it had signed itself.
+    params.distinguished_name.push(DnType::CommonName, authority);
+    let ca = CertifiedIssuer::self_signed(params, KeyPair::generate().unwrap()).unwrap();
+    std::fs::write(folder.join(authority), ca.pem()).unwrap();
+    for name in names {
+        let key = KeyPair::generate().unwrap();
+        let mut params = CertificateParams::new(vec!["127.0.0.1".to_owned(), "localhost".to_owned()]).unwrap();
+        params.distinguished_name.push(DnType::CommonName, *name);
+        let certificate = params.signed_by(&key, &ca).unwrap();
+        std::fs::write(folder.join(format!("{name}.pem")), certificate.pem()).unwrap();
+        std::fs::write(folder.join(format!("{name}.key")), key.serialize_pem()).unwrap();
+    }
+}
+
+#[test]
+fn redis_is_reached_by_tls_and_only_the_right_one() {
+    let folder = tempfile::tempdir().unwrap();
+    certificates(folder.path(), "ca.pem", &["server", "client"]);
+    certificates(folder.path(), "other-ca.pem", &["stranger"]);
+    let file = |name: &str| folder.path().join(name).display().to_string();
+    let (port, text) = (free_port(), |port: u16| port.to_string());
+    let server = ["--port", "0", "--tls-port", &text(port), "--tls-cert-file", &file("server.pem")];
+    let rest =
+        ["--tls-key-file", &file("server.key"), "--tls-ca-cert-file", &file("ca.pem"), "--tls-auth-clients", "yes"];
+    let _redis = Redis::start_with(port, &[&server[..], &rest[..]].concat()).expect("a server with TLS");
+    let store = |tls: &str| format!("url = \"rediss://127.0.0.1:{port}/0\"\ntimeout = \"5s\"\ntls = {{ {tls} }}");
+    let client = format!("cert = \"{}\", key = \"{}\"", file("client.pem"), file("client.key"));
+    let stranger = format!("cert = \"{}\", key = \"{}\"", file("stranger.pem"), file("stranger.key"));
+    let ca = format!("ca = \"{}\"", file("ca.pem"));
+    let other = format!("ca = \"{}\"", file("other-ca.pem"));
+    assert_counts(&gateway(&store(&format!("{ca}, {client}"))), "our CA, our certificate");
+    for (what, tls) in [
+        ("an unknown CA", format!("{other}, {client}")),
+        ("no certificate", ca.clone()),
+        ("a certificate of somebody else", format!("{ca}, {stranger}")),
+    ] {
+        // Whoever is refused waits for the deadline.
+        let gateway = gateway(&store(&tls).replace("5s", "2s"));
+        gateway.get("/r").assert_problem(503, what);
+        eventually(what, || gateway.log().contains("the store fails"));
+    }
+}
+
+#[test]
+fn each_reason_of_an_outage_is_told_once() {
+    let port = free_port();
+    let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
+    eventually("nobody listens", || gateway.log().contains("the store fails"));
+    let text = port.to_string();
+    let redis =
+        Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
+    eventually("a password is wanted", || gateway.log().contains("the store still fails, for another reason"));
+    drop(redis);
+    let _redis = Redis::start_on(port).expect("a server that wants nothing");
+    eventually("it answers", || gateway.log().contains("the store answers again"));
+    assert_eq!(gateway.log().matches("for another reason").count(), 1, "{}", gateway.log());
+}
+
+#[test]
+fn redis_is_reached_by_a_unix_socket() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("redis.sock").display().to_string();
+    let port = free_port();
+    let _redis = Redis::start_with(port, &["--port", "0", "--unixsocket", &socket]).expect("a server on a socket");
+    assert_counts(&gateway(&format!("url = \"redis+unix://{socket}?db=3\"\ntimeout = \"5s\"")), "a unix socket");
+}
+
+#[test]
+fn a_user_of_least_privilege_is_enough() {
+    let redis = Redis::start();
+    // As the manual has it.
+    let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
+    let line =
+        manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER ")).expect("the manual has the user");
+    let mut command = redis::cmd("ACL");
+    command.arg("SETUSER");
+    for word in line.split(' ') {
+        command.arg(word.replace(">…", ">secret"));
+    }
+    command.exec(&mut redis.connection()).unwrap();
+    let store = |user: &str| format!("url = \"redis://{user}@127.0.0.1:{}/2\"\ntimeout = \"5s\"", redis.port);
+    let right = gateway(&store("gateway:secret"));
+    assert_counts(&right, "the right user");
+    assert!(!right.log().contains("refused"), "{}", right.log());
+    let calls = redis.calls("evalsha") + redis.calls("eval");
+    assert!(calls > 0, "scripts were called");
+    eventually("overrides are looked for", || redis.calls("hgetall") > 0);
+    assert!(!right.log().contains("not followed"), "{}", right.log());
+    // What operators decide is one thing, limits are another.
+    redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
+    eventually("it is told", || right.log().contains("overrides are not followed"));
+    let before = redis.calls("evalsha");
+    assert_eq!(right.get("/r").status, 429);
+    let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
+    assert_counts(&without, "a user without the right");
+    assert!(redis.calls("evalsha") > before && !without.log().contains("the store fails"), "{}", without.log());
+    let wrong = gateway(&store("gateway:wrong").replace("5s", "2s"));
+    wrong.get("/r").assert_problem(503, "a wrong password");
+    eventually("it is told", || wrong.log().contains("the store fails"));
+    assert!(!wrong.log().contains(":wrong@"), "{}", wrong.log());
+    // The user can do nothing else.
+    let mut connection = redis::Client::open(format!("redis://gateway:secret@127.0.0.1:{}", redis.port))
+        .unwrap()
+        .get_connection()
+        .unwrap();
+    for words in [&["KEYS", "*"][..], &["FLUSHALL"], &["SET", "mine", "1"], &["CONFIG", "GET", "*"]] {
+        let error = redis::cmd(words[0]).arg(&words[1..]).exec(&mut connection).unwrap_err();
+        assert_eq!(error.code(), Some("NOPERM"), "{words:?}: {error}");
+    }
+}
+
+/// A server of some kind.
+fn server(arguments: &[&str]) -> Redis {
+    let port = free_port();
+    Redis::start_with(port, &[&["--port", &port.to_string()], arguments].concat()).expect("a server")
+}
+
+fn sentinel(folder: &Path) -> Redis {
+    let port = free_port();
+    let file = folder.join("sentinel.conf");
+    std::fs::write(&file, format!("port {port}\nbind 127.0.0.1\ndir {}\n", folder.display())).unwrap();
+    let child = Command::new("redis-server").arg(file).arg("--sentinel").stdout(Stdio::null()).spawn().unwrap();
+    eventually("the Sentinel listens", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+    Redis { port, child }
+}
+
+/// One sentence for everything that a URL may lead to, and the same from `check`, from `doctor` and from a gateway that starts.
+#[test]
+fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
+    let folder = tempfile::tempdir().unwrap();
+    certificates(folder.path(), "ca.pem", &["server"]);
+    let file = |name: &str| folder.path().join(name).display().to_string();
+    let here = folder.path().display().to_string();
+    let redis = Redis::start();
+    let locked = server(&["--requirepass", "secret"]);
+    let replica = server(&["--replicaof", "127.0.0.1", &redis.port.to_string(), "--dir", &here]);
+    let node = server(&["--cluster-enabled", "yes", "--dir", &here]);
+    let sentinel = sentinel(folder.path());
+    let port = free_port();
+    let pair = ["--tls-cert-file", &file("server.pem"), "--tls-key-file", &file("server.key")];
+    let tls = [
+        "--port",
+        "0",
+        "--tls-port",
+        &port.to_string(),
+        "--tls-auth-clients",
+        "no",
+        "--tls-ca-cert-file",
+        &file("ca.pem"),
+    ];
+    let tls = Redis::start_with(port, &[&tls[..], &pair].concat()).expect("a server with TLS");
+    let web = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
+    let web = &web.address;
+    let page = upstream::serve(|mut stream| drop(stream.write_all(b"<html><body>Bad request</body></html>\r\n")));
+    let mail = upstream::serve(|mut stream| drop(stream.write_all(b"220 mail.example.com ESMTP\r\n")));
+    let (at, free, long) = (|redis: &Redis| format!("127.0.0.1:{}", redis.port), free_port(), "x".repeat(70));
+    let mut gateways = Vec::new();
+    for (url, expected) in [
+        (format!("redis://127.0.0.1:{free}"), format!("nothing listens at 127.0.0.1:{free}; start Redis there")),
+        (format!("redis+unix://{here}/none.sock"), format!("there is no socket {here}/none.sock; start Redis with it")),
+        // A label of more than 63 characters resolves nowhere, and no name server is asked.
+        (
+            format!("redis://{long}.invalid"),
+            format!("the name of {long}.invalid:6379 does not resolve; correct the host"),
+        ),
+        (
+            format!("redis://gateway:wrong@{}", at(&redis)),
+            "Redis refuses this user or password; correct them".to_owned(),
+        ),
+        (format!("redis://{}", at(&locked)), "Redis wants a password; write it into store.url".to_owned()),
+        (format!("redis://{}/99", at(&redis)), "this Redis does not have so many databases; correct".to_owned()),
+        (format!("redis://{}", at(&replica)), format!("{} is a replica; give the address of its master", at(&replica))),
+        (format!("redis://{}", at(&node)), format!("{0} is a node of a cluster; use redis+cluster://{0}", at(&node))),
+        (format!("redis://{}/1", at(&node)), "this Redis is a node of a cluster; use redis+cluster://".to_owned()),
+        (format!("redis://{}", at(&sentinel)), format!("{0} is a Sentinel; use redis+sentinel://{0}/", at(&sentinel))),
+        (format!("redis://{}/1", at(&sentinel)), "so it may be a Sentinel; use redis+sentinel://".to_owned()),
+        (
+            format!("redis://{}", at(&tls)),
+            format!("{} closes the connection before it answers; if it speaks TLS, use rediss://", at(&tls)),
+        ),
+        (
+            format!("rediss://{}", at(&tls)),
+            format!("the certificate of {} is not accepted (UnknownIssuer); name the CA", at(&tls)),
+        ),
+        (
+            format!("rediss://{}", at(&redis)),
+            format!("{} does not answer the TLS handshake in time; a Redis without TLS", at(&redis)),
+        ),
+        (format!("redis://{web}"), format!("what answers at {web} is a web server; correct the address")),
+        (format!("redis://:secret@{web}"), format!("what answers at {web} is a web server; correct the address")),
+        (format!("rediss://{web}"), format!("{web} speaks no TLS; use redis://, or correct the port")),
+        (format!("redis://{page}"), format!("what answers at {page} is a web server; correct the address")),
+        (format!("redis://{mail}"), format!("what answers at {mail} is not Redis; correct the address")),
+    ] {
+        // Silence is the one answer that takes all of the time.
+        let timeout = if expected.contains("in time") { "300ms" } else { "5s" };
+        let config = format!(
+            "[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
+             [[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
+        );
+        let path = folder.path().join("gateway.toml");
+        std::fs::write(&path, &config).unwrap();
+        let run = |command: &str| {
+            let output = binary().arg(command).arg("--config").arg(&path).output().unwrap();
+            (output.status.code(), String::from_utf8(output.stdout).unwrap())
+        };
+        let (code, said) = run("check");
+        assert_eq!(code, Some(0), "the file is right: {said}");
+        assert!(said.contains("warning: store: ") && said.contains(&expected), "{url}: {said}\nlacks {expected}");
+        let (code, said) = run("doctor");
+        assert_eq!(code, Some(1), "{said}");
+        assert!(said.contains("  failed    ") && said.contains(&expected), "{url}: {said}\nlacks {expected}");
+        gateways.push((Gateway::start(&config), url, expected));
+    }
+    // They have tried meanwhile.
+    for (gateway, url, expected) in gateways {
+        eventually("the store fails", || gateway.log().contains("the store fails"));
+        assert!(gateway.log().contains(&expected), "{url}: {}\nlacks {expected}", gateway.log());
+        assert!(!gateway.log().contains("secret") && !gateway.log().contains("wrong@"), "{}", gateway.log());
+    }
+}
+
+#[test]
+fn a_right_that_is_missing_is_named() {
+    let redis = Redis::start();
+    let user = ["gateway", "on", ">secret", "~*", "+@all"];
+    let set_user = |words: &[&str]| redis::cmd("ACL").arg("SETUSER").arg(words).exec(&mut redis.connection()).unwrap();
+    set_user(&user);
+    let store = format!("url = \"redis://gateway:secret@127.0.0.1:{}\"\ntimeout = \"5s\"", redis.port);
+    // What is needed to connect is missed at once, and by `check`.
+    set_user(&["gateway", "-script"]);
+    let expected = "Redis does not allow this user what the gateway needs, +script|load; give it the rights that docs/redis.md lists";
+    let without = gateway(&store);
+    eventually("the store fails", || without.log().contains("the store fails"));
+    assert!(without.log().contains(expected), "{}", without.log());
+    let check = binary().arg("check").arg("--config").arg(without.directory().join("gateway.toml")).output().unwrap();
+    let said = String::from_utf8(check.stdout).unwrap();
+    assert!(check.status.success() && said.contains(&format!("warning: store: {expected}\n")), "{said}");
+    // What only decisions need, with the first of them.
+    set_user(&["gateway", "+script", "-set"]);
+    let without = gateway(&store);
+    let expected =
+        "Redis does not allow this user what the gateway needs, a command of the scripts; give it the rights";
+    eventually("it is told", || {
+        without.get("/r").assert_problem(503, "a decision that may not write");
+        without.log().contains(expected)
+    });
+}

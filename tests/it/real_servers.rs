@@ -1,0 +1,191 @@
+//! Servers that others wrote, nginx, Node's and Python's, killed and started again under load: nobody notices, and nothing comes twice.
+#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+
+use std::collections::HashSet;
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+
+use crate::support::gateway::Gateway;
+use crate::support::redis::free_port;
+use crate::support::{Raise, eventually};
+
+/// Notes the ids of what is posted, each line in one write.
+const PYTHON: &str = r#"
+import os, sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+seen = os.open(sys.argv[2], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def do_GET(self):
+        self.send_response(204)
+        self.end_headers()
+    def do_POST(self):
+        self.rfile.read(int(self.headers["content-length"]))
+        os.write(seen, (self.headers["x-id"] + "\n").encode())
+        self.do_GET()
+    def log_message(self, *_): pass
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"#;
+
+/// The same; it closes connections that are idle for 5 s, and tells in a field when.
+const NODE: &str = r#"
+const [port, seen] = process.argv.slice(1);
+require("http").createServer((request, response) => {
+    request.resume().on("end", () => {
+        if (request.method === "POST") require("fs").appendFileSync(seen, request.headers["x-id"] + "\n");
+        response.writeHead(204).end();
+    });
+}).listen(+port, "127.0.0.1");
+"#;
+
+/// A server that can be started again at its address.
+struct Server {
+    port: u16,
+    start: Box<dyn Fn(u16) -> Command>,
+    child: Child,
+}
+
+impl Server {
+    fn start(start: impl Fn(u16) -> Command + 'static) -> Server {
+        let port = free_port();
+        let child = spawn(&start, port);
+        Server { port, start: Box::new(start), child }
+    }
+
+    fn restart(&mut self) {
+        self.kill();
+        self.child = spawn(&self.start, self.port);
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+        self.child.wait().unwrap();
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.kill();
+    }
+}
+
+fn spawn(start: &dyn Fn(u16) -> Command, port: u16) -> Child {
+    let mut child = start(port).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    eventually("the server listens", || {
+        assert_eq!(
+            child.try_wait().unwrap(),
+            None,
+            "the server did not start; `make tools` installs nginx, Node and Python"
+        );
+        TcpStream::connect(("127.0.0.1", port)).is_ok()
+    });
+    child
+}
+
+fn python(seen: &Path) -> Server {
+    let seen = seen.to_owned();
+    Server::start(move |port| {
+        let mut command = Command::new("python3");
+        command.arg("-c").arg(PYTHON).arg(port.to_string()).arg(&seen);
+        command
+    })
+}
+
+fn node(seen: &Path) -> Server {
+    let seen = seen.to_owned();
+    Server::start(move |port| {
+        let mut command = Command::new("node");
+        command.arg("-e").arg(NODE).arg(port.to_string()).arg(&seen);
+        command
+    })
+}
+
+fn nginx(folder: &Path) -> Server {
+    let folder = folder.to_owned();
+    Server::start(move |port| {
+        let at = |name: &str| folder.join(name).display().to_string();
+        let text = format!(
+            "daemon off; master_process off; pid {}; error_log {};\nevents {{}}\n\
+             http {{ access_log off; client_body_temp_path {}; proxy_temp_path {}; fastcgi_temp_path {}; uwsgi_temp_path {}; \
+             scgi_temp_path {};\nserver {{ listen 127.0.0.1:{port}; keepalive_requests 50; return 204; }} }}\n",
+            at("pid"),
+            at("log"),
+            at("b"),
+            at("p"),
+            at("f"),
+            at("u"),
+            at("s"),
+        );
+        std::fs::write(folder.join("nginx.conf"), text).unwrap();
+        let mut command = Command::new("nginx");
+        command.env("PATH", format!("{}:/usr/sbin", std::env::var("PATH").unwrap())).arg("-c").arg(at("nginx.conf"));
+        command
+    })
+}
+
+#[test]
+fn real_servers_come_and_go_and_nobody_notices() {
+    let folder = tempfile::tempdir().unwrap();
+    let seen = folder.path().join("seen");
+    let mut servers = [python(&seen), nginx(folder.path()), node(&seen)];
+    let urls: Vec<_> = servers.iter().map(|server| format!("http://127.0.0.1:{}", server.port)).collect();
+    let gateway = Gateway::start(&format!(
+        "[upstream.api]\nservers = {urls:?}\nretries = 2\n\
+         [[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n"
+    ));
+    let (over, answered) = (AtomicBool::new(false), AtomicUsize::new(0));
+    let (gets, posts) = std::thread::scope(|scope| {
+        let ask = |thread: usize| {
+            let (over, answered, gateway) = (&over, &answered, &gateway);
+            move || {
+                let (mut client, mut gets, mut posts) = (gateway.client(), 0, Vec::new());
+                while !over.load(Ordering::SeqCst) {
+                    let reply = client.get("/get");
+                    assert_eq!(reply.status, 204, "{}", reply.text());
+                    gets += 1;
+                    answered.fetch_add(1, Ordering::SeqCst);
+                    let id = format!("{thread}-{gets}");
+                    let reply = client.request("POST", "/post", &[("x-id", &id)], b"something");
+                    assert!(matches!(reply.status, 204 | 502), "{}", reply.text());
+                    if reply.header("connection") == Some("close") {
+                        // It came before the body was read.
+                        client = gateway.client();
+                    }
+                    posts.push(reply.status);
+                }
+                (gets, posts)
+            }
+        };
+        let threads: Vec<_> = (0..4).map(|thread| scope.spawn(ask(thread))).collect();
+        {
+            let _over = Raise(&over);
+            // All at once is too much: a request goes to each of them once.
+            let served = || {
+                let before = answered.load(Ordering::SeqCst);
+                eventually("requests are served", || answered.load(Ordering::SeqCst) >= before + 100);
+            };
+            for _ in 0..5 {
+                for server in &mut servers {
+                    server.restart();
+                    served();
+                }
+            }
+        }
+        let done: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
+        (
+            done.iter().map(|(gets, _)| gets).sum::<i32>(),
+            done.into_iter().flat_map(|(_, posts)| posts).collect::<Vec<_>>(),
+        )
+    });
+    let seen = std::fs::read_to_string(&seen).unwrap();
+    let ids: HashSet<_> = seen.lines().collect();
+    assert_eq!(ids.len(), seen.lines().count(), "nothing was posted twice");
+    let lost = posts.iter().filter(|status| **status == 502).count();
+    println!(
+        "row 24: nginx, Node and Python killed 5 times each: {gets} GET, 0 errors; {} POST, {lost} times 502, none twice",
+        posts.len()
+    );
+    assert!(!ids.is_empty() && gets > 20, "{gets} requests, {} at those that note them", ids.len());
+}

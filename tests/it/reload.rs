@@ -1,0 +1,472 @@
+//! Another configuration takes effect while the gateway runs: at once, for running connections too, or not at all.
+
+use std::io::Read;
+use std::net::{IpAddr, TcpListener};
+use std::os::unix::fs::symlink;
+use std::path::Path;
+
+use crate::support::certificates::Authority;
+use crate::support::client::Client;
+use crate::support::gateway::{Gateway, binary};
+use crate::support::operator::{self, HERE};
+use crate::support::redis::free_port;
+use crate::support::reload::{ADMIN, ask, metric, reload, reloads, says, with_admin};
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, signal};
+use serde_json::Value;
+
+#[test]
+fn running_connections_see_the_new_configuration_with_their_next_request() {
+    let old = format!("{}[[route]]\nname = \"old\"\npath = \"/old\"\nrespond = {{ status = 200 }}\n", says("one"));
+    let gateway = Gateway::start(&with_admin(&old));
+    let mut client = gateway.client();
+    assert_eq!((client.get("/says").text(), client.get("/old").status, client.get("/new").status), ("one", 200, 404));
+    let new = format!(
+        "{}limits = [\"one\"]\n[limit.one]\nby = \"ip\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\n\
+         [[route]]\nname = \"new\"\npath = \"/new\"\nrespond = {{ status = 200 }}\n",
+        says("two")
+    );
+    reloads(&gateway, &new);
+    assert_eq!((client.get("/says").text(), client.get("/says").status), ("two", 429), "another body, and a limit");
+    assert_eq!((client.get("/new").status, client.get("/old").status), (200, 404), "a route more, and one less");
+    reloads(&gateway, &says("three"));
+    assert_eq!(client.get("/says").text(), "three", "a limit less");
+}
+
+#[test]
+fn a_renamed_file_and_sighup_reload() {
+    let gateway = Gateway::start(&says("one"));
+    gateway.put(&says("two"));
+    eventually("a renamed file counts", || gateway.get("/says").text() == "two");
+    std::fs::write(gateway.directory().join("gateway.toml"), "no toml").unwrap();
+    eventually("one that is written in place does, too", || gateway.log().contains("stays in force"));
+    // A change behind a link to elsewhere cannot be seen.
+    let elsewhere = tempfile::tempdir().unwrap();
+    let write = |body: &str| {
+        let text = format!("{}[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n", says(body));
+        std::fs::write(elsewhere.path().join("real"), text).unwrap();
+    };
+    write("three");
+    symlink(elsewhere.path().join("real"), gateway.directory().join("link")).unwrap();
+    std::fs::rename(gateway.directory().join("link"), gateway.directory().join("gateway.toml")).unwrap();
+    eventually("the link counts", || gateway.get("/says").text() == "three");
+    write("four");
+    signal(&gateway.child, "HUP");
+    eventually("SIGHUP reads again", || gateway.get("/says").text() == "four");
+}
+
+#[test]
+fn a_configuration_of_kubernetes_is_swapped_with_the_files_it_names() {
+    // `gateway.toml` → `..data/gateway.toml`, `..data` → a folder with a name of its own; all change in one instant.
+    let folder = tempfile::tempdir().unwrap();
+    let key = |key: &str| {
+        use aws_lc_rs::digest::{SHA256, digest};
+        let hash: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("\"sha256:{hash}\"")
+    };
+    for (name, body, tier) in [("..1", "one", "free"), ("..2", "two", "gold")] {
+        std::fs::create_dir(folder.path().join(name)).unwrap();
+        let config = format!(
+            "[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n[api_key]\nconsumers = \"consumers.toml\"\n\
+             {}limits = [\"keys\"]\n[limit.keys]\nby = \"api-key\"\nquota = \"9/day\"\ntiers = {{ {tier} = {{ quota = \"5/day\" }} }}\n",
+            says(body)
+        );
+        let consumers = format!("[[consumer]]\nname = \"c\"\ntier = \"{tier}\"\nkeys = [{}]\n", key(body));
+        std::fs::write(folder.path().join(name).join("gateway.toml"), config).unwrap();
+        std::fs::write(folder.path().join(name).join("consumers.toml"), consumers).unwrap();
+    }
+    symlink("..1", folder.path().join("..data")).unwrap();
+    for name in ["gateway.toml", "consumers.toml"] {
+        symlink(Path::new("..data").join(name), folder.path().join(name)).unwrap();
+    }
+    let gateway = Gateway::start_file(&folder.path().join("gateway.toml"));
+    let ask = |key: &str| gateway.client().get_with("/says", &[("x-api-key", key)]);
+    assert_eq!((ask("one").text(), ask("two").status), ("one", 401));
+    symlink("..2", folder.path().join("..tmp")).unwrap();
+    std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
+    eventually("the new ones are in force", || ask("two").text() == "two");
+    assert_eq!(ask("one").status, 401);
+    // Each alone would not fit the other's old content.
+    assert!(!gateway.log().contains("is not used"), "{}", gateway.log());
+}
+
+#[test]
+fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
+    let gateway = Gateway::start(&with_admin(&says("one")));
+    let shown = || ask(&gateway, "GET", "/api/config").json();
+    assert!(shown()["last_error"].is_null() && shown()["loaded_at"].as_str().unwrap().ends_with('Z'), "{}", shown());
+    let successful = |line: &str| metric(&gateway, &format!("config_last_reload_{line}"));
+    let since = successful("success_timestamp_seconds");
+    assert_eq!((successful("successful"), metric(&gateway, "config_reloads_total{result=\"error\"}")), (1.0, 0.0));
+
+    let reply = reload(&gateway, &says("two").replace("respond", "respnd"));
+    assert_eq!(reply.status, 422, "{}", reply.text());
+    let parts = ["unknown key `respnd`", "gateway.toml:7:1", "respnd = { status = 200", "did you mean `respond`?"];
+    for told in [reply.json()["error"].as_str().unwrap(), shown()["last_error"]["error"].as_str().unwrap()] {
+        assert!(parts.iter().all(|part| told.contains(part)), "{told}");
+    }
+    eventually("it is in the log", || parts.iter().all(|part| gateway.log().contains(part)));
+    assert_eq!(gateway.get("/says").text(), "one");
+    assert_eq!((successful("successful"), successful("success_timestamp_seconds")), (0.0, since));
+    assert!(metric(&gateway, "config_reloads_total{result=\"error\"}") >= 1.0);
+    assert_eq!(shown()["configuration"]["route"][0]["respond"]["body"], "one", "what is in force is shown");
+
+    reloads(&gateway, &says("three"));
+    assert_eq!(successful("successful"), 1.0);
+    assert!(shown()["last_error"].is_null());
+    assert_eq!(shown()["configuration"]["route"][0]["respond"]["body"], "three");
+    std::fs::remove_file(gateway.directory().join("gateway.toml")).unwrap();
+    let reply = ask(&gateway, "POST", "/api/reload");
+    assert_eq!(reply.status, 422, "a file that is gone");
+    assert!(reply.text().contains("cannot be read"), "{}", reply.text());
+    assert_eq!(gateway.get("/says").text(), "three");
+}
+
+#[test]
+fn a_bad_file_is_tried_once_and_the_others_count_all_the_same() {
+    let keys = "[api_key]\nconsumers = \"consumers.toml\"\n";
+    let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
+    let consumers = format!("[[consumer]]\nname = \"somebody\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
+    let gateway = Gateway::start_with(&config("one"), &[("consumers.toml", &consumers)]);
+    gateway.put(&config("two").replace("respond", "respnd"));
+    assert_eq!(ask(&gateway, "POST", "/api/reload").status, 422);
+    eventually("the other file is read again", || {
+        gateway.log().lines().any(|line| line.contains("reloaded") && line.contains("consumers.toml"))
+    });
+    assert_eq!(gateway.log().matches("gateway.toml is not used").count(), 1, "{}", gateway.log());
+}
+
+#[test]
+fn what_needs_a_restart_is_refused_by_its_name() {
+    let base = |server: &str, admin: &str, store: &str, log: &str, listeners: &[&str], body: &str| {
+        let listeners: String =
+            listeners.iter().map(|address| format!("[[listener]]\naddress = \"{address}\"\n")).collect();
+        format!(
+            "[server]\n{server}\n{admin}[store]\n{store}\n[log]\naccess = \"off\"\n{log}\n{listeners}{}",
+            says(body)
+        )
+    };
+    let (server, store, log, listeners) = ("workers = 2", "prefix = \"a\"", "level = \"info\"", ["127.0.0.1:0"]);
+    let gateway = Gateway::start(&base(server, ADMIN, store, log, &listeners, "one"));
+    let other_admin = ADMIN.replace("127.0.0.1:0", "[::1]:0");
+    let no_admin = "";
+    for (config, keys) in [
+        (base("workers = 3", ADMIN, store, log, &listeners, "two"), &["server.workers"][..]),
+        (
+            base("workers = 2\nthreading = \"work-stealing\"", ADMIN, store, log, &listeners, "two"),
+            &["server.threading"],
+        ),
+        (base(server, &other_admin, store, log, &listeners, "two"), &["admin.address"]),
+        (base(server, no_admin, store, log, &listeners, "two"), &["admin.address"]),
+        (
+            base(server, ADMIN, "prefix = \"b\"\ntimeout = \"1s\"", log, &listeners, "two"),
+            &["store.prefix", "store.timeout"],
+        ),
+        (base(server, ADMIN, "prefix = \"a\"\nsecret = \"planted\"", log, &listeners, "two"), &["store.secret"]),
+        (
+            base(server, ADMIN, "prefix = \"a\"\nurl = \"redis://:planted@127.0.0.1:1\"", log, &listeners, "two"),
+            &["store.url"],
+        ),
+        (base(server, ADMIN, store, "level = \"warn\"", &listeners, "two"), &["log.level"]),
+        (base(server, ADMIN, store, log, &["127.0.0.1:0", "127.0.0.1:0"], "two"), &["listener.address"]),
+        (base(server, ADMIN, store, log, &["[::1]:0"], "two"), &["listener.address"]),
+    ] {
+        gateway.put(&config);
+        let reply = ask(&gateway, "POST", "/api/reload");
+        assert_eq!(reply.status, 422, "{keys:?}: {}", reply.text());
+        let error = reply.json()["error"].as_str().unwrap().to_owned();
+        assert!(error.starts_with(&format!("{} cannot change", keys.join(", "))), "{keys:?}: {error}");
+        eventually("it is in the log", || gateway.log().contains(&error));
+        assert!(!gateway.log().contains("planted"), "{}", gateway.log());
+        assert_eq!(gateway.get("/says").text(), "one", "{keys:?}");
+    }
+    // All else may change, also in the same tables.
+    gateway.put(&base(
+        "workers = 2\nmax_uri = \"1KiB\"",
+        &ADMIN.replace("sesame", "open"),
+        store,
+        log,
+        &listeners,
+        "two",
+    ));
+    assert_eq!(ask(&gateway, "POST", "/api/reload").status, 200);
+    assert_eq!(gateway.get("/says").text(), "two");
+    assert_eq!(ask(&gateway, "GET", "/healthz").status, 401, "the token of before");
+    let reply = Client::connect(gateway.admin()).get_with("/healthz", &[("authorization", "Bearer open")]);
+    assert_eq!(reply.status, 200);
+}
+
+/// `check` with a file beside that of the gateway: exit code and output.
+fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>, String) {
+    let path = gateway.directory().join("checked.toml");
+    std::fs::write(&path, config).unwrap();
+    let mut command = binary();
+    command.arg("check").args(arguments).arg("--config").arg(&path).env_remove("SLUICEGATE_ADMIN_TOKEN");
+    let output = command.output().unwrap();
+    (output.status.code(), String::from_utf8([output.stdout, output.stderr].concat()).unwrap())
+}
+
+const REFUSED: &str = "warning: a reload will refuse this: ";
+
+#[test]
+fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
+    let (admin, port, other, dead) = (free_port(), free_port(), free_port(), free_port());
+    let base = format!(
+        "[server]\nworkers = 2\n[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n\
+         [[listener]]\naddress = \"127.0.0.1:{port}\"\n{}[store]\nurl = \"rediss://127.0.0.1:{dead}\"\n\
+         secret = \"planted secret of the store\"\n[log]\naccess = \"off\"\n",
+        says("one")
+    );
+    let gateway = Gateway::start_with(&base, &[("ca.pem", &Authority::new("store").pem())]);
+    assert!(!checked(&gateway, &base, &[]).1.contains(REFUSED), "nothing differs");
+    let add = |table: &str, line: &str| base.replacen(&format!("[{table}]\n"), &format!("[{table}]\n{line}\n"), 1);
+    let change = |from: &str, to: &str| base.replacen(from, to, 1);
+    let rows = [
+        ("server.workers", change("workers = 2", "workers = 3")),
+        ("server.threading", add("server", "threading = \"work-stealing\"")),
+        ("listener.address", change(&format!("127.0.0.1:{port}"), &format!("127.0.0.1:{other}"))),
+        ("admin.address", change(&format!("127.0.0.1:{admin}"), &format!("0.0.0.0:{admin}"))),
+        ("store.url", change("rediss://127.0.0.1", "rediss://localhost")),
+        ("store.tls", add("store", "tls = { ca = \"ca.pem\" }")),
+        ("store.timeout", add("store", "timeout = \"60ms\"")),
+        ("store.connect_timeout", add("store", "connect_timeout = \"2s\"")),
+        ("store.connections", add("store", "connections = 2")),
+        ("store.prefix", add("store", "prefix = \"other\"")),
+        ("store.secret", change("planted secret of the store", "planted another secret of it")),
+        ("store.gateway_count", add("store", "gateway_count = 2")),
+        ("store.denial_cache", add("store", "denial_cache = 1000")),
+        ("store.max_memory_states", add("store", "max_memory_states = 100000")),
+        ("log.format", add("log", "format = \"json\"")),
+        ("log.level", add("log", "level = \"warn\"")),
+        ("log.access", change("access = \"off\"", "access = \"stdout\"")),
+        ("log.trace_endpoint", add("log", &format!("trace_endpoint = \"http://127.0.0.1:{dead}\""))),
+    ];
+    let schema =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/gateway.schema.json")).unwrap();
+    let schema: Value = serde_json::from_str(&schema).unwrap();
+    for table in ["store", "log"] {
+        for key in schema["properties"][table]["properties"].as_object().unwrap().keys() {
+            let key = format!("{table}.{key}");
+            assert!(rows.iter().any(|(row, _)| *row == key), "{key} is missing here");
+        }
+    }
+    for (key, config) in rows {
+        let (code, out) = checked(&gateway, &config, &[]);
+        assert_eq!((code, out.matches(REFUSED).count()), (Some(0), 1), "{key}: {out}");
+        let Some((_, warning)) = out.split_once(&format!("{REFUSED}`{key}` differs from the running gateway")) else {
+            panic!("{key}: {out}")
+        };
+        // The line of the key, or that of its listener.
+        let place = warning.split_once("checked.toml:").unwrap().1;
+        let line: usize = place.split(':').next().unwrap().parse().unwrap();
+        let shown = config.lines().nth(line - 1).unwrap();
+        let expected = if key == "listener.address" { "[[listener]]" } else { key.split_once('.').unwrap().1 };
+        assert!(shown.starts_with(expected), "{key}: {shown}");
+        assert!(!out.contains("planted"), "{key}: {out}");
+        gateway.put(&config);
+        let reply = ask(&gateway, "POST", "/api/reload");
+        let error = reply.json()["error"].as_str().unwrap_or_default().to_owned();
+        assert!(error.starts_with(&format!("{key} cannot change")), "a reload does refuse it: {key}: {}", reply.text());
+    }
+    // A key that is left out has the place of its table.
+    let (_, out) = checked(&gateway, &change("access = \"off\"\n", ""), &[]);
+    assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
+    let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
+    assert_eq!(out.matches(REFUSED).count(), 2, "each has its warning: {out}");
+}
+
+#[test]
+fn check_compares_with_a_gateway_that_answers_only() {
+    let admin = free_port();
+    let base = format!("[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n{}", says("one"));
+    let base = format!("{base}[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
+    let other = base.replace("access = \"off\"", "access = \"off\"\nformat = \"json\"");
+    let mut gateway = Gateway::start(&base);
+    let (code, out) = checked(&gateway, &base, &["--strict"]);
+    assert_eq!(code, Some(0), "nothing differs: {out}");
+    let reloaded = base.replace("\"one\"", "\"two\"");
+    assert_eq!(checked(&gateway, &reloaded, &["--strict"]).0, Some(0), "what a reload takes over");
+    let (code, out) = checked(&gateway, &other, &["--strict"]);
+    assert!(code == Some(1) && out.contains("`log.format` differs"), "{out}");
+    let (code, out) = checked(&gateway, &other, &["--json"]);
+    let report: Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(
+        (code, &report["ok"], report["warnings"].as_array().unwrap().len()),
+        (Some(0), &true.into(), 1),
+        "{out}"
+    );
+    let (code, out) = checked(&gateway, &other, &["--strict", "--offline"]);
+    assert!(code == Some(0) && !out.contains(REFUSED), "{out}");
+    let (code, out) = checked(&gateway, &other.replace("sesame", "open"), &["--strict"]);
+    assert!(code == Some(0) && out.contains("note: not compared with the running gateway"), "another token: {out}");
+    let differences = Client::connect(gateway.admin()).request("GET", "/api/differences?salt=a", &[HERE], b"");
+    assert_eq!(differences.status, 401);
+    gateway.terminate();
+    gateway.wait();
+    let (code, out) = checked(&gateway, &other, &["--strict"]);
+    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "no gateway: {out}");
+    // A port that takes connections and says nothing.
+    let _silent = TcpListener::bind(("127.0.0.1", admin)).unwrap();
+    let (code, out) = checked(&gateway, &other, &["--strict"]);
+    assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "a silent port: {out}");
+}
+
+#[test]
+fn a_reload_is_for_those_who_know_the_token() {
+    let gateway = Gateway::start(&with_admin(&says("one")));
+    gateway.put(&with_admin(&says("two")));
+    assert_eq!(Client::connect(gateway.admin()).request("POST", "/api/reload", &[], b"").status, 401);
+    let reply = ask(&gateway, "GET", "/api/reload");
+    assert_eq!((reply.status, reply.header("allow")), (405, Some("POST")));
+    assert_eq!(ask(&gateway, "POST", "/api/config").status, 405);
+    assert_eq!(ask(&gateway, "POST", "/api/reload").status, 200);
+    assert_eq!(gateway.get("/says").text(), "two");
+
+    let open = Gateway::start(&format!("[admin]\naddress = \"127.0.0.1:0\"\n{}", says("one")));
+    let reply = Client::connect(open.admin()).request("POST", "/api/reload", &[HERE], b"");
+    assert_eq!(reply.status, 403);
+    assert!(reply.text().contains("set admin.token"), "{}", reply.text());
+    assert_eq!(operator::ask(&open, "/api/config").status, 200, "reading needs none");
+    assert_eq!(metric(&open, "config_reloads_total{result=\"ok\"}"), 0.0);
+}
+
+#[test]
+fn the_files_that_are_watched_are_those_of_the_new_configuration() {
+    let consumers = |key: &str| {
+        use aws_lc_rs::digest::{SHA256, digest};
+        let hash: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
+        format!("[[consumer]]\nname = \"c\"\nkeys = [\"sha256:{hash}\"]\n")
+    };
+    let config = |file: &str| {
+        with_admin(&format!(
+            "[api_key]\nconsumers = \"{file}\"\n{}limits = [\"keys\"]\n[limit.keys]\nby = \"api-key\"\nquota = \"1000/s\"\n",
+            says("x")
+        ))
+    };
+    let gateway = Gateway::start_with(&config("a"), &[("a", &consumers("one")), ("b", &consumers("two"))]);
+    let knows = |key: &str| gateway.client().get_with("/says", &[("x-api-key", key)]).status == 200;
+    assert!(knows("one") && !knows("two"));
+    gateway.put(&config("b"));
+    // One worker has it before another.
+    eventually("the other file is in force", || knows("two") && !knows("one"));
+    gateway.put_file("a", &consumers("three"));
+    gateway.put_file("b", &consumers("four"));
+    eventually("its changes are seen", || knows("four") && !knows("two"));
+    assert!(!knows("three"), "those of the file of before are not");
+}
+
+#[test]
+fn whom_to_trust_changes_for_running_connections() {
+    let config = |trusted: &str| {
+        format!(
+            "[client_ip]\ntrusted_proxies = [{trusted}]\n{}limits = [\"ip\"]\n\
+             [limit.ip]\nby = \"ip\"\nquota = \"1/day\"\nalgorithm = \"fixed-window\"\n",
+            says("x")
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("")));
+    let proxy: IpAddr = "127.0.0.9".parse().unwrap();
+    let mut client = Client::connect_from(proxy, gateway.address);
+    let mut from = |address: &str| client.get_with("/says", &[("x-forwarded-for", address)]).status;
+    assert_eq!((from("192.0.2.1"), from("192.0.2.2")), (200, 429), "it is not believed");
+    reloads(&gateway, &config("\"127.0.0.9\""));
+    assert_eq!((from("192.0.2.1"), from("192.0.2.2"), from("192.0.2.1")), (200, 200, 429), "it is");
+    reloads(&gateway, &config(""));
+    assert_eq!(from("192.0.2.3"), 429, "and no more");
+}
+
+#[test]
+fn who_is_trusted_no_more_names_no_request_on_a_running_connection() {
+    let upstream = Upstream::start();
+    let config = |trusted: &str| {
+        format!(
+            "[log]\naccess = \"stdout\"\n[client_ip]\ntrusted_proxies = [{trusted}]\n[upstream.up]\nservers = [\"{}\"]\n\
+             [[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"up\"\n",
+            upstream.url()
+        )
+    };
+    let gateway = Gateway::start(&with_admin(&config("\"127.0.0.9\"")));
+    let mut client = Client::connect_from("127.0.0.9".parse().unwrap(), gateway.address);
+    let mut named = || {
+        assert_eq!(client.get_with("/up", &[("x-request-id", "chosen")]).status, 200);
+        upstream.last().headers("x-request-id").concat()
+    };
+    assert_eq!(named(), "chosen");
+    reloads(&gateway, &config(""));
+    assert_ne!(named(), "chosen", "its word counts no more, for the log and the upstream");
+}
+
+#[test]
+fn max_connections_grows_and_shrinks() {
+    let config = |most: u32| format!("[server]\nmax_connections = {most}\n{}", says("x"));
+    let gateway = Gateway::start(&with_admin(&config(2)));
+    let figures = || (metric(&gateway, "connections"), metric(&gateway, "connections_max"));
+    let answers = |client: &mut Client| client.get("/says").status;
+    let mut clients: Vec<_> = (0..2).map(|_| gateway.client()).collect();
+    assert!(clients.iter_mut().all(|client| answers(client) == 200));
+    let mut waiting = gateway.client();
+    waiting.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
+    reloads(&gateway, &config(3));
+    assert_eq!(waiting.reply().unwrap().status, 200, "there is room for one more");
+    assert_eq!(figures(), (3.0, 3.0));
+    reloads(&gateway, &config(1));
+    assert_eq!(figures(), (3.0, 1.0));
+    assert!(clients.iter_mut().all(|client| answers(client) == 200), "those that are open stay");
+    let mut waiting_again = gateway.client();
+    waiting_again.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
+    drop(clients);
+    eventually("two are gone", || figures().0 == 1.0);
+    waiting_again.stream.get_mut().set_nonblocking(true).unwrap();
+    assert!(waiting_again.stream.get_mut().read(&mut [0]).is_err(), "there is no room");
+    waiting_again.stream.get_mut().set_nonblocking(false).unwrap();
+    drop(waiting);
+    assert_eq!(waiting_again.reply().unwrap().status, 200, "now there is");
+    assert_eq!(figures(), (1.0, 1.0));
+}
+
+#[test]
+fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
+    let config = |most: u32| format!("[server]\nmax_connections = {most}\nworkers = 1\n{}", says("x"));
+    for steps in [&[1, 4][..], &[1, 2, 3, 4], &[3, 1, 4], &[1, 6, 4]] {
+        let gateway = Gateway::start(&with_admin(&config(4)));
+        let figures = || (metric(&gateway, "connections"), metric(&gateway, "connections_max"));
+        let answered = |client: &mut Client| client.get("/says").status == 200;
+        let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+        assert!(clients.iter_mut().all(answered));
+        for most in steps {
+            reloads(&gateway, &config(*most));
+            assert_eq!(figures(), (4.0, f64::from(*most)), "{steps:?}");
+        }
+        clients.pop();
+        eventually("one is closed", || figures() == (3.0, 4.0));
+        clients.clear();
+        eventually("all are closed", || figures() == (0.0, 4.0));
+        let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+        assert!(clients.iter_mut().all(answered), "{steps:?}: as many as before are served at the same time");
+        let mut fifth = gateway.client();
+        fifth.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
+        eventually("the fifth waits", || gateway.log().contains("max_connections"));
+        assert_eq!(figures(), (4.0, 4.0), "{steps:?}: and no more");
+        drop(clients);
+        assert_eq!(fifth.reply().unwrap().status, 200);
+    }
+}
+
+#[test]
+fn max_connections_per_ip_grows_and_shrinks() {
+    let config = |most: u32| format!("[server]\nmax_connections_per_ip = {most}\n{}", says("x"));
+    let gateway = Gateway::start(&with_admin(&config(1)));
+    let mut open = vec![gateway.client()];
+    assert_eq!(open[0].get("/says").status, 200);
+    gateway.client().assert_closed("a second connection");
+    reloads(&gateway, &config(2));
+    open.push(gateway.client());
+    assert_eq!(open[1].get("/says").status, 200, "two are allowed");
+    gateway.client().assert_closed("a third connection");
+    reloads(&gateway, &config(1));
+    assert!(open.iter_mut().all(|client| client.get("/says").status == 200), "those that are open stay");
+    gateway.client().assert_closed("another connection");
+    reloads(&gateway, &config(0));
+    let mut more: Vec<_> = (0..5).map(|_| gateway.client()).collect();
+    assert!(more.iter_mut().all(|client| client.get("/says").status == 200), "0 is no bound");
+}

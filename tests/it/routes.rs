@@ -1,0 +1,390 @@
+//! What routes do with a request besides finding its upstream: other paths, redirects, shares of several upstreams.
+
+use std::cell::Cell;
+use std::net::SocketAddr;
+
+use crate::support::client::{Client, Reply};
+use crate::support::frames::{HEADERS, Http2};
+use crate::support::gateway::Gateway;
+use crate::support::random::property;
+use crate::support::upstream::Upstream;
+use proptest::prelude::*;
+use proptest::sample::Index;
+use sluicegate::http::target::canonical_path;
+
+/// `ROUTES` of name, path and what becomes of the path.
+fn rewriting(upstream: SocketAddr, routes: &[(&str, &str, &str)]) -> Gateway {
+    let routes: String = routes
+        .iter()
+        .map(|(name, path, rest)| {
+            format!("[[route]]\nname = \"{name}\"\npath = \"{path}\"\nupstream = \"u\"\n{rest}\n")
+        })
+        .collect();
+    Gateway::start(&format!(
+        "[server]\nmax_uri = \"64KiB\"\nmax_header_size = \"128KiB\"\n[upstream.u]\nservers = [\"http://{upstream}\"]\n{routes}"
+    ))
+}
+
+fn ask(gateway: &Gateway, method: &str, target: &str) -> Reply {
+    let mut client = gateway.client();
+    client.send([method.as_bytes(), b" ", target.as_bytes(), b" HTTP/1.1\r\nHost: a.test\r\n\r\n"].concat().as_slice());
+    let reply = if method == "HEAD" { client.head() } else { client.reply() };
+    reply.unwrap_or_else(|| panic!("no answer to {method} {target}"))
+}
+
+// ---- paths ---------------------------------------------------------------------------------------
+
+const REWRITES: [(&str, &str, &str); 8] = [
+    ("version", "/v1/{*rest}", "strip_prefix = \"/v1\""),
+    ("version-itself", "/v1", "strip_prefix = \"/v1\""),
+    ("two-segments", "/a/b/{id}", "strip_prefix = \"/a/b\""),
+    ("internal", "/r/{*rest}", "rewrite = \"/internal/{rest}\""),
+    ("between", "/m/{*rest}", "rewrite = \"/x/{rest}/end\""),
+    ("swapped", "/s/{a}/{b}", "rewrite = \"/{b}/x-{a}.json?a={a}&fixed=1\""),
+    ("searched", "/w/{*rest}", "rewrite = \"/search?path={rest}\""),
+    ("fixed", "/f/{*rest}", "rewrite = \"/caf%C3%A9\""),
+];
+
+/// What is asked for, and what the upstream is asked for; a status where it is not asked.
+const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
+    ("/v1/users", Ok("/users")),
+    ("/v1/users/", Ok("/users/")),
+    ("/v1", Ok("/")),
+    ("/v1/", Ok("/")),
+    ("/v1?x=1", Ok("/?x=1")),
+    ("/v1/?x=%2F..", Ok("/?x=%2F..")),
+    ("/v1/a?", Ok("/a?")),
+    ("/v1/v1/x", Ok("/v1/x")),
+    ("/v1/a/b?c=/v1/d", Ok("/a/b?c=/v1/d")),
+    // Not a segment of its own.
+    ("/v1x", Err(404)),
+    ("/v10/x", Err(404)),
+    ("/a/b/7", Ok("/7")),
+    ("/a/b/a", Ok("/a")),
+    ("/r/a/b", Ok("/internal/a/b")),
+    ("/r/", Ok("/internal/")),
+    ("/r/a/?q=1&q=2", Ok("/internal/a/?q=1&q=2")),
+    ("/r", Err(404)),
+    ("/m/a", Ok("/x/a/end")),
+    ("/m/a/", Ok("/x/a/end")),
+    ("/m/", Ok("/x/end")),
+    ("/s/1/2", Ok("/2/x-1.json?a=1&fixed=1")),
+    ("/s/1/2?b=3", Ok("/2/x-1.json?a=1&fixed=1&b=3")),
+    ("/s/1/2?", Ok("/2/x-1.json?a=1&fixed=1")),
+    ("/s/1/", Err(404)),
+    ("/w/a/b", Ok("/search?path=a%2Fb")),
+    ("/w/", Ok("/search?path=")),
+    ("/f/whatever?x", Ok("/caf%C3%A9?x")),
+    // However it is spelled, it is the canonical form that is rewritten.
+    ("//v1//x", Ok("/x")),
+    ("/v1/%61%2D", Ok("/a-")),
+    ("/%76%31/x", Ok("/x")),
+    ("/x/../v1/./y", Ok("/y")),
+    ("/v1/a/../b", Ok("/b")),
+    ("/v1/caf\u{e9}/%e2%82%ac", Ok("/caf%C3%A9/%E2%82%AC")),
+    ("/r//evil.test/", Ok("/internal/evil.test/")),
+    // Nothing climbs out of its place.
+    ("/r/../secret", Err(404)),
+    ("/r/%2e%2e/secret", Err(404)),
+    ("/r/a/%2e%2e/%2E./secret", Err(404)),
+    ("/r/..%2fsecret", Err(400)),
+    ("/r/%2F..%2Fsecret", Err(400)),
+    ("/r/%5c..%5csecret", Err(400)),
+    ("/r/..\\secret", Err(400)),
+    ("/s/../..", Err(404)),
+    ("/s/%2e%2e/x", Err(404)),
+    ("/s/a%2Fb/c", Err(400)),
+    ("/r/%252e%252e/secret", Ok("/internal/%252e%252e/secret")),
+    ("/r/.../..a", Ok("/internal/.../..a")),
+    ("/s/.a/..b", Ok("/..b/x-.a.json?a=.a&fixed=1")),
+    // What ends a path or a head stays encoded, or is refused.
+    ("/r/a%3fb%23c", Ok("/internal/a%3Fb%23c")),
+    ("/s/%3Fx=1/%23", Ok("/%23/x-%3Fx=1.json?a=%3Fx%3D1&fixed=1")),
+    ("/r/a%0d%0aX-Evil:%201", Err(400)),
+    ("/r/%00", Err(400)),
+    ("/r/a%20b", Ok("/internal/a%20b")),
+    ("/r/{id}%7bid%7d", Ok("/internal/%7Bid%7D%7Bid%7D")),
+    // One value in a query, whatever it is made of.
+    ("/s/1&fixed=2/b", Ok("/b/x-1&fixed=2.json?a=1%26fixed%3D2&fixed=1")),
+    ("/s/a+b;c/d", Ok("/d/x-a+b;c.json?a=a%2Bb%3Bc&fixed=1")),
+    ("/w/a&path=b?path=c", Ok("/search?path=a%26path%3Db&path=c")),
+    ("/w/%26", Ok("/search?path=%26")),
+];
+
+#[test]
+fn the_upstream_gets_the_path_that_the_route_says() {
+    let upstream = Upstream::start();
+    let gateway = rewriting(upstream.address, &REWRITES);
+    for (target, expected) in REWRITTEN {
+        let before = upstream.count();
+        let reply = ask(&gateway, "GET", target);
+        match expected {
+            Ok(expected) => {
+                assert_eq!(reply.status, 200, "{target}: {}", reply.text());
+                assert_eq!(upstream.last().target(), *expected, "{target}");
+                // A target in absolute form is the same one.
+                assert_eq!(ask(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
+                let seen = upstream.last();
+                assert_eq!((seen.target(), &seen.headers("host")[..]), (*expected, &["b.test"][..]), "{target}");
+            }
+            Err(status) => {
+                reply.assert_problem(*status, target);
+                assert_eq!(upstream.count(), before, "{target} is not forwarded");
+            }
+        }
+    }
+    // Over HTTP/2 as well.
+    let mut client = Http2::connect(gateway.address, &[]);
+    client.get(1, "/s/1/2?b=3");
+    assert!(client.until(HEADERS, 1).is_some());
+    assert_eq!(upstream.last().target(), "/2/x-1.json?a=1&fixed=1&b=3");
+}
+
+#[test]
+fn no_path_breaks_out_of_what_the_route_says() {
+    const PIECES: [&str; 26] = [
+        "/",
+        "//",
+        ".",
+        "..",
+        "%2e",
+        "%2E%2e",
+        "a",
+        "b%20c",
+        "%2f",
+        "%5c",
+        "\\",
+        "%00",
+        "%0d%0a",
+        "%25",
+        "%252e",
+        ";",
+        "&",
+        "=",
+        "+",
+        "?",
+        "%3f",
+        "%23",
+        "\u{e9}",
+        "%c3%a9",
+        "{rest}",
+        "@evil.test:80",
+    ];
+    let upstream = Upstream::start();
+    let gateway = rewriting(upstream.address, &REWRITES);
+    let forwarded = Cell::new(0);
+    let input = (any::<Index>(), prop::collection::vec(any::<Index>(), 0..7));
+    property(600, 1, input, |(route, noise)| {
+        let (_, path, _) = route.get(&REWRITES);
+        let place = path.split('{').next().unwrap();
+        let target = format!("{place}{}", noise.iter().map(|piece| *piece.get(&PIECES)).collect::<String>());
+        let before = upstream.count();
+        let reply = ask(&gateway, "GET", &target);
+        if reply.status != 200 {
+            assert!(matches!(reply.status, 400 | 404), "{target}: {}", reply.status);
+            assert_eq!(upstream.count(), before, "{target}");
+            return 1;
+        }
+        forwarded.set(forwarded.get() + 1);
+        let seen = upstream.last();
+        let (asked, query) =
+            seen.target().split_once('?').map_or((seen.target(), None), |(path, query)| (path, Some(query)));
+        assert_eq!(canonical_path(asked).as_deref(), Ok(asked), "{target}: what is forwarded is canonical");
+        let came = target.split_once('?');
+        let clean = canonical_path(came.map_or(&*target, |(path, _)| path)).unwrap().into_owned();
+        let segments = |path: &str| path.split('/').count();
+        let pairs = |query: Option<&str>| query.map_or(0, |query| query.split('&').count());
+        let theirs = came.map(|(_, query)| query).filter(|query| !query.is_empty());
+        if clean.starts_with("/s/") {
+            assert!(asked.ends_with(".json") && segments(asked) == 3, "{target}: {asked}");
+            assert_eq!(pairs(query), 2 + pairs(theirs), "{target}: {query:?}");
+        } else if clean.starts_with("/w/") {
+            assert_eq!((asked, pairs(query)), ("/search", 1 + pairs(theirs)), "{target}: {query:?}");
+        } else if clean.starts_with("/r/") {
+            assert!(asked.starts_with("/internal/") && segments(asked) == segments(&clean), "{target}: {asked}");
+        } else if clean.starts_with("/m/") {
+            assert!(asked.starts_with("/x/") && asked.ends_with("/end"), "{target}: {asked}");
+        } else if clean.starts_with("/f/") {
+            assert_eq!(asked, "/caf%C3%A9", "{target}");
+        }
+        if !clean.starts_with("/s/") && !clean.starts_with("/w/") {
+            assert_eq!(query, came.map(|(_, query)| query), "{target}: the query passes byte for byte");
+        }
+        1
+    });
+    assert!(forwarded.get() > 150, "{} were forwarded", forwarded.get());
+}
+
+#[test]
+fn a_target_that_becomes_too_long_is_414_and_costs_nothing() {
+    let upstream = Upstream::start();
+    let limit = "limits = [\"once\"]\nrewrite = \"/{id}/{id}/{id}/{id}?a={id}\"\n[limit.once]\nby = \"global\"\nquota = \"1/hour\"";
+    let gateway = rewriting(upstream.address, &[("long", "/{id}", limit)]);
+    ask(&gateway, "GET", &format!("/{}", "a".repeat(20_000))).assert_problem(414, "five times as long");
+    assert_eq!(upstream.count(), 0);
+    assert_eq!(ask(&gateway, "GET", &format!("/{}", "a".repeat(10_000))).status, 200);
+    assert_eq!(upstream.last().target().len(), 50_007);
+    assert_eq!(ask(&gateway, "GET", "/a").status, 429);
+}
+
+// ---- redirects -----------------------------------------------------------------------------------
+
+fn redirecting() -> Gateway {
+    let routes: String = [
+        ("old", "/old/{*rest}", "{ to = \"/new/{rest}\" }"),
+        ("one", "/one/{id}", "{ to = \"/{id}?id={id}\", status = 302 }"),
+        ("site", "/site/{*rest}", "{ to = \"https://www.example.com:8443/{rest}?from=old\", status = 301 }"),
+        ("bare", "/bare", "{ to = \"http://www.example.com\", status = 307 }"),
+        ("query", "/query", "{ to = \"http://www.example.com?a=1\", status = 303 }"),
+        ("all", "/{*rest}", "{ to = \"/{rest}\", status = 308 }"),
+        (
+            "limited",
+            "/limited",
+            "{ to = \"/\" }\nlimits = [\"once\"]\nresponse_headers = { set = { cache-control = \"no-store\" } }",
+        ),
+    ]
+    .map(|(name, path, to)| format!("[[route]]\nname = \"{name}\"\npath = \"{path}\"\nredirect = {to}\n"))
+    .concat();
+    Gateway::start(&format!("[limit.once]\nby = \"global\"\nquota = \"1/hour\"\n{routes}"))
+}
+
+/// What is asked for, with which status and where it sends; nowhere where it is refused.
+const REDIRECTED: &[(&str, u16, &str)] = &[
+    ("/old/a/b", 308, "/new/a/b"),
+    ("/old/a/b/?x=1&y=%2F", 308, "/new/a/b/?x=1&y=%2F"),
+    ("/old/", 308, "/new/"),
+    ("/one/7", 302, "/7?id=7"),
+    ("/one/7?x", 302, "/7?id=7&x"),
+    ("/one/a&b=c", 302, "/a&b=c?id=a%26b%3Dc"),
+    ("/site/a?x=1", 301, "https://www.example.com:8443/a?from=old&x=1"),
+    ("/site/", 301, "https://www.example.com:8443/?from=old"),
+    ("/bare", 307, "http://www.example.com/"),
+    ("/bare?x=1", 307, "http://www.example.com/?x=1"),
+    ("/query", 303, "http://www.example.com/?a=1"),
+    ("/query?b=2", 303, "http://www.example.com/?a=1&b=2"),
+    // Never the name of another host.
+    ("//evil.test", 308, "/evil.test"),
+    ("///evil.test/..//evil.test", 308, "/evil.test"),
+    ("/.//evil.test", 308, "/evil.test"),
+    ("/%2e//evil.test", 308, "/evil.test"),
+    ("/old//evil.test", 308, "/new/evil.test"),
+    ("/old/../..//evil.test", 308, "/evil.test"),
+    ("/@evil.test", 308, "/@evil.test"),
+    ("/site/@evil.test", 301, "https://www.example.com:8443/@evil.test?from=old"),
+    ("/site//evil.test", 301, "https://www.example.com:8443/evil.test?from=old"),
+    ("/%2fevil.test", 400, ""),
+    ("/%2F%2Fevil.test", 400, ""),
+    ("/%5cevil.test", 400, ""),
+    ("/\\evil.test", 400, ""),
+    ("/%09/evil.test", 400, ""),
+    ("/one/%2fevil.test", 400, ""),
+    // Never another line.
+    ("/old/a%0d%0aSet-Cookie:%20a=b", 400, ""),
+    ("/old/a%0aX:%20y", 400, ""),
+    ("/old/a?b=%0d%0aSet-Cookie:%20a=b", 308, "/new/a?b=%0d%0aSet-Cookie:%20a=b"),
+    ("/old/caf\u{e9}", 308, "/new/caf%C3%A9"),
+    ("/old/a?b=caf\u{e9}", 308, "/new/a?b=caf%C3%A9"),
+    ("/old/a?b={x}|^`\\", 308, "/new/a?b=%7Bx%7D%7C%5E%60%5C"),
+    ("/old/a?to=//evil.test", 308, "/new/a?to=//evil.test"),
+];
+
+#[test]
+fn a_redirect_says_where_to_ask_instead() {
+    let gateway = redirecting();
+    for (target, status, location) in REDIRECTED {
+        let reply = ask(&gateway, "GET", target);
+        assert_eq!((reply.status, reply.header("location").unwrap_or_default()), (*status, *location), "{target}");
+        assert_eq!((reply.header("set-cookie"), reply.header("x")), (None, None), "{target}");
+        assert!(location.is_empty() || reply.header("content-length") == Some("0"), "{target}");
+    }
+    for method in ["HEAD", "POST", "OPTIONS", "DELETE", "PURGE"] {
+        let reply = ask(&gateway, method, "/old/a?x=1");
+        assert_eq!((reply.status, reply.header("location")), (308, Some("/new/a?x=1")), "{method}");
+    }
+}
+
+#[test]
+fn a_redirect_is_limited_and_reads_what_it_was_sent() {
+    let gateway = redirecting();
+    let mut client = gateway.client();
+    // The connection goes on after a body that nobody wanted.
+    assert_eq!(client.request("POST", "/old/a", &[], b"body").status, 308);
+    let reply = client.get("/limited");
+    assert_eq!((reply.status, reply.header("location"), reply.remaining("once")), (308, Some("/"), 0));
+    assert_eq!(reply.header("cache-control"), Some("no-store"));
+    let denied = client.get("/limited");
+    denied.assert_problem(429, "the second");
+    assert_eq!(denied.header("location"), None);
+}
+
+// ---- shares --------------------------------------------------------------------------------------
+
+/// Two upstreams with these weights.
+fn sharing(weights: &str) -> (Upstream, Upstream, Gateway) {
+    let (api, canary) = (Upstream::start(), Upstream::start());
+    let gateway = Gateway::start(&format!(
+        "[server]\nworkers = 2\n[upstream.api]\nservers = [\"{}\"]\n[upstream.canary]\nservers = [\"{}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nupstream = {weights}\n",
+        api.url(),
+        canary.url()
+    ));
+    (api, canary, gateway)
+}
+
+#[test]
+fn upstreams_have_their_shares() {
+    for (weights, total, least, most) in [
+        ("{ api = 9, canary = 1 }", 1000, 80, 120),
+        ("{ api = 1, canary = 1 }", 1000, 480, 520),
+        ("{ canary = 1, api = 99 }", 1000, 1, 30),
+        ("{ api = 5, canary = 0 }", 100, 0, 0),
+        ("{ api = 0, canary = 5 }", 100, 100, 100),
+        ("{ canary = 3 }", 100, 100, 100),
+        ("\"canary\"", 100, 100, 100),
+    ] {
+        let (api, canary, gateway) = sharing(weights);
+        let statuses = crate::support::client::load(&[gateway.address], 8, total, "/", &[]);
+        assert!(statuses.iter().all(|status| *status == 200), "{weights}");
+        assert_eq!(api.count() + canary.count(), total, "{weights}");
+        assert!((least..=most).contains(&canary.count()), "{weights}: {} of {total}", canary.count());
+    }
+}
+
+#[test]
+fn one_client_gets_both_sides() {
+    let (api, canary, gateway) = sharing("{ api = 3, canary = 1 }");
+    let mut client: Client = gateway.client();
+    for _ in 0..40 {
+        assert_eq!(client.get("/").status, 200);
+    }
+    assert!(api.count() >= 27 && canary.count() >= 7, "{} and {}", api.count(), canary.count());
+}
+
+#[test]
+fn a_side_that_is_down_keeps_its_share() {
+    let api = Upstream::start();
+    // Bound but not listening: nobody else gets the port, and connections are refused.
+    let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
+    socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
+    let down = socket.local_addr().unwrap().as_socket().unwrap();
+    let gateway = Gateway::start(&format!(
+        "[upstream.api]\nservers = [\"{}\"]\n[upstream.canary]\nservers = [\"http://{down}\"]\n\
+         [[route]]\nname = \"r\"\npath = \"/\"\nupstream = {{ api = 3, canary = 1 }}\n",
+        api.url()
+    ));
+    let statuses = crate::support::client::load(&[gateway.address], 4, 100, "/", &[]);
+    let failed = statuses.iter().filter(|status| **status == 502).count();
+    assert_eq!(statuses.iter().filter(|status| **status == 200).count(), 100 - failed);
+    assert!((22..=28).contains(&failed), "{failed} of 100");
+}
+
+#[test]
+fn own_responses_without_content_have_no_content_type() {
+    for (status, kind) in [(200, true), (404, true), (204, false), (205, false), (304, false)] {
+        let gateway = Gateway::start(&format!(
+            "[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = {{ status = {status}, content_type = \"text/plain\" }}\n"
+        ));
+        let reply = gateway.get("/r");
+        assert_eq!((reply.status, reply.header("content-type").is_some()), (status, kind));
+    }
+}

@@ -1,0 +1,511 @@
+//! Which route a request takes, and what is refused before any route, over the wire.
+
+use std::collections::BTreeSet;
+
+use crate::support::PATIENCE;
+use crate::support::client::{Client, Reply};
+use crate::support::gateway::Gateway;
+use bytes::Bytes;
+use http_body_util::{BodyExt, Empty};
+use hyper::client::conn::http2;
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use tokio::time::timeout;
+
+/// Name, path and further criteria; each route answers with its name.
+const ROUTES: &[(&str, &str, &str)] = &[
+    ("root", "/", ""),
+    ("admin", "/admin", ""),
+    ("folder", "/folder/", ""),
+    ("file", "/file", ""),
+    ("users", "/users/{id}", ""),
+    ("users-me", "/users/me", ""),
+    ("items", "/users/{id}/items/{item}", ""),
+    ("files", "/files/{*rest}", ""),
+    ("files-deep", "/files/deep/{*rest}", ""),
+    ("files-one", "/files/deep/{id}", ""),
+    ("where-any", "/where", ""),
+    ("where-wild", "/where", "host = \"*.example.com\""),
+    ("where-eu", "/where", "host = \"*.eu.example.com\""),
+    ("where-exact", "/where", "host = \"api.example.com\""),
+    ("where-address", "/where", "host = \"192.0.2.1\""),
+    ("wild-rest", "/deep/{*rest}", "host = \"*.example.com\""),
+    ("any-literal", "/deep/literal", ""),
+    ("only-any", "/only-any", ""),
+    ("version-any", "/version", ""),
+    ("version-2", "/version", "headers = { \"x-version\" = \"2\" }"),
+    ("version-3", "/version", "headers = { \"x-version\" = \"3\" }"),
+    ("version-2-beta", "/version", "headers = { \"x-version\" = \"2\", \"x-beta\" = \"yes\" }"),
+    ("strict", "/strict", "headers = { \"x-strict\" = \"1\" }"),
+    ("read", "/methods", "methods = [\"GET\", \"HEAD\"]"),
+    ("write", "/methods", "methods = [\"POST\", \"PUT\"]"),
+    ("account", "/accounts/{id}", ""),
+    ("account-me", "/accounts/me", "methods = [\"GET\"]"),
+    ("host-read", "/by-host", "host = \"api.example.com\"\nmethods = [\"GET\"]"),
+    ("host-rest", "/by-host", ""),
+];
+
+fn config(routes: impl Iterator<Item = &'static (&'static str, &'static str, &'static str)>) -> String {
+    routes
+        .map(|(name, path, criteria)| {
+            format!(
+                "[[route]]\nname = \"{name}\"\npath = \"{path}\"\n{criteria}\n\
+                 respond = {{ status = 200, body = \"{name}\" }}\n"
+            )
+        })
+        .collect()
+}
+
+fn gateway() -> Gateway {
+    Gateway::start(&config(ROUTES.iter()))
+}
+
+/// One request on a connection of its own.
+fn once(gateway: &Gateway, request: &[u8]) -> Reply {
+    let mut client = gateway.client();
+    client.send(request);
+    client.reply().unwrap_or_else(|| panic!("no answer to {:?}", String::from_utf8_lossy(request)))
+}
+
+/// Method, host, target and header lines, and the route that answers.
+type Case = (&'static str, &'static str, &'static str, &'static [(&'static str, &'static str)], &'static str);
+
+const ROUTED: &[Case] = &[
+    // The canonical path.
+    ("GET", "a.test", "/admin", &[], "admin"),
+    ("GET", "a.test", "/%61dmin", &[], "admin"),
+    ("GET", "a.test", "/%61%64%6D%69%6e", &[], "admin"),
+    ("GET", "a.test", "//admin", &[], "admin"),
+    ("GET", "a.test", "///admin", &[], "admin"),
+    ("GET", "a.test", "/./admin", &[], "admin"),
+    ("GET", "a.test", "/%2e/admin", &[], "admin"),
+    ("GET", "a.test", "/x/../admin", &[], "admin"),
+    ("GET", "a.test", "/x/%2e%2e/admin", &[], "admin"),
+    ("GET", "a.test", "/x/.%2E/admin", &[], "admin"),
+    ("GET", "a.test", "/../../admin", &[], "admin"),
+    ("GET", "a.test", "/admin?x=/../other", &[], "admin"),
+    ("GET", "a.test", "/folder", &[], "404"),
+    ("GET", "a.test", "/folder/", &[], "folder"),
+    ("GET", "a.test", "/folder/.", &[], "folder"),
+    ("GET", "a.test", "/folder/x/..", &[], "folder"),
+    ("GET", "a.test", "/file", &[], "file"),
+    ("GET", "a.test", "/file/", &[], "404"),
+    ("GET", "a.test", "/File", &[], "404"),
+    ("GET", "a.test", "/", &[], "root"),
+    ("GET", "a.test", "/?query", &[], "root"),
+    ("GET", "a.test", "/x/..", &[], "root"),
+    // Parameters and rests.
+    ("GET", "a.test", "/users/7", &[], "users"),
+    ("GET", "a.test", "/users/a%20b", &[], "users"),
+    ("GET", "a.test", "/users/me", &[], "users-me"),
+    ("GET", "a.test", "/users/%6De", &[], "users-me"),
+    ("GET", "a.test", "/users/", &[], "404"),
+    ("GET", "a.test", "/users/7/", &[], "404"),
+    ("GET", "a.test", "/users/7/items/8", &[], "items"),
+    ("GET", "a.test", "/users/me/items/8", &[], "items"),
+    ("GET", "a.test", "/users/7/items", &[], "404"),
+    ("GET", "a.test", "/files", &[], "404"),
+    ("GET", "a.test", "/files/", &[], "files"),
+    ("GET", "a.test", "/files/a/b/c", &[], "files"),
+    ("GET", "a.test", "/files/deep", &[], "files"),
+    ("GET", "a.test", "/files/deep/", &[], "files-deep"),
+    ("GET", "a.test", "/files/deep/a", &[], "files-one"),
+    ("GET", "a.test", "/files/deep/a/b", &[], "files-deep"),
+    // The host.
+    ("GET", "api.example.com", "/where", &[], "where-exact"),
+    ("GET", "API.Example.COM", "/where", &[], "where-exact"),
+    ("GET", "api.example.com:8443", "/where", &[], "where-exact"),
+    ("GET", "www.example.com", "/where", &[], "where-wild"),
+    ("GET", "WWW.EXAMPLE.COM:80", "/where", &[], "where-wild"),
+    ("GET", "a.b.example.com", "/where", &[], "where-wild"),
+    ("GET", "de.eu.example.com", "/where", &[], "where-eu"),
+    ("GET", "eu.example.com", "/where", &[], "where-wild"),
+    ("GET", "example.com", "/where", &[], "where-any"),
+    ("GET", "notexample.com", "/where", &[], "where-any"),
+    ("GET", "api.example.com.evil.test", "/where", &[], "where-any"),
+    ("GET", "192.0.2.1:80", "/where", &[], "where-address"),
+    ("GET", "[2001:db8::1]:80", "/where", &[], "where-any"),
+    ("GET", "api.example.com", "/only-any", &[], "only-any"),
+    ("GET", "www.example.com", "/only-any", &[], "only-any"),
+    ("GET", "www.example.com", "/deep/literal", &[], "wild-rest"),
+    ("GET", "api.example.com", "/nowhere", &[], "404"),
+    // A target that names its host.
+    ("GET", "a.test", "http://api.example.com/where", &[], "where-exact"),
+    ("GET", "api.example.com", "http://a.test/where", &[], "where-any"),
+    ("GET", "a.test", "http://API.example.com:81/x/../where?q", &[], "where-exact"),
+    ("GET", "a.test", "http://api.example.com", &[], "root"),
+    ("GET", "a.test", "http://api.example.com?query", &[], "root"),
+    // Fields.
+    ("GET", "a.test", "/version", &[], "version-any"),
+    ("GET", "a.test", "/version", &[("X-Version", "2")], "version-2"),
+    ("GET", "a.test", "/version", &[("x-version", "3")], "version-3"),
+    ("GET", "a.test", "/version", &[("x-version", "4")], "version-any"),
+    ("GET", "a.test", "/version", &[("x-version", "20")], "version-any"),
+    ("GET", "a.test", "/version", &[("x-version", "2"), ("x-beta", "yes")], "version-2-beta"),
+    ("GET", "a.test", "/version", &[("x-version", "2"), ("x-beta", "no")], "version-2"),
+    ("GET", "a.test", "/version", &[("x-beta", "yes")], "version-any"),
+    ("GET", "a.test", "/strict", &[("x-strict", "1")], "strict"),
+    ("GET", "a.test", "/strict", &[], "404"),
+    // Methods.
+    ("GET", "a.test", "/methods", &[], "read"),
+    ("POST", "a.test", "/methods", &[], "write"),
+    ("PUT", "a.test", "/methods", &[], "write"),
+    ("DELETE", "a.test", "/admin", &[], "admin"),
+    ("PURGE", "a.test", "/admin", &[], "admin"),
+    ("GET", "a.test", "/accounts/me", &[], "account-me"),
+    ("POST", "a.test", "/accounts/me", &[], "account"),
+    ("GET", "api.example.com", "/by-host", &[], "host-read"),
+    ("POST", "api.example.com", "/by-host", &[], "host-rest"),
+];
+
+#[test]
+fn the_best_route_answers_whatever_the_order_of_the_file() {
+    for (order, config) in [("as written", config(ROUTES.iter())), ("reversed", config(ROUTES.iter().rev()))] {
+        let gateway = Gateway::start(&config);
+        let mut client = gateway.client();
+        for (method, host, target, headers, expected) in ROUTED {
+            let mut lines = vec![("Host", *host)];
+            lines.extend_from_slice(headers);
+            let reply = client.request(method, target, &lines, b"");
+            let what = format!("{method} {target} of {host} with {headers:?}, routes {order}");
+            if *expected == "404" {
+                reply.assert_problem(404, &what);
+            } else {
+                assert_eq!((reply.status, reply.text()), (200, *expected), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn ambiguous_paths_are_refused() {
+    let gateway = gateway();
+    let mut client = gateway.client();
+    for path in [
+        "/%00",
+        "/admin%00",
+        "/a%2Fb",
+        "/a%2fb",
+        "/..%2fadmin",
+        "/a%5Cb",
+        "/a%5cb",
+        "/a\\b",
+        "/..\\admin",
+        "/%0a",
+        "/%0D%0Aevil",
+        "/%7f",
+        "/%1F",
+        "/%",
+        "/%6",
+        "/%zz",
+        "/files/%2F",
+        "http://a.test/a%2Fb",
+        // No path at all.
+        "admin",
+        "a.test:80",
+    ] {
+        client.get(path).assert_problem(400, path);
+    }
+    // A query may say what it likes.
+    assert_eq!(client.get("/admin?a=%2F%00%5C\\").text(), "admin");
+}
+
+#[test]
+fn a_request_has_one_good_host() {
+    let gateway = gateway();
+    for (what, host) in [
+        ("no Host", ""),
+        ("two Hosts", "Host: a.test\r\nHost: b.test\r\n"),
+        ("the same Host twice", "Host: a.test\r\nHost: a.test\r\n"),
+        ("an empty Host", "Host:\r\n"),
+        ("a Host with a space", "Host: a test\r\n"),
+        ("a Host that is a list", "Host: a.test, b.test\r\n"),
+        ("a Host with a user", "Host: user@a.test\r\n"),
+        ("a Host with a path", "Host: a.test/admin\r\n"),
+        ("a Host with a scheme", "Host: http://a.test\r\n"),
+        ("a Host without a name", "Host: :80\r\n"),
+        ("a Host with a port that is a name", "Host: a.test:http\r\n"),
+        ("a Host with two ports", "Host: a.test:80:80\r\n"),
+        ("a Host with half an address", "Host: [::1\r\n"),
+        ("a Host with something after the address", "Host: [::1]x\r\n"),
+        ("a Host that is not ASCII", "Host: caf\u{e9}.test\r\n"),
+    ] {
+        let reply = once(&gateway, format!("GET /admin HTTP/1.1\r\n{host}\r\n").as_bytes());
+        reply.assert_problem(400, what);
+    }
+    let reply = once(&gateway, b"GET http://user@a.test/admin HTTP/1.1\r\nHost: a.test\r\n\r\n");
+    reply.assert_problem(400, "a target with a user");
+    assert_eq!(gateway.get("/admin").text(), "admin");
+}
+
+#[test]
+fn http_1_0_needs_no_host() {
+    let gateway = gateway();
+    for (request, expected) in [
+        ("GET /where HTTP/1.0\r\n\r\n", "where-any"),
+        ("GET /where HTTP/1.0\r\nHost: api.example.com\r\n\r\n", "where-exact"),
+        ("GET http://www.example.com/where HTTP/1.0\r\n\r\n", "where-wild"),
+    ] {
+        let mut client = gateway.client();
+        client.send(request.as_bytes());
+        let reply = client.reply().unwrap();
+        assert_eq!((reply.status, reply.text()), (200, expected), "{request}");
+        client.assert_closed(request);
+    }
+    let mut client = gateway.client();
+    for _ in 0..2 {
+        client.send(b"GET /where HTTP/1.0\r\nConnection: keep-alive\r\n\r\n");
+        assert_eq!(client.reply().unwrap().text(), "where-any", "a connection that is kept alive");
+    }
+}
+
+#[test]
+fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
+    let gateway = gateway();
+    let mut client = gateway.client();
+    for method in ["DELETE", "PATCH", "OPTIONS", "PURGE", "G-ET"] {
+        let reply = client.request(method, "/methods", &[], b"");
+        reply.assert_problem(405, method);
+        let allow = reply.header("allow").unwrap_or_else(|| panic!("{method}: a 405 has Allow"));
+        let allowed: BTreeSet<_> = allow.split(", ").collect();
+        assert_eq!(allowed, ["GET", "HEAD", "POST", "PUT"].into(), "{method}");
+        assert_eq!(allow.split(", ").count(), 4, "{method}: each method once: {allow}");
+    }
+    let reply = client.get("/nowhere");
+    reply.assert_problem(404, "no route");
+    assert_eq!(reply.header("allow"), None, "a 404 has no Allow");
+}
+
+#[test]
+fn route_with_methods_comes_before_one_without() {
+    let routes = [
+        ("rest", "/mixed", ""),
+        ("read", "/mixed", "methods = [\"GET\", \"HEAD\"]"),
+        ("write", "/mixed", "methods = [\"POST\"]"),
+        ("marked", "/mixed", "headers = { \"x-mark\" = \"1\" }"),
+    ];
+    let written = |(name, path, criteria): &(&str, &str, &str)| {
+        format!(
+            "[[route]]\nname = \"{name}\"\npath = \"{path}\"\n{criteria}\nrespond = {{ status = 200, body = \"{name}\" }}\n"
+        )
+    };
+    for turn in 0..routes.len() {
+        let mut order = routes;
+        order.rotate_left(turn);
+        let gateway = Gateway::start(&order.iter().map(written).collect::<String>());
+        let mut client = gateway.client();
+        for (method, headers, expected) in [
+            ("GET", &[][..], "read"),
+            ("POST", &[], "write"),
+            ("DELETE", &[], "rest"),
+            ("OPTIONS", &[], "rest"),
+            ("GET", &[("x-mark", "1")], "read"),
+            ("DELETE", &[("x-mark", "1")], "marked"),
+        ] {
+            assert_eq!(client.request(method, "/mixed", headers, b"").text(), expected, "{method} {headers:?}");
+        }
+    }
+}
+
+#[test]
+fn methods_that_gateways_do_not_serve_are_501() {
+    let gateway = gateway();
+    for request in [
+        "CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\n",
+        "TRACE /admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        "TRACE /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        "TRACE http://a.test/admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
+    ] {
+        once(&gateway, request.as_bytes()).assert_problem(501, request);
+    }
+    assert_eq!(gateway.get("/admin").text(), "admin");
+}
+
+#[test]
+fn targets_have_a_bound() {
+    let gateway = Gateway::start(&format!("[server]\nmax_uri = \"1KiB\"\n{}", config(ROUTES.iter())));
+    let mut client = gateway.client();
+    let path = |length: usize| format!("/files/{}", "a".repeat(length - "/files/".len()));
+    let query = |length: usize| format!("/admin?{}", "a".repeat(length - "/admin?".len()));
+    assert_eq!(client.get(&path(1024)).text(), "files", "a path of exactly the bound");
+    client.get(&path(1025)).assert_problem(414, "a path of one more");
+    assert_eq!(client.get(&query(1024)).text(), "admin", "a query up to the bound");
+    client.get(&query(1025)).assert_problem(414, "a query of one more");
+    let default = self::gateway();
+    let mut client = default.client();
+    assert_eq!(client.get(&path(8 << 10)).text(), "files", "8 KiB, the default");
+    client.get(&path((8 << 10) + 1)).assert_problem(414, "more than the default");
+}
+
+#[test]
+fn heads_have_bounds() {
+    let settings = "[server]\nmax_header_size = \"8KiB\"\nmax_headers = 20\n";
+    let gateway = Gateway::start(&format!("{settings}{}", config(ROUTES.iter())));
+    // What stands around the long value.
+    const HEAD: usize = "GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: \r\n\r\n".len();
+    // The Host is a line as well.
+    let lines = |count: usize| (1..count).map(|index| format!("x-{index}: 1\r\n")).collect::<String>();
+    let long = |length: usize| format!("x-long: {}\r\n", "a".repeat(length));
+    for (what, headers, expected) in [
+        ("as many lines as are allowed", lines(20), 200),
+        ("one line more", lines(21), 431),
+        ("many lines", lines(1000), 431),
+        ("a head of exactly the bound", long((8 << 10) - HEAD), 200),
+        ("a head of one byte more", long((8 << 10) - HEAD + 1), 431),
+        ("a line longer than the bound", long(9 << 10), 431),
+        ("a line far longer than the bound", long(40 << 10), 431),
+    ] {
+        let reply = once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\n{headers}\r\n").as_bytes());
+        assert_eq!(reply.status, expected, "{what}");
+    }
+    // A head that never ends is refused while it is still being sent.
+    let reply =
+        once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: {}", "a".repeat(9 << 10)).as_bytes());
+    assert_eq!(reply.status, 431, "a head without an end");
+    assert_eq!(gateway.get("/admin").text(), "admin");
+}
+
+#[test]
+fn what_is_no_http_is_400_and_does_no_harm() {
+    let gateway = gateway();
+    for request in [
+        &b"\r\n \r\n\r\n"[..],
+        b"GET\r\n\r\n",
+        b"GET /admin\r\n\r\n",
+        b"GET /admin HTTP/1.1 x\r\nHost: a.test\r\n\r\n",
+        b"GET  /admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        b" GET /admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        b"GET /admin HTTP/9.9\r\nHost: a.test\r\n\r\n",
+        b"GET /admin HTTP/1.1a\r\nHost: a.test\r\n\r\n",
+        b"GET /admin http/1.1\r\nHost: a.test\r\n\r\n",
+        b"GET /ad\0min HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        b"GET /ad\x7fmin HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        b"G(T /admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
+        b"\0\0\0\0 / HTTP/1.1\r\n\r\n",
+        // The start of a TLS handshake.
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 abc\r\n\r\n",
+        // The preface of a protocol that is nearly HTTP/2.
+        b"PRI * HTTP/3.0\r\n\r\n",
+        b"GET /admin HTTP/1.1\r\nHost: a.test\r\nno colon\r\n\r\n",
+        b"GET /admin HTTP/1.1\r\nHost: a.test\r\nx y: 1\r\n\r\n",
+        b"GET /admin HTTP/1.1\r\nHost: a.test\r\nx : 1\r\n\r\n",
+        b"GET /admin HTTP/1.1\r\nHost: a.test\r\n: 1\r\n\r\n",
+        b"GET /admin HTTP/1.1\r\nHost: a.test\r\nx: a\0b\r\n\r\n",
+        b"GET /admin HTTP/1.1\r\nHost: a.test\r\nx: 1\r\n folded\r\n\r\n",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nContent-Length: x\r\n\r\n",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nContent-Length: -1\r\n\r\n",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nContent-Length: +1\r\n\r\na",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nContent-Length: 1, 2\r\n\r\nab",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: gzip\r\n\r\n",
+        b"POST /admin HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
+        b"POST /admin HTTP/1.0\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    ] {
+        let what = String::from_utf8_lossy(request);
+        let mut client = gateway.client();
+        client.send(request);
+        let reply = client.reply().unwrap_or_else(|| panic!("no answer to {what:?}"));
+        assert_eq!(reply.status, 400, "{what:?}");
+        client.assert_closed(&what);
+        assert_eq!(gateway.get("/admin").text(), "admin", "after {what:?}");
+    }
+}
+
+#[test]
+fn requests_may_be_pipelined() {
+    let gateway = gateway();
+    let mut client = gateway.client();
+    let request = |path| format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n");
+    client.send([request("/admin"), request("/nowhere"), request("/file")].concat().as_bytes());
+    assert_eq!(client.reply().unwrap().text(), "admin");
+    client.reply().unwrap().assert_problem(404, "the second");
+    assert_eq!(client.reply().unwrap().text(), "file");
+}
+
+#[test]
+fn http_2_by_prior_knowledge_is_routed_alike() {
+    let limit =
+        "[limit.hourly]\nby = \"ip\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n";
+    let limited = "[[route]]\nname = \"limited\"\npath = \"/limited\"\nlimits = [\"hourly\"]\n\
+         respond = { status = 200, body = \"limited\" }\n";
+    let gateway = Gateway::start(&format!("{limit}{limited}{}", config(ROUTES.iter())));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let talk = async {
+        let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+        let (sender, connection) =
+            http2::handshake::<_, _, Empty<Bytes>>(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+        tokio::spawn(connection);
+        let send = |method: &str, uri: &str, headers: &[(&str, &str)]| {
+            let mut request = http::Request::builder().method(method).uri(uri);
+            for (name, value) in headers {
+                request = request.header(*name, *value);
+            }
+            let request = request.body(Empty::new()).unwrap();
+            let mut sender = sender.clone();
+            async move {
+                let (parts, body) = sender.send_request(request).await.unwrap().into_parts();
+                let body = body.collect().await.unwrap().to_bytes();
+                (parts, String::from_utf8(body.to_vec()).unwrap())
+            }
+        };
+        for (method, uri, headers, status, expected) in [
+            ("GET", "http://a.test/admin", &[][..], 200, "admin"),
+            ("GET", "http://a.test/%61dmin", &[], 200, "admin"),
+            ("GET", "http://a.test/x//../admin?q", &[], 200, "admin"),
+            ("GET", "http://API.example.com:8080/where", &[], 200, "where-exact"),
+            ("GET", "http://api.example.com/where", &[("host", "a.test")], 200, "where-exact"),
+            ("GET", "http://a.test/version", &[("x-version", "2")], 200, "version-2"),
+            ("GET", "http://a.test/a%2fb", &[], 400, ""),
+            ("GET", "http://a.test/nowhere", &[], 404, ""),
+            ("DELETE", "http://a.test/methods", &[], 405, ""),
+            ("TRACE", "http://a.test/admin", &[], 501, ""),
+        ] {
+            let (parts, body) = send(method, uri, headers).await;
+            assert_eq!(
+                (parts.status.as_u16(), parts.version),
+                (status, http::Version::HTTP_2),
+                "{method} {uri} {headers:?}"
+            );
+            match status {
+                200 => assert_eq!(body, expected, "{method} {uri} {headers:?}"),
+                _ => assert_eq!(parts.headers["content-type"], "application/problem+json", "{method} {uri}"),
+            }
+        }
+        let (parts, body) = send("GET", "http://a.test/limited", &[]).await;
+        assert_eq!((parts.status.as_u16(), &*body), (200, "limited"));
+        assert_eq!(parts.headers["ratelimit-policy"], "\"hourly\";q=100;w=3600");
+        assert_eq!(parts.headers["ratelimit"], "\"hourly\";r=99;t=3600");
+        // Streams of one connection do not wait for each other.
+        let (first, second) = (send("GET", "http://a.test/limited", &[]), send("GET", "http://a.test/file", &[]));
+        let ((_, second), (first, _)) = (second.await, first.await);
+        assert_eq!(
+            (&*second, &first.headers["ratelimit"]),
+            ("file", &http::HeaderValue::from_static("\"hourly\";r=98;t=3600"))
+        );
+    };
+    runtime.block_on(async { timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let mut client = Client::connect(gateway.address);
+    assert_eq!(client.get("/limited").remaining("hourly"), 97, "HTTP/1.1 on the same port counts in the same bucket");
+}
+
+#[test]
+fn allow_names_the_methods_of_all_hosts_that_the_request_matches() {
+    let routes: String = [("GET", "host = \"a.h.test\"\n"), ("POST", "host = \"*.h.test\"\n"), ("PUT", "")]
+        .map(|(method, host)| {
+            format!(
+                "[[route]]\nname = \"{method}\"\npath = \"/m\"\n{host}methods = [\"{method}\"]\nrespond = {{ status = 200 }}\n"
+            )
+        })
+        .concat();
+    let gateway = Gateway::start(&routes);
+    for (host, expected) in
+        [("a.h.test", &["GET", "POST", "PUT"][..]), ("b.h.test", &["POST", "PUT"]), ("c.test", &["PUT"])]
+    {
+        let reply = gateway.client().request("DELETE", "/m", &[("host", host)], b"");
+        reply.assert_problem(405, host);
+        let allowed: BTreeSet<_> = reply.header("allow").unwrap().split(", ").collect();
+        assert_eq!(allowed, expected.iter().copied().collect(), "{host}");
+        for method in expected {
+            assert_eq!(gateway.client().request(method, "/m", &[("host", host)], b"").status, 200, "{method} {host}");
+        }
+    }
+}

@@ -1,0 +1,310 @@
+//! The schema of the configuration is what the gateway accepts: words, bounds and defaults, and the tables of the documents.
+
+use std::collections::BTreeSet;
+use std::path::PathBuf;
+
+use crate::support::gateway::binary;
+use crate::support::reference;
+use boon::{Compiler, SchemaIndex, Schemas};
+use serde_json::{Value, json};
+use sluicegate::config::schema;
+use sluicegate::snapshot::CompiledConfig;
+
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
+struct Validator(Schemas, SchemaIndex);
+
+impl Validator {
+    fn new(schema: Value) -> Self {
+        let (mut schemas, mut compiler) = (Schemas::new(), Compiler::new());
+        compiler.add_resource("schema.json", schema).unwrap();
+        let index = compiler.compile("schema.json", &mut schemas).unwrap();
+        Validator(schemas, index)
+    }
+
+    fn says(&self, toml: &str) -> Result<(), String> {
+        let value: Value = toml::from_str(toml).unwrap();
+        self.0.validate(&value, self.1).map_err(|error| format!("{error:#}"))
+    }
+}
+
+fn gateway() -> Validator {
+    Validator::new(schema::gateway().to_value())
+}
+
+#[test]
+fn the_documents_have_what_the_types_say() {
+    for (name, text) in reference::schemas() {
+        let committed = std::fs::read_to_string(root().join("docs").join(name)).unwrap_or_default();
+        assert!(committed == text, "docs/{name} differs from the types; `make reference` writes it again");
+    }
+    let page = std::fs::read_to_string(root().join("docs/configuration.md")).unwrap();
+    assert!(page == reference::filled(&page), "docs/configuration.md differs from the types: `make reference`");
+    let known = schema::gateway().to_value();
+    let mut known: BTreeSet<_> = known["properties"].as_object().unwrap().keys().cloned().collect();
+    known.insert("consumer".to_owned());
+    let shown: BTreeSet<_> = reference::sections(&page).into_iter().map(str::to_owned).collect();
+    assert_eq!(shown, known, "each table of the file has one in docs/configuration.md");
+}
+
+#[test]
+fn the_command_prints_the_same() {
+    for (arguments, name) in
+        [(&["schema"][..], "gateway.schema.json"), (&["schema", "consumers"], "consumers.schema.json")]
+    {
+        let output = binary().args(arguments).output().unwrap();
+        let committed = std::fs::read_to_string(root().join("docs").join(name)).unwrap();
+        assert_eq!((output.status.code(), String::from_utf8(output.stdout).unwrap()), (Some(0), committed));
+    }
+}
+
+#[test]
+fn good_files_are_valid() {
+    let schema = gateway();
+    let valid = std::fs::read_dir(root().join("tests/config/valid")).unwrap().map(|entry| entry.unwrap().path());
+    let files: Vec<_> = valid.chain([root().join("gateway.toml")]).collect();
+    assert!(files.len() >= 4, "{files:?}");
+    for path in files {
+        let text = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(schema.says(&text), Ok(()), "{}", path.display());
+    }
+    let consumers = std::fs::read_to_string(root().join("consumers.toml")).unwrap();
+    assert_eq!(Validator::new(schema::consumers().to_value()).says(&consumers), Ok(()));
+}
+
+/// A file with a route whose keys depend on nothing else, completed by one more table or key.
+const BASE: &str =
+    "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
+
+#[test]
+fn what_is_wrong_is_invalid() {
+    let schema = gateway();
+    assert_eq!(schema.says(BASE), Ok(()));
+    for wrong in [
+        "[serve]\nworkers = 1",
+        "[server]\nworker = 1",
+        "[server]\nworkers = -1",
+        "[server]\nworkers = \"four\"",
+        "[server]\nthreading = \"green\"",
+        "[server]\ndrain_timeout = 30",
+        "[server]\ndrain_timeout = \"30 seconds\"",
+        "[server]\nmax_uri = \"8kb\"",
+        "[limit.l]\nby = \"ip\"",
+        "[limit.l]\nby = \"adress\"\nquota = \"1/s\"",
+        "[limit.l]\nby = \"ip\"\nquota = \"1/fortnight\"",
+        "[limit.l]\nby = \"ip\"\nquota = \"1/s\"\ntiers.free.qouta = \"1/s\"",
+        "[limit.l]\nby = \"ip\"\nquota = \"1/s\"\ncost.header = \"x\"",
+        "[limit.l]\nby = \"ip\"\nquota = \"1/s\"\nrefund_on = [\"6xx\"]",
+        "[upstream.u]\nservers = [{ uri = \"http://a\" }]",
+        "[upstream.u]\nservers = [\"http://a\"]\nbalance = \"fair\"",
+        "[upstream.u]\nservers = [\"http://a\"]\noutlier_detection = { consecutive_error = 1 }",
+        "[[route]]\npath = \"/\"",
+        "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certs = []",
+    ] {
+        assert!(schema.says(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
+    }
+    // What the environment will say is not known yet.
+    for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
+        assert_eq!(schema.says(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
+    }
+}
+
+/// A file in which each key may be set that the schema has something to say of.
+fn everywhere() -> Value {
+    json!({
+        "server": {}, "log": {}, "client_ip": {}, "jwt": {}, "api_key": {},
+        "store": { "url": "redis://127.0.0.1:1" },
+        "listener": [{
+            "address": "127.0.0.1:0",
+            "tls": { "certificates": [{ "cert": "one.pem", "key": "one.key" }], "client_ca": "one.pem" },
+        }],
+        "admin": { "address": "127.0.0.1:1" },
+        "limit": {
+            "l": { "by": "ip", "quota": "1/s" },
+        },
+        "upstream": {
+            "u": { "servers": [{ "url": "http://127.0.0.1:1" }, "http://127.0.0.1:2"], "health_check": { "path": "/" }, "outlier_detection": {} },
+        },
+        "route": [
+            { "name": "r", "path": "/", "respond": { "status": 200 }, "limits": ["l"] },
+            { "name": "m", "path": "/m", "redirect": { "to": "/" } },
+        ],
+    })
+}
+
+/// What the gateway makes of a file: what is in force, or why not.
+fn load(file: &Value) -> Result<String, String> {
+    let directory = tempfile::tempdir().unwrap();
+    for name in ["one.pem", "one.key"] {
+        std::fs::copy(root().join("tests/certs").join(name), directory.path().join(name)).unwrap();
+    }
+    let path = directory.path().join("gateway.toml");
+    std::fs::write(&path, toml::to_string(file).unwrap()).unwrap();
+    let runtime = CompiledConfig::load(&path, &|_| None).map_err(|error| error.to_string())?;
+    let CompiledConfig {
+        server,
+        store,
+        log,
+        client_ip,
+        api_key_settings: api_keys,
+        upstreams,
+        limits,
+        routes,
+        admin,
+        listeners,
+        ..
+    } = &runtime;
+    let listeners: Vec<_> = listeners
+        .iter()
+        .map(|listener| {
+            let clients = listener.tls.as_ref().and_then(|tls| tls.client_ca.as_ref());
+            (listener.address, listener.proxy_protocol, clients.map(|(_, auth)| auth))
+        })
+        .collect();
+    let limits: Vec<_> = limits
+        .values()
+        .map(|terms| {
+            let limit = &terms.limit;
+            let sizes: Vec<_> = limit.variants().map(|(tier, plan)| (tier, plan.quota, plan.rule.clone())).collect();
+            (
+                sizes,
+                limit.on_store_error,
+                limit.shadow,
+                limit.queue_policy,
+                limit.prefetch,
+                terms.clone().identity_spec,
+                terms.cost.clone(),
+            )
+        })
+        .collect();
+    let routes: Vec<_> = routes
+        .iter()
+        .map(|route| {
+            let costs: Vec<_> = route.rate_limits.limits.iter().map(|metered| metered.cost.clone()).collect();
+            (
+                &route.action,
+                route.websocket,
+                route.timeout,
+                &route.rate_limits.header_styles,
+                &route.rate_limits.expose_header,
+                costs,
+            )
+        })
+        .collect();
+    let (clients, targets) = ((client_ip, api_keys, limits), (upstreams, routes));
+    let text = format!("{:?}", (server, store, log, listeners, admin, clients, targets));
+    Ok(text.replace(&directory.path().display().to_string(), ""))
+}
+
+/// A place of a file for a path of the schema; `*` is whatever stands there, a list is its first.
+fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
+    path.iter().try_fold(file, |value, key| match value {
+        Value::Array(items) => items.first_mut(),
+        Value::Object(map) => {
+            let key = if key == "*" { map.keys().next()?.clone() } else { key.clone() };
+            Some(map.entry(key).or_insert(Value::Null))
+        }
+        _ => None,
+    })
+}
+
+/// The leaves of a schema with their paths.
+fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>) {
+    let deeper = |key: &str| path.iter().cloned().chain([key.to_owned()]).collect::<Vec<_>>();
+    let forms = schema["anyOf"].as_array().into_iter().flatten();
+    for (key, value) in schema["properties"].as_object().into_iter().flatten() {
+        leaves(value, &deeper(key), found);
+    }
+    for key in ["items", "additionalProperties"] {
+        if schema[key].is_object() {
+            leaves(&schema[key], &deeper("*"), found);
+        }
+    }
+    for form in forms.filter(|form| form["properties"].is_object()) {
+        leaves(form, path, found);
+    }
+    found.push((path.to_vec(), schema.clone()));
+}
+
+/// A file in which the key of a path may be set; some need company.
+fn company(path: &str) -> Value {
+    let mut file = everywhere();
+    let mut set = |path: &str, value: Value| {
+        let path: Vec<_> = path.split('.').map(str::to_owned).collect();
+        *at(&mut file, &path).unwrap() = value;
+    };
+    match path {
+        "limit.*.start" | "limit.*.time_zone" => {
+            set("limit.l", json!({ "by": "ip", "algorithm": "fixed-window", "quota": "1/day" }))
+        }
+        "limit.*.buckets" => set("limit.l", json!({ "by": "ip", "algorithm": "sliding-buckets", "quota": "1/day" })),
+        "limit.*.algorithm" => set("limit.l", json!({ "by": "ip", "quota": "1/day" })),
+        "limit.*.max_queue" => set("limit.l.max_wait", json!("1s")),
+        "upstream.*.max_queue" => set("upstream.u.max_requests", json!(1)),
+        "store.url" => set("store", json!({})),
+        "route.*.redirect.status" => set("route", json!([{ "name": "m", "path": "/m", "redirect": { "to": "/" } }])),
+        "route.*.ratelimit_headers.*" => set("route.r.ratelimit_headers", json!([null])),
+        "route.*.upstream.*" => set("route", json!([{ "name": "m", "path": "/m", "upstream": { "u": 1 } }])),
+        _ => {}
+    }
+    match path {
+        "limit.*.tiers.*.burst" => {
+            set("limit.l", json!({ "by": "api-key", "quota": "1/s", "tiers": { "t": {} } }));
+            set("api_key.on_unknown", json!("accept"));
+        }
+        "limit.*.cost.max" => {
+            set("limit.l.cost", json!({ "request_header": "x-cost", "max": 1 }));
+            set("client_ip.trusted_proxies", json!(["10.0.0.0/8"]));
+        }
+        _ => {}
+    }
+    file
+}
+
+/// A default that is written changes nothing, the words and the ends of a range are accepted, what is beyond them is not.
+#[test]
+fn defaults_words_and_bounds_are_those_of_the_gateway() {
+    let mut found = Vec::new();
+    leaves(&schema::gateway().to_value(), &[], &mut found);
+    let (mut seen, mut wrong) = ((0, 0, 0), Vec::new());
+    for (path, schema) in found {
+        let name = path.join(".");
+        let with = |value: &Value| {
+            let mut file = company(&name);
+            *at(&mut file, &path).unwrap_or_else(|| panic!("no place for {name}")) = value.clone();
+            load(&file)
+        };
+        if !schema["default"].is_null() {
+            let (with, without) = (with(&schema["default"]), load(&company(&name)));
+            if with.is_err() || with != without {
+                wrong.push(format!("{name}: the default is another one\n{with:?}\n{without:?}"));
+            }
+            seen.0 += 1;
+        }
+        let words = schema["anyOf"][0]["enum"].as_array().or(schema["enum"].as_array());
+        if let Some(words) = words.filter(|words| words[0].is_string()) {
+            let error = with(&json!("zzzzzzzzzzzzzzzzzzzzzzzz")).unwrap_err();
+            let words: Vec<_> = words.iter().map(|word| word.as_str().unwrap()).collect();
+            let known = format!("known: {}", words.join(", "));
+            if !error.lines().any(|line| line.ends_with(&known)) {
+                wrong.push(format!("{name}: {known}\n{error}"));
+            }
+            seen.1 += 1;
+        }
+        for (bound, step) in [("minimum", -1), ("maximum", 1)] {
+            let Some(last) = schema[bound].as_i64() else { continue };
+            let refused = |value: i64| {
+                let message = format!("{value} is out of range");
+                with(&json!(value)).is_err_and(|error| error.contains(&message))
+            };
+            if refused(last) || !refused(last + step) {
+                wrong.push(format!("{name}: {last} is not the {bound}"));
+            }
+            seen.2 += 1;
+        }
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n\n"));
+    assert!(seen.0 >= 50 && seen.1 >= 10 && seen.2 >= 50, "{seen:?}");
+}

@@ -1,0 +1,241 @@
+//! Not asking Redis, and staying exact: denials that are remembered, checks that are made together.
+
+use std::sync::mpsc;
+use std::time::Duration;
+
+use crate::support::client::load;
+use crate::support::gateway::Gateway;
+use crate::support::redis::Redis;
+use crate::support::upstream::Upstream;
+use crate::support::{eventually, signal};
+use sluicegate::limiter::clock::monotonic;
+
+fn config(redis: &Redis, limits: &str, routes: &[(&str, &str)]) -> String {
+    let routes: String = routes
+        .iter()
+        .map(|(name, rest)| {
+            format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nrespond = {{ status = 200 }}\n{rest}\n")
+        })
+        .collect();
+    format!("{}{limits}\n{routes}", redis.store())
+}
+
+fn admitted(statuses: &[u16]) -> usize {
+    statuses.iter().filter(|status| **status == 200).count()
+}
+
+#[test]
+fn a_hot_key_costs_a_call_for_each_round_trip_and_is_exact() {
+    let redis = Redis::start();
+    for (algorithm, quota) in [("token-bucket", "5000/24h"), ("sliding-log", "5000/24h"), ("fixed-window", "5000/24h")]
+    {
+        let limit = format!(
+            "[limit.l]\nby = \"global\"\nalgorithm = \"{algorithm}\"\nquota = \"{quota}\"\non_store_error = \"deny\""
+        );
+        let gateway = Gateway::start(&config(&redis, &limit, &[("r", "limits = [\"l\"]")]));
+        let before = redis.calls("evalsha") + redis.calls("eval");
+        let statuses = load(&[gateway.address], 64, 6400, "/r", &[]);
+        assert_eq!(admitted(&statuses), 5000, "{algorithm}");
+        assert_eq!(statuses.iter().filter(|status| **status == 429).count(), 1400, "{algorithm}");
+        let calls = redis.calls("evalsha") + redis.calls("eval") - before;
+        assert!(calls < 3200, "{algorithm}: {calls} calls for 6400 requests");
+    }
+}
+
+#[test]
+fn coalesced_requests_are_told_where_they_stand_as_if_they_were_alone() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"640/24h\"\n[limit.m]\nby = \"global\"\nquota = \"1000000/24h\"";
+    let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\", \"m\"]")]));
+    let mut left: Vec<u64> = std::thread::scope(|scope| {
+        let ask = || {
+            let mut client = gateway.client();
+            (0..20).map(|_| client.get("/r").remaining("l")).collect::<Vec<_>>()
+        };
+        let threads: Vec<_> = (0..32).map(|_| scope.spawn(ask)).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    left.sort_unstable();
+    assert_eq!(left, (0..640).collect::<Vec<_>>(), "each number once");
+}
+
+#[test]
+fn who_leaves_does_not_take_the_others_along() {
+    let redis = Redis::start();
+    let limit =
+        "[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"100000/24h\"\non_store_error = \"deny\"";
+    let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]));
+    std::thread::scope(|scope| {
+        for index in 0..32 {
+            let gateway = &gateway;
+            scope.spawn(move || {
+                for _ in 0..50 {
+                    let mut client = gateway.client();
+                    client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+                    if index % 2 == 0 {
+                        assert_eq!(client.reply().unwrap().status, 200);
+                    }
+                }
+            });
+        }
+    });
+}
+
+#[test]
+fn an_abusive_client_costs_redis_nothing() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nquota = \"5/hour\"\n[limit.m]\nby = \"global\"\nquota = \"1000/hour\"";
+    let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"m\", \"l\"]")]));
+    let mut client = gateway.client();
+    let replies: Vec<_> = (0..1000).map(|_| client.get("/r")).collect();
+    assert_eq!(replies.iter().filter(|reply| reply.status == 200).count(), 5);
+    // Five are admitted, one is denied by Redis; the rest is denied from memory.
+    assert_eq!(redis.calls("evalsha"), 6);
+    let (asked, remembered) = (&replies[5], &replies[999]);
+    let retry = |reply: &crate::support::client::Reply| reply.header("retry-after").unwrap().parse::<u64>().unwrap();
+    assert!(retry(remembered) <= retry(asked) && retry(remembered) > 600, "{remembered:?}");
+    for reply in [asked, remembered] {
+        reply.assert_problem(429, "denied");
+        assert_eq!(reply.json()["violated-policies"], serde_json::json!(["l"]));
+        assert_eq!(reply.header("ratelimit-policy"), Some("\"m\";q=1000;w=3600, \"l\";q=5;w=3600"));
+        assert_eq!(reply.header("ratelimit"), Some(format!("\"l\";r=0;t={}", retry(reply)).as_str()));
+    }
+}
+
+#[test]
+fn a_denial_is_for_as_much_and_for_the_same_limit_only() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"10/hour\"\n[limit.m]\nby = \"global\"\nquota = \"1000/hour\"";
+    let routes =
+        [("dear", "limits = [\"l\", \"m\"]\ncost = 4"), ("cheap", "limits = [\"l\"]"), ("other", "limits = [\"m\"]")];
+    let gateway = Gateway::start(&config(&redis, limit, &routes));
+    let statuses = |path: &str, times: usize| (0..times).map(|_| gateway.get(path).status).collect::<Vec<_>>();
+    assert_eq!(statuses("/dear", 4), [200, 200, 429, 429]);
+    assert_eq!(statuses("/cheap", 3), [200, 200, 429]);
+    assert_eq!(statuses("/dear", 1), [429]);
+    assert_eq!(statuses("/other", 2), [200, 200]);
+}
+
+#[test]
+fn who_asks_for_more_is_told_its_own_wait() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nquota = \"60/hour\"\nburst = 10";
+    let routes = [("cheap", "limits = [\"l\"]"), ("dear", "limits = [\"l\"]\ncost = 5")];
+    let gateway = Gateway::start(&config(&redis, limit, &routes));
+    let wait = |path: &str| loop {
+        if let Some(wait) = gateway.get(path).header("retry-after") {
+            return wait.parse::<u64>().unwrap();
+        }
+    };
+    let (cheap, dear) = (wait("/cheap"), wait("/dear"));
+    // A token a minute.
+    assert!(cheap <= 60 && dear > 240, "{cheap} s for one, {dear} s for five");
+}
+
+#[test]
+fn nobody_is_denied_longer_than_redis_says() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nquota = \"20/s\"\nburst = 1";
+    let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]));
+    let mut client = gateway.client();
+    let started = monotonic();
+    let mut times = Vec::new();
+    while times.len() < 40 {
+        let reply = client.get("/r");
+        if reply.status == 200 {
+            times.push(started.elapsed());
+        }
+    }
+    // A greedy client gets one each 50 ms. Were a wait remembered for longer than it is, it would get fewer for good;
+    // a busy machine only delays some.
+    let between: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
+    let prompt = between.iter().filter(|pause| **pause < Duration::from_millis(75)).count();
+    assert!(prompt >= 5, "{between:?}");
+}
+
+#[test]
+fn a_refund_counts_at_once() {
+    let redis = Redis::start();
+    let (fail, failing) = std::sync::mpsc::channel();
+    let failing = std::sync::Mutex::new(failing);
+    let upstream = Upstream::answering(move |seen| {
+        if seen.target() == "/ok" {
+            return b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec();
+        }
+        let () = failing.lock().unwrap().recv().unwrap();
+        b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec()
+    });
+    let limit = format!(
+        "[limit.l]\nby = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"2/hour\"\nrefund_on = [\"5xx\"]\n\
+         [upstream.u]\nservers = [\"{}\"]\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nlimits = [\"l\"]\n",
+        upstream.url()
+    );
+    let gateway = Gateway::start(&config(&redis, &limit, &[]));
+    let mut slow = gateway.client();
+    slow.send(b"GET /fail HTTP/1.1\r\nHost: a\r\n\r\n");
+    eventually("it is with the upstream", || upstream.count() == 1);
+    assert_eq!(["/ok", "/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429, 429]);
+    fail.send(()).unwrap();
+    assert_eq!(slow.reply().unwrap().status, 500);
+    assert_eq!(["/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429], "one was given back");
+}
+
+#[test]
+fn a_larger_size_counts_at_once() {
+    let redis = Redis::start();
+    let consumer = |rest: &str| {
+        // printf %s acme-key | sha256sum
+        let hash = "sha256:afacab3575137afa4e00d9cbcafcb14c9ae25f779d964eb0ea5b2c4eb5dfd163";
+        format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{hash}\"]\n{rest}\n")
+    };
+    let limit = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.l]\nby = \"api-key\"\nquota = \"1/hour\"";
+    let text = config(&redis, limit, &[("r", "limits = [\"l\"]")]);
+    let gateway = Gateway::start_with(&text, &[("consumers.toml", &consumer(""))]);
+    let ask = || gateway.client().get_with("/r", &[("x-api-key", "acme-key")]).status;
+    assert_eq!([ask(), ask(), ask()], [200, 429, 429]);
+    std::fs::write(gateway.directory().join("consumers.toml"), consumer("limit.l = { quota = \"5/hour\" }")).unwrap();
+    eventually("the denial is of another size", || ask() == 200);
+}
+
+#[test]
+fn a_store_that_hangs_costs_each_client_a_few_rejections_until_the_breaker_opens() {
+    let redis = Redis::start();
+    let limit = "[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"allow\"";
+    let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]).replace("5s", "100ms"));
+    eventually("the store decides", || gateway.get("/r").header("ratelimit").is_some());
+    signal(&redis.child, "STOP");
+    let statuses = load(&[gateway.address], 64, 640, "/r", &[]);
+    let rejected = statuses.iter().filter(|status| **status == 503).count();
+    // Whether it is an outage is known after two timeouts. On a busy machine some clients begin only then.
+    assert!((1..=3 * 64).contains(&rejected), "{rejected} rejected");
+    assert_eq!(admitted(&statuses) + rejected, 640, "all others pass without it");
+    signal(&redis.child, "CONT");
+    eventually("the store decides again", || gateway.get("/r").header("ratelimit").is_some());
+}
+
+#[test]
+fn who_waits_behind_a_call_that_hangs_waits_no_longer_than_its_own_time() {
+    let redis = Redis::start();
+    let limit =
+        "[server]\nworkers = 1\n[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"deny\"";
+    let within = |timeout| {
+        let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]).replace("5s", timeout));
+        eventually("the store decides", || gateway.get("/r").status == 200);
+        gateway
+    };
+    let (first, later) = (within("1s"), within("1500ms"));
+    signal(&redis.child, "STOP");
+    let (answered, order) = mpsc::channel();
+    std::thread::scope(|scope| {
+        for gateway in [&first, &first, &first, &later] {
+            let mut client = gateway.client();
+            client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
+            let answered = answered.clone();
+            scope.spawn(move || answered.send((client.reply().unwrap().status, gateway.address)).unwrap());
+        }
+    });
+    signal(&redis.child, "CONT");
+    let [others @ .., last]: [_; 4] = order.try_iter().collect::<Vec<_>>().try_into().unwrap();
+    assert_eq!(others, [(503, first.address); 3], "their time begins when they ask");
+    assert_eq!(last, (503, later.address));
+}

@@ -1,0 +1,377 @@
+//! Starting and stopping: the shipped configuration, the command line, taken ports, signals.
+
+use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::process::{Child, Stdio};
+use std::time::Duration;
+
+use crate::support::client::Client;
+use crate::support::frames;
+use crate::support::gateway::{Gateway, binary};
+use crate::support::operator::HERE;
+use crate::support::redis::free_port;
+use crate::support::upstream::{self, Upstream};
+use crate::support::{eventually, signal};
+use socket2::{Domain, Socket, Type};
+
+const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hello\" }\n";
+
+#[test]
+fn the_shipped_configuration_runs_without_redis_and_upstream() {
+    // As shipped, but on a free port: other tests run at the same time.
+    let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();
+    let consumers = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("consumers.toml")).unwrap();
+    assert!(shipped.contains("address = \"127.0.0.1:8080\""));
+    let config = shipped
+        .replace("127.0.0.1:8080", "127.0.0.1:0")
+        .replace("127.0.0.1:9000", &format!("127.0.0.1:{}", free_port()));
+    let gateway = Gateway::start_with(&config, &[("consumers.toml", &consumers)]);
+    let log = gateway.log();
+    let expected = format!(
+        "listens on http://{0}; store: memory; 3 routes, 3 limits; try: curl -i http://{0}/hello",
+        gateway.address
+    );
+    assert!(log.contains(&expected), "{log}");
+
+    assert_eq!(gateway.get("/hello").text(), "hello\n");
+    let report = gateway.client().get_with("/report", &[("x-api-key", "demo-key")]);
+    assert_eq!(report.status, 200);
+    assert!(report.header("ratelimit").unwrap().contains("\"per-key\";r=99;t=60"), "{report:?}");
+    assert_eq!(gateway.get("/api/x").status, 502);
+}
+
+#[test]
+fn the_command_line_explains_itself() {
+    let run = |arguments: &[&str]| {
+        let output = binary().args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, out, _) = run(&["-V"]);
+    assert_eq!((code, out.trim()), (Some(0), concat!("sluicegate ", env!("CARGO_PKG_VERSION"))));
+    let (code, out, _) = run(&["--version"]);
+    assert_eq!(code, Some(0));
+    let lines: Vec<_> = out.lines().collect();
+    let [name, commit, rustc, target, pgo] = lines[..] else { panic!("five lines: {out}") };
+    assert_eq!(name, concat!("sluicegate ", env!("CARGO_PKG_VERSION")));
+    // Development builds name no commit.
+    assert_eq!(commit, "commit: unknown");
+    assert!(rustc.starts_with("rustc: rustc 1."), "{rustc}");
+    assert_eq!(target, format!("target: {}-unknown-linux-gnu", std::env::consts::ARCH));
+    assert_eq!(pgo, "PGO: no");
+    let (code, out, _) = run(&["--help"]);
+    assert_eq!(code, Some(0));
+    for word in ["run", "check", "--config <FILE>", "default: gateway.toml", "rate limits"] {
+        assert!(out.contains(word), "--help lacks {word}:\n{out}");
+    }
+    let (code, _, err) = run(&["chekc"]);
+    assert_eq!(code, Some(2));
+    assert!(err.contains("'check'"), "a hint for the typo: {err}");
+}
+
+#[test]
+fn a_taken_port_is_named_and_nothing_is_shared() {
+    let gateway = Gateway::start(HELLO);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    for taken in
+        [gateway.address.to_string(), TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()]
+    {
+        let listener = TcpListener::bind(&taken);
+        std::fs::write(&path, format!("{HELLO}[[listener]]\naddress = \"{taken}\"\n")).unwrap();
+        let output = binary().arg("--config").arg(&path).output().unwrap();
+        let text = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{text}");
+        assert!(text.contains(&format!("cannot listen on {taken}")) && text.contains("another port"), "{text}");
+        drop(listener);
+    }
+    assert_eq!(gateway.get("/hello").status, 200);
+}
+
+#[test]
+fn every_listener_is_served_in_both_layouts() {
+    for layout in ["per-core", "work-stealing"] {
+        let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"[::1]:0\"\n";
+        let gateway = Gateway::start(&format!("[server]\nthreading = \"{layout}\"\nworkers = 3\n{listeners}{HELLO}"));
+        let log = gateway.log();
+        let addresses = log.split("listens on ").nth(1).unwrap().split(';').next().unwrap();
+        let addresses: Vec<_> = addresses.split(", ").map(|address| address.trim_start_matches("http://")).collect();
+        assert_eq!(addresses.len(), 2, "{log}");
+        for address in addresses {
+            // Enough connections to meet every worker's socket.
+            for _ in 0..20 {
+                let reply = crate::support::client::Client::connect(address.parse().unwrap()).get("/hello");
+                assert_eq!(reply.status, 200, "{layout} {address}");
+            }
+        }
+    }
+}
+
+#[test]
+fn running_requests_finish_after_sigterm_and_new_ones_are_refused() {
+    let (release, released) = std::sync::mpsc::channel::<()>();
+    let released = std::sync::Mutex::new(released);
+    let slow = upstream::serve(move |mut stream| {
+        upstream::read_head(&mut stream);
+        released.lock().unwrap().recv().unwrap();
+        std::io::Write::write_all(&mut stream, b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\ndone").unwrap();
+    });
+    let route = "[[route]]\nname = \"slow\"\npath = \"/slow\"\nupstream = \"slow\"\n";
+    let mut gateway = Gateway::start(&format!("[upstream.slow]\nservers = [\"http://{slow}\"]\n{route}{HELLO}"));
+    let mut clients: Vec<_> = (0..4).map(|_| gateway.client()).collect();
+    for client in &mut clients {
+        client.send(b"GET /slow HTTP/1.1\r\nHost: h\r\n\r\n");
+    }
+    let mut idle = gateway.client();
+    assert_eq!(idle.get("/hello").status, 200);
+
+    gateway.terminate();
+    eventually("the idle connection is closed", || idle.stream.get_mut().read(&mut [0]).is_ok_and(|count| count == 0));
+    eventually("no new connection is taken", || std::net::TcpStream::connect(gateway.address).is_err());
+    assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for what runs");
+
+    for _ in &clients {
+        release.send(()).unwrap();
+    }
+    for client in &mut clients {
+        let reply = client.reply().expect("a running request is answered");
+        assert_eq!((reply.status, reply.text()), (200, "done"));
+    }
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+}
+
+#[test]
+fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
+    let silent = upstream::serve(|mut stream| {
+        upstream::read_head(&mut stream);
+        let _ = stream.read(&mut [0]);
+    });
+    let config = format!(
+        "[server]\ndrain_timeout = \"300ms\"\n[upstream.silent]\nservers = [\"http://{silent}\"]\n\
+         [[route]]\nname = \"silent\"\npath = \"/{{*rest}}\"\nupstream = \"silent\"\n"
+    );
+    let mut gateway = Gateway::start(&config);
+    let mut client = gateway.client();
+    client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n");
+    signal(&gateway.child, "INT");
+    assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
+    assert!(client.reply().is_none(), "the request was cut off");
+}
+
+#[test]
+fn connections_that_never_ask_are_closed() {
+    // The longer one is looked at after the other one was over.
+    let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1500ms\"\n{HELLO}"));
+    let starts = [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"];
+    let clients = starts.map(|start| {
+        let mut client = gateway.client();
+        client.send(start);
+        (start, client)
+    });
+    for (start, mut client) in clients {
+        let mut rest = Vec::new();
+        // An HTTP/2 connection may say goodbye first. Were it kept open, reading would fail at its timeout.
+        client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));
+    }
+    let mut client = gateway.client();
+    assert_eq!(client.get("/hello").status, 200);
+    assert!(client.reply().is_none(), "idle for too long");
+}
+
+/// A slow head has the same time on a connection that was used before, and the pause before it has `idle_timeout`.
+#[test]
+fn a_slow_head_on_a_kept_connection_has_header_timeout() {
+    let settings = "[server]\nheader_timeout = \"2s\"\nidle_timeout = \"1h\"\n";
+    let gateway = &Gateway::start(&format!("{settings}{HELLO}"));
+    let field = frames::block("GET", "/hello", &[]);
+    let (first, half) = field.split_at(10);
+    let head = |flags, part: &[u8]| frames::frame(frames::HEADERS, flags, 3, part);
+    let rest = frames::frame(frames::CONTINUATION, frames::END_HEADERS, 3, half);
+    let cases: &[(&str, bool, Vec<u8>)] = &[
+        ("half a line", false, b"GET /hel".to_vec()),
+        ("half a field", false, b"GET /hello HTTP/1.1\r\nHost: h\r\nx: ".to_vec()),
+        ("a first byte", false, b"G".to_vec()),
+        ("HEADERS without END_HEADERS", true, head(frames::END_STREAM, first)),
+        ("half a HEADERS frame", true, head(frames::END_STREAM | frames::END_HEADERS, &field)[..20].to_vec()),
+        ("half a CONTINUATION", true, [head(frames::END_STREAM, first), rest[..12].to_vec()].concat()),
+    ];
+    std::thread::scope(|scope| {
+        for (what, is_http2, part) in cases {
+            scope.spawn(move || {
+                let mut stream = match is_http2 {
+                    true => {
+                        let mut client = frames::Http2::connect(gateway.address, &[]);
+                        client.get(1, "/hello");
+                        assert!(client.until(frames::DATA, 1).is_some(), "{what}");
+                        client.stream
+                    }
+                    false => {
+                        let mut client = gateway.client();
+                        assert_eq!(client.get("/hello").status, 200, "{what}");
+                        client.stream.into_inner()
+                    }
+                };
+                // Silent for longer than a head may take; but not during one.
+                crate::support::assert_silent_but_for_settings(&mut stream, Duration::from_secs(3), what);
+                stream.write_all(part).unwrap();
+                stream.set_read_timeout(Some(crate::support::PATIENCE)).unwrap();
+                let end = stream.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
+                assert!(matches!(end, Ok(_) | Err(ErrorKind::ConnectionReset)), "{what} is kept open: {end:?}");
+            });
+        }
+    });
+}
+
+/// What comes of a body behind the answer is no head: the connection stays for `idle_timeout`.
+#[test]
+fn an_upload_that_is_thrown_away_is_no_slow_head() {
+    let settings = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
+    let gateway = Gateway::start(&format!("{settings}{HELLO}"));
+    let mut client = gateway.client();
+    client.send(b"POST /hello HTTP/1.1\r\nHost: h\r\nContent-Length: 100\r\n\r\n");
+    assert_eq!(client.reply().unwrap().status, 200);
+    client.send(&[b'x'; 50]);
+    std::thread::park_timeout(Duration::from_millis(100));
+    client.send(&[b'x'; 50]);
+    crate::support::assert_silent(client.stream.get_mut(), Duration::from_secs(3));
+    assert_eq!(client.get("/hello").status, 200);
+}
+
+#[test]
+fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
+    let upstream = Upstream::start();
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("access.log");
+    for format in ["json", "text"] {
+        let config = format!(
+            "[log]\nformat = \"{format}\"\naccess = \"{}\"\n[api_key]\non_unknown = \"accept\"\n\
+             [limit.one]\nby = \"api-key\"\nquota = \"1/hour\"\n\
+             [upstream.up]\nservers = [\"{}\"]\n[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"up\"\nlimits = [\"one\"]\n",
+            path.display(),
+            upstream.url()
+        );
+        let mut gateway = Gateway::start(&config);
+        for _ in 0..2 {
+            gateway.client().get_with("/up?token=planted-1", &[("x-api-key", "planted-2")]);
+        }
+        gateway.get("/none");
+        gateway.terminate();
+        gateway.wait();
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines: Vec<_> = text.lines().collect();
+        assert_eq!(lines.len(), 3, "{text}");
+        for (line, words) in
+            lines.iter().zip([["200", "up", "ok"], ["429", "up", "rate-limited"], ["404", "none", "no-route"]])
+        {
+            assert!(words.iter().all(|word| line.contains(word)), "{line} lacks one of {words:?}");
+        }
+        assert!(!(text + &gateway.log()).contains("planted"), "no secret is logged");
+        std::fs::remove_file(&path).unwrap();
+    }
+}
+
+/// A process that ends with the test.
+struct Killed(Child);
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Listeners of which one address covers the other. What `run` refuses, `check` refuses.
+#[test]
+fn listeners_that_cannot_all_bind_are_refused_by_check_as_by_run() {
+    let has_ipv6 = TcpListener::bind("[::1]:0").is_ok();
+    let maps =
+        Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only);
+    let directory = tempfile::tempdir().unwrap();
+    let path = directory.path().join("gateway.toml");
+    for (one, other, collide) in [
+        ("0.0.0.0", "127.0.0.1", true),
+        ("127.0.0.1", "0.0.0.0", true),
+        ("127.0.0.1", "127.0.0.2", false),
+        ("[::]", "[::1]", true),
+        ("[::1]", "[::]", true),
+        ("[::]", "0.0.0.0", maps),
+        ("0.0.0.0", "[::]", maps),
+        ("[::]", "127.0.0.1", maps),
+        ("[::1]", "127.0.0.1", false),
+        ("[::1]", "0.0.0.0", false),
+        ("[::ffff:127.0.0.1]", "127.0.0.1", true),
+        ("[::ffff:127.0.0.1]", "[::1]", false),
+    ] {
+        if !has_ipv6 && (one.starts_with('[') || other.starts_with('[')) {
+            continue;
+        }
+        let port = free_port();
+        let listener = |host: &str| format!("[[listener]]\naddress = \"{host}:{port}\"\n");
+        std::fs::write(&path, format!("{}{}{HELLO}[log]\naccess = \"off\"\n", listener(one), listener(other))).unwrap();
+        let mut run = Killed(binary().arg("--config").arg(&path).stderr(Stdio::piped()).spawn().unwrap());
+        let lines = BufReader::new(run.0.stderr.take().unwrap()).lines().map(Result::unwrap);
+        let said = lines.take_while(|line| !line.contains("listens on")).collect::<Vec<_>>().join("\n");
+        drop(run);
+        assert_eq!(said.contains("cannot listen on"), collide, "{one} and {other}: {said}");
+        let check = binary().args(["check", "--offline", "--config"]).arg(&path).output().unwrap();
+        let (code, report) = (check.status.code(), String::from_utf8(check.stderr).unwrap());
+        assert_eq!(code, Some(if collide { 2 } else { 0 }), "{one} and {other}: {report}");
+        if collide {
+            let message = format!("{other}:{port} is taken by the [[listener]] on {one}:{port} in line 2");
+            assert!(report.contains(&message) && report.contains("gateway.toml:4:11"), "{one} and {other}: {report}");
+        }
+    }
+}
+
+/// A terminal that is closed, a pipe that is not read: neither holds up requests or the end of the process.
+#[test]
+fn a_log_that_cannot_be_written_does_not_hold_up_requests_or_the_end() {
+    for (what, is_full) in [("nobody has the other end", false), ("the other end is not read", true)] {
+        let (mut log, other_end) = UnixStream::pair().unwrap();
+        if is_full {
+            log.set_nonblocking(true).unwrap();
+            while log.write(&[b'x'; 1 << 10]).is_ok() {}
+            while log.write(b"x").is_ok() {}
+            log.set_nonblocking(false).unwrap();
+        }
+        let (port, admin) = (free_port(), free_port());
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("gateway.toml");
+        let config = format!(
+            "{HELLO}[admin]\naddress = \"127.0.0.1:{admin}\"\n[server]\nworkers = 1\n[log]\naccess = \"off\"\n\
+             [upstream.none]\nservers = [\"http://127.0.0.1:{}\"]\n[[route]]\nname = \"none\"\npath = \"/none\"\nupstream = \"none\"\n\
+             [[listener]]\naddress = \"127.0.0.1:{port}\"\n",
+            free_port()
+        );
+        std::fs::write(&path, &config).unwrap();
+        let mut command = binary();
+        command.arg("--config").arg(&path).stderr(OwnedFd::from(log));
+        let mut gateway = Killed(command.spawn().unwrap());
+        // Else this process has the end as well.
+        drop(command);
+        eventually("it serves", || TcpStream::connect(("127.0.0.1", port)).is_ok());
+        let other_end = is_full.then_some(other_end);
+        let mut client = Client::connect(([127, 0, 0, 1], port).into());
+        for _ in 0..3 {
+            assert_eq!(client.get("/none").status, 502, "{what}: what is logged of it is written nowhere");
+            assert_eq!(client.get("/hello").status, 200, "{what}");
+        }
+        // What is said of a reload is written by another thread.
+        std::fs::write(&path, "no toml").unwrap();
+        signal(&gateway.0, "HUP");
+        eventually("the reload is over", || {
+            Client::connect(([127, 0, 0, 1], admin).into()).get_with("/api/config", &[HERE]).json()["last_error"]
+                .is_object()
+        });
+        signal(&gateway.0, "TERM");
+        let mut status = None;
+        eventually("it ends", || {
+            status = gateway.0.try_wait().unwrap();
+            status.is_some()
+        });
+        assert_eq!(status.unwrap().code(), Some(0), "{what}");
+        drop(other_end);
+    }
+}

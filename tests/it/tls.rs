@@ -1,0 +1,208 @@
+//! TLS towards clients: certificates by name, both protocols, plain text refused.
+
+use std::sync::Arc;
+
+use crate::support::certificates::{TlsClient, tls};
+use crate::support::gateway::Gateway;
+use http_body_util::{BodyExt, Empty};
+use hyper_util::rt::{TokioExecutor, TokioIo};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use tokio::net::TcpStream;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
+
+const ROUTE: &str = "[limit.l]\nby = \"ip\"\nquota = \"100/24h\"\n\
+                     [[route]]\nname = \"hello\"\npath = \"/hello\"\nlimits = [\"l\"]\nrespond = { status = 200, body = \"hello\" }\n";
+
+fn certificate(name: &str) -> String {
+    format!("{}/tests/certs/{name}", env!("CARGO_MANIFEST_DIR"))
+}
+
+fn gateway(server: &str) -> Gateway {
+    let pair = |name: &str| format!("{{ cert = \"{0}.pem\", key = \"{0}.key\" }}", certificate(name));
+    let listener =
+        format!("[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{}, {}]\n", pair("one"), pair("two"));
+    Gateway::start(&format!("{server}{ROUTE}{listener}"))
+}
+
+/// A client that believes exactly one certificate.
+fn connector(trusted: &str, protocols: &[&[u8]]) -> TlsConnector {
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(certificate(trusted)).unwrap()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let mut config = builder.with_root_certificates(roots).with_no_client_auth();
+    config.alpn_protocols = protocols.iter().map(|protocol| protocol.to_vec()).collect();
+    TlsConnector::from(Arc::new(config))
+}
+
+async fn connect(
+    gateway: &Gateway,
+    connector: &TlsConnector,
+    name: &'static str,
+) -> std::io::Result<TlsStream<TcpStream>> {
+    let stream = TcpStream::connect(gateway.address).await.unwrap();
+    connector.connect(ServerName::try_from(name).unwrap(), stream).await
+}
+
+#[tokio::test]
+async fn the_certificate_fits_the_name() {
+    let gateway = gateway("");
+    for (name, trusted, expected) in [
+        ("one.test", "one.pem", true),
+        ("two.test", "two.pem", true),
+        ("deep.two.test", "two.pem", true),
+        ("two.test", "one.pem", false),
+        // Nobody's name gets the first certificate, which is not for it.
+        ("other.test", "one.pem", false),
+        ("other.test", "two.pem", false),
+    ] {
+        let connected = connect(&gateway, &connector(trusted, &[]), name).await;
+        assert_eq!(connected.is_ok(), expected, "{name}, believing {trusted}: {connected:?}");
+    }
+}
+
+#[tokio::test]
+async fn http_1_and_http_2_are_agreed_on() {
+    let gateway = gateway("");
+    let request =
+        |uri: &str| http::Request::builder().uri(uri).header("host", "one.test").body(Empty::<&[u8]>::new()).unwrap();
+    let stream = connect(&gateway, &connector("one.pem", &[b"http/1.1"]), "one.test").await.unwrap();
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"http/1.1"[..]));
+    let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    let response = sender.send_request(request("/hello")).await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "hello");
+
+    let stream = connect(&gateway, &connector("one.pem", &[b"h2", b"http/1.1"]), "one.test").await.unwrap();
+    assert_eq!(stream.get_ref().1.alpn_protocol(), Some(&b"h2"[..]));
+    let (mut sender, connection) =
+        hyper::client::conn::http2::handshake(TokioExecutor::new(), TokioIo::new(stream)).await.unwrap();
+    tokio::spawn(connection);
+    let response = sender.send_request(request("https://one.test/hello")).await.unwrap();
+    assert_eq!(response.status(), 200);
+    assert!(response.headers()["ratelimit"].to_str().unwrap().contains("r=98"), "{response:?}");
+}
+
+#[test]
+fn what_was_agreed_on_is_what_is_spoken() {
+    let gateway = gateway("");
+    let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
+    // RFC 9113 §3.2: over TLS there is HTTP/2 by ALPN only.
+    let mut client =
+        TlsClient::shake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
+    client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
+    let mut answer = Vec::new();
+    // Closed or reset: what counts is that no frame of HTTP/2 came before.
+    let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
+    assert_eq!(answer, b"", "what HTTP/2 would answer");
+}
+
+/// A ClientHello of old, as far as version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
+fn hello(minor: u8) -> Vec<u8> {
+    // ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256; no compression; groups and point formats.
+    let body = [&[3, minor][..], &[7; 32], &[0], &[0, 4, 0xc0, 0x09, 0xc0, 0x2b], &[1, 0]].concat();
+    let groups = [0, 10, 0, 4, 0, 2, 0, 23, 0, 11, 0, 2, 1, 0, 0, 13, 0, 4, 0, 2, 4, 3];
+    let body = [&body[..], &[0, groups.len() as u8], &groups].concat();
+    let message = [&[1, 0, 0, body.len() as u8][..], &body].concat();
+    [&[22, 3, 1, 0, message.len() as u8][..], &message].concat()
+}
+
+#[test]
+fn tls_1_2_and_1_3_are_spoken_and_nothing_older() {
+    let gateway = gateway("");
+    let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
+    for (version, expected) in [
+        (&rustls::version::TLS12, rustls::ProtocolVersion::TLSv1_2),
+        (&rustls::version::TLS13, rustls::ProtocolVersion::TLSv1_3),
+    ] {
+        let mut client = TlsClient::shake(&tls(&[&der], None, &[version]), gateway.address, "one.test").unwrap();
+        assert_eq!(client.stream.get_ref().conn.protocol_version(), Some(expected));
+        assert_eq!(client.get("/hello").status, 200);
+    }
+    // 3.0 is SSL 3; the answer to 3.3 is a hello.
+    for (minor, answer) in [(0, Err(70)), (1, Err(70)), (2, Err(70)), (3, Ok(()))] {
+        let mut client = gateway.client();
+        client.send(&hello(minor));
+        let mut record = [0; 7];
+        std::io::Read::read_exact(&mut client.stream, &mut record).unwrap();
+        // An alert is a record of type 21, fatal is level 2; a handshake is one of type 22.
+        let found = match record {
+            [21, _, _, 0, 2, 2, alert] => Err(alert),
+            [22, ..] => Ok(()),
+            _ => panic!("3.{minor}: {record:?}"),
+        };
+        assert_eq!(found, answer, "3.{minor}: 70 is protocol_version");
+    }
+}
+
+#[test]
+fn a_client_that_never_shakes_hands_is_closed() {
+    let gateway = gateway("[server]\nheader_timeout = \"300ms\"\n");
+    for start in [&b""[..], b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"] {
+        let mut client = gateway.client();
+        client.send(start);
+        let mut rest = Vec::new();
+        // Were it kept open, reading would fail at its timeout; a reset is a way of closing, too.
+        let read = std::io::Read::read_to_end(&mut client.stream, &mut rest);
+        let closed = read.as_ref().map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |_| true);
+        assert!(closed, "{start:?} is kept open: {read:?}");
+    }
+}
+
+/// The bytes of a ClientHello whose server name is replaced by another one of the same length, which no library would send.
+fn hello_for(name: &str) -> Vec<u8> {
+    let valid = "x".repeat(name.len() - 5) + ".test";
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let config = builder.with_root_certificates(rustls::RootCertStore::empty()).with_no_client_auth();
+    let server_name = ServerName::try_from(valid.clone()).unwrap();
+    let mut bytes = Vec::new();
+    rustls::ClientConnection::new(Arc::new(config), server_name).unwrap().write_tls(&mut bytes).unwrap();
+    let at = bytes.windows(valid.len()).position(|part| part == valid.as_bytes()).unwrap();
+    bytes[at..at + name.len()].copy_from_slice(name.as_bytes());
+    bytes
+}
+
+#[test]
+fn a_server_name_that_is_none_is_refused_and_said() {
+    for (name, what) in [
+        ("localhost:8443", "with a port, as `hey` sends it"),
+        ("one.test:443", "with a port"),
+        ("under score!.test", "with a space"),
+        ("line\nbreak.test", "with a line end"),
+    ] {
+        let gateway = gateway("");
+        for attempt in 0..20 {
+            let mut client = gateway.client();
+            // In two pieces as well.
+            let hello = hello_for(name);
+            let (first, rest) = hello.split_at(if attempt % 2 == 0 { hello.len() } else { 50 });
+            client.send(first);
+            client.send(rest);
+            let mut answer = Vec::new();
+            let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
+            assert!(matches!(answer[..], [21, _, _, 0, 2, 2, 47, ..]), "illegal_parameter, {what}: {answer:?}");
+        }
+        let log = gateway.log();
+        let lines: Vec<_> = log.lines().filter(|line| line.contains("SNI")).collect();
+        assert_eq!(lines.len(), 1, "{what}: {log}");
+        let line: serde_json::Value = serde_json::from_str(lines[0]).unwrap();
+        assert_eq!((&line["server_name"], &line["client"]), (&name.into(), &"127.0.0.1".into()), "{what}: {log}");
+        assert!(line["message"].as_str().unwrap().contains("without a port"), "{what}: {log}");
+    }
+}
+
+#[test]
+fn a_handshake_that_fails_is_said_once() {
+    let gateway = gateway("");
+    for _ in 0..20 {
+        let mut client = gateway.client();
+        client.send(b"GET / HTTP/1.1\r\nHost: h\r\n\r\n");
+        let _ = std::io::Read::read_to_end(&mut client.stream, &mut Vec::new());
+    }
+    let log = gateway.log();
+    assert_eq!(log.lines().filter(|line| line.contains("TLS handshake")).count(), 1, "{log}");
+}

@@ -1,0 +1,227 @@
+//! Certificates that change while the gateway runs: the good new one is shown, a bad one is refused and the old stays.
+
+use std::os::unix::fs::symlink;
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::support::certificates::{FUTURE, NOW, PAST, Pair, TlsClient, tls};
+use crate::support::gateway::Gateway;
+use crate::support::{eventually, signal};
+use rustls::ClientConfig;
+use rustls::HandshakeKind;
+use rustls::version::{TLS12, TLS13};
+
+const NAME: &str = "gate.test";
+
+fn gateway(folder: &Path, more: &str) -> Gateway {
+    let path = |name: &str| folder.join(name).display().to_string();
+    Gateway::start(&format!(
+        "{more}[[listener]]\naddress = \"127.0.0.1:0\"\n\
+         tls.certificates = [{{ cert = \"{}\", key = \"{}\" }}]\n\
+         [[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = {{ status = 200 }}\n",
+        path("server.pem"),
+        path("server.key"),
+    ))
+}
+
+fn write(folder: &Path, pair: &Pair) {
+    std::fs::write(folder.join("server.pem"), &pair.cert).unwrap();
+    std::fs::write(folder.join("server.key"), &pair.key).unwrap();
+}
+
+/// Puts a file in its place as a whole.
+fn put(folder: &Path, name: &str, content: &str) {
+    std::fs::write(folder.join("new"), content).unwrap();
+    std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
+}
+
+fn believing(pairs: &[&Pair]) -> Arc<ClientConfig> {
+    tls(&pairs.iter().map(|pair| &pair.der).collect::<Vec<_>>(), None, &[&TLS13])
+}
+
+/// Whether a new client is shown a certificate.
+fn shows(gateway: &Gateway, pair: &Pair) -> bool {
+    TlsClient::shake(&believing(&[pair]), gateway.address, NAME).is_ok()
+}
+
+fn kind(client: &TlsClient) -> HandshakeKind {
+    client.stream.get_ref().conn.handshake_kind().unwrap()
+}
+
+fn refusals(gateway: &Gateway) -> usize {
+    gateway.log().matches("the certificate before stays in force").count()
+}
+
+#[test]
+fn renamed_files_are_shown_and_connections_and_sessions_go_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
+    write(folder.path(), &old);
+    let gateway = gateway(folder.path(), "");
+    let client = believing(&[&old, &new]);
+    let mut running = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    assert_eq!(running.get("/hello").status, 200);
+    assert_eq!(running.shown(), &old.der);
+
+    // One after the other, as tools do it; between the two they do not fit.
+    put(folder.path(), "server.pem", &new.cert);
+    eventually("the pair that does not fit is seen", || refusals(&gateway) == 1);
+    assert!(gateway.log().contains("certificate and key do not fit"), "{}", gateway.log());
+    assert!(shows(&gateway, &old), "as long as the key is missing");
+    put(folder.path(), "server.key", &new.key);
+    eventually("the new one is shown", || shows(&gateway, &new));
+    assert!(!shows(&gateway, &old));
+    eventually("it is told", || gateway.log().contains("reloaded"));
+
+    assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
+    let resumed = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    assert_eq!(kind(&resumed), HandshakeKind::Resumed, "a session goes on");
+}
+
+#[test]
+fn files_written_in_place_are_shown() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
+    write(folder.path(), &old);
+    let gateway = gateway(folder.path(), "");
+    assert!(shows(&gateway, &old));
+    write(folder.path(), &new);
+    eventually("the new one is shown", || shows(&gateway, &new));
+    eventually("it is told", || gateway.log().contains("reloaded"));
+    assert_eq!(gateway.log().matches("reloaded").count(), 1, "two files, one certificate:\n{}", gateway.log());
+}
+
+#[test]
+fn a_swapped_symlink_is_shown() {
+    // As Kubernetes does it: `server.pem` → `..data/server.pem`, `..data` → a folder with a name of its own.
+    let folder = tempfile::tempdir().unwrap();
+    let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
+    for (name, pair) in [("..1", &old), ("..2", &new)] {
+        std::fs::create_dir(folder.path().join(name)).unwrap();
+        write(&folder.path().join(name), pair);
+    }
+    symlink("..1", folder.path().join("..data")).unwrap();
+    for name in ["server.pem", "server.key"] {
+        symlink(Path::new("..data").join(name), folder.path().join(name)).unwrap();
+    }
+    let gateway = gateway(folder.path(), "");
+    assert!(shows(&gateway, &old));
+    symlink("..2", folder.path().join("..tmp")).unwrap();
+    std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
+    eventually("the new one is shown", || shows(&gateway, &new));
+}
+
+#[test]
+fn what_cannot_be_shown_is_refused_and_the_old_stays() {
+    let folder = tempfile::tempdir().unwrap();
+    let (old, other) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
+    let (past, future) = (Pair::server(NAME, PAST), Pair::server(NAME, FUTURE));
+    write(folder.path(), &old);
+    let gateway = gateway(folder.path(), "");
+    let mut running = TlsClient::shake(&believing(&[&old]), gateway.address, NAME).unwrap();
+    let half = &other.cert[..other.cert.len() / 2];
+    for (cert, key, reason) in [
+        (&*old.cert, &*other.key, "certificate and key do not fit"),
+        (&other.cert, &old.key, "certificate and key do not fit"),
+        (&past.cert, &past.key, "the certificate has expired on Jan  1 00:00:00 2001"),
+        (&future.cert, &future.key, "the certificate is not valid before Jan  1 00:00:00 3999"),
+        ("", &old.key, "there is no certificate"),
+        (&old.key, &old.key, "there is no certificate"),
+        (half, &other.key, "the certificate cannot be read"),
+        ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", &other.key, "the certificate is malformed"),
+        (&old.cert, "", "the key cannot be read"),
+        (&old.cert, "garbage", "the key cannot be read"),
+        (&old.cert, &old.cert, "the key cannot be read"),
+    ] {
+        let before = refusals(&gateway);
+        put(folder.path(), "server.pem", cert);
+        put(folder.path(), "server.key", key);
+        let last = || gateway.log().lines().rfind(|line| line.contains("stays in force")).unwrap_or("").to_owned();
+        eventually(reason, || refusals(&gateway) > before && last().contains(reason));
+        let line = last();
+        assert!(line.contains("server.pem is not used") && line.contains("WARN"), "{reason}: {line}");
+        assert!(!line.contains("PRIVATE KEY"), "{line}");
+        assert!(shows(&gateway, &old), "{reason}: the old one stays");
+        // What is good again is taken over again.
+        let reloads = || gateway.log().matches("reloaded").count();
+        let before = reloads();
+        put(folder.path(), "server.pem", &old.cert);
+        put(folder.path(), "server.key", &old.key);
+        eventually("it is good again", || reloads() > before);
+    }
+    std::fs::remove_file(folder.path().join("server.key")).unwrap();
+    eventually("the loss is seen", || gateway.log().contains("server.key cannot be read"));
+    assert!(shows(&gateway, &old), "a file that is gone");
+    assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
+}
+
+#[test]
+fn sighup_reads_everything_again() {
+    // A change behind a link to elsewhere is not seen by watching the folder.
+    let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
+    write(elsewhere.path(), &old);
+    for name in ["server.pem", "server.key"] {
+        symlink(elsewhere.path().join(name), folder.path().join(name)).unwrap();
+    }
+    let gateway = gateway(folder.path(), "");
+    assert!(shows(&gateway, &old));
+    write(elsewhere.path(), &new);
+    signal(&gateway.child, "HUP");
+    eventually("the new one is shown", || shows(&gateway, &new));
+    // Nothing has changed, and it is told nevertheless: somebody asked.
+    eventually("it is told", || gateway.log().matches("reloaded").count() == 1);
+    signal(&gateway.child, "HUP");
+    eventually("it is told again", || gateway.log().matches("reloaded").count() == 2);
+    std::fs::write(elsewhere.path().join("server.key"), "garbage").unwrap();
+    for count in 1..3 {
+        signal(&gateway.child, "HUP");
+        eventually("the fault is told each time", || refusals(&gateway) == count);
+    }
+    assert!(shows(&gateway, &new));
+}
+
+#[test]
+fn sighup_without_certificates_is_no_reason_to_end() {
+    let gateway = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
+    signal(&gateway.child, "HUP");
+    eventually("it is told", || gateway.log().contains("reloaded"));
+    assert_eq!(gateway.get("/").status, 200);
+}
+
+#[test]
+fn an_expired_certificate_at_start_is_a_warning() {
+    let folder = tempfile::tempdir().unwrap();
+    let (past, now) = (Pair::server(NAME, PAST), Pair::server(NAME, NOW));
+    write(folder.path(), &past);
+    let gateway = gateway(folder.path(), "");
+    let warning = "server.pem: the certificate has expired on Jan  1 00:00:00 2001";
+    assert!(gateway.log().contains(warning), "{}", gateway.log());
+    let config = gateway.directory().join("gateway.toml");
+    let check = crate::support::gateway::binary().arg("check").arg("--config").arg(config).output().unwrap();
+    let out = String::from_utf8(check.stdout).unwrap();
+    assert!(out.contains("warning: ") && out.contains(warning), "{out}");
+    assert!(!shows(&gateway, &past), "the client refuses it");
+    write(folder.path(), &now);
+    eventually("the renewed one is shown", || shows(&gateway, &now));
+}
+
+#[test]
+fn sessions_are_resumed_by_every_worker() {
+    let folder = tempfile::tempdir().unwrap();
+    let pair = Pair::server(NAME, NOW);
+    write(folder.path(), &pair);
+    for (layout, version) in
+        [("per-core", &TLS12), ("per-core", &TLS13), ("work-stealing", &TLS12), ("work-stealing", &TLS13)]
+    {
+        let gateway = gateway(folder.path(), &format!("[server]\nworkers = 4\nthreading = \"{layout}\"\n"));
+        let client = tls(&[&pair.der], None, &[version]);
+        // Enough connections to meet every worker's socket.
+        for count in 0..20 {
+            let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+            assert_eq!(connection.get("/hello").status, 200);
+            let resumed = kind(&connection) == HandshakeKind::Resumed;
+            assert_eq!(resumed, count > 0, "{layout}, {version:?}, connection {count}");
+        }
+    }
+}

@@ -1,0 +1,480 @@
+//! WebSocket and other switches of protocols: where they pass, where they do not, how long they last.
+
+#![allow(clippy::result_large_err)] // tungstenite's callback
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use crate::support::client::Client;
+use crate::support::gateway::Gateway;
+use crate::support::redis::Redis;
+use crate::support::upstream::{Upstream, read_head, serve};
+use crate::support::{PATIENCE, assert_silent, eventually};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, ServerName};
+use sluicegate::limiter::clock::monotonic;
+use tungstenite::client::IntoClientRequest;
+use tungstenite::handshake::client::Response;
+use tungstenite::handshake::server;
+use tungstenite::{Message, WebSocket};
+
+const SWITCH: [(&str, &str); 2] = [("Connection", "keep-alive, Upgrade"), ("Upgrade", "chat/2")];
+const SWITCHED: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: chat/2\r\n\r\n";
+
+/// `/ws` may switch, `/plain` may not, `/quick` takes a place, too.
+fn config(upstream: SocketAddr, rest: &str) -> String {
+    let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]\n" } else { "" };
+    // Leases last for the upstream's time and five seconds.
+    let response_timeout = if rest.contains("concurrency") { "2s" } else { "30s" };
+    format!(
+        "{rest}[upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"{response_timeout}\"\n\
+         [[route]]\nname = \"ws\"\npath = \"/ws\"\nupstream = \"u\"\nwebsocket = true\n{limits}\
+         [[route]]\nname = \"plain\"\npath = \"/plain\"\nupstream = \"u\"\n\
+         [[route]]\nname = \"quick\"\npath = \"/quick\"\nrespond = {{ status = 200 }}\n{limits}"
+    )
+}
+
+const PLACES: &str = "[limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2\"\n";
+
+fn both_places_are_free(gateway: &Gateway) {
+    eventually("both places are free", || {
+        let quick = gateway.get("/quick");
+        quick.status == 200 && quick.remaining("l") == 1
+    });
+}
+
+/// A WebSocket server that says back what it is told, and closes when it is told `bye`; it records heads.
+fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
+    let heads = Arc::<Mutex<Vec<http::HeaderMap>>>::default();
+    let seen = heads.clone();
+    let address = serve(move |stream| {
+        let note = |request: &server::Request, response| {
+            seen.lock().unwrap().push(request.headers().clone());
+            Ok(response)
+        };
+        let Ok(mut socket) = tungstenite::accept_hdr(stream, note) else { return };
+        // A close is answered by reading on.
+        while let Ok(message) = socket.read() {
+            match message {
+                Message::Text(text) if text.as_str() == "bye" => socket.close(None).unwrap(),
+                Message::Text(_) | Message::Binary(_) => socket.send(message).unwrap(),
+                _ => {}
+            }
+        }
+    });
+    (address, heads)
+}
+
+fn shake_hands<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response) {
+    let mut request = uri.into_client_request().unwrap();
+    request.headers_mut().insert("x-forwarded-for", "203.0.113.7".parse().unwrap());
+    tungstenite::client(request, stream).unwrap_or_else(|error| panic!("no WebSocket: {error}"))
+}
+
+fn connect(gateway: &Gateway) -> WebSocket<TcpStream> {
+    let stream = TcpStream::connect(gateway.address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    shake_hands(stream, "ws://chat.test/ws").0
+}
+
+fn say<S: Read + Write>(socket: &mut WebSocket<S>, text: &str) {
+    socket.send(Message::text(text)).unwrap();
+    assert_eq!(socket.read().unwrap(), Message::text(text));
+}
+
+/// Reads until both sides have said that it is over.
+fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
+    loop {
+        match socket.read() {
+            Ok(Message::Close(_)) => {}
+            Err(tungstenite::Error::ConnectionClosed) => return,
+            other => panic!("not a close: {other:?}"),
+        }
+    }
+}
+
+/// The other side is gone: neither bytes nor silence.
+fn assert_gone(stream: &mut impl Read) {
+    let mut rest = Vec::new();
+    match stream.read_to_end(&mut rest) {
+        Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => panic!("still open"),
+        _ => assert_eq!(rest, b"", "{}", String::from_utf8_lossy(&rest)),
+    }
+}
+
+/// Asks for a switch by hand.
+fn ask(client: &mut Client, path: &str) {
+    let lines = SWITCH.map(|(name, value)| format!("{name}: {value}\r\n")).concat();
+    client.send(format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
+}
+
+/// An upstream that switches to `chat/2` and hands its side over.
+struct Switching {
+    address: SocketAddr,
+    streams: Receiver<TcpStream>,
+}
+
+impl Switching {
+    fn start() -> Switching {
+        let (sender, streams): (Sender<TcpStream>, _) = channel();
+        let sender = Mutex::new(sender);
+        let address = serve(move |mut stream| {
+            let Some(_) = read_head(&mut stream) else { return };
+            stream.write_all(SWITCHED.as_bytes()).unwrap();
+            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            sender.lock().unwrap().send(stream).unwrap();
+        });
+        Switching { address, streams }
+    }
+
+    /// Opens a tunnel; both of its ends.
+    fn tunnel(&self, gateway: &Gateway) -> (TcpStream, TcpStream) {
+        let mut client = gateway.client();
+        ask(&mut client, "/ws");
+        let head = client.head().unwrap();
+        assert_eq!(head.status, 101, "{head:?}");
+        assert_eq!((head.header("connection"), head.header("upgrade")), (Some("upgrade"), Some("chat/2")));
+        assert_eq!((head.header("content-length"), head.header("transfer-encoding")), (None, None));
+        (client.stream.into_inner(), self.streams.recv_timeout(PATIENCE).unwrap())
+    }
+}
+
+fn pass(from: &mut TcpStream, to: &mut TcpStream, bytes: &[u8]) {
+    from.write_all(bytes).unwrap();
+    let mut read = vec![0; bytes.len()];
+    to.read_exact(&mut read).unwrap();
+    assert_eq!(read, bytes);
+}
+
+// ---- what passes ---------------------------------------------------------------------------------
+
+#[test]
+fn messages_pass_both_ways_and_the_client_closes() {
+    let (upstream, heads) = echo();
+    let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"10/24h\"\n";
+    let gateway = Gateway::start(&config(upstream, log));
+    let stream = TcpStream::connect(gateway.address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let (mut socket, response) = shake_hands(stream, "ws://chat.test/ws");
+    assert_eq!(response.headers()["ratelimit"].to_str().unwrap().split(";t=").next(), Some("\"l\";r=9"));
+    let head = heads.lock().unwrap()[0].clone();
+    for (name, value) in
+        [("host", "chat.test"), ("connection", "upgrade"), ("upgrade", "websocket"), ("x-forwarded-for", "127.0.0.1")]
+    {
+        assert_eq!(head[name], value, "{name}");
+    }
+    let large = Message::binary((0..1 << 22).map(|byte: u32| byte as u8).collect::<Vec<_>>());
+    for message in [Message::text("hello"), large, Message::text("x".repeat(70_000)), Message::text("")] {
+        socket.send(message.clone()).unwrap();
+        assert_eq!(socket.read().unwrap(), message);
+    }
+    let written = || std::fs::read_to_string(gateway.directory().join("access.log")).unwrap();
+    assert_eq!(written(), "", "the line is written when it is over");
+    socket.close(None).unwrap();
+    assert_closed_well(&mut socket);
+    drop(socket);
+    eventually("the line is written", || written().ends_with('\n'));
+    let line: serde_json::Value = serde_json::from_str(&written()).unwrap();
+    assert_eq!(
+        (&line["status"], &line["route"], &line["complete"]),
+        (&101.into(), &"ws".into(), &true.into()),
+        "{line}"
+    );
+    // Four messages with heads of 2, 10, 10 and 2 bytes, and the close.
+    let bytes = line["bytes"].as_u64().unwrap() - ((1 << 22) + 70_000 + 5);
+    assert!((20..64).contains(&bytes), "{line}");
+}
+
+#[test]
+fn the_upstream_closes() {
+    let (upstream, _) = echo();
+    let gateway = Gateway::start(&config(upstream, ""));
+    let mut socket = connect(&gateway);
+    say(&mut socket, "hello");
+    socket.send(Message::text("bye")).unwrap();
+    assert_closed_well(&mut socket);
+}
+
+#[test]
+fn messages_pass_over_tls() {
+    let (upstream, heads) = echo();
+    let certificate = |name: &str| format!("{}/tests/certs/{name}", env!("CARGO_MANIFEST_DIR"));
+    let listener = format!(
+        "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{{ cert = \"{}\", key = \"{}\" }}]\n",
+        certificate("one.pem"),
+        certificate("one.key")
+    );
+    let gateway = Gateway::start(&config(upstream, &listener));
+    let mut roots = rustls::RootCertStore::empty();
+    roots.add(CertificateDer::from_pem_file(certificate("one.pem")).unwrap()).unwrap();
+    let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());
+    let builder = rustls::ClientConfig::builder_with_provider(provider).with_safe_default_protocol_versions().unwrap();
+    let config = Arc::new(builder.with_root_certificates(roots).with_no_client_auth());
+    let session = rustls::ClientConnection::new(config, ServerName::try_from("one.test").unwrap()).unwrap();
+    let stream = TcpStream::connect(gateway.address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let (mut socket, _) = shake_hands(rustls::StreamOwned::new(session, stream), "wss://one.test/ws");
+    say(&mut socket, "hello");
+    let large = Message::binary(vec![7; 1 << 21]);
+    socket.send(large.clone()).unwrap();
+    assert_eq!(socket.read().unwrap(), large);
+    assert_eq!(heads.lock().unwrap()[0]["x-forwarded-proto"], "https");
+    socket.close(None).unwrap();
+    assert_closed_well(&mut socket);
+}
+
+#[test]
+fn bytes_sent_with_the_heads_are_not_lost() {
+    let upstream = serve(|mut stream| {
+        read_head(&mut stream).unwrap();
+        stream.write_all(format!("{SWITCHED}early answer").as_bytes()).unwrap();
+        let mut read = [0; 14];
+        stream.read_exact(&mut read).unwrap();
+        stream.write_all(&read).unwrap();
+    });
+    let gateway = Gateway::start(&config(upstream, ""));
+    let mut client = gateway.client();
+    let lines = SWITCH.map(|(name, value)| format!("{name}: {value}\r\n")).concat();
+    client.send(format!("GET /ws HTTP/1.1\r\nHost: a.test\r\n{lines}\r\nearly question").as_bytes());
+    assert_eq!(client.head().unwrap().status, 101);
+    let mut read = [0; 12 + 14];
+    client.stream.read_exact(&mut read).unwrap();
+    assert_eq!(read[..], *b"early answerearly question");
+}
+
+#[test]
+fn the_end_of_one_direction_leaves_the_other_open() {
+    let upstream = Switching::start();
+    let gateway = Gateway::start(&config(upstream.address, ""));
+    let (mut client, mut server) = upstream.tunnel(&gateway);
+    pass(&mut client, &mut server, b"all that I have");
+    client.shutdown(Shutdown::Write).unwrap();
+    assert_gone(&mut server);
+    pass(&mut server, &mut client, b"then listen");
+    drop(server);
+    assert_gone(&mut client);
+}
+
+// ---- what does not -------------------------------------------------------------------------------
+
+#[test]
+fn a_request_that_may_not_switch_is_an_ordinary_one() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&config(upstream.address, ""));
+    let websocket = "Connection: Upgrade\r\nUpgrade: websocket\r\n";
+    for (what, request, body) in [
+        ("a closed route", format!("GET /plain HTTP/1.1\r\n{websocket}"), ""),
+        ("a closed route, with a body", format!("POST /plain HTTP/1.1\r\n{websocket}Content-Length: 4\r\n"), "body"),
+        ("a body", format!("POST /ws HTTP/1.1\r\n{websocket}Content-Length: 4\r\n"), "body"),
+        ("HTTP/1.0", format!("GET /ws HTTP/1.0\r\n{websocket}Connection: keep-alive\r\n"), ""),
+        ("not for this connection", "GET /ws HTTP/1.1\r\nUpgrade: websocket\r\n".to_owned(), ""),
+        (
+            "HTTP/2",
+            "GET /ws HTTP/1.1\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: \r\n"
+                .to_owned(),
+            "",
+        ),
+        ("HTTP/2 in upper case", "GET /ws HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: H2C\r\n".to_owned(), ""),
+        ("TLS", "OPTIONS /ws HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: TLS/1.3, HTTP/1.1\r\n".to_owned(), ""),
+    ] {
+        let mut client = gateway.client();
+        client.send(format!("{request}Host: a.test\r\n\r\n{body}").as_bytes());
+        let reply = client.reply().unwrap_or_else(|| panic!("{what}: no answer"));
+        assert_eq!((reply.status, reply.text()), (200, "ok"), "{what}");
+        let seen = upstream.last();
+        for name in ["upgrade", "connection", "http2-settings"] {
+            assert_eq!(seen.headers(name), [""; 0], "{what}: {}", seen.head);
+        }
+        assert_eq!(seen.body, body.as_bytes(), "{what}");
+        // What follows is a request, not bytes in a tunnel.
+        client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
+        assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{what}: it is routed");
+    }
+    assert!(upstream.seen.lock().unwrap().iter().all(|seen| seen.target() != "/nowhere"), "nothing was tunnelled");
+}
+
+#[test]
+fn an_offer_that_is_refused_opens_nothing() {
+    for (answer, status) in [
+        ("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno", 200),
+        ("HTTP/1.1 426 Upgrade Required\r\nUpgrade: other\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\nno", 426),
+        ("HTTP/1.1 403 Forbidden\r\nContent-Length: 2\r\n\r\nno", 403),
+        ("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: other\r\n\r\n", 502),
+        ("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: chat/2, h2c\r\n\r\n", 502),
+        ("HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\n\r\n", 502),
+    ] {
+        let (sender, rest) = channel();
+        let sender = Mutex::new(sender);
+        let upstream = serve(move |mut stream| {
+            read_head(&mut stream).unwrap();
+            stream.write_all(answer.as_bytes()).unwrap();
+            let mut rest = Vec::new();
+            let _ = stream.read_to_end(&mut rest);
+            sender.lock().unwrap().send(rest).unwrap();
+        });
+        let gateway = Gateway::start(&config(upstream, ""));
+        let mut client = gateway.client();
+        ask(&mut client, "/ws");
+        let reply = client.reply().unwrap();
+        assert_eq!(reply.status, status, "{answer}");
+        if status == 502 {
+            reply.assert_problem(502, answer);
+        } else {
+            assert_eq!(reply.text(), "no", "{answer}");
+        }
+        client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
+        assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{answer}: it is routed");
+        drop((client, gateway));
+        assert_eq!(rest.recv_timeout(PATIENCE).unwrap(), b"", "{answer}: bytes were tunnelled");
+    }
+}
+
+#[test]
+fn who_is_over_the_limit_does_not_switch() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&config(upstream.address, "[limit.l]\nby = \"ip\"\nquota = \"1/24h\"\n"));
+    assert_eq!(gateway.get("/quick").status, 200);
+    let mut client = gateway.client();
+    client.get_with("/ws", &SWITCH).assert_problem(429, "over the limit");
+    assert_eq!(client.get("/nowhere").status, 404, "the connection goes on as it was");
+    assert_eq!(upstream.count(), 0);
+}
+
+// ---- how long ------------------------------------------------------------------------------------
+
+#[test]
+fn an_upstream_that_dies_ends_it() {
+    let upstream = Switching::start();
+    let gateway = Gateway::start(&config(upstream.address, PLACES));
+    for reset in [false, true] {
+        let (mut client, mut server) = upstream.tunnel(&gateway);
+        pass(&mut server, &mut client, b"hello");
+        let server = socket2::Socket::from(server);
+        if reset {
+            server.set_linger(Some(Duration::ZERO)).unwrap();
+        }
+        drop(server);
+        assert_gone(&mut client);
+        drop(client);
+        both_places_are_free(&gateway);
+    }
+}
+
+#[test]
+fn a_client_that_dies_ends_it() {
+    let upstream = Switching::start();
+    let gateway = Gateway::start(&config(upstream.address, PLACES));
+    for reset in [false, true] {
+        let (mut client, mut server) = upstream.tunnel(&gateway);
+        pass(&mut client, &mut server, b"hello");
+        let client = socket2::Socket::from(client);
+        if reset {
+            client.set_linger(Some(Duration::ZERO)).unwrap();
+        }
+        drop(client);
+        assert_gone(&mut server);
+        drop(server);
+        both_places_are_free(&gateway);
+    }
+}
+
+#[test]
+fn a_tunnel_of_several_leases_keeps_its_place() {
+    let redis = Redis::start();
+    std::thread::scope(|scope| {
+        for store in [String::new(), redis.store()] {
+            scope.spawn(move || {
+                let (upstream, _) = echo();
+                // Leases of 7 s.
+                let gateway = Gateway::start(&config(upstream, &format!("{store}{PLACES}")));
+                let (_other, mut socket) = (connect(&gateway), connect(&gateway));
+                let started = monotonic();
+                while started.elapsed() < Duration::from_secs(15) {
+                    assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
+                    // What is tested is time: that of two leases, in which nothing may happen.
+                    assert_silent(socket.get_mut(), Duration::from_millis(100));
+                }
+                say(&mut socket, "still here");
+                socket.close(None).unwrap();
+                assert_closed_well(&mut socket);
+                drop(socket);
+                eventually("one place is free", || gateway.get("/quick").status == 200);
+            });
+        }
+    });
+}
+
+#[test]
+fn a_tunnel_is_no_body_it_may_be_silent_for_longer_than_bodies() {
+    let upstream = Switching::start();
+    let times = "[server]\nbody_idle_timeout = \"300ms\"\nidle_timeout = \"60s\"\n";
+    let gateway = Gateway::start(&config(upstream.address, times));
+    let (mut client, mut server) = upstream.tunnel(&gateway);
+    // From the start, and after a word from each side.
+    for _ in 0..2 {
+        assert_silent(&mut client, Duration::from_millis(900));
+        pass(&mut server, &mut client, b"still here");
+        pass(&mut client, &mut server, b"me too");
+    }
+}
+
+#[test]
+fn silence_ends_a_tunnel_whatever_bodies_may_do() {
+    let upstream = Switching::start();
+    let times = "[server]\nbody_idle_timeout = \"60s\"\nidle_timeout = \"1s\"\n";
+    let gateway = Gateway::start(&config(upstream.address, times));
+    for speaks in [false, true] {
+        let (mut client, mut server) = upstream.tunnel(&gateway);
+        if speaks {
+            pass(&mut client, &mut server, b"hello");
+        }
+        let silent = monotonic();
+        assert_gone(&mut client);
+        assert!(silent.elapsed() > Duration::from_millis(800), "ended after {:?}", silent.elapsed());
+        assert_gone(&mut server);
+    }
+}
+
+#[test]
+fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
+    let upstream = Switching::start();
+    let gateway = Gateway::start(&config(upstream.address, "[server]\nidle_timeout = \"2s\"\n"));
+    let (mut client, mut server) = upstream.tunnel(&gateway);
+    let started = monotonic();
+    while started.elapsed() < Duration::from_secs(5) {
+        // One side alone is enough.
+        pass(&mut server, &mut client, b"tick");
+        assert_silent(&mut client, Duration::from_millis(100));
+    }
+    let silent = monotonic();
+    assert_gone(&mut client);
+    assert!(silent.elapsed() > Duration::from_millis(1500), "ended after {:?}", silent.elapsed());
+    assert_gone(&mut server);
+}
+
+#[test]
+fn a_gateway_that_is_stopped_waits_for_tunnels() {
+    let upstream = Switching::start();
+    let mut gateway = Gateway::start(&config(upstream.address, ""));
+    let (mut client, mut server) = upstream.tunnel(&gateway);
+    gateway.terminate();
+    eventually("it accepts no more", || TcpStream::connect(gateway.address).is_err());
+    pass(&mut client, &mut server, b"goes on");
+    pass(&mut server, &mut client, b"both ways");
+    drop((client, server));
+    assert!(gateway.wait().success());
+}
+
+#[test]
+fn a_gateway_that_is_stopped_does_not_wait_for_ever() {
+    let upstream = Switching::start();
+    let mut gateway = Gateway::start(&config(upstream.address, "[server]\ndrain_timeout = \"200ms\"\n"));
+    let (mut client, mut server) = upstream.tunnel(&gateway);
+    gateway.terminate();
+    assert!(gateway.wait().success());
+    assert_gone(&mut client);
+    assert_gone(&mut server);
+}

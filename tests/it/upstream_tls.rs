@@ -1,0 +1,563 @@
+//! TLS towards upstreams: whom the gateway believes, who it is, what it says when that fails, and what passes.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::path::Path;
+use std::sync::{Arc, Mutex};
+
+use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair};
+use crate::support::gateway::{Gateway, binary};
+use crate::support::reload::{reloads, with_admin};
+use crate::support::secured::{Secured, Shake, Stream, server, shake};
+use crate::support::upstream::{Seen, read_head, read_request, serve};
+use crate::support::{PATIENCE, eventually};
+use aws_lc_rs::digest::{SHA256, digest};
+use bytes::Bytes;
+use h2::server::SendResponse;
+use http::{HeaderMap, Request, Response};
+use rcgen::{DnType, ExtendedKeyUsagePurpose};
+use rustls::ServerConfig;
+use rustls::SupportedProtocolVersion;
+use rustls::version::{TLS12, TLS13};
+use tokio_rustls::TlsAcceptor;
+use tungstenite::Message;
+
+const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
+const BOTH: &[&SupportedProtocolVersion] = &[&TLS13, &TLS12];
+
+/// A gateway with one worker, so that what is said of connections is said of all.
+fn config(url: &str, rest: &str) -> String {
+    format!(
+        "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nwebsocket = {}\n\
+         [upstream.u]\nservers = [\"{url}\"]\n{rest}",
+        !rest.contains("http2")
+    )
+}
+
+fn gateway(url: &str, rest: &str, ca: &Authority) -> Gateway {
+    Gateway::start_with(&config(url, rest), &[("ca.pem", &ca.pem())])
+}
+
+/// The same, with a certificate of its own.
+fn showing(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
+    let rest = format!("tls = {{ ca = \"ca.pem\", cert = \"own.pem\", key = \"own.key\" }}\n{rest}");
+    let files = [("ca.pem", &*ca.pem()), ("own.pem", &own.cert), ("own.key", &own.key)];
+    Gateway::start_with(&config(url, &rest), &files)
+}
+
+/// Those that came over HTTP/2, each with the handshake of its connection.
+type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
+
+const CA: &str = "tls = { ca = \"ca.pem\" }\n";
+
+/// Answers each request with `answer` of it, on connections that stay open.
+fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Secured {
+    Secured::serve(config, move |mut stream| {
+        while let Some(seen) = read_request(&mut stream) {
+            if stream.write_all(&answer(&seen)).is_err() {
+                return;
+            }
+        }
+    })
+}
+
+fn ok(config: Arc<ServerConfig>) -> Secured {
+    answering(config, |_| OK.to_vec())
+}
+
+/// An HTTP/2 server with TLS that records requests, and says them back with trailers.
+fn http2(config: Arc<ServerConfig>) -> (SocketAddr, Requests) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    listener.set_nonblocking(true).unwrap();
+    let seen = Arc::<Mutex<Vec<_>>>::default();
+    let record = seen.clone();
+    let serve = async move {
+        let listener = tokio::net::TcpListener::from_std(listener).unwrap();
+        loop {
+            let (stream, _) = listener.accept().await.unwrap();
+            let (config, record) = (config.clone(), record.clone());
+            tokio::spawn(async move {
+                let Ok(stream) = TlsAcceptor::from(config).accept(stream).await else { return };
+                let shake = shake(stream.get_ref().1);
+                let mut requests = h2::server::handshake(stream).await.unwrap();
+                while let Some(Ok((request, respond))) = requests.accept().await {
+                    let (parts, body) = request.into_parts();
+                    record.lock().unwrap().push((shake.clone(), parts));
+                    tokio::spawn(echo(body, respond));
+                }
+            });
+        }
+    };
+    std::thread::spawn(|| {
+        tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap().block_on(serve);
+    });
+    (address, seen)
+}
+
+async fn echo(mut body: h2::RecvStream, mut respond: SendResponse<Bytes>) {
+    let mut read = Vec::new();
+    while let Some(Ok(data)) = body.data().await {
+        body.flow_control().release_capacity(data.len()).unwrap();
+        read.extend_from_slice(&data);
+    }
+    let mut trailers = HeaderMap::new();
+    trailers.insert("grpc-status", "0".parse().unwrap());
+    trailers.extend(body.trailers().await.ok().flatten().unwrap_or_default());
+    let mut stream = respond.send_response(Response::new(()), false).unwrap();
+    stream.send_data(read.into(), false).unwrap();
+    stream.send_trailers(trailers).unwrap();
+}
+
+fn url(host: &str, address: SocketAddr) -> String {
+    format!("https://{host}:{}", address.port())
+}
+
+/// The client hears that there is no answer, and nothing of the reason; the log says what to do.
+fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
+    let reply = gateway.get("/");
+    reply.assert_problem(502, what);
+    for secret in ["certificate", "TLS", "127.0.0.1", "localhost", "http://"] {
+        assert!(!reply.text().contains(secret), "{what}: the client is told of {secret}: {}", reply.text());
+    }
+    eventually(what, || gateway.log().contains(said));
+}
+
+// ---- who is believed -----------------------------------------------------------------------------
+
+#[test]
+fn the_host_of_the_url_is_asked_for_and_connections_are_kept() {
+    let ca = Authority::new("ca");
+    for version in [&TLS12, &TLS13] {
+        let upstream =
+            answering(server(&ca.server(&["localhost"], NOW), None, &["h2", "http/1.1"], &[version]), |seen| {
+                assert_eq!(seen.headers("host"), ["gateway.test"], "the client's host goes on");
+                assert_eq!(seen.headers("x-forwarded-proto"), ["http"], "how the client came");
+                OK.to_vec()
+            });
+        let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
+        for _ in 0..20 {
+            let reply = gateway.get("/");
+            assert_eq!((reply.status, reply.text()), (200, "ok"));
+        }
+        let (name, protocol) = (Some("localhost".to_owned()), Some("http/1.1".to_owned()));
+        assert_eq!(upstream.shakes(), [Shake { name, protocol, resumed: false, client: None }]);
+    }
+}
+
+#[test]
+fn server_name_is_asked_for_instead() {
+    let ca = Authority::new("ca");
+    let upstream = ok(server(&ca.server(&["api.internal"], NOW), None, &[], BOTH));
+    let rest = "tls = { ca = \"ca.pem\", server_name = \"api.internal\" }\n";
+    let gateway = gateway(&url("127.0.0.1", upstream.address), rest, &ca);
+    assert_eq!(gateway.get("/").status, 200);
+    let [shake] = &upstream.shakes()[..] else { panic!("{:?}", upstream.shakes()) };
+    assert_eq!(shake.name.as_deref(), Some("api.internal"));
+    assert_eq!(shake.protocol, None, "HTTP/1.1 needs no agreement");
+}
+
+#[test]
+fn an_address_must_stand_in_the_certificate() {
+    let ca = Authority::new("ca");
+    let upstream = ok(server(&ca.server(&["other.test", "127.0.0.1"], NOW), None, &[], BOTH));
+    assert_eq!(gateway(&url("127.0.0.1", upstream.address), CA, &ca).get("/").status, 200);
+    assert_eq!(upstream.shakes()[0].name, None, "addresses are not sent as names");
+    let upstream = ok(server(&ca.server(&["localhost", "127.0.0.2"], NOW), None, &[], BOTH));
+    let gateway = gateway(&url("127.0.0.1", upstream.address), CA, &ca);
+    assert_refused(&gateway, "is not for `127.0.0.1`, but for localhost, 127.0.0.2;", "another address");
+}
+
+#[test]
+fn without_a_ca_those_of_the_system_are_believed() {
+    let (ca, folder) = (Authority::new("ca"), tempfile::tempdir().unwrap());
+    let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
+    let config = config(&url("localhost", upstream.address), "");
+    let system = folder.path().join("system.pem");
+    let start = |config: &str| {
+        let system = system.clone();
+        Gateway::start_by(config, move |path| {
+            let mut command = binary();
+            command.arg("--config").arg(path).env("SSL_CERT_FILE", &system).env_remove("SSL_CERT_DIR");
+            command
+        })
+    };
+    std::fs::write(&system, ca.pem()).unwrap();
+    assert_eq!(start(&config).get("/").status, 200);
+    std::fs::write(&system, Authority::new("other").pem()).unwrap();
+    let gateway = start(&config);
+    assert_refused(&gateway, "signed by none of the authorities", "another system");
+
+    std::fs::write(&system, "").unwrap();
+    let path = gateway.directory().join("gateway.toml");
+    let check = binary()
+        .arg("check")
+        .arg("--config")
+        .arg(path)
+        .env("SSL_CERT_FILE", &system)
+        .env_remove("SSL_CERT_DIR")
+        .output()
+        .unwrap();
+    let report = String::from_utf8(check.stderr).unwrap();
+    assert_eq!(check.status.code(), Some(2), "{report}");
+    assert!(report.contains("this system has no certificates of authorities"), "{report}");
+}
+
+#[test]
+fn a_certificate_that_is_wrong_is_a_502_with_its_reason_in_the_log() {
+    let (ca, other) = (Authority::new("ca"), Authority::new("other"));
+    let itself = ca.itself();
+    let client = ca.sign_for(&[], &["localhost"], NOW, ExtendedKeyUsagePurpose::ClientAuth);
+    for (what, shown, said) in [
+        ("name", ca.server(&["other.test"], NOW), "is not for `localhost`, but for other.test; tls.server_name"),
+        ("no name", ca.server(&[], NOW), "is not for `localhost`, but for no name at all"),
+        ("an authority's", itself, "shows the certificate of an authority (CA:TRUE"),
+        ("authority", other.server(&["localhost"], NOW), "signed by none of the authorities that are believed; tls.ca"),
+        ("its own", Pair::server("localhost", NOW), "signed by none of the authorities"),
+        ("expired", ca.server(&["localhost"], PAST), "has expired on Jan  1 00:00:00 2001"),
+        ("early", ca.server(&["localhost"], FUTURE), "is not valid before Jan  1 00:00:00 3999"),
+        ("purpose", client, "is not meant for servers"),
+    ] {
+        for protocol in ["http1", "http2"] {
+            let upstream = ok(server(&shown, None, &["h2", "http/1.1"], BOTH));
+            let rest = format!("{CA}protocol = \"{protocol}\"\n");
+            let gateway = gateway(&url("localhost", upstream.address), &rest, &ca);
+            assert_refused(&gateway, said, &format!("{what}, {protocol}"));
+            assert_eq!(upstream.shakes(), [], "{what}: nothing is sent");
+        }
+    }
+}
+
+// ---- who we are ----------------------------------------------------------------------------------
+
+#[test]
+fn a_certificate_of_our_own_is_shown_to_whoever_wants_it() {
+    let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
+    let own = clients.client(&[(DnType::CommonName, "gate")], NOW);
+    for version in [&TLS12, &TLS13] {
+        let config = server(&ca.server(&["localhost"], NOW), Some(&clients), &["h2", "http/1.1"], &[version]);
+        let upstream = ok(config.clone());
+        assert_eq!(showing(&url("localhost", upstream.address), "", &ca, &own).get("/").status, 200);
+        assert_eq!(upstream.shakes()[0].client.as_ref(), Some(&own.der));
+        let (address, seen) = http2(config);
+        let gateway = showing(&url("localhost", address), "protocol = \"http2\"\n", &ca, &own);
+        assert_eq!(gateway.get("/").status, 200);
+        assert_eq!(seen.lock().unwrap()[0].0.client.as_ref(), Some(&own.der));
+    }
+}
+
+#[test]
+fn a_server_that_does_not_like_us_is_named_in_the_log() {
+    let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
+    let stranger = ca.client(&[(DnType::CommonName, "gate")], NOW);
+    for protocol in ["http1", "http2"] {
+        for version in [&TLS12, &TLS13] {
+            let upstream = ok(server(
+                &ca.server(&["localhost"], NOW),
+                Some(&clients),
+                &[protocol.replace("http2", "h2").as_str(), "http/1.1"],
+                &[version],
+            ));
+            let rest = format!("protocol = \"{protocol}\"\n");
+            let url = url("localhost", upstream.address);
+            let none = gateway(&url, &format!("{CA}{rest}"), &ca);
+            assert_refused(&none, "wants a certificate of ours", &format!("no certificate, {protocol}, {version:?}"));
+            let wrong = showing(&url, &rest, &ca, &stranger);
+            assert_refused(
+                &wrong,
+                "the server refuses our certificate (",
+                &format!("a wrong one, {protocol}, {version:?}"),
+            );
+            assert_eq!(upstream.shakes(), []);
+        }
+    }
+}
+
+#[test]
+fn a_certificate_of_ours_that_has_expired_is_a_warning() {
+    let ca = Authority::new("ca");
+    let gateway = showing("https://localhost:1", "", &ca, &ca.client(&[], PAST));
+    let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will refuse it";
+    assert!(gateway.log().contains(said), "{}", gateway.log());
+}
+
+// ---- what is spoken ------------------------------------------------------------------------------
+
+#[test]
+fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
+    let ca = Authority::new("ca");
+    let (address, seen) = http2(server(&ca.server(&["localhost"], NOW), None, &["http/1.1", "h2"], BOTH));
+    let gateway = gateway(&url("localhost", address), &format!("{CA}protocol = \"http2\"\n"), &ca);
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let call = async {
+        let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
+        let (client, connection) = h2::client::handshake(stream).await.unwrap();
+        tokio::spawn(connection);
+        let mut client = client.ready().await.unwrap();
+        let call = Request::post("http://grpc.test/pkg.Service/Echo").header("content-type", "application/grpc");
+        let (response, mut body) = client.send_request(call.header("te", "trailers").body(()).unwrap(), false).unwrap();
+        body.send_data(Bytes::from_static(b"\0\0\0\0\x02hi"), false).unwrap();
+        body.send_trailers(HeaderMap::from_iter([("x-sum".parse().unwrap(), "5".parse().unwrap())])).unwrap();
+        let mut body = response.await.unwrap().into_body();
+        assert_eq!(body.data().await.unwrap().unwrap(), "\0\0\0\0\x02hi");
+        body.trailers().await.unwrap().unwrap()
+    };
+    let trailers = runtime.block_on(async { tokio::time::timeout(PATIENCE, call).await.expect("an answer") });
+    assert_eq!((&trailers["grpc-status"], &trailers["x-sum"]), (&"0".parse().unwrap(), &"5".parse().unwrap()));
+    assert_eq!(gateway.get("/x?y").status, 200);
+    let seen = seen.lock().unwrap();
+    assert_eq!(seen[0].1.uri, "https://grpc.test/pkg.Service/Echo", "the scheme is that of the connection");
+    assert_eq!(seen[1].1.uri, "https://gateway.test/x?y");
+    assert_eq!(seen[0].0.protocol.as_deref(), Some("h2"));
+}
+
+#[test]
+fn a_server_without_http2_is_refused_where_it_is_wanted() {
+    let ca = Authority::new("ca");
+    for (alpn, said) in [(&[][..], "does not choose HTTP/2 by ALPN"), (&["http/1.1"], "does not speak the `protocol`")]
+    {
+        let upstream = ok(server(&ca.server(&["localhost"], NOW), None, alpn, BOTH));
+        let rest = format!("{CA}protocol = \"http2\"\n");
+        assert_refused(&gateway(&url("localhost", upstream.address), &rest, &ca), said, said);
+    }
+    let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &["h2"], BOTH));
+    let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
+    assert_refused(&gateway, "does not speak the `protocol`", "HTTP/2 only");
+}
+
+#[test]
+fn websockets_pass() {
+    let ca = Authority::new("ca");
+    let upstream = Secured::serve(server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], BOTH), |stream| {
+        let mut socket = tungstenite::accept(stream).unwrap();
+        while let Ok(message) = socket.read() {
+            match message {
+                Message::Text(text) if text.as_str() == "bye" => socket.close(None).unwrap(),
+                Message::Binary(_) | Message::Text(_) => socket.send(message).unwrap(),
+                _ => {}
+            }
+        }
+    });
+    let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
+    let stream = TcpStream::connect(gateway.address).unwrap();
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let (mut socket, _) = tungstenite::client("ws://gateway.test/", stream).unwrap();
+    let large = Bytes::from(noise(1 << 20));
+    for message in [Message::text("hello"), Message::binary(large), Message::text("again")] {
+        socket.send(message.clone()).unwrap();
+        assert!(socket.read().unwrap() == message);
+    }
+    socket.send(Message::text("bye")).unwrap();
+    assert!(matches!(socket.read(), Ok(Message::Close(_))));
+}
+
+#[test]
+fn bodies_pass_as_they_are() {
+    let ca = Authority::new("ca");
+    let config = server(&ca.server(&["localhost"], NOW), None, &["h2", "http/1.1"], BOTH);
+    let upstream = answering(config.clone(), |seen| {
+        let head = format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", seen.body.len());
+        [head.as_bytes(), &seen.body].concat()
+    });
+    let (second, _) = http2(config);
+    let body = noise(16 << 20);
+    for (address, protocol) in [(upstream.address, "http1"), (second, "http2")] {
+        let gateway = gateway(&url("localhost", address), &format!("{CA}protocol = \"{protocol}\"\n"), &ca);
+        let reply = gateway.client().request("POST", "/", &[], &body);
+        assert_eq!(reply.status, 200, "{protocol}");
+        assert_eq!(checksum(&reply.body), checksum(&body), "{protocol}");
+    }
+}
+
+/// Bytes without a period that a lost or doubled piece could hide in.
+fn noise(length: usize) -> Vec<u8> {
+    let blocks = (0..length.div_ceil(32)).map(|index| digest(&SHA256, &index.to_le_bytes()));
+    let mut noise: Vec<u8> = blocks.flat_map(|block| block.as_ref().to_vec()).collect();
+    noise.truncate(length);
+    noise
+}
+
+fn checksum(bytes: &[u8]) -> Vec<u8> {
+    digest(&SHA256, bytes).as_ref().to_vec()
+}
+
+#[test]
+fn an_answer_that_is_cut_off_is_never_complete() {
+    let ca = Authority::new("ca");
+    let config = server(&ca.server(&["localhost"], NOW), None, &[], BOTH);
+    let upstream = Secured::serve(config, |mut stream| {
+        let head = read_head(&mut stream).unwrap();
+        stream.write_all(b"HTTP/1.1 200 OK\r\n\r\nhalf of it").unwrap();
+        if head.starts_with("GET /whole") {
+            // The end that only whoever has the keys can say (RFC 8446 §6.1).
+            stream.conn.send_close_notify();
+            stream.flush().unwrap();
+        }
+        stream.sock.shutdown(Shutdown::Write).unwrap();
+        let _ = stream.sock.read(&mut [0]);
+    });
+    let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
+    let ask = |path: &str| {
+        let mut client = gateway.client();
+        client.send(format!("GET {path} HTTP/1.1\r\nHost: gateway.test\r\n\r\n").as_bytes());
+        let head = client.head().unwrap();
+        assert_eq!((head.status, head.header("transfer-encoding")), (200, Some("chunked")));
+        let mut rest = String::new();
+        client.stream.get_mut().shutdown(Shutdown::Write).unwrap();
+        let _ = client.stream.read_to_string(&mut rest);
+        rest
+    };
+    assert_eq!(ask("/whole"), "A\r\nhalf of it\r\n0\r\n\r\n");
+    let cut = ask("/cut");
+    assert!(!cut.contains("0\r\n\r\n"), "{cut:?}");
+}
+
+// ---- sessions ------------------------------------------------------------------------------------
+
+#[test]
+fn sessions_are_resumed() {
+    let ca = Authority::new("ca");
+    for version in [&TLS12, &TLS13] {
+        let config = server(&ca.server(&["localhost"], NOW), None, &[], &[version]);
+        let upstream = Secured::serve(config, |mut stream: Stream| {
+            read_head(&mut stream).unwrap();
+            stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
+            stream.conn.send_close_notify();
+            stream.flush().unwrap();
+        });
+        let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
+        for _ in 0..5 {
+            assert_eq!(gateway.get("/").status, 200);
+        }
+        let resumed: Vec<_> = upstream.shakes().iter().map(|shake| shake.resumed).collect();
+        assert_eq!(resumed, [false, true, true, true, true], "{version:?}");
+    }
+}
+
+// ---- who does not speak TLS ----------------------------------------------------------------------
+
+#[test]
+fn plain_text_where_tls_is_wanted_is_told() {
+    let ca = Authority::new("ca");
+    // One that answers with an error, and one that hangs up.
+    let answers = serve(|mut stream| {
+        let _ = stream.read(&mut [0; 4096]);
+        let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
+        let _ = stream.read(&mut [0; 4096]);
+    });
+    let hangs_up = serve(|mut stream| {
+        let _ = stream.read(&mut [0; 4096]);
+    });
+    for (address, said) in [
+        (answers, "the server speaks no TLS; is it http://?"),
+        (hangs_up, "the server hangs up in the TLS handshake; is it http://?"),
+    ] {
+        assert_refused(&gateway(&url("localhost", address), CA, &ca), said, said);
+    }
+}
+
+#[test]
+fn tls_where_plain_text_is_wanted_is_told() {
+    let ca = Authority::new("ca");
+    let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
+    let gateway = Gateway::start(&config(&format!("http://{}", upstream.address), ""));
+    assert_refused(&gateway, "a server that speaks TLS is written https://", "TLS behind http://");
+}
+
+#[test]
+fn connect_timeout_covers_the_handshake() {
+    let ca = Authority::new("ca");
+    let silent = serve(|mut stream| {
+        let _ = stream.read_to_end(&mut Vec::new());
+    });
+    for protocol in ["http1", "http2"] {
+        let rest = format!("{CA}protocol = \"{protocol}\"\nconnect_timeout = \"300ms\"\n");
+        let gateway = gateway(&url("localhost", silent), &rest, &ca);
+        assert_refused(&gateway, "took too long", protocol);
+    }
+}
+
+// ---- files that change ---------------------------------------------------------------------------
+
+#[test]
+fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
+    let (old, new, clients) = (Authority::new("old"), Authority::new("new"), Authority::new("clients"));
+    let closing = |mut stream: Stream| {
+        read_head(&mut stream).unwrap();
+        let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
+    };
+    let upstream = Secured::serve(server(&new.server(&["localhost"], NOW), Some(&clients), &[], BOTH), closing);
+    let (first, second) = (clients.client(&[], NOW), clients.client(&[(DnType::CommonName, "second")], NOW));
+    let gateway = showing(&url("localhost", upstream.address), "", &old, &first);
+    assert_refused(&gateway, "signed by none of the authorities", "before");
+    let put = |name: &str, content: &str| put(gateway.directory(), name, content);
+    let reloads = || gateway.log().matches("reloaded").count();
+
+    put("ca.pem", &new.pem());
+    eventually("the new authority is believed", || gateway.get("/").status == 200);
+    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
+    assert!(gateway.log().contains("reloaded") && gateway.log().contains("ca.pem"), "{}", gateway.log());
+
+    put("own.pem", &second.cert);
+    eventually("half of a pair is refused", || gateway.log().contains("certificate and key do not fit"));
+    assert_eq!(gateway.get("/").status, 200);
+    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
+    let before = reloads();
+    put("own.key", &second.key);
+    eventually("the pair is taken", || reloads() > before);
+    assert_eq!(gateway.get("/").status, 200);
+    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&second.der));
+
+    let refusals = || gateway.log().matches("stays in force").count();
+    for (what, name, content) in [("nothing", "ca.pem", ""), ("a key", "ca.pem", &*first.key)] {
+        let before = refusals();
+        put(name, content);
+        eventually(what, || refusals() > before);
+        assert_eq!(gateway.get("/").status, 200, "{what}: what was before stays");
+    }
+    let expired = clients.client(&[], PAST);
+    put("ca.pem", &new.pem());
+    put("own.pem", &expired.cert);
+    put("own.key", &expired.key);
+    let said = "own.pem is not used, what was there before stays in force: the certificate has expired";
+    eventually("the expired one is refused", || gateway.log().contains(said));
+    assert_eq!(gateway.get("/").status, 200, "it is not shown");
+
+    // Sessions of before would skip the check.
+    put("own.pem", &second.cert);
+    put("own.key", &second.key);
+    put("ca.pem", &old.pem());
+    eventually("the old authority counts again", || gateway.get("/").status == 502);
+}
+
+/// Puts a file in its place as a whole.
+fn put(folder: &Path, name: &str, content: &str) {
+    std::fs::write(folder.join("new"), content).unwrap();
+    std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
+}
+
+#[test]
+fn reload_of_server_name_counts_for_the_next_request() {
+    let ca = Authority::new("ca");
+    let certificate = ca.server(&["one.internal", "other.internal"], NOW);
+    let by_http1 = ok(server(&certificate, None, &[], BOTH));
+    let (by_http2, seen) = http2(server(&certificate, None, &["h2"], BOTH));
+    for (protocol, address) in [("http1", by_http1.address), ("http2", by_http2)] {
+        let last = || match protocol {
+            "http1" => by_http1.shakes().pop().unwrap(),
+            _ => seen.lock().unwrap().last().unwrap().0.clone(),
+        };
+        let named = |name: &str| {
+            let tls = format!("tls = {{ ca = \"ca.pem\", server_name = \"{name}\" }}\n");
+            config(&url("127.0.0.1", address), &format!("protocol = \"{protocol}\"\n{tls}"))
+        };
+        let gateway = Gateway::start_with(&with_admin(&named("one.internal")), &[("ca.pem", &ca.pem())]);
+        for name in ["one.internal", "other.internal"] {
+            reloads(&gateway, &named(name));
+            for _ in 0..2 {
+                assert_eq!(gateway.get("/").status, 200, "{protocol}");
+            }
+            assert_eq!(last().name.as_deref(), Some(name), "{protocol}");
+        }
+    }
+}
