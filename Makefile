@@ -17,9 +17,10 @@ simulation:
 # The property tests of the limiter and its bounds with a million operations instead of 50,000, 100,000 schedules of the simulation, the edge in full size, and the fuzz
 # targets for ten minutes, side by side, and every combination of the overload: about an hour and a quarter with the soak (`SOAK_SECONDS`, 900).
 test-long: tools
-	OPERATIONS=1000000 cargo test --locked --test invariants --test leases --test lua54 --test bounds
+	OPERATIONS=1000000 cargo test --locked --test it -- invariants:: leases:: lua54:: bounds::
 	SCHEDULES=100000 $(MAKE) simulation
-	LONG=1 cargo test --locked --test long_edges --test long_streams --test overload -- --nocapture --test-threads 1
+	LONG=1 cargo test --locked --test long_edges --test long_streams -- --nocapture --test-threads 1
+	LONG=1 cargo test --locked --test it -- overload:: --nocapture --test-threads 1
 	cargo test --locked --test soak -- --nocapture
 	FUZZ_SECONDS=600 cargo test --locked --test fuzz_smoke -- --nocapture
 

@@ -17,9 +17,7 @@ use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
 use crate::config::error::Spanned;
-use crate::config::tables::{
-    Limit, LimitVariant, Route, Upstream,
-};
+use crate::config::tables::{Limit, LimitVariant, Route, Upstream};
 
 /// A string with its place.
 pub type Text = Spanned<String>;

@@ -188,7 +188,7 @@ fn every_situation_of_the_manual_names_tests_that_exist() {
         for test in tests.split(", ") {
             let name = test.trim_matches('`').split_once("::");
             let (file, function) = name.unwrap_or_else(|| panic!("`{test}` is not FILE::TEST: {row}"));
-            let paths = [format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
+            let paths = [format!("tests/it/{file}.rs"), format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
             let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
             let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
             let first_line = format!("fn {function}() {{");

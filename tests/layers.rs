@@ -46,7 +46,7 @@ fn sources(directory: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// `src/limit/redis/script.rs` is `["limiter", "redis", "script"]`.
+/// `src/limiter/redis/script.rs` is `["limiter", "redis", "script"]`.
 fn module(path: &Path) -> Vec<String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let inner = path.strip_prefix(root).unwrap().with_extension("");

@@ -29,7 +29,7 @@ pub struct Route {
     /// `respond` and `redirect`.
     pub upstream: Option<Spanned<UpstreamWeights>>,
     /// The gateway answers itself: `{ status = 200, body = "…", content_type = "text/plain" }`.
-    pub direct_response: Option<Spanned<DirectResponse>>,
+    pub respond: Option<Spanned<DirectResponse>>,
     /// The client is sent elsewhere: `{ to = "/v1/{rest}", status = 308 }`.
     pub redirect: Option<Spanned<Redirect>>,
     /// Names of limits, up to 16, decided together.

@@ -32,7 +32,7 @@ pub(super) fn route_action(
 ) -> Option<RouteAction> {
     let written = [
         route.upstream.as_ref().map(|upstream| upstream.span()),
-        route.direct_response.as_ref().map(|direct_response| direct_response.span()),
+        route.respond.as_ref().map(|direct_response| direct_response.span()),
         route.redirect.as_ref().map(|redirect| redirect.span()),
     ];
     if let Some(second) = written.into_iter().flatten().nth(1) {
@@ -43,7 +43,7 @@ pub(super) fn route_action(
     if let Some(shares) = &route.upstream {
         return weighted_upstreams(shares.get_ref(), &shares.span(), upstreams, reader).map(RouteAction::Forward);
     }
-    if let Some(respond) = &route.direct_response {
+    if let Some(respond) = &route.respond {
         return Some(RouteAction::DirectResponse(self::direct_response(respond.get_ref(), &respond.span(), reader)));
     }
     if let Some(redirect) = &route.redirect {
@@ -250,7 +250,7 @@ pub(super) fn websocket(
     let Some(value) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
     let targets = route.upstream.as_ref().map(|shares| upstream_indices(shares.get_ref(), upstreams));
     let fault = match targets {
-        None if route.direct_response.is_some() || route.redirect.is_some() => {
+        None if route.respond.is_some() || route.redirect.is_some() => {
             Some("the gateway itself speaks no other protocol")
         }
         Some(targets) if targets.iter().any(|index| upstreams[*index].protocol == Protocol::Http2) => {

@@ -19,7 +19,7 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
 
-/// A server as in `src/server.rs`, without ours behind it: it says what it was asked, and reads bodies where the path says so.
+/// A server as in `src/listener.rs`, without ours behind it: it says what it was asked, and reads bodies where the path says so.
 fn bare(configure: impl FnOnce(&mut Builder<TokioExecutor>)) -> SocketAddr {
     let mut builder = Builder::new(TokioExecutor::new());
     configure(&mut builder);

@@ -10,17 +10,17 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
     ("docs/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
     ("docs/load.md", "oha ", None, "oha comes from crates.io only; its options are those of its own README"),
-    ("docs/operating.md", "kill -USR2", None, "tests/handover.rs does it under load"),
+    ("docs/operating.md", "kill -USR2", None, "tests/it/handover.rs does it under load"),
     ("docs/operating.md", "sluicegate top", None, DENIED),
     ("docs/operating.md", "sluicegate inspect", None, DENIED),
     ("docs/operating.md", "sluicegate reset", None, DENIED),
     ("docs/operating.md", "sluicegate override", None, DENIED),
-    ("docs/redis.md", "STORE_USER=doctor", None, "tests/doctor.rs makes that user and is him"),
-    ("docs/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/doctor.rs"),
+    ("docs/redis.md", "STORE_USER=doctor", None, "tests/it/doctor.rs makes that user and is him"),
+    ("docs/redis.md", "sluicegate doctor", None, "shows a Redis with every fault: tests/it/doctor.rs"),
     ("docs/replay.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
 ];
 
-const DENIED: &str = "asks a gateway that has denied somebody: tests/operating_cli.rs";
+const DENIED: &str = "asks a gateway that has denied somebody: tests/it/operating_cli.rs";
 
 /// What blocks are that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[
@@ -28,7 +28,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("http", "answers"),
     ("json", "is parsed below"),
     ("nginx", "is given to nginx below"),
-    ("redis", "for redis-cli: tests/reaching.rs and tests/doctor.rs take them from the page"),
+    ("redis", "for redis-cli: tests/it/reaching.rs and tests/it/doctor.rs take them from the page"),
     ("yaml", "of other programs"),
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
