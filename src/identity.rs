@@ -190,10 +190,7 @@ impl Exemptions {
         match tag {
             IP_TAG | ANONYMOUS_TAG => self.networks.iter().any(|net| net.contains(&client)),
             _ if tag != descriptor.tag() => false,
-            _ => self
-                .values
-                .iter()
-                .any(|(descriptor, exemptions)| descriptor == descriptor && exemptions.as_bytes() == value),
+            _ => self.values.iter().any(|(of, exempt)| of == descriptor && exempt.as_bytes() == value),
         }
     }
 }
