@@ -93,7 +93,7 @@ pub enum IdentityError {
     UnknownApiKey,
     #[error("the {0} stands more than once")]
     Ambiguous(Descriptor),
-    #[error("the {0} has a space behind its name")]
+    #[error("the {0} has bytes that servers read in different ways")]
     Malformed(Descriptor),
     #[error("the {0} is needed")]
     Missing(Descriptor),

@@ -83,9 +83,24 @@ fn form_decoded(text: &str) -> Cow<'_, [u8]> {
 
 /// What servers read as the value of a cookie: without spaces and quotes around it, and decoded.
 pub fn cookie_value(value: &[u8]) -> Cow<'_, [u8]> {
+    percent_decode(unquoted(value)).into()
+}
+
+fn unquoted(value: &[u8]) -> &[u8] {
     let value = value.trim_ascii();
-    let value = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value);
-    percent_decode(value).into()
+    value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
+}
+
+/// Whether servers agree on the value of a cookie. Python decodes `\164` in quotes, JavaScript trims no-break spaces, Go takes
+/// control characters, quotes, backslashes and other bytes than ASCII for no cookie at all (RFC 6265 §4.1.1).
+fn is_unambiguous_cookie_value(value: &[u8]) -> bool {
+    unquoted(value).iter().all(|byte| matches!(byte, b' '..=b'~') && !matches!(byte, b'"' | b'\\'))
+}
+
+/// The bytes behind all that some servers cut off the name of a cookie: spaces, control characters, other bytes than ASCII.
+fn trim_start_of_cookie(bytes: &[u8]) -> &[u8] {
+    let start = bytes.iter().position(u8::is_ascii_graphic).unwrap_or(bytes.len());
+    bytes.get(start..).unwrap_or_default()
 }
 
 impl Descriptor {
@@ -140,25 +155,31 @@ impl Descriptor {
             Descriptor::User(name) => only(b'u', lines(name)),
             Descriptor::Header(name) => {
                 let mut lines = lines(name);
-                Ok(match lines.len() {
-                    0 => missing(),
-                    1 => IdentityPart::Value(b'h', lines.swap_remove(0)),
-                    // Several lines are one list (RFC 9110 §5.3).
-                    _ => IdentityPart::Value(b'h', Cow::Owned(lines.join(&b", "[..]))),
-                })
+                match lines.len() {
+                    0 => Ok(missing()),
+                    1 => Ok(IdentityPart::Value(b'h', lines.swap_remove(0))),
+                    // Servers take the first line, the last one, or both with a comma between.
+                    _ => Err(IdentityError::Ambiguous(self.clone())),
+                }
             }
             Descriptor::Cookie(name) => {
                 let mut values = Vec::new();
                 for pair in
                     request.headers.get_all(COOKIE).iter().flat_map(|line| line.as_bytes().split(|byte| *byte == b';'))
                 {
-                    let Some(rest) = pair.trim_ascii().strip_prefix(name.as_bytes()) else { continue };
-                    match rest.trim_ascii_start() {
+                    let pair = pair.trim_ascii();
+                    let Some(rest) = trim_start_of_cookie(pair).strip_prefix(name.as_bytes()) else { continue };
+                    match trim_start_of_cookie(rest) {
                         // Without a value some servers take it for an empty one.
                         [] => values.push(Cow::Borrowed(&b""[..])),
-                        // Some servers cut spaces off names, others do not.
-                        [b'=', ..] if !rest.starts_with(b"=") => return Err(IdentityError::Malformed(self.clone())),
-                        [b'=', value @ ..] => values.push(cookie_value(value)),
+                        [b'=', value @ ..] => {
+                            // Some servers cut spaces off names, others do not.
+                            let exact = rest.starts_with(b"=") && pair.starts_with(name.as_bytes());
+                            if !exact || !is_unambiguous_cookie_value(value) {
+                                return Err(IdentityError::Malformed(self.clone()));
+                            }
+                            values.push(cookie_value(value));
+                        }
                         // Another name that begins like this one.
                         _ => {}
                     }

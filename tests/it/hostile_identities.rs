@@ -214,6 +214,20 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
     (&["sid=x", "a=1; sid =victim"], Err(400)),
     (&["sid="], Err(400)),
     (&["sid"], Err(400)),
+    // Python decodes `\164` in quotes; Go takes none of these for a value.
+    (&["sid=\"vic\\164im\""], Err(400)),
+    (&["sid=\"vic\\\"tim\""], Err(400)),
+    (&["sid=victim\\"], Err(400)),
+    (&["sid=\"victim"], Err(400)),
+    (&["sid=victim\""], Err(400)),
+    (&["sid=vic\ttim"], Err(400)),
+    (&["sid=vict\u{ef}m"], Err(400)),
+    // JavaScript trims no-break spaces off names and values.
+    (&["sid=victim\u{a0}"], Err(400)),
+    (&["sid=\u{a0}victim"], Err(400)),
+    (&["sid\u{a0}=victim"], Err(400)),
+    (&["\u{a0}sid=victim"], Err(400)),
+    (&["a=1; \u{a0} sid=victim"], Err(400)),
     (&["xsid=victim"], Err(400)),
 ];
 
@@ -239,6 +253,29 @@ fn session_has_one_bucket_in_all_its_spellings() {
         // Routes without such a limit take them as they are.
         assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
     }
+}
+
+#[test]
+fn header_of_a_limit_has_one_line() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "{}{}{}[upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"others\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
+        limit("per-tenant", 100, "by = \"header:x-tenant\""),
+        limit("skipped", 100, "by = \"header:x-tenant\"\non_missing = \"skip\""),
+        route("tenant", "/tenant", "\"per-tenant\"") + &route("skipped", "/skipped", "\"skipped\""),
+        upstream.url(),
+    ));
+    let mut client = gateway.client();
+    // Servers take the first line, the last one, or both with a comma between.
+    for lines in [["victim", "x"], ["x", "victim"], ["victim", "victim"], ["", "victim"], ["victim", ""]] {
+        let headers = lines.map(|value| ("X-Tenant", value));
+        for path in ["/tenant", "/skipped"] {
+            client.get_with(path, &headers).assert_problem(400, &format!("{path} {lines:?}"));
+        }
+        // Routes without such a limit take them as they are.
+        assert_eq!(client.get_with("/others", &headers).status, 200, "{lines:?}");
+    }
+    assert_eq!(client.get_with("/tenant", &[("X-Tenant", "victim")]).remaining("per-tenant"), 99);
 }
 
 #[test]
