@@ -277,11 +277,13 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
     }
 }
 
-/// HTTP/2 may split cookies into several lines; HTTP/1.1 must not (RFC 9113 §8.2.3).
+/// HTTP/2 may split cookies into several lines; HTTP/1.1 must not (RFC 9113 §8.2.3). Servers join them by semicolons, by commas
+/// or not at all, so clients of HTTP/1.1 have theirs joined as well.
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.get_all(&name).iter().nth(1).is_some() {
-        let joined = headers.get_all(&name).iter().map(HeaderValue::as_bytes).collect::<Vec<_>>().join(&b"; "[..]);
+        let joined = headers.get_all(&name).iter().map(HeaderValue::as_bytes).filter(|line| !line.is_empty());
+        let joined = joined.collect::<Vec<_>>().join(&b"; "[..]);
         if let Ok(value) = HeaderValue::from_bytes(&joined) {
             headers.insert(name, value);
         }

@@ -184,9 +184,7 @@ pub fn prepare_upstream_headers<B>(
     // Our own side answers 100-continue, when the body is first asked for.
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
-    if version == Version::HTTP_2 {
-        headers::join_cookies(headers);
-    }
+    headers::join_cookies(headers);
     if let Some(host) = authority {
         headers.insert(HOST, host);
     }

@@ -256,6 +256,30 @@ fn session_has_one_bucket_in_all_its_spellings() {
 }
 
 #[test]
+fn cookie_lines_reach_upstreams_as_one() {
+    let upstream = Upstream::start();
+    let gateway = Gateway::start(&format!(
+        "{}[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = [\"per-session\"]\nupstream = \"api\"\n\
+         [upstream.api]\nservers = [\"{}\"]\n",
+        limit("per-session", 100, "by = \"cookie:sid\""),
+        upstream.url(),
+    ));
+    let mut client = gateway.client();
+    // gunicorn joins lines by commas: Django would see no cookie of that name, or the value `victim,`.
+    for (lines, expected) in [
+        (&["a=1", "sid=victim"][..], "a=1; sid=victim"),
+        (&["sid=victim", "a=1", "b=2"], "sid=victim; a=1; b=2"),
+        (&["", "sid=victim"], "sid=victim"),
+        (&["sid=victim", ""], "sid=victim"),
+    ] {
+        let headers: Vec<_> = lines.iter().map(|line| ("Cookie", *line)).collect();
+        assert_eq!(client.get_with("/", &headers).status, 200, "{lines:?}");
+        let seen = upstream.seen.lock().unwrap().pop().unwrap();
+        assert_eq!(seen.headers("cookie"), [expected], "{lines:?}");
+    }
+}
+
+#[test]
 fn header_of_a_limit_has_one_line() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
