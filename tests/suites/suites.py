@@ -1,0 +1,99 @@
+#!/usr/bin/env python3
+"""A corpus of mutated HTTP/1.1 requests through gateways to real applications: `make test-suites`.
+
+    suites.py BINARY FOLDER [PATTERN]
+
+FOLDER has the tools that the Makefile has put there; PATTERN is of `fnmatch` and chooses cases by `group: name`. Exits with 1 if a
+case fails. What each gateway and application said stays in FOLDER/run.
+"""
+
+import shutil
+import sys
+import threading
+import time
+from collections import Counter
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+import exchange
+import judging
+import servers
+from cases import MARK, corpus, request
+
+# Failures that are printed.
+PRINTED = 200
+
+
+def lane(port, cases, log, results, windows):
+    """All cases through one gateway to one application, one after the other."""
+    for number, case in enumerate(cases):
+        # As long as what it replaces: bodies have lengths.
+        mark = b"%0*d" % (len(MARK), number)
+        start = log.stat().st_size if log.exists() else 0
+        last = request(target=b"/last", lines=()).replace(MARK, mark + b"-last")
+        results[number] = judging.Result(exchange.run(port, case.data.replace(MARK, mark), case.method, case.requests, case.alone, last, mark + b"-last"))
+        windows[number] = (start, log.stat().st_size if log.exists() else 0)
+
+
+def run(binary, tools, cases):
+    folder = tools / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    upstreams = servers.applications(folder, tools, tools / "bin")
+    ports, ours = servers.gateways(binary, folder, tools / "bin", upstreams)
+    results, windows, threads = {}, {}, []
+    for gateway in servers.GATEWAYS:
+        for application in servers.APPLICATIONS:
+            pair = gateway, application
+            results[pair], windows[pair] = {}, {}
+            log = folder / f"{upstreams[application][gateway]}.log"
+            threads.append(threading.Thread(target=lane, args=(ports[gateway][application], cases, log, results[pair], windows[pair])))
+    began = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    print(f"{len(cases)} cases in {time.monotonic() - began:.0f} s", flush=True)
+    judge = judging.Judge(cases)
+    for pair, each in results.items():
+        if len(each) < len(cases):
+            raise SystemExit(f"{pair}: only {len(each)} of {len(cases)} cases were run")
+        for record in judging.attribute(folder / f"{upstreams[pair[1]][pair[0]]}.log", each, windows[pair]):
+            if pair[0] == "sluicegate":
+                judge.failures.append((None, pair[1], f"a request of no case: {record}"))
+    gateway = servers.sluicegate(binary, servers.configuration(folder, "reference", None))
+    reference = judging.Reference(gateway, folder / "access.reference.log")
+    lines = {application: judging.access(folder / f"access.{application}.log") for application in servers.APPLICATIONS}
+    judge.requests(results)
+    judge.decisions(results, lines, reference, upstreams)
+    judge.strictness(results)
+    for application, gateway in ours.items():
+        if gateway.process.poll() is not None:
+            judge.failures.append((None, application, f"the gateway has ended: {gateway.process.returncode}"))
+    return judge, results
+
+
+def main():
+    binary, folder, *pattern = sys.argv[1:]
+    cases = [case for case in corpus() if fnmatchcase(case.id, (pattern or ["*"])[0])]
+    try:
+        judge, results = run(binary, Path(folder).resolve(), cases)
+    finally:
+        servers.stop()
+    for case, application, what in judge.failures[:PRINTED]:
+        print(f"FAILED {case.id if case else '-'} [{application}]: {what}")
+        if case:
+            print(f"       {case.data[:600].decode('latin-1').encode('unicode_escape').decode()}{' …' if len(case.data) > 600 else ''}")
+    # With fewer cases there is less to accept.
+    unused = [] if pattern else list(judge.unused())
+    for line in unused:
+        print(f"FAILED {line}")
+    print(judging.summary(cases, results))
+    groups = Counter(case.group if case else "-" for case, _, _ in judge.failures)
+    if judge.failures or unused:
+        sys.exit(f"{len(judge.failures) + len(unused)} failures: {dict(groups)}")
+    print("no failures")
+
+
+if __name__ == "__main__":
+    main()
