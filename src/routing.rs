@@ -203,8 +203,9 @@ impl<T> RouteEntry<T> {
 
     /// The first field that a request should have and has not.
     fn missing_header(&self, headers: &HeaderMap) -> Option<&HeaderName> {
-        let absent = |(name, value): &&(HeaderName, HeaderValue)| headers.get_all(name).iter().all(|v| v != value);
-        self.headers.iter().find(absent).map(|(name, _)| name)
+        // Of several lines servers take the first, the last or all: none of them selects a route.
+        let is_missing = |(name, value): &&(HeaderName, HeaderValue)| !headers.get_all(name).iter().eq([value]);
+        self.headers.iter().find(is_missing).map(|(name, _)| name)
     }
 
     /// Whether one request could match both, with nothing to choose by.

@@ -509,3 +509,33 @@ fn allow_names_the_methods_of_all_hosts_that_the_request_matches() {
         }
     }
 }
+
+/// Servers take the first line, the last one, or both with a comma between.
+#[test]
+fn several_lines_of_a_header_select_no_route() {
+    let gateway = Gateway::start(
+        r#"
+        [[route]]
+        name = "gold"
+        path = "/plan"
+        headers = { "x-plan" = "gold" }
+        respond = { status = 200, body = "gold" }
+        [[route]]
+        name = "others"
+        path = "/plan"
+        respond = { status = 200, body = "others" }
+        "#,
+    );
+    let mut client = gateway.client();
+    for (lines, expected) in [
+        (&["gold"][..], "gold"),
+        (&["free"], "others"),
+        (&["gold", "free"], "others"),
+        (&["free", "gold"], "others"),
+        (&["gold", "gold"], "others"),
+        (&[], "others"),
+    ] {
+        let headers: Vec<_> = lines.iter().map(|value| ("x-plan", *value)).collect();
+        assert_eq!(client.get_with("/plan", &headers).text(), expected, "{lines:?}");
+    }
+}
