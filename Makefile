@@ -26,7 +26,8 @@ test-long: tools
 
 # Clients and parsers that others wrote, against the real binary. They come from Debian, and from PyPI and npm, pinned, into target/.
 test-clients:
-	@$(call ensure,python3 node npm curl h2load slowhttptest sslscan,python3-venv nodejs npm curl nghttp2-client slowhttptest sslscan)
+	@$(call ensure,npm,nodejs npm)
+	@$(call ensure,python3 node curl h2load slowhttptest sslscan,python3-venv nodejs curl nghttp2-client slowhttptest sslscan)
 	cargo build --locked
 	mkdir -p target/clients
 	python3 -m venv target/clients

@@ -66,9 +66,9 @@ def failure(call, *arguments, **options):
 
 def calls(channel):
     unary, missing = channel.unary_unary("/test.Echo/Unary"), channel.unary_unary("/test.Echo/Nothing")
-    answer, call = unary.with_call(b"hello", metadata=[("x-more", "more ")], timeout=10)
+    answer, call = unary.with_call(b"hello", metadata=[("x-more", "more-")], timeout=10)
     trailers = dict(call.trailing_metadata())
-    expect(answer == b"more hello", answer)
+    expect(answer == b"more-hello", answer)
     expect((trailers["x-trailer"], trailers["x-bytes-bin"]) == ("last", b"\x00\xff"), trailers)
     large = bytes(3 << 20)
     expect(unary(large, timeout=10) == large, "3 MiB both ways")
