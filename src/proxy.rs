@@ -1,4 +1,4 @@
-//! The path of a request, top to bottom.
+//! Request handling: routing, rate limits, forwarding and the response.
 
 pub mod client;
 mod early_response;
@@ -38,21 +38,23 @@ use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// One worker's gateway.
+/// The gateway of one worker: its configuration snapshot, limiter and telemetry.
 #[derive(Debug)]
 pub struct Gateway {
-    /// Each request has one of them from its beginning to its end.
+    /// Current configuration snapshot. Each request holds one snapshot from its beginning to its end.
     snapshot: ArcSwap<ConfigSnapshot>,
     limiter: Limiter,
-    /// Of this worker alone: each request counts whoever refers to them.
+    /// Telemetry sinks of this worker only: each request updates the reference count, which workers must not contend
+    /// for.
     sinks: Arc<TelemetrySinks>,
     request_metrics: Arc<RequestMetrics>,
-    /// Which one it is.
+    /// Index of the worker.
     worker: usize,
 }
 
 impl Gateway {
-    /// A gateway with connections of its own to these upstreams, which are those of the runtime. It counts as this `worker`.
+    /// Create a gateway with its own connections to the upstream `clusters`, which are those of `runtime`. Its metrics
+    /// are recorded under the index `worker`.
     pub fn new(
         runtime: Arc<CompiledConfig>,
         limiter: Limiter,
@@ -64,25 +66,25 @@ impl Gateway {
         Gateway { snapshot, limiter, sinks: Arc::new(sinks), request_metrics, worker }
     }
 
-    /// Serves another configuration from the next request on. What is the same in both goes on: counts, and connections
-    /// to upstreams.
+    /// Apply another configuration from the next request on. Metrics and upstream connections that are the same in both
+    /// configurations are carried over.
     pub fn apply_config(&self, runtime: Arc<CompiledConfig>, clusters: &[Arc<UpstreamCluster>]) {
         let snapshot =
             ConfigSnapshot::carry_over(&self.snapshot.load(), runtime, clusters, &self.request_metrics, self.worker);
         self.snapshot.store(Arc::new(snapshot));
     }
 
-    /// The configuration that it serves.
+    /// Return the current configuration.
     pub fn runtime(&self) -> Arc<CompiledConfig> {
         self.snapshot.load().runtime.clone()
     }
 
-    /// Waits until what requests leave behind (leases to release, late charges) is done.
+    /// Wait until the work that requests leave behind is done: permits to release and late charges.
     pub async fn flush_pending(&self) {
         self.limiter.flush_pending().await;
     }
 
-    /// Answers a request. Dropping the future ends whatever it waits for.
+    /// Handle a request and return its response. Dropping the future cancels everything it waits for.
     pub async fn handle(&self, request: Box<Request<RequestBody>>, peer: &Peer) -> Response<Body> {
         let started_at = monotonic();
         let snapshot = self.snapshot.load_full();
@@ -170,11 +172,11 @@ impl Gateway {
                 let id = state.ensure_request_id(&request, peer);
                 let context = ForwardContext { peer, request_id: id, target, deadline, trace, attempts: &mut attempts };
                 let result = if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
-                    // Limits that let it wait took all of its time.
+                    // The wait queues of the limits used up the route timeout.
                     early_response::discard_body(request);
                     Err(UpstreamError::RouteTimeout { upstream: upstream.name().into() })
                 } else {
-                    // On the heap: inside this future it would be moved with it, for every request.
+                    // Boxed: inline, it would be part of this future and be moved with it for every request.
                     Box::pin(forward::forward(runtime, route, upstream, request, context)).await
                 };
                 metrics.record_upstream(index, &result, started_at.elapsed(), &attempts);
@@ -191,7 +193,7 @@ impl Gateway {
             rate_limit::apply_settlement(&mut decision, settlement.await);
         }
         let mut response = result.map_err(Rejection::Upstream)?;
-        // What a cost is taken from may be removed, what limits say is added to the rest.
+        // The route may remove headers that the settlement has read. The rate limit headers are appended afterwards.
         route.response_headers.apply(response.headers_mut());
         rate_limit::append_ratelimit_headers(response.headers_mut(), route, &decision);
         if let Some(permits) = decision.permits {
@@ -200,7 +202,8 @@ impl Gateway {
         Ok(response)
     }
 
-    /// Whether a request may go on. Nothing of its body is asked for yet, so nobody who waits for 100 sends one in vain.
+    /// Check the target, route, declared body length and limits of a request. The body is not polled yet, so a client
+    /// that waits for `100 Continue` does not send the body of a rejected request.
     async fn admit<'g>(
         &self,
         snapshot: &'g ConfigSnapshot,
@@ -223,7 +226,7 @@ impl Gateway {
         let decision = if route.rate_limits.limits.is_empty() && state.record.is_none() {
             Decision::unlimited()
         } else {
-            // On the heap: requests without limits need no room for it.
+            // Boxed: requests without limits need no space for this future.
             let record = state.record.as_deref_mut();
             Box::pin(rate_limit::check_limits(runtime, &self.limiter, metrics, route, &limit_context, peer, record))
                 .await?
@@ -241,17 +244,17 @@ impl Gateway {
     }
 }
 
-/// What is found out of a request on its way, and needed whatever becomes of it.
+/// State collected while a request is handled, needed whatever its result.
 struct RequestState {
     record: Option<Box<RequestRecord>>,
-    /// The place of its route.
+    /// Index of the route.
     route_index: Option<usize>,
-    /// What it is called in logs and problems.
+    /// Request id in logs and problem responses.
     request_id: Option<RequestId>,
 }
 
 impl RequestState {
-    /// Gives a request its name.
+    /// Return the request id. The first call determines it and writes it to the access log record.
     fn ensure_request_id(&mut self, request: &Request<RequestBody>, peer: &Peer) -> &RequestId {
         let RequestState { record, request_id, .. } = self;
         request_id.get_or_insert_with(|| {
@@ -266,21 +269,21 @@ impl RequestState {
     }
 }
 
-/// A request that its limits let pass.
+/// A request admitted by its limits.
 struct AdmittedRequest<'a> {
     route: &'a Route,
     decision: Decision<'a>,
-    /// The path that is forwarded, where it came in another form.
+    /// Path to forward, if it differs from the received path.
     forwarded_path: Option<String>,
-    /// What its route makes of path and query.
+    /// Path and query after the route's rewrite, if it has one.
     rewritten_target: Option<PathAndQuery>,
-    /// When its route's timeout is over.
+    /// When the route timeout expires.
     deadline: Option<Instant>,
 }
 
-// What one worker serves requests with: a configuration and what belongs to it by index, swapped as a whole.
+// === Configuration snapshot ===
 
-/// A configuration, with the worker's own connections and counts.
+/// A configuration with the worker's own upstream connections and metrics by index, swapped as a whole.
 #[derive(Debug)]
 struct ConfigSnapshot {
     runtime: Arc<CompiledConfig>,
@@ -289,7 +292,7 @@ struct ConfigSnapshot {
 }
 
 impl ConfigSnapshot {
-    /// The first one.
+    /// Create the first snapshot.
     pub(crate) fn new(
         runtime: Arc<CompiledConfig>,
         clusters: &[Arc<UpstreamCluster>],
@@ -301,7 +304,7 @@ impl ConfigSnapshot {
         ConfigSnapshot { runtime, upstreams, metrics }
     }
 
-    /// The one that takes the place of another, with its connections to upstreams that are still there.
+    /// Create the snapshot that replaces `previous`, with its connections to upstreams that still exist.
     pub(crate) fn carry_over(
         previous: &ConfigSnapshot,
         runtime: Arc<CompiledConfig>,

@@ -1,4 +1,4 @@
-//! Response bodies: what we answer with, and what we watch while it passes through.
+//! Response bodies: local replies, upstream bodies and tunnels, with their deadlines and completion callbacks.
 
 use std::any::Any;
 use std::fmt;
@@ -19,13 +19,13 @@ use crate::http::idle::InFlightRequest;
 use crate::http::upgrade::Tunnel;
 use crate::http::write_watchdog::StreamFlow;
 
-/// Told when a response body is over.
+/// Callback for the end of a response body.
 pub trait OnComplete: Send {
-    /// The body reached its end (`complete`) or was dropped before; `sent` bytes of data went out.
+    /// Called once the body reached its end (`complete`) or was dropped before. `bytes_sent` bytes of data were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
 }
 
-/// What a body has when it is asked for more.
+/// Result of polling a body for its next frame.
 pub(super) type PollFrame = Poll<Option<Result<Frame<Bytes>, BodyError>>>;
 
 /// A response body.
@@ -33,32 +33,33 @@ pub struct Body {
     kind: BodyKind,
     bytes_sent: u64,
     complete: bool,
-    /// When it is broken off.
+    /// When the body is aborted with an error.
     deadline: Option<Deadline>,
-    /// Told at the end of the data, while the connection behind it is still good.
+    /// Called at the end of the data, while the upstream connection can still be reused.
     on_data_end: Option<Box<dyn OnComplete>>,
-    /// Told once the body is gone.
+    /// Called when the body is dropped.
     on_drop: Option<Box<dyn OnComplete>>,
-    /// Holds the request's place on its connection.
+    /// Keeps the request in flight on its connection.
     in_flight: Option<InFlightRequest>,
-    /// Told what the client has to take.
+    /// Records the data that is pending for the client.
     flow: Option<Arc<StreamFlow>>,
-    /// What is read ahead of it.
+    /// Limits how much the upstream connection reads ahead of the body.
     bound: Option<ReadBound>,
-    /// Freed when the body is gone.
+    /// Dropped with the body.
     drop_guard: Option<Box<dyn Any + Send>>,
 }
 
 enum BodyKind {
     Full(Option<Bytes>),
-    /// With the silence of an upstream that has said how much is to come: others may take their time, as events do.
+    /// An upstream body. The idle timer is set only if its length is known: other bodies, such as server-sent events,
+    /// may pause.
     Upstream(Incoming, Option<IdleTimer>),
-    /// No body in the sense of HTTP: bytes in both directions.
+    /// No HTTP body: bytes in both directions after a protocol upgrade.
     Tunnel(Option<Box<Tunnel>>),
 }
 
 impl Body {
-    /// A body of our own.
+    /// Create the body of a local reply.
     pub fn full(bytes: impl Into<Bytes>) -> Self {
         let bytes = bytes.into();
         let complete = bytes.is_empty();
@@ -80,7 +81,7 @@ impl Body {
         }
     }
 
-    /// An upstream's body; `lease` hears of its end.
+    /// Create a body from an upstream response. `on_data_end` is called at its end.
     pub fn from_upstream(body: Incoming, limits: BodyLimits, on_data_end: Box<dyn OnComplete>) -> Self {
         let mut body = Body::new(BodyKind::from_upstream(body, limits), false).on_data_end(on_data_end);
         body.check_end();
@@ -88,25 +89,26 @@ impl Body {
         body
     }
 
-    /// It is read from a connection whose reads are bounded by what of it may be buffered.
+    /// Set the read limit of the upstream connection: its reads depend on how much may be buffered.
     pub fn with_read_limit(mut self, bound: ReadBound) -> Self {
         self.bound = Some(bound);
         self
     }
 
-    /// `lease` hears of its end.
+    /// Set the callback for the end of the data.
     pub fn on_data_end(mut self, on_data_end: Box<dyn OnComplete>) -> Self {
         self.on_data_end = Some(on_data_end);
         self
     }
 
-    /// What follows a switch of protocols, instead of this body; whoever hears of its end hears of that of the tunnel.
+    /// Replace this body by the tunnel that follows a protocol upgrade. The callbacks then report the end of the
+    /// tunnel.
     pub fn with_tunnel(mut self, tunnel: Tunnel) -> Self {
         (self.kind, self.complete) = (BodyKind::Tunnel(Some(Box::new(tunnel))), false);
         self
     }
 
-    /// Passes bytes both ways to the end of the tunnel, and then is gone.
+    /// Copy bytes in both directions until the tunnel ends, then drop the body.
     pub async fn run_tunnel(mut self: Box<Self>) {
         if let BodyKind::Tunnel(tunnel) = &mut self.kind
             && let Some(tunnel) = tunnel.take()
@@ -115,13 +117,13 @@ impl Body {
         }
     }
 
-    /// `record` hears when the body is gone.
+    /// Set the callback for the drop of the body.
     pub fn on_drop(mut self, on_drop: Box<dyn OnComplete>) -> Self {
         self.on_drop = Some(on_drop);
         self
     }
 
-    /// Keeps the request in flight until the body is gone.
+    /// Keep the request in flight until the body is dropped.
     pub fn track_in_flight(&mut self, in_flight: InFlightRequest) {
         self.in_flight = Some(in_flight);
         self.flow = StreamFlow::current();
@@ -131,20 +133,21 @@ impl Body {
         }
     }
 
-    /// Keeps something until the body is gone.
+    /// Keep `guard` until the body is dropped.
     pub fn hold_until_drop(&mut self, guard: Box<dyn Any + Send>) {
         self.drop_guard = Some(guard);
     }
 
-    /// Drops the content of a body of our own and returns its length. hyper does so for HEAD in HTTP/1.1; in HTTP/2 it would
-    /// send the content (RFC 9110 §9.3.2).
+    /// Discard the content of a local reply and return its length in bytes. hyper does so for HEAD in HTTP/1.1; in
+    /// HTTP/2 it would send the content (RFC 9110 §9.3.2).
     pub fn discard_content(&mut self) -> Option<u64> {
         let BodyKind::Full(bytes) = &mut self.kind else { return None };
         self.complete = true;
         Some(bytes.take()?.len() as u64)
     }
 
-    /// What the protocol buffers until it is written.
+    /// Convert a frame for hyper. Chunks of multiplexed upstream bodies count against the buffer budget until hyper has
+    /// written them.
     fn to_chunk(&self, frame: Frame<Bytes>) -> Frame<DataChunk> {
         let flow =
             self.flow.as_ref().filter(|flow| flow.is_multiplexed() && matches!(self.kind, BodyKind::Upstream(..)));
@@ -154,7 +157,8 @@ impl Body {
         })
     }
 
-    /// Read nothing ahead of this piece. The connection of a complete response reads on: another request may use it.
+    /// Stop reading ahead of this chunk. The connection of a complete response keeps reading: another request may use
+    /// it.
     fn pause(&self) {
         if let (Some(flow), Some(bound), false) = (&self.flow, &self.bound, self.complete)
             && flow.is_multiplexed()
@@ -184,7 +188,7 @@ impl HttpBody for Body {
     type Error = BodyError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<DataChunk>, BodyError>>> {
-        // Also while there always is something: those who read little by little take their time, too.
+        // Checked even while data is available: a client that reads slowly also uses up the route timeout.
         if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
             return Poll::Ready(Some(Err(BodyError::RouteTimeout)));
         }
@@ -193,7 +197,7 @@ impl HttpBody for Body {
             if let Some(bound) = &self.bound {
                 bound.set(if room.is_ready() { flow.reads(self.bytes_sent) } else { ReadLimit::Paused });
             }
-            // For its client, and not for its upstream.
+            // Waiting for the client: return before the body is polled, so that the upstream's idle timer does not run.
             ready!(room);
         }
         let polled = self.kind.poll(cx);
@@ -272,7 +276,7 @@ impl Drop for Body {
             flow.mark_drained();
             flow.set_deadline(None);
         }
-        // hyper finds out that the body was dropped when it reads on, and closes the connection.
+        // hyper notices that the body was dropped only when it reads on, and then closes the connection.
         if let Some(bound) = self.bound.as_ref().filter(|_| !self.complete) {
             bound.set(ReadLimit::Small);
         }
@@ -282,9 +286,10 @@ impl Drop for Body {
     }
 }
 
-// What a response of an upstream must not say of its length: other servers would read it in another way than hyper.
+// === Framing of upstream responses: reject what other servers would interpret differently from hyper ===
 
-/// What is wrong with the framing of a response, whether or not it has a body (RFC 9112 §6, RFC 9113 §8.2.1); none if it is valid.
+/// Return what is wrong with the framing of a response, with or without a body (RFC 9112 §6, RFC 9113 §8.2.1). Return
+/// `None` if it is valid.
 pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     let headers = response.headers();
     if response.version() == Version::HTTP_2 && has_padding(headers) {
@@ -309,8 +314,8 @@ pub fn framing_error<B>(response: &Response<B>) -> Option<&'static str> {
     (response.version() == Version::HTTP_10).then_some("a Transfer-Encoding in HTTP/1.0")
 }
 
-/// Whether a response that has no body says that it has one: the server may send it later, and it would be taken for the
-/// response to the next request.
+/// Return whether a response that must not have a body declares one. The server may send the body later, and it would
+/// be read as the response to the next request.
 pub fn declares_forbidden_body(status: StatusCode, headers: &HeaderMap) -> bool {
     matches!(status, StatusCode::NO_CONTENT | StatusCode::NOT_MODIFIED)
         && (headers.contains_key(TRANSFER_ENCODING)

@@ -1,4 +1,4 @@
-//! How large a body may be, how long it may take, and for how long it may stand still.
+//! Limits of bodies: maximum length, total time, idle time and minimum rate.
 
 use std::future::Future;
 use std::pin::Pin;
@@ -7,20 +7,20 @@ use std::time::Duration;
 
 use tokio::time::{Instant, Sleep, sleep, sleep_until};
 
-/// The bounds of an exchange with an upstream.
+/// The limits of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
 pub struct BodyLimits {
-    /// When all of it is to be over.
+    /// When the route timeout expires for the exchange, including its bodies.
     pub deadline: Option<Instant>,
-    /// What is demanded of the client while it sends the request body.
+    /// Limits on the client while it sends the request body.
     pub upload: UploadLimits,
-    /// Maximum silence of an upstream within a response of known length.
+    /// Maximum time without data from the upstream within a response of known length.
     pub idle_timeout: Duration,
-    /// Bytes of a request body.
+    /// Maximum length of the request body in bytes.
     pub max_body: Option<u64>,
 }
 
-/// Why a body ended early.
+/// The reasons why a body ended early.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum BodyError {
@@ -38,7 +38,7 @@ pub enum BodyError {
     RouteTimeout,
 }
 
-/// When a body is to be over.
+/// The time at which a body is aborted.
 #[derive(Debug)]
 pub(super) struct Deadline {
     pub(super) instant: Instant,
@@ -50,18 +50,18 @@ impl Deadline {
         Deadline { instant, timer: Box::pin(sleep_until(instant)) }
     }
 
-    /// Ready when the time is over.
+    /// Return ready once the deadline has passed.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         self.timer.as_mut().poll(cx)
     }
 }
 
-/// Times a silence. Nothing is set for a body that never keeps anybody waiting.
+/// A timeout for periods without progress. No timer is set for a body that always has data available.
 #[derive(Debug)]
 pub(super) struct IdleTimer {
     timeout: Duration,
     timer: Option<Pin<Box<Sleep>>>,
-    /// Something came since the timer was set.
+    /// Whether data arrived since the timer was set.
     has_progressed: bool,
 }
 
@@ -70,12 +70,12 @@ impl IdleTimer {
         IdleTimer { timeout, timer: None, has_progressed: false }
     }
 
-    /// Something came.
+    /// Record that data arrived.
     pub(super) fn record_progress(&mut self) {
         self.has_progressed = true;
     }
 
-    /// Nothing is there: ready when that has been so for too long.
+    /// Poll the timer while no data is available. Return ready once that lasted for the timeout.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let timeout = self.timeout;
         let has_progressed = std::mem::take(&mut self.has_progressed);
@@ -92,24 +92,25 @@ impl IdleTimer {
     }
 }
 
-// How fast a client must send a request body: only the time for which the gateway waits for the client counts.
+// === Minimum upload rate: only the time in which the gateway waits for the client counts ===
 
-/// Time that a client may keep the gateway waiting before its rate counts, as in Kestrel's `MinRequestBodyDataRate`.
+/// Time that a client may keep the gateway waiting before the minimum rate applies, as in Kestrel's
+/// `MinRequestBodyDataRate`.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
 
-/// What is demanded of a client that sends a body.
+/// Limits on a client that sends a body.
 #[derive(Debug, Clone, Copy)]
 pub struct UploadLimits {
     /// Maximum time without a byte.
     pub idle_timeout: Duration,
-    /// Minimum bytes per second; 0 = any.
+    /// Minimum rate in bytes per second. 0 disables the check.
     pub min_rate: u64,
     /// Maximum time from the first wait to the end of the body.
     pub total_timeout: Option<Duration>,
 }
 
-/// A client's time. Each second of waiting takes a second of it, `rate` bytes give one back. No timer is set for a body that is
-/// there when it is asked for.
+/// Time credit of a client. Each second of waiting costs a second of credit, and `min_rate` bytes earn one back. No
+/// timer is set for a body that is available when it is polled.
 #[derive(Debug)]
 pub(super) struct MinRateTimer {
     limits: UploadLimits,
@@ -125,17 +126,17 @@ impl MinRateTimer {
         MinRateTimer { limits, credit, waiting_since: None, deadline: None, timer: None }
     }
 
-    /// Bytes came.
+    /// Record received bytes.
     pub(super) fn received(&mut self, bytes: usize) {
         let waited = self.waiting_since.take().map_or(Duration::ZERO, |since| since.elapsed());
         if let Some(credit_us) = (bytes as u64 * 1_000_000).checked_div(self.limits.min_rate) {
-            // A client that was fast may pause as long as any client may.
+            // A client that sent fast may pause for at most the idle timeout, as any client may.
             let max = self.limits.idle_timeout.max(GRACE_PERIOD);
             self.credit = (self.credit.saturating_sub(waited) + Duration::from_micros(credit_us)).min(max);
         }
     }
 
-    /// Nothing is there: ready when the client has taken all of its time.
+    /// Poll the timer while no data is available. Return ready once the client has used up its time.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let UploadLimits { idle_timeout, total_timeout, .. } = self.limits;
         let is_new = self.waiting_since.is_none();
@@ -158,7 +159,8 @@ mod pace_tests {
 
     use super::*;
 
-    /// Seconds until a client is given up that sends so many bytes each time after so many ms; none if it never is, for an hour.
+    /// Return the seconds until a client times out that sends `bytes` bytes every `every` ms; `None` if it does not
+    /// within an hour.
     async fn seconds_until_timeout(demand: UploadLimits, bytes: usize, every: u64) -> Option<u64> {
         let (mut pace, begun) = (MinRateTimer::new(demand), Instant::now());
         while begun.elapsed() < Duration::from_secs(3600) {
@@ -207,13 +209,13 @@ mod pace_tests {
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
             assert!(paused.await.is_err(), "earned by what it has sent");
             pace.received(1);
-            // Nobody asks the client for more.
+            // The gateway does not wait for the client.
             advance(Duration::from_secs(600)).await;
             sleep(Duration::ZERO).await;
             pace.received(100_000);
             let paused = timeout(Duration::from_secs(29), poll_fn(|cx| pace.poll(cx)));
             assert!(paused.await.is_err(), "the time of others");
-            // What it has not earned again is gone.
+            // Credit that was spent and not earned again is gone.
             pace.received(240);
             let begun = Instant::now();
             poll_fn(|cx| pace.poll(cx)).await;

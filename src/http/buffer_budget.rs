@@ -1,5 +1,5 @@
-//! How many bytes of bodies are buffered, for a connection and for the process: beyond that nothing more is taken than what
-//! keeps each stream going.
+//! Budgets for buffered body bytes, per connection and per process. Beyond a budget, each stream buffers only what it
+//! needs to make progress.
 
 use std::io;
 use std::pin::Pin;
@@ -13,33 +13,33 @@ use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, ReadBuf, Take};
 
 use crate::http::write_watchdog::StreamFlow;
 
-/// Counted for each piece besides its bytes: its frame, and the part of a read buffer that it keeps.
+/// Bytes counted for each chunk besides its data: its frame, and the part of a read buffer that the chunk keeps alive.
 const CHUNK_OVERHEAD: usize = 256;
 
-/// A number of bytes that may be buffered.
+/// A maximum number of buffered bytes, optionally within a parent budget.
 #[derive(Debug)]
 pub struct BufferBudget {
     used: AtomicUsize,
     max: AtomicUsize,
-    /// What it is a part of.
+    /// Budget that this one is a part of.
     parent: Option<Arc<BufferBudget>>,
 }
 
-/// A part of a budget, until it is dropped.
+/// Bytes reserved from a budget until it is dropped.
 #[derive(Debug)]
 pub struct BufferReservation {
     budget: Arc<BufferBudget>,
     size: usize,
 }
 
-/// A piece of a response body. It counts until the protocol has written it.
+/// A chunk of a response body. Its bytes count against the budget until hyper has written them.
 #[derive(Debug)]
 pub struct DataChunk {
     bytes: Bytes,
     reservation: Option<ChunkReservation>,
 }
 
-/// What a piece takes of the budget of its stream.
+/// Bytes that a chunk takes from the budget of its stream.
 #[derive(Debug)]
 struct ChunkReservation {
     flow: Arc<StreamFlow>,
@@ -47,28 +47,28 @@ struct ChunkReservation {
 }
 
 impl BufferBudget {
-    /// A budget of its own.
+    /// Create a budget of `max` bytes without a parent.
     pub fn new(max: usize) -> Self {
         BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: None }
     }
 
-    /// A part of another budget.
+    /// Create a budget of `max` bytes within another budget.
     pub fn with_parent(parent: Arc<BufferBudget>, max: usize) -> Self {
         BufferBudget { used: AtomicUsize::new(0), max: max.into(), parent: Some(parent) }
     }
 
-    /// Changes its size; what is held stays.
+    /// Change the maximum. Existing reservations remain.
     pub fn resize(&self, max: usize) {
         self.max.store(max, Ordering::Relaxed);
     }
 
-    /// Whether more may be buffered.
+    /// Return whether more bytes may be buffered.
     pub(super) fn has_capacity(&self) -> bool {
         self.used.load(Ordering::Relaxed) < self.max.load(Ordering::Relaxed)
             && self.parent.as_ref().is_none_or(|parent| parent.has_capacity())
     }
 
-    /// Takes so many bytes, if they are there.
+    /// Reserve `size` bytes, or return `None` if the budget or its parent would be exceeded.
     pub(super) fn try_reserve(self: &Arc<Self>, size: usize) -> Option<BufferReservation> {
         self.add(size);
         let reservation = BufferReservation { budget: self.clone(), size };
@@ -94,12 +94,12 @@ impl Drop for BufferReservation {
 }
 
 impl DataChunk {
-    /// A piece that is not counted.
+    /// Create a chunk that does not count.
     pub(super) fn untracked(bytes: Bytes) -> Self {
         DataChunk { bytes, reservation: None }
     }
 
-    /// A piece that counts for a stream.
+    /// Create a chunk that counts for a stream.
     pub(super) fn tracked(bytes: Bytes, flow: &Arc<StreamFlow>) -> Self {
         let reservation = ChunkReservation { flow: flow.clone(), size: bytes.len() + CHUNK_OVERHEAD };
         flow.add_buffered(reservation.size);
@@ -135,35 +135,38 @@ impl Drop for ChunkReservation {
     }
 }
 
-// How much is read of a response at a time. hyper reads one piece ahead of the one that it hands out, and larger pieces while the
-// response goes on: for many streams of one client that does not read, these pieces are most of the memory.
+// === Read limits ===
+// hyper reads one chunk ahead of the one that it returns, and larger chunks as the response continues. With many
+// streams of a client that does not read, these chunks are most of the memory.
 
-/// Bytes that a connection reads at a time.
+/// Maximum bytes per read of a connection.
 #[derive(Debug, Clone, Copy)]
 #[repr(u64)]
 pub enum ReadLimit {
     /// Do not read.
     Paused = 0,
-    /// One page: hyper takes a buffer of 8 KiB for each read, of which the system provides what is written to.
+    /// One page: hyper allocates a buffer of 8 KiB for each read, and the kernel backs only the pages that are written
+    /// to.
     Page = 4 << 10,
-    /// Just too little for hyper to take a larger buffer for the next read than its first one, of 8 KiB.
+    /// One byte less than hyper's first buffer of 8 KiB: a read that fills it would make hyper allocate a larger one
+    /// for the next.
     Small = (8 << 10) - 1,
     /// As much as hyper's buffer takes.
     Any = u64::MAX,
 }
 
-/// Bounds the reads of a connection.
+/// A shared handle that limits the reads of a connection.
 #[derive(Debug, Clone, Default)]
 pub struct ReadBound(Arc<Shared>);
 
 #[derive(Debug)]
 struct Shared {
     most: AtomicU64,
-    /// The task of the connection, while its reads are paused.
+    /// Task of the connection, while its reads are paused.
     paused: AtomicWaker,
 }
 
-/// A connection whose reads are bounded.
+/// A connection whose reads are limited.
 #[derive(Debug)]
 pub struct ReadLimitedStream<S> {
     stream: Take<S>,
@@ -171,11 +174,11 @@ pub struct ReadLimitedStream<S> {
 }
 
 impl ReadBound {
-    /// Bound all reads from now on.
+    /// Limit all reads from now on.
     pub fn set(&self, reads: ReadLimit) {
         let Shared { most, paused } = &*self.0;
         let reads = reads as u64;
-        // Mostly it is what it was.
+        // The limit is usually unchanged.
         let before = most.load(Ordering::Relaxed);
         if reads != before {
             most.store(reads, Ordering::Release);
@@ -193,7 +196,7 @@ impl Default for Shared {
 }
 
 impl<S: AsyncRead> ReadLimitedStream<S> {
-    /// A connection with reads of any size, and what bounds them.
+    /// Return a connection without a limit, and the handle that limits its reads.
     pub fn new(stream: S) -> (Self, ReadBound) {
         let bound = ReadBound::default();
         (ReadLimitedStream { stream: stream.take(u64::MAX), bound: bound.clone() }, bound)
@@ -206,13 +209,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for ReadLimitedStream<S> {
         let mut limit = max.load(Ordering::Relaxed);
         if limit == ReadLimit::Paused as u64 {
             paused.register(cx.waker());
-            // The pause may have ended in between.
+            // The pause may have ended before the waker was registered.
             limit = max.load(Ordering::Acquire);
             if limit == ReadLimit::Paused as u64 {
                 return Poll::Pending;
             }
         }
-        // For this read: it never comes to an end of its own.
+        // Reset for each read, so that `Take` never reports an end of its own.
         self.stream.set_limit(limit);
         Pin::new(&mut self.stream).poll_read(cx, buffer)
     }

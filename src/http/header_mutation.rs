@@ -1,4 +1,4 @@
-//! What a route sets and removes in header sections, besides what the gateway does by itself.
+//! Header mutations of a route: headers to set and to remove, in addition to what the gateway does by itself.
 
 use http::HeaderMap;
 use http::header::{CONTENT_LENGTH, EXPECT, FORWARDED, HOST, HeaderName, HeaderValue, VIA};
@@ -7,28 +7,28 @@ use crate::http::headers::{
     HOP_BY_HOP, HeaderAliases, X_FORWARDED_FOR, X_FORWARDED_HOST, X_FORWARDED_PROTO, X_REQUEST_ID, fold_name,
 };
 
-/// Where rules apply.
+/// The messages to which mutations apply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Direction {
-    /// On the way to the upstream.
+    /// Requests sent to the upstream.
     Request,
-    /// On the way to the client.
+    /// Responses sent to the client.
     Response,
 }
 
-/// Fields that are removed, and fields that get one value whatever they had.
+/// Headers to remove, and headers to set to a single value, replacing existing values.
 #[derive(Debug, Default)]
 pub struct HeaderMutations {
-    /// Set.
+    /// Names and values to set.
     pub set: Vec<(HeaderName, HeaderValue)>,
-    /// Removed.
+    /// Names to remove.
     pub remove: Vec<HeaderName>,
-    /// In requests the same headers under other names are removed, too.
+    /// Aliases of the headers above, which are also removed from requests.
     pub aliases: HeaderAliases,
 }
 
 impl HeaderMutations {
-    /// Does what they say.
+    /// Remove and set the headers.
     pub fn apply(&self, headers: &mut HeaderMap) {
         for name in &self.remove {
             headers.remove(name);
@@ -45,9 +45,9 @@ impl HeaderMutations {
     }
 }
 
-/// Why a field is the gateway's own matter; none if rules may have it.
+/// Return why only the gateway may change a header, or `None` if mutations may change it.
 pub fn reserved_reason(name: &HeaderName, direction: Direction) -> Option<&'static str> {
-    // Where servers fold names into variables, an alias is the field itself.
+    // On servers that fold header names into variables, an alias is the header itself.
     let folded = fold_name(name.as_str());
     let is_one_of = |names: &[HeaderName]| names.iter().any(|other| other.as_str() == folded);
     if is_one_of(&HOP_BY_HOP) {

@@ -1,4 +1,4 @@
-//! What happens to the header section of a request on its way upstream, and of a response on its way back.
+//! Rules for request headers sent to the upstream, and for response headers sent to the client.
 
 use std::net::IpAddr;
 
@@ -8,7 +8,7 @@ use http::header::{
 };
 use http::{HeaderMap, Method, Request, Version};
 
-/// Fields that concern one connection only (RFC 9110 §7.6.1), and two that old clients add.
+/// Headers that concern one connection only (RFC 9110 §7.6.1), including two that old clients send.
 pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
     CONNECTION,
     HeaderName::from_static("keep-alive"),
@@ -22,43 +22,45 @@ pub(super) static HOP_BY_HOP: [HeaderName; 7] = [
 pub(super) const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 pub(super) const X_FORWARDED_PROTO: HeaderName = HeaderName::from_static("x-forwarded-proto");
 pub(super) const X_FORWARDED_HOST: HeaderName = HeaderName::from_static("x-forwarded-host");
-/// The name of the request id's field.
+/// Name of the request id header.
 pub const X_REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 
-/// What every request of a connection is told to come from.
+/// Values of the forwarding headers, the same for all requests of a connection.
 #[derive(Debug, Clone)]
 pub struct ForwardedInfo {
-    /// The peer's address as a field value.
+    /// IP address of the peer as a header value.
     pub address: HeaderValue,
     /// `http` or `https`.
     pub scheme: HeaderValue,
-    /// Whether what the peer says of others is believed.
+    /// Whether forwarding headers from the peer are trusted.
     pub trusted: bool,
 }
 
 impl ForwardedInfo {
-    /// For a peer.
+    /// Create the values for a peer.
     pub fn new(address: IpAddr, scheme: &'static str, trusted: bool) -> Self {
         let mut text = bytes::BytesMut::with_capacity(45);
-        // Writing to memory does not fail, and an address is a valid field value.
+        // Writing to memory does not fail, and an IP address is a valid header value.
         let _ = std::fmt::Write::write_fmt(&mut text, format_args!("{address}"));
         let address = HeaderValue::from_maybe_shared(text.freeze()).unwrap_or(HeaderValue::from_static("unknown"));
         ForwardedInfo { address, scheme: HeaderValue::from_static(scheme), trusted }
     }
 }
 
-/// The headers that the gateway makes something of: a client must not hide them by `Connection`, nor say them under another name.
+/// Headers that the gateway reads or sets. A client must not remove them through `Connection`, nor send them under an
+/// alias.
 #[derive(Debug, Default)]
 pub struct ProtectedHeaders {
-    /// Those that only trusted proxies may set come first.
+    /// Headers that only trusted proxies may set, followed by all others.
     names: Vec<HeaderName>,
-    /// How many these are.
+    /// Number of headers that only trusted proxies may set.
     proxy_only_count: usize,
     aliases: HeaderAliases,
 }
 
 impl ProtectedHeaders {
-    /// `trusted`: those that only trusted proxies may set; `read`: those that the gateway reads from anybody.
+    /// Create the set. `proxy_only` are headers that only trusted proxies may set, `from_anyone` those that the gateway
+    /// reads from any client.
     pub fn new(mut proxy_only: Vec<HeaderName>, from_anyone: impl IntoIterator<Item = HeaderName>) -> Self {
         let proxy_only_count = proxy_only.len();
         for name in from_anyone {
@@ -74,17 +76,17 @@ impl ProtectedHeaders {
     }
 }
 
-/// What servers that fold names into variables take for certain headers (CGI, RFC 3875 §4.1.18): `X_User_Id`, `X.User.Id` and
-/// `X!User!Id` are all `HTTP_X_USER_ID`.
+/// Names that servers treat as equal to certain headers because they fold names into variables (CGI, RFC 3875 §4.1.18):
+/// `X_User_Id`, `X.User.Id` and `X!User!Id` all become `HTTP_X_USER_ID`.
 #[derive(Debug, Default)]
 pub struct HeaderAliases {
     folded: Vec<Box<str>>,
-    /// Whether a name with nothing but letters, digits and hyphens may be the alias of another.
+    /// Whether a name of only letters, digits and hyphens may be an alias: one of the names has other characters.
     has_special: bool,
 }
 
 impl HeaderAliases {
-    /// Of these names.
+    /// Create the aliases of these names.
     pub fn from_names<'a>(names: impl IntoIterator<Item = &'a HeaderName>) -> Self {
         let mut aliases = HeaderAliases::default();
         for name in names {
@@ -94,12 +96,12 @@ impl HeaderAliases {
         aliases
     }
 
-    /// Whether there is no name.
+    /// Return whether there are no names.
     pub fn is_empty(&self) -> bool {
         self.folded.is_empty()
     }
 
-    /// Whether a header is one of these, by its own name or by another that servers fold into it.
+    /// Return whether servers fold a header into one of these names.
     pub fn contains(&self, name: &HeaderName) -> bool {
         let name = name.as_str();
         match (has_special_characters(name), self.has_special) {
@@ -107,28 +109,30 @@ impl HeaderAliases {
                 let name = fold_name(name);
                 self.folded.iter().any(|folded| **folded == *name)
             }
-            // Most have no other name to be compared with.
+            // Most names consist of letters, digits and hyphens, and so have no alias to compare.
             (false, true) => self.folded.iter().any(|folded| **folded == *name),
             (false, false) => false,
         }
     }
 }
 
-/// Whether servers fold a name into that of another header.
+/// Return whether a name has characters, other than letters, digits and hyphens, that servers fold.
 fn has_special_characters(name: &str) -> bool {
     name.bytes().any(|byte| !byte.is_ascii_alphanumeric() && byte != b'-')
 }
 
-/// A name as servers fold it, lighttpd all that is no letter or digit, with hyphens.
+/// Fold a name: replace all characters other than letters and digits by hyphens. lighttpd folds that many characters.
 pub(super) fn fold_name(name: &str) -> String {
     name.chars().map(|byte| if byte.is_ascii_alphanumeric() { byte } else { '-' }).collect()
 }
 
-/// Removes the fields of one connection and those that `Connection` names; `TE: trailers` stays (RFC 9110 §10.1.4).
-/// Nobody gets rid of what a proxy before us set or the gateway read (`guarded` and ours) by naming it: proxies pass `Connection`
-/// on that should not, and an upstream would take the request for its own, or for that of nobody.
+/// Remove hop-by-hop headers and the headers that `Connection` names. `TE: trailers` stays (RFC 9110 §10.1.4).
+///
+/// Headers in `protected` and the gateway's own cannot be removed through `Connection`. Some proxies forward
+/// `Connection` although they should not. Without such a header, the upstream would attribute the request to the
+/// gateway, or to no client.
 pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
-    // One look at those that are there, which are few, instead of one for each that may be.
+    // Iterate once over the present headers, which are few, instead of looking up every hop-by-hop header.
     let mut found = [false; HOP_BY_HOP.len()];
     for name in headers.keys() {
         if let Some(index) = hop_by_hop_index(name) {
@@ -145,7 +149,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             .iter()
             .filter_map(|value| value.to_str().ok())
             .flat_map(|value| value.split(',').map(str::trim))
-            // The usual one goes anyway.
+            // `keep-alive` is removed in any case.
             .filter(|name| !name.eq_ignore_ascii_case("keep-alive"))
             .filter_map(|name| name.parse().ok())
             .filter(|name: &HeaderName| {
@@ -156,7 +160,7 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
             headers.remove(name);
         }
     }
-    // Both framings: the chunks count (RFC 9112 §6.3).
+    // With both framings, `chunked` takes precedence (RFC 9112 §6.3).
     if transfer_encoding {
         headers.remove(CONTENT_LENGTH);
     }
@@ -172,7 +176,8 @@ pub fn strip_hop_by_hop(headers: &mut HeaderMap, protected: &ProtectedHeaders) {
     }
 }
 
-/// Where a field stands in [`HOP_BY_HOP`]. Told apart by length first, which is one look for most names.
+/// Return the index of a header in [`HOP_BY_HOP`]. The match compares lengths first, a single comparison for most
+/// names.
 fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
     match name.as_str() {
         "connection" => Some(0),
@@ -186,8 +191,8 @@ fn hop_by_hop_index(name: &HeaderName) -> Option<usize> {
     }
 }
 
-/// Says how long the body is, once: its length where that is known, else chunks (RFC 9112 §6.3). HTTP/2 lets equal lengths
-/// stand twice, and hyper sends no body with a GET that does not say how it ends.
+/// Set the framing of the body once: its length if known, else `chunked` (RFC 9112 §6.3). HTTP/2 permits repeated equal
+/// lengths, and hyper sends no body with a GET that has no framing header.
 pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     let had_length = headers.remove(CONTENT_LENGTH).is_some();
     match length {
@@ -197,8 +202,9 @@ pub fn set_framing(headers: &mut HeaderMap, length: Option<u64>) {
     }
 }
 
-/// Removes what a client must not say: from strangers, the fields that only trusted proxies may set (those of `guarded` and ours);
-/// from anybody, the aliases of all that are guarded or ours, see [`Aliases`].
+/// Remove headers that a client must not send. From untrusted peers, remove headers that only trusted proxies may set:
+/// those in `protected` and the forwarding headers. From all peers, remove aliases of protected headers and of the
+/// gateway's own; see [`HeaderAliases`].
 pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, trusted: bool) {
     let is_unwanted = |name: &&HeaderName| {
         if protected.is_proxy_only(name) || is_forwarding_header(name.as_str()) {
@@ -214,13 +220,13 @@ pub fn strip_untrusted(headers: &mut HeaderMap, protected: &ProtectedHeaders, tr
     }
 }
 
-/// Fields that say where a request came from.
+/// Return whether a header describes the origin of a request.
 fn is_forwarding_header(name: &str) -> bool {
-    // Most names are told apart by their first letter.
+    // The first letter rules out most names.
     match name.as_bytes()[0] {
         b'x' => name.starts_with("x-forwarded-") || matches!(name, "x-real-ip" | "x-request-id"),
         b'f' => name == "forwarded",
-        // The client's certificate as a proxy passes it on (RFC 9440 §2).
+        // The client certificate as forwarded by a proxy (RFC 9440 §2).
         b'c' => matches!(name, "client-cert" | "client-cert-chain"),
         _ => false,
     }
@@ -230,11 +236,12 @@ fn is_gateway_header(name: &str) -> bool {
     is_forwarding_header(name) || matches!(name, "host" | "content-length" | "transfer-encoding")
 }
 
-/// Says where the request came from, continuing what trusted proxies said; see [`strip_untrusted`] for others.
+/// Set the forwarding headers and `Via`, extending the values of trusted proxies. For other peers see
+/// [`strip_untrusted`].
 pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: Option<&HeaderValue>, version: Version) {
     if headers.contains_key(FORWARDED) {
         let mut element = b"for=".to_vec();
-        // RFC 7239 §6: an IPv6 address stands in brackets and quotes.
+        // RFC 7239 §6: an IPv6 address is enclosed in brackets and quotes.
         let ipv6 = forwarded.address.as_bytes().contains(&b':');
         element.extend_from_slice(if ipv6 { b"\"[" } else { b"" });
         element.extend_from_slice(forwarded.address.as_bytes());
@@ -262,7 +269,7 @@ pub fn set_forwarded(headers: &mut HeaderMap, forwarded: &ForwardedInfo, host: O
     }
 }
 
-/// One line with all earlier elements and a new one at the end.
+/// Join all lines of a list header into one and append an element.
 fn append_element(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
     let mut joined = Vec::new();
     for value in headers.get_all(&name) {
@@ -270,15 +277,15 @@ fn append_element(headers: &mut HeaderMap, name: HeaderName, element: &[u8]) {
         joined.extend_from_slice(b", ");
     }
     joined.extend_from_slice(element);
-    // Made of valid values; should that ever fail, only ours is told.
+    // The parts are valid values. Should the joined value be invalid nevertheless, send only the new element.
     let value = HeaderValue::from_bytes(&joined).or_else(|_| HeaderValue::from_bytes(element));
     if let Ok(value) = value {
         headers.insert(name, value);
     }
 }
 
-/// HTTP/2 may split cookies into several lines; HTTP/1.1 must not (RFC 9113 §8.2.3). Servers join them by semicolons, by commas
-/// or not at all, so clients of HTTP/1.1 have theirs joined as well.
+/// Join the lines of `Cookie` into one. HTTP/2 permits several lines, HTTP/1.1 does not (RFC 9113 §8.2.3). Servers join
+/// several lines by semicolons, by commas or not at all, so those of HTTP/1.1 clients are joined as well.
 pub fn join_cookies(headers: &mut HeaderMap) {
     let name = http::header::COOKIE;
     if headers.get_all(&name).iter().nth(1).is_some() {
@@ -290,33 +297,34 @@ pub fn join_cookies(headers: &mut HeaderMap) {
     }
 }
 
-/// Header lines of a request as HTTP/1.1 would have them: the cookies of HTTP/2 are one (RFC 9113 §8.2.3).
+/// Return the number of header lines that a request would have in HTTP/1.1: the `Cookie` lines of HTTP/2 count as one
+/// (RFC 9113 §8.2.3).
 pub fn http1_header_count(headers: &HeaderMap) -> usize {
     let cookies = headers.get_all(http::header::COOKIE).iter().count();
     headers.len() - cookies.saturating_sub(1)
 }
 
-/// Whether a value begins or ends with a space or a tab. HTTP/2 forbids that (RFC 9113 §8.2.1), and HTTP/1.1 cuts them off:
-/// the next server would see another value than the one that was routed and limited on.
+/// Return whether a value begins or ends with a space or a tab. HTTP/2 forbids that (RFC 9113 §8.2.1), and HTTP/1.1
+/// strips such whitespace: the next server would see a value other than the one used for routing and limits.
 pub fn has_padding(headers: &HeaderMap) -> bool {
     let is_padding = |byte: Option<&u8>| matches!(byte, Some(b' ' | b'\t'));
     headers.values().map(HeaderValue::as_bytes).any(|value| is_padding(value.first()) || is_padding(value.last()))
 }
 
-/// Whether a request is a gRPC call: POST over HTTP/2 with its content type. All others are ordinary requests, whose
-/// responses caches may store by their status.
+/// Return whether a request is a gRPC call: POST over HTTP/2 with a gRPC content type. All other requests get ordinary
+/// responses, which caches may store by their status.
 pub fn is_grpc_call<B>(request: &Request<B>) -> bool {
     *request.method() == Method::POST && request.version() == Version::HTTP_2 && is_grpc(request.headers())
 }
 
-/// Whether the content of a message is gRPC.
+/// Return whether the content type of a message is gRPC.
 pub fn is_grpc(headers: &HeaderMap) -> bool {
     let subtype = headers.get(CONTENT_TYPE).and_then(|kind| kind.as_bytes().strip_prefix(b"application/grpc"));
-    // Not application/grpc-web, which is another protocol.
+    // `application/grpc-web` is another protocol.
     subtype.is_some_and(|rest| matches!(rest.first(), None | Some(b'+' | b';')))
 }
 
-/// Whether a request with this method and no body may be sent a second time (RFC 9110 §9.2.1).
+/// Return whether a request with this method and no body may be sent again: the method is safe (RFC 9110 §9.2.1).
 pub fn is_safe(method: &Method) -> bool {
     matches!(*method, Method::GET | Method::HEAD | Method::OPTIONS)
 }

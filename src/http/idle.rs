@@ -1,4 +1,4 @@
-//! What goes on on one downstream connection, for its deadlines.
+//! Activity of a downstream connection, for its header and idle timeouts.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,29 +11,31 @@ use crate::http::body::Body;
 use crate::http::write_watchdog::StreamFlow;
 use crate::limiter::clock::monotonic;
 
-/// References of a connection to its activity: its own, and that of the stream that is watched. Each request has one more.
+/// References of a connection to its activity: its own, and that of the watched stream. Each request in flight adds
+/// one.
 const CONNECTION_REFS: usize = 2;
 
-/// Whether requests are in flight on a connection, and since when there are none. Each refers to it, and so is counted.
+/// Whether requests are in flight on a connection, and since when it is idle. The reference count is the count of
+/// requests: each holds one.
 #[derive(Debug)]
 pub struct ConnectionActivity {
     opened_at: Instant,
-    /// ms after `opened` at which the last response ended; 0 before the first.
+    /// End of the last response in ms after `opened_at`; 0 before the first.
     last_response_end_ms: AtomicU64,
-    /// Twice the number of request heads that have begun; one less while one has not come to its end.
+    /// Twice the number of request headers that have begun, minus one while the last are incomplete.
     headers_counter: AtomicU64,
-    /// Whether the next answer is the last one.
+    /// Whether responses announce that the connection closes.
     announces_close: AtomicBool,
-    /// The tunnel that the connection becomes.
+    /// The tunnel that the connection becomes after a protocol upgrade.
     tunnel: Mutex<Option<Box<Body>>>,
 }
 
-/// A request in flight: from its head until the response body is gone.
+/// A request in flight, from its headers until the response body is dropped.
 #[derive(Debug)]
 pub struct InFlightRequest(Arc<ConnectionActivity>);
 
 impl ConnectionActivity {
-    /// Of a connection that opens now.
+    /// Create the activity of a connection that opens now.
     pub fn new() -> Arc<Self> {
         let (last_response_end_ms, headers_counter, announces_close, tunnel) = Default::default();
         Arc::new(ConnectionActivity {
@@ -45,13 +47,14 @@ impl ConnectionActivity {
         })
     }
 
-    /// A request starts.
+    /// Record that a request starts.
     pub fn start_request(self: &Arc<Self>) -> InFlightRequest {
         self.record_headers(false);
         InFlightRequest(self.clone())
     }
 
-    /// Bytes came from the client; whether a part of a head is among them. What comes while a request is in flight belongs to that.
+    /// Record bytes from the client. `is_partial` says whether they include a part of incomplete request headers. Bytes
+    /// received while a request is in flight belong to that request.
     pub fn record_headers(&self, is_partial: bool) {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         if is_partial != (counter & 1 == 1) {
@@ -59,30 +62,31 @@ impl ConnectionActivity {
         }
     }
 
-    /// The head that has begun after an earlier request and is not complete, while no request is in flight.
+    /// Return the counter of incomplete request headers on a kept-alive connection without a request in flight, or
+    /// `None` if there are none.
     pub fn partial_headers(self: &Arc<Self>) -> Option<u64> {
         let counter = self.headers_counter.load(Ordering::Relaxed);
         let is_kept_alive = || self.last_response_end_ms.load(Ordering::Relaxed) > 0;
-        // The connection has two references, and each request one.
+        // The connection holds two references, and each request one.
         (counter & 1 == 1 && Arc::strong_count(self) <= CONNECTION_REFS && is_kept_alive()).then_some(counter)
     }
 
-    /// Whether answers from now on say that the connection ends with them (RFC 9112 §9.6).
+    /// Set whether responses announce from now on that the connection closes (RFC 9112 §9.6).
     pub fn announce_close(&self, announce: bool) {
         self.announces_close.store(announce, Ordering::Relaxed);
     }
 
-    /// What the connection goes on as, when HTTP is over.
+    /// Take the tunnel that continues the connection after HTTP has ended.
     pub fn take_tunnel(&self) -> Option<Box<Body>> {
         self.tunnel.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
-    /// How long the connection may stay as it is, by its two deadlines; none = it is over.
+    /// Return the time until the header timeout or idle timeout of the connection, or `None` if it has expired.
     pub fn time_left(self: &Arc<Self>, header_timeout: Duration, idle_timeout: Duration) -> Option<Duration> {
         if Arc::strong_count(self) > CONNECTION_REFS {
             return Some(idle_timeout);
         }
-        // The last one that is gone has left its time.
+        // Acquire: the end time stored by the drop of the last request is visible.
         fence(Ordering::Acquire);
         let age = self.opened_at.elapsed();
         let time_left = match self.last_response_end_ms.load(Ordering::Relaxed) {
@@ -94,12 +98,13 @@ impl ConnectionActivity {
 }
 
 impl InFlightRequest {
-    /// For another part of the same request.
+    /// Return another handle for a part of the same request.
     pub(super) fn share(&self) -> Self {
         InFlightRequest(self.0.clone())
     }
 
-    /// Lasts until the body of the response is gone. A switch of protocols stays with the connection instead.
+    /// Keep the request in flight until the response body is dropped. After a protocol upgrade, the body moves to the
+    /// connection as its tunnel.
     pub fn attach_to(self, mut response: Response<Body>) -> Response<Body> {
         if response.version() == Version::HTTP_10
             && let Some(flow) = StreamFlow::current()
@@ -124,7 +129,7 @@ impl Drop for InFlightRequest {
     fn drop(&mut self) {
         let ended_at_ms = self.0.opened_at.elapsed().as_millis() as u64;
         self.0.last_response_end_ms.store(ended_at_ms.max(1), Ordering::Relaxed);
-        // Of HTTP/1.x a part of the body may have come last.
+        // With HTTP/1.x, the last bytes received may have been a part of the body.
         self.0.record_headers(false);
     }
 }

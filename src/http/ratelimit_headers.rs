@@ -1,4 +1,4 @@
-//! The RateLimit fields: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), and older dialects.
+//! The RateLimit headers: draft-ietf-httpapi-ratelimit-headers-11 as structured fields (RFC 9651), and older styles.
 
 use std::fmt::Write;
 
@@ -22,40 +22,40 @@ const GITHUB_HEADERS: [HeaderName; 3] = [
     HeaderName::from_static("x-ratelimit-reset"),
 ];
 
-/// The largest Integer of a structured field (RFC 9651 §3.3.1).
+/// Maximum Integer of a structured field (RFC 9651 §3.3.1).
 const MAX_INTEGER: u64 = 999_999_999_999_999;
 
-/// What one limit tells the caller.
+/// The status of one limit as sent to the client.
 #[derive(Debug, Clone, Copy)]
 pub struct LimitStatus<'a> {
-    /// The limit's name; only characters that need no escape in a structured-field string.
+    /// Name of the limit. Contains only characters that need no escaping in a structured-field string.
     pub name: &'a str,
-    /// Units per window.
+    /// Quota in tokens per window.
     pub quota: u64,
-    /// What it counts.
+    /// What the limit counts.
     pub unit: QuotaUnit,
-    /// Whole units left.
+    /// Remaining whole tokens.
     pub remaining: u64,
-    /// µs until everything is back, or until the denied request would pass.
+    /// Time in µs until the whole quota is available again, or until the denied request would be admitted.
     pub reset_us: u64,
 }
 
 /// What a limit counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum QuotaUnit {
-    /// Units in a window.
+    /// Tokens in a window.
     PerWindow {
-        /// Its length in whole seconds, rounded up; none where the calendar decides.
+        /// Length of the window in whole seconds, rounded up; `None` for calendar windows.
         window_s: Option<u64>,
     },
-    /// Requests at the same time, which no window frees.
+    /// Concurrent requests, which are not released by a window.
     ConcurrentRequests,
 }
 
-/// The status of a limit in a response to an admitted request.
+/// Return the status of a limit for the response to an admitted request.
 pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     let LimitResult { limit, quota, outcome, .. } = result;
-    // Nobody knows when requests in flight end.
+    // The end of requests in flight is unknown.
     let (unit, reset_us) = match limit.default_variant.rule {
         Rule::Concurrency(_) => (QuotaUnit::ConcurrentRequests, 0),
         _ => (QuotaUnit::PerWindow { window_s: quota.window_us.map(ceil_seconds) }, outcome.reset_us),
@@ -63,7 +63,7 @@ pub fn limit_status<'a>(result: &LimitResult<'a>) -> LimitStatus<'a> {
     LimitStatus { name: &limit.name, quota: quota.count, unit, remaining: outcome.remaining, reset_us }
 }
 
-/// The policy of the given limits, to be set on every response that they had a say in.
+/// Return the value of `RateLimit-Policy` for these limits, sent with every response that they applied to.
 pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Option<HeaderValue> {
     structured_list(limits, |out, limit| {
         write!(out, "\"{}\";q={}", limit.name, limit.quota.min(MAX_INTEGER))?;
@@ -74,21 +74,21 @@ pub fn ratelimit_policy<'a>(limits: impl Iterator<Item = LimitStatus<'a>>) -> Op
     })
 }
 
-/// How callers are told where they stand.
+/// The header styles in which clients are told the status of limits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum HeaderStyle {
-    /// draft-ietf-httpapi-ratelimit-headers-11: every limit, as structured fields.
+    /// draft-ietf-httpapi-ratelimit-headers-11: all limits, as structured fields.
     Draft11,
-    /// Draft 07 of the same: one field, the binding limit.
+    /// Draft 07 of the same specification: the effective limit in one header.
     Draft07,
-    /// Draft 03: three fields, the binding limit.
+    /// Draft 03: the effective limit in three headers.
     Draft03,
-    /// `x-ratelimit-*` as GitHub has them: the binding limit, reset in seconds since the Unix epoch.
+    /// `x-ratelimit-*` as used by GitHub: the effective limit, with the reset in seconds since the Unix epoch.
     Github,
 }
 
 impl HeaderStyle {
-    /// The fields that it sets.
+    /// Return the names of the headers that the style sets.
     pub fn header_names(self) -> &'static str {
         match self {
             HeaderStyle::Draft11 | HeaderStyle::Draft07 => "RateLimit, RateLimit-Policy",
@@ -98,8 +98,8 @@ impl HeaderStyle {
     }
 }
 
-/// Appends ours to what the upstream says of its own limits: in the newest dialect all `limits`, in the older ones,
-/// which have room for one, the `binding` limit.
+/// Append the headers to those that the upstream sent about its own limits. Draft 11 lists all `limits`. The older
+/// styles have space for one, the `effective` limit.
 pub fn append_ratelimit_headers<'a>(
     headers: &mut HeaderMap,
     styles: &[HeaderStyle],
@@ -109,7 +109,8 @@ pub fn append_ratelimit_headers<'a>(
     now_us: u64,
 ) {
     if styles.contains(&HeaderStyle::Draft11) {
-        // Of every answer, where the formatting of std is a good part of deciding.
+        // Formatted with itoa: it is part of every response, and std formatting is a considerable share of the cost of
+        // a decision.
         let statuses = structured_list(limits, |out, limit| {
             let mut digits = itoa::Buffer::new();
             for part in ["\"", limit.name, "\";r=", digits.format(limit.remaining.min(MAX_INTEGER))] {
@@ -165,17 +166,17 @@ fn append_header(headers: &mut HeaderMap, name: HeaderName, value: Option<Header
     }
 }
 
-/// Says after how many µs the request would pass; at least a second.
+/// Set `Retry-After` to the time, in µs, after which the request would be admitted; at least one second.
 pub fn set_retry_after(headers: &mut HeaderMap, retry_us: u64) {
     headers.insert(RETRY_AFTER, HeaderValue::from(ceil_seconds(retry_us).max(1)));
 }
 
-/// Rounded up: who waits as long as he is told must not come too early.
+/// Convert µs to seconds, rounded up: a client that waits as told must not retry too early.
 pub fn ceil_seconds(us: u64) -> u64 {
     us.div_ceil(1_000_000)
 }
 
-/// A structured-field list; none when it would be empty, since an empty list is not sent (RFC 9651 §3.1).
+/// Build a structured-field list, or return `None` if it would be empty: an empty list is not sent (RFC 9651 §3.1).
 fn structured_list<'a>(
     limits: impl Iterator<Item = LimitStatus<'a>>,
     write_item: impl Fn(&mut BytesMut, LimitStatus<'a>) -> std::fmt::Result,

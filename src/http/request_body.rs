@@ -1,4 +1,4 @@
-//! Request bodies on their way to an upstream: how far they have come, how long they may be, who keeps whom waiting.
+//! Request bodies sent to an upstream: progress, length limit, minimum rate and buffering.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -18,47 +18,47 @@ use crate::http::headers::has_padding;
 use crate::http::idle::InFlightRequest;
 use crate::http::write_watchdog::StreamFlow;
 
-/// A request body on its way to an upstream. On the heap: most requests have none, and are moved often.
+/// A request body sent to an upstream. Boxed: most requests have no body, and they are moved often.
 pub struct RequestBody(Option<Box<RequestBodyInner>>);
 
 /// A body that is not empty.
 struct RequestBodyInner {
     source: BodySource,
     progress: Arc<UploadProgress>,
-    /// How slow the client may be; until the body is sent on nobody minds.
+    /// Minimum rate of the client; `None` until the limits are applied, since the rate does not matter before.
     rate_timer: Option<MinRateTimer>,
-    /// Bytes that may still come.
+    /// Bytes that the length limit still allows.
     remaining: u64,
     flow: Option<Arc<StreamFlow>>,
-    /// Whether trailers go on.
+    /// Whether trailers are forwarded.
     forwards_trailers: bool,
-    /// Whether frames say where it ends.
+    /// Whether the request came over HTTP/2, whose frames delimit the body.
     is_http2: bool,
-    /// Whether the next request of its flow waits for its end.
+    /// Whether the next request of the flow waits for the end of this body.
     is_counted: bool,
-    /// Its request is in flight, also after the response.
+    /// Keeps the request in flight, even after the response.
     in_flight: Option<InFlightRequest>,
 }
 
-/// Where a body comes from.
+/// The source of a body.
 enum BodySource {
     Client(Incoming),
-    /// All of it is here; none once it was taken.
+    /// The whole body in memory; `bytes` is `None` once taken.
     Buffered {
         bytes: Option<Bytes>,
         _reservation: Option<BufferReservation>,
     },
 }
 
-/// How far a request body has come, for whoever waits for the response to it.
+/// Progress of a request body, shared with the code that waits for the response.
 #[derive(Debug, Default)]
 pub struct UploadProgress {
     frame_count: AtomicU64,
     stage: AtomicU8,
     response_started: AtomicBool,
-    /// Time for which the connection waited for the client, µs.
+    /// Time for which the upstream connection waited for the client, in µs.
     client_wait_us: AtomicU64,
-    /// Since when it waits, µs after `began`; 0 = it does not.
+    /// Start of the current wait in µs after `started_at`; 0 if there is none.
     waiting_since_us: AtomicU64,
     started_at: StartTime,
 }
@@ -73,56 +73,57 @@ impl Default for StartTime {
     }
 }
 
-/// The connection has what there was, and may or may not have sent it.
+/// The upstream connection has received all available data, and may or may not have sent it.
 const SENDING: u8 = 0;
-/// The connection asked for more, and the client has sent nothing yet.
+/// The upstream connection polled for more, and the client has not sent it yet.
 const WAITING: u8 = 1;
-/// All of it is with the connection.
+/// The upstream connection has received the whole body.
 const DONE: u8 = 2;
-/// It was longer than it may be.
+/// The body exceeded the length limit.
 const TOO_LARGE: u8 = 3;
-/// The client sent nothing for too long.
+/// The client sent no data for too long, or too slowly.
 const STALLED: u8 = 4;
 
 impl UploadProgress {
-    /// Pieces handed to the connection so far.
+    /// Return the number of frames handed to the upstream connection so far.
     pub fn frame_count(&self) -> u64 {
         self.frame_count.load(Ordering::Relaxed)
     }
 
-    /// Whether it is the client that keeps everybody waiting.
+    /// Return whether the gateway waits for the client.
     pub fn is_waiting_for_client(&self) -> bool {
         self.stage() == WAITING
     }
 
-    /// Whether the body has come to its end.
+    /// Return whether the body reached its end.
     pub fn is_done(&self) -> bool {
         self.stage() == DONE
     }
 
-    /// Whether it was given up because of its length.
+    /// Return whether the body was aborted because of its length.
     pub fn is_too_large(&self) -> bool {
         self.stage() == TOO_LARGE
     }
 
-    /// Whether it was given up because the client sent nothing.
+    /// Return whether the body was aborted because the client sent too little for too long.
     pub fn is_stalled(&self) -> bool {
         self.stage() == STALLED
     }
 
-    /// The response has begun: from now on both sides may talk in turn.
+    /// Record that the response has begun: from now on both sides may send alternately.
     pub fn mark_response_started(&self) {
         self.response_started.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a request that ran out of time did so because of its client: it waits for the body, or waited for it most of the
-    /// time. Otherwise a client could withhold its last byte until just before the timeout.
+    /// Return whether the client caused a timeout of the request. The gateway still waits for the body, or has waited
+    /// for it at least half of the time. The latter stops a client from withholding its last byte until just before the
+    /// timeout.
     pub fn is_delayed_by_client(&self) -> bool {
         let elapsed = self.started_at.0.elapsed().as_micros() as u64;
         self.is_waiting_for_client() || self.client_wait_us.load(Ordering::Relaxed) >= elapsed / 2
     }
 
-    /// Notes that the connection waits for the client, or does no longer.
+    /// Record whether the upstream connection waits for the client.
     fn set_waiting(&self, is_waiting: bool) {
         let since = self.waiting_since_us.load(Ordering::Relaxed);
         if is_waiting == (since > 0) {
@@ -141,13 +142,13 @@ impl UploadProgress {
 }
 
 impl RequestBody {
-    /// A body that has come, over HTTP/2 or an earlier version, without bounds yet.
+    /// Create a received body without limits. `is_http2` says whether it came over HTTP/2.
     pub fn new(body: Incoming, is_http2: bool) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
         }
         let progress = Arc::default();
-        // Only chunks have trailers.
+        // Only chunked bodies have trailers.
         let flow = if is_http2 || body.size_hint().exact().is_some() { None } else { StreamFlow::current() };
         let is_counted = flow.is_some();
         flow.iter().for_each(|flow| flow.start_body());
@@ -164,13 +165,13 @@ impl RequestBody {
         })))
     }
 
-    /// Keeps its request in flight as long as there is something to read.
+    /// Keep the request in flight as long as there is something to read.
     pub fn with_in_flight(mut self, in_flight: &InFlightRequest) -> Self {
         self.0.iter_mut().for_each(|inner| inner.in_flight = Some(in_flight.share()));
         self
     }
 
-    /// Bounds a body that goes to an upstream from now on; its progress, if it is not empty.
+    /// Apply limits to a body that is sent to an upstream from now on. Return its progress, or `None` if it is empty.
     pub fn apply_limits(&mut self, limits: BodyLimits) -> Option<Arc<UploadProgress>> {
         let inner = self.0.as_mut()?;
         inner.rate_timer = Some(MinRateTimer::new(limits.upload));
@@ -179,20 +180,21 @@ impl RequestBody {
         Some(inner.progress.clone())
     }
 
-    /// How far it has come; none if it is empty.
+    /// Return the progress of the body, or `None` if it is empty.
     pub fn progress(&self) -> Option<Arc<UploadProgress>> {
         Some(self.0.as_ref()?.progress.clone())
     }
 
-    /// Reads all of it from the client, so that sending it on keeps nobody waiting; leaves it as it is where no more may be buffered. What comes in one piece is not copied.
+    /// Read the whole body from the client, so that sending it does not wait for the client. Leave the body unchanged
+    /// if the buffer budget is exhausted. A body of one chunk is not copied.
     ///
     /// # Errors
-    /// It breaks off, does not come in time, or is too long.
+    /// The body was aborted, too slow or too long.
     pub async fn buffer(&mut self, limits: BodyLimits) -> Result<(), BodyError> {
         self.apply_limits(limits);
         let length = self.size_hint().lower() as usize;
         let reservation = match StreamFlow::current().map(|flow| flow.try_reserve(length)) {
-            // It is streamed.
+            // The budget is exhausted: stream the body.
             Some(None) => return Ok(()),
             reservation => reservation.flatten(),
         };
@@ -204,7 +206,7 @@ impl RequestBody {
                 content = data;
                 continue;
             }
-            // Small pieces would each keep the buffer that they were read into.
+            // Small chunks would each keep alive the buffer that they were read into.
             buffer.extend_from_slice(&std::mem::take(&mut content));
             buffer.extend_from_slice(&data);
         }
@@ -217,32 +219,32 @@ impl RequestBody {
         Ok(())
     }
 
-    /// No body.
+    /// Create an empty body.
     pub fn empty() -> Self {
         RequestBody(None)
     }
 
-    /// Ends the connection unless the body is read to its end.
+    /// Attach a flow: the connection ends unless the body is read to its end.
     pub fn attach_flow(&mut self, flow: &Arc<StreamFlow>) {
         self.0.iter_mut().for_each(|inner| inner.flow = Some(flow.clone()));
     }
 
-    /// Lets trailers through, where the connection can say them; without this they are dropped.
+    /// Forward trailers, for upstream connections that can send them. Without this call they are dropped.
     pub fn allow_trailers(&mut self) {
         self.0.iter_mut().for_each(|inner| inner.forwards_trailers = true);
     }
 }
 
 impl RequestBodyInner {
-    /// Whether a client is silent for too long that owes something: once the response has begun, only one that has said how
-    /// much is to come.
+    /// Return whether the client exceeded its upload time. Once the response has begun, only bodies of known length are
+    /// timed.
     fn is_client_timed_out(&mut self, cx: &mut Context<'_>) -> bool {
         let is_timed =
             !self.progress.response_started.load(Ordering::Relaxed) || self.source.size_hint().exact().is_some();
         is_timed && self.rate_timer.as_mut().is_some_and(|timer| timer.poll(cx).is_ready())
     }
 
-    /// Lets the next request of its flow go on.
+    /// Let the next request of the flow continue.
     fn release_next_request(&mut self) {
         if let Some(flow) = self.flow.as_ref().filter(|_| self.is_counted) {
             flow.end_body();
@@ -260,12 +262,13 @@ impl RequestBodyInner {
         if let Poll::Ready(Some(Ok(frame))) = &polled
             && let Some(trailers) = frame.trailers_ref()
         {
-            // hyper reads trailers up to CR LF CR LF: where a line ends in LF alone, the next request is among them, and other
-            // servers see two requests (RFC 9112 §7.1). A trailer section without a field can only be that.
+            // hyper reads trailers up to CR LF CR LF. If a line ends in LF alone, the trailers include the next
+            // request, and other servers see two requests (RFC 9112 §7.1). An empty trailer section can only be that
+            // case.
             if has_padding(trailers) || !self.is_http2 && trailers.is_empty() {
                 polled = Poll::Ready(Some(Err(BodyError::MalformedTrailers)));
             } else {
-                // Behind any other one nothing is taken for a request.
+                // After any other trailer section, no bytes are accepted as a request.
                 if let Some(flow) = self.flow.as_ref().filter(|_| !self.is_http2) {
                     flow.abandon_request();
                 }
@@ -279,7 +282,7 @@ impl RequestBodyInner {
                 return (STALLED, Poll::Ready(Some(Err(BodyError::ClientTimeout))));
             }
             Poll::Pending => return (WAITING, polled),
-            // A body of known length is not asked again after its last byte.
+            // hyper does not poll a body of known length after its last byte.
             Poll::Ready(None) => return (DONE, polled),
             Poll::Ready(Some(Ok(frame))) => {
                 let length = frame.data_ref().map_or(0, Bytes::len);
@@ -289,7 +292,7 @@ impl RequestBodyInner {
                     None => return (TOO_LARGE, Poll::Ready(Some(Err(BodyError::TooLarge)))),
                 }
             }
-            // Not at its end, even if nothing more comes.
+            // The body did not reach its end, even if nothing follows.
             Poll::Ready(Some(Err(_))) => return (SENDING, polled),
         }
         (if self.source.is_end_stream() { DONE } else { SENDING }, polled)
@@ -341,7 +344,7 @@ impl HttpBody for RequestBody {
 
 impl Drop for RequestBodyInner {
     fn drop(&mut self) {
-        // Chunks have no end that could be seen before it was asked for.
+        // The end of a chunked body is unknown until it is polled.
         if let Some(flow) = self.flow.as_ref().filter(|_| !self.progress.is_done()) {
             flow.abandon_request();
         }

@@ -1,4 +1,4 @@
-//! The host that a request is routed on, and the one that the upstream is told.
+//! The host and path of a request target in canonical form.
 
 use std::borrow::Cow;
 use std::net::Ipv6Addr;
@@ -7,11 +7,13 @@ use http::header::{HOST, HeaderValue};
 use http::uri::Scheme;
 use http::{HeaderMap, Uri, Version};
 
-/// The host of a request, in lower case, without port and without a dot at its end; IPv6 addresses in their shortest form: of the target if it names one (RFC 9112 §3.2.2), else the
-/// one Host field; empty where HTTP/1.0 sends none.
+/// Return the host of a request in lower case, without port and without trailing dot. IPv6 addresses are in their
+/// shortest form. The host is that of the target if it has one (RFC 9112 §3.2.2), otherwise that of the single `Host`
+/// header. It is empty if an HTTP/1.0 request has neither.
 ///
 /// # Errors
-/// Why it cannot be told.
+/// The host is missing, repeated or malformed, or the scheme of the target is not http or https. The error is the
+/// problem detail.
 pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) -> Result<Cow<'a, str>, &'static str> {
     if uri.scheme().is_some_and(|scheme| *scheme != Scheme::HTTP && *scheme != Scheme::HTTPS) {
         return Err("the target is not one of http or https");
@@ -28,7 +30,7 @@ pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) 
         None => None,
     };
     let host = match (uri.authority(), field) {
-        // Sent even where the target names the host (RFC 9112 §3.2).
+        // `Host` is required even if the target contains the host (RFC 9112 §3.2).
         (_, None) if version == Version::HTTP_11 => return Err("the request has no Host"),
         (Some(authority), _) => strip_port(authority.as_str()).ok_or(malformed)?,
         (None, Some(host)) => host,
@@ -38,13 +40,13 @@ pub fn request_host<'a>(uri: &'a Uri, headers: &'a HeaderMap, version: Version) 
     Ok(canonical_host(host))
 }
 
-/// The one form of a host without port.
+/// Return the canonical form of a host without port.
 pub fn canonical_host(host: &str) -> Cow<'_, str> {
     let inner = host.strip_prefix('[').and_then(|inner| inner.strip_suffix(']'));
     if let Some(address) = inner.and_then(|inner| inner.parse::<Ipv6Addr>().ok()) {
         return Cow::Owned(format!("[{address}]"));
     }
-    // The root of all names (RFC 1034 §3.1): with and without it is the same host.
+    // The trailing dot is the root label (RFC 1034 §3.1): with and without it, the name is the same host.
     let host = host.strip_suffix('.').unwrap_or(host);
     if host.bytes().any(|byte| byte.is_ascii_uppercase()) {
         return Cow::Owned(host.to_ascii_lowercase());
@@ -52,7 +54,7 @@ pub fn canonical_host(host: &str) -> Cow<'_, str> {
     Cow::Borrowed(host)
 }
 
-/// A Host without the dot at the end of its name; none where there is no dot.
+/// Return a `Host` value without the trailing dot of its name, or `None` if there is no trailing dot.
 pub fn strip_trailing_dot(host: &HeaderValue) -> Option<HeaderValue> {
     let bytes = host.as_bytes();
     let end = bytes.iter().position(|byte| *byte == b':').unwrap_or(bytes.len());
@@ -60,7 +62,7 @@ pub fn strip_trailing_dot(host: &HeaderValue) -> Option<HeaderValue> {
     HeaderValue::from_bytes(&[name.strip_suffix(b".")?, port].concat()).ok()
 }
 
-/// The host of `host`, `host:port`, `[v6]`, `[v6]:port`; none if it is something else, such as `user@host`.
+/// Return the host of `host`, `host:port`, `[v6]` or `[v6]:port`. Return `None` for anything else, such as `user@host`.
 fn strip_port(authority: &str) -> Option<&str> {
     let (host, port) = match authority.strip_prefix('[').and_then(|inner| inner.split_once(']')) {
         Some((v6, rest)) => {
@@ -79,9 +81,10 @@ fn strip_port(authority: &str) -> Option<&str> {
     is_valid.then_some(host)
 }
 
-// The canonical form of a path: the one that is routed on and limited by, and forwarded with its own encoding of delimiters.
+// === Path: the canonical form for routing and limits, and the forwarded form, which keeps the encoding of delimiters
+// ===
 
-/// Why a path has no canonical form.
+/// The reasons why a path has no canonical form.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum PathError {
@@ -93,25 +96,25 @@ pub enum PathError {
     ForbiddenCharacter,
 }
 
-/// Brings a path into canonical form: what stands for itself in a path decoded, all else encoded in upper case,
-/// dot segments resolved, `//` merged (RFC 3986 §6.2.2, with the merging that servers do).
+/// Return the canonical form of a path. Characters permitted in a path are decoded, all others are encoded in upper
+/// case. Dot segments are resolved and `//` is merged (RFC 3986 §6.2.2, with the merging that servers do).
 ///
 /// # Errors
-/// The path could mean different things to different servers, see [`PathError`].
+/// Servers could interpret the path differently, see [`PathError`].
 pub fn canonical_path(path: &str) -> Result<Cow<'_, str>, PathError> {
     normalize(path, is_literal)
 }
 
-/// The same, but encoded delimiters (`%3A`, `%2B`, `%3B`, …) stay encoded: the form that is forwarded. Some servers give `;` and
-/// `+` a meaning that `%3B` and `%2B` do not have.
+/// Return the path to forward: the canonical form, except that encoded delimiters such as `%3A`, `%2B` and `%3B` stay
+/// encoded. Some servers give `;` and `+` a meaning that `%3B` and `%2B` do not have.
 ///
 /// # Errors
-/// As [`canonical`].
+/// As for [`canonical_path`].
 pub fn forwarded_path(path: &str) -> Result<Cow<'_, str>, PathError> {
     normalize(path, is_unreserved)
 }
 
-/// `decoded` says of which characters the encoding is taken away.
+/// Normalize a path. `should_decode` selects the characters whose percent-encoding is removed.
 fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, PathError> {
     if !path.starts_with('/') {
         return Err(PathError::NotAbsolute);
@@ -121,7 +124,7 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, 
     }
     let encoded = encode(path.as_bytes(), should_decode)?;
     let mut segments: Vec<&str> = Vec::new();
-    // A path that ends in `/`, `/.` or `/..` names a folder.
+    // A path that ends in `/`, `/.` or `/..` names a directory.
     let mut is_directory = false;
     for segment in encoded.split('/').skip(1) {
         is_directory = matches!(segment, "" | "." | "..");
@@ -144,7 +147,8 @@ fn normalize(path: &str, should_decode: fn(u8) -> bool) -> Result<Cow<'_, str>, 
     Ok(Cow::Owned(out))
 }
 
-/// Nothing to decode, encode, resolve or merge; `.` at the start of a segment takes the slow way.
+/// Return whether there is nothing to decode, encode, resolve or merge. A `.` at the start of a segment takes the slow
+/// path.
 fn is_canonical(path: &[u8]) -> bool {
     let mut previous = b'.';
     path.iter().all(|&byte| {
@@ -157,7 +161,7 @@ fn is_canonical(path: &[u8]) -> bool {
     })
 }
 
-/// Characters that stand for themselves in a path (RFC 3986 `pchar` and `/`).
+/// Return whether a character may appear unencoded in a path (RFC 3986 `pchar` and `/`).
 fn is_literal(byte: u8) -> bool {
     is_unreserved(byte) || b"!$&'()*+,;=:@/".contains(&byte)
 }

@@ -1,4 +1,4 @@
-//! Switching protocols (RFC 9110 §7.8): what a client may offer, and what an upstream may make of it.
+//! Protocol upgrades (RFC 9110 §7.8): the offer of a client, the choice of an upstream, and the tunnel between them.
 
 use std::io;
 use std::pin::{Pin, pin};
@@ -16,17 +16,17 @@ use tokio::time::timeout;
 
 use crate::limiter::clock::monotonic;
 
-/// Protocols that carry requests: in a tunnel they would pass by routes and limits.
+/// Protocols that carry requests. Inside a tunnel, such requests would bypass routes and limits.
 const REQUEST_PROTOCOLS: [&str; 5] = ["h2c", "h2", "h3", "http", "tls"];
 
-/// The protocols that a client offers to switch to.
+/// The protocols that a client offers to upgrade to.
 #[derive(Debug)]
 pub struct UpgradeRequest(HeaderValue);
 
 impl UpgradeRequest {
-    /// What the header section of a request offers that may be passed on.
+    /// Return the offered protocols that may be forwarded, or `None` if there are none.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
-        // Without this it is what is left of another connection.
+        // Without the `upgrade` option in `Connection`, the `Upgrade` header was left over from another connection.
         if !tokens(headers, &CONNECTION).any(|name| name.eq_ignore_ascii_case("upgrade")) {
             return None;
         }
@@ -35,12 +35,12 @@ impl UpgradeRequest {
         value.filter(|value| !value.is_empty()).map(UpgradeRequest)
     }
 
-    /// Makes the offer to the next server.
+    /// Add the offer to the headers of the upstream request.
     pub fn insert_into(&self, headers: &mut HeaderMap) {
         set_upgrade_headers(headers, self.0.clone());
     }
 
-    /// The protocols that an answer switches to, if they were offered.
+    /// Return the protocols that a response switches to, or `None` unless all of them were offered.
     pub fn accepted_protocols(&self, response_headers: &HeaderMap) -> Option<HeaderValue> {
         let is_offered = |protocol: &str| split_list(&self.0).any(|offered| offered.eq_ignore_ascii_case(protocol));
         let protocols: Vec<_> = tokens(response_headers, &UPGRADE).collect();
@@ -49,7 +49,7 @@ impl UpgradeRequest {
     }
 }
 
-/// Says what this connection switches to.
+/// Set `Connection` and `Upgrade` to the protocols of an offer or a switch.
 pub fn set_upgrade_headers(headers: &mut HeaderMap, protocols: HeaderValue) {
     headers.insert(CONNECTION, HeaderValue::from_static("upgrade"));
     headers.insert(UPGRADE, protocols);
@@ -68,22 +68,22 @@ fn split_list(value: &HeaderValue) -> impl Iterator<Item = &str> {
     value.to_str().unwrap_or_default().split(',').map(str::trim).filter(|token| !token.is_empty())
 }
 
-// Two connections that have switched protocols: bytes pass both ways until both directions have ended.
+// === Tunnel: bytes are copied between two upgraded connections until both directions have ended ===
 
-/// What is agreed with both sides, and begins when both have heard of it.
+/// A tunnel agreed with both sides. It starts once the upgrade of both connections is complete.
 #[derive(Debug)]
 pub struct Tunnel {
-    /// The client's side.
+    /// Upgrade of the client connection.
     pub downstream: OnUpgrade,
-    /// The upstream's side.
+    /// Upgrade of the upstream connection.
     pub upstream: OnUpgrade,
-    /// It is over when neither side has said anything for so long.
+    /// Maximum time without data in either direction.
     pub idle_timeout: Duration,
 }
 
 impl Tunnel {
-    /// Passes bytes on, and counts those `sent` to the client. The end of one direction is passed on and leaves the other
-    /// open. Whether both came to their end.
+    /// Copy bytes in both directions, and count the bytes sent to the client. The end of one direction is forwarded and
+    /// leaves the other open. Return whether both directions ended regularly.
     pub async fn run(self, bytes_sent: &mut u64) -> bool {
         let (Ok(downstream), Ok(upstream)) = join(self.downstream, self.upstream).await else { return false };
         let activity = TunnelActivity { started_at: monotonic(), last_activity_ms: AtomicU64::new(0) };
@@ -104,10 +104,10 @@ impl Tunnel {
     }
 }
 
-/// When something has passed last.
+/// The time of the last activity in a tunnel.
 struct TunnelActivity {
     started_at: Instant,
-    /// ms after `started`.
+    /// Last activity in ms after `started_at`.
     last_activity_ms: AtomicU64,
 }
 
@@ -121,7 +121,7 @@ impl TunnelActivity {
     }
 }
 
-/// A connection that is watched.
+/// A connection that counts written bytes and records activity.
 struct CountingIo<'a> {
     io: TokioIo<Upgraded>,
     bytes_written: &'a mut u64,

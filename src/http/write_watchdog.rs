@@ -1,4 +1,5 @@
-//! Whether a client takes the response that is there for it, and in time: no clock and no timer as long as nothing asks for it.
+//! Write timeout: whether a client reads the response that is pending for it. No clock is read and no timer set until
+//! needed.
 
 use std::cell::RefCell;
 use std::future::Future;
@@ -15,45 +16,45 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use crate::http::buffer_budget::{BufferBudget, BufferReservation, ReadLimit};
 
-/// Bytes of a response on a stream of which little is read at a time.
+/// Number of bytes at the start of a response that are read in small reads.
 const READ_SMALL: u64 = 64 << 10;
 
 thread_local! {
-    /// The flow that the running task serves. Tokio's own locals of a task would count one reference more with each poll.
+    /// The flow of the running task. tokio's task locals would update a reference count with each poll.
     static CURRENT: RefCell<Option<Arc<StreamFlow>>> = const { RefCell::new(None) };
 }
 
-/// What points in time are counted from.
+/// Epoch of the stored points in time.
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-/// What passes on a stream: one of HTTP/2, or an HTTP/1.x connection, which has one request at a time.
+/// The state of a stream: an HTTP/2 stream, or an HTTP/1.x connection, which has one request at a time.
 #[derive(Debug)]
 pub struct StreamFlow {
-    /// What may be buffered for it, with others.
+    /// Buffer budget, shared with other streams.
     budget: Arc<BufferBudget>,
-    /// Whether it is one of several on its connection, which buffer pieces of responses each for itself.
+    /// Whether the connection has several streams, each of which buffers chunks of its response.
     is_multiplexed: bool,
-    /// Bytes of the response that are buffered.
+    /// Buffered bytes of the response.
     buffered: AtomicUsize,
-    /// Woken when some of them are written.
+    /// Woken when buffered bytes are written.
     written_waker: AtomicWaker,
-    /// Twice the number of pieces handed to the protocol; one more while the last one keeps it from taking the next.
+    /// Twice the number of chunks handed to hyper, plus one while the last keeps hyper from taking the next.
     chunk_counter: AtomicU64,
-    /// A request was not read to its end.
+    /// Whether a request was not read to its end.
     request_abandoned: AtomicBool,
-    /// The response has no end but that of the connection.
+    /// Whether only the end of the connection delimits the response.
     is_close_delimited: AtomicBool,
-    /// Request bodies of unknown length that there were, and those of them that were read to their end or given up.
+    /// Numbers of request bodies of unknown length that started, and of those that were read to their end or abandoned.
     bodies_started: AtomicU32,
     bodies_ended: AtomicU32,
-    /// Wakes the next request when there is none left.
+    /// Wakes the next request when a body ended.
     body_ended: Notify,
-    /// When the response is to be over, in µs after the epoch; 0 = when it is.
+    /// When the response must end, in µs after the epoch; 0 if there is no deadline.
     deadline_us: AtomicU64,
 }
 
 impl StreamFlow {
-    /// The flow that the running task serves.
+    /// Return the flow of the running task.
     pub fn current() -> Option<Arc<StreamFlow>> {
         CURRENT.with_borrow(Option::clone)
     }
@@ -84,12 +85,12 @@ impl StreamFlow {
         }
     }
 
-    /// How much is read of the response to the request of the running task before its body is polled.
+    /// Return the read limit for the response to the running task's request before its body is polled.
     pub fn first_reads() -> ReadLimit {
         CURRENT.with_borrow(|flow| flow.as_ref().map_or(ReadLimit::Any, |flow| flow.reads(0)))
     }
 
-    /// How much is read at a time of a response of which so much was sent.
+    /// Return the read limit of a response of which `sent` bytes were sent.
     pub(super) fn reads(&self, sent: u64) -> ReadLimit {
         match sent {
             _ if !self.is_multiplexed => ReadLimit::Any,
@@ -99,69 +100,69 @@ impl StreamFlow {
         }
     }
 
-    /// Whether more of responses may be buffered.
+    /// Return whether more response data may be buffered.
     pub(super) fn has_capacity(&self) -> bool {
         self.budget.has_capacity()
     }
 
-    /// Whether pieces of its response count.
+    /// Return whether chunks of the response count against the budget.
     pub(super) fn is_multiplexed(&self) -> bool {
         self.is_multiplexed
     }
 
-    /// Part of what may be buffered, for a request body; none if there is not so much.
+    /// Reserve `bytes` for a request body, or return `None` if the budget does not allow it.
     pub(super) fn try_reserve(&self, bytes: usize) -> Option<BufferReservation> {
         self.budget.try_reserve(bytes)
     }
 
-    /// Ready when the response may go on: when all of it so far is written, or there is room for more. So each stream goes on
-    /// whatever others hold.
+    /// Return ready when the response may continue: all buffered chunks are written, or the budget has capacity. Each
+    /// stream can thus make progress whatever the others hold.
     pub(super) fn poll_capacity(&self, cx: &Context<'_>) -> Poll<()> {
         let has_capacity = || self.buffered.load(Ordering::Acquire) == 0 || self.budget.has_capacity();
         if has_capacity() {
             return Poll::Ready(());
         }
         self.written_waker.register(cx.waker());
-        // It may have been written in between.
+        // The bytes may have been written before the waker was registered.
         if has_capacity() { Poll::Ready(()) } else { Poll::Pending }
     }
 
-    /// A piece is buffered.
+    /// Count a chunk as buffered.
     pub(super) fn add_buffered(&self, bytes: usize) {
         self.buffered.fetch_add(bytes, Ordering::Relaxed);
         self.budget.add(bytes);
     }
 
-    /// A piece is written, or dropped.
+    /// Release a chunk that was written or dropped.
     pub(super) fn release_buffered(&self, bytes: usize) {
         self.budget.subtract(bytes);
         self.buffered.fetch_sub(bytes, Ordering::Release);
         self.written_waker.wake();
     }
 
-    /// The protocol has something for the client.
+    /// Record that hyper has data for the client.
     pub(super) fn mark_data_pending(&self) {
         let counter = self.chunk_counter.load(Ordering::Relaxed);
         self.chunk_counter.store((counter | 1) + 2, Ordering::Relaxed);
     }
 
-    /// The protocol asks for more, or needs no more.
+    /// Record that hyper polls for more data, or needs no more.
     pub(super) fn mark_drained(&self) {
         let counter = self.chunk_counter.load(Ordering::Relaxed);
         self.chunk_counter.store(counter & !1, Ordering::Relaxed);
     }
 
-    /// Nothing but the end of the connection says where the response ends.
+    /// Record that only the end of the connection delimits the response.
     pub(super) fn mark_close_delimited(&self) {
         self.is_close_delimited.store(true, Ordering::Relaxed);
     }
 
-    /// Whether a response that breaks off would look whole.
+    /// Return whether an aborted response would look complete.
     pub fn is_close_delimited(&self) -> bool {
         self.is_close_delimited.load(Ordering::Relaxed)
     }
 
-    /// The response ends then at the latest. Whoever sets this has the task woken in time.
+    /// Set the time at which the response must end. The caller ensures that the task is woken in time.
     pub(super) fn set_deadline(&self, deadline: Option<Instant>) {
         let deadline_us = deadline.map_or(0, |at| (at.saturating_duration_since(*EPOCH).as_micros() as u64).max(1));
         self.deadline_us.store(deadline_us, Ordering::Relaxed);
@@ -172,18 +173,19 @@ impl StreamFlow {
         deadline_us > 0 && EPOCH.elapsed().as_micros() as u64 >= deadline_us
     }
 
-    /// A request has a body whose end is not known.
+    /// Record that a request has a body of unknown length.
     pub(super) fn start_body(&self) {
         self.bodies_started.fetch_add(1, Ordering::Relaxed);
     }
 
-    /// It was read to its end, or is given up.
+    /// Record that such a body was read to its end or abandoned.
     pub(super) fn end_body(&self) {
         self.bodies_ended.fetch_add(1, Ordering::Release);
         self.body_ended.notify_one();
     }
 
-    /// The flow and the number of its bodies, if a request that comes now may not be one: see [`Flow::is_request`].
+    /// Return the flow and the number of its bodies if bytes received now may not be a request; see
+    /// [`StreamFlow::wait_for_bodies`].
     pub fn unfinished_bodies() -> Option<(Arc<StreamFlow>, u32)> {
         CURRENT.with_borrow(|current| {
             let flow = current.as_ref()?;
@@ -193,8 +195,8 @@ impl StreamFlow {
         })
     }
 
-    /// Waits until so many bodies are over; whether what follows them is a request. hyper may read the end of a body and the
-    /// next head before the task that sends the body on has seen its trailers.
+    /// Wait until `bodies` bodies have ended, and return whether a request follows them. hyper may read the end of a
+    /// body and the next headers before the task that forwards the body has seen its trailers.
     pub async fn wait_for_bodies(&self, bodies: u32) -> bool {
         while self.bodies_ended.load(Ordering::Acquire) != bodies {
             self.body_ended.notified().await;
@@ -202,37 +204,38 @@ impl StreamFlow {
         !self.is_request_abandoned()
     }
 
-    /// The rest of a request is not wanted.
+    /// Record that the rest of a request will not be read.
     pub fn abandon_request(&self) {
         self.request_abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Whether the client may still be sending what nobody reads.
+    /// Return whether the client may still be sending a request that is not read.
     pub fn is_request_abandoned(&self) -> bool {
         self.request_abandoned.load(Ordering::Relaxed)
     }
 }
 
-/// Runs what serves a flow, until its client has not taken what is there for so long, or its time is over.
+/// Polls the future that serves a flow, until the client has not read pending data for `timeout`, or the deadline has
+/// passed.
 #[derive(Debug)]
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
-    /// What is current while it is polled.
+    /// Swapped with the current flow of the thread while the future is polled.
     scoped_flow: Option<Arc<StreamFlow>>,
     timeout: Duration,
-    /// Where the flow stood when the timer was set.
+    /// Chunk counter when the timer was set.
     seen_counter: u64,
-    /// Set only while the client keeps us waiting.
+    /// Set only while the gateway waits for the client.
     timer: Option<Pin<Box<Sleep>>>,
 }
 
 impl WriteWatchdog {
-    /// Of an HTTP/1.x connection that begins.
+    /// Create the watchdog of a new HTTP/1.x connection.
     pub fn for_connection(timeout: Duration, budget: Arc<BufferBudget>) -> Self {
         WriteWatchdog::new(timeout, StreamFlow::new(budget, false))
     }
 
-    /// Of a stream that begins.
+    /// Create the watchdog of a new HTTP/2 stream.
     pub fn for_stream(timeout: Duration, budget: Arc<BufferBudget>) -> Self {
         WriteWatchdog::new(timeout, StreamFlow::new(budget, true))
     }
@@ -242,19 +245,19 @@ impl WriteWatchdog {
         WriteWatchdog { scoped_flow: Some(flow.clone()), flow, timeout, seen_counter: 0, timer: None }
     }
 
-    /// The flow.
+    /// Return the flow.
     pub fn flow(&self) -> &StreamFlow {
         &self.flow
     }
 
-    /// Polls what serves the flow; none = the client does not take its response, or not in time.
+    /// Poll the future that serves the flow. Return `None` if the client does not read the response in time.
     pub fn poll<F: Future>(&mut self, served: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
         let scope = FlowScope::enter(&mut self.scoped_flow);
         if let Poll::Ready(output) = served.poll(cx) {
             return Poll::Ready(Some(output));
         }
         drop(scope);
-        // The response breaks off by itself where the client takes what there is.
+        // If the client reads, the body itself aborts the response at the deadline.
         if self.flow.is_past_deadline() {
             return Poll::Ready(None);
         }
@@ -273,7 +276,7 @@ impl WriteWatchdog {
     }
 }
 
-/// Makes a flow the current one until it is dropped.
+/// Makes a flow the current one of the thread until it is dropped.
 struct FlowScope<'a>(&'a mut Option<Arc<StreamFlow>>);
 
 impl<'a> FlowScope<'a> {

@@ -1,4 +1,4 @@
-//! Answers that do not wait for the end of the request: they must reach a client that is still sending.
+//! Responses sent before the request is read to its end: they must reach a client that is still sending.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -13,26 +13,27 @@ use crate::http::body::Body;
 use crate::http::request_body::RequestBody;
 use crate::http::write_watchdog::StreamFlow;
 
-/// A body of at most so many bytes is read to its end, so that the connection can go on.
+/// Maximum length, in bytes, of a request body that is read to its end so that the connection can be reused.
 const MAX_DRAINED_BODY: u64 = 64 << 10;
 
-/// How long to wait for such a body.
+/// Maximum time to read such a body.
 const DRAIN_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Whether the answer can come before the request is read, and end the connection. HTTP/2 resets the stream instead
-/// (RFC 9113 §8.1), which it does by itself.
+/// Return whether the response may be sent before the request is read, and then closes the connection. For HTTP/2,
+/// hyper resets the stream instead (RFC 9113 §8.1).
 pub(super) fn has_unread_body(request: &Request<RequestBody>) -> bool {
     request.version() != Version::HTTP_2 && !request.body().is_end_stream()
 }
 
-/// Sees to the body of a request that nobody wants.
+/// Drain or abandon the body of a request that will not be forwarded.
 pub(super) fn discard_body(request: Box<Request<RequestBody>>) {
     if !has_unread_body(&request) {
         return;
     }
     let Some(flow) = StreamFlow::current() else { return };
     let is_small = request.body().size_hint().exact().is_some_and(|length| length <= MAX_DRAINED_BODY);
-    // Whoever waits for 100 sends no body now: what comes next would be taken for it.
+    // A client that sent `Expect: 100-continue` sends no body after a final response: the next request would be read as
+    // the body.
     if is_small && !request.headers().contains_key(EXPECT) {
         tokio::spawn(drain_body(request.into_body(), flow));
     } else {
@@ -40,7 +41,7 @@ pub(super) fn discard_body(request: Box<Request<RequestBody>>) {
     }
 }
 
-/// Tells the client of a request that will not be read to its end that the connection ends, too (RFC 9112 §9.6).
+/// Set `Connection: close` if the request will not be read to its end (RFC 9112 §9.6).
 pub(super) fn set_connection_close(response: &mut Response<Body>) {
     if StreamFlow::current().is_some_and(|flow| flow.is_request_abandoned()) {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));

@@ -1,4 +1,4 @@
-//! Sends an admitted request on, and hands the answer back.
+//! Forwarding of an admitted request to an upstream, and of its response to the client.
 
 use std::pin::pin;
 use std::time::Duration;
@@ -23,22 +23,25 @@ use crate::telemetry::trace::TraceContext;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream, UpstreamError};
 
-/// What a request takes along.
+/// Per-request values that forwarding needs.
 pub(super) struct ForwardContext<'a> {
     pub(super) peer: &'a Peer,
-    /// What tells it from all others.
+    /// Request id, sent to the upstream.
     pub(super) request_id: &'a RequestId,
-    /// What is asked for, where that is not what came.
+    /// Path and query to request, if they differ from the received ones.
     pub(super) target: Option<PathAndQuery>,
-    /// When all of it is to be over.
+    /// When the route timeout expires.
     pub(super) deadline: Option<Instant>,
-    /// What the upstream's own spans belong to, if that is recorded.
+    /// Parent of the upstream's own spans, if the request is traced.
     pub(super) trace: Option<TraceContext>,
-    /// Notes where it has been.
+    /// Records the endpoints tried and the retries.
     pub(super) attempts: &'a mut AttemptLog,
 }
 
-/// Sends a request to an upstream and hands its answer back.
+/// Send a request to an upstream and return its response.
+///
+/// # Errors
+/// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
 pub(super) async fn forward(
     runtime: &CompiledConfig,
     route: &Route,
@@ -90,15 +93,15 @@ pub(super) async fn forward(
         let upgraded = self::accept_upgrade(response, pending_upgrade, runtime.server.idle_timeout);
         return upgraded.ok_or_else(|| UpstreamError::UnexpectedUpgrade { upstream: upstream.name().into() });
     }
-    // What ends with the connection hyper would call kept alive otherwise.
+    // hyper would treat a response to HTTP/1.0 that is delimited by the end of the connection as keep-alive.
     let is_close_delimited = http_1_0 && response.body().size_hint().exact().is_none();
     *response.version_mut() = if is_close_delimited { Version::HTTP_10 } else { Version::HTTP_11 };
     headers::strip_hop_by_hop(response.headers_mut(), &ProtectedHeaders::default());
     Ok(response)
 }
 
-/// The bounds of an exchange, and whether the body is read before it begins: a slow client then holds no connection and no
-/// permit of an upstream.
+/// Return the limits of an exchange, and whether to buffer the request body before sending it. With buffering, a slow
+/// client holds no connection and no permit of an upstream.
 fn body_limits(
     runtime: &CompiledConfig,
     route: &Route,
@@ -107,7 +110,8 @@ fn body_limits(
     deadline: Option<Instant>,
 ) -> (BodyLimits, bool) {
     let settings = &runtime.server;
-    // The sides of a call may talk in turn, and with pauses. Over HTTP/1.1 there is no gRPC, whatever the client says.
+    // Both sides of a gRPC call may send alternately, with pauses. gRPC needs HTTP/2: for an HTTP/1.1 upstream the
+    // client's `Content-Type` is ignored.
     let is_streaming = upstream.protocol() == Protocol::Http2 && is_grpc(request.headers());
     let idle_timeout = settings.body_idle_timeout;
     let upload = match is_streaming {
@@ -119,7 +123,7 @@ fn body_limits(
     (BodyLimits { deadline, upload, idle_timeout, max_body: route.max_body }, should_buffer)
 }
 
-/// The switch that an upstream agrees to; none if it is not what was offered.
+/// Return the 101 response with the tunnel, or `None` if the upstream switched to a protocol that was not offered.
 fn accept_upgrade(
     response: Response<Body>,
     pending: Option<(UpgradeRequest, OnUpgrade)>,
@@ -135,37 +139,38 @@ fn accept_upgrade(
     Some(Response::from_parts(parts, body.with_tunnel(Tunnel { downstream, upstream, idle_timeout })))
 }
 
-/// HTTP/2 says the host in the target (RFC 9113 §8.3.1).
+/// Move the host to the `:authority` of the request target, as in HTTP/2 (RFC 9113 §8.3.1).
 fn set_http2_target(request: &mut Request<RequestBody>) {
-    // Frames say where a body ends (RFC 9113 §8.1).
+    // HTTP/2 frames delimit the body (RFC 9113 §8.1).
     request.headers_mut().remove(TRANSFER_ENCODING);
     let host = request.headers_mut().remove(HOST);
     let mut uri = std::mem::take(request.uri_mut()).into_parts();
     uri.scheme = Some(uri::Scheme::HTTP);
-    // A host that was routed on, or our own of the upstream, is a valid authority.
+    // A host that was routed on, or the configured authority of the upstream, is a valid authority.
     uri.authority = host.and_then(|host| uri::Authority::try_from(host.as_bytes()).ok());
     *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
     *request.version_mut() = Version::HTTP_2;
 }
 
-// What an upstream is told of a request: headers cleaned and completed.
+// === Headers of the upstream request ===
 
-/// What is known of a request besides its head.
+/// Values for the upstream request headers that are not in the request itself.
 #[derive(Debug)]
 pub struct UpstreamRequestInfo<'a> {
-    /// Where it comes from.
+    /// Values of the forwarding headers.
     pub forwarded: &'a ForwardedInfo,
-    /// What tells it from all others.
+    /// Value of `X-Request-Id`.
     pub request_id: HeaderValue,
-    /// What the upstream's own spans belong to, if that is recorded.
+    /// Parent of the upstream's own spans, if the request is traced.
     pub trace: Option<TraceContext>,
-    /// The host that the upstream is told where the request names none.
+    /// `Host` sent to the upstream if the request has none.
     pub authority: &'a str,
-    /// Bytes of its body, where they are known.
+    /// Length of the body in bytes, if known.
     pub length: Option<u64>,
 }
 
-/// Makes the header section for the upstream of the one that came; the offer to switch protocols is left to whoever can switch.
+/// Turn the received headers into those sent to the upstream. Return the protocols that the client offers to upgrade
+/// to; the caller inserts them if it can upgrade the connection.
 pub fn prepare_upstream_headers<B>(
     runtime: &CompiledConfig,
     route: &Route,
@@ -173,15 +178,15 @@ pub fn prepare_upstream_headers<B>(
     info: UpstreamRequestInfo<'_>,
 ) -> Option<UpgradeRequest> {
     let version = request.version();
-    // The host that was routed on is the only one; an authority is a valid value.
+    // Forward only the host that was routed on. An authority is a valid header value.
     let authority = request.uri().authority().and_then(|host| HeaderValue::from_str(host.as_str()).ok());
     let headers = request.headers_mut();
-    // HTTP/1.0 cannot switch, and a body would have to be read first (RFC 9110 §7.8).
+    // HTTP/1.0 cannot upgrade, and a body would have to be read first (RFC 9110 §7.8).
     let can_upgrade = route.websocket && version == Version::HTTP_11 && info.length == Some(0);
     let upgrade_request = if can_upgrade { UpgradeRequest::from_headers(headers) } else { None };
     headers::strip_hop_by_hop(headers, &runtime.protected_headers);
     headers::set_framing(headers, info.length);
-    // Our own side answers 100-continue, when the body is first asked for.
+    // hyper sends `100 Continue` on the downstream connection when the body is first polled.
     headers.remove(EXPECT);
     headers::strip_untrusted(headers, &runtime.protected_headers, info.forwarded.trusted);
     headers::join_cookies(headers);

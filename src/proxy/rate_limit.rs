@@ -1,4 +1,4 @@
-//! Asks the limits of a route, settles what the response decides, and tells the caller.
+//! Rate limit checks of a route, settlement of costs after the response, and the RateLimit headers.
 
 use std::net::IpAddr;
 
@@ -30,7 +30,10 @@ use crate::snapshot::routes::{Route, RouteLimit};
 use crate::telemetry::access_log::RequestRecord;
 use crate::upstream::UpstreamError;
 
-/// Asks all limits of a route at once.
+/// Check all limits of a route in one call.
+///
+/// # Errors
+/// A limit is missing its identity or cost, or the store failed.
 pub(super) async fn check_limits<'a>(
     runtime: &'a CompiledConfig,
     limiter: &Limiter,
@@ -47,7 +50,8 @@ pub(super) async fn check_limits<'a>(
         record.route = Some(route.name.clone());
         record.path_template = record.trace.map(|_| route.path.clone());
     }
-    // Counted: what is only borrowed while the store is asked would keep others from borrowing cheaply.
+    // Owned, not borrowed: an `arc_swap` guard held during the store call would make borrowing expensive for other
+    // requests.
     let consumers = route_limits.uses_api_key.then(|| runtime.consumers.load_full());
     let attributes = limit_context.request_attributes(runtime, route, client, consumers.as_deref());
     let overrides = limiter.overrides.current();
@@ -76,14 +80,14 @@ pub(super) async fn check_limits<'a>(
         telemetry::record_decision(record, &checks, &decision, (started_at, elapsed));
     }
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
-    // A client that is over a limit learns nothing of its credential.
+    // A client over its limit does not learn whether its credential is valid.
     match rejection.filter(|_| decision.admitted) {
         Some(rejection) => Err(rejection),
         None => Ok(decision),
     }
 }
 
-/// Charges and gives back what the answer says; none if it says nothing.
+/// Charge and refund what the response determines. Return `None` if there is nothing to settle.
 pub(super) fn settle(
     charges: DeferredCharges,
     route: &Route,
@@ -96,7 +100,7 @@ pub(super) fn settle(
     };
     let settle_action = |limit_index: usize, later| {
         let route_limit = &route.rate_limits.limits[limit_index];
-        // A client does not make its own refund.
+        // A client cannot cause its own refund, for example by aborting the request.
         let is_refunded =
             !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
         match (is_refunded, later) {
@@ -110,7 +114,7 @@ pub(super) fn settle(
     charges.settle(settle_action)
 }
 
-/// Corrects the standing that the caller is told.
+/// Replace the outcomes in the decision by those after settlement, so that the client sees the corrected values.
 pub(super) fn apply_settlement(decision: &mut Decision<'_>, result: Result<Vec<(usize, Outcome)>, StoreError>) {
     match result {
         Ok(outcomes) => {
@@ -124,7 +128,7 @@ pub(super) fn apply_settlement(decision: &mut Decision<'_>, result: Result<Vec<(
     }
 }
 
-/// The RateLimit fields of an admitted request.
+/// Append the RateLimit headers of an admitted request.
 pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision: &Decision<'_>) {
     if decision.results.is_empty() {
         return;
@@ -150,25 +154,26 @@ pub fn append_ratelimit_headers(headers: &mut HeaderMap, route: &Route, decision
     }
 }
 
-// What the limits of a route are asked about a request: whose units, in which size, and how many.
+// === Limit checks: the limit key, quota and cost of a request for each limit ===
 
-/// A request that has found its route.
+/// A request whose route was found.
 #[derive(Debug)]
 pub struct LimitContext<'a, B> {
-    /// Its head.
+    /// Method, target and headers of the request.
     pub request: &'a Request<B>,
-    /// The host that it was routed on.
+    /// Host that was routed on.
     pub host: &'a str,
-    /// Its path in canonical form.
+    /// Path in canonical form.
     pub path: &'a str,
     /// Whether the peer is a trusted proxy.
     pub trusted: bool,
-    /// The subject of the client's certificate.
+    /// Subject of the client certificate, if there is one.
     pub certificate_subject: Option<&'a str>,
 }
 
 impl<'a, B> LimitContext<'a, B> {
-    /// The same, as far as identities are concerned; `consumers` where a limit of the route is by API key.
+    /// Return the attributes from which identities are resolved. `consumers` is required if a limit of the route uses
+    /// API keys.
     pub fn request_attributes(
         &self,
         runtime: &'a CompiledConfig,
@@ -198,10 +203,10 @@ impl<'a, B> LimitContext<'a, B> {
     }
 }
 
-/// What each of these limits is asked, if it applies. `identities` are those that the limits name, by index.
+/// Build a check for each limit that applies. `identities` are the identity specs of the limits, by index.
 ///
 /// # Errors
-/// The request lacks an identity, or a cost that a trusted proxy has to say.
+/// The request lacks an identity, or a cost that a trusted proxy has to send.
 pub fn build_checks<'a, 'p>(
     runtime: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -225,8 +230,9 @@ where
     Ok(checks)
 }
 
-/// The same for a request whose credential does not count: the limits by address. It is charged what it costs at once, and
-/// nothing is given back: otherwise guessing credentials would be free. It needs no permit, since it is rejected at once.
+/// Build the checks of a request with an invalid credential: only the limits by address. Their cost is charged at once
+/// and never refunded; otherwise guessing credentials would be free. Concurrency limits are skipped, since the request
+/// is rejected at once.
 pub fn build_unauthenticated_checks<'a, 'p>(
     runtime: &CompiledConfig,
     identities: &[IdentitySpec],
@@ -243,7 +249,7 @@ where
         if !spec.limits_unauthenticated() {
             continue;
         }
-        // What lacks another part of an identity or its cost is rejected all the same.
+        // A request that lacks another part of an identity or its cost is rejected in any case.
         if let Ok(Some(identity)) = spec.identify(attributes, &runtime.api_key_settings, &runtime.hasher, &mut encoder)
             && let Ok(check) = build_check(limit_index, route_limit, identity, attributes)
             && !check.is_concurrency()
@@ -270,7 +276,7 @@ where
     Ok(LimitCheck { limit_index, limit, variant: caller.variant(limit), identity, cost, deferred })
 }
 
-/// What remains to be done for a limit when the response is known.
+/// Return what remains to be done for a limit once the response is known.
 pub fn deferred_action(is_post_paid: bool, refund_on: &RefundOn) -> Deferred {
     match (is_post_paid, refund_on.is_empty()) {
         (true, _) => Deferred::Charge,

@@ -1,4 +1,4 @@
-//! Where a request wants to go: the host and the path that are routed on, and what does not come so far.
+//! The request target: host and path in the form used for routing, and the checks that precede routing.
 
 use std::borrow::Cow;
 
@@ -15,28 +15,28 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::snapshot::settings::ServerSettings;
 
-/// Bytes of the longest target that `http::Uri` can say.
+/// Maximum length, in bytes, of a target that `http::Uri` supports.
 const MAX_URI_BYTES: usize = 65_534;
 
-/// Where a request wants to go, in the form that routes are matched by.
+/// Host and path of a request in the form that routes match.
 #[derive(Debug)]
 pub struct RequestTarget<'a> {
-    /// In lower case and without port; empty where there is none.
+    /// Host in lower case without port; empty if the request has none.
     pub host: Cow<'a, str>,
-    /// In canonical form.
+    /// Path in canonical form.
     pub path: Cow<'a, str>,
-    /// As it is forwarded, where that differs: with delimiters encoded as they came.
+    /// Path to forward, if it differs from the canonical path: delimiters keep their received encoding.
     pub forwarded_path: Option<Box<str>>,
 }
 
 impl<'a> RequestTarget<'a> {
-    /// Reads it off the head of a request.
+    /// Parse and check the target of a request.
     ///
     /// # Errors
-    /// The request goes nowhere.
+    /// The target, the method, the headers or the transfer coding is not acceptable.
     pub fn from_request<B>(request: &'a Request<B>, settings: &ServerSettings) -> Result<Self, Rejection<'static>> {
         let uri = request.uri();
-        // First, since it ends the connection: whatever else is wrong, what follows may not be a request.
+        // Checked first because it closes the connection: the bytes that follow may not be a request.
         let mut codings = request.headers().get_all(TRANSFER_ENCODING).iter();
         let is_chunked = codings.next().is_none_or(|coding| coding.as_bytes().eq_ignore_ascii_case(b"chunked"));
         if !is_chunked || codings.next().is_some() {
@@ -45,11 +45,11 @@ impl<'a> RequestTarget<'a> {
         if matches!(*request.method(), Method::CONNECT | Method::TRACE) {
             return Err(Rejection::MethodNotImplemented);
         }
-        // Servers that fold the case of methods take `post` for POST, which routes and limits name.
+        // Servers that ignore the case of methods treat `post` as POST, but routes and limits name POST.
         if request.method().as_str().bytes().any(|byte| byte.is_ascii_lowercase()) {
             return Err(Rejection::LowercaseMethod);
         }
-        // hyper counts those of HTTP/1.1 itself.
+        // hyper enforces the limit for HTTP/1.1 itself.
         let (headers, max_headers) = (request.headers(), settings.max_headers);
         if request.version() == Version::HTTP_2
             && headers.len() > max_headers
@@ -70,22 +70,22 @@ impl<'a> RequestTarget<'a> {
             None
         };
         let target = RequestTarget { host, path, forwarded_path };
-        // Encoding makes some longer than they came, and longer than a target can be.
+        // Percent-encoding may make the target longer than received, and longer than a target can be.
         if length - uri.path().len().min(length) + target.forwarded_path().len() > settings.max_uri.min(MAX_URI_BYTES) {
             return Err(Rejection::UriTooLong);
         }
         Ok(target)
     }
 
-    /// The path that is forwarded: its segments are those of the canonical one.
+    /// Return the path to forward. Its segments are those of the canonical path.
     pub fn forwarded_path(&self) -> &str {
         self.forwarded_path.as_deref().unwrap_or(&self.path)
     }
 
-    /// The route that the request takes.
+    /// Return the route of the request.
     ///
     /// # Errors
-    /// None.
+    /// No route matches, or none with this method.
     pub fn find_route<'r, B>(
         &self,
         runtime: &'r CompiledConfig,
@@ -98,19 +98,19 @@ impl<'a> RequestTarget<'a> {
         }
     }
 
-    /// What the route makes of path and query; none if they stay.
+    /// Return path and query after the route's rewrite, or `None` if the route has no rewrite.
     ///
     /// # Errors
-    /// It is longer than a target can be.
+    /// The result is longer than a target can be.
     pub fn rewrite(&self, route: &Route, query: Option<&str>) -> Result<Option<PathAndQuery>, Rejection<'static>> {
         let Some(rewrite) = &route.rewrite else { return Ok(None) };
-        // Canonical again, and so a target unless it is longer than one can be.
+        // The result is canonical again, and so a valid target unless it is too long.
         let target = PathAndQuery::try_from(rewrite.apply(&route.path_pattern, self.forwarded_path(), query));
         target.map(Some).map_err(|_| Rejection::UriTooLong)
     }
 }
 
-/// Path and query only, with the path that is forwarded; none where they came like that.
+/// Return the origin form of the target with the path to forward, or `None` if the received target is already that.
 pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
     if path.is_none() && uri.authority().is_none() {
         return None;
@@ -120,6 +120,6 @@ pub fn origin_form(uri: &Uri, path: Option<&str>) -> Option<PathAndQuery> {
         Some(query) => format!("{path}?{query}"),
         None => path.to_owned(),
     };
-    // A canonical path and a query that was parsed before are valid.
+    // A canonical path and an already parsed query form a valid target.
     Some(PathAndQuery::try_from(target).unwrap_or(PathAndQuery::from_static("/")))
 }

@@ -1,4 +1,4 @@
-//! What a worker counts: requests by route, decisions by limit, answers by upstream.
+//! Request metrics of a worker: requests by route, decisions by limit, responses by upstream.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -21,28 +21,28 @@ use crate::telemetry::access_log::{DecisionInfo, EffectiveLimit, LimitInfo, Requ
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Upstream, UpstreamError};
 
-/// The classes of statuses, as labels.
+/// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
 
-/// What a limit had to do with a request.
+/// The effect of a limit on a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LimitDecision {
-    /// It let the request pass.
+    /// The limit admitted the request.
     Allowed,
-    /// It denied the request.
+    /// The limit denied the request.
     Denied,
-    /// It would have, were it no shadow.
+    /// A limit in shadow mode would have denied the request.
     ShadowDenied,
-    /// Its local share let the request pass.
+    /// The local share of the limit admitted the request.
     LocalAllowed,
-    /// Its local share denied the request.
+    /// The local share of the limit denied the request.
     LocalDenied,
-    /// It was not asked, since the store failed: `on_store_error` decided.
+    /// The limit was not checked because the store failed: `on_store_error` decided.
     StoreError,
 }
 
 impl LimitDecision {
-    /// All, in the order of their tally.
+    /// All values, in the order of their counters.
     pub const ALL: [LimitDecision; 6] = [
         LimitDecision::Allowed,
         LimitDecision::Denied,
@@ -52,7 +52,7 @@ impl LimitDecision {
         LimitDecision::StoreError,
     ];
 
-    /// One word for labels.
+    /// Return the value of the metric label.
     pub fn label(self) -> &'static str {
         match self {
             LimitDecision::Allowed => "allowed",
@@ -64,7 +64,7 @@ impl LimitDecision {
         }
     }
 
-    /// Whether it is about an identity that is over the limit.
+    /// Return whether the identity is over the limit.
     fn is_denial(self) -> bool {
         match self {
             LimitDecision::Denied | LimitDecision::ShadowDenied | LimitDecision::LocalDenied => true,
@@ -72,7 +72,7 @@ impl LimitDecision {
         }
     }
 
-    /// What the limit of a check had to do with the decision; none if others denied.
+    /// Return the effect of the check's limit on the decision, or `None` if other limits denied the request.
     pub fn from_decision(check: &LimitCheck<'_, '_>, decision: &Decision<'_>) -> Option<Self> {
         let is_local = decision.decided_by == DecidedBy::Local;
         let find_result = |limit_index| decision.results.iter().find(move |result| result.limit_index == limit_index);
@@ -92,36 +92,36 @@ impl LimitDecision {
     }
 }
 
-/// The counts of a process.
+/// Request metrics of the process.
 #[derive(Debug, Default)]
 pub struct RequestMetrics {
-    /// Requests by route; those that match none have no name.
+    /// Responses by route. Requests without a route have an empty name.
     pub routes: MetricFamily<ResponseStats>,
-    /// Decisions by limit, by [`Judgement`].
+    /// Decisions by limit and [`LimitDecision`].
     pub limits: MetricFamily<Counter<6>>,
-    /// Requests that were denied, whichever of their limits it was.
+    /// Requests denied by any of their limits.
     pub denied_requests: MetricFamily<Counter<1>>,
-    /// Who was denied by each limit.
+    /// Most frequently denied identities by limit.
     pub top_denied: MetricFamily<TopDenied>,
-    /// Answers by upstream.
+    /// Responses by upstream.
     pub upstreams: MetricFamily<ResponseStats>,
-    /// Requests that were sent again by upstream, by [`Again`].
+    /// Retries by upstream and [`RetryReason`](crate::upstream::retry::RetryReason).
     pub retries: MetricFamily<Counter<3>>,
-    /// What deciding took, all limits of a request together.
+    /// Duration of rate limit checks, all limits of a request together.
     pub check_durations: MetricFamily<Histogram>,
 }
 
-/// Answers by class of status, and the time to their heads.
+/// Responses by status class, and the time to the response headers.
 #[derive(Debug, Default)]
 pub struct ResponseStats {
-    /// By [`CLASSES`]; in one more those that never came.
+    /// Counters by [`STATUS_CLASSES`]. One more counts requests without a response.
     pub status_classes: Counter<{ STATUS_CLASSES.len() + 1 }>,
-    /// From the request to the head of the response.
+    /// Time from the request to the response headers.
     pub latency: Histogram,
 }
 
 impl ResponseStats {
-    /// One more; none if it never came.
+    /// Record a response; `None` if there was none.
     pub fn record(&self, status: Option<StatusCode>, elapsed: Duration) {
         let class = |status: StatusCode| usize::from(status.as_u16() / 100).clamp(1, STATUS_CLASSES.len()) - 1;
         self.status_classes.increment(status.map_or(STATUS_CLASSES.len(), class));
@@ -129,11 +129,11 @@ impl ResponseStats {
     }
 }
 
-/// Those of one worker, by the indices of the configuration that it serves.
+/// Metrics of one worker, by the indices of its current configuration.
 #[derive(Debug)]
 pub(super) struct WorkerMetrics {
     routes: Vec<RouteMetrics>,
-    /// Requests that match no route.
+    /// Responses to requests that match no route.
     unmatched: Arc<ResponseStats>,
     upstreams: Vec<UpstreamMetrics>,
     denied_requests: Arc<Counter<1>>,
@@ -153,7 +153,7 @@ struct RouteMetrics {
 }
 
 impl WorkerMetrics {
-    /// The counts that a worker adds to.
+    /// Create the metrics of `worker` for a configuration.
     pub(super) fn new(request_metrics: &RequestMetrics, runtime: &CompiledConfig, worker: usize) -> Self {
         let limits = |route: &crate::snapshot::routes::Route| {
             let names = route.rate_limits.limits.iter().map(|route_limit| &*route_limit.limit.name);
@@ -185,12 +185,13 @@ impl WorkerMetrics {
         }
     }
 
-    /// A request was answered.
+    /// Record a response to a client.
     pub(super) fn record_response(&self, route: Option<usize>, status: StatusCode, elapsed: Duration) {
         route.map_or(&self.unmatched, |route| &self.routes[route].responses).record(Some(status), elapsed);
     }
 
-    /// A request was sent on, and what came of it.
+    /// Record a forwarded request, its result and its retries. Failures caused by the client do not count for the
+    /// upstream.
     pub(super) fn record_upstream(
         &self,
         upstream: usize,
@@ -207,7 +208,7 @@ impl WorkerMetrics {
         }
     }
 
-    /// The limits of a route decided. Names of identities are asked for where somebody is denied.
+    /// Record a decision on the limits of a route. `name` is called only for denied identities that are new.
     pub(super) fn record_decision(
         &self,
         route: usize,
@@ -236,9 +237,9 @@ impl WorkerMetrics {
     }
 }
 
-// What the access log and traces say of a decision, and of what became of a request after it.
+// === Access log and traces: decision, cost and upstream of a request ===
 
-/// What says most about a request comes first.
+/// The decision reported for a request is the first of these that one of its limits has.
 const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Denied,
     LimitDecision::LocalDenied,
@@ -248,7 +249,7 @@ const DECISION_PRIORITY: [LimitDecision; 6] = [
     LimitDecision::Allowed,
 ];
 
-/// The limits of a request decided.
+/// Write the decision to the access log record.
 pub(super) fn record_decision(
     record: &mut RequestRecord,
     checks: &[LimitCheck<'_, '_>],
@@ -293,7 +294,7 @@ pub(super) fn record_decision(
     });
 }
 
-/// What a request costs may be known with its response only.
+/// Write costs that are known only with the response to the access log record.
 pub(super) fn record_cost(record: &mut RequestRecord, route: &Route, result: &Result<Response<Body>, UpstreamError>) {
     let Some(decision) = &mut record.decision else { return };
     let no_headers = http::HeaderMap::new();
@@ -306,7 +307,7 @@ pub(super) fn record_cost(record: &mut RequestRecord, route: &Route, result: &Re
     }
 }
 
-/// A request was sent on.
+/// Write the upstream and its result to the access log record.
 pub(super) fn record_upstream(
     record: &mut RequestRecord,
     upstream: &Upstream,

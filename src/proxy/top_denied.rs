@@ -1,9 +1,9 @@
-//! Who is being limited now: the identities that a limit has denied most in the last minutes, in bounded memory.
+//! The identities most often denied by a limit in the last minutes, in bounded memory.
 //!
-//! One frequent-items sketch for each minute (Anderson, Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm
-//! for Identifying Frequent Items in Data Streams", 2017; a weighted Misra-Gries summary, as Apache DataSketches has it). It
-//! keeps at most 96 identities; what it says of one is short by at most 3.5 / 128 = 2.7 % of all denials of that minute, and
-//! never too much. Sketches of workers and of minutes are added up when somebody asks.
+//! Each minute has its own frequent-items sketch, a weighted Misra-Gries summary as in Apache DataSketches (Anderson,
+//! Bevin, Lang, Liberty, Rhodes and Thaler, "A High-Performance Algorithm for Identifying Frequent Items in Data
+//! Streams", 2017). A sketch keeps at most 96 identities. The count of an identity is at most 3.5 / 128 = 2.7 % of all
+//! denials of that minute too low, and never too high. The sketches of all workers and minutes are merged on demand.
 
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,17 +15,17 @@ use crate::identity::display::IdentityDisplay;
 use crate::limiter::clock::monotonic;
 use crate::limiter::key::Identity;
 
-/// Places of a sketch; three quarters of them are used.
+/// Capacity of a sketch; three quarters of it are used.
 const SKETCH_CAPACITY: usize = 128;
 
-/// A minute that is over is still now for so many more.
+/// Number of minutes kept, including the current one.
 const WINDOW_MINUTES: usize = 5;
 const MINUTE: Duration = Duration::from_secs(60);
 
-/// What is looked at: the current minute and those before.
+/// Time covered: the current minute and the minutes kept before it.
 pub const WINDOW: Duration = Duration::from_secs(60 * WINDOW_MINUTES as u64);
 
-/// Somebody who was denied. Who he is goes by the hash alone.
+/// A denied identity. Equality and hash use `identity` only.
 #[derive(Debug, Clone)]
 struct SketchKey {
     identity: Identity,
@@ -52,20 +52,20 @@ type Sketch = FrequentItemsSketch<SketchKey>;
 #[derive(Debug)]
 pub struct TopDenied {
     started_at: Instant,
-    /// By the worker alone, and whoever looks at it.
+    /// Locked by the worker, and by readers of the top list.
     sketches: Mutex<[Option<(u64, Sketch)>; WINDOW_MINUTES]>,
 }
 
 /// An identity that was denied often.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HeavyHitter {
-    /// Its hash.
+    /// Hash of the identity.
     pub identity: Identity,
-    /// What may be shown of it.
+    /// Display name of the identity.
     pub name: IdentityDisplay,
-    /// So often at least.
+    /// Minimum number of denials.
     pub lower_bound: u64,
-    /// And at most.
+    /// Maximum number of denials.
     pub upper_bound: u64,
 }
 
@@ -76,7 +76,7 @@ impl Default for TopDenied {
 }
 
 impl TopDenied {
-    /// Somebody was denied now; his name is asked for when he is new.
+    /// Record a denial. `name` is called only if the sketch does not contain the identity.
     pub fn record(&self, identity: Identity, now: Instant, name: impl FnOnce() -> IdentityDisplay) {
         let minute = self.minute_index(now);
         let mut sketches = self.sketches.lock().unwrap_or_else(PoisonError::into_inner);
@@ -92,7 +92,8 @@ impl TopDenied {
         sketch.update(key);
     }
 
-    /// The denials of a limit on all workers in the last minutes: how many there were, and of whom most.
+    /// Return the number of denials of a limit on all workers in the last minutes, and the `count` most denied
+    /// identities.
     pub fn top(workers: &[Arc<TopDenied>], now: Instant, count: usize) -> (u64, Vec<HeavyHitter>) {
         let Some(mut sum) = new_sketch() else { return (0, Vec::new()) };
         for worker in workers {
@@ -116,7 +117,7 @@ impl TopDenied {
 }
 
 fn new_sketch() -> Option<Sketch> {
-    // The number of places is one that there can be.
+    // The constant capacity is valid.
     FrequentItemsSketch::new(SKETCH_CAPACITY).ok()
 }
 
@@ -165,7 +166,7 @@ mod tests {
     fn flood_of_identities_is_bounded_and_keeps_heavy_hitters() {
         let denied = [Arc::<TopDenied>::default()];
         let (now, mut names) = (denied[0].started_at, 0);
-        // Of 1.1 million denials one identity in the flood has 100,000: far more than what may be missed.
+        // Of 1.1 million denials one identity in the flood has 100,000: far more than the maximum error.
         for stranger in 0..1_000_000_u128 {
             denied[0].record(Identity(1 << 64 | stranger), now, || name("stranger"));
             if stranger % 10 == 0 {
