@@ -1,4 +1,4 @@
-//! The limiter: decides whether a request may pass. Knows no HTTP.
+//! Rate limiter: decide whether a request may pass, independently of HTTP.
 
 pub mod admin;
 pub mod algorithm;
@@ -46,21 +46,21 @@ use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 use crate::limiter::wait_queue::WaitQueues;
 
-/// Decides requests; one for each worker.
+/// A rate limiter. Each worker has its own.
 #[derive(Debug)]
 pub struct Limiter {
     store_handle: Arc<StoreHandle>,
     singleflight: Option<Arc<Singleflight>>,
     wait_queues: Arc<WaitQueues>,
-    /// The sizes that operators gave single identities.
+    /// The quota overrides that administrators set for single identities.
     pub overrides: Arc<Overrides>,
-    /// Of the next lease; the first one is chosen at random, so that gateways do not meet.
+    /// The id of the next concurrency permit. The first id is random, so that ids of different gateways do not collide.
     next_permit_id: AtomicU64,
 }
 
 impl Limiter {
-    /// A limiter over a store. `denials`, `advances`, `lines` and `overrides` are those of the whole process; leases count from
-    /// `first_lease` on, which no two limiters of one store may have in common.
+    /// Create a limiter over a store. `denials`, `prefetch_pool`, `wait_queues` and `overrides` are shared by the whole
+    /// process. Permit ids count from `first_permit_id`; no two limiters of one store may use the same ids.
     pub fn new(
         store: Store,
         denials: Option<Arc<DenialCache>>,
@@ -77,20 +77,21 @@ impl Limiter {
         Limiter { store_handle, singleflight, wait_queues, overrides, next_permit_id: AtomicU64::new(first_permit_id) }
     }
 
-    /// Decides all checks of a request at one instant: all are charged or none. Where the limits that deny it let it wait,
-    /// it comes back when it has been its turn.
+    /// Decide all checks of a request at one instant: charge all of them or none. If all limits that deny the request
+    /// have a queue policy, the request waits in the queue and is checked again.
     ///
     /// # Errors
-    /// The store cannot answer, and a limit of the request is to deny then.
+    /// The store cannot answer, and a limit of the request fails closed (`on_store_error = "deny"`).
     pub async fn check<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Result<Decision<'a>, StoreUnavailable> {
         match checks.iter().find_map(|check| Some((check, check.limit.queue_policy?))) {
-            // On the heap: few requests need the room.
+            // On the heap: few requests need the memory of this future.
             Some((first, wait)) => Box::pin(self.check_queued(checks, first, wait)).await,
             None => self.check_now(checks).await,
         }
     }
 
-    /// Gives back what was taken ahead, and waits until that, releases and late charges are made.
+    /// Refund unused prefetched tokens. Return when these refunds, the permit releases and the deferred charges are
+    /// done.
     pub async fn flush_pending(&self) {
         if let Some(singleflight) = &self.singleflight {
             singleflight.stop();
@@ -113,10 +114,10 @@ impl Limiter {
                 return Ok(decision);
             }
         }
-        // More than can be let in within the time would wait in vain.
+        // Requests beyond the number that can be admitted within the maximum wait would wait in vain.
         let max_admitted = first.variant.max_admitted_in(queue_policy.max_wait) / first.cost.max(1);
         let max_queue = queue_policy.max_queue.min(usize::try_from(max_admitted).unwrap_or(usize::MAX).max(1));
-        // Whoever finds no place, or has none any more, must not take what those before are waiting for.
+        // Queue full or timed out: reject without another check. The tokens belong to earlier requests.
         let Some(ticket) = self.wait_queues.enqueue(key, max_queue) else {
             return Ok(queue_full(checks, first, queue_policy));
         };
@@ -139,7 +140,8 @@ impl Limiter {
         let singleflight_group =
             self.singleflight.as_ref().and_then(|coalescer| Some((coalescer, check_group(checks)?)));
         let prefetched = || self.try_prefetched(checks, singleflight_group?);
-        // Before what is remembered: the store may have denied what this process has taken.
+        // Prefetched tokens come before cached denials: the store may have denied because this process prefetched the
+        // tokens.
         if let Some(decision) = prefetched().or_else(|| self.try_cached_denial(checks)) {
             return Ok(decision);
         }
@@ -163,7 +165,7 @@ impl Limiter {
         let result = match singleflight_group {
             Some((coalescer, set)) if self.store_handle.store.is_one_call(&charges) => {
                 let pending_charges = || checks.iter().map(|check| check.owned_charge(check.cost)).collect();
-                // On the heap: denied requests do not come here.
+                // On the heap: requests that the denial cache rejects never create this future.
                 Box::pin(coalescer.check(&self.store_handle, set, &charges, asked_at, pending_charges)).await
             }
             _ => {
@@ -178,7 +180,7 @@ impl Limiter {
             return self.check_with_room(checks, full_limits, first_permit_id);
         }
         let granted = result.as_ref().is_ok_and(|verdict| verdict.granted > 0);
-        // Meanwhile another worker may have taken ahead what the store no longer has.
+        // Meanwhile another worker may have prefetched the tokens that the store lacks.
         if !granted && let Some(decision) = prefetched() {
             return Ok(decision);
         }
@@ -194,13 +196,15 @@ impl Limiter {
                     return Err(StoreUnavailable(error));
                 };
                 if let Some(leases) = leases.take().filter(|_| error.is_not_executed()) {
-                    // After any other error it is not known what was granted: it is released.
+                    // After any other error it is unknown which permits were granted, so dropping the value releases
+                    // them.
                     leases.discard();
                 }
                 if error.is_overload() {
                     return decide_overloaded(checks, error);
                 }
-                // Another one: the release of what the store may have granted must not release these permits, once they are registered.
+                // Use new permit ids. Releasing the permits that the store may have granted must not release these
+                // permits once they are registered.
                 let first_lease = self.allocate_permit_ids(checks);
                 let decision = decide_without_store(fallback, checks, error, first_lease)?;
                 if checks.iter().any(LimitCheck::is_concurrency) {
@@ -224,7 +228,8 @@ impl Limiter {
         Ok(decision)
     }
 
-    /// Decides by the limits that have room in the memory store; the others follow `on_store_error`, since they cannot count.
+    /// Decide by the limits that have room in the memory store. The other limits cannot count and follow
+    /// `on_store_error`.
     fn check_with_room<'a>(
         &self,
         checks: &[LimitCheck<'a, '_>],
@@ -245,19 +250,20 @@ impl Limiter {
         Ok(decision)
     }
 
-    /// Takes the permits of a request out of this gateway's shares of its concurrency limits, or denies it.
+    /// Acquire the permits of a request from this gateway's shares of its concurrency limits. Return a decision only if
+    /// they deny.
     fn try_local_permits<'a>(&self, checks: &[LimitCheck<'a, '_>], first_permit_id: u64) -> Option<Decision<'a>> {
         let Store::Redis { fallback, .. } = &self.store_handle.store else { return None };
         let concurrency_checks = || checks.iter().filter(|check| check.is_concurrency());
         let charges: Vec<_> =
             concurrency_checks().map(|check| check.charge(DecidedBy::Local, first_permit_id)).collect();
         let verdict = fallback.decide(Operation::Check, &charges);
-        // Without room for the permits the store alone decides.
+        // If the memory store has no room for the permits, the store alone decides.
         (verdict.granted == 0 && verdict.full_limits == 0)
             .then(|| Decision::new(verdict, DecidedBy::Local, concurrency_checks()))
     }
 
-    /// The decision by units that were taken ahead.
+    /// Decide with prefetched tokens, if there are any.
     fn try_prefetched<'a>(
         &self,
         checks: &[LimitCheck<'a, '_>],
@@ -271,7 +277,7 @@ impl Limiter {
         Some(decision)
     }
 
-    /// The denial of a request that an earlier denial covers.
+    /// Return the denial of a request that the denial cache covers.
     fn try_cached_denial<'a>(&self, checks: &[LimitCheck<'a, '_>]) -> Option<Decision<'a>> {
         let denials = self.store_handle.denials.as_ref()?;
         let cached = |check: &LimitCheck<'_, '_>| {
@@ -294,7 +300,7 @@ impl Limiter {
         }
     }
 
-    /// A number for each permit that a request may hold.
+    /// Reserve a permit id for each limit of the request. Return the first one.
     fn allocate_permit_ids(&self, checks: &[LimitCheck<'_, '_>]) -> u64 {
         let permits = checks.last().map_or(0, |last| last.limit_index as u64 + 1);
         self.next_permit_id.fetch_add(permits, Ordering::Relaxed)
@@ -311,8 +317,9 @@ impl Limiter {
         ConcurrencyPermits::requested(self.store_handle.clone(), source, asked)
     }
 
-    /// Notes what an admitted request owes; `charged_at` is when its units were charged, if that was before the decision, and
-    /// `instants` where several servers did.
+    /// Record the deferred charges of an admitted request. `charged_at` is the time of the charge (µs) if it was made
+    /// before the decision. `decided_at_us` has one time for each check if several servers decided; otherwise it is
+    /// empty.
     fn defer_charges(
         &self,
         checks: &[LimitCheck<'_, '_>],
@@ -356,14 +363,16 @@ impl Limiter {
     }
 }
 
-/// So long after an outage the store may not know of all concurrency permits that other gateways hold: they register them when they find
-/// that it answers again, a probe (1.1 s) and a timeout later at most. Until then this gateway's share counts as well.
+/// Time after an outage in which the store may not know all concurrency permits of other gateways. They register their
+/// permits when they detect that the store answers again: at most one probe (1.1 s) and one timeout later. Until then
+/// this gateway's local share applies as well.
 const PERMIT_RECOVERY_TIME: Duration = Duration::from_secs(2);
 
-/// Of a limit that has no part in a denial.
+/// The outcome of a limit that is not involved in a denial.
 const NOT_INVOLVED: Outcome = Outcome { status: Status::Ok, remaining: 0, reset_us: 0, retry_us: 0 };
 
-/// The denial of a request that finds no place in the line for `first`: after `wait` those who stand there are gone.
+/// Return the denial of a request for which the wait queue of `first` is full or that timed out in it. After `max_wait`
+/// all requests that are queued now have left the queue.
 fn queue_full<'a>(
     checks: &[LimitCheck<'a, '_>],
     first: &LimitCheck<'a, '_>,
@@ -374,12 +383,12 @@ fn queue_full<'a>(
     let outcome =
         |check: &LimitCheck<'_, '_>| if check.limit_index == first.limit_index { exceeded } else { NOT_INVOLVED };
     let verdict = Verdict::new(0, unix_us(), checks.iter().map(outcome).collect());
-    // Not by a local share: the store is well.
+    // The decision is not local: the store is healthy.
     Decision::new(verdict, DecidedBy::Store, checks.iter())
 }
 
-/// The states of a request, if further ones for the same may be taken together with it; all of its limits, or none, are taken
-/// ahead.
+/// Return the group for coalescing, if all checks of the request can be coalesced with other requests of the same
+/// limits and identities. A request prefetches from all of its limits or none: the smallest `prefetch` applies.
 fn check_group(checks: &[LimitCheck<'_, '_>]) -> Option<CheckGroup> {
     let state_hash = |check: &LimitCheck<'_, '_>| check.key().local_hash() ^ u128::from(check.variant.id) << 64;
     let id = || checks.iter().fold(0, |set: u128, check| set.rotate_left(1) ^ state_hash(check));

@@ -1,6 +1,6 @@
-//! The algorithms: pure functions from a state, an instant and a cost to an outcome and the next state.
+//! Rate limiting algorithms: pure functions from a state, a time and a cost to an outcome and the next state.
 //!
-//! Each file has a twin of the same name in `lua/`; both give the same answers, field by field.
+//! Each file has a counterpart of the same name in `lua/`. Both return the same results, field by field.
 
 pub mod concurrency;
 pub mod fixed_window;
@@ -19,25 +19,25 @@ use crate::limiter::algorithm::sliding_window::SlidingWindow;
 use crate::limiter::algorithm::token_bucket::TokenBucket;
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// An algorithm with its parameters: everything that decides about one limit, but not whose.
+/// An algorithm with its parameters: everything that decides about one limit, except the identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Rule {
-    /// Token bucket, GCRA, leaky bucket as a meter.
+    /// Token bucket (GCRA, leaky bucket as a meter).
     TokenBucket(TokenBucket),
-    /// A counter in a window, aligned or opened by the first request.
+    /// Fixed window, aligned, by the calendar or opened by the first request.
     FixedWindow(FixedWindow),
-    /// Two windows, weighted.
+    /// Sliding window: the weighted sum of two windows.
     SlidingWindow(SlidingWindow),
-    /// A window in parts.
+    /// Sliding buckets: a window divided into parts.
     SlidingBuckets(SlidingBuckets),
-    /// Every admitted unit of the last window.
+    /// Sliding log: the time of each admitted token in the last window.
     SlidingLog(SlidingLog),
-    /// Requests in flight.
+    /// Concurrency: requests in flight.
     Concurrency(Concurrency),
 }
 
 impl Rule {
-    /// Asks the algorithm; nothing is written.
+    /// Compute one step of the algorithm. Nothing is written.
     pub fn step(&self, state: Option<&State>, now: u64, kind: StepKind, cost: u64) -> Step {
         match self {
             Rule::TokenBucket(rule) => rule.step(state, now, kind, cost),
@@ -49,12 +49,12 @@ impl Rule {
         }
     }
 
-    /// For how many µs a token bucket refilled to pay the debt before the last `cost` units of a charge, which was made `elapsed_us`
-    /// before this outcome. Only what refills later counts against a refund of these units. Rounded down, against the client. 0 for
-    /// the other algorithms, which do not need it.
+    /// Return for how many µs a token bucket refills to pay the debt before the last `cost` tokens of a charge. The
+    /// charge was made `elapsed_us` before this outcome. Only later refill counts against a refund of these tokens.
+    /// Rounded down, to the client's disadvantage. 0 for the other algorithms, which do not need it.
     pub fn debt_before_us(&self, outcome: &Outcome, elapsed_us: u64, cost: u64) -> u64 {
         match self {
-            // Otherwise all of it has been repaid since the charge.
+            // With a reset of 0, the whole debt has been repaid since the charge.
             Rule::TokenBucket(rule) if outcome.reset_us > 0 => rule.debt_before_us(outcome.reset_us + elapsed_us, cost),
             Rule::TokenBucket(_)
             | Rule::FixedWindow(_)
@@ -65,7 +65,7 @@ impl Rule {
         }
     }
 
-    /// The kind of the script contract.
+    /// Return the algorithm kind of the script contract.
     pub fn kind(&self) -> AlgorithmKind {
         match self {
             Rule::TokenBucket(_) => AlgorithmKind::TokenBucket,
@@ -81,7 +81,7 @@ impl Rule {
         }
     }
 
-    /// The arguments a to d of the script contract, for a call at about this instant.
+    /// Return the arguments a to d of the script contract, for a call at about `now_us`.
     pub fn script_arguments(&self, now_us: u64) -> [u64; 4] {
         match self {
             Rule::TokenBucket(rule) => [rule.burst, rule.refill, rule.parts, 0],
@@ -100,10 +100,10 @@ impl Rule {
         }
     }
 
-    /// The same algorithm in another size; without a burst of its own a bucket holds the quota's count.
+    /// Return the same algorithm with another quota. The default burst of a token bucket is the quota's count.
     ///
     /// # Errors
-    /// The size cannot be counted exactly, or the algorithm cannot have it.
+    /// The quota cannot be counted exactly, or the algorithm does not support it.
     pub fn with_quota(&self, quota: Quota, burst: Option<u64>) -> Result<Rule, QuotaError> {
         Ok(match self {
             Rule::TokenBucket(_) => Rule::TokenBucket(TokenBucket::new(quota, burst.unwrap_or(quota.count))?),
@@ -115,15 +115,15 @@ impl Rule {
         })
     }
 
-    /// Reads a quota in the form that the algorithm has it.
+    /// Parse a quota in the syntax of this algorithm.
     ///
     /// # Errors
-    /// It is no such quota.
+    /// The text is not such a quota.
     pub fn parse_quota(&self, text: &str) -> Result<Quota, QuotaError> {
         if let Rule::Concurrency(_) = self { Quota::parse_concurrency(text) } else { text.parse() }
     }
 
-    /// The largest cost that can ever fit.
+    /// Return the largest cost that can ever fit.
     pub fn capacity(&self) -> u64 {
         match self {
             Rule::TokenBucket(rule) => rule.burst,
@@ -135,7 +135,8 @@ impl Rule {
         }
     }
 
-    /// Names what must not be shared between states: the algorithm and the window, not the size.
+    /// Return the shape of the state: the algorithm and the window, without the count. States of different shapes must
+    /// not share a key.
     pub fn shape(&self) -> String {
         let letter = self.kind().letter().to_lowercase();
         match self {
@@ -151,8 +152,8 @@ impl Rule {
         }
     }
 
-    /// The share of one of `n` gateways that decide without a common store, large enough for a charge of `cost`; none if it
-    /// cannot be counted exactly.
+    /// Return the local share of one of `gateway_count` gateways that decide without a common store. It has room for a
+    /// charge of `cost`. Return `None` if it cannot be counted exactly.
     pub fn local_share(&self, gateway_count: u64, cost: u64) -> Option<Rule> {
         let share_of = |size: u64| size.div_ceil(gateway_count).max(cost);
         Some(match self {
@@ -168,7 +169,7 @@ impl Rule {
     }
 }
 
-/// The kinds of the script contract.
+/// The algorithm kinds of the script contract.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum AlgorithmKind {
     /// `token_bucket.lua`
@@ -190,7 +191,7 @@ pub enum AlgorithmKind {
 }
 
 impl AlgorithmKind {
-    /// The letter that the script knows the kind by.
+    /// Return the letter of the kind in the script contract.
     pub fn letter(self) -> &'static str {
         match self {
             AlgorithmKind::TokenBucket => "B",
@@ -205,150 +206,152 @@ impl AlgorithmKind {
     }
 }
 
-// What goes into one step of an algorithm and what comes out of it.
+// === Input and output of one step ===
 
-/// What one limit keeps about one identity.
+/// The state of one limit for one identity.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum State {
-    /// At `last` (µs) the bucket lacked `debt` parts of `1/parts` token.
+    /// Token bucket: at `updated_at` (µs) it lacked `debt` parts of `1/parts` token.
     Bucket {
-        /// Instant of the last charge, µs.
+        /// Time of the last charge, µs.
         updated_at: u64,
-        /// What the bucket lacks, in parts.
+        /// Debt of the bucket, in parts of a token.
         debt: u64,
-        /// Parts of a token.
+        /// Number of parts of a token.
         parts: u64,
-        /// When the key of the state ends in Redis, µs: between 0.5 s and 1.001 s after the debt is repaid.
+        /// Time at which the key of the state expires in Redis, µs: between 0.5 s and 1.001 s after the debt
+        /// is repaid.
         key_expires_at: u64,
     },
-    /// `count` units since the window opened at `start` (µs).
+    /// Fixed window: `count` tokens since the window opened at `start` (µs).
     Window {
-        /// Instant at which the window opened, µs.
+        /// Start of the window, µs.
         start: u64,
-        /// Units charged since.
+        /// Tokens charged in this window.
         count: u64,
     },
-    /// Units of the aligned window that opened at `start` (µs), and of the one before.
+    /// Sliding window: tokens of the aligned window that opened at `start` (µs), and of the previous one.
     Sliding {
-        /// Instant at which the window opened, µs.
+        /// Start of the window, µs.
         start: u64,
-        /// Units charged since.
+        /// Tokens charged in this window.
         current: u64,
-        /// Units charged in the window before.
+        /// Tokens charged in the previous window.
         previous: u64,
     },
-    /// Units in the part of the window with this number and in those before it, newest first.
+    /// Sliding buckets: tokens in the bucket with this number and in those before it, newest first.
     Buckets {
-        /// The number of the newest part.
+        /// Number of the newest bucket since the Unix epoch.
         index: u64,
-        /// Units in each.
+        /// Tokens in each bucket.
         counts: Box<[u64]>,
     },
-    /// The instants (µs) of the admitted units, oldest first.
+    /// Sliding log: the times (µs) of the admitted tokens, oldest first.
     Log(VecDeque<u64>),
-    /// The leases of requests in flight, in the order of their ends.
+    /// Concurrency: the permits of requests in flight, in order of expiry.
     Permits(Vec<Permit>),
 }
 
-/// Which of the ways in which a charge can be asked for applies to one limit.
+/// The kind of step for one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StepKind {
     /// Admit the cost if it fits.
     Check,
-    /// Charge the cost whatever is left.
+    /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
-    /// Give back a charge that was made at this instant, µs.
+    /// Refund a charge that was made at this time, µs.
     Refund {
-        /// The admitted reply's time, µs.
+        /// Time of the admitting verdict, µs.
         charged_at: u64,
         /// See [`Rule::debt_before_us`](Rule::debt_before_us).
         debt_before_us: u64,
     },
-    /// Let a lease end later.
+    /// Renew a concurrency permit.
     Renew,
 }
 
-/// How one limit sees a charge.
+/// The status of a charge for one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Status {
     /// It fits.
     Ok,
-    /// Over: it fits after exactly `retry_us`.
+    /// The limit is exceeded: the charge fits after exactly `retry_us`.
     Exceeded,
     /// The cost is larger than the limit: it never fits.
     CostTooLarge,
-    /// Everything is in use: it fits when something is released, after `retry_us` at the latest.
+    /// All permits are in use: the charge fits when one is released, after `retry_us` at the latest.
     Saturated,
 }
 
-/// What one limit answers to a charge.
+/// The outcome of a charge for one limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Outcome {
-    /// Whether the charge fits.
+    /// Whether the charge fits, and why not.
     pub status: Status,
-    /// Whole units left.
+    /// Whole tokens remaining.
     pub remaining: u64,
-    /// µs until everything is back.
+    /// µs until the limit is fully reset.
     pub reset_us: u64,
-    /// µs until the same charge fits; when busy, an upper bound; 0 when it does now or never will.
+    /// µs until the same charge fits. An upper bound if saturated; 0 if it fits now or never will.
     pub retry_us: u64,
 }
 
-/// What remains to be done to the state once the whole request is decided.
+/// The change to the state once the whole request is decided.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Change {
-    /// Leave it.
+    /// No change.
     None,
-    /// The state is empty: nothing to keep.
+    /// Delete the state, because it is empty.
     Delete,
-    /// Replace it; it means nothing any more after so many µs.
+    /// Replace the state. The second value is the time after which it is equal to no state, µs.
     Put(State, u64),
-    /// Edit the log.
+    /// Edit the sliding log.
     Log(LogEdit),
-    /// Edit the leases.
+    /// Edit the concurrency permits.
     Permits(PermitEdit),
 }
 
-/// An edit of a log, kept small because a log may be long.
+/// An edit of a sliding log. The log itself is not copied, because it may be long.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct LogEdit {
-    /// The instant of the edit, µs; later entries are moved to it when `mend` is set.
+    /// Time of the edit, µs. With `repair_clock_skew`, later entries are moved to it.
     pub now: u64,
-    /// Whether entries lie in the future, because the clock was set back.
+    /// Whether entries are in the future because the clock was set back.
     pub repair_clock_skew: bool,
-    /// How many old entries to drop.
+    /// Number of oldest entries to drop.
     pub drop: usize,
-    /// How many units to append at `now`.
+    /// Number of tokens to append at `now`.
     pub push: u64,
-    /// Entries to take out again: so many units charged at this instant.
+    /// Refunded entries to remove, if any: a number of tokens and the time of their charge.
     pub remove: Option<(u64, u64)>,
-    /// µs after which the log means nothing any more.
+    /// µs after which the log is equal to an empty one.
     pub window: u64,
 }
 
-/// An edit of a set of leases.
+/// An edit of a set of concurrency permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PermitEdit {
-    /// The instant of the edit, µs.
+    /// Time of the edit, µs.
     pub now: u64,
-    /// Length of a lease, µs.
+    /// Permit TTL, µs.
     pub ttl: u64,
-    /// What to do.
+    /// The action.
     pub action: PermitAction,
 }
 
-/// What a state holds at most. Charges that ask for no room stop adding there, so that every sum stays exact.
+/// Maximum value in a state. Charges beyond the limit stop adding there, so that every sum stays exact.
 pub const MAX_STATE: u64 = 1 << 52;
 
-/// The answer of one limit before anything is written.
+/// The result of a step, before anything is written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Step {
-    /// With the charge made if it fits.
+    /// The outcome, with the charge made if it fits.
     pub outcome: Outcome,
-    /// Units left without the charge.
+    /// Tokens remaining without the charge.
     pub free: u64,
-    /// µs until everything is back, without the charge.
+    /// µs until the limit is fully reset, without the charge.
     pub free_reset_us: u64,
-    /// On success the charge; otherwise the mending of a state that lies in the future, or of a bucket at another rate.
+    /// The charge if it fits. Otherwise the repair of a state whose time is in the future, or of a token bucket whose
+    /// rate has changed.
     pub change: Change,
 }

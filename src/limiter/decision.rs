@@ -1,4 +1,4 @@
-//! What is asked of the limiter, and what it answers.
+//! Input and output of the limiter: limit checks and decisions.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -12,88 +12,93 @@ use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, ChargeMode, Verdict};
 
-/// One limit asked about one identity.
+/// A check of one limit for one identity.
 #[derive(Debug)]
 pub struct LimitCheck<'a, 'p> {
-    /// Which of the route's limits.
+    /// Index of the limit on the route.
     pub limit_index: usize,
     /// The limit.
     pub limit: &'a LimitSpec,
-    /// The size that it has for this request.
+    /// The variant of the limit that applies to this request.
     pub variant: &'p Arc<LimitVariant>,
-    /// Whose units.
+    /// The identity that is charged.
     pub identity: Identity,
-    /// How many.
+    /// Cost of the request, in tokens.
     pub cost: u64,
-    /// What remains to be done when the response is known.
+    /// The operation that is deferred until the response is known.
     pub deferred: Deferred,
 }
 
-/// What one limit says to a request.
+/// The result of one limit for a request.
 #[derive(Debug)]
 pub struct LimitResult<'a> {
-    /// Which of the route's limits.
+    /// Index of the limit on the route.
     pub limit_index: usize,
     /// The limit.
     pub limit: &'a LimitSpec,
-    /// The size that it had for the request.
+    /// The quota that applied to the request.
     pub quota: Quota,
-    /// Its answer.
+    /// The outcome of the check.
     pub outcome: Outcome,
 }
 
-/// What becomes of a request.
+/// The decision about a request.
 #[derive(Debug)]
 pub struct Decision<'a> {
-    /// Whether it may pass.
+    /// Whether the request may pass.
     pub admitted: bool,
-    /// Who decided.
+    /// Whether the store or this gateway's local share decided.
     pub decided_by: DecidedBy,
-    /// Whether it is an earlier denial that still holds.
+    /// Whether the decision is a denial from the denial cache.
     pub is_from_cache: bool,
-    /// Whether it was not checked for overload: all of its limits are shadow limits.
+    /// Whether the request passed unchecked because of overload. This happens only if all of its limits are shadow
+    /// limits.
     pub is_overloaded: bool,
-    /// The instant of the decision, µs since the Unix epoch.
+    /// Time of the decision, µs since the Unix epoch.
     pub now_us: u64,
-    /// Each limit that had a say, with its answer.
+    /// The result of each limit that took part in the decision, without shadow limits.
     pub results: Vec<LimitResult<'a>>,
     /// The shadow limits that would have denied the request.
     pub shadow_denied: Vec<&'a LimitSpec>,
-    /// What the request holds until it is over.
+    /// The concurrency permits that the request holds until it ends.
     pub permits: Option<Box<ConcurrencyPermits>>,
-    /// What it owes until its response is known.
+    /// The charges and refunds that are deferred until the response is known.
     pub deferred_charges: Option<Box<DeferredCharges>>,
-    /// Where it is admitted and a limit may refund: for each check that was decided, its place and [`Charge::debt_before_us`].
+    /// Limit index and [`Charge::debt_before_us`] of each check that was decided. Empty unless the request is admitted
+    /// and a limit may refund.
     pub debts_before_us: Box<[(usize, u64)]>,
 }
 
 impl<'a> LimitCheck<'a, '_> {
-    /// Names the state.
+    /// Return the key of the state.
     pub fn key(&self) -> Key<'_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
 
-    /// Units that must be there for the request to pass.
+    /// Return the number of tokens that must remain for the request to pass: 1 if the cost is charged after the
+    /// response.
     pub fn required(&self) -> u64 {
         if self.deferred == Deferred::Charge { 1 } else { self.cost }
     }
 
-    /// Whether it is about requests in flight.
+    /// Return whether the limit is a concurrency limit.
     pub fn is_concurrency(&self) -> bool {
         matches!(self.variant.rule, Rule::Concurrency(_))
     }
 
-    /// Whether further units for the same state may be taken together with this one: a single unit, charged at once.
+    /// Return whether checks of the same state can be coalesced with this one. This requires a cost of 1 that is
+    /// charged at once, of a limit that is neither a shadow limit nor a concurrency limit.
     pub fn is_batchable(&self) -> bool {
         self.cost == 1 && self.deferred != Deferred::Charge && !self.limit.shadow && !self.is_concurrency()
     }
 
-    /// Whether a denial holds until its time is over: nothing is given back, and the limit denies at all.
+    /// Return whether a denial can be cached. It cannot for shadow limits, which never deny, and for limits with
+    /// refunds, which may admit earlier.
     pub fn is_cacheable(&self) -> bool {
         self.deferred != Deferred::Refund && !self.limit.shadow
     }
 
-    /// The rule that decides.
+    /// Return the rule that the decider applies.
     fn rule(&self, decided_by: DecidedBy) -> &Rule {
         match decided_by {
             DecidedBy::Store => &self.variant.rule,
@@ -101,7 +106,8 @@ impl<'a> LimitCheck<'a, '_> {
         }
     }
 
-    /// What it asks of whoever decides. The leases of a request count from `first_lease` on.
+    /// Return the charge for the store or for the local share. The permit ids of the request count from
+    /// `first_permit_id`.
     pub fn charge(&self, decided_by: DecidedBy, first_permit_id: u64) -> Charge<'_> {
         let rule = self.rule(decided_by);
         let mode = match (self.limit.shadow, self.deferred) {
@@ -114,12 +120,12 @@ impl<'a> LimitCheck<'a, '_> {
         Charge { key: self.key(), rule, cost: self.cost, mode, permit_id, debt_before_us: 0 }
     }
 
-    /// The id of its lease.
+    /// Return the permit id of this check.
     pub fn permit_id(&self, first_permit_id: u64) -> u64 {
         first_permit_id.wrapping_add(self.limit_index as u64)
     }
 
-    /// The part of it that outlives the decision.
+    /// Return the part of the check that outlives the decision.
     pub fn owned_charge(&self, cost_or_permit_id: u64) -> OwnedCharge {
         let (prefetch, debt_before_us) = (self.limit.prefetch, 0);
         OwnedCharge {
@@ -138,14 +144,14 @@ impl<'a> LimitCheck<'a, '_> {
 }
 
 impl LimitResult<'_> {
-    /// Whether it is a reason for a denial.
+    /// Return whether this limit denies the request.
     pub fn denies(&self) -> bool {
         self.outcome.status != Status::Ok
     }
 }
 
 impl<'a> Decision<'a> {
-    /// What a verdict means for the checks that it is about.
+    /// Create a decision from a verdict about these checks.
     pub fn new<'b, 'p: 'b>(
         verdict: Verdict,
         decided_by: DecidedBy,
@@ -157,7 +163,7 @@ impl<'a> Decision<'a> {
         Decision::from_earlier_charge(verdict, decided_by, checks, 0)
     }
 
-    /// The same, of what was charged `elapsed_us` before the verdict.
+    /// Create a decision for a charge that was made `elapsed_us` before the verdict.
     pub fn from_earlier_charge<'b, 'p: 'b>(
         verdict: Verdict,
         decided_by: DecidedBy,
@@ -200,22 +206,23 @@ impl<'a> Decision<'a> {
         }
     }
 
-    /// Of a request that no limit is asked about.
+    /// Return the decision for a request without limits: admitted.
     pub fn unlimited() -> Self {
         Decision::new(Verdict::new(1, 0, Vec::new()), DecidedBy::Store, std::iter::empty())
     }
 
-    /// Who decided, in a word for logs.
+    /// Return the decider as one word for logs: `denial-cache`, `store` or `local`.
     pub fn decider_label(&self) -> &'static str {
         if self.is_from_cache { "denial-cache" } else { self.decided_by.label() }
     }
 
-    /// The limits that deny the request.
+    /// Return the results of the limits that deny the request.
     pub fn violated(&self) -> impl Iterator<Item = &LimitResult<'a>> {
         self.results.iter().filter(|result| result.denies())
     }
 
-    /// µs until the same request would pass; none if it never will. What is busy may come free at any time.
+    /// Return the time until the same request would pass, µs. Return `None` if it never will. Concurrency limits count
+    /// as 0, because a permit may be released at any time.
     pub fn retry_us(&self) -> Option<u64> {
         let retry_after = |result: &LimitResult<'_>| match result.outcome.status {
             Status::Ok | Status::Saturated => Some(0),
@@ -225,7 +232,8 @@ impl<'a> Decision<'a> {
         self.violated().map(retry_after).try_fold(0, |max_retry, retry| Some(max_retry.max(retry?)))
     }
 
-    /// How long a denied request that came at `arrived` is to wait before it asks again, if its limits let it wait so long.
+    /// Return how long a denied request that arrived at `arrived_at` is to wait before the next check. Return `None` if
+    /// the request is admitted, can never pass, or would exceed the `max_wait` of a limit that denies it.
     pub fn retry_delay(&self, arrived_at: Instant) -> Option<Duration> {
         let pause = Duration::from_micros(self.retry_us().filter(|_| !self.admitted)?);
         let may_wait = |result: &LimitResult<'_>| {

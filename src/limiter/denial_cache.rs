@@ -1,8 +1,8 @@
-//! The denial cache: what Redis has denied, and for how long, is denied here without asking again.
+//! Denial cache: repeat the denials of Redis until they expire, without another call.
 //!
-//! After "over, retry in r" only a refund or a reset can admit the same cost earlier. Limits with `refund_on` are not cached, nor are
-//! denials by several servers of a cluster, whose charges are given back when one of them denies. An abusive client costs Redis a
-//! call each second.
+//! After a denial with a retry time, only a refund or a reset can admit the same cost earlier. Limits with `refund_on`
+//! are not cached. Denials by several servers of a cluster are not cached either, because charges are refunded if one
+//! server denies. An abusive client costs Redis one call per second.
 
 use std::time::{Duration, Instant};
 
@@ -11,11 +11,12 @@ use quick_cache::sync::Cache;
 use crate::limiter::algorithm::{Outcome, Status};
 use crate::limiter::clock::{monotonic, subtract_drift};
 
-/// Entries are not older: a client that keeps asking costs the store a call each second. Until then a denial may have become untrue, by a
-/// reset, by prefetched units that another gateway gives back, and by those of a request that it could not answer in time.
+/// Maximum age of an entry. A client that keeps sending costs the store one call per second. Within this time a denial
+/// may become wrong by a reset, by prefetched tokens that another gateway refunds, and by tokens of a request that
+/// timed out at another gateway.
 pub const MAX_DENIAL_AGE: Duration = Duration::from_secs(1);
 
-/// What was denied lately, bounded in number; shared by the workers of a process.
+/// The cache, bounded in number of entries and shared by the workers of a process.
 #[derive(Debug)]
 pub struct DenialCache(Cache<u128, CachedDenial>);
 
@@ -23,30 +24,32 @@ pub struct DenialCache(Cache<u128, CachedDenial>);
 struct CachedDenial {
     variant_id: u64,
     cost: u64,
-    /// Redis was asked after this instant, so its wait did not begin earlier: denied until then for certain.
+    /// The denial is certain until this time. It counts from before the call, so it ends no later than the denial in
+    /// Redis.
     expires_at: Instant,
-    /// Redis had decided by this instant: what callers are told is counted from here, so that they do not come too early.
+    /// Time at which the verdict arrived. Retry and reset times for clients count from here, so that clients do not
+    /// retry too early.
     decided_at: Instant,
     now_us: u64,
     outcome: Outcome,
 }
 
-/// A denial as it stands now.
+/// A cached denial, adjusted to the current time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DenialHit {
-    /// The instant of the store's clock, µs since the Unix epoch.
+    /// Time by the store's clock, µs since the Unix epoch.
     pub now_us: u64,
-    /// What the limit would say.
+    /// The outcome that the limit would have.
     pub outcome: Outcome,
 }
 
 impl DenialCache {
-    /// A cache for so many denials.
+    /// Create a cache for this many denials.
     pub fn new(capacity: usize) -> Self {
         DenialCache(Cache::new(capacity))
     }
 
-    /// Whether a charge of `cost` against the state `key`, in the size `plan`, is denied for certain.
+    /// Return the denial of a charge of `cost` to the state `key` in this variant, if it certainly still holds.
     pub fn get(&self, key: u128, variant_id: u64, cost: u64) -> Option<DenialHit> {
         let denial = self.0.get(&key).filter(|denial| denial.variant_id == variant_id && denial.cost == cost)?;
         let now = monotonic();
@@ -62,15 +65,15 @@ impl DenialCache {
         Some(DenialHit { now_us: denial.now_us + elapsed_us, outcome })
     }
 
-    /// Forgets all: somebody gave an identity more than it had.
+    /// Remove all entries. Call this after the tokens or the quota of an identity were increased.
     pub fn clear(&self) {
         self.0.clear();
     }
 
-    /// Remembers a denial that was asked for at `asked` and is known now.
+    /// Insert a denial that was requested at `asked_at` and has just arrived.
     pub fn insert(&self, key: u128, variant_id: u64, cost: u64, hit: DenialHit, asked_at: Instant) {
         let DenialHit { now_us, outcome } = hit;
-        // Busy may end at any time; what never fits is not asked for again and again.
+        // A saturated limit may admit at any time. Costs above the limit never fit and are rarely retried.
         if outcome.status != Status::Exceeded {
             return;
         }

@@ -1,4 +1,4 @@
-//! Decides without the store: by what each limit says of that.
+//! Fallback: decide requests without the store, as `on_store_error` of each limit says.
 
 use std::time::Duration;
 
@@ -11,19 +11,19 @@ use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Operation, StoreError, Verdict};
 
-/// The store could not answer and a limit of the request says `deny`.
+/// The store could not answer, and a limit of the request fails closed.
 #[derive(Debug, thiserror::Error)]
 #[error("the limits cannot be checked: {0}")]
 pub struct StoreUnavailable(#[source] pub StoreError);
 
-/// A state that cannot be used is logged once in this time, however many requests meet it.
+/// Interval for logging states that cannot be used, whatever the number of requests.
 const CORRUPT_STATE_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// That checks are rejected for overload is logged once in this time.
+/// Interval for logging that checks are rejected because of overload.
 const OVERLOAD_LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// A check that was not decided in time by a store that works is rejected, whatever its limits say of outages: otherwise a client
-/// could exceed a limit by asking more. Shadow limits reject nothing.
+/// Reject checks that a working store did not decide in time, whatever `on_store_error` says. Otherwise a client could
+/// exceed a limit by sending more requests. Shadow limits reject nothing.
 pub(super) fn decide_overloaded<'a>(
     checks: &[LimitCheck<'a, '_>],
     error: StoreError,
@@ -39,7 +39,8 @@ pub(super) fn decide_overloaded<'a>(
     Ok(Decision { is_overloaded: true, ..Decision::new(verdict, DecidedBy::Local, std::iter::empty()) })
 }
 
-/// One limit that says deny decides for all; otherwise those that say local decide by their shares.
+/// Decide during an outage. Fail closed if one limit is set to `deny`. Otherwise the limits set to `local` decide by
+/// their local shares.
 pub(super) fn decide_without_store<'a>(
     fallback: &MemoryStore,
     checks: &[LimitCheck<'a, '_>],
@@ -47,7 +48,8 @@ pub(super) fn decide_without_store<'a>(
     first_permit_id: u64,
 ) -> Result<Decision<'a>, StoreUnavailable> {
     if let StoreError::CorruptState(_) = &error {
-        // It concerns one identity, whom no outage excuses; the breaker does not speak of it.
+        // Corrupt state affects a single identity and is no outage, so `on_store_error` does not apply. The circuit
+        // breaker does not report it.
         static LOG_THROTTLE: LogThrottle = LogThrottle::new();
         if LOG_THROTTLE.should_log(CORRUPT_STATE_LOG_INTERVAL) {
             let limits: Vec<_> = checks.iter().map(|check| &*check.limit.name).collect();
@@ -77,8 +79,11 @@ pub(super) fn decide_without_store<'a>(
     Ok(Decision::new(verdict, DecidedBy::Local, checks_with_room.into_iter()))
 }
 
-/// Decides by the checks whose limits have room in the memory store. The others cannot count: shadow limits and those that say
-/// allow pass.
+/// Decide by the checks whose limits have room in the memory store. The other limits cannot count: shadow limits and
+/// limits set to `allow` pass.
+///
+/// # Errors
+/// Another limit without room is enforced, or another request has taken the room meanwhile.
 pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     memory: &MemoryStore,
     checks: impl Iterator<Item = &'c LimitCheck<'a, 'p>>,
@@ -96,7 +101,7 @@ pub(super) fn decide_with_room<'c, 'a: 'c, 'p: 'c>(
     }
     let charges: Vec<_> = checks_with_room.iter().map(|check| check.charge(decided_by, first_permit_id)).collect();
     let verdict = memory.decide(Operation::Check, &charges);
-    // Otherwise another request has taken the room in between.
+    // If bits are set again, another request has taken the room in between.
     if verdict.full_limits == 0 {
         Ok((verdict, checks_with_room))
     } else {

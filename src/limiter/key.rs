@@ -1,4 +1,4 @@
-//! Keys that tell nothing: a keyed hash of the identity, never the identity itself.
+//! Keys of states. They contain a keyed hash of the identity, never the identity itself.
 
 use std::fmt;
 use std::hash::Hasher;
@@ -11,18 +11,18 @@ use siphasher::sip128::{Hasher128, SipHasher24};
 pub struct Identity(pub u128);
 
 impl Identity {
-    /// In lower-case hexadecimal digits, as in keys.
+    /// Return the hash as 32 lower-case hexadecimal digits, as in keys.
     pub fn to_hex(self) -> [u8; 32] {
         std::array::from_fn(|digit| b"0123456789abcdef"[(self.0 >> (4 * (31 - digit))) as usize & 15])
     }
 
-    /// Reads what [`Identity::hex`] writes.
+    /// Parse the output of [`Identity::to_hex`]. Return `None` for anything else.
     pub fn from_hex(text: &str) -> Option<Self> {
         let digits = text.len() == 32 && text.bytes().all(|digit| matches!(digit, b'0'..=b'9' | b'a'..=b'f'));
         u128::from_str_radix(text, 16).ok().filter(|_| digits).map(Identity)
     }
 
-    /// The beginning of it, for people.
+    /// Return the first 32 bits as `#` and 8 hexadecimal digits, for display.
     pub fn short_hex(self) -> String {
         format!("#{:08x}", self.0 >> 96)
     }
@@ -34,18 +34,19 @@ impl fmt::Display for Identity {
     }
 }
 
-/// Turns identities into hashes. The same secret gives the same hashes on every gateway.
+/// A keyed hash function for identities. The same secret gives the same hashes on every gateway.
 ///
 /// SipHash-2-4 with 128 bits (Aumasson and Bernstein, 2012): a keyed function made for short inputs, a tenth of the
 /// instructions of an HMAC of them. Its key is the start of the secret's SHA-256.
 #[derive(Debug, Clone)]
 pub struct IdentityHasher(SipHasher24);
 
-/// Used when no `store.secret` is set: hashes are then the same for everybody, so short identities can be guessed from them.
+/// The secret if `store.secret` is not set. Hashes are then the same in every installation, so short identities can be
+/// guessed from them.
 const PUBLISHED_SECRET: &str = "sluicegate: set store.secret";
 
 impl IdentityHasher {
-    /// A hasher with a secret; an empty one stands for the published key.
+    /// Create a hasher with a secret. An empty secret selects the published one.
     pub fn new(secret: &str) -> Self {
         let secret = if secret.is_empty() { PUBLISHED_SECRET } else { secret };
         let digest = digest(&SHA256, secret.as_bytes());
@@ -54,7 +55,7 @@ impl IdentityHasher {
         IdentityHasher(SipHasher24::new_with_key(&key))
     }
 
-    /// The hash of an encoded identity.
+    /// Return the hash of an encoded identity.
     pub fn hash(&self, encoded_identity: &[u8]) -> Identity {
         let mut hasher = self.0;
         hasher.write(encoded_identity);
@@ -62,35 +63,36 @@ impl IdentityHasher {
     }
 }
 
-/// An identity under construction: each part is tagged and carries its length, so no two identities encode alike.
+/// Encodes an identity for hashing. Each part has a tag and a length, so that different identities never have the same
+/// encoding.
 #[derive(Debug, Default)]
 pub struct IdentityEncoder(Vec<u8>);
 
 impl IdentityEncoder {
-    /// Adds a part.
+    /// Append a part.
     pub fn push(&mut self, tag: u8, value: &[u8]) {
         self.0.push(tag);
         self.0.extend_from_slice(&(value.len() as u64).to_be_bytes());
         self.0.extend_from_slice(value);
     }
 
-    /// The encoded identity.
+    /// Return the encoded identity.
     pub fn as_bytes(&self) -> &[u8] {
         &self.0
     }
 
-    /// Starts afresh.
+    /// Clear the encoder for the next identity.
     pub fn clear(&mut self) {
         self.0.clear();
     }
 }
 
-/// Names one limit's state for one identity.
+/// The key of one limit's state for one identity.
 #[derive(Debug, Clone, Copy)]
 pub struct Key<'a> {
-    /// Whose state.
+    /// The identity.
     pub identity: Identity,
-    /// Of which limit.
+    /// The limit's part of the key.
     pub state_name: &'a StateName,
 }
 
@@ -99,36 +101,37 @@ pub struct Key<'a> {
 pub struct StateName {
     name: Box<str>,
     hash: u128,
-    /// The limit, whatever the shape.
+    /// Hash of the limit's name, independent of the shape.
     limit_hash: u64,
 }
 
 impl StateName {
-    /// The part of the limit `limit` whose state has the shape `shape`.
+    /// Create the key part of the limit `limit` whose state has the shape `shape`: the algorithm and the window.
     pub fn new(hasher: &IdentityHasher, limit: &str, shape: &str) -> Self {
         let name = format!("{limit}:{shape}");
         let hash = hasher.hash(name.as_bytes()).0;
         StateName { name: name.into(), hash, limit_hash: hasher.hash(limit.as_bytes()).0 as u64 }
     }
 
-    /// The name of the limit.
+    /// Return the name of the limit.
     pub fn limit_name(&self) -> &str {
         self.name.split_once(':').map_or(&*self.name, |(limit, _)| limit)
     }
 }
 
 impl Key<'_> {
-    /// The key in a local table: 128 bits that nobody without the secret can choose.
+    /// Return the key for tables in this process: 128 bits that clients without the secret cannot choose.
     pub fn local_hash(&self) -> u128 {
         self.identity.0 ^ self.state_name.hash
     }
 
-    /// Tells its limit from others, whatever its shape.
+    /// Return the hash of the limit's name, independent of the shape.
     pub fn limit_hash(&self) -> u64 {
         self.state_name.limit_hash
     }
 
-    /// Appends `<prefix>:{<identity hash>}:<limit>:<shape>`; the braces put all limits of an identity into one cluster slot.
+    /// Append `<prefix>:{<identity hash>}:<limit>:<shape>`. The braces put all limits of an identity into one cluster
+    /// slot.
     pub fn write(&self, prefix: &str, out: &mut Vec<u8>) {
         out.extend_from_slice(prefix.as_bytes());
         out.extend_from_slice(b":{");

@@ -1,4 +1,5 @@
-//! The embedded store: the default, the fallback in an outage, and the model that the scripts are tested against.
+//! The memory store: the default store, the fallback in an outage, and the model that the Lua scripts are tested
+//! against.
 
 use std::collections::VecDeque;
 use std::collections::hash_map::RandomState;
@@ -15,13 +16,13 @@ use crate::limiter::clock::{Clock, LogThrottle};
 use crate::limiter::key::Key;
 use crate::limiter::verdict::{Charge, CounterStore, Operation, StoreError, Verdict};
 
-/// Enough that two workers rarely meet in one; a power of two.
+/// Number of shards, a power of two: enough that two workers rarely lock the same one.
 const SHARDS: usize = 64;
 
-/// A limit whose states do not fit is logged once in this time.
+/// Interval for logging that the states of a limit do not fit.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Counters in this process, bounded in number.
+/// A store of counters in this process, bounded in number of states.
 #[derive(Debug)]
 pub struct MemoryStore {
     shards: Vec<Mutex<Shard>>,
@@ -32,37 +33,39 @@ pub struct MemoryStore {
 }
 
 impl MemoryStore {
-    /// A store for about `identities` states of all limits together. When it is full, each limit that has states is guaranteed an
-    /// equal part, and within a limit the state that has used least of it gives way.
+    /// Create a store for about `max_states` states of all limits together. When it is full, each limit that has states
+    /// is guaranteed an equal part. Within a limit, the state that has used the smallest share of its limit is evicted.
     pub fn new(max_states: usize, clock: Clock) -> Self {
         let shards = (0..SHARDS).map(|_| Mutex::default()).collect();
         let capacity = max_states.div_ceil(SHARDS).max(1);
         MemoryStore { shards, capacity, clock, evicted: AtomicU64::new(0), rejected: AtomicU64::new(0) }
     }
 
-    /// States held, expired ones included.
+    /// Return the number of states, including expired ones.
     pub fn len(&self) -> usize {
         self.shards.iter().map(|shard| lock(shard).len()).sum()
     }
 
-    /// Whether nothing is held.
+    /// Return whether the store has no states.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Drops a state; whether there was one.
+    /// Remove a state. Return whether it existed.
     pub fn remove(&self, key: u128) -> bool {
         lock(&self.shards[shard_of(key)]).remove(key)
     }
 
-    /// States that were evicted before they expired, and identities that were not counted for want of room.
+    /// Return the number of states that were evicted before they expired, and of charges that were not counted because
+    /// their limit was full.
     pub fn evictions_and_rejections(&self) -> [u64; 2] {
         [&self.evicted, &self.rejected].map(|count| count.load(Ordering::Relaxed))
     }
 
-    /// Decides at once: nothing here waits.
+    /// Decide all charges at one instant, without waiting for I/O.
     pub fn decide(&self, operation: Operation, charges: &[Charge<'_>]) -> Verdict {
-        // All shards of the request, each once, in one order for everybody: all or none without deadlock.
+        // Lock each shard of the request once, always in the same order: this prevents deadlocks and makes the request
+        // atomic.
         let mut shard_bits = 0u64;
         for charge in charges {
             shard_bits |= 1 << shard_of(charge.key.local_hash());
@@ -71,12 +74,12 @@ impl MemoryStore {
         for index in (0..SHARDS).filter(|index| shard_bits >> index & 1 == 1) {
             locked.guards.push(lock(&self.shards[index]));
         }
-        // Read under the locks, so that decisions on one state happen in the order of their instants.
+        // Read the clock while the locks are held, so that decisions on one state are made in the order of their times.
         let now = self.clock.now_us();
         decide_locked(self, &mut locked, now, operation, charges)
     }
 
-    /// Sees that the states of these charges have room; the bits of those that have none.
+    /// Make room for the states of these charges. Return a bit mask of the charges without room.
     fn ensure_room(&self, locked: &mut LockedShards<'_>, now: u64, charges: &[Charge<'_>], steps: &[Step]) -> u64 {
         let mut full_limits = 0;
         for (index, (charge, step)) in charges.iter().zip(steps).enumerate() {
@@ -131,11 +134,11 @@ fn shard_of(key: u128) -> usize {
 }
 
 fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
-    // A state is replaced as a whole: a panic elsewhere leaves none half-written.
+    // A poisoned lock is safe: states are replaced as a whole, so a panic elsewhere leaves none half-written.
     shard.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The rules of `lua/check.lua`.
+/// Decide under the locks, by the rules of `lua/check.lua`.
 fn decide_locked(
     store: &MemoryStore,
     shards: &mut LockedShards<'_>,
@@ -151,7 +154,7 @@ fn decide_locked(
         let max_cost = charges.first().map_or(0, |charge| charge.cost);
         let enforced = charges.iter().zip(&steps).filter(|(charge, _)| !charge.mode.is_shadow());
         granted = enforced.map(|(_, step)| step.free).fold(max_cost, u64::min);
-        // With nothing left, one unit is asked for, to learn when it will fit.
+        // If nothing remains, request one token to learn the retry time.
         requested = Some(granted.max(max_cost.min(1)));
         if max_cost == 0 {
             operation = Operation::Peek;
@@ -166,7 +169,8 @@ fn decide_locked(
     let (admitted, steps) = step_all(shards, now, step_kind, operation == Operation::Check, requested, charges);
     let will_write = admitted && operation != Operation::Peek;
     let full_limits = if will_write { store.ensure_room(shards, now, charges, &steps) } else { 0 };
-    // All or nothing: where a check has no room for one limit, none is charged. Others are about requests that were admitted.
+    // If a check has no room for one limit, no limit is charged. Other operations concern admitted requests and are not
+    // all-or-nothing.
     let is_check = matches!(operation, Operation::Check | Operation::TakeUpTo);
     let admitted = admitted && !(is_check && full_limits > 0);
     let mut outcomes = Vec::with_capacity(steps.len());
@@ -189,7 +193,7 @@ fn decide_locked(
     }
 }
 
-/// How much of a limit is used when so much remains, of 255.
+/// Return the used share of a limit with this many tokens remaining, in 1/255.
 fn used_share(charge: &Charge<'_>, remaining: u64) -> u8 {
     let capacity = u128::from(charge.rule.capacity().max(1));
     let remaining_share = u128::from(remaining) * 255 / capacity;
@@ -227,27 +231,27 @@ fn step_all(
     (admitted, steps)
 }
 
-// One part of the memory store: the states of each limit apart, so that one limit cannot evict those of another.
+// === Shards: the states of each limit are kept apart, so that one limit cannot evict those of another ===
 
-/// Entries looked at for each one added: more than one, so that sweeping outruns growth.
+/// Entries examined by the sweep for each insertion: more than one, so that sweeping is faster than growth.
 const SWEPT_PER_INSERT: usize = 2;
 
-/// Entries compared when room must be made; as in Redis' volatile-ttl, five find a good victim.
+/// Entries compared to find a victim. As with Redis' volatile-ttl, a sample of five finds a good one.
 const EVICTION_SAMPLE: usize = 5;
 
-/// Entries looked at for one that may be evicted, before a new identity is rejected.
+/// Maximum number of entries searched for an evictable one before a new identity is rejected.
 const MAX_EVICTION_SEARCH: usize = 256;
 
-/// Of 255: an identity that has used so much of its limit is evicted by others' guarantees only. Half: an identity that could reset
-/// itself by evicting its own state gains less than that.
+/// Used share, in 1/255, from which an identity can be evicted only for the guaranteed part of another limit. Half: an
+/// identity that could reset itself by evicting its own state gains less than that.
 const NEAR_LIMIT: u8 = 128;
 
-/// The states of all limits whose keys come to this part.
+/// The states of all limits whose keys belong to this shard.
 #[derive(Debug, Default)]
 pub(crate) struct Shard {
     limits: Vec<LimitStates>,
     entry_count: usize,
-    /// The limit that is swept next.
+    /// Index of the limit that is swept next.
     next_sweep: usize,
 }
 
@@ -255,7 +259,7 @@ pub(crate) struct Shard {
 #[derive(Debug)]
 struct LimitStates {
     limit_hash: u64,
-    // std's hasher: with the published secret, identities choose the keys.
+    // std's hasher is seeded at random: with the published secret, clients could choose colliding keys.
     entries: IndexMap<u128, Entry, RandomState>,
     cursor: usize,
 }
@@ -264,27 +268,27 @@ struct LimitStates {
 struct Entry {
     state: State,
     expires_at_us: u64,
-    /// How much of the limit was used at the last change, of 255.
+    /// Used share of the limit at the last change, in 1/255.
     used_share: u8,
 }
 
-/// What is written of a charge.
+/// The data of a charge that is written to a state.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct StateWrite {
-    /// The id of the lease.
+    /// The id of the concurrency permit.
     pub(crate) permit_id: u64,
-    /// The instant, µs.
+    /// Time of the charge, µs.
     pub(crate) now_us: u64,
-    /// How much of the limit is used then, of 255.
+    /// Used share of the limit after the charge, in 1/255.
     pub(crate) used_share: u8,
 }
 
-/// What making room came to.
+/// The result of making room.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Room {
-    /// There is room, after evicting so many states that had not expired.
+    /// There is room. The value is the number of states evicted for it.
     Available(u64),
-    /// All that could give way are at or near their limit.
+    /// All states that could be evicted are at or near their limit.
     Full,
 }
 
@@ -293,20 +297,20 @@ impl Shard {
         self.entry_count
     }
 
-    /// The state of a key, unless it has expired.
+    /// Return the state of a key, unless it has expired.
     pub(crate) fn state(&self, key: &Key<'_>, now: u64) -> Option<&State> {
         let states = self.limits.iter().find(|states| states.limit_hash == key.limit_hash())?;
         states.entries.get(&key.local_hash()).filter(|entry| entry.expires_at_us > now).map(|entry| &entry.state)
     }
 
-    /// Drops a state; whether there was one.
+    /// Remove a state. Return whether it existed.
     pub(crate) fn remove(&mut self, key: u128) -> bool {
         let existed = self.limits.iter_mut().any(|states| states.entries.swap_remove(&key).is_some());
         self.entry_count -= usize::from(existed);
         existed
     }
 
-    /// Sees that a change can be applied.
+    /// Make room for a change.
     pub(crate) fn ensure_room(&mut self, key: &Key<'_>, change: &Change, now: u64, capacity: usize) -> Room {
         let adds_entry = match change {
             Change::None | Change::Delete => false,
@@ -322,7 +326,7 @@ impl Shard {
             self.sweep(own, now);
         }
         if !self.limits.is_empty() {
-            // Limits that nobody uses any more hold no room.
+            // Sweep another limit as well, so that unused limits hold no room.
             self.next_sweep = (self.next_sweep + 1) % self.limits.len();
             self.sweep(self.next_sweep, now);
         }
@@ -332,7 +336,7 @@ impl Shard {
         let limits = self.limits.len() + usize::from(limit_index.is_none());
         let guaranteed = (capacity / limits).max(1);
         if limit_index.is_none_or(|own| self.limits[own].entries.len() < guaranteed) {
-            // Another limit has borrowed its room.
+            // Another limit uses the guaranteed part of this one.
             let largest_limit = (0..self.limits.len()).max_by_key(|&index| self.limits[index].entries.len());
             let evicted = largest_limit.is_some_and(|largest| self.evict(largest, now, u8::MAX));
             return Room::Available(u64::from(evicted));
@@ -343,7 +347,7 @@ impl Shard {
         }
     }
 
-    /// Applies a change for which there is room.
+    /// Apply a change for which there is room.
     pub(crate) fn apply(&mut self, key: &Key<'_>, change: Change, write: StateWrite) {
         if change == Change::None {
             return;
@@ -383,8 +387,9 @@ impl Shard {
         self.entry_count -= before - states.entries.len();
     }
 
-    /// Evicts the least used of some states of a limit, the one that expires first where they are alike; of those below `near`
-    /// unless that is everything. Whether there was one.
+    /// Evict the state with the smallest used share from a sample of a limit's states; between equal ones, the one that
+    /// expires first. Evict only states with a used share below `max_used_share`, unless that is `u8::MAX`. Return
+    /// whether a state was evicted.
     fn evict(&mut self, index: usize, now: u64, max_used_share: u8) -> bool {
         let LimitStates { entries, cursor, .. } = &mut self.limits[index];
         let len = entries.len();
@@ -433,7 +438,7 @@ impl LimitStates {
                 };
                 *before = used;
                 if *expires_us <= now && edit.remove.is_none() {
-                    // What expired was not seen by the step either.
+                    // The step ignored expired entries, so drop them.
                     log.clear();
                 }
                 edit.apply(log);

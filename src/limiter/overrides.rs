@@ -1,4 +1,5 @@
-//! Sizes that operators give single identities for a time: in force in this process, and followed as all gateways share them.
+//! Quota overrides: temporary quotas that administrators set for single identities. All gateways share them through
+//! Redis.
 
 use std::collections::hash_map::RandomState;
 use std::collections::{HashMap, HashSet};
@@ -23,70 +24,71 @@ use crate::limiter::spec::{LimitSpec, LimitVariant};
 use crate::limiter::store::RedisStore;
 use crate::limiter::verdict::StoreError;
 
-/// So many there may be at a time: each gateway reads all of them each second.
+/// Maximum number of overrides. Each gateway reads all of them every second.
 pub const MAX_OVERRIDES: usize = 1000;
 
-/// How often it is looked what other gateways were told.
+/// Interval for polling the overrides that other gateways received.
 const POLL_INTERVAL: Duration = Duration::from_secs(1);
 
-/// Pause after a read that failed. Shorter than [`POLL`], so that a store that lost its data gets the overrides back soon.
+/// Delay after a failed poll. It is shorter than [`POLL_INTERVAL`], so that a store that lost its data gets the
+/// overrides back soon.
 const RETRY_INTERVAL: Duration = Duration::from_millis(250);
 
-/// Records of one restore call: each call reads the whole hash and blocks Redis for it.
+/// Maximum number of records in one restore call. Each call reads the whole hash and blocks Redis meanwhile.
 const MAX_RESTORE_BATCH: usize = 250;
 
-/// What is decided on one gateway is in force on all within this time: a poll, and what may come between.
+/// Time within which a change on one gateway applies on all gateways: a polling interval and a margin for delays.
 pub const MAX_PROPAGATION: Duration = Duration::from_secs(2);
 
-/// That they cannot be read is logged once in this time.
+/// Interval for logging that overrides cannot be read, restored or applied.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// What an override says, as it is kept.
+/// The stored value of an override.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct OverrideQuota {
-    /// In the form of the configuration.
+    /// The quota in the syntax of the configuration.
     pub quota: String,
-    /// Of a token bucket; none = as much as the quota.
+    /// Burst of a token bucket. Default: the quota's count.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub burst: Option<u64>,
-    /// Whatever the operator wants to remember of it.
+    /// Free text by the administrator.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub note: Option<String>,
 }
 
-/// A size that an identity has for a time.
+/// A temporary quota of one identity.
 #[derive(Debug)]
 pub struct Override {
-    /// Of which limit.
+    /// The limit.
     pub limit: Arc<LimitSpec>,
-    /// Whose.
+    /// The identity.
     pub identity: Identity,
-    /// As it was given.
+    /// The quota as the administrator gave it.
     pub quota: OverrideQuota,
-    /// The same, ready to decide.
+    /// The variant of the limit with this quota.
     pub variant: Arc<LimitVariant>,
     expires_at: Instant,
 }
 
 impl Override {
-    /// How long it is still in force.
+    /// Return the time until the override expires.
     pub fn ttl(&self) -> Duration {
         self.expires_at.saturating_duration_since(monotonic())
     }
 }
 
-/// Those in force, by limit and identity.
+/// The overrides in force, by limit and identity.
 #[derive(Debug, Default)]
 pub struct OverrideTable(HashMap<u128, Arc<Override>, RandomState>);
 
 impl OverrideTable {
-    /// The override that an identity has of a limit.
+    /// Return the override of an identity for a limit.
     pub fn find(&self, limit: &LimitSpec, identity: Identity) -> Option<&Override> {
         let found = self.0.get(&table_key(limit, identity))?;
         (monotonic() < found.expires_at).then_some(found)
     }
 
-    /// Gives the checks of identities that have one its size.
+    /// Replace the variants of checks whose identities have overrides.
     pub fn apply<'p>(&'p self, checks: &mut [LimitCheck<'_, 'p>]) {
         for check in checks {
             if let Some(entry) = self.find(check.limit, check.identity) {
@@ -95,14 +97,14 @@ impl OverrideTable {
         }
     }
 
-    /// All of them.
+    /// Return all overrides in force.
     pub fn all(&self) -> Vec<Arc<Override>> {
         let now = monotonic();
         self.0.values().filter(|entry| now < entry.expires_at).cloned().collect()
     }
 }
 
-/// Finds a limit of the configuration by its name.
+/// Looks up a limit of the configuration by name.
 type LimitLookup = Box<dyn Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync>;
 
 /// The overrides of a process.
@@ -111,7 +113,8 @@ pub struct Overrides {
     hasher: IdentityHasher,
     find_limit: LimitLookup,
     denials: Option<Arc<DenialCache>>,
-    /// The newest record of each field that this process has seen, until it is no longer kept. Held while the table changes.
+    /// The newest record of each field that this process has seen, until it is forgotten. Locked while the table
+    /// changes.
     known_entries: Mutex<HashMap<String, KnownEntry>>,
 }
 
@@ -119,9 +122,9 @@ pub struct Overrides {
 #[derive(Debug, Clone)]
 struct KnownEntry {
     entry: OverrideEntry,
-    /// When it expires.
+    /// Time at which the override expires.
     expires_at: Instant,
-    /// When it is forgotten.
+    /// Time at which the record is forgotten.
     forget_at: Instant,
 }
 
@@ -132,7 +135,7 @@ impl fmt::Debug for Overrides {
 }
 
 impl Overrides {
-    /// None as yet. `denials` are those of the process.
+    /// Create an empty set of overrides. `denials` is the denial cache of the process.
     pub fn new(
         hasher: IdentityHasher,
         find_limit: impl Fn(&str) -> Option<Arc<LimitSpec>> + Send + Sync + 'static,
@@ -142,16 +145,16 @@ impl Overrides {
         Overrides { table, hasher, find_limit: Box::new(find_limit), denials, known_entries }
     }
 
-    /// Those in force now; none if there are none, as mostly.
+    /// Return the overrides in force. `None` if there are none, which is the usual case.
     pub fn current(&self) -> Option<Arc<OverrideTable>> {
         let table = self.table.load();
         if table.0.is_empty() { None } else { Some(Arc::clone(&table)) }
     }
 
-    /// A size in force from now on, for this time; it is not told to anybody else.
+    /// Create an override that expires after `ttl`. It is neither put in force nor sent to other gateways.
     ///
     /// # Errors
-    /// The limit cannot have this size.
+    /// The quota is invalid, or the limit does not support it.
     pub fn compile(
         &self,
         limit: &Arc<LimitSpec>,
@@ -164,7 +167,7 @@ impl Overrides {
         Ok(Override { limit: limit.clone(), identity, quota, variant, expires_at: monotonic() + ttl })
     }
 
-    /// Puts an override in force in this process; none if there are too many.
+    /// Put an override in force in this process. Return `None` if there are [`MAX_OVERRIDES`] others.
     pub fn put(&self, new: Override) -> Option<Arc<Override>> {
         let (key, new, mut has_room) = (table_key(&new.limit, new.identity), Arc::new(new), true);
         self.table.rcu(|table| {
@@ -182,7 +185,7 @@ impl Overrides {
         has_room.then_some(new)
     }
 
-    /// Ends an override in this process; whether there was one.
+    /// Remove an override in this process. Return whether it existed.
     pub fn remove(&self, limit: &LimitSpec, identity: Identity) -> bool {
         let (key, mut removed) = (table_key(limit, identity), false);
         self.table.rcu(|table| {
@@ -268,7 +271,7 @@ impl Overrides {
         self.known_entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What this process knows of a field.
+    /// Return the revision of a field that this process knows.
     pub fn known_revision(&self, field: &str) -> overrides::KnownRevision {
         let now = monotonic();
         let entries = self.lock_entries();
@@ -283,8 +286,8 @@ impl Overrides {
         )
     }
 
-    /// Records that this process knows and that a snapshot lacks or has in an older revision, as they are written back:
-    /// they expire no later than before, even if the clock of the store was set back.
+    /// Return the known records that a snapshot lacks or has in an older revision, for writing back. They expire no
+    /// later than before, even if the clock of the store was set back.
     fn lost_entries(&self, snapshot: &Snapshot) -> Vec<OverrideEntry> {
         let now = monotonic();
         let stored: HashMap<_, _> = snapshot.entries.iter().map(|record| (&*record.key, record.revision)).collect();
@@ -302,8 +305,8 @@ impl Overrides {
         lost.collect()
     }
 
-    /// Put the records of a snapshot in force, except those of which this process knows a newer revision. The time left of
-    /// each counts from `asked`. `complete`: the snapshot has all fields of the hash.
+    /// Put the records of a snapshot in force, except those of which this process knows a newer revision. Their times
+    /// count from `asked_at`. `is_complete`: the snapshot has all fields of the hash.
     pub(super) fn apply_snapshot(&self, snapshot: &Snapshot, asked_at: Instant, is_complete: bool) {
         let now = monotonic();
         let mut known = self.lock_entries();
@@ -331,21 +334,22 @@ impl Overrides {
         self.rebuild_table(&known, now, has_reset);
     }
 
-    /// Build the table from the known records. `reset`: denials that are remembered may no longer hold.
+    /// Build the table from the known records. `has_reset`: an identity was reset, so cached denials may no longer
+    /// hold.
     fn rebuild_table(&self, entries: &HashMap<String, KnownEntry>, now: Instant, has_reset: bool) {
         let (old, mut new) = (self.table.load_full(), HashMap::default());
         for (field, KnownEntry { entry: record, expires_at, .. }) in
             entries.iter().filter(|(_, known)| now < known.expires_at)
         {
             let Some((_, limit, identity)) = parse_field(field) else { continue };
-            // Another gateway may have other limits.
+            // Another gateway may have different limits.
             let (Some(limit), Ok(quota)) =
                 ((self.find_limit)(limit), serde_json::from_str::<OverrideQuota>(&record.value))
             else {
                 continue;
             };
             let (key, until) = (table_key(&limit, identity), *expires_at);
-            // The same as before keeps its plan, which is what denials and calls under way go by.
+            // An unchanged override keeps its variant, whose id cached denials and calls in flight refer to.
             let same = old.0.get(&key).filter(|old| old.quota == quota && Arc::ptr_eq(&old.limit, &limit));
             let compiled = match same {
                 Some(old) => Ok(Override { limit, identity, quota, variant: old.variant.clone(), expires_at: until }),
@@ -370,7 +374,7 @@ impl Overrides {
         if changed || !new.is_empty() {
             self.table.store(Arc::new(OverrideTable(new)));
         }
-        // After the table: what is denied from now on is denied by the new sizes.
+        // Clear the cache after the table was replaced: from now on denials come from the new quotas.
         if (changed || has_reset)
             && let Some(denials) = &self.denials
         {
@@ -379,7 +383,7 @@ impl Overrides {
     }
 }
 
-/// Keep the newest [`MOST`] records of removed and expired overrides, as the script does.
+/// Keep the newest [`MAX_OVERRIDES`] records of removed and expired overrides, as the script does.
 fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant) {
     let removals = entries.values().filter(|known| known.expires_at <= now);
     let mut revisions: Vec<_> = removals.map(|known| known.entry.revision).collect();
@@ -390,7 +394,7 @@ fn drop_oldest_removals(entries: &mut HashMap<String, KnownEntry>, now: Instant)
     }
 }
 
-/// Whether the hash cannot be read, while decisions can be made.
+/// Return whether the hash of overrides cannot be read although checks work.
 fn is_hash_error(error: &StoreError) -> bool {
     error.error_reply().and_then(|reply| reply.code()).is_some_and(|code| ["NOPERM", "WRONGTYPE"].contains(&code))
 }
@@ -398,12 +402,12 @@ fn is_hash_error(error: &StoreError) -> bool {
 const OVERRIDE_FIELD: &str = "size";
 const RESET_FIELD: &str = "reset";
 
-/// The field of an override.
+/// Return the hash field of an override.
 pub fn override_field(limit: &LimitSpec, identity: Identity) -> String {
     format!("{OVERRIDE_FIELD}/{}/{identity}", limit.name)
 }
 
-/// The field that tells the others of a reset.
+/// Return the hash field that announces a reset to other gateways.
 pub fn reset_field(limit: &LimitSpec, identity: Identity) -> String {
     format!("{RESET_FIELD}/{}/{identity}", limit.name)
 }
@@ -414,7 +418,7 @@ fn parse_field(field: &str) -> Option<(&str, &str, Identity)> {
     Some((subject, limit, Identity::from_hex(identity)?))
 }
 
-/// Where the override of an identity stands in the table, whatever its window.
+/// Return the key of an identity's override in the table, independent of the window.
 fn table_key(limit: &LimitSpec, identity: Identity) -> u128 {
     Key { identity, state_name: &limit.default_variant.state_name }.local_hash()
 }

@@ -1,8 +1,8 @@
-//! Advances: units of hot sets of states that are charged ahead of the requests that will use them.
+//! Prefetching: tokens of hot groups of states are charged before the requests that will use them.
 //!
-//! For each set the process keeps at most one advance at a time, whatever the number of its workers. Sets may share states, as a global
-//! limit and one of each client do: of each state the process holds at most the prefetch of its limit, in all its sets together.
-//! This is what the bounds of the manual rest on. Time comes in as a value.
+//! The process keeps at most one prefetch for each group, whatever the number of its workers. Groups may share states,
+//! for example a global limit and one limit per client. For each state, the process holds at most the `prefetch` of its
+//! limit, summed over all groups. The bounds in the manual rely on this. The current time is a parameter.
 
 use std::collections::hash_map::{Entry, RandomState};
 use std::collections::{HashMap, HashSet};
@@ -13,62 +13,64 @@ use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::clock::subtract_drift;
 use crate::limiter::verdict::Verdict;
 
-/// What is not used within this time is given back: so long others may miss it.
+/// Time after which unused tokens are refunded. For this long, other gateways may lack them.
 pub const PREFETCH_TTL: Duration = Duration::from_secs(1);
 
-/// Sets with an advance at the same time: each may take some 500 bytes and a timer. Further ones are asked as if there were none.
+/// Maximum number of groups with prefetched tokens. Each may take about 500 bytes and a timer. Further groups are
+/// checked without prefetching.
 const MAX_GROUPS: usize = 10_000;
 
-/// The advances of a process.
+/// The prefetched tokens of a process.
 #[derive(Debug, Default)]
 pub struct PrefetchPool(Mutex<PoolState>);
 
 #[derive(Debug, Default)]
 struct PoolState {
-    // std's hasher: with the published secret, identities choose the keys.
+    // std's hasher is seeded at random: with the published secret, clients could choose colliding keys.
     prefetched: HashMap<u128, PrefetchedTokens, RandomState>,
-    /// Those for which an advance is being asked for.
+    /// Groups for which a prefetch is in flight.
     pending: HashSet<u128, RandomState>,
-    /// Units of each state that are kept or being asked for, in all sets.
+    /// Tokens of each state that are held or being fetched, summed over all groups.
     outstanding: HashMap<u128, u64, RandomState>,
 }
 
 #[derive(Debug)]
 struct PrefetchedTokens {
     remaining: u64,
-    /// What each unit was charged to.
+    /// The states that each token was charged to.
     states: Arc<[u128]>,
-    /// From here on they are not used any more.
+    /// Time from which the tokens must not be used.
     expires_at: Instant,
-    /// When the verdict was here.
+    /// Time at which the verdict arrived.
     decided_at: Instant,
-    /// As it was after all of them were charged.
+    /// The verdict after all tokens were charged.
     verdict: Verdict,
 }
 
-/// The right to ask for an advance of a set; no other is asked for while it lasts.
+/// A reservation to prefetch for a group. While it exists, the group cannot be reserved again.
 #[derive(Debug)]
 pub struct PrefetchReservation {
     pool: Arc<PrefetchPool>,
     group: u128,
     states: Arc<[u128]>,
-    /// Not kept yet.
+    /// Reserved tokens that are not filled yet.
     tokens: u64,
 }
 
-/// Units that nobody used, and when they were charged, µs.
+/// Unused tokens to refund, with the time of their charge.
 #[derive(Debug, PartialEq, Eq)]
 pub struct UnusedTokens {
-    /// How many.
+    /// Number of tokens.
     pub tokens: u64,
-    /// The instant of their charge, by the store's clock.
+    /// Time of their charge by the store's clock, µs since the Unix epoch.
     pub charged_at: u64,
-    /// What the limits said when they were charged, as the last units of their call.
+    /// Outcomes of the limits when these tokens were charged, as the last ones of their call.
     pub outcomes: Vec<Outcome>,
 }
 
 impl PrefetchPool {
-    /// One unit of a set, and when it was charged: the verdict that a call for it would have got.
+    /// Take one token of a group. Return the verdict that a call would have had, and the time of the token's charge
+    /// (µs).
     pub fn take(&self, group: u128, now: Instant) -> Option<(Verdict, u64)> {
         let mut pool_state = self.lock();
         let PoolState { prefetched, outstanding, .. } = &mut *pool_state;
@@ -77,7 +79,7 @@ impl PrefetchPool {
         release(outstanding, &advance.states, 1);
         let elapsed_us = now.saturating_duration_since(advance.decided_at).as_micros() as u64;
         let outcome_now = |outcome: &Outcome| Outcome {
-            // The units that are kept are there for callers, too.
+            // The tokens that are still held remain available to clients.
             remaining: outcome.remaining + advance.remaining,
             reset_us: outcome.reset_us.saturating_sub(elapsed_us),
             ..*outcome
@@ -88,13 +90,14 @@ impl PrefetchPool {
         Some((Verdict { charged_later: advance.verdict.charged_later + advance.remaining, ..verdict }, *now_us))
     }
 
-    /// Whether an advance of the set was used up within its time: the set is as hot as it was.
+    /// Return whether the prefetched tokens of the group were used up before they expired: the group is still hot.
     pub fn is_exhausted(&self, group: u128, now: Instant) -> bool {
         self.lock().prefetched.get(&group).is_some_and(|advance| advance.remaining == 0 && now < advance.expires_at)
     }
 
-    /// The right to ask for an advance, if none of the set is kept or asked for; of as many units as each of its `states` still may
-    /// have outstanding.
+    /// Reserve a prefetch for a group. `states` has each state with its maximum number of outstanding tokens. The
+    /// reservation has as many tokens as all states still allow. Return `None` if the group has tokens or a
+    /// reservation, if no token is allowed, or if the number of groups is at its maximum.
     pub fn reserve(
         self: &Arc<Self>,
         group: u128,
@@ -127,10 +130,10 @@ impl PrefetchPool {
         Some(PrefetchReservation { pool: self.clone(), group, states, tokens })
     }
 
-    /// Ends the advance of a set that has lapsed.
+    /// Remove the tokens of a group that have expired.
     ///
     /// # Errors
-    /// It lasts for so long still.
+    /// The tokens have not expired; the error is the time left.
     pub fn expire(&self, group: u128, now: Instant) -> Result<UnusedTokens, Duration> {
         let mut pool_state = self.lock();
         let ttl = pool_state
@@ -140,7 +143,7 @@ impl PrefetchPool {
         if ttl.is_zero() { Ok(pool_state.remove(group)) } else { Err(ttl) }
     }
 
-    /// Ends the advance of a set before its time.
+    /// Remove the tokens of a group before they expire.
     pub fn cancel(&self, group: u128) -> UnusedTokens {
         self.lock().remove(group)
     }
@@ -164,7 +167,7 @@ impl PoolState {
     }
 }
 
-/// Units are used or given back: others of their states may be asked for.
+/// Subtract tokens that were used or refunded, so that others of the same states can be prefetched.
 fn release(outstanding: &mut HashMap<u128, u64, RandomState>, states: &[u128], tokens: u64) {
     for state in states {
         if let Entry::Occupied(mut count) = outstanding.entry(*state) {
@@ -177,13 +180,13 @@ fn release(outstanding: &mut HashMap<u128, u64, RandomState>, states: &[u128], t
 }
 
 impl PrefetchReservation {
-    /// How many units may be asked for.
+    /// Return the number of tokens that may be prefetched.
     pub fn tokens(&self) -> u64 {
         self.tokens
     }
 
-    /// Keeps `units` of a call that was made at `asked`, of limits with these rules; whether somebody has to see to their end,
-    /// because nobody does yet.
+    /// Store `tokens` of a call that was sent at `asked_at`, of limits with these rules. Return whether the caller must
+    /// schedule their expiry, because no task does yet.
     pub fn fill<'r>(
         mut self,
         tokens: u64,
@@ -193,7 +196,7 @@ impl PrefetchReservation {
         decided_at: Instant,
     ) -> bool {
         let expires_at = asked_at + rules.zip(&verdict.outcomes).map(usable_for).min().unwrap_or_default();
-        // No more than was asked for; the rest of it is released with the reservation.
+        // At most the reserved number. Dropping the reservation releases the rest.
         let units = tokens.min(self.tokens);
         self.tokens -= units;
         let advance =
@@ -219,13 +222,13 @@ impl Drop for PrefetchReservation {
     }
 }
 
-/// For how long, counted from before the call, units of a limit may be used.
+/// Return how long tokens of a limit may be used, counted from before the call.
 fn usable_for((rule, outcome): (&Rule, &Outcome)) -> Duration {
     match rule {
-        // What was counted in one window must not be used in the next.
+        // Tokens that were charged in one window must not be used in the next.
         Rule::FixedWindow(_) => subtract_drift(Duration::from_micros(outcome.reset_us)).min(PREFETCH_TTL),
         Rule::TokenBucket(_) | Rule::SlidingWindow(_) | Rule::SlidingBuckets(_) | Rule::SlidingLog(_) => PREFETCH_TTL,
-        // A slot is held by a request, not kept for one.
+        // A concurrency permit is held by a running request. It cannot be prefetched.
         Rule::Concurrency(_) => Duration::ZERO,
     }
 }
@@ -254,12 +257,12 @@ mod tests {
         Verdict::new(9, 1000, vec![outcome])
     }
 
-    /// The states of a set of one limit, of which this many units may be outstanding.
+    /// One state that allows this many outstanding tokens.
     fn single_state(most: u64) -> impl Iterator<Item = (u128, u64)> {
         std::iter::once((1, most))
     }
 
-    /// An advance of one limit that was asked for and given at `at`.
+    /// Prefetch tokens of one limit with a call that was sent and answered at `at`.
     fn fill(advances: &Arc<PrefetchPool>, rule: &Rule, units: u64, reset_us: u64, at: Instant) -> bool {
         advances.reserve(GROUP, single_state(100)).unwrap().fill(
             units,
@@ -319,7 +322,7 @@ mod tests {
             let advances = Arc::<PrefetchPool>::default();
             let outcome = verdict(20, reset_us).outcomes[0];
             let verdict = Verdict { outcomes: vec![outcome; rules.len()], ..verdict(20, reset_us) };
-            // The answer took its time: the window was that much closer to its end.
+            // The reply took 100 ms, so the window was that much closer to its end.
             let decided = start + Duration::from_millis(100);
             advances.reserve(GROUP, single_state(100)).unwrap().fill(5, verdict, rules.iter(), start, decided);
             let until = start + Duration::from_micros(usable_us);
@@ -352,7 +355,7 @@ mod tests {
         assert!(!advances.is_exhausted(GROUP, start) && reserve(GROUP).is_some());
     }
 
-    /// A global limit of which 50 units may be outstanding, and a limit of each client.
+    /// A global limit that allows 50 outstanding tokens, and one limit per client.
     #[test]
     fn groups_sharing_a_state_share_its_prefetch() {
         let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());
@@ -382,7 +385,7 @@ mod tests {
         fn state_never_exceeds_its_prefetch(
             steps in proptest::collection::vec((0u128..6, 0u64..40, 0u8..5), 1..200)
         ) {
-            // Sets of one to three of four states, each with a prefetch of its own.
+            // Groups of one to three of four states, each state with a different prefetch.
             let prefetch = [10, 25, 40, 7];
             let states = |set: u128| (0..4).filter(move |state| (set + 2) >> state & 1 == 1).map(|state| state as usize);
             let (advances, start) = (Arc::<PrefetchPool>::default(), monotonic());

@@ -1,4 +1,4 @@
-//! How much: `COUNT/UNIT`.
+//! Quotas in the form `COUNT/UNIT`, and calendar windows.
 
 use std::fmt;
 use std::str::FromStr;
@@ -8,18 +8,18 @@ use jiff::civil::Date;
 use jiff::tz::TimeZone;
 use jiff::{Timestamp, ToSpan};
 
-/// `count` units per window. `600/min` is 600 in 60,000,000 µs.
+/// A quota: `count` tokens per window. `600/min` is 600 in 60,000,000 µs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Quota {
-    /// Units per window, at least 1.
+    /// Tokens per window, at least 1.
     pub count: u64,
-    /// Length of the window in µs; none where a calendar decides (month, year) or nothing is timed.
+    /// Length of the window, µs. `None` for months and years, which have no fixed length, and for concurrency limits.
     pub window_us: Option<u64>,
-    /// The calendar unit that was written, if one was.
+    /// The calendar unit of the quota, if it has one.
     pub calendar: Option<CalendarUnit>,
 }
 
-/// Units whose windows follow a calendar with `fixed-window`.
+/// Units of time whose windows follow the calendar with `fixed-window`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[allow(missing_docs)]
 pub enum CalendarUnit {
@@ -29,7 +29,7 @@ pub enum CalendarUnit {
     Year,
 }
 
-/// Why a quota cannot be.
+/// The reason why a quota is invalid.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum QuotaError {
@@ -59,11 +59,11 @@ pub enum QuotaError {
 
 const SECOND_US: u64 = 1_000_000;
 
-/// Integers at and beyond this cannot be told apart in Redis' Lua, which counts in doubles.
+/// Bound of exact integers in Redis' Lua, which calculates in doubles: integers from 2^53 on are not all distinct.
 pub const EXACT_INTEGER_LIMIT: u64 = 1 << 53;
 
 impl Quota {
-    /// So many at the same time, as concurrency has them.
+    /// Parse a quota of a concurrency limit: a number of requests in flight.
     ///
     /// # Errors
     /// The text is not a count.
@@ -93,7 +93,7 @@ impl FromStr for Quota {
     }
 }
 
-/// As it is written: `600/min`, `5/15m`; of requests at the same time `20`.
+/// The syntax of the configuration: `600/min`, `5/15m`; for concurrency limits `20`.
 impl fmt::Display for Quota {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.count)?;
@@ -116,7 +116,7 @@ impl fmt::Display for Quota {
     }
 }
 
-/// A count, as an integer or in the form 1e6.
+/// Parse a count, written as an integer or as `1e6`. Digits may be grouped with `_`.
 fn parse_count(text: &str) -> Result<u64, QuotaError> {
     let error = || QuotaError::Count(text.to_owned());
     let digits = text.replace('_', "");
@@ -137,7 +137,8 @@ fn parse_count(text: &str) -> Result<u64, QuotaError> {
     Ok(count)
 }
 
-/// `250ms`, `5s`, `15m`, `1h`, `1d` in µs; none if it is no duration, is zero, or is longer than ten years.
+/// Parse a duration such as `250ms`, `5s`, `15m`, `1h` or `1d` in µs. Return `None` if it is not a duration, is zero,
+/// or exceeds 3650 days.
 pub fn parse_duration_us(text: &str) -> Option<u64> {
     let split = text.find(|c: char| !c.is_ascii_digit())?;
     let (count, unit) = text.split_at(split);
@@ -153,9 +154,9 @@ pub fn parse_duration_us(text: &str) -> Option<u64> {
     (1..=3650 * 86_400 * SECOND_US).contains(&us).then_some(us)
 }
 
-// Calendar windows: days, weeks, months and years as a time zone has them.
+// === Calendar windows: days, weeks, months and years in a time zone ===
 
-/// A unit of the calendar in a time zone, with the boundaries that were computed last.
+/// Windows of a calendar unit in a time zone, with a cache of the last computed boundaries.
 #[derive(Debug)]
 pub struct CalendarWindows {
     unit: CalendarUnit,
@@ -164,7 +165,7 @@ pub struct CalendarWindows {
 }
 
 impl CalendarWindows {
-    /// Windows of a unit in a zone of the IANA database.
+    /// Create the windows of a unit in a zone of the IANA time zone database.
     ///
     /// # Errors
     /// The database has no such zone.
@@ -172,13 +173,13 @@ impl CalendarWindows {
         Ok(CalendarWindows { unit, zone: TimeZone::get(zone)?, cached: Mutex::new([0; 3]) })
     }
 
-    /// Windows of another unit in the same zone.
+    /// Return windows of another unit in the same zone.
     pub fn with_unit(&self, unit: CalendarUnit) -> Self {
         CalendarWindows { unit, zone: self.zone.clone(), cached: Mutex::new([0; 3]) }
     }
 
-    /// The window around an instant: its start, the start of the next one and of the one after that, in µs since the Unix
-    /// epoch. A clock that is not far off finds its window in them as well.
+    /// Return the boundaries of the window that contains `now_us`: its start, the start of the next window and of the
+    /// one after that, µs since the Unix epoch. A store whose clock differs slightly finds its window in them as well.
     pub fn boundaries_around(&self, now_us: u64) -> [u64; 3] {
         let mut cached = self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         if !(cached[0] <= now_us && now_us < cached[1]) {
@@ -196,7 +197,7 @@ impl CalendarWindows {
         [first, second, third].map(|day| self.start_us(day))
     }
 
-    /// The first day of the window that a day belongs to; a week starts on Monday (ISO 8601).
+    /// Return the first day of the window that contains a day. Weeks start on Monday (ISO 8601).
     fn first_day(&self, day: Date) -> Date {
         match self.unit {
             CalendarUnit::Day => day,
@@ -215,7 +216,7 @@ impl CalendarWindows {
         }
     }
 
-    /// When a day starts: at midnight, or where a change of the clock leaves midnight out, right after it.
+    /// Return the start of a day: midnight, or the first instant after it if a change of the clock skips midnight.
     fn start_us(&self, day: Date) -> u64 {
         let start = day.to_zoned(self.zone.clone()).map(|zoned| zoned.timestamp().as_microsecond());
         start.ok().and_then(|us| u64::try_from(us).ok()).unwrap_or(0)

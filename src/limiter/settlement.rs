@@ -1,4 +1,5 @@
-//! What an admitted request holds and owes: leases until it ends, costs and refunds once its response is known.
+//! Settlement of admitted requests: concurrency permits until they end, and deferred charges and refunds once the
+//! response is known.
 
 use std::mem;
 use std::pin::Pin;
@@ -20,77 +21,77 @@ use crate::limiter::spec::LimitVariant;
 use crate::limiter::store::{DecidedBy, Store};
 use crate::limiter::verdict::{Charge, ChargeMode, Operation, StoreError, Verdict};
 
-/// How often a release or a refund that did not reach the store is repeated while the store is asked; also when a release that may have
-/// come before what it releases is made again.
+/// Interval for retrying a release or refund that did not reach the store. A release that may have run before the call
+/// that registered the permit is repeated after this interval as well.
 const RETRY_INTERVAL: Duration = Duration::from_secs(1);
 
 const RELEASE_PERMIT: Operation = Operation::Refund { charged_at: 0 };
 
-/// The same for what was not sent because too many checks were queued.
+/// Interval for retrying calls that were not sent because too many checks were queued.
 const OVERLOAD_RETRY_INTERVAL: Duration = Duration::from_millis(50);
 
-/// A charge or refund that cannot be sent because of overload is given up after this time.
+/// Time after which a charge or refund that cannot be sent because of overload is dropped.
 const DELIVERY_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What remains to be done for a limit when the response is known.
+/// The operation on a limit that is deferred until the response is known.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Deferred {
     /// Nothing.
     Nothing,
-    /// The cost is charged.
+    /// Charge the cost.
     Charge,
-    /// The cost may be given back.
+    /// Refund the cost if the response requires it.
     Refund,
 }
 
-/// What the response makes of it.
+/// The action that the response requires for a limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SettleAction {
-    /// It stays as it is.
+    /// No action.
     Nothing,
-    /// So many units are charged, whatever is left.
+    /// Charge this cost, even if it exceeds the remaining tokens.
     Charge(u64),
-    /// The charge is given back.
+    /// Refund the charge.
     Refund,
 }
 
 /// A charge that outlives the decision.
 #[derive(Debug, Clone)]
 pub struct OwnedCharge {
-    /// Which limit of the route.
+    /// Index of the limit on the route.
     pub limit_index: usize,
-    /// Its size.
+    /// The variant of the limit.
     pub variant: Arc<LimitVariant>,
-    /// Whose units.
+    /// The identity that is charged.
     pub identity: Identity,
-    /// How many; for a lease its id.
+    /// Cost in tokens, or the permit id of a concurrency limit.
     pub cost_or_permit_id: u64,
-    /// Units of this state that the gateway may have prefetched at a time.
+    /// Maximum number of tokens of this state that the gateway may hold prefetched at a time.
     pub prefetch: u64,
-    /// Where they may be refunded: see [`Charge::debt_before_us`].
+    /// For charges that may be refunded: see [`Charge::debt_before_us`]. Otherwise 0.
     pub debt_before_us: u64,
 }
 
-/// What the requests of one worker leave behind: calls that nobody waits for.
+/// Access to the store for one worker, including background calls that outlive their requests.
 #[derive(Debug)]
 pub struct StoreHandle {
-    /// Where the counters live.
+    /// The store of the worker.
     pub store: Store,
-    /// What was denied lately; none where asking costs nothing.
+    /// The denial cache. `None` if checks are free.
     pub denials: Option<Arc<DenialCache>>,
-    /// Releases and late charges that are under way.
+    /// Background tasks in flight, such as permit releases and deferred charges.
     pub tasks: TaskTracker,
 }
 
 impl StoreHandle {
-    /// Starts something that nobody waits for.
+    /// Spawn a background task. Return `None` outside of a tokio runtime.
     pub fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> Option<AbortHandle> {
-        // Outside of a runtime the process is ending: leases end by themselves.
+        // Outside of a runtime the process is ending. Permits then expire by their TTL.
         let handle = Handle::try_current().ok()?;
         Some(self.tasks.spawn_on(task, &handle).abort_handle())
     }
 
-    /// Asks for charges that outlive their request.
+    /// Call the store for charges that outlive their request.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -103,7 +104,7 @@ impl StoreHandle {
         self.call_since(decided_by, monotonic(), operation, charges).await
     }
 
-    /// The same for requests that have waited since then.
+    /// Call the store for requests that have waited since `started_at`. The timeout counts from there.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -118,7 +119,7 @@ impl StoreHandle {
         self.store.call(decided_by, started_at, operation, &charges.iter().map(to_charge).collect::<Vec<_>>()).await
     }
 
-    /// The same for charges that no request waits for: repeated while too many checks are queued.
+    /// Call the store for charges that no request waits for. Retry for 30 s while too many checks are queued.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -139,8 +140,8 @@ impl StoreHandle {
         }
     }
 
-    /// Counts permits in this process' share as well, where there is a store that may fail: in an outage the share is to count all
-    /// requests that run here.
+    /// Count permits in this process' local share as well, if the store is Redis. In an outage the share has to count
+    /// all requests that run here.
     fn count_in_local_share(&self, operation: Operation, permits: &[OwnedCharge]) {
         if let Store::Redis { fallback, .. } = &self.store {
             let to_charge = |permit| OwnedCharge::charge(permit, DecidedBy::Local);
@@ -150,7 +151,7 @@ impl StoreHandle {
 }
 
 impl OwnedCharge {
-    /// Names the state.
+    /// Return the key of the state.
     pub fn key(&self) -> Key<'_> {
         Key { identity: self.identity, state_name: &self.variant.state_name }
     }
@@ -170,10 +171,12 @@ impl OwnedCharge {
     }
 }
 
-/// The permits of a request. Dropping them releases them, also while it is not known whether they were granted.
+/// The concurrency permits of a request. Dropping the value releases them, even while it is unknown whether they were
+/// granted.
 ///
-/// The store counts them for all gateways. A renewal registers a permit again that the store has lost, or that was granted by the
-/// share of an outage. This process counts them as well: its share in an outage has to know of all requests that run here.
+/// The store counts permits for all gateways. A renewal registers a permit again if the store has lost it, or if the
+/// local share granted it during an outage. This process counts them as well: in an outage its share has to count all
+/// requests that run here.
 #[derive(Debug)]
 pub struct ConcurrencyPermits {
     store_handle: Arc<StoreHandle>,
@@ -181,21 +184,21 @@ pub struct ConcurrencyPermits {
     permits: Arc<[OwnedCharge]>,
     renewal: Option<AbortHandle>,
     store_state: Arc<PermitStoreState>,
-    /// Whether this process counts them.
+    /// Whether this process' local share counts the permits.
     is_counted_here: bool,
 }
 
 /// What the store may know of the permits of a request.
 #[derive(Debug, Default)]
 struct PermitStoreState {
-    /// Whether it may count them.
+    /// Whether the store may count the permits.
     may_be_counted: AtomicBool,
-    /// Whether a call that counts them may still run: its release has to be made again, later.
+    /// Whether a call that registers the permits may still run. The release must then be repeated later.
     call_in_flight: AtomicBool,
 }
 
 impl ConcurrencyPermits {
-    /// Permits that are about to be asked for.
+    /// Create the permits of a check that is about to be sent.
     pub fn requested(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, permits: Vec<OwnedCharge>) -> Self {
         let is_store_asked = decided_by == DecidedBy::Store;
         let store_state = PermitStoreState {
@@ -212,13 +215,13 @@ impl ConcurrencyPermits {
         }
     }
 
-    /// This process counts them already.
+    /// Mark the permits as counted by this process' local share.
     pub fn with_local_count(mut self) -> Self {
         self.is_counted_here = true;
         self
     }
 
-    /// They were refused: the store has nothing to release.
+    /// Drop permits that were denied: the store has nothing to release.
     pub fn discard(mut self) {
         self.release_local_share();
         self.permits = Arc::new([]);
@@ -230,7 +233,7 @@ impl ConcurrencyPermits {
         }
     }
 
-    /// How long each of them lasts.
+    /// Return the TTL of each permit.
     fn ttls(&self) -> impl Iterator<Item = Duration> {
         self.permits.iter().filter_map(|permit| match permit.rule(self.decided_by) {
             Rule::Concurrency(rule) => Some(Duration::from_micros(rule.ttl)),
@@ -242,8 +245,8 @@ impl ConcurrencyPermits {
         self.ttls().max().unwrap_or_default()
     }
 
-    /// Those of the limits at these places were granted; a shadow limit may have had none left. Each is renewed when a third of it
-    /// has passed, and when the store answers again after an outage.
+    /// Hold the permits of the limits for which `is_granted` returns true; a shadow limit may have granted none. Renew
+    /// them after a third of the shortest TTL, and when the store answers again after an outage.
     pub fn hold(mut self, is_granted: impl Fn(usize) -> bool) -> Self {
         if !self.permits.iter().all(|permit| is_granted(permit.limit_index)) {
             self.permits = self.permits.iter().filter(|permit| is_granted(permit.limit_index)).cloned().collect();
@@ -302,10 +305,10 @@ impl Drop for ConcurrencyPermits {
             return;
         }
         let (store_handle, permits) = (self.store_handle.clone(), self.permits.clone());
-        // A call that nobody waited for may run after its release, on another connection or in a store that hung.
+        // A call whose request was cancelled may run after the release: on another connection, or in a store that hung.
         let (mut is_certain, max_ttl) = (!call_in_flight, self.max_ttl());
         self.store_handle.spawn(async move {
-            // One life after the store answers again the permits have ended by themselves.
+            // One TTL after the store answers again, the permits have expired.
             let mut last_outage_at = monotonic();
             while elapsed_since(last_outage_at) < max_ttl {
                 match store_handle.call(DecidedBy::Store, RELEASE_PERMIT, &permits).await {
@@ -324,10 +327,11 @@ impl Drop for ConcurrencyPermits {
     }
 }
 
-/// Settles debts: the standing of the limits that were charged or refunded, by their places on the route.
+/// A future that settles deferred charges. Its output has the limit index and the new outcome of each limit that was
+/// charged or refunded.
 pub type SettleFuture = Pin<Box<dyn Future<Output = Result<Vec<(usize, Outcome)>, StoreError>> + Send>>;
 
-/// What a request owes until its response is known.
+/// The charges and refunds of a request that are deferred until its response is known.
 #[derive(Debug)]
 pub struct DeferredCharges {
     store_handle: Arc<StoreHandle>,
@@ -335,27 +339,27 @@ pub struct DeferredCharges {
     charges: Vec<DeferredCharge>,
 }
 
-/// What it owes to one limit.
+/// A deferred charge or refund of one limit.
 #[derive(Debug)]
 pub struct DeferredCharge {
-    /// What remains to be done.
+    /// The deferred operation.
     pub deferred: Deferred,
-    /// When the limit was asked, µs by the clock of whoever keeps it.
+    /// Time of the check, µs by the clock of the store or of the local share that decided.
     pub charged_at: u64,
     /// The charge.
     pub charge: OwnedCharge,
 }
 
 impl DeferredCharges {
-    /// Of a request that was admitted.
+    /// Create the deferred charges of an admitted request.
     pub fn new(store_handle: Arc<StoreHandle>, decided_by: DecidedBy, charges: Vec<DeferredCharge>) -> Self {
         DeferredCharges { store_handle, decided_by, charges }
     }
 
-    /// Charges and gives back what the response says for each limit, by its place on the route; none if there is nothing
-    /// to do. When the store does not answer, a charge may be lost; it is never made twice.
+    /// Charge and refund what `action_for` returns for each limit index. Return `None` if there is nothing to do. If
+    /// the store does not answer, a charge may be lost. A charge is never made twice.
     pub fn settle(mut self, action_for: impl Fn(usize, Deferred) -> SettleAction) -> Option<SettleFuture> {
-        // One call for all that is paid, one for all that was charged at the same instant: mostly one.
+        // One call for all charges and one for each set of refunds with the same charge time: usually a single call.
         let mut calls: Vec<(Operation, Vec<OwnedCharge>)> = Vec::new();
         for DeferredCharge { deferred, charged_at, charge: pending } in mem::take(&mut self.charges) {
             let (operation, pending) = match action_for(pending.limit_index, deferred) {
@@ -372,7 +376,7 @@ impl DeferredCharges {
             return None;
         }
         let (store_handle, decided_by) = (self.store_handle.clone(), self.decided_by);
-        // A task of its own: a client that leaves now does not escape the charge.
+        // Use a separate task: a client that disconnects now is charged nevertheless.
         let task = self.store_handle.tasks.spawn(async move {
             let (mut outcomes, mut failure) = (Vec::new(), None);
             for (operation, pending) in calls {
@@ -382,7 +386,7 @@ impl DeferredCharges {
                     }
                     Err(error) => {
                         if let StoreError::Overloaded = error {
-                            // The response does not wait for it.
+                            // Retry in the background: the response does not wait for it.
                             store_handle.spawn(deliver_deferred(store_handle.clone(), decided_by, operation, pending));
                         }
                         failure = Some(error);
@@ -397,7 +401,8 @@ impl DeferredCharges {
 
 impl Drop for DeferredCharges {
     fn drop(&mut self) {
-        // The client left before the response was known; what was asked for may have been done.
+        // The client disconnected before the response was known. Deferred costs are charged, because the upstream may
+        // have done the work.
         let charges = mem::take(&mut self.charges).into_iter();
         let owed: Vec<_> = charges.filter(|owed| owed.deferred == Deferred::Charge).map(|owed| owed.charge).collect();
         if owed.is_empty() {

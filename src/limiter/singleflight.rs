@@ -1,7 +1,9 @@
-//! Coalescing: while a check of a set of states is in flight, further checks of the very same set wait, and the next call
-//! takes units for all of them. They leave when the call in flight is answered, or a sixteenth of the timeout after it left: a hot
-//! key costs Redis one call for each round trip or, if Redis is far, at most sixteen within the timeout, whatever its traffic. Where
-//! its limits allow, such a call prefetches units as well, and the checks after it cost none.
+//! Singleflight: coalesce concurrent checks of the same group of states.
+//!
+//! While a check of a group is in flight, further checks of the same group wait, and the next call takes tokens for all
+//! of them. This call is sent when the call in flight is answered, or after a sixteenth of the timeout. A hot key thus
+//! costs Redis one call per round trip or, if Redis is slow, at most sixteen calls per timeout, whatever its traffic.
+//! If the limits allow it, such a call prefetches tokens as well, and the next checks need no call.
 
 use std::collections::HashMap;
 use std::collections::hash_map::{Entry, RandomState};
@@ -25,28 +27,28 @@ use crate::limiter::settlement::{OwnedCharge, StoreHandle};
 use crate::limiter::store::DecidedBy;
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Those who wait for a hot key let the worker go round so often before their call leaves with all who have come. With nothing else
-/// to do it is through at once; a busy one makes fewer calls, each of which takes Redis and the gateway as much as a request.
+/// Yield this many times before sending, so that more waiters join the call. An idle worker is through at once. A busy
+/// worker makes fewer calls; each call costs Redis and the gateway as much as a request.
 const YIELDS_BEFORE_SEND: usize = 4;
 
-/// A worker that takes longer than this for a round is busy: all that were ready have come.
+/// A worker whose event-loop tick takes longer than this is busy: all ready checks have joined by then.
 const BUSY_WORKER_DELAY: Duration = Duration::from_millis(2);
 
-/// A check that so many calls in a row granted to others only is denied, although more calls would find a unit that has come back
-/// meanwhile: it would not wait for one if it were alone.
+/// Deny a check after this many calls in a row granted tokens only to other checks. More calls might find a refilled
+/// token, but a single check would not wait for one either.
 const MAX_MISSED_CALLS: u32 = 2;
 
-/// Checks of one worker that may wait for a call of their set. Further ones are rejected at once.
+/// Maximum number of checks of one worker that wait for a call. Further checks are rejected at once.
 const MAX_WAITERS: usize = 16_384;
 
 type CheckResult = Result<Verdict, StoreError>;
 
-/// The states of a request, if further ones for the same may be taken together with it.
+/// The states of a request whose checks can be coalesced.
 #[derive(Debug, Clone, Copy)]
 pub struct CheckGroup {
-    /// Names them.
+    /// Identifies the group.
     pub id: u128,
-    /// So many units may be taken ahead when the set is hot.
+    /// Maximum number of tokens to prefetch while the group is hot. 0 disables prefetching.
     pub prefetch: u64,
 }
 
@@ -55,44 +57,45 @@ pub struct CheckGroup {
 struct Waiter {
     reply: oneshot::Sender<CheckResult>,
     queued_at: Instant,
-    /// Calls that had no unit left for it after others got theirs.
+    /// Number of calls that granted tokens to other checks but not to this one.
     missed_calls: u32,
 }
 
-/// A set of which a check is in flight.
+/// A group with a check in flight.
 #[derive(Debug, Default)]
 struct Flight {
-    /// Those that leave with the next call, oldest first.
+    /// The checks that join the next call, oldest first.
     waiters: Vec<Waiter>,
-    /// Told when the check that found the set idle is answered; none as long as no task makes calls for those that wait.
+    /// Notified when the leader, the check that found the group idle, is answered. `None` while no task makes calls for
+    /// the waiters.
     leader_done: Option<Arc<Notify>>,
 }
 
-/// The checks of one worker that are in flight.
+/// The coalesced checks of one worker.
 #[derive(Debug)]
 pub struct Singleflight {
-    /// By the id of their set.
+    /// The flights by group id.
     flights: Mutex<HashMap<u128, Flight, RandomState>>,
-    /// Checks that wait, of all sets.
+    /// Number of waiting checks in all groups.
     waiter_count: AtomicUsize,
-    /// Maximum time from when a check is asked to its verdict.
+    /// Maximum time from the start of a check to its verdict.
     timeout: Duration,
-    /// What is taken ahead, by all workers of the process.
+    /// The prefetched tokens, shared by all workers of the process.
     prefetch_pool: Arc<PrefetchPool>,
-    /// Nothing more is needed.
+    /// Cancelled on shutdown, so that unused tokens are refunded.
     stop: CancellationToken,
 }
 
 impl Singleflight {
-    /// Without checks in flight.
+    /// Create an instance without checks in flight.
     pub fn new(timeout: Duration, prefetch_pool: Arc<PrefetchPool>) -> Self {
         let (flights, waiter_count, stop) = Default::default();
         Singleflight { flights, waiter_count, timeout, prefetch_pool, stop }
     }
 
-    /// Checks one unit of each of `charges`, alone or together with others of the same `set`; the verdict is the one that
-    /// it would have got alone, but for the reset, which is that of all. It is `asked` now. `pending` makes the charges that outlive
-    /// this call.
+    /// Check one token of each of `charges`, alone or coalesced with other checks of the same `group`. The verdict is
+    /// the one of a separate call, except for the reset, which is that of the shared call. `asked_at` is the current
+    /// time. `owned_charges` creates the charges that outlive this call.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -109,7 +112,8 @@ impl Singleflight {
                 vacant.insert(Flight::default());
                 None
             }
-            // One is in flight; or its prefetched units are used up: more are due, and this check goes with them.
+            // A check is in flight, or the prefetched tokens are used up. In the second case a prefetch is due, and
+            // this check joins it.
             flight => {
                 if self.waiter_count.fetch_add(1, Ordering::Relaxed) >= MAX_WAITERS {
                     self.waiter_count.fetch_sub(1, Ordering::Relaxed);
@@ -125,7 +129,7 @@ impl Singleflight {
         };
         let Some(turn) = queued else {
             store_handle.store.count_check(AnsweredBy::Store);
-            // Dropped at the end, and also when the client leaves while its call is in flight.
+            // Dropped at the end, and also when the client disconnects while its call is in flight.
             let _guard = FlightGuard { singleflight: self, group: group.id };
             return store_handle.store.call(DecidedBy::Store, asked_at, Operation::Check, charges).await;
         };
@@ -137,7 +141,8 @@ impl Singleflight {
         self.flights.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Has a task make the calls for those that wait, if none does yet: at once if the set is `idle`, else when its call is answered.
+    /// Ensure that a task makes the calls for the waiters. The first call is sent at once if the group is idle,
+    /// otherwise when the call in flight is answered.
     fn ensure_task(
         self: &Arc<Self>,
         flight: &mut Flight,
@@ -161,8 +166,8 @@ impl Singleflight {
         });
     }
 
-    /// Take the checks that wait for the next call of a set; without any, the set is idle. Checks whose time is all but over are
-    /// rejected: all that share a call wait no longer than the oldest of them.
+    /// Take the checks that wait for the next call of a group. Without any, the group becomes idle. Reject checks that
+    /// have used 7/8 of their timeout: all checks of a call wait no longer than the oldest of them.
     fn take_waiters(&self, group_id: u128, now: Instant) -> Vec<Waiter> {
         let mut flights = self.lock();
         let Entry::Occupied(mut flight) = flights.entry(group_id) else { return Vec::new() };
@@ -180,7 +185,7 @@ impl Singleflight {
     }
 }
 
-/// The end of the check that found its set idle.
+/// Marks the end of the leader's check when dropped.
 struct FlightGuard<'a> {
     singleflight: &'a Singleflight,
     group: u128,
@@ -197,7 +202,7 @@ impl Drop for FlightGuard<'_> {
     }
 }
 
-/// What the calls for a set are made of.
+/// The task that makes the coalesced calls of a group.
 #[derive(Debug)]
 struct FlightTask {
     singleflight: Arc<Singleflight>,
@@ -207,7 +212,7 @@ struct FlightTask {
 }
 
 impl FlightTask {
-    /// Makes calls for all that wait, as long as any do.
+    /// Send calls until no check waits.
     async fn run(self: Arc<Self>) {
         loop {
             let started_at = monotonic();
@@ -217,18 +222,18 @@ impl FlightTask {
                     break;
                 }
             }
-            // What the worker did meanwhile is no delay of the store.
+            // Time in which the worker was busy is no delay of the store.
             let worker_delay = elapsed_since(started_at).min(MAX_WORKER_DELAY);
             let waiters = self.singleflight.take_waiters(self.group.id, monotonic() - worker_delay);
             let Some(oldest_queued_at) = waiters.iter().map(|one| one.queued_at + worker_delay).min() else { return };
             let task = self.clone();
             let sent = self.store_handle.tasks.spawn(async move { task.send(waiters, oldest_queued_at).await });
-            // The next ones leave with the answer, or beside a call that takes longer.
+            // Send the next call after the reply, or in parallel with a call that takes longer.
             let _ = timeout(self.singleflight.timeout / LATENCY_TARGET_DIVISOR, sent).await;
         }
     }
 
-    /// Asks for those that wait, the oldest since then.
+    /// Send one call for these waiters. The timeout counts from `oldest_queued_at`.
     async fn send(self: Arc<Self>, waiters: Vec<Waiter>, oldest_queued_at: Instant) {
         let result = self.request(waiters.len() as u64, oldest_queued_at).await;
         let (unanswered, abandoned) = distribute(&result, waiters);
@@ -258,7 +263,7 @@ impl FlightTask {
         self.singleflight.ensure_task(flight, is_idle, &self.store_handle, self.group, &|| self.charges.clone());
     }
 
-    /// Asks for so many units, and prefetches some if that is due.
+    /// Request one token for each waiter, and prefetch more if that is due.
     async fn request(&self, waiters: u64, started_at: Instant) -> CheckResult {
         match self.singleflight.reserve(self.group, &self.charges) {
             Some(reservation) => self.prefetch(reservation, waiters, started_at).await,
@@ -272,8 +277,8 @@ impl FlightTask {
     }
 }
 
-/// Gives the units of a call to the checks that came first. Return the checks without an answer, which ask again, and the number of
-/// units of requests that were cancelled.
+/// Distribute the tokens of a call to the oldest checks. Return the checks without a token, which join the next call,
+/// and the number of tokens granted to cancelled requests.
 fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) {
     let granted = result.as_ref().map_or(0, |verdict| verdict.granted) as usize;
     let (mut waiting, mut abandoned) = (waiters.into_iter(), 0);
@@ -282,7 +287,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
             verdict.granted = 1;
             verdict.charged_later += (granted - 1 - index) as u64;
             for outcome in &mut verdict.outcomes {
-                // As it was before the units behind were taken.
+                // The value before the tokens of the later waiters were taken.
                 outcome.remaining += (granted - 1 - index) as u64;
             }
             verdict
@@ -290,7 +295,7 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
         abandoned += u64::from(waiter.reply.send(answer).is_err());
     }
     if granted == 0 {
-        // Nothing was left, and the answer says when something will be; or there is none.
+        // No token remained and the verdict has the retry time, or there is no verdict.
         for one in waiting.by_ref() {
             let _ = one.reply.send(result.clone());
         }
@@ -304,26 +309,26 @@ fn distribute(result: &CheckResult, waiters: Vec<Waiter>) -> (Vec<Waiter>, u64) 
     (unanswered, abandoned)
 }
 
-/// The denial by limits that have nothing left.
+/// Return the denial by the limits that have no tokens remaining.
 fn exhausted_denial(verdict: &Verdict) -> Verdict {
     let mut denied = Verdict { granted: 0, ..verdict.clone() };
     for outcome in denied.outcomes.iter_mut().filter(|outcome| outcome.remaining == 0) {
-        // When a unit comes back is not known.
+        // The time of the next token is unknown.
         outcome.status = Status::Saturated;
     }
     denied
 }
 
-// Prefetching: the calls that take units of a hot set in advance, and those that give back unused units.
+// === Prefetching: calls that take tokens in advance and refund unused ones ===
 
 impl Singleflight {
-    /// A unit of each state of the set that was taken ahead: the verdict, and when the unit was charged, µs.
+    /// Take one prefetched token of each state of the group. Return the verdict and the time of the charge, µs.
     pub fn take_prefetched(&self, group: CheckGroup) -> Option<(Verdict, u64)> {
-        // Most limits have no advance: their requests meet neither lock nor clock.
+        // Most limits do not prefetch: their requests avoid the lock and the clock.
         if group.prefetch == 0 { None } else { self.prefetch_pool.take(group.id, monotonic()) }
     }
 
-    /// Gives back what this worker has taken ahead, in tasks of the ledger.
+    /// Refund the unused prefetched tokens of this worker in background tasks of its [`StoreHandle`].
     pub fn stop(&self) {
         self.stop.cancel();
     }
@@ -338,7 +343,7 @@ impl Singleflight {
 }
 
 impl FlightTask {
-    /// Asks for the units of those that wait and for those of a reservation, and keeps what is not theirs.
+    /// Request the tokens of the waiters and of a reservation in one call, and store the reserved ones.
     pub(crate) async fn prefetch(
         &self,
         reservation: PrefetchReservation,
@@ -359,7 +364,7 @@ impl FlightTask {
 }
 
 impl Singleflight {
-    /// Gives back prefetched units that are not used within their time.
+    /// Refund prefetched tokens that are unused when they expire.
     fn refund_when_expired(&self, store_handle: &Arc<StoreHandle>, group: u128, charges: Vec<OwnedCharge>) {
         let (store, pool, stop) = (store_handle.clone(), self.prefetch_pool.clone(), self.stop.clone());
         store_handle.spawn(async move {
@@ -388,7 +393,7 @@ impl Singleflight {
     }
 }
 
-/// The same charges, of so many units.
+/// Return the charges with this cost.
 pub(crate) fn with_cost(charges: &[OwnedCharge], cost: u64) -> Vec<OwnedCharge> {
     charges.iter().map(|pending| OwnedCharge { cost_or_permit_id: cost, ..pending.clone() }).collect()
 }

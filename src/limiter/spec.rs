@@ -1,4 +1,4 @@
-//! Limits: named rules, each in one or more sizes.
+//! Limits: named rules, each with one or more variants.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -9,77 +9,78 @@ use crate::limiter::algorithm::fixed_window::{FixedWindow, WindowStart};
 use crate::limiter::key::{IdentityHasher, StateName};
 use crate::limiter::quota::{Quota, QuotaError};
 
-/// A named rule: how much, and what happens when the store fails.
+/// A named limit with its variants and its behaviour when the store fails.
 #[derive(Debug)]
 pub struct LimitSpec {
-    /// The name that the configuration gives it.
+    /// Name of the limit in the configuration.
     pub name: Box<str>,
-    /// Its size for everybody who has no other.
+    /// The variant for clients without a tier variant.
     pub default_variant: Arc<LimitVariant>,
-    /// Its size for the consumers of a tier.
+    /// The variants for consumers of a tier, by tier name.
     pub tiers: BTreeMap<Box<str>, Arc<LimitVariant>>,
     /// What happens to requests while the store cannot answer.
     pub on_store_error: OnStoreError,
-    /// Decides and counts, but never denies, and tells callers nothing.
+    /// Whether this is a shadow limit: it decides and counts, but never denies and adds no response headers.
     pub shadow: bool,
-    /// Requests that it would deny may wait for their turn.
+    /// Wait queue for requests that the limit would deny. `None` rejects them at once.
     pub queue_policy: Option<QueuePolicy>,
-    /// Units that a gateway may take ahead for an identity that is hot.
+    /// Maximum number of tokens that a gateway may prefetch for a hot identity. 0 disables prefetching.
     pub prefetch: u64,
-    /// How it is divided when the store is down.
+    /// Parameters of this gateway's local share while the store is down.
     pub local_share: LocalShare,
 }
 
-/// One size of a limit.
+/// One variant of a limit: a quota with the rules that enforce it.
 #[derive(Debug, PartialEq, Eq)]
 pub struct LimitVariant {
-    /// Tells it from every other one, also of configurations before and after: what is the same has the same.
+    /// Identifies the variant, also across configuration reloads: equal variants have equal ids.
     pub id: u64,
-    /// As written: what callers are told.
+    /// The quota as configured. Clients see it in response headers.
     pub quota: Quota,
-    /// What decides.
+    /// The rule that decides.
     pub rule: Rule,
-    /// What decides in this process alone while the store is down: this gateway's share.
+    /// The rule of this gateway's local share, which decides in this process while the store is down.
     pub local_rule: Rule,
-    /// Its part of the keys; sizes of one shape share it, so that a consumer's state moves with it to another tier.
+    /// The limit's part of the keys. Variants with the same algorithm and window share it, so that the state of a
+    /// consumer is kept when they change tiers.
     pub state_name: StateName,
 }
 
-/// What the share of one gateway depends on.
+/// Parameters of the local share of one gateway.
 #[derive(Debug, Clone, Copy)]
 pub struct LocalShare {
-    /// Gateways that share the store.
+    /// Number of gateways that share the store.
     pub gateway_count: u64,
-    /// The largest cost at which the limit is used: a share must have room for it.
+    /// The largest cost that any route charges to the limit. A share must have room for it.
     pub max_cost: u64,
 }
 
-/// Waiting instead of being denied.
+/// Parameters of a wait queue for requests that would be denied.
 #[derive(Debug, Clone, Copy)]
 pub struct QueuePolicy {
-    /// No longer than this.
+    /// Queue timeout.
     pub max_wait: Duration,
-    /// So many at a time, for one identity on one gateway.
+    /// Maximum number of queued requests for one identity on one gateway.
     pub max_queue: usize,
 }
 
-/// What a limit does while the store cannot answer.
+/// Behaviour of a limit while the store cannot answer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum OnStoreError {
-    /// This gateway alone enforces its share of the limit.
+    /// This gateway enforces its local share of the limit.
     Local,
-    /// The limit is not enforced.
+    /// Fail open: the limit is not enforced.
     Allow,
-    /// Requests are refused with 503.
+    /// Fail closed: requests are rejected with 503.
     Deny,
 }
 
 impl LimitSpec {
-    /// Another size of the limit; without a burst of its own it is the quota's count.
+    /// Create another variant of the limit. Without `burst`, the burst is the quota's count.
     ///
     /// # Errors
-    /// The size cannot be counted exactly, the algorithm cannot have it, or it is smaller than what is taken ahead.
+    /// The quota cannot be counted exactly, the algorithm does not support it, or it is smaller than `prefetch`.
     pub fn variant(
         &self,
         hasher: &IdentityHasher,
@@ -90,10 +91,11 @@ impl LimitSpec {
         self.validate_prefetch(&variant).map(|()| variant)
     }
 
-    /// The same for a time, by an operator's word: it may be smaller than what is taken ahead, of which then less is had.
+    /// Create a variant for a temporary override by an administrator. It may be smaller than `prefetch`; fewer tokens
+    /// are prefetched then.
     ///
     /// # Errors
-    /// The size cannot be counted exactly, or the algorithm cannot have it.
+    /// The quota cannot be counted exactly, or the algorithm does not support it.
     pub fn override_variant(
         &self,
         hasher: &IdentityHasher,
@@ -109,16 +111,16 @@ impl LimitSpec {
         )
     }
 
-    /// Sees that a size of the limit has room for what is taken ahead.
+    /// Check that the capacity of a variant is at least `prefetch`.
     ///
     /// # Errors
-    /// It is smaller.
+    /// The capacity is smaller.
     pub fn validate_prefetch(&self, variant: &LimitVariant) -> Result<(), QuotaError> {
         let (prefetch, capacity) = (self.prefetch, variant.rule.capacity());
         if prefetch > capacity { Err(QuotaError::Prefetch { prefetch, capacity }) } else { Ok(()) }
     }
 
-    /// All of its sizes, with the tiers that they are for.
+    /// Return all variants with their tiers. The default variant comes first and has no tier.
     pub fn variants(&self) -> impl Iterator<Item = (Option<&str>, &LimitVariant)> {
         let tiers = self.tiers.iter().map(|(tier, variant)| (Some(&**tier), &**variant));
         std::iter::once((None, &*self.default_variant)).chain(tiers)
@@ -126,7 +128,7 @@ impl LimitSpec {
 }
 
 impl LimitVariant {
-    /// The size of the limit `limit` that `rule` makes.
+    /// Create the variant of the limit `limit` with this rule.
     ///
     /// # Errors
     /// A gateway's share of it cannot be counted exactly.
@@ -144,17 +146,17 @@ impl LimitVariant {
         Ok(LimitVariant { id, quota, rule, local_rule, state_name })
     }
 
-    /// The most that it admits in any window of its quota, however the requests come; for a token bucket the window is
-    /// half open. Of requests in flight: the most at the same time.
+    /// Return the maximum cost admitted in any window of the quota, for any timing of requests. For a token bucket the
+    /// window is half open. For a concurrency limit: the maximum number of requests in flight.
     pub fn worst_case(&self) -> u64 {
         let count = self.quota.count;
         match &self.rule {
             Rule::TokenBucket(bucket) => bucket.burst + count - 1,
-            // All of one window at its end, all of the next at its beginning.
+            // A full window may be used at its end and the next one at its beginning.
             Rule::FixedWindow(FixedWindow {
                 start: WindowStart::Aligned { .. } | WindowStart::Calendar(_), ..
             }) => 2 * count,
-            // The same, but one request is needed to open the first window.
+            // As above, but one request is needed to open the first window.
             Rule::FixedWindow(FixedWindow { start: WindowStart::FirstRequest, .. }) | Rule::SlidingWindow(_) => {
                 2 * count - 1
             }
@@ -162,14 +164,14 @@ impl LimitVariant {
         }
     }
 
-    /// The most that it can admit within `wait` from an instant at which it admits nothing.
+    /// Return the maximum cost admitted within `wait` after an instant at which nothing is admitted.
     pub fn max_admitted_in(&self, wait: Duration) -> u64 {
         match (&self.rule, self.quota.window_us) {
             (Rule::TokenBucket(_), Some(window)) => {
                 let refilled = u128::from(self.quota.count) * wait.as_micros() / u128::from(window);
                 u64::try_from(refilled).unwrap_or(u64::MAX).saturating_add(1)
             }
-            // All of a window may come back at once.
+            // A whole window may reset at once.
             _ => self.worst_case(),
         }
     }

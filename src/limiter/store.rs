@@ -1,4 +1,4 @@
-//! Where the counters of one worker live, and who decided.
+//! The store of one worker: memory or Redis with a local fallback.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -16,34 +16,34 @@ use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::redis::{RedisDeployment, RedisSettings, ServerStore, cluster};
 use crate::limiter::verdict::{Charge, Operation, StoreError, Verdict};
 
-/// Where the counters of this worker live.
+/// The store for the counters of one worker.
 #[derive(Debug)]
 pub enum Store {
-    /// In this process.
+    /// Counters in this process.
     Memory(Arc<MemoryStore>),
-    /// In Redis, with this process' counters for the time when it fails.
+    /// Counters in Redis, with counters in this process for outages.
     Redis {
-        /// The store.
+        /// The Redis store.
         store: RedisStore,
-        /// The local shares.
+        /// The counters of the local shares.
         fallback: Arc<MemoryStore>,
-        /// What was asked, and what came of it.
+        /// Metrics of the checks and their results.
         metrics: Arc<LimiterMetrics>,
     },
 }
 
-/// One Redis, or many.
+/// A single Redis server or a Redis Cluster.
 #[derive(Debug, Clone)]
 pub enum RedisStore {
-    /// One server keeps all.
+    /// One server keeps all states.
     Single(GuardedStore),
-    /// The masters of a cluster share the identities.
+    /// The masters of a cluster; each keeps the states of some identities.
     Cluster(ClusterStore),
 }
 
 impl RedisStore {
-    /// What these servers keep. Make one for each runtime, within it: connections live on the one that made them. All of a
-    /// process share what is known of who fails.
+    /// Create the store client for a deployment. Create one for each runtime, within this runtime: connections belong
+    /// to the runtime that opened them. `breaker` and `topology` are shared by the whole process.
     pub fn new(
         (deployment, settings): &(RedisDeployment, RedisSettings),
         breaker: Arc<CircuitBreaker>,
@@ -60,7 +60,7 @@ impl RedisStore {
         }
     }
 
-    /// Connects, so that the first request finds connections.
+    /// Open the connections, so that the first request does not wait for them.
     pub async fn connect(&self) {
         match self {
             RedisStore::Single(guard) => guard.connect().await,
@@ -68,7 +68,7 @@ impl RedisStore {
         }
     }
 
-    /// Told each time that a server answers again after an outage.
+    /// Return the signal that fires each time a server answers again after an outage.
     pub fn recovery(&self) -> &Arc<RecoverySignal> {
         match self {
             RedisStore::Single(guard) => guard.recovery(),
@@ -76,7 +76,7 @@ impl RedisStore {
         }
     }
 
-    /// Decides by `due`; see [`Store::call`].
+    /// Send the charges and return the verdict before `deadline`; see [`Store::call`].
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -88,12 +88,12 @@ impl RedisStore {
     ) -> Result<Verdict, StoreError> {
         match self {
             RedisStore::Single(store) => store.call_before(deadline, false, operation, charges).await,
-            // On the heap: the others should not have to carry its size.
+            // On the heap: otherwise the futures of single servers would have the size of this one.
             RedisStore::Cluster(store) => Box::pin(store.call_before(deadline, operation, charges)).await,
         }
     }
 
-    /// The same within the timeout.
+    /// Send the charges and return the verdict within the timeout.
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -101,7 +101,7 @@ impl RedisStore {
         self.call_before(monotonic() + self.timeout(), operation, charges).await
     }
 
-    /// Sends an operator's command about keys of one slot; see [`Guard::aside`].
+    /// Send an administrator's command about keys of one slot; see [`GuardedStore::admin_command`].
     ///
     /// # Errors
     /// See [`StoreError`].
@@ -112,7 +112,7 @@ impl RedisStore {
         }
     }
 
-    /// Maximum time from when a request asks to its verdict.
+    /// Return the maximum time from the start of a check to its verdict.
     pub fn timeout(&self) -> Duration {
         match self {
             RedisStore::Single(guard) => guard.timeout(),
@@ -121,7 +121,7 @@ impl RedisStore {
     }
 }
 
-/// Who decided.
+/// The decider: the store or this gateway.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DecidedBy {
     /// The store, for all gateways.
@@ -131,7 +131,7 @@ pub enum DecidedBy {
 }
 
 impl DecidedBy {
-    /// One word for logs.
+    /// Return the name for logs.
     pub fn label(self) -> &'static str {
         match self {
             DecidedBy::Store => "store",
@@ -141,10 +141,10 @@ impl DecidedBy {
 }
 
 impl Store {
-    /// Asks the store, or the counters that stand in for it. The time of the store counts from `since`.
+    /// Send the charges to the store or to the local counters. The store's timeout counts from `started_at`.
     ///
     /// # Errors
-    /// See [`StoreError`]; what is local does not fail.
+    /// See [`StoreError`]. Local counters do not fail.
     pub async fn call(
         &self,
         decided_by: DecidedBy,
@@ -157,7 +157,7 @@ impl Store {
             | (Store::Memory(memory), DecidedBy::Store) => return Ok(memory.decide(operation, charges)),
             (Store::Redis { store, metrics: tallies, .. }, DecidedBy::Store) => (store, tallies),
         };
-        // On the heap: checks that stay in this process should not have to carry its size.
+        // On the heap: otherwise checks that stay in this process would have the size of this future.
         let result = Box::pin(store.call_before(started_at + store.timeout(), operation, charges)).await;
         match &result {
             Ok(_) => metrics.round_trips.observe(clock::elapsed_since(started_at)),
@@ -167,7 +167,7 @@ impl Store {
         result
     }
 
-    /// Returns after this time, or before that when the store answers again after an outage.
+    /// Return after `time`, or earlier when the store answers again after an outage.
     pub async fn recovery_within(&self, time: Duration) {
         match self {
             Store::Memory(_) => sleep(time).await,
@@ -175,7 +175,7 @@ impl Store {
         }
     }
 
-    /// Whether the store answered again within this time after an outage.
+    /// Return whether the store answered again after an outage within the last `time`.
     pub fn has_recovered_within(&self, time: Duration) -> bool {
         match self {
             Store::Memory(_) => false,
@@ -183,14 +183,14 @@ impl Store {
         }
     }
 
-    /// Notes who answered a check.
+    /// Count a check by the component that answered it.
     pub fn count_check(&self, answered_by: AnsweredBy) {
         if let Store::Redis { metrics, .. } = self {
             metrics.checks.increment(answered_by as usize);
         }
     }
 
-    /// Whether these charges are decided by one call.
+    /// Return whether one call decides these charges.
     pub fn is_one_call(&self, charges: &[Charge<'_>]) -> bool {
         match self {
             Store::Memory(_) | Store::Redis { store: RedisStore::Single(_), .. } => true,

@@ -1,32 +1,32 @@
-//! Where the counters live. One call decides a whole request.
+//! The interface of a counter store: operations, charges, verdicts and errors. One call decides a whole request.
 
 use std::future::Future;
 
 use crate::limiter::algorithm::{Outcome, Rule};
 use crate::limiter::key::Key;
 
-/// What is asked of all charges of a call together.
+/// The operation that a call applies to all of its charges.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Check all, then commit all or none.
+    /// Check all charges, then commit all or none.
     Check,
-    /// Look, write nothing.
+    /// Return the outcomes without writing.
     Peek,
-    /// Charge whatever is left.
+    /// Charge the cost even if it exceeds the remaining tokens.
     Charge,
-    /// Give back what was charged at this instant, µs.
+    /// Refund what was charged at this time.
     Refund {
-        /// The admitted reply's time.
+        /// Time of the admitting verdict, µs since the Unix epoch.
         charged_at: u64,
     },
-    /// As many single units, up to the cost, as all limits still have; not for leases.
+    /// Take as many single tokens as all limits have remaining, up to the cost. Not for concurrency limits.
     TakeUpTo,
-    /// Let leases end later, and add those that are gone; all charges are leases.
+    /// Renew concurrency permits and register those that the store has lost. All charges must be of concurrency limits.
     Renew,
 }
 
 impl Operation {
-    /// As the script contract says it: a letter, and when a refunded charge was made.
+    /// Return the arguments of the script contract: a letter, and for a refund the time of the charge.
     pub fn script_arguments(self) -> (&'static str, u64) {
         match self {
             Operation::Check => ("C", 0),
@@ -39,48 +39,48 @@ impl Operation {
     }
 }
 
-/// What one request asks of one limit.
+/// A charge of one request to one limit.
 #[derive(Debug, Clone, Copy)]
 pub struct Charge<'a> {
-    /// Whose state of which limit.
+    /// The key of the state: identity and limit.
     pub key: Key<'a>,
     /// The algorithm and its parameters.
     pub rule: &'a Rule,
-    /// Units.
+    /// Cost, in tokens.
     pub cost: u64,
-    /// How the charge counts.
+    /// How the charge counts towards the verdict.
     pub mode: ChargeMode,
-    /// The id of the lease, where the algorithm is concurrency.
+    /// The permit id, if the algorithm is concurrency; otherwise 0.
     pub permit_id: u64,
-    /// Of a refund to a token bucket: see [`Rule::debt_before_us`]; else 0.
+    /// For a refund to a token bucket: see [`Rule::debt_before_us`]. Otherwise 0.
     pub debt_before_us: u64,
 }
 
 /// How a charge counts towards the verdict.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ChargeMode {
-    /// It must fit, and is charged when the request is admitted.
+    /// The cost must fit, and is charged when the request is admitted.
     Enforced,
-    /// It is charged if it fits, but never denies.
+    /// The cost is charged if it fits, but never denies.
     Shadow,
-    /// One unit must be left; the cost is charged after the response.
+    /// One token must remain; the cost is charged after the response.
     Deferred,
-    /// Both: never denies, and is charged after the response.
+    /// Shadow and deferred: never denies; the cost is charged after the response.
     ShadowDeferred,
 }
 
 impl ChargeMode {
-    /// Whether it never denies a request.
+    /// Return whether the charge never denies a request.
     pub fn is_shadow(self) -> bool {
         matches!(self, ChargeMode::Shadow | ChargeMode::ShadowDeferred)
     }
 
-    /// Whether the cost is charged after the response.
+    /// Return whether the cost is charged after the response.
     pub fn is_deferred(self) -> bool {
         matches!(self, ChargeMode::Deferred | ChargeMode::ShadowDeferred)
     }
 
-    /// The flag of the script contract.
+    /// Return the flag of the script contract.
     pub fn flag(self) -> &'static str {
         match self {
             ChargeMode::Enforced => "-",
@@ -94,68 +94,73 @@ impl ChargeMode {
 /// The store's reply for all charges of a call.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Verdict {
-    /// 0 denied, 1 admitted; for [`Operation::Take`] the number of units taken.
+    /// 0: denied. 1: admitted. For [`Operation::TakeUpTo`]: the number of tokens taken.
     pub granted: u64,
-    /// The instant of the decision, µs since the Unix epoch by the store's clock.
+    /// Time of the decision by the store's clock, µs since the Unix epoch.
     pub now_us: u64,
-    /// One for each charge, in their order. Of a denied request or a peek: what is there uncharged.
+    /// The outcome of each charge, in the order of the charges. For a denied request or a peek, `remaining` is the
+    /// value without the charge.
     pub outcomes: Vec<Outcome>,
-    /// Where several servers decided: the instant of each charge, by the clock of its own server. Else empty. A denial by several
-    /// may end at any time: units that another request was granted by one of them and denied by another are given back.
+    /// If several servers decided: the time of each charge by the clock of its server. Otherwise empty. A denial by
+    /// several servers may end at any time: if one server grants another request and a second one denies it, the
+    /// granted tokens are refunded.
     pub decided_at_us: Vec<u64>,
-    /// Units that the same call charged after those of this verdict: the outcomes include them.
+    /// Tokens that the same call charged after those of this verdict. The outcomes include them.
     pub charged_later: u64,
-    /// Of the memory store: the charges, as bits, whose limits have no room for another identity. Nothing was charged then.
+    /// Only from the memory store: a bit mask of the charges whose limits have no room for another identity. If it is
+    /// not 0, nothing was charged.
     pub full_limits: u64,
 }
 
 impl Verdict {
-    /// Of one server.
+    /// Create the verdict of a single server.
     pub fn new(granted: u64, now_us: u64, outcomes: Vec<Outcome>) -> Self {
         Verdict { granted, now_us, outcomes, decided_at_us: Vec::new(), charged_later: 0, full_limits: 0 }
     }
 }
 
-/// Why there is no verdict.
+/// The reason why a call has no verdict.
 #[derive(Debug, Clone, thiserror::Error)]
 pub enum StoreError {
-    /// No connection, or it broke. The call may or may not have run.
+    /// No connection, or the connection was lost. The call may or may not have run.
     #[error("the store cannot be reached: {0}")]
     Unreachable(String),
-    /// No reply within `store.timeout` from a store that fails otherwise, too. The call may still run.
+    /// No reply within `store.timeout`, and other calls fail as well. The call may still run.
     #[error("the store did not answer in time")]
     Timeout,
-    /// No reply within `store.timeout` while the store answers others. The call may still run; what it charges is given back.
+    /// No reply within `store.timeout`, while the store replies to other calls. The call may still run; its charges are
+    /// refunded.
     #[error("the store did not answer in time, as it did for others")]
     LateReply,
-    /// The breaker is open: the store was not asked.
+    /// The circuit breaker is open: the call was not sent.
     #[error("the store is failing and is not asked")]
     BreakerOpen,
-    /// The queue is full, or the check was not sent within `store.timeout`: the store was not asked.
+    /// The queue is full, or the check was not sent within `store.timeout`. The call was not sent.
     #[error("more checks are queued than the store can decide in time")]
     Overloaded,
-    /// An error that is not about this call: others get the same.
+    /// An error reply that does not depend on this call: other calls get it as well.
     #[error("the store refuses calls: {}", reply(_0))]
     Rejected(#[source] redis::RedisError),
-    /// Another server of a cluster keeps the state, or will. Nothing ran.
+    /// Another server of the cluster keeps the state, or will after a migration. Nothing ran.
     #[error("the store is a node of a cluster and keeps only a part: {}", reply(_0))]
     Redirected(#[source] redis::RedisError),
-    /// No room, no disk or no replicas: what would write is refused, and nothing ran. What writes nothing is answered.
+    /// Out of memory, a disk error or too few replicas: the server rejects writes, and nothing ran. Calls that do not
+    /// write succeed.
     #[error("the store refuses writes: {}", reply(_0))]
     WritesRejected(#[source] redis::RedisError),
-    /// The script failed on what it found; calls about other states do not.
+    /// The script failed on the stored state. Calls about other states do not fail.
     #[error("a state in the store cannot be used: {}", reply(_0))]
     CorruptState(#[source] redis::RedisError),
-    /// A limit has no room for another identity in the memory store. Nothing was charged.
+    /// In the memory store, a limit has no room for another identity. Nothing was charged.
     #[error("`store.max_memory_states` has no room for another identity of a limit")]
     CapacityExceeded,
-    /// The store answered something that is no verdict.
+    /// The reply is not a verdict.
     #[error("the store's reply is not a verdict")]
     MalformedReply,
 }
 
 impl StoreError {
-    /// Whether it is certain that the call did not run and will not.
+    /// Return whether it is certain that the call did not run and will not run.
     pub fn is_not_executed(&self) -> bool {
         match self {
             StoreError::BreakerOpen
@@ -174,7 +179,7 @@ impl StoreError {
 }
 
 impl StoreError {
-    /// The error reply, if there is one.
+    /// Return the error reply of Redis, if there is one.
     pub fn error_reply(&self) -> Option<&redis::RedisError> {
         match self {
             StoreError::Rejected(error)
@@ -191,7 +196,7 @@ impl StoreError {
         }
     }
 
-    /// Whether the store as a whole cannot be used.
+    /// Return whether the store as a whole cannot be used.
     pub fn is_outage(&self) -> bool {
         matches!(
             self,
@@ -199,20 +204,21 @@ impl StoreError {
         )
     }
 
-    /// Whether the check came too late while the store works. That is no outage: it does not follow `on_store_error`.
+    /// Return whether the check came too late while the store works. This is not an outage, so `on_store_error` does
+    /// not apply.
     pub fn is_overload(&self) -> bool {
         matches!(self, StoreError::Overloaded | StoreError::LateReply)
     }
 }
 
-/// An error reply as the server wrote it.
+/// Return the error reply as the server wrote it.
 fn reply(error: &redis::RedisError) -> String {
     [error.code(), error.detail()].into_iter().flatten().collect::<Vec<_>>().join(" ")
 }
 
-/// Where the counters live.
+/// A store of counters.
 pub trait CounterStore: Send + Sync {
-    /// Decides all of `charges` at one instant.
+    /// Decide all of `charges` at one instant.
     ///
     /// # Errors
     /// See [`StoreError`]. A call that ended with an error is never sent again: it may have run.

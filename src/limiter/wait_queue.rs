@@ -1,21 +1,21 @@
-//! Lines of requests that wait for their turn, in the order in which they came.
+//! Wait queues of requests that would be denied, in order of arrival.
 
 use std::collections::HashMap;
 use std::collections::hash_map::RandomState;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-/// The lines of this process, each for one state that requests wait for.
+/// The wait queues of this process, one for each state with waiting requests.
 #[derive(Debug, Default)]
 pub struct WaitQueues(Mutex<HashMap<u128, WaitQueue, RandomState>>);
 
 #[derive(Debug, Default)]
 struct WaitQueue {
-    // tokio's mutex lets those who wait in in their order.
+    // tokio's mutex is fair: waiters lock it in order of arrival.
     head: Arc<tokio::sync::Mutex<()>>,
     waiters: usize,
 }
 
-/// A place in a line; leaving it frees the place.
+/// A ticket of a wait queue. Dropping it leaves the queue.
 #[derive(Debug)]
 pub struct WaitTicket<'a> {
     queues: &'a WaitQueues,
@@ -24,12 +24,12 @@ pub struct WaitTicket<'a> {
 }
 
 impl WaitQueues {
-    /// Whether somebody waits for this state.
+    /// Return whether requests wait for this state.
     pub fn has_waiters(&self, key: u128) -> bool {
         self.lock().contains_key(&key)
     }
 
-    /// A place at the end of the line, if it has fewer than `places`.
+    /// Join the end of the queue. Return `None` if it already has `max_queue` requests.
     pub fn enqueue(&self, key: u128, max_queue: usize) -> Option<WaitTicket<'_>> {
         let mut queues = self.lock();
         let queue = queues.entry(key).or_default();
@@ -46,7 +46,7 @@ impl WaitQueues {
 }
 
 impl WaitTicket<'_> {
-    /// Waits until everybody before has gone; the turn lasts as long as what is given back.
+    /// Wait until all earlier requests have left the queue. The ticket stays first until the returned guard is dropped.
     pub async fn ready(&self) -> impl Sized {
         self.head.lock().await
     }

@@ -1,22 +1,23 @@
-//! Concurrency: a lease for each request in flight, freed when the request ends, or by itself when its gateway dies.
+//! Concurrency limit: a permit for each request in flight. It is released when the request ends, or expires if its
+//! gateway dies.
 
 use crate::limiter::algorithm::{Change, Outcome, PermitEdit, State, Status, Step, StepKind};
 
-/// At most `limit` live leases.
+/// At most `limit` unexpired permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Concurrency {
-    /// Leases at the same time.
+    /// Maximum number of permits at the same time.
     pub limit: u64,
-    /// Length of a lease, µs.
+    /// Permit TTL, µs.
     pub ttl: u64,
 }
 
-/// A place that a request in flight holds.
+/// A permit of a request in flight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Permit {
-    /// The instant at which it ends if it is not renewed, µs.
+    /// Time at which the permit expires if it is not renewed, µs.
     pub expires_at: u64,
-    /// Whose it is.
+    /// The permit id.
     pub id: u64,
 }
 
@@ -28,7 +29,7 @@ impl Concurrency {
         };
         let first_live = permits.partition_point(|lease| lease.expires_at <= now);
         let live = (permits.len() - first_live) as u64;
-        // Whatever its cost, a charge is one lease.
+        // A charge is one permit, whatever its cost.
         let cost = cost.min(1);
         let free = self.limit.saturating_sub(live);
         let free_reset_us = if live > 0 { self.ttl } else { 0 };
@@ -46,7 +47,7 @@ impl Concurrency {
             StepKind::Check if live + cost > self.limit => {
                 let blocking = permits[first_live + (live + cost - self.limit) as usize - 1];
                 let retry_us = (blocking.expires_at - now).min(self.ttl);
-                // What would end later than a new lease was made before the clock was set back.
+                // A permit that expires later than a new one was made before the clock was set back.
                 let clock_went_back = permits.last().is_some_and(|last| last.expires_at > now + self.ttl);
                 let repair = if clock_went_back { edit(PermitAction::RepairClockSkew) } else { Change::None };
                 step(Outcome { status: Status::Saturated, remaining: free, reset_us: free_reset_us, retry_us }, repair)
@@ -61,21 +62,21 @@ impl Concurrency {
     }
 }
 
-/// What happens to a set of leases.
+/// An action on a set of permits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PermitAction {
-    /// A lease is added.
+    /// Add a permit.
     Acquire,
-    /// A lease ends later; one that is gone is added, over the limit if need be: its request is running.
+    /// Extend a permit. A missing one is added, even over the limit, because its request is running.
     Renew,
-    /// A lease ends now.
+    /// Remove a permit.
     Release,
-    /// No lease ends later than a new one would.
+    /// Limit the expiry of all permits to that of a new one.
     RepairClockSkew,
 }
 
 impl PermitEdit {
-    /// Carries out the edit for the lease `id`; `leases` stay in the order of their ends.
+    /// Apply the edit for the permit `id`. `permits` stay in order of expiry.
     pub fn apply(&self, permits: &mut Vec<Permit>, id: u64) {
         if self.action == PermitAction::Release {
             permits.retain(|lease| lease.id != id);
