@@ -1,4 +1,4 @@
-//! Upstreams: sends a request on and hands its answer back.
+//! Upstreams: endpoint selection, connections and the exchange of a request and its response.
 
 pub mod cluster;
 pub mod connector;
@@ -32,50 +32,98 @@ use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::{LoadBalancer, LoadBalancingPolicy, Rng};
 use crate::upstream::pending_queue::RequestPermit;
 
-/// When to ask again for an upstream whose servers have no addresses.
+/// `Retry-After` if no endpoint has an address yet and the upstream has no health checks.
 const UNRESOLVED_RETRY: Duration = Duration::from_secs(1);
 
-/// What is spoken with an upstream.
+/// Protocol that the gateway speaks with an upstream.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Protocol {
-    /// HTTP/1.1, a connection for each request at a time.
+    /// HTTP/1.1: one request at a time per connection.
     Http1,
-    /// HTTP/2 by prior knowledge, with TLS by ALPN; one connection for all.
+    /// HTTP/2, with prior knowledge over clear text and by ALPN over TLS. All requests of a worker share one
+    /// connection per endpoint.
     Http2,
 }
 
-/// Why an upstream gave no answer.
+/// Error of a request that got no response from an upstream.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum UpstreamError {
+    /// No endpoint is usable.
     #[error("upstream `{upstream}` has no healthy server")]
-    NoHealthyEndpoint { upstream: Box<str>, retry_after: Duration },
+    NoHealthyEndpoint {
+        /// Name of the upstream.
+        upstream: Box<str>,
+        /// Time after which the client should retry.
+        retry_after: Duration,
+    },
+    /// All endpoints are at `max_requests`, and the queue is full or the wait in it timed out.
     #[error("all servers of upstream `{upstream}` have as many requests as they may")]
-    Overflow { upstream: Box<str> },
+    Overflow {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
+    /// Connecting failed on all endpoints that were tried.
     #[error("connecting to upstream `{upstream}` failed: {source}")]
-    Connect { upstream: Box<str>, source: std::io::Error },
+    Connect {
+        /// Name of the upstream.
+        upstream: Box<str>,
+        /// Error of the last attempt.
+        source: std::io::Error,
+    },
+    /// No connection within `connect_timeout`.
     #[error("connecting to upstream `{upstream}` took too long")]
-    ConnectTimeout { upstream: Box<str> },
+    ConnectTimeout {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
+    /// The connection or the stream ended before the response headers.
     #[error("upstream `{upstream}` broke off: {}", RootCause(source))]
-    Reset { upstream: Box<str>, source: hyper::Error },
+    Reset {
+        /// Name of the upstream.
+        upstream: Box<str>,
+        /// Error of hyper.
+        source: hyper::Error,
+    },
+    /// The response is malformed.
     #[error("upstream `{upstream}` sent no valid response: {fault}")]
-    InvalidResponse { upstream: Box<str>, fault: &'static str },
+    InvalidResponse {
+        /// Name of the upstream.
+        upstream: Box<str>,
+        /// What is wrong with it.
+        fault: &'static str,
+    },
+    /// The upstream responded with 101 although the request asked for no such upgrade.
     #[error("upstream `{upstream}` switched to a protocol that it was not asked for")]
-    UnexpectedUpgrade { upstream: Box<str> },
+    UnexpectedUpgrade {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
+    /// No response headers within `response_timeout`.
     #[error("upstream `{upstream}` did not answer in time")]
-    ResponseTimeout { upstream: Box<str> },
+    ResponseTimeout {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
+    /// No response headers within the `timeout` of the route.
     #[error("upstream `{upstream}` did not answer before the timeout of the route was over")]
-    RouteTimeout { upstream: Box<str> },
+    RouteTimeout {
+        /// Name of the upstream.
+        upstream: Box<str>,
+    },
+    /// The client sent too little of the request body for too long.
     #[error("the client stopped sending the request body")]
     ClientTimeout,
+    /// The request body exceeds the limit of the route.
     #[error("the request body is longer than the route allows")]
     BodyTooLarge,
+    /// The client aborted the request body.
     #[error("the client broke off the request body: {0}")]
     ClientAborted(Box<dyn Error + Send + Sync>),
 }
 
 impl From<BodyError> for UpstreamError {
-    /// A request body did not come as it should, before any upstream had to do with it.
+    /// Convert an error of the request body that occurred before the request was sent to an upstream.
     fn from(error: BodyError) -> Self {
         match error {
             BodyError::TooLarge => UpstreamError::BodyTooLarge,
@@ -88,13 +136,13 @@ impl From<BodyError> for UpstreamError {
 }
 
 impl UpstreamError {
-    /// Whether the upstream has nothing to do with it.
+    /// Return whether the client caused the error.
     pub fn is_client_error(&self) -> bool {
         matches!(self, UpstreamError::ClientTimeout | UpstreamError::BodyTooLarge | UpstreamError::ClientAborted(_))
     }
 }
 
-/// What hyper says of a failure, and what was behind it.
+/// Formats a `hyper::Error` with its innermost cause.
 struct RootCause<'a>(&'a hyper::Error);
 
 impl Display for RootCause<'_> {
@@ -109,14 +157,14 @@ impl Display for RootCause<'_> {
             write!(f, ": {root}")?;
         }
         if error.is_parse() {
-            // What answers to plain text, then, is an alert.
+            // A TLS server answers a clear-text request with an alert, which hyper cannot parse.
             write!(f, "; a server that speaks TLS is written https://")?;
         }
         Ok(())
     }
 }
 
-/// One worker's way to an upstream.
+/// One worker's view of an upstream: the shared cluster and the worker's own connection pools.
 #[derive(Debug)]
 pub struct Upstream {
     cluster: Arc<UpstreamCluster>,
@@ -124,57 +172,58 @@ pub struct Upstream {
     rng: Rng,
 }
 
-/// The ways to the members of a fleet.
+/// Connection pools for the endpoints of one load balancer.
 #[derive(Debug)]
 struct EndpointPools {
     load_balancer: Arc<LoadBalancer>,
-    /// By which the fleet tells that table from others.
+    /// Version of the cluster that the pools were built for.
     version: u64,
-    /// To each of its members, in their order.
+    /// One pool per endpoint, in the order of `load_balancer.endpoints`.
     pools: Vec<Arc<EndpointPool>>,
 }
 
-/// What the members for a request are chosen by.
+/// State of the endpoint selection of one request.
 struct PickState {
-    /// The hash of the header that decides, if one does.
+    /// Hash of the header that selects the endpoint, for `balance = "hash"`.
     hash_key: Option<u64>,
-    /// Those that will not do.
+    /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,
 }
 
 impl Upstream {
-    /// Without connections yet.
+    /// Create an upstream without connections.
     pub fn new(cluster: Arc<UpstreamCluster>) -> Self {
         Upstream::with_pools(cluster, &[])
     }
 
-    /// With these ways to its members.
+    /// Create an upstream that takes over these pools for the endpoints that it still has.
     fn with_pools(cluster: Arc<UpstreamCluster>, known: &[Arc<EndpointPool>]) -> Self {
         let pools = ArcSwap::from_pointee(EndpointPools::new(&cluster, cluster.version(), known));
         Upstream { cluster, pools, rng: Rng::from_random_seed() }
     }
 
-    /// Whether it leads there.
+    /// Return whether this upstream belongs to `cluster`.
     pub fn is_for(&self, cluster: &Arc<UpstreamCluster>) -> bool {
         Arc::ptr_eq(&self.cluster, cluster)
     }
 
-    /// Its name.
+    /// Return the name of the upstream.
     pub fn name(&self) -> &str {
         &self.cluster.settings.name
     }
 
-    /// What it speaks.
+    /// Return the protocol of the upstream.
     pub fn protocol(&self) -> Protocol {
         self.cluster.settings.protocol
     }
 
-    /// Host and port, for requests that name no host.
+    /// Return host and port of the first server, for requests without a host.
     pub fn authority(&self) -> &str {
         &self.cluster.settings.servers[0].authority
     }
 
-    /// To the members that there are now; connections to those that were there before stay.
+    /// Return the pools of the current endpoints. Rebuild them if the cluster has changed; pools of remaining
+    /// endpoints are kept.
     fn pools(&self) -> Guard<Arc<EndpointPools>> {
         let version = self.cluster.version();
         let pools = self.pools.load();
@@ -185,14 +234,19 @@ impl Upstream {
         self.pools.load()
     }
 
-    /// A place at the member whose turn it is, and the way there; none if there is no room.
+    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all are at
+    /// `max_requests`.
     fn pick(&self, key: Option<u64>, tried: &[Arc<Endpoint>]) -> Option<(Arc<EndpointPool>, RequestPermit)> {
         let pools = self.pools();
         let (index, permit) = self.cluster.pick(&pools.load_balancer, key, &self.rng, tried)?;
         Some((pools.pools[index].clone(), permit))
     }
 
-    /// A place as soon as there is one.
+    /// Wait in the queue for a request permit, at most `connect_timeout`.
+    ///
+    /// # Errors
+    /// [`UpstreamError::NoHealthyEndpoint`] if no endpoint is usable, [`UpstreamError::Overflow`] if the queue is
+    /// full or the wait timed out.
     async fn pick_queued(&self, key: Option<u64>) -> Result<(Arc<EndpointPool>, RequestPermit), UpstreamError> {
         let settings = &self.cluster.settings;
         let busy = || UpstreamError::Overflow { upstream: settings.name.clone() };
@@ -202,7 +256,8 @@ impl Upstream {
         }
         let mut waiting = self.cluster.queue.enqueue().ok_or_else(busy)?;
         if waiting.is_first {
-            // A place may have become free before anybody could know that somebody waits for it.
+            // A permit may have been released before the queue was seen as not empty, so that it was not handed
+            // over. Pick one and drop it: `Endpoint::release` hands it to the first waiter.
             self.pick(key, &[]);
         }
         let permit = timeout(settings.connect_timeout, waiting.ready()).await.ok().flatten().ok_or_else(busy)?;
@@ -212,7 +267,7 @@ impl Upstream {
 }
 
 impl EndpointPools {
-    /// Those of a fleet at this change of it or a later one, with what is known.
+    /// Create the pools for `version` of the cluster or a later one. Reuse the pools in `known`.
     fn new(cluster: &UpstreamCluster, version: u64, known: &[Arc<EndpointPool>]) -> Self {
         let table = Guard::into_inner(cluster.load_balancer());
         let pool = |endpoint: &Arc<Endpoint>| {
@@ -223,68 +278,69 @@ impl EndpointPools {
     }
 }
 
-// `[upstream.NAME]` ready to use.
+// Compiled `[upstream.NAME]`.
 
-/// `[upstream.NAME]`
+/// Settings of one upstream (`[upstream.NAME]`).
 #[derive(Debug, PartialEq)]
 pub struct UpstreamSettings {
-    /// The name that the configuration gives it.
+    /// Name in the configuration.
     pub name: Box<str>,
-    /// Where it listens; not empty.
+    /// Servers. Not empty.
     pub servers: Vec<UpstreamServerSettings>,
-    /// What is spoken there.
+    /// Protocol of all servers.
     pub protocol: Protocol,
-    /// Bound of connecting, TLS included.
+    /// Maximum time to connect to any endpoint, TLS handshake and further endpoints included. Also the maximum time
+    /// in the queue.
     pub connect_timeout: Duration,
-    /// Bound of waiting for the response head once the request is sent.
+    /// Maximum time to wait for the response headers once the request is sent.
     pub response_timeout: Duration,
-    /// Idle connections older than this are not used again.
+    /// Idle connections older than this are not reused.
     pub pool_idle_timeout: Duration,
-    /// Who is asked.
+    /// Load balancing policy.
     pub balance: LoadBalancingPolicy,
-    /// Requests in flight at each member; 0 = as many as come.
+    /// Maximum number of requests in flight per endpoint, of all workers. 0 disables the limit.
     pub max_requests: usize,
-    /// Requests that wait for a place at a member.
+    /// Maximum number of requests that wait for a request permit.
     pub max_queue: usize,
-    /// How members are checked; none = they are not.
+    /// Health checks. `None` disables them.
     pub health: Option<HealthSettings>,
-    /// When errors put a member out; none = never.
+    /// Ejection after consecutive errors. `None` disables it.
     pub ejection: Option<EjectionSettings>,
-    /// Time in which a member that is back gets its whole weight.
+    /// Time until a recovered or new endpoint has its full weight. Zero disables slow start.
     pub slow_start: Duration,
-    /// Further attempts of a request that broke off and may be repeated.
+    /// Maximum number of retries on other endpoints, for requests that are safe to repeat.
     pub retries: u32,
 }
 
 impl UpstreamSettings {
-    /// Whether the address of a server has to be looked up.
+    /// Return whether any server has a host name that must be resolved.
     pub fn needs_dns(&self) -> bool {
         self.servers.iter().any(UpstreamServerSettings::needs_dns)
     }
 }
 
-/// One of its `servers`
+/// Settings of one entry of `servers`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct UpstreamServerSettings {
-    /// Host and port as the configuration writes them.
+    /// Host and port as written in the configuration.
     pub authority: Box<str>,
-    /// Host name or address.
+    /// Host name or IP address.
     pub host: Box<str>,
-    /// Port.
+    /// TCP port.
     pub port: u16,
-    /// With TLS; none = clear text.
+    /// TLS settings. `None` for clear text.
     pub tls: Option<EndpointTls>,
-    /// Its share of the requests, beside those of the others; 0 = none.
+    /// Weight relative to the other servers. 0: the server gets no requests.
     pub weight: u32,
 }
 
 impl UpstreamServerSettings {
-    /// Whether its address has to be looked up.
+    /// Return whether the host is a name that must be resolved.
     pub(crate) fn needs_dns(&self) -> bool {
         self.host.parse::<IpAddr>().is_err()
     }
 
-    /// Whether both are the same server.
+    /// Return whether both have the same host and port, and both use TLS or neither does.
     pub(crate) fn is_same_server(&self, other: &UpstreamServerSettings) -> bool {
         (&self.host, self.port, self.tls.is_some()) == (&other.host, other.port, other.tls.is_some())
     }

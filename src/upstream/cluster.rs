@@ -1,4 +1,4 @@
-//! The servers of an upstream, and what all workers know of them.
+//! Upstream clusters: the endpoints of an upstream and their state, shared by all workers.
 
 use std::fmt::Display;
 use std::net::{IpAddr, SocketAddr};
@@ -21,47 +21,49 @@ use crate::upstream::pending_queue::{PendingQueue, RequestPermit};
 use crate::upstream::retry::RetryBudget;
 use crate::upstream::{Upstream, UpstreamSettings};
 
-/// The servers of an upstream.
+/// Endpoints of an upstream with their load balancer, retry budget and queue.
 #[derive(Debug)]
 pub struct UpstreamCluster {
-    /// As configured.
+    /// Settings of the upstream.
     pub settings: Arc<UpstreamSettings>,
     load_balancer: ArcSwap<LoadBalancer>,
-    /// How many tables there were before this one: a look at it costs less than one at the table.
+    /// Number of load balancers installed before the current one. Reading it costs less than loading the load
+    /// balancer.
     version: AtomicU64,
-    /// Held by whoever makes another table.
+    /// Held while a load balancer is built and installed.
     rebuild_lock: Mutex<()>,
     created_at: Instant,
-    /// ms after `opened` at which the table is out of date.
+    /// Time in ms after `created_at` when the load balancer becomes outdated.
     rebuild_at_ms: AtomicU64,
-    /// Turns taken in the order of the table.
+    /// Next position of round-robin load balancing.
     round_robin_counter: AtomicU64,
-    /// What may be tried again; none = nothing.
+    /// Retry budget. `None` if retries are disabled.
     pub(super) retry_budget: Option<RetryBudget>,
     pub(super) queue: Arc<PendingQueue>,
-    /// Told when members come and go.
+    /// Notified when endpoints are added or removed.
     pub(super) endpoints_changed: Notify,
 }
 
-/// A server that takes no connections is mentioned this often.
+/// Minimum interval between log messages about an unreachable endpoint.
 const UNREACHABLE_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// How a member does, for whoever looks after it.
+/// Status of an endpoint for the admin API and the metrics.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct EndpointStatus {
-    /// What it is called.
+    /// Name of the endpoint.
     pub server: String,
-    /// `healthy`; `unhealthy`: it fails its health checks; `ejected`: requests failed; `unreachable`: it took no connection just now.
+    /// `healthy`, `unhealthy` (failed health checks), `ejected` (failed requests) or `unreachable` (in connect
+    /// backoff).
     pub state: &'static str,
-    /// Requests that it has.
+    /// Number of requests in flight.
     pub in_flight: usize,
 }
 
-/// What is never out of date.
+/// Value of `rebuild_at_ms` if no rebuild is scheduled.
 const NEVER: u64 = u64::MAX;
 
 impl UpstreamCluster {
-    /// A member for each server as the configuration has it.
+    /// Create a cluster with one endpoint per configured server.
     pub fn new(settings: Arc<UpstreamSettings>) -> Self {
         let queue = Arc::new(PendingQueue::new(settings.max_queue));
         let endpoint = |index| {
@@ -77,7 +79,7 @@ impl UpstreamCluster {
         UpstreamCluster::with_endpoints(settings, endpoints, queue)
     }
 
-    /// Of these members.
+    /// Create a cluster with these endpoints.
     pub(super) fn with_endpoints(
         settings: Arc<UpstreamSettings>,
         endpoints: Vec<Arc<Endpoint>>,
@@ -100,19 +102,19 @@ impl UpstreamCluster {
         }
     }
 
-    /// Who there is. It is another list after each change.
+    /// Return the endpoints. Each change creates a new list.
     pub fn endpoints(&self) -> Arc<Vec<Arc<Endpoint>>> {
         self.load_balancer.load().endpoints.clone()
     }
 
-    /// Where one of its servers was found.
+    /// Return the resolved addresses of server `index`.
     pub(super) fn addresses(&self, index: usize) -> Vec<IpAddr> {
         let endpoints = self.endpoints();
         let own = endpoints.iter().filter(|endpoint| endpoint.server_index == index);
         own.filter_map(|endpoint| endpoint.address).map(|address| address.ip()).collect()
     }
 
-    /// How each of them does.
+    /// Return the status of each endpoint.
     pub fn status(&self) -> Vec<EndpointStatus> {
         let now = monotonic();
         let status_of = |endpoint: &Arc<Endpoint>| {
@@ -128,7 +130,7 @@ impl UpstreamCluster {
         self.endpoints().iter().map(status_of).collect()
     }
 
-    /// These are the addresses of one of its servers from now on. Members that stay are the same as before.
+    /// Set the addresses of server `index`. Endpoints whose address remains are kept with their state.
     pub fn set_addresses(&self, index: usize, addresses: &[SocketAddr]) {
         let rebuild_guard = self.lock_rebuild();
         let before = self.endpoints();
@@ -145,7 +147,7 @@ impl UpstreamCluster {
         let endpoint = |address| {
             let known = own.iter().find(|endpoint| endpoint.address == Some(address)).cloned();
             known.unwrap_or_else(|| {
-                // The first ones have nobody to start more slowly than.
+                // The first addresses of a server skip slow start: no other address of it takes the load meanwhile.
                 let health_state =
                     if own.is_empty() { HealthState::default() } else { HealthState::joined_at(monotonic()) };
                 Arc::new(Endpoint::new(&self.settings, index, Some(address), health_state, self.queue.clone()))
@@ -157,13 +159,13 @@ impl UpstreamCluster {
         self.endpoints_changed.notify_one();
     }
 
-    /// Who can be asked now.
+    /// Return the current load balancer, rebuilt if it is outdated.
     pub(super) fn load_balancer(&self) -> Guard<Arc<LoadBalancer>> {
         self.version();
         self.load_balancer.load()
     }
 
-    /// Another number with each table.
+    /// Return the version of the load balancer, rebuilt if it is outdated.
     pub(super) fn version(&self) -> u64 {
         let outdated_ms = self.rebuild_at_ms.load(Ordering::Relaxed);
         if outdated_ms != NEVER && self.created_at.elapsed().as_millis() as u64 >= outdated_ms {
@@ -172,7 +174,7 @@ impl UpstreamCluster {
         self.version.load(Ordering::Acquire)
     }
 
-    /// A place at the member whose turn it is.
+    /// Pick an endpoint of `table` and acquire a request permit.
     pub(super) fn pick(
         &self,
         table: &LoadBalancer,
@@ -189,21 +191,22 @@ impl UpstreamCluster {
         })
     }
 
-    /// What decides about a request, where its header does.
+    /// Return the hash of the header that selects the endpoint. `None` for other policies and if the header is
+    /// missing.
     pub(super) fn hash_key(&self, headers: &HeaderMap) -> Option<u64> {
         let LoadBalancingPolicy::Hash(name) = &self.settings.balance else { return None };
         headers.get(name).map(|value| hash(value.as_bytes()))
     }
 
-    /// Whether a request may be tried again; then that counts.
+    /// Withdraw a retry from the budget. Return whether the retry is allowed.
     pub(super) fn withdraw_retry(&self) -> bool {
         self.retry_budget.as_ref().is_some_and(|retry_budget| retry_budget.withdraw(monotonic()))
     }
 
-    /// A member has answered.
+    /// Record the status of a response: 502, 503 and 504 count as errors, all others reset the count.
     pub(super) fn report_response(&self, endpoint: &Endpoint, status: StatusCode) {
         match status {
-            // What a server says of itself, or of what is behind it.
+            // Statuses with which a server reports that it or its own upstream failed.
             StatusCode::BAD_GATEWAY | StatusCode::SERVICE_UNAVAILABLE | StatusCode::GATEWAY_TIMEOUT => {
                 self.report_failure(endpoint, &status);
             }
@@ -214,10 +217,11 @@ impl UpstreamCluster {
         }
     }
 
-    /// A member took no connection, or not in time.
+    /// Record that connecting to an endpoint failed or timed out, and start its connect backoff.
     pub(super) fn report_connect_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let is_new = {
-            // Whoever finds it out at the same time waits for the table that says so.
+            // Requests that fail to connect at the same time wait for the lock, and then see the rebuilt load
+            // balancer.
             let rebuild_guard = self.lock_rebuild();
             let news = endpoint.health_state().start_connect_backoff(monotonic());
             if news {
@@ -232,7 +236,7 @@ impl UpstreamCluster {
         self.report_failure(endpoint, error);
     }
 
-    /// A member has failed a request.
+    /// Record a failed request. Eject the endpoint after `consecutive_errors`.
     pub(super) fn report_failure(&self, endpoint: &Endpoint, error: &dyn Display) {
         let Some(EjectionSettings { consecutive_errors: errors, base_ejection_time: time }) = self.settings.ejection
         else {
@@ -248,7 +252,7 @@ impl UpstreamCluster {
         warn!(%upstream, %server, ejected_for = ?time, %error, "a server is ejected after {errors} errors in a row");
     }
 
-    /// A member has passed a health check, or why it has not.
+    /// Record the result of a health check. The error is the reason of the failure.
     pub(super) fn report_check(&self, endpoint: &Endpoint, health: &HealthSettings, result: Result<(), String>) {
         let passed = result.is_ok();
         let changed =
@@ -264,7 +268,7 @@ impl UpstreamCluster {
         }
     }
 
-    /// Makes a table of what is known now.
+    /// Build the load balancer from the current state of the endpoints, and install it.
     pub(super) fn rebuild(&self, rebuild_guard: &MutexGuard<'_, ()>) {
         let (endpoints, rendezvous) = {
             let table = self.load_balancer.load();
@@ -293,7 +297,7 @@ impl UpstreamCluster {
             }
         }
         let table = Arc::new(table);
-        // Those that are gone as well.
+        // Clear the flag of removed endpoints, too.
         let before = self.load_balancer.swap(table.clone());
         self.version.fetch_add(1, Ordering::Release);
         before.endpoints.iter().for_each(|endpoint| endpoint.state.is_usable.store(false, Ordering::Relaxed));
@@ -308,7 +312,7 @@ impl UpstreamCluster {
     }
 }
 
-/// The address of a server that has no name.
+/// Return the address of server `index` if its host is an IP address.
 pub(super) fn literal_address(settings: &UpstreamSettings, index: usize) -> Option<SocketAddr> {
     let server = &settings.servers[index];
     server.host.parse::<IpAddr>().ok().map(|host| SocketAddr::new(host, server.port))
@@ -323,10 +327,10 @@ fn rendezvous_table(settings: &UpstreamSettings, endpoints: &[Arc<Endpoint>]) ->
     Some(Arc::new(RendezvousTable::new(&names.zip(weights.iter().map(|weight| *weight as f64)).collect::<Vec<_>>())))
 }
 
-// How an upstream that has other settings takes the place of the one before: its servers stay what they are.
+// Reload: a cluster with new settings takes over the state of the previous one.
 
 impl UpstreamCluster {
-    /// The same with other settings: servers that both have are as they were, with the requests that they have.
+    /// Create a cluster with new settings. Servers in both keep their endpoints, state and requests in flight.
     pub fn from_previous(settings: Arc<UpstreamSettings>, previous: &UpstreamCluster) -> Self {
         let queue = previous.queue.clone();
         queue.resize(settings.max_queue);
@@ -351,14 +355,15 @@ impl UpstreamCluster {
             removed.state.is_usable.store(false, Ordering::Relaxed);
         }
         let cluster = UpstreamCluster::with_endpoints(settings, endpoints, queue);
-        // Some may be out, and come back.
+        // Schedule the rebuild for ejections and slow starts that were carried over.
         cluster.rebuild(&cluster.lock_rebuild());
         cluster
     }
 }
 
 impl Upstream {
-    /// The way to a fleet that has taken the place of another. Connections to servers that both have stay.
+    /// Create the upstream for a cluster that replaces another. Connections to endpoints in both are kept if
+    /// protocol, `pool_idle_timeout` and TLS server name are equal.
     pub fn from_previous(cluster: Arc<UpstreamCluster>, previous: &Upstream) -> Self {
         let speaks = |cluster: &UpstreamCluster| (cluster.settings.protocol, cluster.settings.pool_idle_timeout);
         let (pools, endpoints) = (previous.pools.load(), cluster.endpoints());

@@ -1,4 +1,4 @@
-//! A connection to a server: TCP, with TLS on it where its URL is `https:`.
+//! Connecting to upstream endpoints: TCP, TLS, Happy Eyeballs, and diagnosis of TLS errors.
 
 use std::io;
 use std::io::IoSlice;
@@ -28,25 +28,25 @@ use crate::upstream::endpoint_pool::{Connection, EndpointPool};
 use crate::upstream::pending_queue::RequestPermit;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError};
 
-/// What HTTP is spoken on.
+/// Stream that HTTP is spoken on.
 #[derive(Debug)]
 pub(super) enum UpstreamStream {
     Tcp(TcpStream),
-    /// With the name that the server goes by.
+    /// TLS, with the server name for log messages.
     Tls(Box<(TlsStream<TcpStream>, ServerName<'static>)>),
 }
 
 impl UpstreamStream {
-    /// Makes what a server expects of a connection to it.
+    /// Set up a TCP stream, with the TLS handshake if configured.
     ///
     /// # Errors
     /// The handshake fails.
     pub(super) async fn handshake(stream: TcpStream, tls: Option<&EndpointTls>) -> io::Result<UpstreamStream> {
-        // Requests are written whole; waiting for more would only delay them.
+        // TCP_NODELAY: requests are written in one piece, so that Nagle's algorithm would only delay them.
         stream.set_nodelay(true)?;
         match tls {
             None => Ok(UpstreamStream::Tcp(stream)),
-            // On the heap: inside this future it would take room for every request.
+            // Boxed: inline, the handshake would reserve space in the future of each request.
             Some(tls) => {
                 Ok(UpstreamStream::Tls(Box::new((Box::pin(tls.connect(stream)).await?, tls.server_name.clone()))))
             }
@@ -113,15 +113,15 @@ impl AsyncWrite for UpstreamStream {
     }
 }
 
-// Connecting: to the member that was chosen, and to others where it does not take connections or takes long over it.
+// Connecting to the picked endpoint, and to others if it is slow or refuses the connection.
 
-/// For this long a connect is alone, then another one runs beside it (the Connection Attempt Delay of RFC 8305 §5).
+/// Delay before the next endpoint is tried in parallel (Connection Attempt Delay, RFC 8305 §5).
 const CONNECTION_ATTEMPT_DELAY: Duration = Duration::from_millis(250);
 
-/// Members that one request tries at most.
+/// Maximum number of endpoints that one request tries.
 const MAX_CONNECT_ATTEMPTS: usize = 9;
 
-/// A connection, to whichever member it is.
+/// A connection with the pool and the request permit of its endpoint.
 pub(super) struct EndpointConnection {
     pub(super) pool: Arc<EndpointPool>,
     pub(super) permit: RequestPermit,
@@ -130,11 +130,12 @@ pub(super) struct EndpointConnection {
 }
 
 impl Upstream {
-    /// Connects to a member, or to another one; nothing has been written, so any request may do this. Connections that
-    /// are there will do for others if `idle_will_do`.
+    /// Connect to the picked endpoint, or to others if that fails or takes long. Nothing has been written yet, so
+    /// this is safe for every request. If `allow_idle` is set, idle connections of the other endpoints are used,
+    /// too.
     ///
     /// # Errors
-    /// None could be reached, or not in time.
+    /// No endpoint accepted the connection, or `connect_timeout` expired.
     pub(super) async fn connect(
         &self,
         first: (Arc<EndpointPool>, RequestPermit),
@@ -201,7 +202,7 @@ impl Upstream {
         }
     }
 
-    /// Another member, of another family of addresses if there is one.
+    /// Pick an endpoint that has not been tried, of the other address family if there is one.
     pub(super) fn pick_other(&self, pick_state: &PickState) -> Option<(Arc<EndpointPool>, RequestPermit)> {
         if pick_state.tried.len() >= MAX_CONNECT_ATTEMPTS {
             return None;
@@ -214,7 +215,7 @@ impl Upstream {
         self.pick(pick_state.hash_key, &same_and_tried).or_else(|| self.pick(pick_state.hash_key, &pick_state.tried))
     }
 
-    /// Those that had their head start and have lost all the same.
+    /// Report endpoints that lost the race despite their head start of one connection attempt delay.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
             self.cluster.report_connect_failure(endpoint, &"connecting takes long");
@@ -222,26 +223,27 @@ impl Upstream {
     }
 }
 
-// TLS towards upstreams: whom to believe, and who we are. Both can be replaced while connections go on.
+// TLS settings towards upstreams. Trust roots and client certificate can be replaced while connections are open.
 
-/// One upstream's side of TLS.
+/// TLS client configuration of one upstream.
 #[derive(Debug)]
 pub struct UpstreamTlsConfig {
-    // Sessions to resume are kept in it: replacing it forgets them, so that whoever is believed no more is asked again.
+    // Holds the session cache: replacing it forgets the sessions, so that every server certificate is verified
+    // again.
     config: ArcSwap<ClientConfig>,
     protocol: Protocol,
 }
 
-/// How to reach one server.
+/// TLS settings of one server.
 #[derive(Debug, Clone)]
 pub struct EndpointTls {
-    /// Of its upstream.
+    /// Configuration of the upstream.
     pub tls: Arc<UpstreamTlsConfig>,
-    /// What its certificate must be for; a name is sent to it (SNI, RFC 6066 §3).
+    /// Name or IP address that the certificate must be valid for. A name is sent as SNI (RFC 6066 §3).
     pub server_name: ServerName<'static>,
 }
 
-/// What is made of the same files is the same; [`Tls`] itself cannot be compared.
+/// Equal if both share one [`UpstreamTlsConfig`], which has no equality of its own, and the server name.
 impl PartialEq for EndpointTls {
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.tls, &other.tls) && self.server_name == other.server_name
@@ -249,10 +251,11 @@ impl PartialEq for EndpointTls {
 }
 
 impl UpstreamTlsConfig {
-    /// TLS 1.2 and 1.3 with one protocol by ALPN; with a certificate of our own for servers that want one.
+    /// Create a configuration for TLS 1.2 and 1.3 that offers one protocol by ALPN. The certificate is for servers
+    /// that request one.
     ///
     /// # Errors
-    /// The library refuses the setup.
+    /// rustls rejects the configuration.
     pub fn new(
         trust_roots: TrustRoots,
         gateway_certificate: Option<&Certificate>,
@@ -264,15 +267,15 @@ impl UpstreamTlsConfig {
         })
     }
 
-    /// What is agreed on.
+    /// Return the protocol that ALPN offers.
     pub fn protocol(&self) -> Protocol {
         self.protocol
     }
 
-    /// Believes others, and is somebody else, from the next connection on.
+    /// Replace trust roots and client certificate for new connections.
     ///
     /// # Errors
-    /// The library refuses the setup.
+    /// rustls rejects the configuration.
     pub fn replace(&self, trust_roots: TrustRoots, gateway_certificate: Option<&Certificate>) -> Result<(), TlsError> {
         self.config.store(Arc::new(client_config(trust_roots, gateway_certificate, self.protocol)?));
         Ok(())
@@ -280,15 +283,15 @@ impl UpstreamTlsConfig {
 }
 
 impl EndpointTls {
-    /// Shakes hands.
+    /// Perform the TLS handshake.
     ///
     /// # Errors
-    /// [`NoTls`], which says what to do.
+    /// The handshake fails. The error is a `TlsDiagnosis` if its cause is TLS.
     pub async fn connect(&self, stream: TcpStream) -> io::Result<TlsStream<TcpStream>> {
         let connector = TlsConnector::from(self.tls.config.load_full());
         let stream =
             connector.connect(self.server_name.clone(), stream).await.map_err(TlsDiagnosis::from_handshake_error)?;
-        // Who speaks HTTP/1.1 need not know of ALPN; HTTP/2 is spoken only by agreement (RFC 9113 §3.2).
+        // HTTP/1.1 servers need not support ALPN. HTTP/2 over TLS requires it (RFC 9113 §3.2).
         if self.tls.protocol == Protocol::Http2 && stream.get_ref().1.alpn_protocol() != Some(b"h2") {
             return Err(TlsDiagnosis::http2_not_negotiated());
         }
@@ -315,18 +318,18 @@ fn client_config(
     Ok(config)
 }
 
-// What goes wrong with TLS, in a sentence that says what to do. It goes to the log; clients hear nothing of it.
+// Diagnosis of TLS errors: cause and remedy in one sentence, for the log. Clients do not see it.
 
-/// Why TLS with a server fails.
+/// Cause of a TLS failure.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 pub(super) struct TlsDiagnosis(String);
 
 impl TlsDiagnosis {
-    /// For an error of the handshake.
+    /// Describe an error of the TLS handshake.
     pub(super) fn from_handshake_error(error: io::Error) -> io::Error {
         match error.kind() {
-            // Whoever takes the first message for nonsense hangs up.
+            // Servers that cannot parse the ClientHello close the connection.
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
                 TlsDiagnosis::with_message("the server hangs up in the TLS handshake; is it http://?")
             }
@@ -334,9 +337,9 @@ impl TlsDiagnosis {
         }
     }
 
-    /// For what is read on a connection to a server of this name. It is told here: with TLS 1.3 a server looks at our
-    /// certificate when the handshake is over for us, and whoever waits for an answer may learn no more than that
-    /// there is none.
+    /// Describe a read error, and log it. In TLS 1.3 the server verifies the client certificate after the client
+    /// has completed the handshake, so that its alert arrives with the first read. The request may only report a
+    /// closed connection.
     pub(super) fn from_read_error(error: io::Error, name: &ServerName<'_>) -> io::Error {
         let error = TlsDiagnosis::from_io_error(error);
         if error.get_ref().is_some_and(|inner| inner.is::<TlsDiagnosis>()) {
@@ -345,7 +348,7 @@ impl TlsDiagnosis {
         error
     }
 
-    /// For an error of a stream.
+    /// Describe the rustls error inside an I/O error. Other errors are returned unchanged.
     pub(super) fn from_io_error(error: io::Error) -> io::Error {
         match error.get_ref().and_then(|inner| inner.downcast_ref::<Error>()) {
             Some(source) => io::Error::new(error.kind(), TlsDiagnosis(describe_error(source))),
@@ -374,13 +377,13 @@ fn describe_error(error: &Error) -> String {
     }
 }
 
-/// What is wrong with the server's certificate.
+/// Describe why the server certificate was rejected.
 fn describe_certificate_error(error: &CertificateError) -> String {
-    // Times that no calendar has are left out.
+    // Times out of range are left out.
     let date = |s: u64| ASN1Time::from_timestamp(s as i64).map_or(String::new(), |time| time.to_string());
     match error {
         CertificateError::NotValidForNameContext { expected, presented } => {
-            // They come as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
+            // rustls formats them as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
             let bare = |name: &String| name.split(['(', ')', '"']).rfind(|part| !part.is_empty()).map(str::to_owned);
             let presented = presented.iter().filter_map(bare).collect::<Vec<_>>().join(", ");
             let presented = if presented.is_empty() { "no name at all (a common name is none)" } else { &presented };
@@ -404,7 +407,7 @@ fn describe_certificate_error(error: &CertificateError) -> String {
         CertificateError::InvalidPurposeContext { .. } => {
             "the server's certificate is not meant for servers (extended key usage); it needs another one".to_owned()
         }
-        // A name of the library below, which says no more.
+        // Error of webpki that rustls passes on only as text.
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
             "the server shows the certificate of an authority (CA:TRUE, as `openssl req -x509` makes them); it needs one \
              of its own, signed by that authority"
@@ -414,13 +417,13 @@ fn describe_certificate_error(error: &CertificateError) -> String {
     }
 }
 
-/// What the server does not like.
+/// Describe an alert that the server sent.
 fn describe_alert(alert: AlertDescription) -> String {
     match alert {
         AlertDescription::CertificateRequired => {
             "the server wants a certificate of ours: tls.cert and tls.key".to_owned()
         }
-        // Before TLS 1.3 a certificate that is missing is one of the things that this says.
+        // TLS 1.2 also sends this alert for a missing client certificate.
         AlertDescription::HandshakeFailure => {
             "the server refuses the handshake (HandshakeFailure); it may want a certificate of ours, tls.cert and \
              tls.key, or other ciphers than ours"

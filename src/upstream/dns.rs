@@ -1,4 +1,4 @@
-//! Names of servers: looked up, again when their addresses may have changed, and told to the fleets.
+//! DNS resolution of upstream hosts, repeated by TTL.
 
 use std::collections::BTreeMap;
 use std::convert::Infallible;
@@ -21,30 +21,30 @@ use uuid::Uuid;
 
 use crate::upstream::cluster::UpstreamCluster;
 
-/// Answers that may be kept for less time, even for none, are kept for so long.
+/// Minimum time between lookups of a host, and the delay after the first failure.
 const MIN_TTL: Duration = Duration::from_secs(1);
 
-/// However long an answer may be kept, a server that has moved is found within this time.
+/// Maximum time between lookups of a host, whatever its TTL.
 const MAX_TTL: Duration = Duration::from_secs(300);
 
-/// Between two attempts that fail; the first comes after the shortest time, and each waits twice as long as the one before.
+/// Maximum delay after a failed lookup. The delay doubles with each failure, from `MIN_TTL`.
 const MAX_RETRY_DELAY: Duration = Duration::from_secs(30);
 
-/// The names of the servers of all fleets.
+/// Hosts of all upstream clusters.
 #[derive(Debug)]
 pub struct DnsCache(Vec<HostEntry>);
 
-/// A name, and what is known of it.
+/// A host and its addresses.
 #[derive(Debug)]
 struct HostEntry {
     host: Box<str>,
-    /// The servers that have it.
+    /// Servers with this host.
     servers: Vec<ServerRef>,
-    /// Sorted.
+    /// Last known addresses, sorted.
     addresses: Vec<IpAddr>,
-    /// Attempts that failed, in a row.
+    /// Number of consecutive failed lookups.
     consecutive_failures: u32,
-    /// Why, as it was logged.
+    /// Error that was logged last. `None` after a successful lookup.
     last_error: Option<ResolveError>,
 }
 
@@ -56,8 +56,8 @@ struct ServerRef {
 }
 
 impl DnsCache {
-    /// Each of them once, however many servers have it. Until they are looked up these servers are where they, or others
-    /// of the name, were found before; those of new names have no address.
+    /// Collect the hosts of all clusters, each once. Until the first lookup, its servers use the addresses that the
+    /// clusters know from before a reload. Servers of new hosts have no address.
     pub fn new(clusters: &[Arc<UpstreamCluster>]) -> Self {
         let mut names = BTreeMap::<Box<str>, Vec<ServerRef>>::new();
         for cluster in clusters {
@@ -85,12 +85,12 @@ impl DnsCache {
         DnsCache(names.into_iter().map(name).collect())
     }
 
-    /// Whether there is nothing to look up.
+    /// Return whether there is no host to resolve.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// Looks them up again and again, as long as the future lives. All copies of `first` are gone when each has been
+    /// Resolve the hosts until the future is dropped. All clones of `first` are dropped once each host has been
     /// looked up once.
     pub async fn run(self, resolver: DnsResolver, first: Sender<Infallible>) {
         let mut tasks = JoinSet::new();
@@ -102,7 +102,7 @@ impl DnsCache {
     }
 }
 
-/// Where servers of one name were found before, sorted.
+/// Return the addresses that the clusters know for these servers, sorted.
 fn known_addresses(servers: &[ServerRef]) -> Vec<IpAddr> {
     let found = servers.iter().map(|server| server.cluster.addresses(server.server_index));
     let mut addresses = found.max_by_key(Vec::len).unwrap_or_default();
@@ -119,13 +119,13 @@ impl HostEntry {
                 Err(reason) => self.record_failure(reason),
             };
             drop(first.take());
-            // Many gateways that began together do not go on asking together.
+            // Jitter of up to 10 %, so that gateways that start together spread their lookups.
             let jitter = wait.mul_f64(Uuid::new_v4().as_u128() as u8 as f64 / 2560.0);
             sleep(wait + jitter).await;
         }
     }
 
-    /// How long to wait before the next look.
+    /// Store the addresses of a successful lookup. Return the time until the next one.
     fn record_answer(&mut self, mut resolved: ResolvedAddresses) -> Duration {
         resolved.addresses.sort_unstable();
         resolved.addresses.dedup();
@@ -145,7 +145,7 @@ impl HostEntry {
         resolved.ttl.clamp(MIN_TTL, MAX_TTL)
     }
 
-    /// Tells the fleets.
+    /// Set the addresses in all clusters.
     fn update_clusters(&self) {
         for ServerRef { cluster: fleet, server_index: index, port } in &self.servers {
             let addresses = self.addresses.iter().map(|address| SocketAddr::new(*address, *port));
@@ -153,7 +153,7 @@ impl HostEntry {
         }
     }
 
-    /// The same; the addresses of before stay.
+    /// Record a failed lookup; the addresses are kept. Return the time until the next lookup.
     fn record_failure(&mut self, reason: ResolveError) -> Duration {
         if self.last_error.as_ref() != Some(&reason) {
             let consequence =
@@ -168,29 +168,29 @@ impl HostEntry {
     }
 }
 
-// One look at the hosts file and at DNS.
+// Lookup in the hosts file and in DNS.
 
-/// The hosts file says nothing of how long it holds; reading it costs little.
+/// TTL of entries of the hosts file, which has none. Reading it costs little.
 const HOSTS_TTL: Duration = Duration::from_secs(5);
 
-/// Where names are looked up.
+/// Source of addresses.
 #[derive(Debug, Clone)]
 pub enum DnsResolver {
-    /// In /etc/hosts, and by what /etc/resolv.conf says; both as they are when a name is looked up.
+    /// /etc/hosts and the name servers of /etc/resolv.conf. Both are read for each lookup.
     System,
-    /// By these name servers alone.
+    /// These name servers only.
     Servers(Box<ResolverConfig>, Box<ResolverOpts>),
 }
 
-/// The addresses of a name.
+/// Addresses of a host.
 #[derive(Debug)]
 pub(crate) struct ResolvedAddresses {
     pub(crate) addresses: Vec<IpAddr>,
-    /// How long they hold.
+    /// Time for which they may be cached.
     pub(crate) ttl: Duration,
 }
 
-/// Why there are none.
+/// Reason why a lookup failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ResolveError {
     #[error("there is no such name")]
@@ -206,7 +206,7 @@ pub(crate) enum ResolveError {
 }
 
 impl DnsResolver {
-    /// Looks a name up. Of two families one may fail alone: the addresses that were `known` of it stay then.
+    /// Resolve a host. If only one address family fails, keep its addresses in `known`.
     pub(crate) async fn lookup(&self, host: &str, known: &[IpAddr]) -> Result<ResolvedAddresses, ResolveError> {
         let (config, options) = match self {
             DnsResolver::System => {
@@ -214,7 +214,7 @@ impl DnsResolver {
                     return Ok(ResolvedAddresses { addresses, ttl: HOSTS_TTL });
                 }
                 let (mut config, options) = read_system_conf()?;
-                // `search` replaces the domain of this machine (resolv.conf(5)).
+                // `search` overrides the local domain (resolv.conf(5)).
                 config.domain = config.domain.filter(|_| config.search.is_empty());
                 (config, options)
             }
@@ -228,7 +228,7 @@ impl DnsResolver {
         for (record_type, is_v6) in [(RecordType::A, false), (RecordType::AAAA, true)] {
             let of_family = |address: &&IpAddr| address.is_ipv6() == is_v6;
             let lost = known.iter().any(|address| of_family(&address)) && !addresses.iter().any(|a| of_family(&a));
-            // The library takes one answer for both.
+            // hickory succeeds if one of both families does: query the missing one again for its error.
             if lost
                 && resolver
                     .lookup(found.query().name().clone(), record_type)
@@ -245,7 +245,7 @@ impl DnsResolver {
     }
 }
 
-/// As the resolver of the C library: who stands there is not asked for elsewhere.
+/// Look up a host in /etc/hosts. As in getaddrinfo, a match there is not queried in DNS.
 fn lookup_hosts_file(host: &str) -> Option<Vec<IpAddr>> {
     let (hosts, name) = (Hosts::from_system().ok()?, Name::from_utf8(host).ok()?);
     let found = [RecordType::A, RecordType::AAAA].map(|record_type| Query::query(name.clone(), record_type));
@@ -264,7 +264,7 @@ fn build_resolver(config: ResolverConfig, options: ResolverOpts) -> Result<Tokio
     builder.build()
 }
 
-/// Whether the question has no answer, which is another thing than the answer that there is nothing.
+/// Return whether the lookup failed, as opposed to an answer without addresses.
 fn is_failure(error: &NetError) -> bool {
     !matches!(ResolveError::from(error.clone()), ResolveError::NxDomain | ResolveError::NoRecords)
 }

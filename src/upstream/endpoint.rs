@@ -1,4 +1,4 @@
-//! One server of a fleet, at one address: how it does, and how many requests it has.
+//! Endpoints: one address of an upstream server, with its health, limits and requests in flight.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr};
@@ -13,36 +13,36 @@ use crate::upstream::health::HealthState;
 use crate::upstream::pending_queue::{PendingQueue, RequestPermit};
 use crate::upstream::{UpstreamServerSettings, UpstreamSettings};
 
-/// One that requests can be sent to: an address of a server.
+/// One address of an upstream server.
 #[derive(Debug)]
 pub struct Endpoint {
-    /// Its place among the servers of the fleet.
+    /// Index in the `servers` of the upstream.
     pub server_index: usize,
-    /// As configured.
+    /// Settings of the server.
     pub server: UpstreamServerSettings,
-    /// Where; none = the system finds it out for each connection.
+    /// Address. `None`: the system resolves the host for each connection.
     pub address: Option<SocketAddr>,
-    /// One for all configurations that have it.
+    /// State, shared by the endpoints of all configuration snapshots with this server.
     pub(super) state: Arc<EndpointState>,
 }
 
-/// How a server does, whatever the configuration says of it.
+/// State of an endpoint that outlives a reload.
 #[derive(Debug)]
 pub(super) struct EndpointState {
     health_state: Mutex<HealthState>,
-    /// Whether it was said that it takes no connections.
+    /// Limits log messages about failed connects.
     pub(super) unreachable_log: LogThrottle,
-    /// Requests that failed, in a row.
+    /// Number of consecutive failed requests.
     pub(super) consecutive_errors: AtomicU32,
     in_flight: AtomicUsize,
     max_requests: AtomicUsize,
     queue: Arc<PendingQueue>,
-    /// Whether the table has it.
+    /// Whether the load balancer sends requests to the endpoint.
     pub(super) is_usable: AtomicBool,
 }
 
 impl Endpoint {
-    /// Without requests.
+    /// Create an endpoint without requests.
     pub(super) fn new(
         settings: &UpstreamSettings,
         index: usize,
@@ -62,23 +62,23 @@ impl Endpoint {
         Endpoint { server_index: index, server: settings.servers[index].clone(), address, state: Arc::new(state) }
     }
 
-    /// The same as other settings have it, with its condition and the requests that it has.
+    /// Create an endpoint with other settings that shares the state of this one.
     pub(super) fn with_settings(&self, settings: &UpstreamSettings, index: usize) -> Self {
         let state = self.state.clone();
         state.max_requests.store(settings.max_requests, Ordering::Relaxed);
         if settings.health.is_none() {
-            // Nobody would find out that it is healthy again.
+            // Without health checks nothing would mark the endpoint healthy again.
             self.health_state().reset_checks();
         }
         Endpoint { server_index: index, server: settings.servers[index].clone(), address: self.address, state }
     }
 
-    /// Whether both are one server, as the same or as different configurations have it.
+    /// Return whether both share their state, that is, are the same endpoint of the same or of different snapshots.
     pub(super) fn is_same_as(&self, other: &Endpoint) -> bool {
         Arc::ptr_eq(&self.state, &other.state)
     }
 
-    /// What logs call it, and what tells it from others.
+    /// Return the name for logs and metrics: `host:port`, with the address if the host is a name.
     pub(super) fn name(&self) -> String {
         match self.address {
             Some(address) if self.server.host.parse::<IpAddr>().is_err() => {
@@ -96,7 +96,7 @@ impl Endpoint {
         self.state.in_flight.load(Ordering::Relaxed)
     }
 
-    /// A place, if there is room for one more request.
+    /// Acquire a request permit. Return `None` if the endpoint has `max_requests` in flight.
     pub(super) fn try_acquire(endpoint: &Arc<Endpoint>) -> Option<RequestPermit> {
         let (in_flight, max) = (&endpoint.state.in_flight, endpoint.state.max_requests.load(Ordering::Relaxed));
         if max == 0 {
@@ -108,7 +108,7 @@ impl Endpoint {
         Some(RequestPermit::new(endpoint.clone()))
     }
 
-    /// Gives a place back.
+    /// Release a request permit and hand it to the queue if requests wait.
     pub(super) fn release(endpoint: &Arc<Endpoint>) {
         let EndpointState { in_flight, queue, is_usable: usable, .. } = &*endpoint.state;
         in_flight.fetch_sub(1, Ordering::SeqCst);
@@ -117,10 +117,10 @@ impl Endpoint {
         }
     }
 
-    /// Connects.
+    /// Connect, including the TLS handshake.
     ///
     /// # Errors
-    /// Nobody listens, the name has no address, or TLS fails.
+    /// The connection fails, the name does not resolve, or the TLS handshake fails.
     pub(super) async fn connect(&self) -> io::Result<UpstreamStream> {
         let stream = match self.address {
             Some(address) => TcpStream::connect(address).await?,

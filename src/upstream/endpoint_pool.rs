@@ -1,4 +1,4 @@
-//! One worker's connections to one member, whatever is spoken on them.
+//! One worker's connection pool for an endpoint, for either protocol.
 
 use std::io;
 use std::sync::Arc;
@@ -17,7 +17,7 @@ use crate::upstream::lazy_timer::ResponseTimer;
 use crate::upstream::pending_queue::RequestPermit;
 use crate::upstream::{Protocol, UpstreamSettings, http1, http2};
 
-/// The way to one member.
+/// Connection pool for an endpoint.
 #[derive(Debug)]
 pub(super) struct EndpointPool {
     endpoint: Arc<Endpoint>,
@@ -30,16 +30,17 @@ enum ProtocolPool {
     Http2(Arc<SharedConnection>),
 }
 
-/// What a request is sent on.
+/// An upstream connection that a request is sent on.
 #[derive(Debug)]
 pub(super) enum Connection {
-    /// By one at a time.
+    /// Exclusive to one request.
     Http1(http1::Http1Connection),
-    /// By many.
+    /// Shared by many requests.
     Http2(http2::Http2Connection, ResponseTimer),
 }
 
-/// Brings a connection back into its pool when the response body has reached its end, and leaves its place at the server.
+/// Completion callback of a response body: returns the connection to its pool if the body is complete, and releases
+/// the request permit.
 struct PooledConnection {
     connection: http1::Http1Connection,
     pool: Arc<EndpointPool>,
@@ -48,7 +49,7 @@ struct PooledConnection {
 }
 
 impl EndpointPool {
-    /// Without connections yet.
+    /// Create a pool without connections.
     pub(super) fn new(settings: &UpstreamSettings, endpoint: Arc<Endpoint>) -> Self {
         let connections = match settings.protocol {
             Protocol::Http1 => ProtocolPool::Http1(Arc::new(Http1Pool::new(settings.pool_idle_timeout))),
@@ -57,19 +58,20 @@ impl EndpointPool {
         EndpointPool { endpoint, pool: connections }
     }
 
-    /// Whether this is its server.
+    /// Return whether this is the pool of `endpoint`.
     pub(super) fn is_for(&self, endpoint: &Arc<Endpoint>) -> bool {
         self.endpoint.is_same_as(endpoint)
     }
 
-    /// The same connections to its server as another configuration has it, if that speaks with it in the same way.
+    /// Return a pool with the same connections for the endpoint of another snapshot. `None` if it is another
+    /// endpoint or its TLS server name differs.
     pub(super) fn reuse_for(&self, endpoint: &Arc<Endpoint>) -> Option<Self> {
         let name = |endpoint: &Endpoint| endpoint.server.tls.as_ref().map(|tls| tls.server_name.clone());
         let fits = self.endpoint.is_same_as(endpoint) && name(&self.endpoint) == name(endpoint);
         fits.then(|| EndpointPool { endpoint: endpoint.clone(), pool: self.pool.clone() })
     }
 
-    /// A connection that is there.
+    /// Return an idle HTTP/1.1 connection, or the shared HTTP/2 connection if it is usable.
     pub(super) fn take_idle(&self) -> Option<Connection> {
         match &self.pool {
             ProtocolPool::Http1(pool) => Some(Connection::Http1(pool.take_idle()?)),
@@ -77,10 +79,11 @@ impl EndpointPool {
         }
     }
 
-    /// A new one; or, where requests share one, that of somebody who was faster, which is `true`.
+    /// Connect to the endpoint. With HTTP/2, share the connection that a concurrent request has opened meanwhile;
+    /// then the second value is `true`.
     ///
     /// # Errors
-    /// Those of the system.
+    /// Errors of [`Endpoint::connect`] and of the HTTP/2 or HTTP/1.1 setup.
     pub(super) async fn connect(&self) -> io::Result<(Connection, bool)> {
         match &self.pool {
             ProtocolPool::Http1(_) => Ok((Connection::Http1(http1::connect(&self.endpoint).await?), false)),
@@ -93,19 +96,19 @@ impl EndpointPool {
 }
 
 impl Connection {
-    /// Sends a request; the future does not borrow the connection.
+    /// Send a request. The future does not borrow the connection.
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,
     ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         match self {
             Connection::Http1(connection) => Either::Left(connection.send(request)),
-            // On the heap: inside this future it would take room for every request.
+            // Boxed: inline, the future would reserve space for HTTP/2 in each HTTP/1.1 request.
             Connection::Http2(connection, _) => Either::Right(Box::pin(connection.send(request))),
         }
     }
 
-    /// What a request on it is waited for by.
+    /// Return the timer for the response timeout.
     pub(super) fn timer(&mut self) -> &mut ResponseTimer {
         match self {
             Connection::Http1(connection) => &mut connection.timer,
@@ -113,7 +116,7 @@ impl Connection {
         }
     }
 
-    /// Hands a response on, with the connection of a link and the place that it takes.
+    /// Convert a response. Its body holds the connection and the request permit until it ends.
     pub(super) fn into_response(
         self,
         response: Response<Incoming>,
@@ -121,7 +124,7 @@ impl Connection {
         pool: Arc<EndpointPool>,
         permit: RequestPermit,
     ) -> Response<Body> {
-        // The connection is not ours any more: whoever asked for it takes it over from the extensions.
+        // After the upgrade the connection belongs to the `OnUpgrade` in the extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
             return response.map(|_| Body::full("").on_data_end(Box::new(permit)));
         }
@@ -136,10 +139,10 @@ impl Connection {
         }
     }
 
-    /// What the end of an exchange says of its request. A connection that is no good any more is not used again.
+    /// Return what `error` says about the request. Exclude the connection from reuse if it is broken.
     pub(super) fn classify_error(&self, error: &hyper::Error) -> StreamOutcome {
         match self {
-            // Something that cannot be read is an answer, too.
+            // The upstream did respond, although not with valid HTTP.
             Connection::Http1(..) if error.is_parse() => StreamOutcome::PeerError,
             Connection::Http1(..) => StreamOutcome::Unknown,
             Connection::Http2(connection, _) => {
@@ -152,10 +155,10 @@ impl Connection {
         }
     }
 
-    /// Slow or dead: whoever comes next shall not find out.
+    /// Exclude a slow or broken connection from reuse.
     pub(super) fn start_draining(&self) {
         match self {
-            // It is dropped, and closed by that.
+            // The caller drops the connection, which closes it.
             Connection::Http1(..) => {}
             Connection::Http2(connection, _) => connection.start_draining(),
         }

@@ -1,4 +1,4 @@
-//! Health checks: each member is asked now and then, once for the whole process.
+//! Active health checks and ejection of endpoints, once for all workers.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -17,27 +17,27 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::endpoint_pool::EndpointPool;
 use crate::upstream::load_balancer::Rng;
 
-/// What servers see who asks.
+/// User-Agent of health checks.
 const USER_AGENT_VALUE: HeaderValue = HeaderValue::from_static("sluicegate-health");
 
-/// `health_check`
+/// Settings of active health checks (`health_check`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct HealthSettings {
-    /// What is asked for: path and query.
+    /// Path and query of the check request.
     pub path: uri::PathAndQuery,
-    /// The answers of a healthy server.
+    /// Statuses of a healthy server.
     pub expected_statuses: Vec<StatusCode>,
-    /// Between two checks of a server; each time a tenth more or less.
+    /// Time between two checks of an endpoint, with a jitter of 10 %.
     pub interval: Duration,
-    /// Bound of a check, connecting included.
+    /// Maximum duration of a check, connecting included.
     pub timeout: Duration,
-    /// So many failed checks in a row put a server out.
+    /// Consecutive failed checks that mark an endpoint unhealthy.
     pub unhealthy_after: u32,
-    /// So many passed checks in a row bring it back.
+    /// Consecutive passed checks that mark it healthy.
     pub healthy_after: u32,
 }
 
-/// Checks the members of a fleet for as long as this future is polled.
+/// Check all endpoints of a cluster until the future is dropped.
 pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
     let Some(health) = &cluster.settings.health else { return };
     let rng = Arc::new(Rng::from_random_seed());
@@ -64,9 +64,9 @@ pub async fn run_checks(cluster: Arc<UpstreamCluster>) {
 }
 
 async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, endpoint: Arc<Endpoint>, rng: Arc<Rng>) {
-    // In thousandths.
+    // Bounds in thousandths of the interval.
     let part = |from: u32, to: u32| health.interval * (from + (rng.next_u64() % u64::from(to - from)) as u32) / 1000;
-    // Those that start together do not ask together.
+    // Spread the first checks over one interval.
     sleep(part(0, 1000)).await;
     loop {
         let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
@@ -76,7 +76,7 @@ async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, e
     }
 }
 
-/// One check, on a connection of its own: whether new ones are taken is a part of the question.
+/// Perform one check on a new connection: accepting connections is part of the check.
 async fn check_once(
     cluster: &UpstreamCluster,
     health: &HealthSettings,
@@ -111,67 +111,67 @@ fn check_request(
     request.body(RequestBody::empty())
 }
 
-// The condition of a server, as health checks and requests find it. Time comes in as a value.
+// Health state of an endpoint. Pure: the current time is an argument.
 
-/// A server that does not take connections is passed over for this time, while others are there.
+/// Time without requests after a failed connect, if other endpoints are reachable.
 const CONNECT_BACKOFF: Duration = Duration::from_secs(1);
 
-/// An ejection lasts at most so many times its first time.
+/// Maximum duration of an ejection, in multiples of `base_ejection_time`.
 const MAX_EJECTION_MULTIPLIER: u32 = 10;
 
-/// Steps of a slow start: of these, a server that is back takes two at first.
+/// Weight steps of slow start. A recovered endpoint starts with `SLOW_START_FIRST_STEP` of them.
 pub(super) const SLOW_START_STEPS: u32 = 20;
 const SLOW_START_FIRST_STEP: u32 = 2;
 
-/// `outlier_detection`
+/// Settings of ejections (`outlier_detection`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EjectionSettings {
-    /// So many errors in a row put a server out.
+    /// Consecutive errors that eject an endpoint.
     pub consecutive_errors: u32,
-    /// For this long the first time, twice the second, ten times at most.
+    /// Duration of the first ejection. The n-th consecutive ejection lasts n times as long, at most ten times.
     pub base_ejection_time: Duration,
 }
 
-/// Whether requests should go to a server.
+/// Health of an endpoint for load balancing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Health {
-    /// They should.
+    /// Healthy.
     Healthy,
-    /// Requests have failed.
+    /// Ejected after failed requests.
     Ejected,
-    /// Health checks fail.
+    /// Unhealthy by failed health checks.
     Unhealthy,
 }
 
-/// What is known of a server.
+/// Health state of one endpoint.
 #[derive(Debug, Default)]
 pub(super) struct HealthState {
     is_unhealthy: bool,
-    /// Checks in a row that say otherwise.
+    /// Consecutive checks that contradict `is_unhealthy`.
     contrary_checks: u32,
-    /// Until when it is out.
+    /// End of the current ejection.
     ejected_until: Option<Instant>,
-    /// In a row; those before are forgotten with time.
+    /// Number of ejections in short succession. It decays with time.
     consecutive_ejections: u32,
-    /// The end of the last one.
+    /// End of the last ejection.
     ejection_ended_at: Option<Instant>,
     connect_backoff_until: Option<Instant>,
-    /// Since when it takes requests again.
+    /// Start of slow start: when the endpoint was added or recovered.
     recovered_at: Option<Instant>,
 }
 
 impl HealthState {
-    /// Of an address that is new at this instant, among others.
+    /// Create the state of an endpoint that is added at `now` and starts slowly.
     pub(super) fn joined_at(now: Instant) -> Self {
         HealthState { recovered_at: Some(now), ..HealthState::default() }
     }
 
-    /// Forgets what health checks have said.
+    /// Reset the result of health checks.
     pub(super) fn reset_checks(&mut self) {
         (self.is_unhealthy, self.contrary_checks) = (false, 0);
     }
 
-    /// Counts a health check; whether the server is healthy from now on, if that has changed.
+    /// Record a health check. Return the new health if it changes: `true` for healthy.
     pub(super) fn record_check(
         &mut self,
         passed: bool,
@@ -195,13 +195,13 @@ impl HealthState {
         Some(!self.is_unhealthy)
     }
 
-    /// Puts the server out, and says for how long; not if it is out already.
+    /// Eject the endpoint for a multiple of `time`. Return the duration, or `None` if it is already ejected.
     pub(super) fn eject(&mut self, now: Instant, time: Duration) -> Option<Duration> {
         if self.ejected_until.is_some_and(|until| until > now) {
             return None;
         }
         self.end_ejection_if_due(now);
-        // One is forgotten for each such time without another.
+        // One ejection is forgotten per base ejection time since the last one ended.
         let time_since_ejection =
             self.ejection_ended_at.map_or(Duration::ZERO, |since| now.saturating_duration_since(since));
         let forgotten =
@@ -213,7 +213,7 @@ impl HealthState {
         Some(time)
     }
 
-    /// Ends an ejection whose time is over; whether there was one.
+    /// End an ejection that has expired. Return whether there was one.
     pub(super) fn end_ejection_if_due(&mut self, now: Instant) -> bool {
         let due = self.ejected_until.filter(|until| *until <= now);
         if due.is_some() {
@@ -222,7 +222,7 @@ impl HealthState {
         due.is_some()
     }
 
-    /// It did not take a connection; whether that is news.
+    /// Start the connect backoff or extend it. Return whether it is new.
     pub(super) fn start_connect_backoff(&mut self, now: Instant) -> bool {
         let is_new = !self.is_in_connect_backoff(now);
         self.connect_backoff_until = Some(now + CONNECT_BACKOFF);
@@ -241,18 +241,18 @@ impl HealthState {
         }
     }
 
-    /// The part of its weight that it has, in [`STEPS`].
+    /// Return the current weight in steps of [`SLOW_START_STEPS`].
     pub(super) fn weight_steps(&self, now: Instant, slow_start: Duration) -> u32 {
         let Some(back) = self.recovered_at.filter(|_| !slow_start.is_zero()) else { return SLOW_START_STEPS };
         let part = now.saturating_duration_since(back).as_secs_f64() / slow_start.as_secs_f64();
         SLOW_START_FIRST_STEP + (part.min(1.0) * f64::from(SLOW_START_STEPS - SLOW_START_FIRST_STEP)) as u32
     }
 
-    /// When any of this will be different, if nothing happens before.
+    /// Return when health or weight will change if no event comes first.
     pub(super) fn next_change(&self, now: Instant, slow_start: Duration) -> Option<Instant> {
         let steps = self.weight_steps(now, slow_start);
         let step = self.recovered_at.filter(|_| steps < SLOW_START_STEPS).map(|back| {
-            // A little later, so that the step is certainly over.
+            // One millisecond late, so that the step has certainly been reached.
             back + slow_start * (steps - SLOW_START_FIRST_STEP + 1) / (SLOW_START_STEPS - SLOW_START_FIRST_STEP)
                 + Duration::from_millis(1)
         });
@@ -302,7 +302,7 @@ mod condition_tests {
             now += time;
         }
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
-        // Three of ten are forgotten, then this one counts.
+        // Three of ten ejections are forgotten, then this one counts.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
         assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all are forgotten");
     }

@@ -1,4 +1,4 @@
-//! Idle connections to one server, the freshest first.
+//! HTTP/1.1 connections to an endpoint and the pool of idle ones, last in, first out.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -19,13 +19,14 @@ use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::lazy_timer::ResponseTimer;
 
-/// Bytes that a connection buffers of a response: a head must fit, and a body is read in pieces of this size.
+/// Maximum response buffer of a connection in bytes. Response headers must fit, and bodies are read in pieces of up
+/// to this size.
 const MAX_BUFFER_SIZE: usize = 64 * 1024;
 
-/// Why an exchange failed, with the request if nothing of it was written.
+/// Error of an exchange, with the request if nothing of it was written.
 pub(super) type SendError = TrySendError<Request<RequestBody>>;
 
-/// A connection that carries one request at a time.
+/// An HTTP/1.1 connection. It serves one request at a time.
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     sender: SendRequest<RequestBody>,
@@ -33,10 +34,10 @@ pub(super) struct Http1Connection {
     pub(super) reads: ReadBound,
 }
 
-/// Idle connections.
+/// Pool of idle connections.
 #[derive(Debug)]
 pub(super) struct Http1Pool {
-    // std's mutex: it is never held across a wait, and one worker owns the pool.
+    // A std mutex: it is not held across an await, and only one worker uses the pool.
     connections: Mutex<VecDeque<IdleConnection>>,
     idle_timeout: Duration,
 }
@@ -47,7 +48,7 @@ struct IdleConnection {
     idle_since: Instant,
 }
 
-/// Connects and leaves the connection's work to a task of the running worker.
+/// Connect, and spawn the connection task on the current worker.
 pub(super) async fn connect(endpoint: &Endpoint) -> io::Result<Http1Connection> {
     let (stream, reads) = ReadLimitedStream::new(endpoint.connect().await?);
     let (sender, connection) = Builder::new()
@@ -57,7 +58,7 @@ pub(super) async fn connect(endpoint: &Endpoint) -> io::Result<Http1Connection> 
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // Its error reaches whoever waits for the response.
+    // The sender of the request receives the error.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
     Ok(Http1Connection { sender, timer: ResponseTimer::default(), reads })
 }
@@ -67,12 +68,12 @@ impl Http1Pool {
         Http1Pool { connections: Mutex::default(), idle_timeout }
     }
 
-    /// The connection that was used last, if one is fit for use.
+    /// Take the most recently used connection that is still usable.
     pub(super) fn take_idle(&self) -> Option<Http1Connection> {
         let mut idle = self.connections.lock().unwrap_or_else(PoisonError::into_inner);
         while let Some(IdleConnection { connection, idle_since: since }) = idle.pop_back() {
             if since.elapsed() >= self.idle_timeout {
-                // All others are older.
+                // All others have been idle for longer.
                 idle.clear();
             } else if connection.sender.is_ready() {
                 return Some(connection);

@@ -1,4 +1,4 @@
-//! One connection to a server that speaks HTTP/2 (RFC 9113; prior knowledge, or ALPN), shared by all requests of a worker.
+//! HTTP/2 connections to an endpoint (RFC 9113), shared by all requests of a worker.
 
 use std::error::Error;
 use std::future::Future;
@@ -19,31 +19,32 @@ use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http1::SendError;
 
-/// Bytes of an answer, and of an upload, that are held for one stream while its reader is slow.
+/// Stream window for responses and send buffer for request bodies, in bytes per stream.
 const STREAM_BUFFER: u32 = 128 << 10;
 
-/// Streams whose readers are slow fill the window of the connection; so many there never are, so that nobody else waits.
+/// Connection window in bytes. Streams with slow readers cannot exhaust it, so that they do not block other
+/// streams.
 const CONNECTION_WINDOW: u32 = 1 << 30;
 
-/// Bytes of a response head, as for HTTP/1.1.
+/// Maximum size of the response headers in bytes, as for HTTP/1.1.
 const MAX_HEADER_LIST_SIZE: u32 = 64 << 10;
 
-/// The connection that new requests take.
+/// The shared connection of a pool.
 #[derive(Debug)]
 pub(super) struct SharedConnection {
-    // Held while connecting: those who come meanwhile take what comes of it.
+    // Held while connecting: concurrent requests wait for the new connection.
     current: Mutex<Option<Http2Connection>>,
     idle_timeout: Duration,
 }
 
-/// A connection that carries many requests at a time.
+/// An HTTP/2 connection. It serves many requests concurrently.
 #[derive(Debug, Clone)]
 pub(super) struct Http2Connection {
     sender: SendRequest<RequestBody>,
-    /// Set when no new request should take it.
+    /// Set when the connection accepts no new requests.
     is_draining: Arc<AtomicBool>,
     last_used_at: Instant,
-    /// What requests say of their own scheme (RFC 9113 §8.3.1).
+    /// Value of `:scheme` (RFC 9113 §8.3.1).
     scheme: Scheme,
 }
 
@@ -52,7 +53,7 @@ impl SharedConnection {
         SharedConnection { current: Mutex::default(), idle_timeout }
     }
 
-    /// The connection that is there, if it is fit for use and nobody is just making another.
+    /// Return the connection if it is usable and no other request is connecting.
     pub(super) fn try_get(&self) -> Option<Http2Connection> {
         self.usable(&mut *self.current.try_lock().ok()?)
     }
@@ -64,13 +65,13 @@ impl SharedConnection {
         Some(connection.clone())
     }
 
-    /// The connection that is there, if it is fit for use, else a new one; whether it was there before.
+    /// Return the connection if it is usable, otherwise connect. The second value says whether it was reused.
     pub(super) async fn get_or_connect(&self, endpoint: &Endpoint) -> io::Result<(Http2Connection, bool)> {
         let mut current = self.current.lock().await;
         if let Some(connection) = self.usable(&mut current) {
             return Ok((connection, true));
         }
-        // What runs on the old one goes on to its end.
+        // Requests in flight on the old connection continue.
         *current = None;
         let connection = connect(endpoint).await?;
         *current = Some(connection.clone());
@@ -89,7 +90,7 @@ async fn connect(endpoint: &Endpoint) -> io::Result<Http2Connection> {
         .handshake(TokioIo::new(stream))
         .await
         .map_err(io::Error::other)?;
-    // Its error reaches whoever waits for a response.
+    // The senders of the requests receive the error.
     tokio::spawn(async move { connection.await.ok() });
     Ok(Http2Connection { sender, is_draining: Arc::default(), last_used_at: monotonic(), scheme })
 }
@@ -106,32 +107,32 @@ impl Http2Connection {
         if request.uri().scheme() != Some(&self.scheme) {
             let mut uri = std::mem::take(request.uri_mut()).into_parts();
             uri.scheme = Some(self.scheme.clone());
-            // With an authority and a path, any scheme is a valid one.
+            // A URI with authority and path is valid with any scheme.
             *request.uri_mut() = Uri::from_parts(uri).unwrap_or_default();
         }
         self.sender.try_send_request(request)
     }
 
-    /// No new request takes it.
+    /// Exclude the connection from new requests.
     pub(super) fn start_draining(&self) {
         self.is_draining.store(true, Ordering::Relaxed);
     }
 }
 
-/// What the end of a stream says of its request.
+/// State of a request whose stream ended with an error.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum StreamOutcome {
-    /// The server has not looked at it (RFC 9113 §8.7): refused by itself, or by the end of the connection.
+    /// The server has not processed it (RFC 9113 §8.7): REFUSED_STREAM or GOAWAY.
     NotProcessed,
-    /// The server has ended it, or what it says cannot be read.
+    /// The server reset the stream, or sent invalid frames.
     PeerError,
-    /// We have ended it, because the client did.
+    /// The gateway reset the stream because the client aborted the request.
     LocalReset,
-    /// Not known: the connection is gone.
+    /// Unknown: the connection is lost.
     Unknown,
 }
 
-/// What an error says, and whether the connection is good for others.
+/// Classify an error. The second value says whether the connection is still usable.
 pub(super) fn classify_error(error: &hyper::Error) -> (StreamOutcome, bool) {
     let Some(cause) = error.source().and_then(|source| source.downcast_ref::<h2::Error>()) else {
         return (StreamOutcome::Unknown, false);

@@ -1,16 +1,17 @@
-//! How long to wait for an answer: one timer for all requests that a connection carries in turn.
+//! Response timer: one tokio timer for all requests of a connection.
 
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
 use tokio::time::{Instant, Sleep, sleep_until};
 
-/// A timer that is set when it fires too early, and not for each request: those that are answered in time never wait for it.
+/// A timer that is not reset for each request. It may fire too early and is then reset; requests with a fast
+/// response never reset it.
 #[derive(Debug, Default)]
 pub(super) struct ResponseTimer(Option<Pin<Box<Sleep>>>);
 
 impl ResponseTimer {
-    /// Ready at that time. Whoever polls is woken before, too, where an earlier request set the timer.
+    /// Return ready at `deadline`. The task may be woken earlier, for the deadline of a previous request.
     pub(super) fn poll(&mut self, deadline: Instant, cx: &mut Context<'_>) -> Poll<()> {
         let timer = self.0.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
         if timer.deadline() > deadline {
@@ -40,12 +41,12 @@ mod tests {
         reactor.block_on(async {
             let (mut timer, start) = (ResponseTimer::default(), Instant::now());
             let after = |ms| start + Duration::from_millis(ms);
-            // Answered at once: the timer stays set for much later.
+            // Pending: the timer stays set to one hour.
             let answered = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
             assert!(answered, "the hour was over at once");
             let short = timeout(Duration::from_secs(60), poll_fn(|cx| timer.poll(after(5), cx)));
             short.await.expect("a shorter wait than the one before it takes as long");
-            // Answered at once again; when the timer fires for it, somebody waits for longer.
+            // Set to a short deadline that a longer one follows.
             let soon = Instant::now() + Duration::from_millis(5);
             poll_fn(|cx| Poll::Ready(_ = timer.poll(soon, cx))).await;
             let until = Instant::now() + Duration::from_millis(40);

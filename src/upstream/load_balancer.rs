@@ -1,4 +1,5 @@
-//! Who can be asked at the moment, and who is asked next. It is made anew when that changes, not for each request.
+//! Load balancing: tables of usable endpoints, built when the health or the addresses of a cluster change, and
+//! endpoint selection.
 
 use std::hash::Hasher;
 use std::sync::Arc;
@@ -14,40 +15,42 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::health::Health;
 use crate::upstream::pending_queue::RequestPermit;
 
-/// So many members are drawn before all are looked at in turn.
+/// Maximum number of draws by the policy. Afterwards all usable endpoints are tried in order.
 const MAX_DRAWS: u32 = 8;
 
-/// Weights are multiplied by this, so that addresses can share one.
+/// Factor of all weights, so that the weight of a server can be divided among its addresses. It is divisible by 1
+/// to 12.
 const WEIGHT_UNIT: u64 = 55_440;
 
-/// The members of a fleet as they are at the moment.
+/// Endpoints of a cluster with their health at the time of construction.
 #[derive(Debug)]
 pub(super) struct LoadBalancer {
     pub(super) endpoints: Arc<Vec<Arc<Endpoint>>>,
-    /// Those that can be asked.
+    /// Indexes of endpoints that get requests.
     pub(super) usable: Box<[usize]>,
-    /// Those that took no connection just now: for requests that have tried all others.
+    /// Indexes of endpoints in connect backoff. They serve retries for which no usable endpoint is left.
     backup: Box<[usize]>,
     weighted_slots: WeightedSlots,
     pub(super) rendezvous: Option<Arc<RendezvousTable>>,
-    /// Whether so many are out that ejections do not count.
+    /// Whether ejections are ignored because more than half of the endpoints are not healthy.
     pub(super) is_in_panic_mode: bool,
 }
 
-/// What one choice depends on.
+/// Input of one endpoint selection.
 pub(super) struct PickContext<'a> {
     pub(super) policy: &'a LoadBalancingPolicy,
-    /// The hash of the header that decides, if that is so.
+    /// Hash of the header that selects the endpoint, for [`LoadBalancingPolicy::Hash`].
     pub(super) hash_key: Option<u64>,
     pub(super) rng: &'a Rng,
-    /// Turns that were taken so far.
+    /// Round-robin position, shared by all workers.
     pub(super) round_robin_counter: &'a AtomicU64,
-    /// Members that will not do.
+    /// Endpoints that must not be picked.
     pub(super) excluded: &'a [Arc<Endpoint>],
 }
 
 impl LoadBalancer {
-    /// As things are now; with the instant at which they will be different, if nothing happens before.
+    /// Build the tables from the current health of the endpoints. Also return when they become outdated if no event
+    /// comes first.
     pub(super) fn new(
         settings: &UpstreamSettings,
         endpoints: Arc<Vec<Arc<Endpoint>>>,
@@ -70,7 +73,7 @@ impl LoadBalancer {
         };
         let ejected = counts(&|health| health == Health::Ejected);
         let is_in_panic_mode = ejected > 0 && counts(&|health| health != Health::Healthy) * 2 > counts(&|_| true);
-        // What a check says is believed to the last server; an ejection is a guess.
+        // Failed health checks are honored even for the last endpoint. An ejection is only inferred from traffic.
         let is_eligible = |health| health == Health::Healthy || (is_in_panic_mode && health == Health::Ejected);
         let any_reachable = healths
             .iter()
@@ -100,7 +103,8 @@ impl LoadBalancer {
         )
     }
 
-    /// A place at one of them; none if there is no member or no room.
+    /// Pick an endpoint and acquire a request permit. Return `None` if no endpoint is usable or all are at their
+    /// limit.
     pub(super) fn pick(&self, context: &PickContext<'_>) -> Option<(usize, RequestPermit)> {
         let try_acquire = |index: usize| {
             let endpoint = &self.endpoints[index];
@@ -130,7 +134,8 @@ impl LoadBalancer {
             }
             (LoadBalancingPolicy::Random, ..) => self.weighted_slots.endpoint_at(context.rng.next_u64()),
             (LoadBalancingPolicy::Hash(_), Some(rendezvous), Some(key)) => {
-                // Who stands in for an owner that is out is drawn by the key as well: when it is back, so are its keys.
+                // The key also selects the replacement of an unhealthy owner, so that keys return to the owner when
+                // it recovers.
                 let mut usable = (0..2 * MAX_DRAWS)
                     .map(|draw| rendezvous.lookup(key, draw))
                     .filter(|owner| self.weighted_slots.share(*owner) > 0);
@@ -142,7 +147,8 @@ impl LoadBalancer {
         }
     }
 
-    /// The power of two choices (Mitzenmacher 2001): both are drawn by weight, and with equal load the first is taken.
+    /// Power of two choices (Mitzenmacher 2001): draw two endpoints by weight and take the less loaded for its
+    /// weight, the first if equal.
     fn less_loaded_of_two(&self, rng: &Rng) -> Option<usize> {
         let one = self.weighted_slots.endpoint_at(rng.next_u64())?;
         let mut others = (0..4).filter_map(|_| self.weighted_slots.endpoint_at(rng.next_u64()));
@@ -153,7 +159,7 @@ impl LoadBalancer {
         Some(if of_one <= of_other { one } else { other })
     }
 
-    /// Another one that can be asked; there are two at least.
+    /// Return a random usable endpoint other than `one`. At least two endpoints are usable.
     fn any_other(&self, one: usize, rng: &Rng) -> usize {
         let position = rng.next_u64() as usize % self.usable.len();
         if self.usable[position] == one {
@@ -164,7 +170,7 @@ impl LoadBalancer {
     }
 }
 
-/// The weight of a server is that of all its addresses together.
+/// Return the weight of each endpoint. The addresses of a server share its weight.
 pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
     let servers = endpoints.iter().map(|endpoint| endpoint.server_index + 1).max().unwrap_or_default();
     let mut addresses = vec![0; servers];
@@ -175,25 +181,26 @@ pub(super) fn endpoint_weights(endpoints: &[Arc<Endpoint>]) -> Vec<u64> {
         .collect()
 }
 
-// In which order servers take their turns: weights made into tables, so that a choice costs the same however many there are.
+// Policies and their tables. The cost of a pick does not depend on the number of endpoints.
 
-/// `balance`
+/// Load balancing policy (`balance`).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum LoadBalancingPolicy {
-    /// The one with fewer requests in flight for its weight, of two that are drawn.
+    /// Draw two endpoints and take the one with fewer requests in flight relative to its weight.
     LeastRequests,
-    /// One after the other.
+    /// Take the endpoints in turn, by weight.
     RoundRobin,
-    /// Whichever is drawn.
+    /// Draw an endpoint by weight.
     Random,
-    /// The one that the value of this header belongs to.
+    /// Take the endpoint that owns the value of this header (rendezvous hashing).
     Hash(HeaderName),
 }
 
-/// Slots of an order: weights whose sum in lowest terms is not larger are kept exactly.
+/// Maximum number of slots. Weights whose sum, after division by their greatest common divisor, is at most this are
+/// exact.
 const MAX_SLOTS: u64 = 16_384;
 
-/// Members by weight: each has as many slots as its share, evenly spread.
+/// Weighted schedule: each endpoint has slots in proportion to its weight, evenly spread.
 #[derive(Debug)]
 pub(super) struct WeightedSlots {
     slots: Box<[u32]>,
@@ -201,7 +208,7 @@ pub(super) struct WeightedSlots {
 }
 
 impl WeightedSlots {
-    /// Weight 0 has no share.
+    /// Build the schedule. Endpoints with weight 0 get no slot.
     pub(super) fn new(weights: &[u64]) -> Self {
         let divisor = weights.iter().copied().fold(0, gcd).max(1);
         let sum = weights.iter().sum::<u64>() / divisor;
@@ -211,7 +218,7 @@ impl WeightedSlots {
             share => (u128::from(share) * u128::from(MAX_SLOTS) / u128::from(sum)).max(1) as u64,
         };
         let shares: Box<[_]> = weights.iter().map(|weight| share(weight) as u32).collect();
-        // The k-th turn of a member with n of them is best in the middle of the k-th n-th part.
+        // Slot k of an endpoint with n slots belongs in the middle of the k-th of n equal parts of the schedule.
         let turns = |(index, share): (usize, &u32)| {
             let share = u64::from(*share);
             (0..share).map(move |k| (((2 * k + 1) << 32) / (2 * share), index as u32))
@@ -221,7 +228,7 @@ impl WeightedSlots {
         WeightedSlots { slots: turns.into_iter().map(|(_, index)| index).collect(), shares }
     }
 
-    /// Whose turn it is; none if nobody has a share.
+    /// Return the endpoint of slot `turn`, modulo the number of slots. `None` if all weights are 0.
     pub(super) fn endpoint_at(&self, turn: u64) -> Option<usize> {
         match self.slots.len() {
             0 => None,
@@ -239,19 +246,19 @@ fn gcd(one: u64, other: u64) -> u64 {
     if other == 0 { one } else { gcd(other, one % other) }
 }
 
-/// Slots that the values of a header fall into.
+/// Number of slots that hash keys are mapped to.
 const HASH_SLOTS: usize = 16_384;
 
-/// Who owns each slot: the highest random weight (rendezvous hashing, Thaler and Ravishankar 1998) decides, so that only
-/// the slots of a member that goes find new owners, and one that comes takes no more than its share.
+/// Owner of each slot by weighted rendezvous hashing (highest random weight, Thaler and Ravishankar 1998). If an
+/// endpoint is removed, only its slots get new owners. A new endpoint takes only its share.
 #[derive(Debug)]
 pub(super) struct RendezvousTable(Box<[u32]>);
 
 impl RendezvousTable {
-    /// Of members with these names and weights, of which one at least is not 0.
+    /// Build the table from the name hash and the weight of each endpoint. At least one weight is not 0.
     pub(super) fn new(endpoints: &[(u64, f64)]) -> Self {
         let score = |slot: u64, name: u64, weight: f64| {
-            // In (0, 1], to 53 bits.
+            // Uniform in (0, 1] with 53 bits.
             let draw = ((mix(name ^ mix(slot)) >> 11) + 1) as f64 / (1_u64 << 53) as f64;
             -draw.ln() / weight
         };
@@ -263,28 +270,28 @@ impl RendezvousTable {
         RendezvousTable((0..HASH_SLOTS).map(owner).collect())
     }
 
-    /// Whom a key belongs to; at further attempts, who stands in.
+    /// Return the owner of `key`. `attempt` > 0 returns a replacement.
     pub(super) fn lookup(&self, key: u64, attempt: u32) -> usize {
         let key = (0..attempt).fold(key, |key, _| mix(key));
         self.0[(key % HASH_SLOTS as u64) as usize] as usize
     }
 }
 
-/// A hash that all gateways agree on.
+/// Hash that is equal on all gateways.
 pub(super) fn hash(bytes: &[u8]) -> u64 {
     let mut hasher = SipHasher13::new();
     hasher.write(bytes);
     hasher.finish()
 }
 
-/// The finisher of SplitMix64 (Steele, Lea and Flood 2014).
+/// Finalizer of SplitMix64 (Steele, Lea and Flood 2014).
 fn mix(mut value: u64) -> u64 {
     value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     value ^ (value >> 31)
 }
 
-/// Random numbers for choices, not for secrets.
+/// SplitMix64 random number generator. Not for cryptography.
 #[derive(Debug)]
 pub(super) struct Rng(AtomicU64);
 
@@ -293,7 +300,7 @@ impl Rng {
         Rng(AtomicU64::new(seed))
     }
 
-    /// Thrown otherwise in each process and worker.
+    /// Seed differently in each process and worker.
     pub(super) fn from_random_seed() -> Self {
         Rng::from_seed(Uuid::new_v4().as_u64_pair().0)
     }
@@ -319,7 +326,7 @@ mod balance_tests {
         assert_eq!((0..6).map(|turn| slots.endpoint_at(turn).unwrap()).collect::<Vec<_>>(), [0, 1, 2, 0, 1, 2]);
         let slots = WeightedSlots::new(&[10, 0, 30, 20]);
         assert_eq!(counts(&slots, 4, 0..600), [100, 0, 300, 200]);
-        // No stretch of turns gives anybody two more or less than its share of it.
+        // In every interval each endpoint has its fair share, with a deviation of less than two.
         for (from, length) in (0..6).flat_map(|from| (1..30).map(move |length| (from, length))) {
             for (count, weight) in counts(&slots, 4, from..from + length).into_iter().zip([1.0, 0.0, 3.0, 2.0]) {
                 let fair = weight / 6.0 * length as f64;
@@ -347,7 +354,7 @@ mod balance_tests {
         let (slots, rng) = (WeightedSlots::new(&[1, 2, 5]), Rng::from_seed(7));
         let counts = counts(&slots, 3, (0..80_000).map(|_| rng.next_u64()));
         for (count, fair) in counts.into_iter().zip([10_000, 20_000, 50_000]) {
-            // The seed is fixed: this holds or does not.
+            // The seed is fixed, so the result is deterministic.
             assert!(
                 f64::from(count).mul_add(1.0, -f64::from(fair)).abs() < 0.02 * f64::from(fair),
                 "{count} of {fair}"

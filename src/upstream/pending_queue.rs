@@ -1,4 +1,4 @@
-//! Requests that wait for a place at a server: in order, no more than there may be, gone when their client is.
+//! Pending request queue of an upstream: bounded, first in, first out; requests whose client disconnects leave it.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -9,15 +9,15 @@ use tokio::sync::oneshot;
 use crate::http::body::OnComplete;
 use crate::upstream::endpoint::Endpoint;
 
-/// One request in flight at a member, until its answer's body is gone.
+/// One request in flight at an endpoint. Released when it is dropped, after the response body.
 #[derive(Debug)]
 pub(super) struct RequestPermit(Arc<Endpoint>);
 
-/// Those who wait for a place at any member of a fleet.
+/// Requests that wait for a request permit of any endpoint of a cluster.
 #[derive(Debug, Default)]
 pub(super) struct PendingQueue {
     max: AtomicUsize,
-    /// As long as the line, for those who need not look at it.
+    /// Length of the queue, readable without the lock.
     length: AtomicUsize,
     state: Mutex<QueueState>,
 }
@@ -25,22 +25,22 @@ pub(super) struct PendingQueue {
 #[derive(Debug, Default)]
 struct QueueState {
     next_id: u64,
-    /// By number.
+    /// Sorted by ID.
     waiters: VecDeque<(u64, oneshot::Sender<RequestPermit>)>,
 }
 
-/// A place in the line.
+/// A queued request. Dropping it removes the request from the queue.
 #[derive(Debug)]
 pub(super) struct Waiter {
     queue: Arc<PendingQueue>,
     id: u64,
     permit: oneshot::Receiver<RequestPermit>,
-    /// Whether nobody is ahead.
+    /// Whether the queue was empty before.
     pub(super) is_first: bool,
 }
 
 impl RequestPermit {
-    /// At this member, which has counted it.
+    /// Wrap a permit that the endpoint has already counted.
     pub(super) fn new(endpoint: Arc<Endpoint>) -> Self {
         RequestPermit(endpoint)
     }
@@ -61,12 +61,12 @@ impl OnComplete for RequestPermit {
 }
 
 impl PendingQueue {
-    /// For so many.
+    /// Create a queue for at most `max` requests.
     pub(super) fn new(max: usize) -> Self {
         PendingQueue { max: max.into(), ..PendingQueue::default() }
     }
 
-    /// For so many from now on.
+    /// Set the maximum length. Requests in the queue stay.
     pub(super) fn resize(&self, max: usize) {
         self.max.store(max, Ordering::Relaxed);
     }
@@ -75,7 +75,7 @@ impl PendingQueue {
         self.length.load(Ordering::SeqCst) == 0
     }
 
-    /// A place at the end; none if the line is full.
+    /// Append a request. Return `None` if the queue is full.
     pub(super) fn enqueue(self: &Arc<Self>) -> Option<Waiter> {
         let (sender, receiver) = oneshot::channel();
         let mut state = self.lock();
@@ -85,12 +85,12 @@ impl PendingQueue {
         let (id, is_first) = (state.next_id, state.waiters.is_empty());
         state.next_id += 1;
         state.waiters.push_back((id, sender));
-        // Before anybody looks again for a place: whoever leaves one from now on sees that somebody waits.
+        // Published before the caller looks for a free permit again: every release from now on sees the waiter.
         self.length.store(state.waiters.len(), Ordering::SeqCst);
         Some(Waiter { queue: self.clone(), id, permit: receiver, is_first })
     }
 
-    /// Gives the places that a member has to those who wait.
+    /// Give free permits of an endpoint to waiters, in order.
     pub(super) fn hand_over(&self, endpoint: &Arc<Endpoint>) {
         while !self.is_empty() {
             let Some(mut permit) = Endpoint::try_acquire(endpoint) else { return };
@@ -116,7 +116,7 @@ impl PendingQueue {
 }
 
 impl Waiter {
-    /// The place, when it is there.
+    /// Wait for the permit.
     pub(super) async fn ready(&mut self) -> Option<RequestPermit> {
         (&mut self.permit).await.ok()
     }

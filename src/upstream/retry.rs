@@ -1,4 +1,4 @@
-//! The course of a request: a place at a member, a connection, the exchange, and again where that can do no harm.
+//! Exchange of a request with an upstream: endpoint, connection, response, and retries where they are safe.
 
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
@@ -24,33 +24,34 @@ use crate::upstream::lazy_timer::ResponseTimer;
 use crate::upstream::retry::RetryReason as Why;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
-/// How a request may still be sent again.
+/// Remaining ways to send a request again.
 struct RetryState {
-    /// Once, where it was: on a fresh connection after one that was there before.
+    /// Whether it may be sent once more to the same endpoint on another connection.
     can_reconnect: bool,
-    /// On other members.
+    /// Remaining retries on other endpoints.
     retries_left: u32,
     is_safe: bool,
     has_body: bool,
     is_http2: bool,
 }
 
-/// Where it goes after a failure.
+/// Where a request is sent after a failure.
 enum RetryTarget {
-    /// To the same member, on a fresh connection.
+    /// To the same endpoint, on another connection.
     SameEndpoint(Request<RequestBody>),
-    /// To another member: nothing of it was written.
+    /// To another endpoint: nothing of the request was written.
     OtherEndpoint(Request<RequestBody>),
-    /// To another member, if the budget has something left.
+    /// To another endpoint, if the retry budget allows it.
     OtherEndpointWithBudget(Request<RequestBody>),
 }
 
 impl Upstream {
-    /// Sends a request and waits for the head of the response. Dropping the future cancels the request.
+    /// Send a request and wait for the response headers. Dropping the future cancels the request.
     ///
-    /// A request of which nothing was written goes to other connections and members. After that only GET, HEAD and
-    /// OPTIONS without a body are repeated: once when a reused connection dies before it answered (RFC 9110 §9.2.2),
-    /// and on other members as often as `retries` and its budget allow.
+    /// A request of which nothing was written is sent on other connections and to other endpoints. So is one that
+    /// an HTTP/2 server declares unprocessed (RFC 9113 §8.7). Otherwise only GET, HEAD and OPTIONS without a body
+    /// are sent again: once if a reused connection is closed before the response (RFC 9110 §9.2.2), and to other
+    /// endpoints within `retries` and the retry budget.
     ///
     /// # Errors
     /// See [`UpstreamError`].
@@ -73,7 +74,7 @@ impl Upstream {
         if let Some(retry_budget) = &self.cluster.retry_budget {
             retry_budget.deposit();
         }
-        // Whoever waits comes first.
+        // Queued requests come first.
         let picked = if self.cluster.queue.is_empty() { self.pick(pick_state.hash_key, &[]) } else { None };
         let mut target = match picked {
             Some(target) => target,
@@ -96,7 +97,7 @@ impl Upstream {
             attempts.record_endpoint(permit.endpoint());
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             let result = {
-                // In its place, and not moved into each future that waits for it.
+                // Pinned here: otherwise each future that awaits it would hold a copy.
                 let response = pin!(connection.send(*request));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
@@ -130,7 +131,7 @@ impl Upstream {
             };
             let outcome = connection.classify_error(failure.error());
             let unsent = failure.take_message();
-            // A connection that was closed while nobody used it says nothing about its server.
+            // A server may close an idle connection at any time: that is no failure of the endpoint.
             let is_endpoint_failure = !reused && (unsent.is_some() || outcome == StreamOutcome::Unknown)
                 || outcome == StreamOutcome::PeerError;
             let retry = retry_state.retry_target(unsent, copy, outcome, reused);
@@ -162,7 +163,8 @@ impl Upstream {
         }
     }
 
-    /// One attempt. The time to answer runs while nothing is sent any more: a slow upload is not a slow upstream.
+    /// Await the response to one attempt. The response timeout runs only while the upload makes no progress, so
+    /// that a slow upload does not count against the upstream.
     async fn attempt(
         &self,
         mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
@@ -170,7 +172,8 @@ impl Upstream {
         progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
         let mut last_frames = progress.map(UploadProgress::frame_count);
-        // An upload is looked at more often, for the time to be right from where it ends.
+        // With a request body, check its progress ten times per timeout, so that the timeout starts close to the
+        // end of the upload.
         let polls = if progress.is_some() { 10 } else { 1 };
         let mut silent_polls = 0;
         while silent_polls < polls {
@@ -183,7 +186,7 @@ impl Upstream {
                 return Ok(result);
             }
             let now = progress.map(UploadProgress::frame_count);
-            // The body sees to a client that keeps everybody waiting.
+            // The timeouts of the body apply while the gateway waits for the client.
             let is_silent = now == last_frames && !progress.is_some_and(UploadProgress::is_waiting_for_client);
             silent_polls = if is_silent { silent_polls + 1 } else { 0 };
             last_frames = now;
@@ -191,7 +194,8 @@ impl Upstream {
         Err(UpstreamError::ResponseTimeout { upstream: self.name().into() })
     }
 
-    /// What ran out of time: the client, or the upstream.
+    /// Return the error for the route timeout: caused by the client if it delayed the upload, otherwise by the
+    /// upstream.
     fn deadline_error(&self, progress: Option<&UploadProgress>) -> UpstreamError {
         if progress.is_some_and(UploadProgress::is_delayed_by_client) {
             return UpstreamError::ClientTimeout;
@@ -206,7 +210,7 @@ impl Upstream {
         if progress.is_some_and(UploadProgress::is_stalled) {
             return UpstreamError::ClientTimeout;
         }
-        // The body stream failed before its end: that was the client.
+        // The body failed before its end: the client aborted it.
         let unfinished = progress.is_some_and(|progress| !progress.is_done());
         if unfinished && (error.is_user() || classify_error(&error).0 == StreamOutcome::LocalReset) {
             return UpstreamError::ClientAborted(error.into());
@@ -216,13 +220,13 @@ impl Upstream {
 }
 
 impl RetryState {
-    /// Whether a copy of the request may be of use.
+    /// Return whether a copy of the request may be needed for a retry.
     fn needs_copy(&self, reused: bool) -> bool {
         let may_repeat = !self.has_body && (self.is_safe || self.is_http2);
         may_repeat && (self.retries_left > 0 || self.can_reconnect && (reused || self.is_http2))
     }
 
-    /// What becomes of a request that was not answered.
+    /// Decide where to send a failed request again. Return `None` if it must not be sent again.
     fn retry_target(
         &self,
         unsent: Option<Request<RequestBody>>,
@@ -247,23 +251,23 @@ impl RetryState {
     }
 }
 
-// How many requests may be tried again: a part of all, so that a fleet in trouble does not get more of it.
+// Retry budget: retries are a fraction of the requests, so that they do not overload a failing upstream.
 
-/// A retry for so many requests.
+/// Requests per retry.
 const REQUESTS_PER_RETRY: u64 = 5;
 
-/// Retries that a quiet fleet has at most in hand.
+/// Maximum number of retries that the budget saves.
 const MAX_SAVED_RETRIES: u64 = 100;
 
-/// Retries each second whatever the number of requests: with few of them a part of all would be none.
+/// Minimum number of retries per second, for upstreams with few requests.
 const MIN_RETRIES_PER_SEC: f64 = 10.0;
 
-/// What is left of it.
+/// Retry budget of an upstream.
 #[derive(Debug)]
 pub(super) struct RetryBudget {
-    /// Requests that have not paid for a retry yet.
+    /// Requests that have not been spent on a retry.
     deposits: AtomicU64,
-    /// Retries of the floor, and when that was.
+    /// Tokens of the minimum rate, and the time of their last refill.
     min_retries: Mutex<(f64, std::time::Instant)>,
 }
 
@@ -272,7 +276,7 @@ impl RetryBudget {
         RetryBudget { deposits: AtomicU64::new(0), min_retries: Mutex::new((MIN_RETRIES_PER_SEC, now)) }
     }
 
-    /// A request that is not a retry.
+    /// Record a request that is not a retry.
     pub(super) fn deposit(&self) {
         let most = MAX_SAVED_RETRIES * REQUESTS_PER_RETRY;
         let _ = self
@@ -280,7 +284,7 @@ impl RetryBudget {
             .fetch_update(Ordering::Relaxed, Ordering::Relaxed, |saved| (saved < most).then_some(saved + 1));
     }
 
-    /// Whether there may be a retry; then it is paid for.
+    /// Withdraw a retry. Return whether the budget allows it.
     pub(super) fn withdraw(&self, now: std::time::Instant) -> bool {
         let pay = |saved: u64| saved.checked_sub(REQUESTS_PER_RETRY);
         if self.deposits.fetch_update(Ordering::Relaxed, Ordering::Relaxed, pay).is_ok() {
@@ -295,24 +299,24 @@ impl RetryBudget {
     }
 }
 
-// What a request has been through on its way to an answer.
+// Log of the attempts of a request.
 
-/// Why a request was sent again.
+/// Reason why a request was sent again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RetryReason {
-    /// The connection that was kept had died: to the same server, on a fresh one.
+    /// A reused connection was closed: sent again to the same endpoint.
     Reconnected,
-    /// Nothing of it was written: to another server.
+    /// Nothing was written: sent to another endpoint.
     Unwritten,
-    /// It may be repeated, and the budget had something left: to another server.
+    /// Safe to repeat and within the retry budget: sent to another endpoint.
     Retried,
 }
 
 impl RetryReason {
-    /// All, in the order of their counts.
+    /// All reasons, in the order of [`AttemptLog::retries`].
     pub const ALL: [RetryReason; 3] = [RetryReason::Reconnected, RetryReason::Unwritten, RetryReason::Retried];
 
-    /// One word for labels.
+    /// Return the value of the metric label `reason`.
     pub fn label(self) -> &'static str {
         match self {
             RetryReason::Reconnected => "stale_connection",
@@ -322,27 +326,27 @@ impl RetryReason {
     }
 }
 
-/// Where a request was, and how often it was sent again.
+/// Last endpoint of a request, and its retries.
 #[derive(Debug, Default)]
 pub struct AttemptLog {
     retries: [u64; 3],
     endpoint: Option<Arc<Endpoint>>,
-    /// Whether somebody wants to know where it was: all workers share the members.
+    /// Whether the endpoint is recorded. Disabled unless needed, because all workers share its reference count.
     records_endpoint: bool,
 }
 
 impl AttemptLog {
-    /// One that knows its server, if `named`.
+    /// Create a log. It records the endpoint if `records_endpoint` is set.
     pub fn new(records_endpoint: bool) -> Self {
         AttemptLog { records_endpoint, ..AttemptLog::default() }
     }
 
-    /// How often it was sent again, by [`Again`].
+    /// Return the number of retries by [`RetryReason`].
     pub fn retries(&self) -> [u64; 3] {
         self.retries
     }
 
-    /// The server that it was at last.
+    /// Return the name of the last endpoint.
     pub fn endpoint_name(&self) -> Option<String> {
         self.endpoint.as_ref().map(|endpoint| endpoint.name())
     }
@@ -358,25 +362,26 @@ impl AttemptLog {
     }
 }
 
-// What it takes to send a request again: its head as bytes, since hardly any request is.
+// Copies of requests for retries, encoded as bytes.
 
-/// A request without a body, kept for the case that its connection dies.
+/// A copy of a request without a body, for retries.
 ///
-/// A copy of its header section would count one reference more to each field's bytes, and allocate a table for them: that
-/// costs each request what few of them need.
+/// Cloning a `HeaderMap` increments a reference count per value and allocates a table. Encoded headers cost less,
+/// and few requests need them.
 pub(super) struct ReplayableRequest {
     method: Method,
     uri: Uri,
     version: Version,
-    /// Of each field in order: the length of its name; twice that of its value, and one more if it is secret; name; value.
+    /// For each header: length of the name (u32), twice the length of the value plus one if it is sensitive (u32),
+    /// name, value.
     encoded_headers: Vec<u8>,
 }
 
-/// Room for a field: of most requests all fit without it growing.
+/// Initial capacity in bytes per header. Most requests fit.
 const HEADER_CAPACITY: usize = 48;
 
 impl ReplayableRequest {
-    /// What is needed of this request.
+    /// Copy a request.
     pub(super) fn from_request(request: &Request<RequestBody>) -> Self {
         let headers = request.headers();
         let mut encoded = Vec::with_capacity(headers.len() * HEADER_CAPACITY);
@@ -391,7 +396,7 @@ impl ReplayableRequest {
         ReplayableRequest { method, uri, version, encoded_headers: encoded }
     }
 
-    /// The request once more.
+    /// Restore the request.
     pub(super) fn into_request(self) -> Request<RequestBody> {
         let mut request = Request::new(RequestBody::empty());
         *request.method_mut() = self.method;
@@ -408,7 +413,7 @@ fn decode_headers(mut encoded: Bytes) -> HeaderMap {
         let (name, value) = (encoded.get_u32() as usize, encoded.get_u32() as usize);
         let secret = value % 2 == 1;
         let (name, value) = (encoded.split_to(name), encoded.split_to(value / 2));
-        // Both were those of a field.
+        // Both are valid: they were encoded from a `HeaderMap`.
         if let (Ok(name), Ok(mut value)) = (HeaderName::from_bytes(&name), HeaderValue::from_maybe_shared(value)) {
             value.set_sensitive(secret);
             headers.append(name, value);
