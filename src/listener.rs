@@ -1,4 +1,4 @@
-//! Connections: accept, protocol, deadlines, drain.
+//! Listeners: accept, connection limits, PROXY protocol, TLS, HTTP version, and drain.
 
 pub mod connection_limit;
 mod frame_limits;
@@ -33,44 +33,44 @@ use crate::proxy::Gateway;
 use crate::proxy::client::Peer;
 use crate::snapshot::{CompiledConfig, Listener};
 
-/// Connections that may wait to be accepted, for each socket.
+/// Accept queue length (backlog) of each listening socket.
 pub const BACKLOG: usize = 4096;
 
-/// After a failed accept (out of descriptors, mostly) nothing is gained by trying again at once.
+/// Delay after a failed accept. The usual cause, no free file descriptors, does not end at once.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// At the end, for leases to be released and late costs to be charged.
+/// At shutdown: maximum time to release permits, refund prefetched tokens and charge deferred costs.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Whoever is not a proxy and comes where proxies are expected could fill the log.
+/// Logged once per process: clients that are not trusted proxies could fill the log.
 static UNTRUSTED_PROXY_LOGGED: Once = Once::new();
 
-/// While connections wait, it is told at most so often.
+/// Minimum interval between log messages about `max_connections`.
 const FULL_LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// One worker's side of all listeners.
+/// One worker's server for all listeners.
 #[derive(Debug, Clone)]
 pub struct Server {
     gateway: Arc<Gateway>,
-    /// Cancelled when no new requests are wanted.
+    /// Cancelled when draining starts.
     drain: CancellationToken,
-    /// Cancelled when the running ones have had their time.
+    /// Cancelled when `drain_timeout` expires.
     force_close: CancellationToken,
-    /// The connections that are open.
+    /// Tasks of open connections.
     tasks: TaskTracker,
-    /// Those of all workers.
+    /// Connection limits of all workers.
     connection_limits: Arc<ConnectionLimits>,
 }
 
 impl Server {
-    /// A server without connections.
+    /// Create a server without connections.
     pub fn new(gateway: Arc<Gateway>, connection_limits: Arc<ConnectionLimits>, drain: CancellationToken) -> Self {
         let (force_close, tasks) = (CancellationToken::new(), TaskTracker::new());
         Server { gateway, drain, force_close, tasks, connection_limits }
     }
 
-    /// Serves sockets, each of the listener at its place, until it is stopped, then lets what runs finish, for
-    /// `drain_timeout` at most.
+    /// Serve each socket as the listener with its index until draining starts. Then wait for open connections, at
+    /// most `drain_timeout`, and close the rest.
     pub async fn run(self, sockets: Vec<(usize, TcpListener)>) {
         let accept = |(listener_index, socket)| tokio::spawn(self.clone().accept(socket, listener_index));
         let accept_tasks: Vec<_> = sockets.into_iter().map(accept).collect();
@@ -112,8 +112,8 @@ impl Server {
                 },
             }
         }
-        // What the kernel has queued for this socket would be reset when it closes. Taken before any of it is served, and no
-        // more than the queue holds: whoever keeps connecting would keep this from its end.
+        // The kernel resets connections in the accept queue when the socket closes: accept them first. At most
+        // `BACKLOG`, so that clients that keep connecting cannot delay the drain.
         let Ok(socket) = socket.into_std() else { return };
         let pending: Vec<_> = iter::from_fn(|| socket.accept().ok()).take(BACKLOG).collect();
         drop(socket);
@@ -124,13 +124,14 @@ impl Server {
         }
     }
 
-    /// Serves a connection as soon as there may be one more; the next one waits in the kernel's queue meanwhile.
+    /// Serve a connection once `max_connections` permits it. Until then further connections wait in the accept
+    /// queue.
     async fn spawn_connection(&self, stream: TcpStream, address: SocketAddr, listener_index: usize) {
-        // Taken after the connection is there: nobody keeps a place for one that may never come.
+        // Acquired after the accept, so that no permit is held while waiting for a connection.
         let permit = tokio::select! {
             biased;
             permit = self.connection_limits.acquire() => permit,
-            // No place comes free for it while the others are waited for.
+            // While draining, a connection without a permit is closed: no permit is released in time.
             () = self.drain.cancelled() => None,
         };
         let Some(permit) = permit else { return };
@@ -140,7 +141,8 @@ impl Server {
             let (force_close, mut waker) = (server.force_close.clone(), SelectiveWaker::new());
             let (mut force_closed, mut connection) =
                 (pin!(force_close.cancelled()), pin!(server.serve_connection(stream, address, listener_index)));
-            // `run_until_cancelled` would keep room for the future twice, and ask for the end whenever something comes.
+            // `CancellationToken::run_until_cancelled` would reserve space for the future twice and poll the token
+            // at every wakeup.
             let closed = poll_fn(|cx| {
                 let is_force_closed =
                     waker.take_context(cx).is_some_and(|mut cx| force_closed.as_mut().poll(&mut cx).is_ready());
@@ -158,17 +160,17 @@ impl Server {
         address: SocketAddr,
         listener_index: usize,
     ) -> Result<(), BoxError> {
-        // Answers are written whole; waiting for more would only delay them.
+        // TCP_NODELAY: responses are written in one piece, so that Nagle's algorithm would only delay them.
         stream.set_nodelay(true)?;
         let gateway = self.gateway.clone();
         let runtime = gateway.runtime();
         let (listener, settings) = (&runtime.listeners[listener_index], runtime.server.clone());
-        // A PROXY header and the handshake spend of the same time as the first head.
+        // The PROXY header, the TLS handshake and the first request headers share one timeout.
         let deadline = Instant::now() + settings.header_timeout;
         let activity = ConnectionActivity::new();
         let mut peer = timeout_at(deadline, self.identify_peer(&mut stream, address, listener, &runtime)).await??;
         let connection_limits = self.connection_limits.clone();
-        // A trusted proxy brings many clients.
+        // Trusted proxies are exempt: they carry the connections of many clients.
         let _permit = if connection_limits.has_per_ip_limit()
             && !peer.forwarded.trusted
             && !settings.is_exempt_from_per_ip(peer.address)
@@ -185,20 +187,20 @@ impl Server {
             None => Vec::new(),
         };
         let (mut stream, mut returned_stream) = ReclaimableStream::new(stream);
-        // A connection may last, and must not keep a configuration that nobody serves any more.
+        // The connection may outlive the configuration snapshot: release it.
         drop(runtime);
         let drain_grace = settings.drain_grace();
         let buffer_budget = connection_limits.buffer_budget();
         let drain = self.drain.clone();
         let new_connection =
             |peer| HttpConnection { gateway, peer: Arc::new(peer), settings, activity, buffer_budget, drain };
-        // On the heap, each with its own size: a task keeps room for the largest of what it may ever do.
+        // Boxed separately: a task reserves space for the largest of its futures.
         let close_reason = match acceptor {
             None => {
                 let protocol = tokio::select! {
                     biased;
                     protocol = timeout_at(deadline, Protocol::from_preface(&mut stream)) => protocol??,
-                    // Nobody waits for an answer.
+                    // The client has sent nothing and waits for no response.
                     () = self.wait_for_drain(drain_grace) => return Ok(()),
                 };
                 Box::pin(new_connection(peer).run(stream, protocol)).await?
@@ -224,7 +226,7 @@ impl Server {
                 CloseReason::WriteStalled | CloseReason::TruncatedResponse => reset_on_close(&stream),
                 CloseReason::RequestUnread => {
                     if let Some(_permit) = connection_limits.try_acquire_lingering() {
-                        // On the heap: few connections end like this.
+                        // Boxed: few connections are closed like this.
                         Box::pin(lingering_close(stream)).await;
                     }
                 }
@@ -233,13 +235,16 @@ impl Server {
         Ok(())
     }
 
-    /// Is over so long after no new connections are wanted.
+    /// Return `grace` after draining started.
     async fn wait_for_drain(&self, grace: Duration) {
         self.drain.cancelled().await;
         sleep(grace).await;
     }
 
-    /// Who is at the other end: the socket's address, or on a listener for proxies whom they speak for.
+    /// Identify the client: by the address of the socket, or by the PROXY header on listeners that expect it.
+    ///
+    /// # Errors
+    /// The peer is not a trusted proxy, or its PROXY header is missing or malformed.
     async fn identify_peer(
         &self,
         stream: &mut TcpStream,
@@ -262,7 +267,7 @@ impl Server {
             match proxy_protocol::read_header(stream).await? {
                 ProxySource::Proxied(client) => peer = Peer::new(client, scheme, runtime),
                 ProxySource::Local => {}
-                // The proxy is believed, but not what passes through it.
+                // The proxy is trusted. Forwarding headers are not: they come from the unknown client.
                 ProxySource::Unknown => peer.distrust(),
             }
         }

@@ -1,4 +1,4 @@
-//! How many connections there are: in all, of each client network, and such that only wait for their client to read.
+//! Connection limits: in total, per client network, and of connections in lingering close.
 
 use std::collections::HashMap;
 use std::net::IpAddr;
@@ -11,39 +11,41 @@ use crate::http::buffer_budget::BufferBudget;
 use crate::metrics::Counter;
 use crate::snapshot::settings::ServerSettings;
 
-/// Connections that linger at the same time; beyond them a connection is closed at once.
+/// Maximum number of connections in lingering close. Beyond it, connections are closed at once.
 const MAX_LINGERING: usize = 1024;
 
-/// The connections of all workers.
+/// Connections of all workers and their limits.
 #[derive(Debug)]
 pub struct ConnectionLimits {
     permits: Arc<Semaphore>,
     capacity: Mutex<Capacity>,
     lingering_permits: Arc<Semaphore>,
-    /// Only those that have one: bounded by the connections. std's hasher, as clients choose the keys.
+    /// Networks with open connections, so at most one per connection. The std hasher is keyed: clients choose the
+    /// keys.
     counts_by_network: Mutex<HashMap<IpAddr, usize>>,
     max_per_ip: AtomicUsize,
-    /// What they may buffer.
+    /// Memory budget for the buffers of all connections.
     buffer_budget: Arc<BufferBudget>,
-    /// Connections that there were, and those of networks that had all they may.
+    /// Total connections, and those rejected by the limit per network.
     counter: Counter<2>,
 }
 
 #[derive(Debug)]
 struct Capacity {
     max: usize,
-    /// Connections from before there was a lower bound: so many that end make no room.
+    /// Number of open connections above `max` since it was lowered. As many must end before a permit becomes
+    /// available.
     excess: usize,
 }
 
-/// A connection's place among all, until it is dropped.
+/// Permit of a connection within `max_connections`. Dropping it releases it.
 #[derive(Debug)]
 pub(super) struct ConnectionPermit {
     limits: Arc<ConnectionLimits>,
     permit: Option<OwnedSemaphorePermit>,
 }
 
-/// A connection's place among those of its network, until it is dropped.
+/// Permit of a connection within `max_connections_per_ip`. Dropping it releases it.
 #[derive(Debug)]
 pub(super) struct PerIpPermit {
     limits: Arc<ConnectionLimits>,
@@ -51,7 +53,7 @@ pub(super) struct PerIpPermit {
 }
 
 impl ConnectionLimits {
-    /// None yet.
+    /// Create limits without connections.
     pub fn new(settings: &ServerSettings) -> Self {
         ConnectionLimits {
             permits: Arc::new(Semaphore::new(settings.max_connections)),
@@ -64,15 +66,14 @@ impl ConnectionLimits {
         }
     }
 
-    /// Waits until there may be one more.
+    /// Wait for a connection permit. Always `Some`: the semaphore is never closed.
     pub(super) async fn acquire(self: &Arc<Self>) -> Option<ConnectionPermit> {
-        // It is never closed.
         let permit = self.permits.clone().acquire_owned().await.ok()?;
         self.counter.increment(0);
         Some(ConnectionPermit { limits: self.clone(), permit: Some(permit) })
     }
 
-    /// As many as other settings say from now on; those that are open and too many stay until they end.
+    /// Apply new settings. Open connections above a lower limit stay open.
     pub fn resize(&self, settings: &ServerSettings) {
         self.max_per_ip.store(settings.max_connections_per_ip, Ordering::Relaxed);
         self.buffer_budget.resize(settings.max_buffered);
@@ -89,38 +90,38 @@ impl ConnectionLimits {
         }
     }
 
-    /// How many are open, and may be.
+    /// Return the number of open connections and its limit.
     pub fn open_and_max(&self) -> (usize, usize) {
         let Capacity { max, excess } = *self.lock_capacity();
         (max + excess - self.permits.available_permits(), max)
     }
 
-    /// How many there were, and how many of them were refused since their network had all it may.
+    /// Return the number of connections so far, and of those rejected by the limit per network.
     pub fn totals(&self) -> [u64; 2] {
         self.counter.values()
     }
 
-    /// Whether the next one has to wait.
+    /// Return whether the next connection has to wait.
     pub(super) fn is_full(&self) -> bool {
         self.permits.available_permits() == 0
     }
 
-    /// What they may buffer, all together.
+    /// Return the memory budget of all connections.
     pub(super) fn buffer_budget(&self) -> Arc<BufferBudget> {
         self.buffer_budget.clone()
     }
 
-    /// Leave to linger.
+    /// Acquire a permit for a lingering close.
     pub(super) fn try_acquire_lingering(&self) -> Option<OwnedSemaphorePermit> {
         self.lingering_permits.clone().try_acquire_owned().ok()
     }
 
-    /// Whether they are counted by network.
+    /// Return whether connections per network are limited.
     pub(super) fn has_per_ip_limit(&self) -> bool {
         self.max_per_ip.load(Ordering::Relaxed) > 0
     }
 
-    /// A place for one more of a network; none if it has all that it may.
+    /// Acquire a permit for a connection from `network`. Return `None` if the network is at its limit.
     pub(super) fn permit(self: &Arc<Self>, network: IpAddr) -> Option<PerIpPermit> {
         let mut networks = self.counts_by_network.lock().unwrap_or_else(PoisonError::into_inner);
         let taken = networks.get(&network).copied().unwrap_or(0);

@@ -1,5 +1,5 @@
-//! What a client sends on a connection, watched on its way to hyper: whether a request head has begun, and over HTTP/2 how many
-//! frames come that carry no request, or next to nothing of its body.
+//! Stream wrapper that watches what a client sends: incomplete request headers, and floods of HTTP/2 control frames
+//! or short DATA frames.
 
 use std::io;
 use std::io::IoSlice;
@@ -14,24 +14,26 @@ use crate::http::idle::ConnectionActivity;
 use crate::limiter::clock::monotonic;
 use crate::listener::handshake::{PREFACE, Protocol};
 
-/// Control frames that a connection may send at once, and at most after it was sent much: of a large response each piece is
-/// acknowledged.
+/// Control frames that a connection may send at once. `MAX_CREDIT` is the maximum after requests and large
+/// responses: a client acknowledges each part of a response with WINDOW_UPDATE.
 const INITIAL_CREDIT: u32 = 1000;
 const MAX_CREDIT: u32 = 10_000;
 
-/// Control frames each second.
+/// Control frames per second.
 const FRAMES_PER_SECOND: u32 = 200;
 
-/// Control frames for each request: it may be cancelled, weighed and acknowledged.
+/// Control frames per request: PRIORITY, WINDOW_UPDATE and RST_STREAM.
 const FRAMES_PER_REQUEST: u32 = 4;
 
-/// Bytes to the client that are worth a control frame, and bytes of DATA from it that are worth a short DATA frame.
+/// Bytes to the client that add credit for one control frame, and bytes of DATA from it that pay for one short DATA
+/// frame.
 const BYTES_PER_FRAME: u32 = 256;
 
-/// Bytes of DATA that count for short frames at most.
+/// Maximum of received DATA bytes that are saved for short frames.
 const MOST_RECEIVED: u32 = MAX_CREDIT * BYTES_PER_FRAME;
 
-/// Bytes of the shortest gRPC message: DATA frames with less count as control frames, as far as longer ones do not pay for them.
+/// Size of the shortest gRPC message. DATA frames with fewer bytes count as control frames unless longer ones have
+/// paid for them.
 const SHORT: u32 = 5;
 
 const DATA: u8 = 0;
@@ -40,13 +42,13 @@ const CONTINUATION: u8 = 9;
 const END_HEADERS: u8 = 4;
 const PADDED: u32 = 8;
 
-/// Bytes of a padded frame that may be padding: its length, and as much as that says (RFC 9113 §6.1).
+/// Maximum padding of a padded frame: the length byte and up to 255 bytes (RFC 9113 §6.1).
 const PADDING: u32 = 256;
 
-/// GOAWAY for all streams, ENHANCE_YOUR_CALM (RFC 9113 §6.8, §7).
+/// GOAWAY with ENHANCE_YOUR_CALM and the highest stream ID (RFC 9113 §6.8, §7).
 const GOAWAY_ENHANCE_YOUR_CALM: &[u8; 17] = b"\0\0\x08\x07\0\0\0\0\0\x7f\xff\xff\xff\0\0\0\x0b";
 
-/// A stream that is watched.
+/// A stream whose input is watched.
 #[derive(Debug)]
 pub(super) struct MonitoredStream<S> {
     stream: S,
@@ -54,29 +56,29 @@ pub(super) struct MonitoredStream<S> {
     frames: Option<FrameMonitor>,
 }
 
-/// What is known of an HTTP/2 connection.
+/// Frame counts of an HTTP/2 connection.
 #[derive(Debug)]
 struct FrameMonitor {
     input: FrameParser,
     output: FrameParser,
-    /// A header block has begun.
+    /// Whether a header block is incomplete.
     in_header_block: bool,
     credit: u32,
     refilled_at: Instant,
-    /// Bytes to the client that are not counted yet.
+    /// Bytes to the client that have not been converted to credit.
     uncredited_bytes: u32,
-    /// Bytes of DATA from the client that short frames may still use.
+    /// Bytes of DATA that can still pay for short frames.
     received: u32,
     is_exceeded: bool,
 }
 
-/// Finds frames in a stream of bytes (RFC 9113 §4.1).
+/// Finds frame headers in a byte stream (RFC 9113 §4.1).
 #[derive(Debug, Default)]
 struct FrameParser {
     header: [u8; 9],
-    /// Bytes of the head that have come.
+    /// Number of bytes in `header`.
     header_bytes: usize,
-    /// Bytes until the next head.
+    /// Bytes until the next frame header.
     remaining_payload: usize,
 }
 
@@ -108,7 +110,7 @@ impl<S> MonitoredStream<S> {
 }
 
 impl FrameMonitor {
-    /// Counts what came; whether it is too much.
+    /// Count received frames. Return whether the limit is exceeded.
     fn record_received(&mut self, bytes: &[u8]) -> bool {
         let (mut control, mut requests, mut in_header_block, mut received) =
             (0, 0, self.in_header_block, self.received);
@@ -117,7 +119,7 @@ impl FrameMonitor {
                 requests += u32::from(kind == HEADERS);
                 in_header_block = flags & u32::from(END_HEADERS) == 0;
             }
-            // Clients divide uploads as their buffers and windows fall, also into short frames.
+            // Clients split uploads at buffer and window boundaries, which also yields short frames.
             DATA if length > 0 => match length.saturating_sub(if flags & PADDED == 0 { 0 } else { PADDING }) {
                 data @ SHORT.. => received = MOST_RECEIVED.min(received.saturating_add(data)),
                 _ if received >= BYTES_PER_FRAME => received -= BYTES_PER_FRAME,
@@ -145,14 +147,14 @@ impl FrameMonitor {
         self.credit = self.credit.max(max.min(self.credit.saturating_add(credit)));
     }
 
-    /// Whether a request head is under way.
+    /// Return whether request headers are incomplete.
     fn has_partial_headers(&self) -> bool {
         self.in_header_block || self.input.is_in_frame(HEADERS) || self.input.is_in_frame(CONTINUATION)
     }
 }
 
 impl FrameParser {
-    /// Takes bytes; `each` is told of each frame's kind, length and flags.
+    /// Parse bytes. Call `on_frame` with the type, and with length and flags, of each frame.
     fn feed(&mut self, mut bytes: &[u8], mut on_frame: impl FnMut(u8, [u32; 2])) {
         loop {
             let skipped = self.remaining_payload.min(bytes.len());
@@ -173,19 +175,21 @@ impl FrameParser {
         }
     }
 
-    /// Whether a frame has come to its end.
+    /// Return whether the last frame is complete.
     fn is_between_frames(&self) -> bool {
         self.header_bytes == 0 && self.remaining_payload == 0
     }
 
-    /// Whether there is a part of a frame, which may be of this kind.
+    /// Return whether a frame of this type is incomplete. Its type is known once four bytes of its header have
+    /// arrived.
     fn is_in_frame(&self, kind: u8) -> bool {
         (self.header_bytes > 3 || self.remaining_payload > 0) && self.header[3] == kind
     }
 }
 
 impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
-    /// Tells the client why the connection ends, if that can be said at once.
+    /// Send GOAWAY if the output is at a frame boundary and the socket takes it at once. Return the error that ends
+    /// the connection.
     fn send_goaway(&mut self, cx: &mut Context<'_>) -> io::Error {
         if self.frames.as_ref().is_some_and(|frames| frames.output.is_between_frames()) {
             let written = Pin::new(&mut self.stream).poll_write(cx, GOAWAY_ENHANCE_YOUR_CALM);

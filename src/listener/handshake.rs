@@ -1,4 +1,4 @@
-//! Why TLS handshakes fail, for the log: what the client sent, and what to do about it.
+//! Protocol detection by ALPN or the HTTP/2 preface, and log messages for failed TLS handshakes.
 
 use std::io;
 use std::net::IpAddr;
@@ -14,18 +14,19 @@ use tracing::{info, warn};
 use crate::limiter::clock::monotonic;
 use crate::listener::stream::ReclaimableStream;
 
-/// Clients could fill the log: each kind of line is written at most so often.
+/// Minimum interval between log messages of one kind: clients could fill the log.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Bytes of a ClientHello that are looked at. Post-quantum key shares make it larger than a packet; the name comes before or behind.
+/// Bytes of the ClientHello that are read for the log. With post-quantum key shares it exceeds one packet, and the
+/// SNI extension can be anywhere in it.
 const MAX_CLIENT_HELLO: usize = 4 << 10;
 
 static NAME_LOGGED_AT: Mutex<Option<Instant>> = Mutex::new(None);
 static FAILURE_LOGGED_AT: Mutex<Option<Instant>> = Mutex::new(None);
 
-/// The first bytes of a connection, which stay where they are.
+/// Return the first bytes of a connection without consuming them.
 pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>> {
-    // A silent client takes no memory.
+    // Allocate only when the client sends.
     stream.readable().await?;
     let mut bytes = vec![0; MAX_CLIENT_HELLO];
     let count = stream.peek(&mut bytes).await?;
@@ -33,7 +34,7 @@ pub(super) async fn peek_client_hello(stream: &TcpStream) -> io::Result<Vec<u8>>
     Ok(bytes)
 }
 
-/// Says why a handshake failed, unless it was said just now. Connections that end are no failures.
+/// Log why a handshake failed, at most once per interval. Closed connections are not logged.
 pub(super) fn log_failure(error: &io::Error, client: IpAddr, client_hello: &[u8]) {
     let Some(reason) = error.get_ref().and_then(|inner| inner.downcast_ref::<rustls::Error>()) else { return };
     if !matches!(reason, rustls::Error::PeerMisbehaved(PeerMisbehaved::ServerNameMustContainOneHostName)) {
@@ -63,15 +64,15 @@ fn should_log(logged_at: &Mutex<Option<Instant>>) -> bool {
     is_due
 }
 
-/// The server name in a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3), if it is in the first record.
+/// Return the server name of a ClientHello (RFC 8446 §4.1.2, RFC 6066 §3) if the first record contains it.
 fn server_name(record: &[u8]) -> Option<&[u8]> {
-    // Record: type, version, length; handshake: type, length; version, random.
+    // Record type, version and length; handshake type and length; version and random.
     let mut rest = record.get(5 + 4 + 2 + 32..)?;
-    // Session, cipher suites, compression methods.
+    // Session ID, cipher suites, compression methods.
     for prefix in [1, 2, 1] {
         take_vector(&mut rest, prefix)?;
     }
-    // Extensions, as far as they are here.
+    // Extensions, which may be truncated.
     rest = rest.get(2..)?;
     loop {
         let kind = rest.get(..2)?;
@@ -79,14 +80,14 @@ fn server_name(record: &[u8]) -> Option<&[u8]> {
         let mut extension = take_vector(&mut rest, 2)?;
         if kind == [0, 0] {
             let mut names = take_vector(&mut extension, 2)?;
-            // The type of a DNS name.
+            // Name type `host_name`.
             names = names.strip_prefix(&[0])?;
             return take_vector(&mut names, 2);
         }
     }
 }
 
-/// Takes a vector off, whose length stands before it in so many bytes.
+/// Take a vector with a length prefix of `length_bytes` bytes.
 fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]> {
     let (length, rest) = bytes.split_at_checked(length_bytes)?;
     let length = length.iter().fold(0, |length, byte| length << 8 | usize::from(*byte));
@@ -95,30 +96,30 @@ fn take_vector<'a>(bytes: &mut &'a [u8], length_bytes: usize) -> Option<&'a [u8]
     Some(vector)
 }
 
-// What a connection speaks: as TLS has agreed on, otherwise as its first bytes say.
+// HTTP version of a connection: by ALPN with TLS, otherwise by the first bytes.
 
-/// How every connection of HTTP/2 begins (RFC 9113 §3.4).
+/// Connection preface of HTTP/2 (RFC 9113 §3.4).
 pub(super) const PREFACE: &[u8; 24] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
 
-/// The name of HTTP/2 in ALPN (RFC 9113 §3.1).
+/// ALPN protocol ID of HTTP/2 (RFC 9113 §3.1).
 const ALPN_H2: &[u8] = b"h2";
 
-/// A version of HTTP, as far as connections differ by it.
+/// HTTP version of a downstream connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Protocol {
-    /// 1.0 and 1.1.
+    /// HTTP/1.0 or HTTP/1.1.
     Http1,
-    /// 2.
+    /// HTTP/2.
     Http2,
 }
 
 impl Protocol {
-    /// What was agreed on by ALPN; whoever does not use it speaks HTTP/1.1 (RFC 9113 §3.2).
+    /// Return the version negotiated by ALPN. Without ALPN it is HTTP/1.1 (RFC 9113 §3.2).
     pub(super) fn from_alpn(alpn: Option<&[u8]>) -> Self {
         if alpn == Some(ALPN_H2) { Protocol::Http2 } else { Protocol::Http1 }
     }
 
-    /// What the first bytes say. They stay in the stream.
+    /// Detect the version by the first bytes, and put them back into the stream.
     pub(super) async fn from_preface(stream: &mut ReclaimableStream) -> io::Result<Self> {
         let mut first = [0; PREFACE.len()];
         let mut count = 0;

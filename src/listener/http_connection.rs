@@ -1,4 +1,4 @@
-//! HTTP on one connection, until it ends: requests, deadlines, the end of the gateway.
+//! HTTP on one downstream connection: requests, timeouts, drain, and how the connection is closed.
 
 use std::error::Error;
 use std::future::{Future, poll_fn};
@@ -33,64 +33,64 @@ use crate::proxy::Gateway;
 use crate::proxy::client::Peer;
 use crate::snapshot::settings::ServerSettings;
 
-/// hyper's own bound, which it keeps room for on the stack; setting any bound costs an allocation for each request.
+/// hyper's default. hyper keeps these headers on the stack; an explicit maximum costs an allocation per request.
 const HYPER_MAX_HEADERS: usize = 100;
 
-/// Bytes of a request that a stream holds for an upstream that does not take them.
+/// HTTP/2 stream window in bytes: what a stream buffers of a request while the upstream does not read it.
 const HTTP2_WINDOW: u32 = 256 << 10;
 
-/// Bytes of a response that a stream holds for a client that does not take them, besides the piece that goes over it.
+/// Bytes of a response that a stream buffers while the client does not read it. One chunk may exceed it.
 const HTTP2_SEND_BUFFER: usize = 128 << 10;
 
-/// Bytes of responses and buffered requests that the streams of a connection hold together. Beyond it a stream goes on when all it
-/// has is written.
+/// Bytes of responses and buffered requests that all streams of a connection may hold. Beyond it, a stream
+/// continues only when all its data has been written.
 const HTTP2_CONNECTION_BUFFER: usize = 256 << 10;
 
-/// How a connection ends when it does not end well: the socket's, the handshake's or the protocol's error.
+/// Error that ends a connection: of the socket, the TLS handshake or HTTP.
 pub(super) type BoxError = Box<dyn Error + Send + Sync>;
 
-/// How a connection ends otherwise.
+/// How a connection ended without an error.
 pub(super) enum CloseReason {
-    /// All is said.
+    /// All responses were sent and all requests read.
     Complete,
-    /// The client may still be sending what nobody reads.
+    /// The client may still be sending a request that is not read.
     RequestUnread,
-    /// A deadline is over.
+    /// A header or idle timeout expired.
     Timeout,
-    /// The client does not take the response.
+    /// The client does not read the response.
     WriteStalled,
-    /// A response broke off, and what there is of it looks whole.
+    /// A response was aborted, but would look complete to the client if the connection were closed normally.
     TruncatedResponse,
 }
 
-/// What a connection comes to.
+/// Event on a connection.
 enum ConnectionEvent {
-    /// Its end; none if its client does not take what there is.
+    /// The connection ended. `None`: the client does not read the response.
     Closed(Option<hyper::Result<()>>),
-    /// A request is not read to its end: what follows it is not a request.
+    /// A request will not be read to its end, so that no other request can follow.
     RequestUnread,
-    /// A part of a request head came after an earlier request.
+    /// Request headers after an earlier request have begun and are incomplete.
     HeadersStarted(u64),
-    /// No new requests are wanted.
+    /// Draining has started.
     Draining,
-    /// A deadline is to be looked at.
+    /// The timer of the connection has fired.
     TimerFired,
 }
 
-/// One connection's HTTP.
+/// One downstream HTTP connection.
 pub(super) struct HttpConnection {
     pub(super) gateway: Arc<Gateway>,
     pub(super) peer: Arc<Peer>,
-    /// As they were when it began.
+    /// Settings from when the connection was accepted.
     pub(super) settings: Arc<ServerSettings>,
     pub(super) activity: Arc<ConnectionActivity>,
-    /// What all connections may buffer.
+    /// Memory budget of all connections.
     pub(super) buffer_budget: Arc<BufferBudget>,
-    /// Cancelled when no new requests are wanted.
+    /// Cancelled when draining starts.
     pub(super) drain: CancellationToken,
 }
 
-/// Runs the streams of an HTTP/2 connection, each for as long as its client takes what there is.
+/// Spawns the streams of an HTTP/2 connection, each with a write timeout.
 #[derive(Debug, Clone)]
 struct StreamExecutor {
     body_idle_timeout: Duration,
@@ -98,7 +98,7 @@ struct StreamExecutor {
 }
 
 impl HttpConnection {
-    /// Serves a connection to its end.
+    /// Serve the connection to its end.
     pub(super) async fn run<S>(self, stream: S, protocol: Protocol) -> Result<CloseReason, BoxError>
     where
         S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
@@ -107,7 +107,7 @@ impl HttpConnection {
         let io = TokioIo::new(MonitoredStream::new(stream, protocol, self.activity.clone()));
         match protocol {
             Protocol::Http1 => {
-                // What a connection has outlives its requests, so they need not count who refers to it.
+                // The connection outlives its requests: they borrow instead of counting references.
                 let service = service_fn(|request| {
                     serve_request(&*self.gateway, &*self.peer, self.activity.start_request(), request)
                 });
@@ -116,20 +116,20 @@ impl HttpConnection {
                 self.drive(connection, drain_grace, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {
-                // It runs requests as tasks of their own.
+                // hyper spawns HTTP/2 requests as tasks, so they own references.
                 let service = service_fn(|request| {
                     serve_request(self.gateway.clone(), self.peer.clone(), self.activity.start_request(), request)
                 });
                 let connection = http2_builder(settings, self.buffer_budget.clone()).serve_connection(io, service);
-                // Its clients are told which of their requests are still answered (RFC 9113 §6.8).
-                // On the heap: it is twice as large as the other.
+                // No grace: GOAWAY tells the client which requests still get a response (RFC 9113 §6.8). Boxed: the
+                // future is twice as large as that of HTTP/1.
                 Box::pin(self.drive(connection, Duration::ZERO, |connection| connection.graceful_shutdown())).await
             }
         }
     }
 
-    /// Sees to a connection's deadlines, and to its end when no new requests are wanted: within `farewell` one more may come
-    /// that was under way already, and is told that it is the last.
+    /// Drive the connection and its timeouts. When draining starts, HTTP/1 connections wait for `drain_grace`: a
+    /// request that is already on its way is served, and its response announces the close.
     async fn drive<C>(
         &self,
         connection: C,
@@ -144,11 +144,11 @@ impl HttpConnection {
         let mut watchdog = WriteWatchdog::for_connection(settings.body_idle_timeout, self.buffer_budget.clone());
         let mut drain_started = pin!(self.drain.cancelled());
         let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
-        // One timer for a connection, looked at when it fires; none is set for each request.
+        // One timer per connection. It is checked when it fires instead of being reset for each request.
         let time_left = || self.activity.time_left(settings.header_timeout, settings.idle_timeout);
         let mut deadline = pin!(sleep(time_left().unwrap_or_default()));
         let mut waker = SelectiveWaker::new();
-        // The head for which the deadline is set.
+        // Counter of the request headers that the timer is set for.
         let mut current_headers = 0;
         loop {
             let event = poll_fn(|cx| {
@@ -172,7 +172,7 @@ impl HttpConnection {
             match event.await {
                 ConnectionEvent::Closed(None) => return Ok(CloseReason::WriteStalled),
                 ConnectionEvent::Closed(Some(Ok(()))) => break,
-                // The answer to a head that is too long, say, comes before its end.
+                // Invalid requests, such as too large headers, get a response before hyper returns the error.
                 ConnectionEvent::Closed(Some(Err(error))) if error.is_parse() => return Ok(CloseReason::RequestUnread),
                 ConnectionEvent::Closed(Some(Err(_))) if watchdog.flow().is_close_delimited() => {
                     return Ok(CloseReason::TruncatedResponse);
@@ -215,7 +215,7 @@ impl HttpConnection {
             waker.mark_ready();
         }
         if let Some(tunnel) = self.activity.take_tunnel() {
-            // On the heap: few connections need the room.
+            // Boxed: few connections become tunnels.
             Box::pin(tunnel.run_tunnel()).await;
         }
         Ok(if watchdog.flow().is_request_abandoned() { CloseReason::RequestUnread } else { CloseReason::Complete })
@@ -226,12 +226,13 @@ impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
         let mut watchdog = WriteWatchdog::for_stream(self.body_idle_timeout, self.budget.clone());
         let mut stream = Box::pin(stream);
-        // Dropping the stream resets it.
+        // Dropping the stream sends RST_STREAM.
         tokio::spawn(poll_fn(move |cx| watchdog.poll(stream.as_mut(), cx).map(drop)));
     }
 }
 
-/// Answers a request; an error resets the stream. On the heap, as the request is: an HTTP/1.x connection keeps room for it from one request to the next.
+/// Serve a request. An error resets the stream. Boxed, as the request is: an HTTP/1 connection would reserve space
+/// for it between requests.
 fn serve_request(
     gateway: impl Deref<Target = Gateway>,
     peer: impl Deref<Target = Peer>,
@@ -239,12 +240,12 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
-    // Before this request has a body of its own.
+    // Read before this request has a body of its own.
     let unfinished = if http2 { None } else { StreamFlow::unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
     let request = Box::new(request.map(|body| RequestBody::new(body, http2).with_in_flight(&in_flight)));
     Box::pin(async move {
-        // Before anything is made of it (RFC 9113 §8.1.1). hyper rejects what is malformed in HTTP/1.1.
+        // Malformed requests are stream errors (RFC 9113 §8.1.1). In HTTP/1, hyper rejects them.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
         }
@@ -258,12 +259,12 @@ fn serve_request(
     })
 }
 
-/// HTTP/1.x, with bounds on what a client can make us hold.
+/// Return an HTTP/1 builder that limits the memory per connection.
 fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     let mut builder = http1::Builder::new();
-    // A head and a small body are one copy into one write: cheaper than a vectored one.
+    // Headers and a small body are copied into one write, which costs less than a vectored write.
     builder.writev(false);
-    // Buffers are filled to their capacity, so the one bound does not make the other.
+    // hyper fills buffers to their capacity, which can exceed `max_buf_size`: both limits are needed.
     builder.max_buf_size(settings.max_header_size).max_header_size(settings.max_header_size);
     if settings.max_headers != HYPER_MAX_HEADERS {
         builder.max_headers(settings.max_headers);
@@ -271,7 +272,7 @@ fn http1_builder(settings: &ServerSettings) -> http1::Builder {
     builder
 }
 
-/// HTTP/2, likewise.
+/// Return an HTTP/2 builder that limits the memory per connection.
 fn http2_builder(settings: &ServerSettings, budget: Arc<BufferBudget>) -> http2::Builder<StreamExecutor> {
     let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
     let mut builder = http2::Builder::new(StreamExecutor { body_idle_timeout: settings.body_idle_timeout, budget });
@@ -283,32 +284,32 @@ fn http2_builder(settings: &ServerSettings, budget: Arc<BufferBudget>) -> http2:
     builder
 }
 
-// Closing a connection so that the client can read the last answer.
+// Lingering close, so that the client can read the last response.
 //
-// A socket that is closed while bytes arrive is reset, and the reset throws away what the other side has not read
-// yet. So the end is sent, and what still comes is read and thrown away until the client closes, too.
+// If a socket is closed while data arrives, the kernel sends a reset, which discards what the client has not read.
+// So the gateway sends FIN, and reads and discards data until the client closes, too.
 
-/// A client that goes on sending is read for so long, as in nginx's `lingering_time`.
+/// Maximum time to read from a client that keeps sending, as nginx's `lingering_time`.
 const LINGERING_TIME: Duration = Duration::from_secs(30);
 
-/// A client that sends nothing more is waited for so long, as in nginx's `lingering_timeout`.
+/// Maximum time to wait for more data, as nginx's `lingering_timeout`.
 const LINGERING_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Bytes that are thrown away at a time.
+/// Size of the buffer for discarded data in bytes.
 const LINGERING_BUFFER_SIZE: usize = 16 << 10;
 
-/// Sends the end and waits for the client's.
+/// Send FIN, then read and discard data until the client closes or a timeout expires.
 pub(super) async fn lingering_close(mut stream: TcpStream) {
-    // It may have been sent before.
+    // Fails if FIN was already sent.
     let _ = stream.shutdown().await;
     let mut buffer = vec![0; LINGERING_BUFFER_SIZE];
     let discard = async { while let Ok(Ok(1..)) = timeout(LINGERING_TIMEOUT, stream.read(&mut buffer)).await {} };
     let _ = timeout(LINGERING_TIME, discard).await;
 }
 
-/// Closes so that nothing that was sent before looks complete, and the kernel keeps nothing for a client that does
-/// not read.
+/// Close with a reset (RST), so that a truncated response does not look complete, and the kernel does not keep data
+/// for a client that does not read.
 pub(super) fn reset_on_close(stream: &TcpStream) {
-    // Where it fails the connection is gone already.
+    // Fails only if the connection is already closed.
     let _ = SockRef::from(stream).set_linger(Some(Duration::ZERO));
 }

@@ -1,4 +1,4 @@
-//! The header by which a proxy of TCP connections says whose a connection is: the PROXY protocol, versions 1 and 2
+//! PROXY protocol, versions 1 and 2: client addresses from TCP proxies
 //! (<https://www.haproxy.org/download/3.2/doc/proxy-protocol.txt>).
 
 use std::io;
@@ -8,47 +8,54 @@ use ppp::{v1, v2};
 use tokio::io::AsyncReadExt;
 use tokio::net::TcpStream;
 
-/// Bytes of a version 2 header before its addresses (§2.2).
+/// Length of the fixed part of a version 2 header in bytes (§2.2).
 const V2_FIXED_LENGTH: usize = 16;
 
-/// Bytes of a version 1 header at most (§2.1).
+/// Maximum length of a version 1 header in bytes (§2.1).
 const MAX_V1_LENGTH: usize = 107;
 
-/// Bytes of a version 2 header at most. Addresses take 216, and what proxies add (names, TLS details) some hundred more.
+/// Maximum length of a version 2 header in bytes. Addresses take up to 216, and extensions (TLVs: names, TLS
+/// details) some hundred more.
 const MAX_V2_LENGTH: usize = 4096;
 
-/// Whom a proxy speaks for.
+/// Source of a proxied connection.
 #[derive(Debug, PartialEq, Eq)]
 pub enum ProxySource {
-    /// A client at this address.
+    /// A client with this address.
     Proxied(IpAddr),
-    /// Itself: it looks whether we are alive.
+    /// The proxy itself, such as a health check (`LOCAL`).
     Local,
-    /// A client whose address it does not tell.
+    /// A client whose address is not given (`UNKNOWN`), or not an IP address.
     Unknown,
 }
 
-/// Why a connection has no sender.
+/// Why the PROXY header was rejected.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum ProxyError {
+    /// The connection failed or ended within the header.
     #[error("the PROXY header cannot be read: {0}")]
     Io(#[from] io::Error),
+    /// The connection does not start with a PROXY header.
     #[error("it does not begin with a PROXY header")]
     NoHeader,
+    /// The header exceeds the maximum length.
     #[error("the PROXY header is too long")]
     TooLong,
+    /// The version 1 header is malformed.
     #[error("the PROXY header is malformed: {0}")]
     Version1(#[from] v1::BinaryParseError),
+    /// The version 1 header deviates from the specification in a way that `ppp` accepts.
     #[error("the PROXY header is malformed")]
     Malformed,
+    /// The version 2 header is malformed.
     #[error("the PROXY header is malformed: {0}")]
     Version2(#[from] v2::ParseError),
 }
 
-/// Takes the header off a connection, and not a byte of what follows.
+/// Read the header, and not a byte of what follows it.
 pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, ProxyError> {
-    // Headers of both versions are longer than this.
+    // Headers of both versions are longer than this prefix.
     let mut header = vec![0; v2::PROTOCOL_PREFIX.len()];
     stream.read_exact(&mut header).await?;
     if header == v2::PROTOCOL_PREFIX {
@@ -59,7 +66,7 @@ pub(super) async fn read_header(stream: &mut TcpStream) -> Result<ProxySource, P
     parse(&header)
 }
 
-/// Reads up to the end of the line.
+/// Read to the end of the line.
 async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     if !header.starts_with(b"PROXY ") {
         return Err(ProxyError::NoHeader);
@@ -70,7 +77,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
         if room == 0 {
             return Err(ProxyError::TooLong);
         }
-        // Without a line's end in it all of what is there belongs to the line.
+        // Without a newline, all peeked bytes belong to the header.
         let peeked_bytes = stream.peek(&mut peeked[..room]).await?;
         if peeked_bytes == 0 {
             return Err(io::Error::from(io::ErrorKind::UnexpectedEof).into());
@@ -83,7 +90,7 @@ async fn read_v1(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
     Ok(())
 }
 
-/// Reads as much as the header says that it has.
+/// Read the length that the fixed part declares.
 async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), ProxyError> {
     let start = header.len();
     header.resize(V2_FIXED_LENGTH, 0);
@@ -97,14 +104,14 @@ async fn read_v2(stream: &mut TcpStream, header: &mut Vec<u8>) -> Result<(), Pro
     Ok(())
 }
 
-/// What a whole header says.
+/// Parse a complete header.
 ///
 /// # Errors
-/// It is malformed.
+/// The header is malformed.
 pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
     if !header.starts_with(v2::PROTOCOL_PREFIX) {
         let header = v1::Header::try_from(header)?;
-        // To `ppp` a lone LF among words that say nothing is an end, too; §2.1 wants CRLF.
+        // `ppp` also accepts a lone LF within an `UNKNOWN` header. §2.1 requires CRLF at the end only.
         let line =
             header.header.strip_suffix("\r\n").filter(|line| !line.contains('\n')).ok_or(ProxyError::Malformed)?;
         let client = match header.addresses {
@@ -112,7 +119,8 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
             v1::Addresses::Tcp6(addresses) => addresses.source_address.into(),
             v1::Addresses::Unknown => return Ok(ProxySource::Unknown),
         };
-        // `+1` is a number to it as well. §2.1 wants digits, and nothing else has room for a sign.
+        // `ppp` also accepts ports with a `+`. §2.1 permits digits only, and no other part of the line can contain
+        // a sign.
         return if line.contains('+') { Err(ProxyError::Malformed) } else { Ok(ProxySource::Proxied(client)) };
     }
     let header = v2::Header::try_from(header)?;
@@ -124,7 +132,7 @@ pub fn parse(header: &[u8]) -> Result<ProxySource, ProxyError> {
         (v2::Command::Proxy, v2::Protocol::Stream, v2::Addresses::IPv6(addresses)) => {
             ProxySource::Proxied(addresses.source_address.into())
         }
-        // No TCP connection has such an address; the protocol says to pass over it (§2.2).
+        // Not a TCP connection over IP: the address must be ignored (§2.2).
         (v2::Command::Proxy, _, _) => ProxySource::Unknown,
     })
 }

@@ -1,4 +1,4 @@
-//! The socket of a connection, while TLS and HTTP work on it.
+//! Downstream socket wrapper that hands the socket back when it is dropped, and a selective waker.
 
 use std::io;
 use std::io::IoSlice;
@@ -13,19 +13,19 @@ use tokio::net::TcpStream;
 use tokio::sync::oneshot;
 use tokio::sync::oneshot::{Receiver, Sender};
 
-/// Bytes that a connection reads before others on its worker have their turn: tokio counts reads, not what is in them,
-/// and many thousand frames of HTTP/2 fit into a few reads.
+/// Maximum number of bytes that a connection reads before it yields to other tasks. tokio's coop budget counts
+/// reads, and a few reads can contain thousands of HTTP/2 frames.
 const READ_BUDGET: usize = 64 << 10;
 
-/// A stream that is given back when those who use it are done with it.
+/// A TCP stream that is returned to its owner when the wrapper is dropped.
 #[derive(Debug)]
 pub(super) struct ReclaimableStream {
-    /// There until it is dropped.
+    /// `Some` until the wrapper is dropped.
     stream: Option<TcpStream>,
     return_sender: Option<Sender<TcpStream>>,
-    /// Bytes that have been looked at, and come again.
+    /// Bytes that are read again before those of the socket.
     prefix: Bytes,
-    /// Bytes read since others had their turn.
+    /// Bytes read since the last yield.
     bytes_read: usize,
 }
 
@@ -43,7 +43,7 @@ impl ReclaimableStream {
         )
     }
 
-    /// Puts bytes back that were read.
+    /// Put bytes back that were read.
     pub(super) fn rewind(&mut self, bytes: Bytes) {
         self.prefix = bytes;
     }
@@ -56,7 +56,7 @@ impl ReclaimableStream {
 impl Drop for ReclaimableStream {
     fn drop(&mut self) {
         if let (Some(stream), Some(return_sender)) = (self.stream.take(), self.return_sender.take()) {
-            // An owner that is gone needs no stream.
+            // Fails if the receiver was dropped, which then does not need the stream.
             let _ = return_sender.send(stream);
         }
     }
@@ -73,8 +73,8 @@ impl AsyncRead for ReclaimableStream {
         if !self.prefix.is_empty() {
             let count = self.prefix.len().min(buffer.remaining());
             buffer.put_slice(&self.prefix.split_to(count));
-            // Together with what follows: hyper takes another, larger buffer for a head that comes in pieces. An error
-            // or the end come to light with the next read.
+            // Read on in the same call: hyper allocates a larger buffer if headers arrive in pieces. The next read
+            // reports an error or the end.
             let _ = self.stream()?.poll_read(cx, buffer);
             self.bytes_read += buffer.filled().len() - before;
             return Poll::Ready(Ok(()));
@@ -114,14 +114,14 @@ impl AsyncWrite for ReclaimableStream {
     }
 }
 
-// A waker of one's own: what rarely happens is polled when it has happened, not whenever something else does.
+// Waker for rarely-ready futures: they are polled only when they woke the task themselves.
 
-/// Wakes a task, and tells it that it was this one.
+/// Wakes a task, and records that it did.
 #[derive(Debug)]
 pub(super) struct SelectiveWaker {
     state: Arc<WakeState>,
     waker: Waker,
-    /// The task that it wakes.
+    /// Waker of the task.
     task: Option<Waker>,
 }
 
@@ -132,25 +132,25 @@ struct WakeState {
 }
 
 impl SelectiveWaker {
-    /// One that rings: nobody has been asked yet.
+    /// Create a waker that is ready, so that the futures are polled a first time.
     pub(super) fn new() -> Self {
         let state = Arc::new(WakeState { woken: AtomicBool::new(true), task: Mutex::default() });
         SelectiveWaker { waker: state.clone().into(), state, task: None }
     }
 
-    /// What to poll with, if it rang since the last time.
+    /// Return a context to poll the futures with if one of them has woken the task since the last call.
     pub(super) fn take_context(&mut self, cx: &Context<'_>) -> Option<Context<'_>> {
         if !self.task.as_ref().is_some_and(|task| task.will_wake(cx.waker())) {
             self.task = Some(cx.waker().clone());
-            // Before it is seen whether it rang: whoever rings from now on wakes this task.
+            // Stored before the flag is read, so that every later wake reaches this task.
             self.state.lock_task().clone_from(&self.task);
         }
-        // Mostly it did not: one look, and nothing that other cores would have to see.
+        // Usually not woken: a plain load avoids the write to a shared cache line.
         let woken = &self.state.woken;
         (woken.load(Ordering::Relaxed) && woken.swap(false, Ordering::AcqRel)).then(|| Context::from_waker(&self.waker))
     }
 
-    /// What it rings for is another thing now, which is to be asked.
+    /// Poll again at the next call, because other futures are awaited now.
     pub(super) fn mark_ready(&self) {
         self.state.woken.store(true, Ordering::Release);
     }
