@@ -1,11 +1,12 @@
-//! Numbers that only grow. Each worker has its own, so that none waits for another's cache line; whoever reads adds them up.
+//! Counters and histograms. Each worker has its own, so that workers do not contend for cache lines; readers add
+//! them up.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-/// Counts of `N` kinds of events.
+/// Counters of `N` kinds of events.
 #[derive(Debug)]
 pub struct Counter<const N: usize>([AtomicU64; N]);
 
@@ -16,29 +17,29 @@ impl<const N: usize> Default for Counter<N> {
 }
 
 impl<const N: usize> Counter<N> {
-    /// One more of this kind.
+    /// Increment the counter of `kind`.
     pub fn increment(&self, kind: usize) {
         self.add(kind, 1);
     }
 
-    /// More of this kind.
+    /// Add `amount` to the counter of `kind`.
     pub fn add(&self, kind: usize, amount: u64) {
         self.0[kind].fetch_add(amount, Ordering::Relaxed);
     }
 
-    /// So many there were.
+    /// Return all counters.
     pub fn values(&self) -> [u64; N] {
         std::array::from_fn(|kind| self.0[kind].load(Ordering::Relaxed))
     }
 }
 
-/// Upper bounds of the buckets of [`Durations`], µs; what takes longer is in one more.
+/// Upper bounds of the buckets of [`Histogram`] in µs. One more bucket counts longer durations.
 pub const BUCKET_BOUNDS_US: [u64; 16] = [
     50, 100, 250, 500, 1_000, 2_500, 5_000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000, 5_000_000,
     30_000_000,
 ];
 
-/// How long something took, each time.
+/// Histogram of durations.
 #[derive(Debug, Default)]
 pub struct Histogram {
     buckets: Counter<{ BUCKET_BOUNDS_US.len() + 1 }>,
@@ -46,20 +47,20 @@ pub struct Histogram {
 }
 
 impl Histogram {
-    /// It took so long.
+    /// Record a duration.
     pub fn observe(&self, duration: Duration) {
         let duration_us = duration.as_micros() as u64;
         self.buckets.increment(BUCKET_BOUNDS_US.partition_point(|bound| *bound < duration_us));
         self.sum_us.fetch_add(duration_us, Ordering::Relaxed);
     }
 
-    /// The times in each bucket, and their sum in µs.
+    /// Return the count of each bucket, not cumulative, and the sum in µs.
     pub fn snapshot(&self) -> ([u64; BUCKET_BOUNDS_US.len() + 1], u64) {
         (self.buckets.values(), self.sum_us.load(Ordering::Relaxed))
     }
 }
 
-/// The tallies of things that have names, one for each worker.
+/// Metrics by name, one per worker.
 #[derive(Debug)]
 pub struct MetricFamily<T>(Mutex<BTreeMap<Box<str>, ByWorker<T>>>);
 
@@ -72,13 +73,13 @@ impl<T> Default for MetricFamily<T> {
 }
 
 impl<T: Default> MetricFamily<T> {
-    /// That of a worker; the same for the same name, so that counts outlive a change of the configuration.
+    /// Return the metrics of a worker by name. They outlive a reload: the same name returns the same metrics.
     pub fn get_or_create(&self, name: &str, worker: usize) -> Arc<T> {
         let mut metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.entry(name.into()).or_default().entry(worker).or_default().clone()
     }
 
-    /// All, by name.
+    /// Return the metrics of all workers, sorted by name.
     pub fn all(&self) -> Vec<(Box<str>, Vec<Arc<T>>)> {
         let metrics = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         metrics.iter().map(|(name, workers)| (name.clone(), workers.values().cloned().collect())).collect()

@@ -1,5 +1,5 @@
-//! TLS towards clients: certificates chosen by the name that the client asks for (SNI, RFC 6066 §3), clients known by
-//! theirs; both can be replaced while connections go on.
+//! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), client certificates and trust roots.
+//! Both can be replaced while connections are open.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -21,57 +21,69 @@ use x509_parser::certificate::Validity;
 use x509_parser::parse_x509_certificate;
 use x509_parser::time::ASN1Time;
 
-/// Why a certificate cannot be used.
+/// Why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
 #[allow(missing_docs)]
 pub enum TlsError {
+    /// The PEM of the certificate is malformed.
     #[error("the certificate cannot be read: {0}")]
     UnreadableCertificate(#[source] pem::Error),
+    /// The PEM contains no certificate.
     #[error("there is no certificate")]
     NoCertificate,
+    /// The certificate is not valid X.509.
     #[error("the certificate is malformed")]
     MalformedCertificate,
+    /// The PEM of the private key is malformed or contains no key.
     #[error("the key cannot be read: {0}")]
     UnreadableKey(#[source] pem::Error),
+    /// The private key does not belong to the certificate, or is not supported.
     #[error("certificate and key do not fit: {0}")]
     KeyMismatch(#[source] rustls::Error),
+    /// The certificate expired at this time.
     #[error("the certificate has expired on {0}")]
     Expired(ASN1Time),
+    /// The certificate is not valid before this time.
     #[error("the certificate is not valid before {0}")]
     NotYetValid(ASN1Time),
+    /// The certificate cannot be used as a trust root.
     #[error("the certificate is none of an authority: {0}")]
     NotCaCertificate(#[source] rustls::Error),
+    /// The system has no CA certificates.
     #[error("this system has no certificates of authorities")]
     NoSystemRoots,
+    /// rustls rejects the trust roots for client certificates.
     #[error("the authorities cannot be used: {0}")]
     InvalidTrustRoots(#[from] VerifierBuilderError),
+    /// rustls rejects the configuration.
     #[error("TLS cannot be set up: {0}")]
     Setup(#[source] rustls::Error),
 }
 
-/// Whether a client must have a certificate.
+/// Whether clients must present a certificate.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ClientAuth {
-    /// It may have none.
+    /// Clients may connect without a certificate.
     Optional,
-    /// Without one there is no connection.
+    /// Handshakes without a certificate fail.
     Required,
 }
 
-/// Which clients' certificates are believed.
+/// Verifier of client certificates.
 #[derive(Debug)]
 pub struct ClientVerifier(Arc<dyn ClientCertVerifier>);
 
-/// One listener's side of TLS.
+/// TLS of one listener.
 #[derive(Debug)]
 pub struct DownstreamTls {
     certificates: Arc<SniResolver>,
     config: ArcSwap<ServerConfig>,
-    /// Whether it believes others than at first.
+    /// Whether `set_client_verifier` was called.
     client_trust_changed: AtomicBool,
 }
 
-/// Chooses the first certificate that is for the name; the very first if none is, or no name was sent.
+/// Selects the first certificate that is valid for the server name. Without a match or a server name it is the
+/// first one.
 #[derive(Debug)]
 struct SniResolver(Vec<ArcSwap<Certificate>>);
 
@@ -85,10 +97,10 @@ impl ResolvesServerCert for SniResolver {
 }
 
 impl ClientVerifier {
-    /// Believes certificates that these authorities (PEM) have signed.
+    /// Verify client certificates with these CA certificates (PEM).
     ///
     /// # Errors
-    /// No authority can be read.
+    /// The PEM contains no certificate, or one that cannot be used.
     pub fn from_pem(ca_pem: &[u8], auth: ClientAuth) -> Result<Self, TlsError> {
         let TrustRoots(roots) = TrustRoots::from_pem(ca_pem)?;
         let verifier = WebPkiClientVerifier::builder_with_provider(roots, Arc::new(default_provider()));
@@ -101,10 +113,10 @@ impl ClientVerifier {
 }
 
 impl DownstreamTls {
-    /// TLS 1.2 and 1.3 with HTTP/2 and HTTP/1.1 by ALPN.
+    /// Create a configuration for TLS 1.2 and 1.3 that offers HTTP/2 and HTTP/1.1 by ALPN.
     ///
     /// # Errors
-    /// The library refuses the setup.
+    /// rustls rejects the configuration.
     pub fn new(certificates: Vec<Certificate>, client_verifier: Option<ClientVerifier>) -> Result<Self, TlsError> {
         let certificates = Arc::new(SniResolver(certificates.into_iter().map(ArcSwap::from_pointee).collect()));
         let client_verifier = client_verifier.unwrap_or_else(|| ClientVerifier(Arc::new(NoClientAuth)));
@@ -112,37 +124,38 @@ impl DownstreamTls {
         Ok(DownstreamTls { certificates, config, client_trust_changed: AtomicBool::new(false) })
     }
 
-    /// What makes a connection of the next stream.
+    /// Return an acceptor for the next connection.
     pub fn acceptor(&self) -> TlsAcceptor {
         TlsAcceptor::from(self.config.load_full())
     }
 
-    /// The certificates in their order.
+    /// Return the certificates in the configured order.
     pub fn certificates(&self) -> impl Iterator<Item = Arc<Certificate>> {
         self.certificates.0.iter().map(ArcSwap::load_full)
     }
 
-    /// Shows another certificate in the place of one. Sessions can still be resumed.
+    /// Replace the certificate at `index`. Sessions can still be resumed.
     pub fn replace_certificate(&self, index: usize, certificate: Certificate) {
         self.certificates.0[index].store(Arc::new(certificate));
     }
 
-    /// Believes other clients from now on. Sessions of before are not resumed: that would skip the check.
+    /// Replace the verifier of client certificates. Older sessions cannot be resumed: resumption would skip
+    /// verification.
     ///
     /// # Errors
-    /// The library refuses the setup.
+    /// rustls rejects the configuration.
     pub fn set_client_verifier(&self, client_verifier: ClientVerifier) -> Result<(), TlsError> {
         self.config.store(Arc::new(server_config(self.certificates.clone(), client_verifier)?));
         self.client_trust_changed.store(true, Ordering::Relaxed);
         Ok(())
     }
 
-    /// Whether it believes others than at first.
+    /// Return whether the verifier of client certificates was ever replaced.
     pub fn has_client_trust_changed(&self) -> bool {
         self.client_trust_changed.load(Ordering::Relaxed)
     }
 
-    /// Resumes the sessions of another one, which believes the same clients.
+    /// Accept session tickets of `other`, which must have an equal client verifier.
     pub fn use_ticketer_of(&self, other: &DownstreamTls) {
         let mut config = (*self.config.load_full()).clone();
         config.ticketer = other.config.load().ticketer.clone();
@@ -155,23 +168,23 @@ fn server_config(certificates: Arc<SniResolver>, client_verifier: ClientVerifier
     let builder = builder.with_safe_default_protocol_versions().map_err(TlsError::Setup)?;
     let mut config = builder.with_client_cert_verifier(client_verifier.0).with_cert_resolver(certificates);
     config.alpn_protocols = vec![b"h2".to_vec(), b"http/1.1".to_vec()];
-    // Sessions live in tickets (RFC 5077, RFC 8446 §4.6.1), not in our memory. The keys of tickets belong to this one
-    // configuration: a session that began where nobody asks for certificates is worth nothing where somebody does.
+    // Sessions are stateless tickets (RFC 5077, RFC 8446 §4.6.1). Each configuration has its own ticket keys, so
+    // that a session from a listener without client certificates is not resumed where they are required.
     config.ticketer = Ticketer::new().map_err(TlsError::Setup)?;
     Ok(config)
 }
 
-// The authorities whose word counts about certificates.
+// Trust roots.
 
-/// Certificates that they have signed are believed.
+/// CA certificates that verify the certificates of peers.
 #[derive(Debug, Clone)]
 pub struct TrustRoots(pub Arc<RootCertStore>);
 
 impl TrustRoots {
-    /// Reads them from PEM.
+    /// Read CA certificates from PEM.
     ///
     /// # Errors
-    /// There is none, or one of them cannot be read.
+    /// The PEM contains no certificate, or one that cannot be used.
     pub fn from_pem(pem: &[u8]) -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         for certificate in CertificateDer::pem_slice_iter(pem) {
@@ -183,10 +196,10 @@ impl TrustRoots {
         Ok(TrustRoots(Arc::new(roots)))
     }
 
-    /// Those of the system. One among many that cannot be read is passed over, as everybody does.
+    /// Return the CA certificates of the system. Unreadable ones are skipped.
     ///
     /// # Errors
-    /// There is none.
+    /// The system has no CA certificate.
     pub fn from_system() -> Result<Self, TlsError> {
         let mut roots = RootCertStore::empty();
         roots.add_parsable_certificates(rustls_native_certs::load_native_certs().certs);
@@ -197,21 +210,21 @@ impl TrustRoots {
     }
 }
 
-// A certificate chain with its key, from PEM.
+// Certificate chains with their keys.
 
-/// A certificate chain with its key.
+/// A certificate chain with its private key.
 #[derive(Debug)]
 pub struct Certificate {
-    /// The same for the library.
+    /// Chain and key as rustls uses them.
     pub certified_key: Arc<CertifiedKey>,
     validity: Validity,
 }
 
 impl Certificate {
-    /// Reads a chain and its key.
+    /// Read a chain and its key from PEM.
     ///
     /// # Errors
-    /// One of them cannot be read, has nothing fitting in it, or they do not belong together.
+    /// One of them is missing or cannot be read, or the key does not belong to the certificate.
     pub fn from_pem(chain: &[u8], key: &[u8]) -> Result<Self, TlsError> {
         let chain = CertificateDer::pem_slice_iter(chain).collect::<Result<Vec<_>, _>>();
         let chain = chain.map_err(TlsError::UnreadableCertificate)?;
@@ -223,11 +236,11 @@ impl Certificate {
         Ok(Certificate { certified_key: Arc::new(chain), validity })
     }
 
-    /// Sees that the time is within its validity. That of the rest of the chain is the client's business: an expired
-    /// cross-signature may stand there on purpose.
+    /// Check that `now_s` (seconds since the Unix epoch) is within the validity of the certificate. The rest of the
+    /// chain is not checked: clients do so, and an expired cross-signature may be intentional.
     ///
     /// # Errors
-    /// It is too late or too early, in seconds since the Unix epoch.
+    /// The certificate has expired or is not yet valid.
     pub fn check_validity(&self, now_s: i64) -> Result<(), TlsError> {
         match &self.validity {
             validity if now_s > validity.not_after.timestamp() => Err(TlsError::Expired(validity.not_after)),
