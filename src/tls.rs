@@ -23,7 +23,6 @@ use x509_parser::time::ASN1Time;
 
 /// Why a certificate, key or trust root cannot be used.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum TlsError {
     /// The PEM of the certificate is malformed.
     #[error("the certificate cannot be read: {0}")]

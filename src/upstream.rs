@@ -47,7 +47,6 @@ pub enum Protocol {
 
 /// Error of a request that got no response from an upstream.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum UpstreamError {
     /// No endpoint is usable.
     #[error("upstream `{upstream}` has no healthy server")]

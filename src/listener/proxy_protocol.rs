@@ -31,7 +31,6 @@ pub enum ProxySource {
 
 /// Why the PROXY header was rejected.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum ProxyError {
     /// The connection failed or ended within the header.
     #[error("the PROXY header cannot be read: {0}")]
