@@ -76,18 +76,18 @@ impl Server {
         let accept_tasks: Vec<_> = sockets.into_iter().map(accept).collect();
         for task in accept_tasks {
             if let Err(error) = task.await {
-                warn!(%error, "a listener ended");
+                warn!(%error, "listener task failed");
             }
         }
         self.tasks.close();
         let drain_timeout = self.gateway.runtime().server.drain_timeout;
         if timeout(drain_timeout, self.tasks.wait()).await.is_err() {
-            warn!(connections = self.tasks.len(), "drain_timeout is over: connections are closed");
+            warn!(connections = self.tasks.len(), "drain_timeout expired; closing connections");
             self.force_close.cancel();
             self.tasks.wait().await;
         }
         if timeout(FLUSH_TIMEOUT, self.gateway.flush_pending()).await.is_err() {
-            warn!("the store did not take the last releases and charges");
+            warn!("the store did not complete the last permit releases and charges in time");
         }
     }
 
@@ -100,13 +100,13 @@ impl Server {
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
                         if self.connection_limits.is_full() && logged_at.is_none_or(|logged_at: Instant| logged_at.elapsed() > FULL_LOG_INTERVAL) {
-                            warn!("there are max_connections connections: more have to wait");
+                            warn!("max_connections reached; further connections wait");
                             logged_at = Some(Instant::now());
                         }
                         self.spawn_connection(stream, address, listener_index).await;
                     }
                     Err(error) => {
-                        warn!(%error, "a connection could not be accepted");
+                        warn!(%error, "cannot accept a connection");
                         sleep(ACCEPT_RETRY_DELAY).await;
                     }
                 },
@@ -149,7 +149,7 @@ impl Server {
                 if is_force_closed { Poll::Ready(Ok(())) } else { connection.as_mut().poll(cx) }
             });
             if let Err(error) = closed.await {
-                debug!(%error, "a connection ended with an error");
+                debug!(%error, "connection ended with an error");
             }
         });
     }
@@ -258,11 +258,13 @@ impl Server {
             if !peer.forwarded.trusted {
                 UNTRUSTED_PROXY_LOGGED.call_once(|| {
                     warn!(
-                        "{} is closed to {}, which is not in client_ip.trusted_proxies; others like it are not told",
-                        listener.address, peer.address
+                        listener = %listener.address,
+                        client = %peer.address,
+                        "connection to a listener with `proxy_protocol` rejected: the client is not in \
+                         client_ip.trusted_proxies; further ones are not logged"
                     );
                 });
-                return Err(format!("{} is no trusted proxy", peer.address).into());
+                return Err(format!("`{}` is not a trusted proxy", peer.address).into());
             }
             match proxy_protocol::read_header(stream).await? {
                 ProxySource::Proxied(client) => peer = Peer::new(client, scheme, runtime),

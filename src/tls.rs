@@ -37,7 +37,7 @@ pub enum TlsError {
     #[error("the key cannot be read: {0}")]
     UnreadableKey(#[source] pem::Error),
     /// The private key does not belong to the certificate, or is not supported.
-    #[error("certificate and key do not fit: {0}")]
+    #[error("certificate and key do not match: {0}")]
     KeyMismatch(#[source] rustls::Error),
     /// The certificate expired at this time.
     #[error("the certificate has expired on {0}")]
@@ -46,13 +46,13 @@ pub enum TlsError {
     #[error("the certificate is not valid before {0}")]
     NotYetValid(ASN1Time),
     /// The certificate cannot be used as a trust root.
-    #[error("the certificate is none of an authority: {0}")]
+    #[error("the certificate is not a usable CA certificate: {0}")]
     NotCaCertificate(#[source] rustls::Error),
     /// The system has no CA certificates.
-    #[error("this system has no certificates of authorities")]
+    #[error("the system has no CA certificates")]
     NoSystemRoots,
     /// rustls rejects the trust roots for client certificates.
-    #[error("the authorities cannot be used: {0}")]
+    #[error("the CA certificates cannot be used: {0}")]
     InvalidTrustRoots(#[from] VerifierBuilderError),
     /// rustls rejects the configuration.
     #[error("TLS cannot be set up: {0}")]

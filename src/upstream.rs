@@ -57,7 +57,7 @@ pub enum UpstreamError {
         retry_after: Duration,
     },
     /// All endpoints are at `max_requests`, and the queue is full or the wait in it timed out.
-    #[error("all servers of upstream `{upstream}` have as many requests as they may")]
+    #[error("all servers of upstream `{upstream}` are at `max_requests`")]
     Overflow {
         /// Name of the upstream.
         upstream: Box<str>,
@@ -71,13 +71,13 @@ pub enum UpstreamError {
         source: std::io::Error,
     },
     /// No connection within `connect_timeout`.
-    #[error("connecting to upstream `{upstream}` took too long")]
+    #[error("connecting to upstream `{upstream}` timed out")]
     ConnectTimeout {
         /// Name of the upstream.
         upstream: Box<str>,
     },
     /// The connection or the stream ended before the response headers.
-    #[error("upstream `{upstream}` broke off: {}", RootCause(source))]
+    #[error("request to upstream `{upstream}` failed: {}", RootCause(source))]
     Reset {
         /// Name of the upstream.
         upstream: Box<str>,
@@ -85,7 +85,7 @@ pub enum UpstreamError {
         source: hyper::Error,
     },
     /// The response is malformed.
-    #[error("upstream `{upstream}` sent no valid response: {fault}")]
+    #[error("invalid response from upstream `{upstream}`: {fault}")]
     InvalidResponse {
         /// Name of the upstream.
         upstream: Box<str>,
@@ -93,19 +93,19 @@ pub enum UpstreamError {
         fault: &'static str,
     },
     /// The upstream responded with 101 although the request asked for no such upgrade.
-    #[error("upstream `{upstream}` switched to a protocol that it was not asked for")]
+    #[error("upstream `{upstream}` switched to a protocol that was not requested")]
     UnexpectedUpgrade {
         /// Name of the upstream.
         upstream: Box<str>,
     },
     /// No response headers within `response_timeout`.
-    #[error("upstream `{upstream}` did not answer in time")]
+    #[error("upstream `{upstream}` did not respond within `response_timeout`")]
     ResponseTimeout {
         /// Name of the upstream.
         upstream: Box<str>,
     },
     /// No response headers within the `timeout` of the route.
-    #[error("upstream `{upstream}` did not answer before the timeout of the route was over")]
+    #[error("upstream `{upstream}` did not respond within the `timeout` of the route")]
     RouteTimeout {
         /// Name of the upstream.
         upstream: Box<str>,
@@ -117,7 +117,7 @@ pub enum UpstreamError {
     #[error("the request body is longer than the route allows")]
     BodyTooLarge,
     /// The client aborted the request body.
-    #[error("the client broke off the request body: {0}")]
+    #[error("the client aborted the request body: {0}")]
     ClientAborted(Box<dyn Error + Send + Sync>),
 }
 
@@ -157,7 +157,7 @@ impl Display for RootCause<'_> {
         }
         if error.is_parse() {
             // A TLS server answers a clear-text request with an alert, which hyper cannot parse.
-            write!(f, "; a server that speaks TLS is written https://")?;
+            write!(f, "; if the server speaks TLS, use https://")?;
         }
         Ok(())
     }

@@ -197,7 +197,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin> MonitoredStream<S> {
                 let _ = Pin::new(&mut self.stream).poll_flush(cx);
             }
         }
-        io::Error::other("the client sends too many control frames or short DATA frames of HTTP/2")
+        io::Error::other("the client sent too many HTTP/2 control frames or short DATA frames")
     }
 }
 

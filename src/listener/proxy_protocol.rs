@@ -36,7 +36,7 @@ pub enum ProxyError {
     #[error("the PROXY header cannot be read: {0}")]
     Io(#[from] io::Error),
     /// The connection does not start with a PROXY header.
-    #[error("it does not begin with a PROXY header")]
+    #[error("the connection does not start with a PROXY header")]
     NoHeader,
     /// The header exceeds the maximum length.
     #[error("the PROXY header is too long")]

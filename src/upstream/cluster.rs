@@ -231,7 +231,7 @@ impl UpstreamCluster {
         };
         if is_new && endpoint.state.unreachable_log.should_log(UNREACHABLE_LOG_INTERVAL) {
             let (upstream, server) = (&self.settings.name, endpoint.name());
-            warn!(%upstream, %server, %error, "a server takes no connection and is passed over");
+            warn!(%upstream, %server, %error, "server is unreachable");
         }
         self.report_failure(endpoint, error);
     }
@@ -249,7 +249,7 @@ impl UpstreamCluster {
         let Some(time) = endpoint.health_state().eject(monotonic(), time) else { return };
         let (upstream, server) = (&self.settings.name, endpoint.name());
         self.rebuild(&self.lock_rebuild());
-        warn!(%upstream, %server, ejected_for = ?time, %error, "a server is ejected after {errors} errors in a row");
+        warn!(%upstream, %server, ejected_for = ?time, errors, %error, "server is ejected after consecutive errors");
     }
 
     /// Record the result of a health check. The error is the reason of the failure.
@@ -263,8 +263,8 @@ impl UpstreamCluster {
         self.rebuild(&self.lock_rebuild());
         let (upstream, server) = (&self.settings.name, endpoint.name());
         match result {
-            Ok(()) => info!(%upstream, %server, "a server is healthy again"),
-            Err(reason) => warn!(%upstream, %server, %reason, "a server is not healthy"),
+            Ok(()) => info!(%upstream, %server, "server is healthy again"),
+            Err(reason) => warn!(%upstream, %server, %reason, "server is unhealthy"),
         }
     }
 
@@ -276,7 +276,7 @@ impl UpstreamCluster {
         };
         let now = monotonic();
         for endpoint in endpoints.iter().filter(|endpoint| endpoint.health_state().end_ejection_if_due(now)) {
-            info!(upstream = %self.settings.name, server = %endpoint.name(), "a server that was ejected is used again");
+            info!(upstream = %self.settings.name, server = %endpoint.name(), "ejection of server ended");
         }
         self.install(rebuild_guard, endpoints, rendezvous);
     }
@@ -292,8 +292,10 @@ impl UpstreamCluster {
         if table.is_in_panic_mode != was_in_panic_mode {
             let upstream = &self.settings.name;
             match table.is_in_panic_mode {
-                true => warn!(%upstream, "more than half of the servers are out: ejected ones are used all the same"),
-                false => info!(%upstream, "half of the servers are in again"),
+                true => {
+                    warn!(%upstream, "more than half of the servers are ejected or unhealthy; ejections are ignored")
+                }
+                false => info!(%upstream, "ejections of servers apply again"),
             }
         }
         let table = Arc::new(table);

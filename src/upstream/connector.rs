@@ -218,7 +218,7 @@ impl Upstream {
     /// Report endpoints that lost the race despite their head start of one connection attempt delay.
     fn report_slow_connects(&self, attempts: &[(Arc<Endpoint>, Instant)]) {
         for (endpoint, _) in attempts.iter().filter(|(_, since)| since.elapsed() >= CONNECTION_ATTEMPT_DELAY) {
-            self.cluster.report_connect_failure(endpoint, &"connecting takes long");
+            self.cluster.report_connect_failure(endpoint, &"connecting took longer than to another server");
         }
     }
 }
@@ -331,7 +331,9 @@ impl TlsDiagnosis {
         match error.kind() {
             // Servers that cannot parse the ClientHello close the connection.
             io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe => {
-                TlsDiagnosis::with_message("the server hangs up in the TLS handshake; is it http://?")
+                TlsDiagnosis::with_message(
+                    "the server closed the connection in the TLS handshake; if it does not speak TLS, use http://",
+                )
             }
             _ => TlsDiagnosis::from_io_error(error),
         }
@@ -343,7 +345,7 @@ impl TlsDiagnosis {
     pub(super) fn from_read_error(error: io::Error, name: &ServerName<'_>) -> io::Error {
         let error = TlsDiagnosis::from_io_error(error);
         if error.get_ref().is_some_and(|inner| inner.is::<TlsDiagnosis>()) {
-            warn!("TLS with `{}` broke off: {error}", name.to_str());
+            warn!(server_name = %name.to_str(), %error, "TLS connection to upstream failed");
         }
         error
     }
@@ -358,7 +360,7 @@ impl TlsDiagnosis {
 
     pub(super) fn http2_not_negotiated() -> io::Error {
         TlsDiagnosis::with_message(
-            "the server does not choose HTTP/2 by ALPN (`h2`); protocol = \"http1\" is for those without it",
+            "the server did not select HTTP/2 by ALPN (`h2`); if it does not support HTTP/2, set protocol = \"http1\"",
         )
     }
 
@@ -371,9 +373,11 @@ fn describe_error(error: &Error) -> String {
     match error {
         Error::InvalidCertificate(certificate_error) => describe_certificate_error(certificate_error),
         Error::AlertReceived(alert) => describe_alert(*alert),
-        Error::InvalidMessage(_) => "the server speaks no TLS; is it http://?".to_owned(),
-        Error::PeerIncompatible(_) => format!("the server's TLS is not ours, which is 1.2 and 1.3: {error}"),
-        _ => format!("TLS fails: {error}"),
+        Error::InvalidMessage(_) => "the server does not speak TLS; use http://, or correct the port".to_owned(),
+        Error::PeerIncompatible(_) => {
+            format!("the server's TLS is incompatible with the gateway's (TLS 1.2 and 1.3): {error}")
+        }
+        _ => format!("TLS failed: {error}"),
     }
 }
 
@@ -386,34 +390,36 @@ fn describe_certificate_error(error: &CertificateError) -> String {
             // rustls formats them as `DnsName("a.test")` and `IpAddress(192.0.2.1)`.
             let bare = |name: &String| name.split(['(', ')', '"']).rfind(|part| !part.is_empty()).map(str::to_owned);
             let presented = presented.iter().filter_map(bare).collect::<Vec<_>>().join(", ");
-            let presented = if presented.is_empty() { "no name at all (a common name is none)" } else { &presented };
+            let presented = if presented.is_empty() { "no name (common names do not count)" } else { &presented };
             format!(
-                "the server's certificate is not for `{}`, but for {presented}; tls.server_name says which name is meant",
+                "the server's certificate is valid for {presented}, not for `{}`; set tls.server_name to a name of the \
+                 certificate",
                 expected.to_str()
             )
         }
         CertificateError::UnknownIssuer => {
-            "the server's certificate is signed by none of the authorities that are believed; tls.ca names the file \
-             of the one that did, without it those of the system count"
+            "the server's certificate is not signed by a trusted CA; set tls.ca to the certificate of its CA (default: \
+             the CA certificates of the system)"
                 .to_owned()
         }
         CertificateError::ExpiredContext { not_after, .. } => {
-            format!("the server's certificate has expired on {}; it needs a new one", date(not_after.as_secs()))
+            format!("the server's certificate has expired on {}; renew it", date(not_after.as_secs()))
         }
         CertificateError::NotValidYetContext { not_before, .. } => {
             let date = date(not_before.as_secs());
-            format!("the server's certificate is not valid before {date}; is a clock wrong?")
+            format!("the server's certificate is not valid before {date}; check the clocks")
         }
         CertificateError::InvalidPurposeContext { .. } => {
-            "the server's certificate is not meant for servers (extended key usage); it needs another one".to_owned()
+            "the server's certificate is not valid for servers; issue one with the extended key usage serverAuth"
+                .to_owned()
         }
         // Error of webpki that rustls passes on only as text.
         CertificateError::Other(why) if why.to_string().contains("CaUsedAsEndEntity") => {
-            "the server shows the certificate of an authority (CA:TRUE, as `openssl req -x509` makes them); it needs one \
-             of its own, signed by that authority"
+            "the server presents a CA certificate (CA:TRUE, the default of `openssl req -x509`); issue a \
+             certificate for the server that this CA signs"
                 .to_owned()
         }
-        _ => format!("the server's certificate is refused: {error}"),
+        _ => format!("the server's certificate was rejected: {error}"),
     }
 }
 
@@ -421,12 +427,12 @@ fn describe_certificate_error(error: &CertificateError) -> String {
 fn describe_alert(alert: AlertDescription) -> String {
     match alert {
         AlertDescription::CertificateRequired => {
-            "the server wants a certificate of ours: tls.cert and tls.key".to_owned()
+            "the server requires a client certificate; set tls.cert and tls.key".to_owned()
         }
         // TLS 1.2 also sends this alert for a missing client certificate.
         AlertDescription::HandshakeFailure => {
-            "the server refuses the handshake (HandshakeFailure); it may want a certificate of ours, tls.cert and \
-             tls.key, or other ciphers than ours"
+            "the server rejected the handshake (HandshakeFailure); it may require a client certificate (tls.cert and \
+             tls.key) or other cipher suites"
                 .to_owned()
         }
         AlertDescription::BadCertificate
@@ -437,16 +443,15 @@ fn describe_alert(alert: AlertDescription) -> String {
         | AlertDescription::UnknownCA
         | AlertDescription::AccessDenied
         | AlertDescription::DecryptError => {
-            format!("the server refuses our certificate ({alert:?}); tls.cert must be one that it believes")
+            format!("the server rejected the client certificate ({alert:?}); set tls.cert to one that it trusts")
         }
         AlertDescription::UnrecognisedName => {
-            "the server does not know the name that it is asked for; tls.server_name says which name is meant"
-                .to_owned()
+            "the server does not know the server name (SNI); set tls.server_name to a name that it serves".to_owned()
         }
         AlertDescription::NoApplicationProtocol => {
-            "the server does not speak the `protocol` of this upstream (ALPN)".to_owned()
+            "the server does not support the `protocol` of this upstream (ALPN)".to_owned()
         }
         AlertDescription::ProtocolVersion => "the server speaks neither TLS 1.2 nor TLS 1.3".to_owned(),
-        _ => format!("the server ends TLS: {alert:?}"),
+        _ => format!("the server closed the TLS connection: {alert:?}"),
     }
 }

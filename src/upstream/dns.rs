@@ -132,14 +132,14 @@ impl HostEntry {
         let (host, was_failing) = (&self.host, self.last_error.take().is_some());
         if self.addresses != resolved.addresses {
             if self.addresses.is_empty() && !was_failing {
-                debug!("`{host}` is at {:?}", resolved.addresses);
+                debug!(%host, addresses = ?resolved.addresses, "resolved host");
             } else {
-                info!("`{host}` is at {:?} now", resolved.addresses);
+                info!(%host, addresses = ?resolved.addresses, "resolved host to new addresses");
             }
             self.addresses = resolved.addresses;
             self.update_clusters();
         } else if was_failing {
-            info!("`{host}` is found again, where it was");
+            info!(%host, "resolved host again; its addresses are unchanged");
         }
         self.consecutive_failures = 0;
         resolved.ttl.clamp(MIN_TTL, MAX_TTL)
@@ -156,10 +156,14 @@ impl HostEntry {
     /// Record a failed lookup; the addresses are kept. Return the time until the next lookup.
     fn record_failure(&mut self, reason: ResolveError) -> Duration {
         if self.last_error.as_ref() != Some(&reason) {
-            let consequence =
-                if self.addresses.is_empty() { "it has no address yet" } else { "its last addresses are used" };
+            let host = &self.host;
             let upstreams: Vec<_> = self.servers.iter().map(|server| &*server.cluster.settings.name).collect();
-            warn!("`{}` of upstream `{}` is not found: {reason}; {consequence}", self.host, upstreams.join("`, `"));
+            let upstreams = upstreams.join(", ");
+            if self.addresses.is_empty() {
+                warn!(%host, %upstreams, error = %reason, "cannot resolve host; it has no address yet");
+            } else {
+                warn!(%host, %upstreams, error = %reason, "cannot resolve host; its last addresses are used");
+            }
             self.last_error = Some(reason);
         }
         let wait = MIN_TTL * 2_u32.saturating_pow(self.consecutive_failures.min(16));
@@ -193,13 +197,13 @@ pub(crate) struct ResolvedAddresses {
 /// Reason why a lookup failed.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub(crate) enum ResolveError {
-    #[error("there is no such name")]
+    #[error("the name does not exist (NXDOMAIN)")]
     NxDomain,
-    #[error("it has neither an A nor an AAAA record")]
+    #[error("the name has no A or AAAA record")]
     NoRecords,
-    #[error("no name server answers in time; /etc/resolv.conf says whom to ask")]
+    #[error("no name server responded in time; check /etc/resolv.conf")]
     Timeout,
-    #[error("the name server cannot answer ({0})")]
+    #[error("the name server returned an error ({0})")]
     ErrorResponse(ResponseCode),
     #[error("{0}")]
     Other(String),

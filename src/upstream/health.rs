@@ -70,7 +70,7 @@ async fn check_endpoint(cluster: Arc<UpstreamCluster>, health: HealthSettings, e
     sleep(part(0, 1000)).await;
     loop {
         let result = timeout(health.timeout, check_once(&cluster, &health, &endpoint)).await;
-        let result = result.unwrap_or_else(|_| Err(format!("no answer within {:?}", health.timeout)));
+        let result = result.unwrap_or_else(|_| Err(format!("no response within {:?}", health.timeout)));
         cluster.report_check(&endpoint, &health, result);
         sleep(part(900, 1100)).await;
     }
@@ -83,12 +83,12 @@ async fn check_once(
     endpoint: &Arc<Endpoint>,
 ) -> Result<(), String> {
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
-    let (mut connection, _) = pool.connect().await.map_err(|error| format!("no connection: {error}"))?;
+    let (mut connection, _) = pool.connect().await.map_err(|error| format!("cannot connect: {error}"))?;
     let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
-    let response = connection.send(request).await.map_err(|failure| format!("no answer: {}", failure.error()))?;
+    let response = connection.send(request).await.map_err(|failure| format!("no response: {}", failure.error()))?;
     match response.status() {
         status if health.expected_statuses.contains(&status) => Ok(()),
-        status => Err(format!("it answers {status}")),
+        status => Err(format!("unexpected status {status}")),
     }
 }
 

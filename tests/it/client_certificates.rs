@@ -214,7 +214,7 @@ fn authorities_are_reloaded_and_their_sessions_end() {
     for (content, reason) in [
         ("", "there is no certificate"),
         ("garbage", "there is no certificate"),
-        ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "none of an authority"),
+        ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "not a usable CA certificate"),
         ("-----BEGIN CERTIFICATE-----\nAAAA\n", "cannot be read"),
     ] {
         let refusals = || gateway.log().matches("the authorities before stay").count();

@@ -189,7 +189,7 @@ fn a_name_that_does_not_exist_is_a_503() {
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");
     assert!(reply.header("retry-after").is_some() && !reply.text().contains("invalid"), "{}", reply.text());
-    eventually("it is told", || gateway.log().contains("`no-such-server.invalid` of upstream `u` is not found: "));
-    assert!(gateway.log().contains("it has no address yet"), "{}", gateway.log());
+    eventually("it is told", || gateway.log().contains("cannot resolve host; it has no address yet"));
+    assert!(gateway.log().contains(r#""host":"no-such-server.invalid","upstreams":"u""#), "{}", gateway.log());
     assert_eq!(gateway.get("/").status, 503);
 }

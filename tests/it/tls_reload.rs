@@ -66,7 +66,7 @@ fn renamed_files_are_shown_and_connections_and_sessions_go_on() {
     // One after the other, as tools do it; between the two they do not fit.
     put(folder.path(), "server.pem", &new.cert);
     eventually("the pair that does not fit is seen", || refusals(&gateway) == 1);
-    assert!(gateway.log().contains("certificate and key do not fit"), "{}", gateway.log());
+    assert!(gateway.log().contains("certificate and key do not match"), "{}", gateway.log());
     assert!(shows(&gateway, &old), "as long as the key is missing");
     put(folder.path(), "server.key", &new.key);
     eventually("the new one is shown", || shows(&gateway, &new));
@@ -121,8 +121,8 @@ fn what_cannot_be_shown_is_refused_and_the_old_stays() {
     let mut running = TlsClient::shake(&believing(&[&old]), gateway.address, NAME).unwrap();
     let half = &other.cert[..other.cert.len() / 2];
     for (cert, key, reason) in [
-        (&*old.cert, &*other.key, "certificate and key do not fit"),
-        (&other.cert, &old.key, "certificate and key do not fit"),
+        (&*old.cert, &*other.key, "certificate and key do not match"),
+        (&other.cert, &old.key, "certificate and key do not match"),
         (&past.cert, &past.key, "the certificate has expired on Jan  1 00:00:00 2001"),
         (&future.cert, &future.key, "the certificate is not valid before Jan  1 00:00:00 3999"),
         ("", &old.key, "there is no certificate"),

@@ -165,7 +165,7 @@ fn an_address_must_stand_in_the_certificate() {
     assert_eq!(upstream.shakes()[0].name, None, "addresses are not sent as names");
     let upstream = ok(server(&ca.server(&["localhost", "127.0.0.2"], NOW), None, &[], BOTH));
     let gateway = gateway(&url("127.0.0.1", upstream.address), CA, &ca);
-    assert_refused(&gateway, "is not for `127.0.0.1`, but for localhost, 127.0.0.2;", "another address");
+    assert_refused(&gateway, "is valid for localhost, 127.0.0.2, not for `127.0.0.1`;", "another address");
 }
 
 #[test]
@@ -186,7 +186,7 @@ fn without_a_ca_those_of_the_system_are_believed() {
     assert_eq!(start(&config).get("/").status, 200);
     std::fs::write(&system, Authority::new("other").pem()).unwrap();
     let gateway = start(&config);
-    assert_refused(&gateway, "signed by none of the authorities", "another system");
+    assert_refused(&gateway, "not signed by a trusted CA", "another system");
 
     std::fs::write(&system, "").unwrap();
     let path = gateway.directory().join("gateway.toml");
@@ -200,7 +200,7 @@ fn without_a_ca_those_of_the_system_are_believed() {
         .unwrap();
     let report = String::from_utf8(check.stderr).unwrap();
     assert_eq!(check.status.code(), Some(2), "{report}");
-    assert!(report.contains("this system has no certificates of authorities"), "{report}");
+    assert!(report.contains("the system has no CA certificates"), "{report}");
 }
 
 #[test]
@@ -209,14 +209,14 @@ fn a_certificate_that_is_wrong_is_a_502_with_its_reason_in_the_log() {
     let itself = ca.itself();
     let client = ca.sign_for(&[], &["localhost"], NOW, ExtendedKeyUsagePurpose::ClientAuth);
     for (what, shown, said) in [
-        ("name", ca.server(&["other.test"], NOW), "is not for `localhost`, but for other.test; tls.server_name"),
-        ("no name", ca.server(&[], NOW), "is not for `localhost`, but for no name at all"),
-        ("an authority's", itself, "shows the certificate of an authority (CA:TRUE"),
-        ("authority", other.server(&["localhost"], NOW), "signed by none of the authorities that are believed; tls.ca"),
-        ("its own", Pair::server("localhost", NOW), "signed by none of the authorities"),
+        ("name", ca.server(&["other.test"], NOW), "is valid for other.test, not for `localhost`; set tls.server_name"),
+        ("no name", ca.server(&[], NOW), "is valid for no name (common names do not count), not for `localhost`"),
+        ("an authority's", itself, "presents a CA certificate (CA:TRUE"),
+        ("authority", other.server(&["localhost"], NOW), "not signed by a trusted CA; set tls.ca"),
+        ("its own", Pair::server("localhost", NOW), "not signed by a trusted CA"),
         ("expired", ca.server(&["localhost"], PAST), "has expired on Jan  1 00:00:00 2001"),
         ("early", ca.server(&["localhost"], FUTURE), "is not valid before Jan  1 00:00:00 3999"),
-        ("purpose", client, "is not meant for servers"),
+        ("purpose", client, "is not valid for servers"),
     ] {
         for protocol in ["http1", "http2"] {
             let upstream = ok(server(&shown, None, &["h2", "http/1.1"], BOTH));
@@ -261,11 +261,11 @@ fn a_server_that_does_not_like_us_is_named_in_the_log() {
             let rest = format!("protocol = \"{protocol}\"\n");
             let url = url("localhost", upstream.address);
             let none = gateway(&url, &format!("{CA}{rest}"), &ca);
-            assert_refused(&none, "wants a certificate of ours", &format!("no certificate, {protocol}, {version:?}"));
+            assert_refused(&none, "requires a client certificate", &format!("no certificate, {protocol}, {version:?}"));
             let wrong = showing(&url, &rest, &ca, &stranger);
             assert_refused(
                 &wrong,
-                "the server refuses our certificate (",
+                "the server rejected the client certificate (",
                 &format!("a wrong one, {protocol}, {version:?}"),
             );
             assert_eq!(upstream.shakes(), []);
@@ -314,7 +314,7 @@ fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
 #[test]
 fn a_server_without_http2_is_refused_where_it_is_wanted() {
     let ca = Authority::new("ca");
-    for (alpn, said) in [(&[][..], "does not choose HTTP/2 by ALPN"), (&["http/1.1"], "does not speak the `protocol`")]
+    for (alpn, said) in [(&[][..], "did not select HTTP/2 by ALPN"), (&["http/1.1"], "does not support the `protocol`")]
     {
         let upstream = ok(server(&ca.server(&["localhost"], NOW), None, alpn, BOTH));
         let rest = format!("{CA}protocol = \"http2\"\n");
@@ -322,7 +322,7 @@ fn a_server_without_http2_is_refused_where_it_is_wanted() {
     }
     let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &["h2"], BOTH));
     let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
-    assert_refused(&gateway, "does not speak the `protocol`", "HTTP/2 only");
+    assert_refused(&gateway, "does not support the `protocol`", "HTTP/2 only");
 }
 
 #[test]
@@ -449,8 +449,8 @@ fn plain_text_where_tls_is_wanted_is_told() {
         let _ = stream.read(&mut [0; 4096]);
     });
     for (address, said) in [
-        (answers, "the server speaks no TLS; is it http://?"),
-        (hangs_up, "the server hangs up in the TLS handshake; is it http://?"),
+        (answers, "the server does not speak TLS; use http://"),
+        (hangs_up, "the server closed the connection in the TLS handshake; if it does not speak TLS, use http://"),
     ] {
         assert_refused(&gateway(&url("localhost", address), CA, &ca), said, said);
     }
@@ -461,7 +461,7 @@ fn tls_where_plain_text_is_wanted_is_told() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
     let gateway = Gateway::start(&config(&format!("http://{}", upstream.address), ""));
-    assert_refused(&gateway, "a server that speaks TLS is written https://", "TLS behind http://");
+    assert_refused(&gateway, "if the server speaks TLS, use https://", "TLS behind http://");
 }
 
 #[test]
@@ -473,7 +473,7 @@ fn connect_timeout_covers_the_handshake() {
     for protocol in ["http1", "http2"] {
         let rest = format!("{CA}protocol = \"{protocol}\"\nconnect_timeout = \"300ms\"\n");
         let gateway = gateway(&url("localhost", silent), &rest, &ca);
-        assert_refused(&gateway, "took too long", protocol);
+        assert_refused(&gateway, "timed out", protocol);
     }
 }
 
@@ -489,7 +489,7 @@ fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
     let upstream = Secured::serve(server(&new.server(&["localhost"], NOW), Some(&clients), &[], BOTH), closing);
     let (first, second) = (clients.client(&[], NOW), clients.client(&[(DnType::CommonName, "second")], NOW));
     let gateway = showing(&url("localhost", upstream.address), "", &old, &first);
-    assert_refused(&gateway, "signed by none of the authorities", "before");
+    assert_refused(&gateway, "not signed by a trusted CA", "before");
     let put = |name: &str, content: &str| put(gateway.directory(), name, content);
     let reloads = || gateway.log().matches("reloaded").count();
 
@@ -499,7 +499,7 @@ fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
     assert!(gateway.log().contains("reloaded") && gateway.log().contains("ca.pem"), "{}", gateway.log());
 
     put("own.pem", &second.cert);
-    eventually("half of a pair is refused", || gateway.log().contains("certificate and key do not fit"));
+    eventually("half of a pair is refused", || gateway.log().contains("certificate and key do not match"));
     assert_eq!(gateway.get("/").status, 200);
     assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
     let before = reloads();
