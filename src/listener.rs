@@ -99,7 +99,8 @@ impl Server {
                 () = self.drain.cancelled() => break,
                 accepted = socket.accept() => match accepted {
                     Ok((stream, address)) => {
-                        if self.connection_limits.is_full() && logged_at.is_none_or(|logged_at: Instant| logged_at.elapsed() > FULL_LOG_INTERVAL) {
+                        let is_due = logged_at.is_none_or(|at: Instant| at.elapsed() > FULL_LOG_INTERVAL);
+                        if self.connection_limits.is_full() && is_due {
                             warn!("max_connections reached; further connections wait");
                             logged_at = Some(Instant::now());
                         }

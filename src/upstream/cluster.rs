@@ -383,7 +383,7 @@ mod tests {
     use crate::upstream::Protocol;
     use crate::upstream::UpstreamServerSettings;
 
-    fn fleet(servers: &[&str]) -> UpstreamCluster {
+    fn cluster(servers: &[&str]) -> UpstreamCluster {
         let server = |host: &&str| UpstreamServerSettings {
             authority: (*host).into(),
             host: (*host).into(),
@@ -410,19 +410,19 @@ mod tests {
     }
 
     #[test]
-    fn members_that_stay_are_the_same() {
-        let cluster = fleet(&["name", "10.0.0.9"]);
+    fn set_addresses_keeps_remaining_endpoints() {
+        let cluster = cluster(&["name", "10.0.0.9"]);
         let [one, two, three] = ["10.0.0.1:80", "10.0.0.2:80", "10.0.0.3:80"].map(|text| text.parse().unwrap());
         let of = |address| cluster.endpoints().iter().find(|endpoint| endpoint.address == Some(address)).cloned();
-        let literal = of("10.0.0.9:80".parse().unwrap()).expect("an address has a member from the start");
+        let literal = of("10.0.0.9:80".parse().unwrap()).expect("an IP address has an endpoint from the start");
         cluster.set_addresses(0, &[one, two, one]);
         let kept = of(two).unwrap();
-        assert_eq!(cluster.endpoints().len(), 3, "each address once, and the other server");
+        assert_eq!(cluster.endpoints().len(), 3, "one endpoint per distinct address, and the other server");
         cluster.set_addresses(0, &[three, two]);
         assert!(Arc::ptr_eq(&kept, &of(two).unwrap()) && of(one).is_none() && of(three).is_some());
         let before = cluster.endpoints();
         cluster.set_addresses(0, &[two, three]);
-        assert!(Arc::ptr_eq(&before, &cluster.endpoints()), "nothing has changed");
+        assert!(Arc::ptr_eq(&before, &cluster.endpoints()), "the order of addresses is irrelevant");
         cluster.set_addresses(0, &[]);
         assert!(
             cluster.endpoints().iter().all(|endpoint| Arc::ptr_eq(endpoint, &literal)),

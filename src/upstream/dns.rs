@@ -292,7 +292,7 @@ impl From<NetError> for ResolveError {
 mod tests {
     use super::*;
 
-    fn name() -> HostEntry {
+    fn entry() -> HostEntry {
         HostEntry {
             host: "api.test".into(),
             servers: Vec::new(),
@@ -303,19 +303,19 @@ mod tests {
     }
 
     #[test]
-    fn an_answer_holds_for_its_ttl_within_bounds() {
+    fn next_lookup_follows_ttl_within_bounds() {
         for (ttl, wait) in [(0, 1), (1, 1), (60, 60), (300, 300), (86_400, 300)] {
             let resolved = ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: Duration::from_secs(ttl) };
-            assert_eq!(name().record_answer(resolved), Duration::from_secs(wait), "a TTL of {ttl} s");
+            assert_eq!(entry().record_answer(resolved), Duration::from_secs(wait), "a TTL of {ttl} s");
         }
     }
 
     #[test]
-    fn failures_are_repeated_less_and_less_often() {
-        let mut name = name();
-        let mut missing = || name.record_failure(ResolveError::Timeout).as_secs();
-        assert_eq!([(); 7].map(|()| missing()), [1, 2, 4, 8, 16, 30, 30]);
-        name.record_answer(ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: MIN_TTL });
-        assert_eq!(name.record_failure(ResolveError::Timeout), MIN_TTL, "an answer in between begins anew");
+    fn failed_lookups_back_off_exponentially() {
+        let mut entry = entry();
+        let mut fail = || entry.record_failure(ResolveError::Timeout).as_secs();
+        assert_eq!([(); 7].map(|()| fail()), [1, 2, 4, 8, 16, 30, 30]);
+        entry.record_answer(ResolvedAddresses { addresses: vec![[192, 0, 2, 1].into()], ttl: MIN_TTL });
+        assert_eq!(entry.record_failure(ResolveError::Timeout), MIN_TTL, "a successful lookup resets the backoff");
     }
 }

@@ -262,15 +262,16 @@ impl HealthState {
 }
 
 #[cfg(test)]
-mod condition_tests {
+mod health_state_tests {
     use super::*;
     use crate::limiter::clock::monotonic;
 
     const S: Duration = Duration::from_secs(1);
 
     #[test]
-    fn checks_count_in_a_row() {
-        let (mut health_state, now) = (HealthState::default(), monotonic());
+    fn health_changes_after_consecutive_checks() {
+        let mut health_state = HealthState::default();
+        let now = monotonic();
         let mut check = |passed| health_state.record_check(passed, now, 3, 2);
         for (passed, change) in [
             (false, None),
@@ -291,12 +292,13 @@ mod condition_tests {
     }
 
     #[test]
-    fn ejections_grow_to_ten_times_and_are_forgotten() {
-        let (mut health_state, mut now) = (HealthState::default(), monotonic());
+    fn ejection_time_grows_to_ten_times_and_decays() {
+        let mut health_state = HealthState::default();
+        let mut now = monotonic();
         for times in [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 10] {
             let time = health_state.eject(now, 10 * S).unwrap();
             assert_eq!(time, 10 * S * times);
-            assert_eq!(health_state.eject(now + time - S, 10 * S), None, "it is out already");
+            assert_eq!(health_state.eject(now + time - S, 10 * S), None, "already ejected");
             assert_eq!(health_state.health(now + time - S), Health::Ejected);
             assert_eq!(health_state.health(now + time), Health::Healthy);
             now += time;
@@ -304,20 +306,16 @@ mod condition_tests {
         assert!(health_state.end_ejection_if_due(now) && !health_state.end_ejection_if_due(now));
         // Three of ten ejections are forgotten, then this one counts.
         assert_eq!(health_state.eject(now + 35 * S, 10 * S), Some(80 * S));
-        assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all are forgotten");
+        assert_eq!(health_state.eject(now + 10_000 * S, 10 * S), Some(10 * S), "all ejections are forgotten");
     }
 
     #[test]
-    fn a_slow_start_is_linear() {
+    fn slow_start_increases_weight_linearly() {
         let now = monotonic();
         let health_state = HealthState::joined_at(now);
         let steps = |after: Duration| health_state.weight_steps(now + after, 18 * S);
         assert_eq!((steps(Duration::ZERO), steps(9 * S), steps(18 * S), steps(100 * S)), (2, 11, 20, 20));
-        assert_eq!(
-            health_state.weight_steps(now, Duration::ZERO),
-            SLOW_START_STEPS,
-            "without one it has all of its weight"
-        );
+        assert_eq!(health_state.weight_steps(now, Duration::ZERO), SLOW_START_STEPS, "full weight without slow start");
         let mut changes = Vec::new();
         let mut at = now;
         while let Some(next) = health_state.next_change(at, 18 * S) {
@@ -329,8 +327,9 @@ mod condition_tests {
     }
 
     #[test]
-    fn a_server_without_connections_is_passed_over_for_a_second() {
-        let (mut health_state, now) = (HealthState::default(), monotonic());
+    fn failed_connect_starts_backoff_of_one_second() {
+        let mut health_state = HealthState::default();
+        let now = monotonic();
         assert!(health_state.start_connect_backoff(now) && !health_state.start_connect_backoff(now + S / 2));
         assert!(health_state.is_in_connect_backoff(now + S) && !health_state.is_in_connect_backoff(now + 2 * S));
         assert_eq!(health_state.next_change(now, Duration::ZERO), Some(now + S + S / 2));

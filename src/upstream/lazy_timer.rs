@@ -36,22 +36,23 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_wait_is_over_at_its_own_time_whatever_the_timer_was_set_for() {
+    fn timer_fires_at_each_deadline_despite_previous_ones() {
         let reactor = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
         reactor.block_on(async {
-            let (mut timer, start) = (ResponseTimer::default(), Instant::now());
+            let mut timer = ResponseTimer::default();
+            let start = Instant::now();
             let after = |ms| start + Duration::from_millis(ms);
             // Pending: the timer stays set to one hour.
-            let answered = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
-            assert!(answered, "the hour was over at once");
+            let is_pending = poll_fn(|cx| Poll::Ready(timer.poll(after(3_600_000), cx).is_pending())).await;
+            assert!(is_pending, "fired an hour early");
             let short = timeout(Duration::from_secs(60), poll_fn(|cx| timer.poll(after(5), cx)));
-            short.await.expect("a shorter wait than the one before it takes as long");
+            short.await.expect("a shorter deadline after a longer one is not observed");
             // Set to a short deadline that a longer one follows.
             let soon = Instant::now() + Duration::from_millis(5);
             poll_fn(|cx| Poll::Ready(_ = timer.poll(soon, cx))).await;
             let until = Instant::now() + Duration::from_millis(40);
             poll_fn(|cx| timer.poll(until, cx)).await;
-            assert!(Instant::now() >= until, "over too early");
+            assert!(Instant::now() >= until, "fired too early");
         });
     }
 }

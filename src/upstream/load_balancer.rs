@@ -311,7 +311,7 @@ impl Rng {
 }
 
 #[cfg(test)]
-mod balance_tests {
+mod tests {
     use super::*;
 
     fn counts(slots: &WeightedSlots, endpoints: usize, turns: impl Iterator<Item = u64>) -> Vec<u32> {
@@ -321,7 +321,7 @@ mod balance_tests {
     }
 
     #[test]
-    fn turns_follow_weights_exactly_and_evenly() {
+    fn slots_follow_weights_exactly_and_evenly() {
         let slots = WeightedSlots::new(&[1, 1, 1]);
         assert_eq!((0..6).map(|turn| slots.endpoint_at(turn).unwrap()).collect::<Vec<_>>(), [0, 1, 2, 0, 1, 2]);
         let slots = WeightedSlots::new(&[10, 0, 30, 20]);
@@ -337,21 +337,22 @@ mod balance_tests {
     }
 
     #[test]
-    fn weights_beyond_the_slots_are_kept_within_two_percent() {
+    fn large_weights_are_approximated_within_two_percent() {
         let weights: Vec<u64> = (0..40).map(|index| 7919 + 6151 * index).collect();
         let slots = WeightedSlots::new(&weights);
         let sum = weights.iter().sum::<u64>() as f64;
         let all = slots.slots.len() as f64;
         for (index, weight) in weights.iter().enumerate() {
             let (has, fair) = (slots.share(index) as f64 / all, *weight as f64 / sum);
-            assert!((has / fair - 1.0).abs() < 0.02, "member {index}: {has} for {fair}");
+            assert!((has / fair - 1.0).abs() < 0.02, "endpoint {index}: share {has}, fair is {fair}");
         }
-        assert!(WeightedSlots::new(&[1, 1_000_000]).share(0) > 0, "nobody is left out");
+        assert!(WeightedSlots::new(&[1, 1_000_000]).share(0) > 0, "every positive weight has a slot");
     }
 
     #[test]
-    fn a_random_turn_is_by_weight() {
-        let (slots, rng) = (WeightedSlots::new(&[1, 2, 5]), Rng::from_seed(7));
+    fn random_slots_follow_weights() {
+        let slots = WeightedSlots::new(&[1, 2, 5]);
+        let rng = Rng::from_seed(7);
         let counts = counts(&slots, 3, (0..80_000).map(|_| rng.next_u64()));
         for (count, fair) in counts.into_iter().zip([10_000, 20_000, 50_000]) {
             // The seed is fixed, so the result is deterministic.
@@ -363,7 +364,7 @@ mod balance_tests {
     }
 
     #[test]
-    fn few_keys_move() {
+    fn only_keys_of_changed_endpoint_move() {
         let names: Vec<u64> = (0..10_u64).map(|name| hash(&name.to_be_bytes())).collect();
         let endpoints = |weight: &dyn Fn(usize) -> f64| -> Vec<_> {
             names.iter().enumerate().map(|(index, name)| (*name, weight(index))).collect()
@@ -376,14 +377,14 @@ mod balance_tests {
             let owner = all.lookup(key, 0);
             kept_by[owner] += 1;
             if owner != 3 {
-                assert_eq!(without_3.lookup(key, 0), owner, "only keys of the one that went move");
-                assert!([3, owner].contains(&heavy_3.lookup(key, 0)), "more weight takes keys, and moves no other");
+                assert_eq!(without_3.lookup(key, 0), owner, "only keys of the removed endpoint move");
+                assert!([3, owner].contains(&heavy_3.lookup(key, 0)), "a larger weight gains keys and moves no others");
             } else {
                 assert_eq!(heavy_3.lookup(key, 0), 3);
             }
         }
         for (index, count) in kept_by.into_iter().enumerate() {
-            assert!((8_500..11_500).contains(&count), "member {index} has {count} of 100,000 keys");
+            assert!((8_500..11_500).contains(&count), "endpoint {index} has {count} of 100,000 keys");
         }
     }
 }

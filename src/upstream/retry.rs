@@ -21,7 +21,6 @@ use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http1::SendError;
 use crate::upstream::http2::{StreamOutcome, classify_error};
 use crate::upstream::lazy_timer::ResponseTimer;
-use crate::upstream::retry::RetryReason as Why;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
 /// Remaining ways to send a request again.
@@ -90,7 +89,8 @@ impl Upstream {
                     let tried = pick_state.tried.len() + 1;
                     let connected = Box::pin(self.connect(target, &mut pick_state, retry_state.can_reconnect)).await;
                     pick_state.tried.last().into_iter().for_each(|endpoint| attempts.record_endpoint(endpoint));
-                    attempts.record_retries(Why::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
+                    attempts
+                        .record_retries(RetryReason::Unwritten, pick_state.tried.len().saturating_sub(tried) as u64);
                     connected?
                 }
             };
@@ -142,19 +142,19 @@ impl Upstream {
             pick_state.tried.push(permit.endpoint().clone());
             let (retry, other) = match retry {
                 Some(RetryTarget::SameEndpoint(request)) => {
-                    attempts.record_retries(Why::Reconnected, 1);
+                    attempts.record_retries(RetryReason::Reconnected, 1);
                     (request, (pool, permit))
                 }
                 Some(RetryTarget::OtherEndpoint(request)) => {
                     let target = self.pick_other(&pick_state).ok_or(error)?;
-                    attempts.record_retries(Why::Unwritten, 1);
+                    attempts.record_retries(RetryReason::Unwritten, 1);
                     (request, target)
                 }
                 Some(RetryTarget::OtherEndpointWithBudget(request)) => {
                     let target = self.pick_other(&pick_state).filter(|_| self.cluster.withdraw_retry());
                     retry_state.retries_left -= 1;
                     let target = target.ok_or(error)?;
-                    attempts.record_retries(Why::Retried, 1);
+                    attempts.record_retries(RetryReason::Retried, 1);
                     (request, target)
                 }
                 None => return Err(error),
@@ -430,25 +430,25 @@ mod budget_tests {
     use crate::limiter::clock::monotonic;
 
     #[test]
-    fn a_fifth_of_the_requests_and_a_floor() {
+    fn budget_allows_a_fifth_of_requests_and_a_minimum_rate() {
         let now = monotonic();
         let budget = RetryBudget::new(now);
-        let spend = |at| (0..1000).filter(|_| budget.withdraw(at)).count();
-        assert_eq!(spend(now), 10, "the floor of the first second");
-        assert_eq!(spend(now + Duration::from_millis(500)), 5);
+        let withdrawn = |at| (0..1000).filter(|_| budget.withdraw(at)).count();
+        assert_eq!(withdrawn(now), 10, "minimum rate, first second");
+        assert_eq!(withdrawn(now + Duration::from_millis(500)), 5);
         (0..200).for_each(|_| budget.deposit());
-        assert_eq!(spend(now + Duration::from_millis(500)), 40, "a fifth of 200");
+        assert_eq!(withdrawn(now + Duration::from_millis(500)), 40, "a fifth of 200");
         (0..100_000).for_each(|_| budget.deposit());
-        assert_eq!(spend(now + Duration::from_secs(3600)), 110, "no more is saved than so many");
+        assert_eq!(withdrawn(now + Duration::from_secs(3600)), 110, "100 saved retries and the minimum rate");
     }
 }
 
 #[cfg(test)]
-mod repeat_tests {
+mod replayable_request_tests {
     use super::*;
 
     #[test]
-    fn what_is_repeated_is_the_same_request() {
+    fn replayed_request_equals_original() {
         let mut secret = HeaderValue::from_static("s3cret");
         secret.set_sensitive(true);
         let mut request = Request::new(RequestBody::empty());
@@ -466,7 +466,7 @@ mod repeat_tests {
         assert_eq!(
             retry.headers().iter().collect::<Vec<_>>(),
             request.headers().iter().collect::<Vec<_>>(),
-            "their order"
+            "order of the headers"
         );
         let secrets = retry.headers().iter().filter(|(_, value)| value.is_sensitive());
         assert_eq!(secrets.map(|(name, _)| name.as_str()).collect::<Vec<_>>(), ["authorization"]);
