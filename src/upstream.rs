@@ -183,7 +183,7 @@ struct EndpointPools {
 
 /// State of the endpoint selection of one request.
 struct PickState {
-    /// Hash of the header that selects the endpoint, for `balance = "hash"`.
+    /// Hash of the header that selects the endpoint, for [`LoadBalancingPolicy::Hash`].
     hash_key: Option<u64>,
     /// Endpoints that this request has tried.
     tried: Vec<Arc<Endpoint>>,

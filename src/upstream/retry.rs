@@ -47,10 +47,11 @@ enum RetryTarget {
 impl Upstream {
     /// Send a request and wait for the response headers. Dropping the future cancels the request.
     ///
-    /// A request of which nothing was written is sent on other connections and to other endpoints. So is one that
-    /// an HTTP/2 server declares unprocessed (RFC 9113 §8.7). Otherwise only GET, HEAD and OPTIONS without a body
-    /// are sent again: once if a reused connection is closed before the response (RFC 9110 §9.2.2), and to other
-    /// endpoints within `retries` and the retry budget.
+    /// A request of which nothing was written is sent on another connection or to other endpoints. Otherwise only
+    /// requests without a body are sent again: GET, HEAD and OPTIONS, and any method that an HTTP/2 server declares
+    /// unprocessed (RFC 9113 §8.7). They are sent once to the same endpoint if a reused connection was closed before
+    /// the response (RFC 9110 §9.2.2) or the HTTP/2 server did not process them, and to other endpoints within
+    /// `retries` and the retry budget.
     ///
     /// # Errors
     /// See [`UpstreamError`].
@@ -304,7 +305,8 @@ impl RetryBudget {
 /// Reason why a request was sent again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RetryReason {
-    /// A reused connection was closed: sent again to the same endpoint.
+    /// A reused connection was closed, or an HTTP/2 server did not process the request: sent again to the same
+    /// endpoint.
     Reconnected,
     /// Nothing was written: sent to another endpoint.
     Unwritten,
