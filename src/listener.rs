@@ -132,7 +132,7 @@ impl Server {
         let permit = tokio::select! {
             biased;
             permit = self.connection_limits.acquire() => permit,
-            // While draining, a connection without a permit is closed: no permit is released in time.
+            // While draining, a connection does not wait for a permit: it is closed.
             () = self.drain.cancelled() => None,
         };
         let Some(permit) = permit else { return };
