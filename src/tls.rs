@@ -1,5 +1,5 @@
-//! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), client certificates and trust roots.
-//! Both can be replaced while connections are open.
+//! Downstream TLS: certificates selected by server name (SNI, RFC 6066 §3), verification of client certificates, and
+//! trust roots. Certificates and verifier can be replaced while connections are open.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
