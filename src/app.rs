@@ -37,7 +37,7 @@ use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::metrics::MetricFamily;
-use crate::proxy::telemetry::RequestMetrics;
+use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::{ConfigHandle, ReloadRequest};
 use crate::snapshot::routes::RouteAction;
 use crate::snapshot::settings::{AccessLogTarget, AdminSettings, WorkerModel};

@@ -6,6 +6,7 @@ pub mod buffer_budget;
 pub mod header_mutation;
 pub mod headers;
 pub mod idle;
+pub mod lazy_timer;
 pub(crate) mod problem;
 pub mod ratelimit_headers;
 pub mod request_body;

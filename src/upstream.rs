@@ -8,7 +8,6 @@ mod endpoint_pool;
 pub mod health;
 mod http1;
 mod http2;
-mod lazy_timer;
 pub mod load_balancer;
 mod pending_queue;
 pub mod retry;

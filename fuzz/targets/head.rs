@@ -9,7 +9,10 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use sluicegate::http::buffer_budget::BufferBudget;
+use sluicegate::http::idle::ConnectionActivity;
 use sluicegate::http::request_body::RequestBody;
+use sluicegate::http::write_watchdog::StreamFlow;
 use sluicegate::limiter::Limiter;
 use sluicegate::limiter::clock::Clock;
 use sluicegate::limiter::memory::MemoryStore;
@@ -99,8 +102,13 @@ async fn converse(gateway: &Gateway, peer: &Peer, data: &[u8]) -> Vec<u8> {
     let (mut client, server) = tokio::io::duplex(BUFFER);
     client.write_all(&data[..data.len().min(BUFFER)]).await.expect("there is room");
     client.shutdown().await.expect("it is open");
-    let service = service_fn(|request: Request<Incoming>| async move {
-        Ok::<_, Infallible>(gateway.handle(Box::new(request.map(|body| RequestBody::new(body, false))), peer).await)
+    let activity = ConnectionActivity::new();
+    let flow = StreamFlow::for_connection(Arc::new(BufferBudget::new(usize::MAX)));
+    let service = service_fn(|request: Request<Incoming>| {
+        let in_flight = activity.start_request(flow.clone());
+        let request = Box::new(request.map(|body| RequestBody::new(body, false, &in_flight)));
+        let flow = &flow;
+        async move { Ok::<_, Infallible>(in_flight.attach_to(gateway.handle(request, peer, flow).await)) }
     });
     let _ = http1::Builder::new()
         .half_close(true)

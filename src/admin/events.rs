@@ -28,7 +28,7 @@ use crate::admin::metrics::sum_counts;
 use crate::admin::state::AdminState;
 use crate::limiter::clock::{monotonic, unix_us};
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram};
-use crate::proxy::telemetry::LimitDecision;
+use crate::proxy::metrics::LimitDecision;
 
 /// Who follows at the same time: a quarter of the connections, so that there are always some for health and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;

@@ -5,7 +5,7 @@ use std::fmt;
 use crate::admin::state::AdminState;
 use crate::limiter::metrics::AnsweredBy;
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram, MetricFamily};
-use crate::proxy::telemetry::{LimitDecision, ResponseStats, STATUS_CLASSES};
+use crate::proxy::metrics::{LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
 

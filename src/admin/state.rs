@@ -10,7 +10,7 @@ use crate::limiter::redis::circuit_breaker::CircuitBreaker;
 use crate::limiter::redis::cluster::topology::ClusterMap;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::metrics::MetricFamily;
-use crate::proxy::telemetry::RequestMetrics;
+use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 

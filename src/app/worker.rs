@@ -28,7 +28,8 @@ use crate::limiter::wait_queue::WaitQueues;
 use crate::listener::Server;
 use crate::listener::connection_limit::ConnectionLimits;
 use crate::metrics::MetricFamily;
-use crate::proxy::{Gateway, telemetry};
+use crate::proxy::Gateway;
+use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
@@ -49,7 +50,7 @@ pub(super) struct Worker {
     pub(super) connection_limits: Arc<ConnectionLimits>,
     pub(super) config_handle: Arc<ConfigHandle>,
     pub(super) gateways: Arc<WorkerGateways>,
-    pub(super) metrics: Arc<telemetry::RequestMetrics>,
+    pub(super) metrics: Arc<RequestMetrics>,
     pub(super) limit_metrics: Arc<MetricFamily<LimiterMetrics>>,
     pub(super) index: usize,
     pub(super) sinks: TelemetrySinks,

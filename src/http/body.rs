@@ -3,7 +3,6 @@
 use std::any::Any;
 use std::fmt;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use bytes::Bytes;
@@ -11,6 +10,7 @@ use http::header::{CONTENT_LENGTH, TRANSFER_ENCODING};
 use http::{HeaderMap, Response, StatusCode, Version};
 use http_body::{Body as HttpBody, Frame, SizeHint};
 use hyper::body::Incoming;
+use tokio::time::Instant;
 
 use crate::http::body_limits::{BodyError, BodyLimits, Deadline, IdleTimer};
 use crate::http::buffer_budget::{DataChunk, ReadBound, ReadLimit};
@@ -19,10 +19,17 @@ use crate::http::idle::InFlightRequest;
 use crate::http::upgrade::Tunnel;
 use crate::http::write_watchdog::StreamFlow;
 
-/// Callback for the end of a response body.
+/// Hook for the end of a response body.
 pub trait OnComplete: Send {
-    /// Called once the body reached its end (`complete`) or was dropped before. `bytes_sent` bytes of data were sent.
+    /// Called once the body is dropped, after its end (`complete`) or before. `bytes_sent` bytes of data were sent.
     fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool);
+}
+
+/// What an upstream response occupies until its data has been read: a connection and a request permit.
+pub trait UpstreamLease: Send {
+    /// Called when the data has been read to its end, so that the connection can be reused. A lease that is dropped
+    /// instead closes the connection.
+    fn release(self: Box<Self>);
 }
 
 /// Result of polling a body for its next frame.
@@ -33,29 +40,33 @@ pub struct Body {
     kind: BodyKind,
     bytes_sent: u64,
     complete: bool,
-    /// When the body is aborted with an error.
-    deadline: Option<Deadline>,
-    /// Called at the end of the data, while the upstream connection can still be reused.
-    on_data_end: Option<Box<dyn OnComplete>>,
-    /// Called when the body is dropped.
-    on_drop: Option<Box<dyn OnComplete>>,
-    /// Keeps the request in flight on its connection.
+    on_complete: Option<Box<dyn OnComplete>>,
+    /// Keeps the request in flight on its connection, and records the data that is pending for the client.
     in_flight: Option<InFlightRequest>,
-    /// Records the data that is pending for the client.
-    flow: Option<Arc<StreamFlow>>,
-    /// Limits how much the upstream connection reads ahead of the body.
-    bound: Option<ReadBound>,
-    /// Dropped with the body.
-    drop_guard: Option<Box<dyn Any + Send>>,
 }
 
 enum BodyKind {
     Full(Option<Bytes>),
-    /// An upstream body. The idle timer is set only if its length is known: other bodies, such as server-sent events,
-    /// may pause.
-    Upstream(Incoming, Option<IdleTimer>),
-    /// No HTTP body: bytes in both directions after a protocol upgrade.
-    Tunnel(Option<Box<Tunnel>>),
+    Upstream(UpstreamBody),
+    /// No HTTP body: bytes in both directions after a protocol upgrade. The guard is what the upstream connection
+    /// occupies.
+    Tunnel {
+        tunnel: Option<Box<Tunnel>>,
+        _guard: Option<Box<dyn Any + Send>>,
+    },
+}
+
+/// The body of an upstream response.
+struct UpstreamBody {
+    incoming: Incoming,
+    /// `None` after the end of the data.
+    lease: Option<Box<dyn UpstreamLease>>,
+    /// When the body is aborted with an error.
+    deadline: Option<Deadline>,
+    /// Set only if the length is known: other bodies, such as server-sent events, may pause.
+    idle_timer: Option<IdleTimer>,
+    /// Limits how much the upstream connection reads ahead of the body.
+    read_bound: Option<ReadBound>,
 }
 
 impl Body {
@@ -66,76 +77,59 @@ impl Body {
         Body::new(BodyKind::Full((!complete).then_some(bytes)), complete)
     }
 
+    /// Create a body from an upstream response. `read_bound` is the read limit of an upstream connection that carries
+    /// only this response: its reads depend on how much may be buffered.
+    pub fn from_upstream(
+        incoming: Incoming,
+        limits: BodyLimits,
+        lease: Box<dyn UpstreamLease>,
+        read_bound: Option<ReadBound>,
+    ) -> Self {
+        let idle_timer = incoming.size_hint().exact().map(|_| IdleTimer::new(limits.idle_timeout));
+        let mut upstream = UpstreamBody { incoming, lease: Some(lease), deadline: None, idle_timer, read_bound };
+        let complete = upstream.release_at_end();
+        upstream.deadline = limits.deadline.filter(|_| !complete).map(Deadline::new);
+        Body::new(BodyKind::Upstream(upstream), complete)
+    }
+
+    /// Create the body of a response that switches protocols. The upstream connection occupies `guard` until the
+    /// tunnel ends.
+    pub fn from_upgrade(guard: Box<dyn Any + Send>) -> Self {
+        Body::new(BodyKind::Tunnel { tunnel: None, _guard: Some(guard) }, false)
+    }
+
     fn new(kind: BodyKind, complete: bool) -> Self {
-        Body {
-            kind,
-            bytes_sent: 0,
-            complete,
-            deadline: None,
-            on_data_end: None,
-            on_drop: None,
-            in_flight: None,
-            flow: None,
-            bound: None,
-            drop_guard: None,
+        Body { kind, bytes_sent: 0, complete, on_complete: None, in_flight: None }
+    }
+
+    /// Set the tunnel that follows a protocol upgrade. The completion hook then reports the end of the tunnel.
+    pub fn with_tunnel(mut self, new: Tunnel) -> Self {
+        if let BodyKind::Tunnel { tunnel, .. } = &mut self.kind {
+            *tunnel = Some(Box::new(new));
         }
-    }
-
-    /// Create a body from an upstream response. `on_data_end` is called at its end.
-    pub fn from_upstream(body: Incoming, limits: BodyLimits, on_data_end: Box<dyn OnComplete>) -> Self {
-        let mut body = Body::new(BodyKind::from_upstream(body, limits), false).on_data_end(on_data_end);
-        body.check_end();
-        body.deadline = limits.deadline.filter(|_| !body.complete).map(Deadline::new);
-        body
-    }
-
-    /// Set the read limit of the upstream connection: its reads depend on how much may be buffered.
-    pub fn with_read_limit(mut self, bound: ReadBound) -> Self {
-        self.bound = Some(bound);
-        self
-    }
-
-    /// Set the callback for the end of the data.
-    pub fn on_data_end(mut self, on_data_end: Box<dyn OnComplete>) -> Self {
-        self.on_data_end = Some(on_data_end);
-        self
-    }
-
-    /// Replace this body by the tunnel that follows a protocol upgrade. The callbacks then report the end of the
-    /// tunnel.
-    pub fn with_tunnel(mut self, tunnel: Tunnel) -> Self {
-        (self.kind, self.complete) = (BodyKind::Tunnel(Some(Box::new(tunnel))), false);
         self
     }
 
     /// Copy bytes in both directions until the tunnel ends, then drop the body.
     pub async fn run_tunnel(mut self: Box<Self>) {
-        if let BodyKind::Tunnel(tunnel) = &mut self.kind
+        if let BodyKind::Tunnel { tunnel, .. } = &mut self.kind
             && let Some(tunnel) = tunnel.take()
         {
             self.complete = tunnel.run(&mut self.bytes_sent).await;
         }
     }
 
-    /// Set the callback for the drop of the body.
-    pub fn on_drop(mut self, on_drop: Box<dyn OnComplete>) -> Self {
-        self.on_drop = Some(on_drop);
-        self
+    /// Set the hook for the end of the body.
+    pub fn on_complete(&mut self, hook: Box<dyn OnComplete>) {
+        self.on_complete = Some(hook);
     }
 
     /// Keep the request in flight until the body is dropped.
     pub fn track_in_flight(&mut self, in_flight: InFlightRequest) {
+        let flow = in_flight.flow();
+        flow.mark_data_pending();
+        flow.set_deadline(self.kind.deadline());
         self.in_flight = Some(in_flight);
-        self.flow = StreamFlow::current();
-        if let Some(flow) = &self.flow {
-            flow.mark_data_pending();
-            flow.set_deadline(self.deadline.as_ref().map(|deadline| deadline.instant));
-        }
-    }
-
-    /// Keep `guard` until the body is dropped.
-    pub fn hold_until_drop(&mut self, guard: Box<dyn Any + Send>) {
-        self.drop_guard = Some(guard);
     }
 
     /// Discard the content of a local reply and return its length in bytes. hyper does so for HEAD in HTTP/1.1; in
@@ -144,36 +138,6 @@ impl Body {
         let BodyKind::Full(bytes) = &mut self.kind else { return None };
         self.complete = true;
         Some(bytes.take()?.len() as u64)
-    }
-
-    /// Convert a frame for hyper. Chunks of multiplexed upstream bodies count against the buffer budget until hyper has
-    /// written them.
-    fn to_chunk(&self, frame: Frame<Bytes>) -> Frame<DataChunk> {
-        let flow =
-            self.flow.as_ref().filter(|flow| flow.is_multiplexed() && matches!(self.kind, BodyKind::Upstream(..)));
-        frame.map_data(|bytes| match flow {
-            Some(flow) => DataChunk::tracked(bytes, flow),
-            None => DataChunk::untracked(bytes),
-        })
-    }
-
-    /// Stop reading ahead of this chunk. The connection of a complete response keeps reading: another request may use
-    /// it.
-    fn pause(&self) {
-        if let (Some(flow), Some(bound), false) = (&self.flow, &self.bound, self.complete)
-            && flow.is_multiplexed()
-        {
-            bound.set(ReadLimit::Paused);
-        }
-    }
-
-    fn check_end(&mut self) {
-        if self.is_end_stream() {
-            self.complete = true;
-            if let Some(on_data_end) = self.on_data_end.take() {
-                on_data_end.on_complete(self.bytes_sent, true);
-            }
-        }
     }
 }
 
@@ -188,100 +152,147 @@ impl HttpBody for Body {
     type Error = BodyError;
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<DataChunk>, BodyError>>> {
-        // Checked even while data is available: a client that reads slowly also uses up the route timeout.
-        if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
-            return Poll::Ready(Some(Err(BodyError::RouteTimeout)));
-        }
-        if let Some(flow) = self.flow.as_ref().filter(|flow| flow.is_multiplexed()) {
-            let room = flow.poll_capacity(cx);
-            if let Some(bound) = &self.bound {
-                bound.set(if room.is_ready() { flow.reads(self.bytes_sent) } else { ReadLimit::Paused });
+        let Body { kind, bytes_sent, complete, in_flight, .. } = &mut *self;
+        let flow = in_flight.as_ref().map(InFlightRequest::flow);
+        let multiplexed = flow.filter(|flow| flow.is_multiplexed());
+        let polled = match kind {
+            BodyKind::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
+            BodyKind::Upstream(upstream) => {
+                ready!(upstream.poll_ready(multiplexed.map(|flow| &**flow), *bytes_sent, cx))?;
+                upstream.poll_data(cx)
             }
-            // Waiting for the client: return before the body is polled, so that the upstream's idle timer does not run.
-            ready!(room);
-        }
-        let polled = self.kind.poll(cx);
-        if let Some(flow) = &self.flow {
+            BodyKind::Tunnel { .. } => Poll::Ready(None),
+        };
+        if let Some(flow) = flow {
             match &polled {
                 Poll::Ready(Some(_)) => flow.mark_data_pending(),
                 Poll::Ready(None) | Poll::Pending => flow.mark_drained(),
             }
         }
-        let frame = ready!(polled);
-        match &frame {
-            Some(Ok(frame)) => self.bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64),
-            Some(Err(_)) => {}
-            None => self.complete = true,
-        }
-        if let Some(Err(error)) = frame {
-            return Poll::Ready(Some(Err(error)));
-        }
-        if frame.is_none() {
-            if let Some(on_data_end) = self.on_data_end.take() {
-                on_data_end.on_complete(self.bytes_sent, true);
+        let Some(frame) = ready!(polled).transpose()? else {
+            *complete = true;
+            return Poll::Ready(None);
+        };
+        *bytes_sent += frame.data_ref().map_or(0, |data| data.len() as u64);
+        let BodyKind::Upstream(upstream) = kind else {
+            *complete = true;
+            return Poll::Ready(Some(Ok(frame.map_data(DataChunk::untracked))));
+        };
+        *complete = upstream.release_at_end();
+        Poll::Ready(Some(Ok(match multiplexed {
+            Some(flow) => {
+                let chunk = frame.map_data(|bytes| DataChunk::tracked(bytes, flow));
+                // The connection of a complete response keeps reading: another request may use it.
+                if !*complete {
+                    upstream.limit_reads(ReadLimit::Paused);
+                }
+                chunk
             }
-        } else {
-            self.check_end();
-        }
-        let frame = frame.map(|frame| frame.map(|frame| self.to_chunk(frame)));
-        self.pause();
-        Poll::Ready(frame)
+            None => frame.map_data(DataChunk::untracked),
+        })))
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
             BodyKind::Full(bytes) => bytes.is_none(),
-            BodyKind::Upstream(body, _) => body.is_end_stream(),
-            BodyKind::Tunnel(_) => true,
+            BodyKind::Upstream(upstream) => upstream.incoming.is_end_stream(),
+            BodyKind::Tunnel { .. } => true,
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
             BodyKind::Full(bytes) => SizeHint::with_exact(bytes.as_ref().map_or(0, |bytes| bytes.len() as u64)),
-            BodyKind::Upstream(body, _) => body.size_hint(),
-            BodyKind::Tunnel(_) => SizeHint::with_exact(0),
+            BodyKind::Upstream(upstream) => upstream.incoming.size_hint(),
+            BodyKind::Tunnel { .. } => SizeHint::with_exact(0),
         }
     }
 }
 
 impl BodyKind {
-    fn from_upstream(body: Incoming, limits: BodyLimits) -> Self {
-        let idle_timer = body.size_hint().exact().map(|_| IdleTimer::new(limits.idle_timeout));
-        BodyKind::Upstream(body, idle_timer)
+    /// Return when the body is aborted.
+    fn deadline(&self) -> Option<Instant> {
+        match self {
+            BodyKind::Upstream(upstream) => upstream.deadline.as_ref().map(|deadline| deadline.instant),
+            BodyKind::Full(_) | BodyKind::Tunnel { .. } => None,
+        }
+    }
+}
+
+impl UpstreamBody {
+    /// Return ready when the next data may be read. `multiplexed` is the flow of an HTTP/2 stream, whose response may
+    /// be buffered only within a budget.
+    fn poll_ready(
+        &mut self,
+        multiplexed: Option<&StreamFlow>,
+        bytes_sent: u64,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<(), BodyError>> {
+        // Checked even while data is available: a client that reads slowly also uses up the route timeout.
+        if self.deadline.as_mut().is_some_and(|deadline| deadline.poll(cx).is_ready()) {
+            return Poll::Ready(Err(BodyError::RouteTimeout));
+        }
+        let Some(flow) = multiplexed else { return Poll::Ready(Ok(())) };
+        // While the gateway waits for the client, the body is not polled, so the idle timer of the upstream does not
+        // run.
+        let capacity = flow.poll_capacity(cx);
+        self.limit_reads(if capacity.is_ready() { flow.reads(bytes_sent) } else { ReadLimit::Paused });
+        capacity.map(Ok)
     }
 
-    fn poll(&mut self, cx: &mut Context<'_>) -> PollFrame {
-        match self {
-            BodyKind::Full(bytes) => Poll::Ready(bytes.take().map(|bytes| Ok(Frame::data(bytes)))),
-            BodyKind::Upstream(body, idle_timer) => match (Pin::new(body).poll_frame(cx), idle_timer) {
-                (Poll::Pending, Some(idle_timer)) => {
-                    idle_timer.poll(cx).map(|()| Some(Err(BodyError::UpstreamIdleTimeout)))
+    fn poll_data(&mut self, cx: &mut Context<'_>) -> PollFrame {
+        match (Pin::new(&mut self.incoming).poll_frame(cx), &mut self.idle_timer) {
+            (Poll::Pending, Some(idle_timer)) => {
+                idle_timer.poll(cx).map(|()| Some(Err(BodyError::UpstreamIdleTimeout)))
+            }
+            (polled, idle_timer) => {
+                if let Some(idle_timer) = idle_timer {
+                    idle_timer.record_progress();
                 }
-                (polled, idle_timer) => {
-                    if let Some(idle_timer) = idle_timer {
-                        idle_timer.record_progress();
-                    }
-                    polled.map_err(BodyError::Aborted)
+                if let Poll::Ready(None) = polled {
+                    self.release();
                 }
-            },
-            BodyKind::Tunnel(_) => Poll::Ready(None),
+                polled.map_err(BodyError::Aborted)
+            }
+        }
+    }
+
+    /// Release the lease if the data has been read to its end, and return whether it has.
+    fn release_at_end(&mut self) -> bool {
+        let is_end = self.incoming.is_end_stream();
+        if is_end {
+            self.release();
+        }
+        is_end
+    }
+
+    fn release(&mut self) {
+        if let Some(lease) = self.lease.take() {
+            lease.release();
+        }
+    }
+
+    fn limit_reads(&self, limit: ReadLimit) {
+        if let Some(read_bound) = &self.read_bound {
+            read_bound.set(limit);
         }
     }
 }
 
 impl Drop for Body {
     fn drop(&mut self) {
-        if let Some(flow) = &self.flow {
-            flow.mark_drained();
-            flow.set_deadline(None);
+        if let Some(in_flight) = &self.in_flight {
+            in_flight.flow().mark_drained();
+            in_flight.flow().set_deadline(None);
         }
-        // hyper notices that the body was dropped only when it reads on, and then closes the connection.
-        if let Some(bound) = self.bound.as_ref().filter(|_| !self.complete) {
-            bound.set(ReadLimit::Small);
+        if let BodyKind::Upstream(upstream) = &self.kind
+            && !self.complete
+        {
+            // hyper notices that the body was dropped only when it reads on, and then closes the connection.
+            upstream.limit_reads(ReadLimit::Small);
         }
-        for callback in [self.on_data_end.take(), self.on_drop.take()].into_iter().flatten() {
-            callback.on_complete(self.bytes_sent, self.complete);
+        if let Some(hook) = self.on_complete.take() {
+            hook.on_complete(self.bytes_sent, self.complete);
         }
     }
 }

@@ -1,11 +1,11 @@
 //! Limits of bodies: maximum length, total time, idle time and minimum rate.
 
-use std::future::Future;
-use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::time::{Instant, Sleep, sleep, sleep_until};
+use tokio::time::Instant;
+
+use crate::http::lazy_timer::LazyTimer;
 
 /// The limits of an exchange with an upstream.
 #[derive(Debug, Clone, Copy)]
@@ -42,17 +42,17 @@ pub enum BodyError {
 #[derive(Debug)]
 pub(super) struct Deadline {
     pub(super) instant: Instant,
-    timer: Pin<Box<Sleep>>,
+    timer: LazyTimer,
 }
 
 impl Deadline {
     pub(super) fn new(instant: Instant) -> Self {
-        Deadline { instant, timer: Box::pin(sleep_until(instant)) }
+        Deadline { instant, timer: LazyTimer::default() }
     }
 
     /// Return ready once the deadline has passed.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        self.timer.as_mut().poll(cx)
+        self.timer.poll(self.instant, cx)
     }
 }
 
@@ -60,35 +60,25 @@ impl Deadline {
 #[derive(Debug)]
 pub(super) struct IdleTimer {
     timeout: Duration,
-    timer: Option<Pin<Box<Sleep>>>,
-    /// Whether data arrived since the timer was set.
-    has_progressed: bool,
+    timer: LazyTimer,
+    /// `None` while there is progress.
+    deadline: Option<Instant>,
 }
 
 impl IdleTimer {
     pub(super) fn new(timeout: Duration) -> Self {
-        IdleTimer { timeout, timer: None, has_progressed: false }
+        IdleTimer { timeout, timer: LazyTimer::default(), deadline: None }
     }
 
     /// Record that data arrived.
     pub(super) fn record_progress(&mut self) {
-        self.has_progressed = true;
+        self.deadline = None;
     }
 
     /// Poll the timer while no data is available. Return ready once that lasted for the timeout.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
-        let timeout = self.timeout;
-        let has_progressed = std::mem::take(&mut self.has_progressed);
-        let timer = match &mut self.timer {
-            Some(timer) => {
-                if has_progressed {
-                    timer.as_mut().reset(Instant::now() + timeout);
-                }
-                timer
-            }
-            none => none.insert(Box::pin(sleep(timeout))),
-        };
-        timer.as_mut().poll(cx)
+        let deadline = *self.deadline.get_or_insert_with(|| Instant::now() + self.timeout);
+        self.timer.poll(deadline, cx)
     }
 }
 
@@ -97,6 +87,9 @@ impl IdleTimer {
 /// Time that a client may keep the gateway waiting before the minimum rate applies, as in Kestrel's
 /// `MinRequestBodyDataRate`.
 pub const GRACE_PERIOD: Duration = Duration::from_secs(5);
+
+/// Stands for no total timeout: longer than any upload.
+const NO_TIMEOUT: Duration = Duration::from_secs(u32::MAX as u64);
 
 /// Limits on a client that sends a body.
 #[derive(Debug, Clone, Copy)]
@@ -116,14 +109,15 @@ pub(super) struct MinRateTimer {
     limits: UploadLimits,
     credit: Duration,
     waiting_since: Option<Instant>,
-    deadline: Option<Instant>,
-    timer: Option<Pin<Box<Sleep>>>,
+    /// When the total time ends.
+    end: Option<Instant>,
+    timer: LazyTimer,
 }
 
 impl MinRateTimer {
     pub(super) fn new(limits: UploadLimits) -> Self {
         let credit = if limits.min_rate == 0 { Duration::MAX } else { GRACE_PERIOD };
-        MinRateTimer { limits, credit, waiting_since: None, deadline: None, timer: None }
+        MinRateTimer { limits, credit, waiting_since: None, end: None, timer: LazyTimer::default() }
     }
 
     /// Record received bytes.
@@ -139,15 +133,9 @@ impl MinRateTimer {
     /// Poll the timer while no data is available. Return ready once the client has used up its time.
     pub(super) fn poll(&mut self, cx: &mut Context<'_>) -> Poll<()> {
         let UploadLimits { idle_timeout, total_timeout, .. } = self.limits;
-        let is_new = self.waiting_since.is_none();
         let since = *self.waiting_since.get_or_insert_with(Instant::now);
-        let deadline =
-            *self.deadline.get_or_insert_with(|| since + total_timeout.unwrap_or(Duration::from_secs(u32::MAX.into())));
-        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep_until(deadline)));
-        if is_new {
-            timer.as_mut().reset(deadline.min(since + idle_timeout.min(self.credit)));
-        }
-        timer.as_mut().poll(cx)
+        let end = *self.end.get_or_insert_with(|| since + total_timeout.unwrap_or(NO_TIMEOUT));
+        self.timer.poll(end.min(since + idle_timeout.min(self.credit)), cx)
     }
 }
 

@@ -32,7 +32,10 @@ pub struct ConnectionActivity {
 
 /// A request in flight, from its headers until the response body is dropped.
 #[derive(Debug)]
-pub struct InFlightRequest(Arc<ConnectionActivity>);
+pub struct InFlightRequest {
+    activity: Arc<ConnectionActivity>,
+    flow: Arc<StreamFlow>,
+}
 
 impl ConnectionActivity {
     /// Create the activity of a connection that opens now.
@@ -47,10 +50,10 @@ impl ConnectionActivity {
         })
     }
 
-    /// Record that a request starts.
-    pub fn start_request(self: &Arc<Self>) -> InFlightRequest {
+    /// Record that a request starts on `flow`.
+    pub fn start_request(self: &Arc<Self>, flow: Arc<StreamFlow>) -> InFlightRequest {
         self.record_headers(false);
-        InFlightRequest(self.clone())
+        InFlightRequest { activity: self.clone(), flow }
     }
 
     /// Record bytes from the client. `is_partial` says whether they include a part of incomplete request headers. Bytes
@@ -100,26 +103,29 @@ impl ConnectionActivity {
 impl InFlightRequest {
     /// Return another handle for a part of the same request.
     pub(super) fn share(&self) -> Self {
-        InFlightRequest(self.0.clone())
+        InFlightRequest { activity: self.activity.clone(), flow: self.flow.clone() }
+    }
+
+    /// Return the flow of the request.
+    pub fn flow(&self) -> &Arc<StreamFlow> {
+        &self.flow
     }
 
     /// Keep the request in flight until the response body is dropped. After a protocol upgrade, the body moves to the
     /// connection as its tunnel.
     pub fn attach_to(self, mut response: Response<Body>) -> Response<Body> {
-        if response.version() == Version::HTTP_10
-            && let Some(flow) = StreamFlow::current()
-        {
-            flow.mark_close_delimited();
+        if response.version() == Version::HTTP_10 {
+            self.flow.mark_close_delimited();
         }
         if response.status() != StatusCode::SWITCHING_PROTOCOLS {
-            if self.0.announces_close.load(Ordering::Relaxed) {
+            if self.activity.announces_close.load(Ordering::Relaxed) {
                 response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             }
             response.body_mut().track_in_flight(self);
             return response;
         }
         response.map(|body| {
-            *self.0.tunnel.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(body));
+            *self.activity.tunnel.lock().unwrap_or_else(PoisonError::into_inner) = Some(Box::new(body));
             Body::full("")
         })
     }
@@ -127,9 +133,9 @@ impl InFlightRequest {
 
 impl Drop for InFlightRequest {
     fn drop(&mut self) {
-        let ended_at_ms = self.0.opened_at.elapsed().as_millis() as u64;
-        self.0.last_response_end_ms.store(ended_at_ms.max(1), Ordering::Relaxed);
+        let ended_at_ms = self.activity.opened_at.elapsed().as_millis() as u64;
+        self.activity.last_response_end_ms.store(ended_at_ms.max(1), Ordering::Relaxed);
         // With HTTP/1.x, the last bytes received may have been a part of the body.
-        self.0.record_headers(false);
+        self.activity.record_headers(false);
     }
 }

@@ -46,7 +46,7 @@ enum BodySource {
     /// The whole body in memory; `bytes` is `None` once taken.
     Buffered {
         bytes: Option<Bytes>,
-        _reservation: Option<BufferReservation>,
+        _reservation: BufferReservation,
     },
 }
 
@@ -142,33 +142,27 @@ impl UploadProgress {
 }
 
 impl RequestBody {
-    /// Create a received body without limits. `is_http2` says whether it came over HTTP/2.
-    pub fn new(body: Incoming, is_http2: bool) -> Self {
+    /// Create the body of a request without limits. The request is in flight as long as there is something to read.
+    /// `is_http2` says whether it came over HTTP/2.
+    pub fn new(body: Incoming, is_http2: bool, in_flight: &InFlightRequest) -> Self {
         if body.is_end_stream() {
             return RequestBody(None);
         }
-        let progress = Arc::default();
         // Only chunked bodies have trailers.
-        let flow = if is_http2 || body.size_hint().exact().is_some() { None } else { StreamFlow::current() };
-        let is_counted = flow.is_some();
+        let is_counted = !is_http2 && body.size_hint().exact().is_none();
+        let flow = is_counted.then(|| in_flight.flow().clone());
         flow.iter().for_each(|flow| flow.start_body());
         RequestBody(Some(Box::new(RequestBodyInner {
             source: BodySource::Client(body),
-            progress,
+            progress: Arc::default(),
             rate_timer: None,
             remaining: u64::MAX,
             flow,
             forwards_trailers: false,
             is_http2,
             is_counted,
-            in_flight: None,
+            in_flight: Some(in_flight.share()),
         })))
-    }
-
-    /// Keep the request in flight as long as there is something to read.
-    pub fn with_in_flight(mut self, in_flight: &InFlightRequest) -> Self {
-        self.0.iter_mut().for_each(|inner| inner.in_flight = Some(in_flight.share()));
-        self
     }
 
     /// Apply limits to a body that is sent to an upstream from now on. Return its progress, or `None` if it is empty.
@@ -176,7 +170,7 @@ impl RequestBody {
         let inner = self.0.as_mut()?;
         inner.rate_timer = Some(MinRateTimer::new(limits.upload));
         inner.remaining = limits.max_body.unwrap_or(u64::MAX);
-        inner.flow = StreamFlow::current();
+        inner.attach_flow();
         Some(inner.progress.clone())
     }
 
@@ -193,11 +187,9 @@ impl RequestBody {
     pub async fn buffer(&mut self, limits: BodyLimits) -> Result<(), BodyError> {
         self.apply_limits(limits);
         let length = self.size_hint().lower() as usize;
-        let reservation = match StreamFlow::current().map(|flow| flow.try_reserve(length)) {
-            // The budget is exhausted: stream the body.
-            Some(None) => return Ok(()),
-            reservation => reservation.flatten(),
-        };
+        let Some(flow) = self.0.as_ref().and_then(|inner| inner.flow.as_ref()) else { return Ok(()) };
+        // The budget is exhausted: stream the body.
+        let Some(reservation) = flow.try_reserve(length) else { return Ok(()) };
         let mut content = Bytes::new();
         let mut buffer = BytesMut::new();
         while let Some(frame) = self.frame().await {
@@ -224,9 +216,9 @@ impl RequestBody {
         RequestBody(None)
     }
 
-    /// Attach a flow: the connection ends unless the body is read to its end.
-    pub fn attach_flow(&mut self, flow: &Arc<StreamFlow>) {
-        self.0.iter_mut().for_each(|inner| inner.flow = Some(flow.clone()));
+    /// From now on, the connection ends unless the body is read to its end.
+    pub fn require_end(&mut self) {
+        self.0.iter_mut().for_each(|inner| inner.attach_flow());
     }
 
     /// Forward trailers, for upstream connections that can send them. Without this call they are dropped.
@@ -236,6 +228,14 @@ impl RequestBody {
 }
 
 impl RequestBodyInner {
+    /// Report to the flow of the request how the body ends.
+    fn attach_flow(&mut self) {
+        // A buffered body keeps the flow that it had while it was read.
+        if let Some(in_flight) = &self.in_flight {
+            self.flow = Some(in_flight.flow().clone());
+        }
+    }
+
     /// Return whether the client exceeded its upload time. Once the response has begun, only bodies of known length are
     /// timed.
     fn is_client_timed_out(&mut self, cx: &mut Context<'_>) -> bool {

@@ -1,9 +1,7 @@
 //! Write timeout: whether a client reads the response that is pending for it. No clock is read and no timer set until
 //! needed.
 
-use std::cell::RefCell;
 use std::future::Future;
-use std::mem;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, LazyLock};
@@ -12,17 +10,13 @@ use std::time::Duration;
 
 use futures_util::task::AtomicWaker;
 use tokio::sync::Notify;
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::time::Instant;
 
 use crate::http::buffer_budget::{BufferBudget, BufferReservation, ReadLimit};
+use crate::http::lazy_timer::LazyTimer;
 
 /// Number of bytes at the start of a response that are read in small reads.
 const READ_SMALL: u64 = 64 << 10;
-
-thread_local! {
-    /// The flow of the running task. tokio's task locals would update a reference count with each poll.
-    static CURRENT: RefCell<Option<Arc<StreamFlow>>> = const { RefCell::new(None) };
-}
 
 /// Epoch of the stored points in time.
 static EPOCH: LazyLock<Instant> = LazyLock::new(Instant::now);
@@ -54,44 +48,34 @@ pub struct StreamFlow {
 }
 
 impl StreamFlow {
-    /// Return the flow of the running task.
-    pub fn current() -> Option<Arc<StreamFlow>> {
-        CURRENT.with_borrow(Option::clone)
+    /// Create the flow of a new HTTP/1.x connection.
+    pub fn for_connection(budget: Arc<BufferBudget>) -> Arc<Self> {
+        StreamFlow::new(budget, false)
     }
 
-    fn new(budget: Arc<BufferBudget>, is_multiplexed: bool) -> Self {
-        let (buffered, written_waker) = (AtomicUsize::new(0), AtomicWaker::new());
-        let (
-            chunk_counter,
-            request_abandoned,
-            is_close_delimited,
-            bodies_started,
-            bodies_ended,
-            body_ended,
-            deadline_us,
-        ) = Default::default();
-        StreamFlow {
+    /// Create the flow of a new HTTP/2 stream.
+    pub fn for_stream(budget: Arc<BufferBudget>) -> Arc<Self> {
+        StreamFlow::new(budget, true)
+    }
+
+    fn new(budget: Arc<BufferBudget>, is_multiplexed: bool) -> Arc<Self> {
+        Arc::new(StreamFlow {
             budget,
             is_multiplexed,
-            buffered,
-            written_waker,
-            chunk_counter,
-            request_abandoned,
-            is_close_delimited,
-            bodies_started,
-            bodies_ended,
-            body_ended,
-            deadline_us,
-        }
-    }
-
-    /// Return the read limit for the response to the running task's request before its body is polled.
-    pub fn first_reads() -> ReadLimit {
-        CURRENT.with_borrow(|flow| flow.as_ref().map_or(ReadLimit::Any, |flow| flow.reads(0)))
+            buffered: AtomicUsize::new(0),
+            written_waker: AtomicWaker::new(),
+            chunk_counter: AtomicU64::new(0),
+            request_abandoned: AtomicBool::new(false),
+            is_close_delimited: AtomicBool::new(false),
+            bodies_started: AtomicU32::new(0),
+            bodies_ended: AtomicU32::new(0),
+            body_ended: Notify::new(),
+            deadline_us: AtomicU64::new(0),
+        })
     }
 
     /// Return the read limit of a response of which `sent` bytes were sent.
-    pub(super) fn reads(&self, sent: u64) -> ReadLimit {
+    pub fn reads(&self, sent: u64) -> ReadLimit {
         match sent {
             _ if !self.is_multiplexed => ReadLimit::Any,
             _ if !self.has_capacity() => ReadLimit::Page,
@@ -184,15 +168,11 @@ impl StreamFlow {
         self.body_ended.notify_one();
     }
 
-    /// Return the flow and the number of its bodies if bytes received now may not be a request; see
+    /// Return the number of bodies that have started if bytes received now may not be a request; see
     /// [`StreamFlow::wait_for_bodies`].
-    pub fn unfinished_bodies() -> Option<(Arc<StreamFlow>, u32)> {
-        CURRENT.with_borrow(|current| {
-            let flow = current.as_ref()?;
-            let bodies = flow.bodies_started.load(Ordering::Relaxed);
-            (flow.is_request_abandoned() || flow.bodies_ended.load(Ordering::Relaxed) != bodies)
-                .then(|| (flow.clone(), bodies))
-        })
+    pub fn unfinished_bodies(&self) -> Option<u32> {
+        let bodies = self.bodies_started.load(Ordering::Relaxed);
+        (self.is_request_abandoned() || self.bodies_ended.load(Ordering::Relaxed) != bodies).then_some(bodies)
     }
 
     /// Wait until `bodies` bodies have ended, and return whether a request follows them. hyper may read the end of a
@@ -220,29 +200,18 @@ impl StreamFlow {
 #[derive(Debug)]
 pub struct WriteWatchdog {
     flow: Arc<StreamFlow>,
-    /// Swapped with the current flow of the thread while the future is polled.
-    scoped_flow: Option<Arc<StreamFlow>>,
     timeout: Duration,
-    /// Chunk counter when the timer was set.
+    /// Chunk counter when the deadline was set.
     seen_counter: u64,
-    /// Set only while the gateway waits for the client.
-    timer: Option<Pin<Box<Sleep>>>,
+    /// When the client has not read the pending data for too long.
+    deadline: Instant,
+    timer: LazyTimer,
 }
 
 impl WriteWatchdog {
-    /// Create the watchdog of a new HTTP/1.x connection.
-    pub fn for_connection(timeout: Duration, budget: Arc<BufferBudget>) -> Self {
-        WriteWatchdog::new(timeout, StreamFlow::new(budget, false))
-    }
-
-    /// Create the watchdog of a new HTTP/2 stream.
-    pub fn for_stream(timeout: Duration, budget: Arc<BufferBudget>) -> Self {
-        WriteWatchdog::new(timeout, StreamFlow::new(budget, true))
-    }
-
-    fn new(timeout: Duration, flow: StreamFlow) -> Self {
-        let flow = Arc::new(flow);
-        WriteWatchdog { scoped_flow: Some(flow.clone()), flow, timeout, seen_counter: 0, timer: None }
+    /// Create the watchdog of a flow.
+    pub fn new(timeout: Duration, flow: Arc<StreamFlow>) -> Self {
+        WriteWatchdog { flow, timeout, seen_counter: 0, deadline: *EPOCH, timer: LazyTimer::default() }
     }
 
     /// Return the flow.
@@ -252,42 +221,21 @@ impl WriteWatchdog {
 
     /// Poll the future that serves the flow. Return `None` if the client does not read the response in time.
     pub fn poll<F: Future>(&mut self, served: Pin<&mut F>, cx: &mut Context<'_>) -> Poll<Option<F::Output>> {
-        let scope = FlowScope::enter(&mut self.scoped_flow);
         if let Poll::Ready(output) = served.poll(cx) {
             return Poll::Ready(Some(output));
         }
-        drop(scope);
         // If the client reads, the body itself aborts the response at the deadline.
         if self.flow.is_past_deadline() {
             return Poll::Ready(None);
         }
         let counter = self.flow.chunk_counter.load(Ordering::Relaxed);
         if counter & 1 == 0 {
-            self.timer = None;
             return Poll::Pending;
         }
-        let timeout = self.timeout;
-        let timer = self.timer.get_or_insert_with(|| Box::pin(sleep(timeout)));
         if self.seen_counter != counter {
             self.seen_counter = counter;
-            timer.as_mut().reset(Instant::now() + timeout);
+            self.deadline = Instant::now() + self.timeout;
         }
-        timer.as_mut().poll(cx).map(|()| None)
-    }
-}
-
-/// Makes a flow the current one of the thread until it is dropped.
-struct FlowScope<'a>(&'a mut Option<Arc<StreamFlow>>);
-
-impl<'a> FlowScope<'a> {
-    fn enter(flow: &'a mut Option<Arc<StreamFlow>>) -> Self {
-        CURRENT.with_borrow_mut(|current| mem::swap(current, flow));
-        FlowScope(flow)
-    }
-}
-
-impl Drop for FlowScope<'_> {
-    fn drop(&mut self) {
-        CURRENT.with_borrow_mut(|current| mem::swap(current, self.0));
+        self.timer.poll(self.deadline, cx).map(|()| None)
     }
 }

@@ -4,7 +4,7 @@ use std::error::Error;
 use std::future::{Future, poll_fn};
 use std::ops::Deref;
 use std::pin::{Pin, pin};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -90,11 +90,14 @@ pub(super) struct HttpConnection {
     pub(super) drain: CancellationToken,
 }
 
-/// Spawns the streams of an HTTP/2 connection, each with a write timeout.
+/// Spawns the streams of an HTTP/2 connection, each with the watchdog of its flow.
 #[derive(Debug, Clone)]
 struct StreamExecutor {
     body_idle_timeout: Duration,
     budget: Arc<BufferBudget>,
+    /// The flow of the stream that is spawned next: hyper calls the service and then passes its future to the executor,
+    /// both in the task of the connection.
+    next_flow: Arc<Mutex<Option<Arc<StreamFlow>>>>,
 }
 
 impl HttpConnection {
@@ -105,25 +108,30 @@ impl HttpConnection {
     {
         let settings = &self.settings;
         let io = TokioIo::new(MonitoredStream::new(stream, protocol, self.activity.clone()));
+        let flow = StreamFlow::for_connection(self.buffer_budget.clone());
         match protocol {
             Protocol::Http1 => {
                 // The connection outlives its requests: they borrow instead of counting references.
                 let service = service_fn(|request| {
-                    serve_request(&*self.gateway, &*self.peer, self.activity.start_request(), request)
+                    let in_flight = self.activity.start_request(flow.clone());
+                    serve_request(&*self.gateway, &*self.peer, in_flight, request)
                 });
                 let connection = http1_builder(settings).serve_connection(io, service).with_upgrades();
                 let drain_grace = settings.drain_grace();
-                self.drive(connection, drain_grace, |connection| connection.graceful_shutdown()).await
+                self.drive(connection, &flow, drain_grace, |connection| connection.graceful_shutdown()).await
             }
             Protocol::Http2 => {
-                // hyper spawns HTTP/2 requests as tasks, so they own references.
+                let executor = StreamExecutor::new(settings.body_idle_timeout, self.buffer_budget.clone());
+                // hyper spawns each request as a task of its own.
                 let service = service_fn(|request| {
-                    serve_request(self.gateway.clone(), self.peer.clone(), self.activity.start_request(), request)
+                    let in_flight = self.activity.start_request(executor.start_stream());
+                    serve_request(self.gateway.clone(), self.peer.clone(), in_flight, request)
                 });
-                let connection = http2_builder(settings, self.buffer_budget.clone()).serve_connection(io, service);
-                // No grace: GOAWAY tells the client which requests still get a response (RFC 9113 §6.8). Boxed: the
-                // future is twice as large as that of HTTP/1.
-                Box::pin(self.drive(connection, Duration::ZERO, |connection| connection.graceful_shutdown())).await
+                let connection = http2_builder(settings, executor.clone()).serve_connection(io, service);
+                // GOAWAY tells the client which of its requests are still answered (RFC 9113 §6.8), so no grace is needed.
+                // On the heap: the future is twice as large as that of HTTP/1.
+                let graceful_shutdown = |connection: Pin<&mut _>| http2::Connection::graceful_shutdown(connection);
+                Box::pin(self.drive(connection, &flow, Duration::ZERO, graceful_shutdown)).await
             }
         }
     }
@@ -133,6 +141,7 @@ impl HttpConnection {
     async fn drive<C>(
         &self,
         connection: C,
+        flow: &Arc<StreamFlow>,
         drain_grace: Duration,
         graceful_shutdown: impl FnOnce(Pin<&mut C>),
     ) -> Result<CloseReason, BoxError>
@@ -141,7 +150,7 @@ impl HttpConnection {
     {
         let settings = &self.settings;
         let mut connection = pin!(connection);
-        let mut watchdog = WriteWatchdog::for_connection(settings.body_idle_timeout, self.buffer_budget.clone());
+        let mut watchdog = WriteWatchdog::new(settings.body_idle_timeout, flow.clone());
         let mut drain_started = pin!(self.drain.cancelled());
         let (mut graceful_shutdown, mut is_draining) = (Some(graceful_shutdown), false);
         // One timer per connection. It is checked when it fires instead of being reset for each request.
@@ -222,9 +231,29 @@ impl HttpConnection {
     }
 }
 
+impl StreamExecutor {
+    /// Create the executor of a connection whose streams share a part of `budget`.
+    fn new(body_idle_timeout: Duration, budget: Arc<BufferBudget>) -> Self {
+        let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
+        StreamExecutor { body_idle_timeout, budget, next_flow: Arc::default() }
+    }
+
+    /// Create the flow of the stream that is spawned next.
+    fn start_stream(&self) -> Arc<StreamFlow> {
+        let flow = StreamFlow::for_stream(self.budget.clone());
+        *self.lock_next_flow() = Some(flow.clone());
+        flow
+    }
+
+    fn lock_next_flow(&self) -> MutexGuard<'_, Option<Arc<StreamFlow>>> {
+        self.next_flow.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 impl<F: Future<Output = ()> + Send + 'static> Executor<F> for StreamExecutor {
     fn execute(&self, stream: F) {
-        let mut watchdog = WriteWatchdog::for_stream(self.body_idle_timeout, self.budget.clone());
+        let flow = self.lock_next_flow().take().unwrap_or_else(|| StreamFlow::for_stream(self.budget.clone()));
+        let mut watchdog = WriteWatchdog::new(self.body_idle_timeout, flow);
         let mut stream = Box::pin(stream);
         // Dropping the stream sends RST_STREAM.
         tokio::spawn(poll_fn(move |cx| watchdog.poll(stream.as_mut(), cx).map(drop)));
@@ -240,21 +269,21 @@ fn serve_request(
     request: Request<Incoming>,
 ) -> Pin<Box<impl Future<Output = Result<Response<Body>, h2::Error>>>> {
     let http2 = request.version() == Version::HTTP_2;
-    // Read before this request has a body of its own.
-    let unfinished = if http2 { None } else { StreamFlow::unfinished_bodies() };
+    // Determined before the body of this request starts.
+    let unfinished_bodies = if http2 { None } else { in_flight.flow().unfinished_bodies() };
     let is_malformed = http2 && has_padding(request.headers());
-    let request = Box::new(request.map(|body| RequestBody::new(body, http2).with_in_flight(&in_flight)));
+    let request = Box::new(request.map(|body| RequestBody::new(body, http2, &in_flight)));
     Box::pin(async move {
         // Malformed requests are stream errors (RFC 9113 §8.1.1). In HTTP/1, hyper rejects them.
         if is_malformed {
             return Err(h2::Reason::PROTOCOL_ERROR.into());
         }
-        if let Some((flow, bodies)) = unfinished
-            && !flow.wait_for_bodies(bodies).await
+        if let Some(bodies) = unfinished_bodies
+            && !in_flight.flow().wait_for_bodies(bodies).await
         {
             return Err(h2::Reason::CANCEL.into());
         }
-        let response = gateway.handle(request, &peer).await;
+        let response = gateway.handle(request, &peer, in_flight.flow()).await;
         Ok(in_flight.attach_to(response))
     })
 }
@@ -273,9 +302,8 @@ fn http1_builder(settings: &ServerSettings) -> http1::Builder {
 }
 
 /// Return an HTTP/2 builder that limits the memory per connection.
-fn http2_builder(settings: &ServerSettings, budget: Arc<BufferBudget>) -> http2::Builder<StreamExecutor> {
-    let budget = Arc::new(BufferBudget::with_parent(budget, HTTP2_CONNECTION_BUFFER));
-    let mut builder = http2::Builder::new(StreamExecutor { body_idle_timeout: settings.body_idle_timeout, budget });
+fn http2_builder(settings: &ServerSettings, executor: StreamExecutor) -> http2::Builder<StreamExecutor> {
+    let mut builder = http2::Builder::new(executor);
     builder
         .max_concurrent_streams(settings.http2_max_streams)
         .initial_stream_window_size(HTTP2_WINDOW)

@@ -26,30 +26,29 @@ pub(super) fn has_unread_body(request: &Request<RequestBody>) -> bool {
 }
 
 /// Drain or abandon the body of a request that will not be forwarded.
-pub(super) fn discard_body(request: Box<Request<RequestBody>>) {
+pub(super) fn discard_body(request: Box<Request<RequestBody>>, flow: &Arc<StreamFlow>) {
     if !has_unread_body(&request) {
         return;
     }
-    let Some(flow) = StreamFlow::current() else { return };
     let is_small = request.body().size_hint().exact().is_some_and(|length| length <= MAX_DRAINED_BODY);
     // A client that sent `Expect: 100-continue` sends no body after a final response: the next request would be read as
     // the body.
     if is_small && !request.headers().contains_key(EXPECT) {
-        tokio::spawn(drain_body(request.into_body(), flow));
+        tokio::spawn(drain_body(request.into_body(), flow.clone()));
     } else {
         flow.abandon_request();
     }
 }
 
 /// Set `Connection: close` if the request will not be read to its end (RFC 9112 §9.6).
-pub(super) fn set_connection_close(response: &mut Response<Body>) {
-    if StreamFlow::current().is_some_and(|flow| flow.is_request_abandoned()) {
+pub(super) fn set_connection_close(response: &mut Response<Body>, flow: &StreamFlow) {
+    if flow.is_request_abandoned() {
         response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
     }
 }
 
 async fn drain_body(mut body: RequestBody, flow: Arc<StreamFlow>) {
-    body.attach_flow(&flow);
+    body.require_end();
     let drained = timeout(DRAIN_TIMEOUT, async { while let Some(Ok(_)) = body.frame().await {} }).await;
     if drained.is_err() {
         flow.abandon_request();

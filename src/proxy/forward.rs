@@ -16,45 +16,41 @@ use crate::http::headers::{ForwardedInfo, ProtectedHeaders, X_REQUEST_ID, is_grp
 use crate::http::request_body::RequestBody;
 use crate::http::upgrade::{Tunnel, UpgradeRequest};
 use crate::http::{headers, target, upgrade};
-use crate::proxy::client::{Peer, RequestId};
+use crate::proxy::context::RequestContext;
+use crate::proxy::early_response;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::Route;
 use crate::telemetry::trace::TraceContext;
 use crate::upstream::retry::AttemptLog;
 use crate::upstream::{Protocol, Upstream, UpstreamError};
 
-/// Per-request values that forwarding needs.
-pub(super) struct ForwardContext<'a> {
-    pub(super) peer: &'a Peer,
-    /// Request id, sent to the upstream.
-    pub(super) request_id: &'a RequestId,
-    /// Path and query to request, if they differ from the received ones.
-    pub(super) target: Option<PathAndQuery>,
-    /// When the route timeout expires.
-    pub(super) deadline: Option<Instant>,
-    /// Parent of the upstream's own spans, if the request is traced.
-    pub(super) trace: Option<TraceContext>,
-    /// Records the endpoints tried and the retries.
-    pub(super) attempts: &'a mut AttemptLog,
-}
-
-/// Send a request to an upstream and return its response.
+/// Send a request to an upstream and return its response. `target` is the path and query to request, if they differ
+/// from the received ones.
 ///
 /// # Errors
 /// The upstream or the client failed, or the route timeout expired; see [`UpstreamError`].
 pub(super) async fn forward(
-    runtime: &CompiledConfig,
+    context: &mut RequestContext<'_>,
     route: &Route,
     upstream: &Upstream,
     mut request: Box<Request<RequestBody>>,
-    context: ForwardContext<'_>,
+    target: Option<PathAndQuery>,
+    attempts: &mut AttemptLog,
 ) -> Result<Response<Body>, UpstreamError> {
-    let ForwardContext { peer, request_id, target, deadline, trace, attempts } = context;
+    let route_timeout = || UpstreamError::RouteTimeout { upstream: upstream.name().into() };
+    let request_id = context.request_id(request.headers()).to_header_value();
+    let RequestContext { snapshot, peer, flow, deadline, .. } = *context;
+    if deadline.is_some_and(|deadline| deadline <= Instant::now()) {
+        // The wait queues of the limits used up the route timeout.
+        early_response::discard_body(request, flow);
+        return Err(route_timeout());
+    }
+    let runtime = &snapshot.runtime;
     let http_1_0 = request.version() == Version::HTTP_10;
     let info = UpstreamRequestInfo {
         forwarded: &peer.forwarded,
-        request_id: request_id.to_header_value(),
-        trace,
+        request_id,
+        trace: context.trace(),
         authority: upstream.authority(),
         length: request.body().size_hint().exact(),
     };
@@ -77,7 +73,7 @@ pub(super) async fn forward(
         if should_buffer {
             request.body_mut().buffer(limits).await?;
         }
-        upstream.send(request, limits, attempts).await
+        upstream.send(request, limits, flow, attempts).await
     });
     let mut response = match deadline {
         None => exchange.await?,
@@ -86,7 +82,7 @@ pub(super) async fn forward(
             Err(_) if progress.is_some_and(|progress| progress.is_delayed_by_client()) => {
                 return Err(UpstreamError::ClientTimeout);
             }
-            Err(_) => return Err(UpstreamError::RouteTimeout { upstream: upstream.name().into() }),
+            Err(_) => return Err(route_timeout()),
         },
     };
     if response.status() == StatusCode::SWITCHING_PROTOCOLS {

@@ -14,20 +14,17 @@ use crate::identity::api_key::{Caller, Consumers};
 use crate::identity::jwt::BearerToken;
 use crate::identity::{IdentitySpec, RequestAttributes};
 use crate::limiter::Limiter;
-use crate::limiter::algorithm::Outcome;
 use crate::limiter::clock::monotonic;
 use crate::limiter::decision::{Decision, LimitCheck};
 use crate::limiter::key::{Identity, IdentityEncoder};
-use crate::limiter::settlement::{Deferred, DeferredCharges, SettleAction, SettleFuture};
-use crate::limiter::verdict::StoreError;
-use crate::proxy::client::Peer;
+use crate::limiter::settlement::{Deferred, SettleAction};
+use crate::proxy::ConfigSnapshot;
+use crate::proxy::context::RequestContext;
 use crate::proxy::local_reply::{Rejection, effective_limit, upstream_status};
-use crate::proxy::telemetry;
-use crate::proxy::telemetry::WorkerMetrics;
+use crate::proxy::target::RequestTarget;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::cost::{CostError, RefundOn};
-use crate::snapshot::routes::{Route, RouteLimit};
-use crate::telemetry::access_log::RequestRecord;
+use crate::snapshot::routes::{Route, RouteLimit, RouteLimits};
 use crate::upstream::UpstreamError;
 
 /// Check all limits of a route in one call.
@@ -35,31 +32,34 @@ use crate::upstream::UpstreamError;
 /// # Errors
 /// A limit is missing its identity or cost, or the store failed.
 pub(super) async fn check_limits<'a>(
-    runtime: &'a CompiledConfig,
     limiter: &Limiter,
-    metrics: &WorkerMetrics,
+    context: &mut RequestContext<'a>,
     route: &'a Route,
-    limit_context: &LimitContext<'_, RequestBody>,
-    peer: &Peer,
-    mut record: Option<&mut RequestRecord>,
+    target: &RequestTarget<'_>,
+    request: &Request<RequestBody>,
 ) -> Result<Decision<'a>, Rejection<'a>> {
-    let route_limits = &route.rate_limits;
-    let client = peer.client_address(limit_context.request.headers());
-    if let Some(record) = &mut record {
-        record.client = client;
-        record.route = Some(route.name.clone());
-        record.path_template = record.trace.map(|_| route.path.clone());
-    }
+    let ConfigSnapshot { runtime, metrics, .. } = context.snapshot;
+    let peer = context.peer;
+    let client = peer.client_address(request.headers());
+    context.record_client(client, route);
+    let RouteLimits { identities, limits, .. } = &route.rate_limits;
     // Owned, not borrowed: an `arc_swap` guard held during the store call would make borrowing expensive for other
     // requests.
-    let consumers = route_limits.uses_api_key.then(|| runtime.consumers.load_full());
+    let consumers = route.rate_limits.uses_api_key.then(|| runtime.consumers.load_full());
+    let limit_context = LimitContext {
+        request,
+        host: &target.host,
+        path: &target.path,
+        trusted: peer.forwarded.trusted,
+        certificate_subject: peer.certificate_subject.as_deref(),
+    };
     let attributes = limit_context.request_attributes(runtime, route, client, consumers.as_deref());
     let overrides = limiter.overrides.current();
     let mut rejection = None;
-    let mut checks = match build_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes) {
+    let mut checks = match build_checks(runtime, identities, limits, &attributes) {
         Err(Rejection::Identity(error)) if error.is_credential_error() => {
             rejection = Some(Rejection::Identity(error));
-            build_unauthenticated_checks(runtime, &route_limits.identities, &route_limits.limits, &attributes)
+            build_unauthenticated_checks(runtime, identities, limits, &attributes)
         }
         checks => checks?,
     };
@@ -73,12 +73,10 @@ pub(super) async fn check_limits<'a>(
     let decision = limiter.check(&checks).await;
     let elapsed = started_at.elapsed();
     metrics.record_decision(route.index, &checks, &decision, elapsed, |check| {
-        let spec = &route_limits.identities[route_limits.limits[check.limit_index].identity_index];
+        let spec = &identities[limits[check.limit_index].identity_index];
         spec.display(&attributes, &runtime.api_key_settings, &runtime.client_ip)
     });
-    if let Some(record) = record {
-        telemetry::record_decision(record, &checks, &decision, (started_at, elapsed));
-    }
+    context.record_decision(&checks, &decision, (started_at, elapsed));
     let decision = decision.map_err(Rejection::StoreUnavailable)?;
     // A client over its limit does not learn whether its credential is valid.
     match rejection.filter(|_| decision.admitted) {
@@ -87,44 +85,52 @@ pub(super) async fn check_limits<'a>(
     }
 }
 
-/// Charge and refund what the response determines. Return `None` if there is nothing to settle.
-pub(super) fn settle(
-    charges: DeferredCharges,
+/// Charge and refund what the response determines. The outcomes in the decision become those after settlement, so that
+/// the client sees the corrected values.
+pub(super) fn settle<'d, 'a>(
+    decision: &'d mut Decision<'a>,
     route: &Route,
     result: &Result<Response<Body>, UpstreamError>,
-) -> Option<SettleFuture> {
+) -> impl Future<Output = ()> + use<'d, 'a> {
+    let charges = decision.deferred_charges.take();
+    let settlement =
+        charges.and_then(|charges| charges.settle(|index, deferred| settle_action(route, index, deferred, result)));
+    async move {
+        let Some(settlement) = settlement else { return };
+        match settlement.await {
+            Ok(outcomes) => {
+                for (limit_index, outcome) in outcomes {
+                    for limit in decision.results.iter_mut().filter(|limit| limit.limit_index == limit_index) {
+                        limit.outcome = outcome;
+                    }
+                }
+            }
+            Err(error) => warn!(%error, "deferred charge or refund may be lost"),
+        }
+    }
+}
+
+fn settle_action(
+    route: &Route,
+    limit_index: usize,
+    deferred: Deferred,
+    result: &Result<Response<Body>, UpstreamError>,
+) -> SettleAction {
     let no_headers = HeaderMap::new();
     let (status, headers) = match result {
         Ok(response) => (response.status(), response.headers()),
         Err(error) => (upstream_status(error), &no_headers),
     };
-    let settle_action = |limit_index: usize, later| {
-        let route_limit = &route.rate_limits.limits[limit_index];
-        // A client cannot cause its own refund, for example by aborting the request.
-        let is_refunded =
-            !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
-        match (is_refunded, later) {
-            (true, Deferred::Refund) => SettleAction::Refund,
-            (false, Deferred::Charge) => {
-                route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
-            }
-            _ => SettleAction::Nothing,
+    let route_limit = &route.rate_limits.limits[limit_index];
+    // A client cannot cause its own refund, for example by aborting the request.
+    let is_refunded =
+        !result.as_ref().is_err_and(UpstreamError::is_client_error) && route_limit.refund_on.contains(status);
+    match (is_refunded, deferred) {
+        (true, Deferred::Refund) => SettleAction::Refund,
+        (false, Deferred::Charge) => {
+            route_limit.cost.response_cost(headers).map_or(SettleAction::Nothing, SettleAction::Charge)
         }
-    };
-    charges.settle(settle_action)
-}
-
-/// Replace the outcomes in the decision by those after settlement, so that the client sees the corrected values.
-pub(super) fn apply_settlement(decision: &mut Decision<'_>, result: Result<Vec<(usize, Outcome)>, StoreError>) {
-    match result {
-        Ok(outcomes) => {
-            for (limit_index, outcome) in outcomes {
-                for limit in decision.results.iter_mut().filter(|judged| judged.limit_index == limit_index) {
-                    limit.outcome = outcome;
-                }
-            }
-        }
-        Err(error) => warn!(%error, "what the response made of a cost may not have been counted"),
+        _ => SettleAction::Nothing,
     }
 }
 

@@ -7,12 +7,11 @@ use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use http::{HeaderMap, Method, Response};
+use http::{HeaderMap, Method};
 use jiff::Timestamp;
 use serde::{Serialize, Serializer};
 use tracing::warn;
 
-use crate::http::body::{Body, OnComplete};
 use crate::limiter::clock::unix_us;
 use crate::telemetry::batch_writer::{BatchConfig, BatchWriter};
 use crate::telemetry::log::LogFormat;
@@ -22,6 +21,9 @@ use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 /// A batch in so long, and bytes that may wait.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
+
+/// Status of a request that the client closed before the response, as nginx logs it.
+const CLIENT_CLOSED_REQUEST: u16 = 499;
 
 /// At the end, for the last lines.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
@@ -296,8 +298,10 @@ pub struct RequestRecord {
     scheme: &'static str,
     method: Method,
     path: Box<str>,
-    status: u16,
-    outcome: &'static str,
+    /// Status of the response.
+    pub status: u16,
+    /// How the request ended: `ok`, `rate-limited`, …
+    pub outcome: &'static str,
     /// The trace that it is a part of, whether or not it is recorded here.
     trace_id: Option<u128>,
     /// The client's address; the peer's until the route is known.
@@ -364,16 +368,16 @@ impl RequestRecord {
         instant.saturating_duration_since(self.started_at)
     }
 
-    /// Hands the record to the body of the response; it is written when the body is gone.
-    pub fn attach(mut self: Box<Self>, response: Response<Body>, outcome: &'static str) -> Response<Body> {
-        self.status = response.status().as_u16();
-        self.outcome = outcome;
-        response.map(|body| body.on_drop(self))
+    /// Write the record of a request whose client closed the connection or stream before the response.
+    pub fn write_aborted(mut self: Box<Self>) {
+        self.status = CLIENT_CLOSED_REQUEST;
+        self.outcome = "client-aborted";
+        self.write(0, false);
     }
-}
 
-impl OnComplete for RequestRecord {
-    fn on_complete(self: Box<Self>, sent: u64, complete: bool) {
+    /// Write the record to the access log, and its spans. `bytes_sent` bytes of the response body were sent; `complete`
+    /// says whether that is the whole body.
+    pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
         let took = self.started_at.elapsed();
         let line = AccessRecord {
             time: unix_us().saturating_sub(took.as_micros() as u64),
@@ -381,7 +385,7 @@ impl OnComplete for RequestRecord {
             method: self.method.as_str(),
             path: &self.path,
             status: self.status,
-            bytes: sent,
+            bytes: bytes_sent,
             complete: complete || self.method == Method::HEAD,
             duration_ms: took,
             route: self.route.as_deref(),

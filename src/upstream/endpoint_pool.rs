@@ -7,13 +7,14 @@ use futures_util::future::Either;
 use http::{Request, Response, StatusCode};
 use hyper::body::Incoming;
 
-use crate::http::body::{Body, OnComplete, declares_forbidden_body};
+use crate::http::body::{Body, UpstreamLease, declares_forbidden_body};
 use crate::http::body_limits::BodyLimits;
+use crate::http::buffer_budget::ReadLimit;
+use crate::http::lazy_timer::LazyTimer;
 use crate::http::request_body::RequestBody;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http1::{Http1Pool, SendError};
 use crate::upstream::http2::{SharedConnection, StreamOutcome};
-use crate::upstream::lazy_timer::ResponseTimer;
 use crate::upstream::pending_queue::RequestPermit;
 use crate::upstream::{Protocol, UpstreamSettings, http1, http2};
 
@@ -36,10 +37,10 @@ pub(super) enum Connection {
     /// Exclusive to one request.
     Http1(http1::Http1Connection),
     /// Shared by many requests.
-    Http2(http2::Http2Connection, ResponseTimer),
+    Http2(http2::Http2Connection, LazyTimer),
 }
 
-/// Completion callback of a response body: returns the connection to its pool if the body is complete, and releases
+/// The lease of an HTTP/1.1 connection: returns the connection to its pool when the data has been read, and releases
 /// the request permit.
 struct PooledConnection {
     connection: http1::Http1Connection,
@@ -75,7 +76,7 @@ impl EndpointPool {
     pub(super) fn take_idle(&self) -> Option<Connection> {
         match &self.pool {
             ProtocolPool::Http1(pool) => Some(Connection::Http1(pool.take_idle()?)),
-            ProtocolPool::Http2(shared) => Some(Connection::Http2(shared.try_get()?, ResponseTimer::default())),
+            ProtocolPool::Http2(shared) => Some(Connection::Http2(shared.try_get()?, LazyTimer::default())),
         }
     }
 
@@ -89,27 +90,29 @@ impl EndpointPool {
             ProtocolPool::Http1(_) => Ok((Connection::Http1(http1::connect(&self.endpoint).await?), false)),
             ProtocolPool::Http2(shared) => {
                 let (connection, reused) = shared.get_or_connect(&self.endpoint).await?;
-                Ok((Connection::Http2(connection, ResponseTimer::default()), reused))
+                Ok((Connection::Http2(connection, LazyTimer::default()), reused))
             }
         }
     }
 }
 
 impl Connection {
-    /// Send a request. The future does not borrow the connection.
+    /// Send a request. The future does not borrow the connection. `reads` is the read limit of a connection that carries
+    /// only this request.
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,
+        reads: ReadLimit,
     ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
         match self {
-            Connection::Http1(connection) => Either::Left(connection.send(request)),
+            Connection::Http1(connection) => Either::Left(connection.send(request, reads)),
             // Boxed: inline, the future would reserve space for HTTP/2 in each HTTP/1.1 request.
             Connection::Http2(connection, _) => Either::Right(Box::pin(connection.send(request))),
         }
     }
 
     /// Return the timer for the response timeout.
-    pub(super) fn timer(&mut self) -> &mut ResponseTimer {
+    pub(super) fn timer(&mut self) -> &mut LazyTimer {
         match self {
             Connection::Http1(connection) => &mut connection.timer,
             Connection::Http2(_, timer) => timer,
@@ -126,16 +129,16 @@ impl Connection {
     ) -> Response<Body> {
         // After the upgrade the connection belongs to the `OnUpgrade` in the extensions.
         if response.status() == StatusCode::SWITCHING_PROTOCOLS {
-            return response.map(|_| Body::full("").on_data_end(Box::new(permit)));
+            return response.map(|_| Body::from_upgrade(Box::new(permit)));
         }
         match self {
             Connection::Http1(connection) => {
                 let reusable = !declares_forbidden_body(response.status(), response.headers());
                 let reads = connection.reads.clone();
                 let lease = Box::new(PooledConnection { connection, pool, is_reusable: reusable, _permit: permit });
-                response.map(|body| Body::from_upstream(body, bounds, lease).with_read_limit(reads))
+                response.map(|body| Body::from_upstream(body, bounds, lease, Some(reads)))
             }
-            Connection::Http2(..) => response.map(|body| Body::from_upstream(body, bounds, Box::new(permit))),
+            Connection::Http2(..) => response.map(|body| Body::from_upstream(body, bounds, Box::new(permit), None)),
         }
     }
 
@@ -165,9 +168,9 @@ impl Connection {
     }
 }
 
-impl OnComplete for PooledConnection {
-    fn on_complete(self: Box<Self>, _sent: u64, complete: bool) {
-        if let (true, ProtocolPool::Http1(pool)) = (complete && self.is_reusable, &self.pool.pool) {
+impl UpstreamLease for PooledConnection {
+    fn release(self: Box<Self>) {
+        if let (true, ProtocolPool::Http1(pool)) = (self.is_reusable, &self.pool.pool) {
             pool.put(self.connection);
         }
     }

@@ -10,6 +10,7 @@ use http::{HeaderValue, Request, StatusCode, Uri, uri};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{sleep, timeout};
 
+use crate::http::buffer_budget::ReadLimit;
 use crate::http::request_body::RequestBody;
 use crate::upstream::Protocol;
 use crate::upstream::cluster::UpstreamCluster;
@@ -85,7 +86,8 @@ async fn check_once(
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
     let (mut connection, _) = pool.connect().await.map_err(|error| format!("cannot connect: {error}"))?;
     let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
-    let response = connection.send(request).await.map_err(|failure| format!("no response: {}", failure.error()))?;
+    let response =
+        connection.send(request, ReadLimit::Any).await.map_err(|failure| format!("no response: {}", failure.error()))?;
     match response.status() {
         status if health.expected_statuses.contains(&status) => Ok(()),
         status => Err(format!("unexpected status {status}")),

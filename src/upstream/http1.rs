@@ -12,12 +12,11 @@ use hyper::client::conn::TrySendError;
 use hyper::client::conn::http1::{Builder, SendRequest};
 use hyper_util::rt::TokioIo;
 
-use crate::http::buffer_budget::{ReadBound, ReadLimitedStream};
+use crate::http::buffer_budget::{ReadBound, ReadLimit, ReadLimitedStream};
+use crate::http::lazy_timer::LazyTimer;
 use crate::http::request_body::RequestBody;
-use crate::http::write_watchdog::StreamFlow;
 use crate::limiter::clock::monotonic;
 use crate::upstream::endpoint::Endpoint;
-use crate::upstream::lazy_timer::ResponseTimer;
 
 /// Maximum response buffer of a connection in bytes. Response headers must fit, and bodies are read in pieces of up
 /// to this size.
@@ -30,7 +29,7 @@ pub(super) type SendError = TrySendError<Request<RequestBody>>;
 #[derive(Debug)]
 pub(super) struct Http1Connection {
     sender: SendRequest<RequestBody>,
-    pub(super) timer: ResponseTimer,
+    pub(super) timer: LazyTimer,
     pub(super) reads: ReadBound,
 }
 
@@ -60,7 +59,7 @@ pub(super) async fn connect(endpoint: &Endpoint) -> io::Result<Http1Connection> 
         .map_err(io::Error::other)?;
     // The sender of the request receives the error.
     tokio::spawn(async move { connection.with_upgrades().await.ok() });
-    Ok(Http1Connection { sender, timer: ResponseTimer::default(), reads })
+    Ok(Http1Connection { sender, timer: LazyTimer::default(), reads })
 }
 
 impl Http1Pool {
@@ -99,8 +98,9 @@ impl Http1Connection {
     pub(super) fn send(
         &mut self,
         request: Request<RequestBody>,
+        reads: ReadLimit,
     ) -> impl Future<Output = Result<Response<Incoming>, SendError>> + Send + use<> {
-        self.reads.set(StreamFlow::first_reads());
+        self.reads.set(reads);
         self.sender.try_send_request(request)
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use tokio::sync::oneshot;
 
-use crate::http::body::OnComplete;
+use crate::http::body::UpstreamLease;
 use crate::upstream::endpoint::Endpoint;
 
 /// One request in flight at an endpoint. Released when it is dropped, after the response body.
@@ -56,8 +56,8 @@ impl Drop for RequestPermit {
     }
 }
 
-impl OnComplete for RequestPermit {
-    fn on_complete(self: Box<Self>, _sent: u64, _complete: bool) {}
+impl UpstreamLease for RequestPermit {
+    fn release(self: Box<Self>) {}
 }
 
 impl PendingQueue {

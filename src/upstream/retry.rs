@@ -15,12 +15,13 @@ use crate::http::body;
 use crate::http::body::Body;
 use crate::http::body_limits::BodyLimits;
 use crate::http::headers::{is_grpc, is_safe};
+use crate::http::lazy_timer::LazyTimer;
 use crate::http::request_body::{RequestBody, UploadProgress};
+use crate::http::write_watchdog::StreamFlow;
 use crate::upstream::connector::EndpointConnection;
 use crate::upstream::endpoint::Endpoint;
 use crate::upstream::http1::SendError;
 use crate::upstream::http2::{StreamOutcome, classify_error};
-use crate::upstream::lazy_timer::ResponseTimer;
 use crate::upstream::{PickState, Protocol, Upstream, UpstreamError, UpstreamSettings};
 
 /// Remaining ways to send a request again.
@@ -59,6 +60,7 @@ impl Upstream {
         &self,
         mut request: Box<Request<RequestBody>>,
         bounds: BodyLimits,
+        flow: &StreamFlow,
         attempts: &mut AttemptLog,
     ) -> Result<Response<Body>, UpstreamError> {
         let UpstreamSettings { protocol, retries, .. } = *self.cluster.settings;
@@ -99,7 +101,7 @@ impl Upstream {
             let copy = retry_state.needs_copy(reused).then(|| ReplayableRequest::from_request(&request));
             let result = {
                 // Pinned here: otherwise each future that awaits it would hold a copy.
-                let response = pin!(connection.send(*request));
+                let response = pin!(connection.send(*request, flow.reads(0)));
                 let result = pin!(self.attempt(response, connection.timer(), progress.as_deref()));
                 match bounds.deadline {
                     None => result.await,
@@ -169,7 +171,7 @@ impl Upstream {
     async fn attempt(
         &self,
         mut response: Pin<&mut impl Future<Output = Result<Response<Incoming>, SendError>>>,
-        timer: &mut ResponseTimer,
+        timer: &mut LazyTimer,
         progress: Option<&UploadProgress>,
     ) -> Result<Result<Response<Incoming>, SendError>, UpstreamError> {
         let mut last_frames = progress.map(UploadProgress::frame_count);

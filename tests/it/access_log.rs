@@ -6,14 +6,15 @@ use std::io::Read;
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::support::client::Client;
+use crate::support::frames::{Http2, RST_STREAM, frame};
 use crate::support::gateway::Gateway;
 use crate::support::operator::{metric, with_admin};
 use crate::support::redis::Redis;
-use crate::support::upstream::Upstream;
+use crate::support::upstream::{Upstream, read_request, serve};
 use crate::support::{Raise, eventually};
 use serde_json::{Value, json};
 
@@ -195,6 +196,36 @@ fn the_text_form_says_the_same() {
         ),
     ] {
         assert!(words.split('|').all(|word| line.contains(word)), "{line} lacks one of {words}");
+    }
+}
+
+/// The client sends a request whose response never comes, and closes the connection; in HTTP/2 it resets the stream.
+#[test]
+fn client_abort_before_the_response_is_logged() {
+    let (seen, requests) = mpsc::channel();
+    let seen = Mutex::new(seen);
+    let upstream = serve(move |mut stream| {
+        while let Some(request) = read_request(&mut stream) {
+            seen.lock().unwrap().send(request.target().to_owned()).unwrap();
+        }
+    });
+    let gateway = Gateway::start(&format!(
+        "{JSON}[limit.hour]\nby = \"ip\"\nquota = \"9/hour\"\n[upstream.api]\nservers = [\"http://{upstream}\"]\n\
+         [[route]]\nname = \"up\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\nlimits = [\"hour\"]\n"
+    ));
+    let mut client = gateway.client();
+    client.send(b"GET /h1 HTTP/1.1\r\nhost: a\r\n\r\n");
+    assert_eq!(requests.recv().unwrap(), "/h1");
+    drop(client);
+    lines(&gateway, 1);
+    let mut client = Http2::connect(gateway.address, &[]);
+    client.get(1, "/h2");
+    assert_eq!(requests.recv().unwrap(), "/h2");
+    const CANCEL: u32 = 8;
+    client.send(&frame(RST_STREAM, 0, 1, &CANCEL.to_be_bytes())).unwrap();
+    for (line, path) in lines(&gateway, 2).iter().zip(["/h1", "/h2"]) {
+        let found = ["path", "status", "outcome", "complete", "bytes", "route", "decision"].map(|field| &line[field]);
+        assert_eq!(json!(found), json!([path, 499, "client-aborted", false, 0, "up", "allowed"]));
     }
 }
 

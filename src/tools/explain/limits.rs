@@ -20,7 +20,7 @@ use crate::limiter::settlement::Deferred;
 use crate::limiter::store;
 use crate::limiter::store::{DecidedBy, RedisStore};
 use crate::limiter::verdict::{Charge, Operation, Verdict};
-use crate::proxy::telemetry::LimitDecision;
+use crate::proxy::metrics::LimitDecision;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::routes::{Route, RouteLimit};
 use crate::tools::explain::report::{EffectiveQuota, IdentityPartReport, LimitReport, LimitUsage};

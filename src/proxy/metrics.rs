@@ -1,7 +1,7 @@
 //! Request metrics of a worker: requests by route, decisions by limit, responses by upstream.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use http::{Response, StatusCode};
 
@@ -13,13 +13,10 @@ use crate::limiter::fallback::StoreUnavailable;
 use crate::limiter::spec::OnStoreError;
 use crate::limiter::store::DecidedBy;
 use crate::metrics::{Counter, Histogram, MetricFamily};
-use crate::proxy::local_reply;
 use crate::proxy::top_denied::TopDenied;
 use crate::snapshot::CompiledConfig;
-use crate::snapshot::routes::Route;
-use crate::telemetry::access_log::{DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, UpstreamInfo};
+use crate::upstream::UpstreamError;
 use crate::upstream::retry::AttemptLog;
-use crate::upstream::{Upstream, UpstreamError};
 
 /// Status classes, as metric labels.
 pub const STATUS_CLASSES: [&str; 5] = ["1xx", "2xx", "3xx", "4xx", "5xx"];
@@ -235,92 +232,4 @@ impl WorkerMetrics {
             }
         }
     }
-}
-
-// === Access log and traces: decision, cost and upstream of a request ===
-
-/// The decision reported for a request is the first of these that one of its limits has.
-const DECISION_PRIORITY: [LimitDecision; 6] = [
-    LimitDecision::Denied,
-    LimitDecision::LocalDenied,
-    LimitDecision::ShadowDenied,
-    LimitDecision::LocalAllowed,
-    LimitDecision::StoreError,
-    LimitDecision::Allowed,
-];
-
-/// Write the decision to the access log record.
-pub(super) fn record_decision(
-    record: &mut RequestRecord,
-    checks: &[LimitCheck<'_, '_>],
-    decision: &Result<Decision<'_>, StoreUnavailable>,
-    (started_at, elapsed): (Instant, Duration),
-) {
-    let decision = decision.as_ref().ok();
-    let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
-        Some(decision) => LimitDecision::from_decision(check, decision),
-        None => Some(LimitDecision::StoreError),
-    };
-    let limit_decisions: Vec<_> = checks.iter().map(to_limit_decision).collect();
-    let remaining = |check: &LimitCheck<'_, '_>| {
-        let result = decision?.results.iter().find(|result| result.limit_index == check.limit_index)?;
-        Some(result.outcome.remaining)
-    };
-    let limits = checks.iter().zip(&limit_decisions).map(|(check, limit_decision)| LimitInfo {
-        limit: check.limit.name.clone(),
-        identity: check.identity.0,
-        cost: check.required(),
-        decision: limit_decision.map(LimitDecision::label),
-        remaining: remaining(check),
-        limit_index: check.limit_index,
-    });
-    let limits: Vec<_> = limits.collect();
-    let effective_limit = decision.and_then(local_reply::effective_limit).and_then(|status| {
-        let info = limits.iter().find(|info| &*info.limit == status.name)?;
-        Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
-    });
-    let most_relevant =
-        DECISION_PRIORITY.iter().find(|limit_decision| limit_decisions.contains(&Some(**limit_decision)));
-    let shadows = decision.map_or(&[][..], |decision| &decision.shadow_denied);
-    record.decision = Some(DecisionInfo {
-        decision: most_relevant.map_or("denied", |limit_decision| limit_decision.label()),
-        decided_by: decision.map(Decision::decider_label),
-        effective_limit,
-        duration: elapsed,
-        decided_at: decision.map(|decision| decision.now_us),
-        shadow_denied: shadows.iter().map(|limit| limit.name.clone()).collect(),
-        limits,
-        start_offset: record.offset_of(started_at),
-    });
-}
-
-/// Write costs that are known only with the response to the access log record.
-pub(super) fn record_cost(record: &mut RequestRecord, route: &Route, result: &Result<Response<Body>, UpstreamError>) {
-    let Some(decision) = &mut record.decision else { return };
-    let no_headers = http::HeaderMap::new();
-    let headers = result.as_ref().map_or(&no_headers, Response::headers);
-    for limit in &mut decision.limits {
-        let cost = &route.rate_limits.limits[limit.limit_index].cost;
-        if cost.is_deferred() {
-            limit.cost = cost.response_cost(headers).unwrap_or(0);
-        }
-    }
-}
-
-/// Write the upstream and its result to the access log record.
-pub(super) fn record_upstream(
-    record: &mut RequestRecord,
-    upstream: &Upstream,
-    attempts: &AttemptLog,
-    result: &Result<Response<Body>, UpstreamError>,
-    started_at: Instant,
-) {
-    record.upstream = Some(UpstreamInfo {
-        upstream: upstream.name().into(),
-        server: attempts.endpoint_name().map(Into::into),
-        upstream_status: result.as_ref().ok().map(|response| response.status().as_u16()),
-        duration: started_at.elapsed(),
-        retries: attempts.retries().iter().sum(),
-        start_offset: record.offset_of(started_at),
-    });
 }

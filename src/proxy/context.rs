@@ -1,0 +1,296 @@
+//! The context of one request: what is known of it from its headers to the end of its response.
+//!
+//! This is the only file that writes the access log record of a request.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use http::header::CONTENT_LENGTH;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, Version};
+use tracing::{debug, warn};
+
+use crate::http::body::{Body, OnComplete};
+use crate::http::request_body::RequestBody;
+use crate::http::write_watchdog::StreamFlow;
+use crate::limiter::clock::monotonic;
+use crate::limiter::decision::{Decision, LimitCheck};
+use crate::limiter::fallback::StoreUnavailable;
+use crate::limiter::settlement::ConcurrencyPermits;
+use crate::proxy::client::{Peer, RequestId};
+use crate::proxy::local_reply::Rejection;
+use crate::proxy::metrics::LimitDecision;
+use crate::proxy::{ConfigSnapshot, early_response, local_reply};
+use crate::snapshot::routes::Route;
+use crate::telemetry::access_log::{
+    DecisionInfo, EffectiveLimit, LimitInfo, RequestRecord, RequestStart, TelemetrySinks, UpstreamInfo,
+};
+use crate::telemetry::trace::TraceContext;
+use crate::upstream::retry::AttemptLog;
+use crate::upstream::{Upstream, UpstreamError};
+
+/// What is known of a request while it is handled. If it is dropped before [`complete`](Self::complete), the client
+/// aborted the request, and the access log says so.
+pub(super) struct RequestContext<'a> {
+    /// The configuration for the whole request.
+    pub(super) snapshot: &'a ConfigSnapshot,
+    pub(super) peer: &'a Peer,
+    /// The HTTP/1.x connection or HTTP/2 stream of the request.
+    pub(super) flow: &'a Arc<StreamFlow>,
+    /// `None` until a route is found.
+    pub(super) route: Option<&'a Route>,
+    /// When the route timeout expires.
+    pub(super) deadline: Option<tokio::time::Instant>,
+    /// Permits of concurrency limits, held until the response ends.
+    pub(super) permits: Option<Box<ConcurrencyPermits>>,
+    started_at: Instant,
+    request_id: Option<RequestId>,
+    /// `None` if the request is neither logged nor traced.
+    record: Option<Box<RequestRecord>>,
+    /// Whether the response may be sent before the request is read, which closes the connection.
+    has_unread_body: bool,
+    /// Whether the content of a local reply must be discarded here; see [`Body::discard_content`].
+    is_http2_head: bool,
+}
+
+impl<'a> RequestContext<'a> {
+    /// Create the context of a request that was received now.
+    pub(super) fn new(
+        snapshot: &'a ConfigSnapshot,
+        sinks: &Arc<TelemetrySinks>,
+        peer: &'a Peer,
+        flow: &'a Arc<StreamFlow>,
+        request: &Request<RequestBody>,
+    ) -> Self {
+        let started_at = monotonic();
+        let start = RequestStart {
+            instant: started_at,
+            peer: peer.address,
+            scheme: if peer.forwarded.scheme == "https" { "https" } else { "http" },
+            method: request.method(),
+            path: request.uri().path(),
+            headers: request.headers(),
+        };
+        let mut context = RequestContext {
+            snapshot,
+            peer,
+            flow,
+            route: None,
+            deadline: None,
+            permits: None,
+            started_at,
+            request_id: None,
+            record: RequestRecord::start(sinks, &start),
+            has_unread_body: early_response::has_unread_body(request),
+            is_http2_head: request.method() == Method::HEAD && request.version() == Version::HTTP_2,
+        };
+        if context.is_recorded() {
+            context.request_id(request.headers());
+        }
+        context
+    }
+
+    /// Set the route. Its timeout counts from now.
+    pub(super) fn set_route(&mut self, route: &'a Route) {
+        self.route = Some(route);
+        self.deadline = route.timeout.map(|timeout| tokio::time::Instant::now() + timeout);
+    }
+
+    /// Return the request id. The first call determines it.
+    pub(super) fn request_id(&mut self, headers: &HeaderMap) -> &RequestId {
+        let RequestContext { record, request_id, peer, .. } = self;
+        request_id.get_or_insert_with(|| {
+            let id = RequestId::from_headers(headers, peer.forwarded.trusted);
+            if let Some(record) = record
+                && let Ok(text) = id.to_header_value().to_str()
+            {
+                record.request_id = text.into();
+            }
+            id
+        })
+    }
+
+    /// Return whether the request is logged or traced.
+    pub(super) fn is_recorded(&self) -> bool {
+        self.record.is_some()
+    }
+
+    /// Return the parent of the upstream's own spans, if the request is traced.
+    pub(super) fn trace(&self) -> Option<TraceContext> {
+        self.record.as_ref().and_then(|record| record.trace)
+    }
+
+    // === The access log record ===
+
+    /// Record the address of the client and the route.
+    pub(super) fn record_client(&mut self, client: IpAddr, route: &Route) {
+        let Some(record) = &mut self.record else { return };
+        record.client = client;
+        record.route = Some(route.name.clone());
+        record.path_template = record.trace.map(|_| route.path.clone());
+    }
+
+    /// Record the decision on the limits of the route.
+    pub(super) fn record_decision(
+        &mut self,
+        checks: &[LimitCheck<'_, '_>],
+        decision: &Result<Decision<'_>, StoreUnavailable>,
+        (started_at, elapsed): (Instant, Duration),
+    ) {
+        let Some(record) = &mut self.record else { return };
+        record.decision = Some(DecisionInfo {
+            start_offset: record.offset_of(started_at),
+            duration: elapsed,
+            ..decision_info(checks, decision.as_ref().ok())
+        });
+    }
+
+    /// Record the upstream, its result, and the costs that are known only with the response.
+    pub(super) fn record_upstream(
+        &mut self,
+        upstream: &Upstream,
+        attempts: &AttemptLog,
+        result: &Result<Response<Body>, UpstreamError>,
+        started_at: Instant,
+    ) {
+        let Some(record) = &mut self.record else { return };
+        record.upstream = Some(UpstreamInfo {
+            upstream: upstream.name().into(),
+            server: attempts.endpoint_name().map(Into::into),
+            upstream_status: result.as_ref().ok().map(|response| response.status().as_u16()),
+            duration: started_at.elapsed(),
+            retries: attempts.retries().iter().sum(),
+            start_offset: record.offset_of(started_at),
+        });
+        let (Some(route), Some(decision)) = (self.route, &mut record.decision) else { return };
+        let no_headers = HeaderMap::new();
+        let headers = result.as_ref().map_or(&no_headers, Response::headers);
+        for limit in &mut decision.limits {
+            let cost = &route.rate_limits.limits[limit.limit_index].cost;
+            if cost.is_deferred() {
+                limit.cost = cost.response_cost(headers).unwrap_or(0);
+            }
+        }
+    }
+
+    // === The end of the request ===
+
+    /// Return the response to the client. Metrics are updated now; the access log record and the spans are written when
+    /// the response body ends.
+    pub(super) fn complete(mut self, result: Result<Response<Body>, Rejection<'_>>) -> Response<Body> {
+        let (mut response, outcome) = match result {
+            Ok(response) => (response, "ok"),
+            Err(rejection) => self.reject(rejection),
+        };
+        let route_index = self.route.map(|route| route.index);
+        self.snapshot.metrics.record_response(route_index, response.status(), self.started_at.elapsed());
+        if self.has_unread_body {
+            early_response::set_connection_close(&mut response, self.flow);
+        }
+        if self.is_http2_head
+            && let Some(length) = response.body_mut().discard_content()
+        {
+            response.headers_mut().insert(CONTENT_LENGTH, HeaderValue::from(length));
+        }
+        let completion = Completion { record: self.record.take(), _permits: self.permits.take() };
+        if let Some(completion) = completion.with_response(response.status().as_u16(), outcome) {
+            response.body_mut().on_complete(Box::new(completion));
+        }
+        response
+    }
+
+    fn reject(&self, rejection: Rejection<'_>) -> (Response<Body>, &'static str) {
+        let id = self.request_id.as_ref().map(RequestId::to_header_value);
+        let request_id = id.as_ref().and_then(|id| id.to_str().ok());
+        match &rejection {
+            Rejection::Upstream(error) if error.is_client_error() => {
+                debug!(%error, request_id, "client did not send the complete request");
+            }
+            Rejection::Upstream(error) => warn!(%error, request_id, "upstream request failed"),
+            _ => {}
+        }
+        rejection.into_response(id)
+    }
+}
+
+impl Drop for RequestContext<'_> {
+    fn drop(&mut self) {
+        if let Some(record) = self.record.take() {
+            record.write_aborted();
+        }
+    }
+}
+
+/// What happens when the response body ends: the access log record is written and the permits are released.
+struct Completion {
+    record: Option<Box<RequestRecord>>,
+    _permits: Option<Box<ConcurrencyPermits>>,
+}
+
+impl Completion {
+    /// Set the status and the outcome. Return `None` if nothing happens when the body ends.
+    fn with_response(mut self, status: u16, outcome: &'static str) -> Option<Self> {
+        if let Some(record) = &mut self.record {
+            record.status = status;
+            record.outcome = outcome;
+        }
+        (self.record.is_some() || self._permits.is_some()).then_some(self)
+    }
+}
+
+impl OnComplete for Completion {
+    fn on_complete(self: Box<Self>, bytes_sent: u64, complete: bool) {
+        if let Some(record) = self.record {
+            record.write(bytes_sent, complete);
+        }
+    }
+}
+
+/// The decision reported for a request is the first of these that one of its limits has.
+const DECISION_PRIORITY: [LimitDecision; 6] = [
+    LimitDecision::Denied,
+    LimitDecision::LocalDenied,
+    LimitDecision::ShadowDenied,
+    LimitDecision::LocalAllowed,
+    LimitDecision::StoreError,
+    LimitDecision::Allowed,
+];
+
+/// Return the decision as the access log has it; `None` means that the store was unavailable.
+fn decision_info(checks: &[LimitCheck<'_, '_>], decision: Option<&Decision<'_>>) -> DecisionInfo {
+    let to_limit_decision = |check: &LimitCheck<'_, '_>| match decision {
+        Some(decision) => LimitDecision::from_decision(check, decision),
+        None => Some(LimitDecision::StoreError),
+    };
+    let limit_decisions: Vec<_> = checks.iter().map(to_limit_decision).collect();
+    let remaining = |check: &LimitCheck<'_, '_>| {
+        let result = decision?.results.iter().find(|result| result.limit_index == check.limit_index)?;
+        Some(result.outcome.remaining)
+    };
+    let limits = checks.iter().zip(&limit_decisions).map(|(check, limit_decision)| LimitInfo {
+        limit: check.limit.name.clone(),
+        identity: check.identity.0,
+        cost: check.required(),
+        decision: limit_decision.map(LimitDecision::label),
+        remaining: remaining(check),
+        limit_index: check.limit_index,
+    });
+    let limits: Vec<_> = limits.collect();
+    let effective_limit = decision.and_then(local_reply::effective_limit).and_then(|status| {
+        let info = limits.iter().find(|info| &*info.limit == status.name)?;
+        Some(EffectiveLimit { limit: info.limit.clone(), remaining: status.remaining, identity: info.identity })
+    });
+    let most_relevant =
+        DECISION_PRIORITY.iter().find(|limit_decision| limit_decisions.contains(&Some(**limit_decision)));
+    let shadows = decision.map_or(&[][..], |decision| &decision.shadow_denied);
+    DecisionInfo {
+        decision: most_relevant.map_or("denied", |limit_decision| limit_decision.label()),
+        decided_by: decision.map(Decision::decider_label),
+        effective_limit,
+        duration: Duration::ZERO,
+        decided_at: decision.map(|decision| decision.now_us),
+        shadow_denied: shadows.iter().map(|limit| limit.name.clone()).collect(),
+        limits,
+        start_offset: Duration::ZERO,
+    }
+}
