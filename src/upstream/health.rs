@@ -86,8 +86,10 @@ async fn check_once(
     let pool = EndpointPool::new(&cluster.settings, endpoint.clone());
     let (mut connection, _) = pool.connect().await.map_err(|error| format!("cannot connect: {error}"))?;
     let request = check_request(&cluster.settings.protocol, health, endpoint).map_err(|error| error.to_string())?;
-    let response =
-        connection.send(request, ReadLimit::Any).await.map_err(|failure| format!("no response: {}", failure.error()))?;
+    let response = connection
+        .send(request, ReadLimit::Any)
+        .await
+        .map_err(|failure| format!("no response: {}", failure.error()))?;
     match response.status() {
         status if health.expected_statuses.contains(&status) => Ok(()),
         status => Err(format!("unexpected status {status}")),
