@@ -1,4 +1,4 @@
-//! What went wrong with Redis, in one sentence that says what to do about it.
+//! Diagnoses of Redis errors: one sentence that says what to do.
 
 use std::error::Error;
 use std::io;
@@ -6,7 +6,9 @@ use std::sync::Arc;
 
 use redis::{ConnectionAddr, ErrorKind, RedisError};
 
-/// Of a URL that names no server.
+use crate::limiter::verdict::ErrorReply;
+
+/// Diagnose a URL that names no server.
 pub fn diagnose_url(error: &RedisError) -> String {
     let message = error.to_string();
     let starts_with = |words| message.starts_with(words);
@@ -25,10 +27,10 @@ pub fn diagnose_url(error: &RedisError) -> String {
     }
 }
 
-/// Of an attempt to connect to `address`.
+/// Diagnose a failed attempt to connect to `address`.
 pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String {
     match error.kind() {
-        // Not the address but what was found there: see `hello`.
+        // The server at the address has another mode: see [`super::connection::HelloReply::mismatch`].
         ErrorKind::InvalidClientConfig => error.detail().map_or_else(|| error.to_string(), str::to_owned),
         ErrorKind::Parse => diagnose_protocol(error, address),
         _ => match io_error(error) {
@@ -38,55 +40,61 @@ pub fn diagnose_connect(error: &RedisError, address: &ConnectionAddr) -> String 
     }
 }
 
-/// Of a call on a connection.
+/// Diagnose an error of a call on a connection.
 pub fn diagnose_call(error: &RedisError) -> String {
+    let code = error.code().unwrap_or_default();
     let detail = error.detail().unwrap_or_default();
-    if let Some(permission) = missing_permission(error) {
-        return format!(
-            "Redis does not allow this user what the gateway needs, {permission}; give it the rights that docs/redis.md lists"
-        );
-    }
-    match (error.kind(), error.code().unwrap_or_default()) {
-        (ErrorKind::AuthenticationFailed, _) | (_, "WRONGPASS") => {
-            "Redis refuses this user or password; correct them in store.url".to_owned()
-        }
-        (_, "NOAUTH") => {
-            "Redis wants a password; write it into store.url: redis://USER:PASSWORD@HOST:PORT/DB".to_owned()
-        }
-        (_, "DENIED") => "Redis is in protected mode and serves its own machine only; give it a password".to_owned(),
-        (_, "READONLY") => {
-            "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER".to_owned()
-        }
-        (_, "MOVED" | "ASK" | "CROSSSLOT") => "this Redis is a node of a cluster; use redis+cluster://".to_owned(),
-        (_, "CLUSTERDOWN") => format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"),
-        (_, "MASTERDOWN") => {
-            "this Redis is a replica that has lost its master; give the address of a master".to_owned()
-        }
-        (_, "LOADING") => "Redis is still loading its data; it answers once that is done".to_owned(),
-        (_, "BUSY") => {
-            "Redis is busy with somebody's script; it answers once that has ended, or after SCRIPT KILL".to_owned()
-        }
-        (_, "OOM") => {
-            "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own".to_owned()
-        }
-        (_, "MISCONF") => "Redis takes no writes since it cannot save to its disk; see its log".to_owned(),
-        (_, "ERR") if detail.contains("DB index is out of range") => {
-            "this Redis does not have so many databases; correct the number at the end of store.url".to_owned()
-        }
-        (_, "ERR") if detail.contains("SELECT is not allowed in cluster mode") => {
-            "this Redis is a node of a cluster; use redis+cluster://, without a database".to_owned()
-        }
-        (_, "ERR") if detail.contains("unknown command 'SELECT'") => {
-            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
-                .to_owned()
-        }
-        (ErrorKind::Parse, _) => "what answers is not Redis; correct the address in store.url".to_owned(),
-        (ErrorKind::Io, _) => format!("the connection broke ({error}); is Redis being restarted?"),
+    diagnose_code(code, detail).unwrap_or_else(|| match error.kind() {
+        ErrorKind::AuthenticationFailed => WRONG_PASSWORD.to_owned(),
+        ErrorKind::Parse => "what answers is not Redis; correct the address in store.url".to_owned(),
+        ErrorKind::Io => format!("the connection broke ({error}); is Redis being restarted?"),
         _ => error.to_string(),
-    }
+    })
 }
 
-/// Of a server that takes connections, or nothing at all, and does not answer in time.
+/// Diagnose an error reply to a call.
+pub fn diagnose_reply(reply: &ErrorReply) -> String {
+    diagnose_code(reply.code(), reply.detail()).unwrap_or_else(|| reply.to_string())
+}
+
+const WRONG_PASSWORD: &str = "Redis refuses this user or password; correct them in store.url";
+
+/// Diagnose an error reply. Return `None` if it is not a known one.
+fn diagnose_code(code: &str, detail: &str) -> Option<String> {
+    if let Some(permission) = permission_in_reply(code, detail) {
+        return Some(format!(
+            "Redis does not allow this user what the gateway needs, {permission}; give it the rights that docs/redis.md lists"
+        ));
+    }
+    let diagnosis = match code {
+        "WRONGPASS" => WRONG_PASSWORD,
+        "NOAUTH" => "Redis wants a password; write it into store.url: redis://USER:PASSWORD@HOST:PORT/DB",
+        "DENIED" => "Redis is in protected mode and serves its own machine only; give it a password",
+        "READONLY" => "this Redis is a replica; give the address of its master, or redis+sentinel://HOST:PORT/MASTER",
+        "MOVED" | "ASK" | "CROSSSLOT" => "this Redis is a node of a cluster; use redis+cluster://",
+        "CLUSTERDOWN" => {
+            return Some(format!("the cluster does not serve ({detail}); see what redis-cli --cluster check says"));
+        }
+        "MASTERDOWN" => "this Redis is a replica that has lost its master; give the address of a master",
+        "LOADING" => "Redis is still loading its data; it answers once that is done",
+        "BUSY" => "Redis is busy with somebody's script; it answers once that has ended, or after SCRIPT KILL",
+        "OOM" => "Redis is out of memory; raise its maxmemory, or give the limits an instance of their own",
+        "MISCONF" => "Redis takes no writes since it cannot save to its disk; see its log",
+        "ERR" if detail.contains("DB index is out of range") => {
+            "this Redis does not have so many databases; correct the number at the end of store.url"
+        }
+        "ERR" if detail.contains("SELECT is not allowed in cluster mode") => {
+            "this Redis is a node of a cluster; use redis+cluster://, without a database"
+        }
+        "ERR" if detail.contains("unknown command 'SELECT'") => {
+            "this server has no databases, so it may be a Sentinel; use redis+sentinel://HOST:PORT/MASTER then"
+        }
+        _ => return None,
+    };
+    Some(diagnosis.to_owned())
+}
+
+/// Diagnose a server that accepts no connection or does not reply in time.
 pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     match address {
         ConnectionAddr::TcpTls { .. } => format!(
@@ -99,12 +107,15 @@ pub fn diagnose_timeout(address: &ConnectionAddr) -> String {
     }
 }
 
-/// The right that a user lacks, as `ACL SETUSER` takes it, if that is what the error is about.
+/// Return the permission that the user lacks, as `ACL SETUSER` takes it. Return `None` for other errors.
 pub fn missing_permission(error: &RedisError) -> Option<String> {
-    let detail = error.detail()?;
-    // Redis 7.0 does not say which command of a script it was.
+    permission_in_reply(error.code().unwrap_or_default(), error.detail()?)
+}
+
+fn permission_in_reply(code: &str, detail: &str) -> Option<String> {
+    // Redis 7.0 does not name the command of the script.
     let script = detail.starts_with("The user executing the script can't") || detail.contains("ACL failure in script");
-    if error.code() != Some("NOPERM") && !script {
+    if code != "NOPERM" && !script {
         return None;
     }
     // "… has no permissions to run the 'config|get' command", "… to access one of the keys used as arguments"
@@ -173,7 +184,7 @@ fn diagnose_tls(error: &rustls::Error, address: &ConnectionAddr) -> String {
     }
 }
 
-/// Somebody else's protocol, of which the parser tells the first bytes.
+/// Diagnose a reply of another protocol. The parser's error has its first bytes.
 fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
     let detail = error.detail().unwrap_or_default();
     let unexpected_byte = |byte: u8| detail.contains(&format!("Unexpected `{byte}`"));
@@ -182,7 +193,7 @@ fn diagnose_protocol(error: &RedisError, address: &ConnectionAddr) -> String {
 }
 
 fn io_error(error: &RedisError) -> Option<&io::Error> {
-    // The library keeps it behind an `Arc`, which is the source by its type.
+    // The redis crate keeps the I/O error in an `Arc`, which is the source by its type.
     let inner = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
     inner.downcast_ref()
 }
