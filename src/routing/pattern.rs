@@ -1,9 +1,9 @@
-//! The paths of routes: literal segments, parameters, the rest.
+//! Path patterns of routes and rewrite templates.
 
 use std::fmt::Write;
 use std::str::FromStr;
 
-/// `/v1/users/{id}`, `/v1/{*rest}`, in segments.
+/// A path pattern, such as `/v1/users/{id}` or `/v1/{*rest}`, as segments.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PathPattern(pub(super) Vec<Segment>);
 
@@ -14,19 +14,23 @@ pub(super) enum Segment {
     Rest(Box<str>),
 }
 
-/// Why a text is no path pattern.
+/// Error in a path pattern.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum PathPatternError {
+    /// The path does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
-    #[error("`{{*{0}}}` takes the rest of the path: nothing may follow it")]
+    /// A segment follows the catch-all parameter.
+    #[error("`{{*{0}}}` matches the rest of the path: nothing may follow it")]
     RestNotLast(String),
+    /// A segment has braces but is not a valid parameter.
     #[error("a parameter is a whole segment with a name: `{{id}}` or `{{*rest}}`, not `{0}`")]
     InvalidParameter(String),
-    #[error("the parameter `{0}` stands twice")]
+    /// Two parameters have the same name.
+    #[error("duplicate parameter `{0}`")]
     DuplicateParameter(String),
-    #[error("`*` alone stands for nothing: `{{*rest}}` takes the rest of the path")]
+    /// A segment has `*` outside of a catch-all parameter.
+    #[error("`*` alone is not supported: `{{*rest}}` matches the rest of the path")]
     BareWildcard,
 }
 
@@ -70,7 +74,7 @@ impl FromStr for PathPattern {
 }
 
 impl PathPattern {
-    /// What a path that the pattern matches has in the place of a parameter.
+    /// Return the value of a parameter in a path that the pattern matches.
     pub fn capture<'p>(&self, path: &'p str, name: &str) -> Option<&'p str> {
         let mut rest = path.strip_prefix('/')?;
         for segment in &self.0 {
@@ -84,7 +88,7 @@ impl PathPattern {
         None
     }
 
-    /// Whether both match the same paths.
+    /// Return whether both patterns match the same paths.
     pub fn matches_same_paths(&self, other: &PathPattern) -> bool {
         let alike = |(one, other): (&Segment, &Segment)| match (one, other) {
             (Segment::Literal(one), Segment::Literal(other)) => one == other,
@@ -94,12 +98,12 @@ impl PathPattern {
         self.0.len() == other.0.len() && self.0.iter().zip(&other.0).all(alike)
     }
 
-    /// Whether it has a parameter of this name.
+    /// Return whether the pattern has a parameter with this name.
     pub fn has_parameter(&self, name: &str) -> bool {
         self.parameter_names().any(|parameter| parameter == name)
     }
 
-    /// The names of its parameters.
+    /// Return the names of all parameters.
     pub fn parameter_names(&self) -> impl Iterator<Item = &str> + Clone {
         self.0.iter().filter_map(|segment| match segment {
             Segment::Literal(_) => None,
@@ -107,7 +111,7 @@ impl PathPattern {
         })
     }
 
-    /// The name of the parameter that takes the rest of the path.
+    /// Return the name of the catch-all parameter.
     pub fn rest_parameter(&self) -> Option<&str> {
         match self.0.last() {
             Some(Segment::Rest(name)) => Some(name),
@@ -115,7 +119,7 @@ impl PathPattern {
         }
     }
 
-    /// Whether all paths that it matches begin with the segments of this one.
+    /// Return whether all paths that the pattern matches start with the segments of `prefix`.
     pub fn has_prefix(&self, prefix: &str) -> bool {
         let mut segments = self.0.iter();
         let is_next = |text: &str| matches!(segments.next(), Some(Segment::Literal(literal)) if **literal == *text);
@@ -123,16 +127,16 @@ impl PathPattern {
     }
 }
 
-// Where a request goes instead: a path and a query with parameters of its route's path in them.
+// Rewrite templates: path and query with parameters of the route's path.
 //
-// What a client sends cannot change their structure: in a path a parameter stays in its place as the canonical form that it has,
-// in a query it is one value.
+// Clients cannot change the structure of the result. In the path, a parameter keeps its canonical form. In the query,
+// it is percent-encoded as a single value.
 
-/// `/internal/{rest}`, `/search?of={id}`
+/// A rewrite template, such as `/internal/{rest}` or `/search?of={id}`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RewriteTemplate {
     path: Vec<Piece>,
-    /// None = it has none of its own.
+    /// `None` if the template has no query.
     query: Option<Vec<Piece>>,
 }
 
@@ -142,19 +146,23 @@ enum Piece {
     Parameter(Box<str>),
 }
 
-/// Why a text is no template.
+/// Error in a rewrite template.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum TemplateError {
+    /// The template does not start with `/`.
     #[error("a path starts with `/`")]
     NoSlash,
-    #[error("a brace belongs to a parameter of the path: `{{id}}`, `{{rest}}`")]
+    /// A brace is not part of a parameter.
+    #[error("braces must enclose a parameter of the path: `{{id}}`, `{{rest}}`")]
     Brace,
-    #[error("`{{*{0}}}` is how the path writes it: here it is `{{{0}}}`")]
+    /// The parameter is written as in a path pattern.
+    #[error("`{{*{0}}}` is valid only in `path`: write `{{{0}}}`")]
     Wildcard(String),
-    #[error("`#` begins what servers are not told")]
+    /// The template has a fragment.
+    #[error("a fragment (`#`) is never sent to servers")]
     Fragment,
-    #[error("nothing follows `?`; the query of the request is kept in any case")]
+    /// The query is empty.
+    #[error("the query after `?` is empty; the query of the request is always kept")]
     EmptyQuery,
 }
 
@@ -202,7 +210,7 @@ fn parse_pieces(mut text: &str) -> Result<Vec<Piece>, TemplateError> {
 }
 
 impl RewriteTemplate {
-    /// The parameters in it, in their order.
+    /// Return the parameters in order of appearance.
     pub fn parameters(&self) -> impl Iterator<Item = &str> {
         self.path.iter().chain(self.query.iter().flatten()).filter_map(|piece| match piece {
             Piece::Literal(_) => None,
@@ -210,8 +218,8 @@ impl RewriteTemplate {
         })
     }
 
-    /// Whether a parameter of the path has whole segments to itself, wherever it stands: one that may be empty or many would else
-    /// make something new of its neighbours.
+    /// Return whether the parameter has whole segments to itself wherever it is used in the path. A value that may be
+    /// empty or have several segments would otherwise change the segments beside it.
     pub fn has_whole_segments(&self, parameter: &str) -> bool {
         let ends = |piece: Option<&Piece>| matches!(piece, Some(Piece::Literal(text)) if text.ends_with('/'));
         let begins = |piece: Option<&Piece>| match piece {
@@ -227,20 +235,20 @@ impl RewriteTemplate {
         })
     }
 
-    /// Its path and query, with `value` for every parameter.
+    /// Return the path and the query with `value` for every parameter.
     pub fn fill(&self, value: &str) -> (String, Option<String>) {
         let fill = |pieces: &[Piece]| pieces.iter().map(|piece| piece.text(|_| value)).collect();
         (fill(&self.path), self.query.as_deref().map(fill))
     }
 
-    /// The target for a request whose canonical `path` its route's pattern matches. The query of the request follows that of the
-    /// template.
+    /// Return the target for a request whose canonical `path` matches the pattern of its route. The query of the
+    /// request is appended to that of the template.
     pub fn expand(&self, pattern: &PathPattern, path: &str, query: Option<&str>) -> String {
         let value = |name: &str| pattern.capture(path, name).unwrap_or_default();
         let mut out = String::with_capacity(path.len() + query.map_or(0, str::len) + 64);
         for piece in &self.path {
             let text = piece.text(value);
-            // What takes the rest of a path may be empty, or end in a slash.
+            // The value of a catch-all parameter may be empty or end with a slash.
             out.push_str(if out.ends_with('/') { text.strip_prefix('/').unwrap_or(text) } else { text });
         }
         let mut separator = '?';
@@ -271,7 +279,8 @@ impl Piece {
     }
 }
 
-/// As a value in a query: of a path in canonical form only unreserved characters and what is encoded stay as they are.
+/// Append a value to a query. In a canonical path, only unreserved characters and percent-encoding can stay as they
+/// are.
 fn push_encoded(out: &mut String, text: &str) {
     for byte in text.bytes() {
         if byte.is_ascii_alphanumeric() || b"-._~%".contains(&byte) {
@@ -293,7 +302,7 @@ mod template_tests {
     }
 
     #[test]
-    fn parameters_stand_where_the_template_says() {
+    fn template_expands_parameters_in_the_path() {
         for (template, pattern, path, expected) in [
             ("/internal/{rest}", "/v1/{*rest}", "/v1/a/b", "/internal/a/b"),
             ("/internal/{rest}", "/v1/{*rest}", "/v1/a/b/", "/internal/a/b/"),
@@ -314,7 +323,7 @@ mod template_tests {
     }
 
     #[test]
-    fn queries_follow_each_other_and_parameters_are_single_values() {
+    fn template_query_precedes_request_query_and_encodes_parameters() {
         for (template, path, query, expected) in [
             ("/x", "/v1/7", Some("b=2"), "/x?b=2"),
             ("/x", "/v1/7", Some(""), "/x?"),
@@ -331,7 +340,7 @@ mod template_tests {
     }
 
     #[test]
-    fn what_is_no_template_says_why() {
+    fn invalid_templates_are_rejected_with_the_reason() {
         for (text, expected) in [
             ("x", TemplateError::NoSlash),
             ("", TemplateError::NoSlash),
@@ -350,8 +359,8 @@ mod template_tests {
     }
 
     #[test]
-    fn what_takes_the_rest_stands_between_slashes() {
-        for (template, apart) in [
+    fn catch_all_parameter_needs_whole_segments() {
+        for (template, is_whole) in [
             ("/{rest}", true),
             ("/a/{rest}/b", true),
             ("/{rest}?a={rest}", true),
@@ -363,7 +372,7 @@ mod template_tests {
             ("/{rest}{id}", false),
             ("/{rest}/.{rest}", false),
         ] {
-            assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), apart, "{template}");
+            assert_eq!(template.parse::<RewriteTemplate>().unwrap().has_whole_segments("rest"), is_whole, "{template}");
         }
     }
 }

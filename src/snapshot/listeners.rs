@@ -1,4 +1,4 @@
-//! `[[listener]]`: where to listen, with which certificates, and whose are believed.
+//! Compiles `[[listener]]`: addresses, certificates and client certificate verification.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -19,6 +19,7 @@ use crate::tls::{Certificate, ClientAuth, ClientVerifier, DownstreamTls, TlsErro
 
 const EXAMPLE: &str = "tls.certificates = [{ cert = \"certs/dev.pem\", key = \"certs/dev.key\" }]";
 
+/// Compile all listeners.
 pub(super) fn listeners(
     listeners: &[Spanned<config::Listener>],
     client_ip: &ClientIpResolver,
@@ -36,7 +37,8 @@ pub(super) fn listeners(
         if let Some(value) =
             listener.proxy_protocol.as_ref().filter(|_| proxy_protocol && client_ip.trusted_proxies.is_empty())
         {
-            let message = "`proxy_protocol` is for connections from trusted proxies, but none is trusted: every connection would be closed";
+            let message =
+                "`proxy_protocol` requires trusted proxies, but there are none: every connection would be closed";
             let hint = "[client_ip] with trusted_proxies = [\"10.0.0.0/8\"]: the addresses of the proxies in front";
             reader.push_issue(Issue::new(value.span(), message).with_hint(hint));
         }
@@ -44,7 +46,7 @@ pub(super) fn listeners(
         let Some(text) = address else { continue };
         match reader.address(text) {
             Some(address) if address.port() != 0 && compiled.iter().any(|other| other.address == address) => {
-                reader.push_issue(Issue::new(text.span(), format!("a second listener on {address}")));
+                reader.push_issue(Issue::new(text.span(), format!("duplicate listener address {address}")));
             }
             Some(address) => compiled.push(Listener { address, proxy_protocol, tls }),
             None => {}
@@ -53,24 +55,27 @@ pub(super) fn listeners(
     compiled
 }
 
-/// Whether two sockets cannot both listen: on one port, and one address covers the other, as the kernel has it.
+/// Return whether two sockets cannot both listen: same port, and one address covers the other by the rules of the
+/// kernel.
 pub(super) fn addresses_conflict(one: SocketAddr, other: SocketAddr) -> bool {
     if one.port() == 0 || one.port() != other.port() {
         return false;
     }
-    // `::ffff:192.0.2.1` is an IPv4 address.
-    let (one, other) = (one.ip().to_canonical(), other.ip().to_canonical());
+    // IPv4-mapped addresses such as `::ffff:192.0.2.1` are IPv4 addresses.
+    let one = one.ip().to_canonical();
+    let other = other.ip().to_canonical();
     let same_family = one.is_ipv4() == other.is_ipv4();
     let covers = |all: IpAddr| all.is_unspecified() && (same_family || all.is_ipv6() && accepts_ipv4());
     one == other || covers(one) || covers(other)
 }
 
-/// Whether sockets on `[::]` take IPv4 connections as well: the system's default (`net.ipv6.bindv6only` of Linux).
+/// Return whether sockets on `[::]` accept IPv4 connections as well. This is a system setting (`net.ipv6.bindv6only` on
+/// Linux).
 fn accepts_ipv4() -> bool {
     Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only)
 }
 
-/// Listeners that cannot listen beside an earlier one, each with this one, by their indices.
+/// Return the listeners that conflict with an earlier one, as pairs of indices (earlier, later).
 pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = (usize, usize)> {
     (0..listeners.len()).filter_map(|later| {
         let taken = |earlier: &usize| addresses_conflict(listeners[*earlier].address, listeners[later].address);
@@ -81,7 +86,8 @@ pub(super) fn address_conflicts(listeners: &[Listener]) -> impl Iterator<Item = 
 fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option<ListenerTls> {
     let span = tls.span();
     let tls = tls.get_ref();
-    let (mut certificates, mut files) = (Vec::new(), Vec::new());
+    let mut certificates = Vec::new();
+    let mut files = Vec::new();
     for written in &tls.certificates {
         let config::Certificate { cert, key } = written.get_ref();
         let (Some(cert), Some(key)) = (cert, key) else {
@@ -96,7 +102,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
             }
             Err(error) => reader.push_issue(
                 Issue::new(written.span(), error.to_string())
-                    .with_hint("PEM files; `make certs` makes some for development"),
+                    .with_hint("PEM files; `make certs` creates some for development"),
             ),
         }
     }
@@ -113,7 +119,7 @@ fn tls(tls: &Spanned<config::ListenerTls>, reader: &mut Validator<'_>) -> Option
     }
 }
 
-/// Whose certificates are believed.
+/// Compile the verification of client certificates.
 fn client_verifier(
     tls: &config::ListenerTls,
     reader: &mut Validator<'_>,
@@ -122,9 +128,9 @@ fn client_verifier(
     let auth = reader.one_of(tls.client_auth.as_ref(), ClientAuth::Optional, &variants);
     let Some(text) = &tls.client_ca else {
         if let Some(auth) = &tls.client_auth {
-            let issue = Issue::new(auth.span(), "`client_auth` goes with `client_ca` only");
+            let issue = Issue::new(auth.span(), "`client_auth` requires `client_ca`");
             reader.push_issue(
-                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": whose certificates are believed"),
+                issue.with_hint("tls.client_ca = \"certs/clients-ca.pem\": the CA certificates for clients"),
             );
         }
         return None;
@@ -134,25 +140,23 @@ fn client_verifier(
         Ok(clients) => Some((clients, (file, auth))),
         Err(error) => {
             let issue = Issue::new(text.span(), error.to_string());
-            reader.push_issue(
-                issue.with_hint("a PEM file with the certificates of the authorities that sign those of clients"),
-            );
+            reader.push_issue(issue.with_hint("a PEM file with the CA certificates for clients"));
             None
         }
     }
 }
 
 impl ListenerTls {
-    /// Whether clients that one of both has believed are believed by the other.
+    /// Return whether both accept the same client certificates, and the trust roots of `other` were not replaced since.
     pub(crate) fn same_trust(&self, other: &ListenerTls) -> bool {
         let clients = |tls: &ListenerTls| tls.client_ca.as_ref().map(|(file, auth)| (file.content.clone(), *auth));
         clients(self) == clients(other) && !other.tls.has_client_trust_changed()
     }
 
-    /// Shows what is now in the files of a certificate, from the next connection on.
+    /// Serve a new certificate, starting with the next connection.
     ///
     /// # Errors
-    /// It cannot be shown, or it is too late or too early for it; the one before stays.
+    /// The certificate is invalid, has expired or is not valid yet. The certificate in use does not change.
     pub fn reload_certificate(&self, index: usize, chain: &[u8], key: &[u8], now: Duration) -> Result<(), TlsError> {
         let certificate = Certificate::from_pem(chain, key)?;
         certificate.check_validity(now.as_secs() as i64)?;
@@ -160,28 +164,28 @@ impl ListenerTls {
         Ok(())
     }
 
-    /// Believes the clients that the authorities of a file speak for, from the next connection on.
+    /// Verify client certificates with new CA certificates, starting with the next connection.
     ///
     /// # Errors
-    /// No authority can be read; those before stay.
+    /// The file has no valid CA certificates. The ones in use do not change.
     pub fn reload_client_ca(&self, trust_roots: &[u8], auth: ClientAuth) -> Result<(), TlsError> {
         self.tls.set_client_verifier(ClientVerifier::from_pem(trust_roots, auth)?)
     }
 }
 
-/// What a warning is about.
+/// Subject of a warning.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum WarningSubject {
-    /// An upstream, by its name.
+    /// An upstream, by name.
     Upstream(Box<str>),
-    /// A listener, by its place among them.
+    /// A listener, by index.
     Listener(usize),
-    /// A certificate of a listener, by its place there.
+    /// A certificate of a listener, by the indices of both.
     Certificate(usize, usize),
 }
 
 impl CompiledConfig {
-    /// What works, but perhaps not as it was meant.
+    /// Return warnings: the configuration works, but perhaps not as intended.
     pub fn warnings(&self, now: Duration) -> Vec<(WarningSubject, String)> {
         let of_upstream =
             |tls: &Arc<UpstreamTls>| Some((WarningSubject::Upstream(tls.name.clone()), tls.certificate_warning(now)?));
@@ -190,7 +194,7 @@ impl CompiledConfig {
             let certificates = tls.iter().flat_map(|tls| tls.tls.certificates().zip(&tls.certificates)).enumerate();
             for (certificate_index, (certificate, [file, _])) in certificates {
                 if let Err(error) = certificate.check_validity(now.as_secs() as i64) {
-                    let text = format!("{}: {error}; clients will refuse it", file.path.display());
+                    let text = format!("{}: {error}; clients will reject it", file.path.display());
                     warnings.push((WarningSubject::Certificate(index, certificate_index), text));
                 }
             }
@@ -201,7 +205,7 @@ impl CompiledConfig {
                 let by_certificate = compiled.identity_spec.descriptors.contains(&Descriptor::ClientCert);
                 if by_certificate && compiled.identity_spec.on_missing == OnMissing::Reject {
                     let text = format!(
-                        "`{}` is by client-cert, but {address} has no tls.client_ca: there it refuses every request",
+                        "`{}` is by client-cert, but {address} has no tls.client_ca: it rejects every request there",
                         compiled.limit.name
                     );
                     warnings.push((WarningSubject::Listener(index), text));

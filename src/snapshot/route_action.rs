@@ -1,4 +1,4 @@
-//! Where the requests of a route go, and what becomes of their path on the way.
+//! Compiles the action of a route: upstreams by weight, direct response or redirect, and path rewriting.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -17,12 +17,13 @@ use crate::snapshot::routes::{DirectResponse, Redirect, Rewrite, RouteAction};
 use crate::snapshot::validator::Validator;
 use crate::upstream::{Protocol, UpstreamSettings};
 
-/// The largest weight of an upstream.
+/// Maximum weight of an upstream.
 const MAX_WEIGHT: i64 = 1_000_000;
 
-/// Those that say by themselves where to go (RFC 9110 §15.4).
+/// Statuses that redirect automatically by `Location` (RFC 9110 §15.4).
 const REDIRECT_STATUSES: [i64; 5] = [301, 302, 303, 307, 308];
 
+/// Compile the action of a route, which must be exactly one.
 pub(super) fn route_action(
     route: &config::tables::Route,
     span: &Range<usize>,
@@ -36,7 +37,7 @@ pub(super) fn route_action(
         route.redirect.as_ref().map(|redirect| redirect.span()),
     ];
     if let Some(second) = written.into_iter().flatten().nth(1) {
-        let issue = Issue::new(second, "this route has two targets");
+        let issue = Issue::new(second, "this route has two actions");
         reader.push_issue(issue.with_hint("keep one of `upstream`, `respond` and `redirect`"));
         return None;
     }
@@ -49,13 +50,13 @@ pub(super) fn route_action(
     if let Some(redirect) = &route.redirect {
         return self::redirect(redirect.get_ref(), &redirect.span(), path, reader).map(RouteAction::Redirect);
     }
-    let issue = Issue::new(span.clone(), "this route goes nowhere");
+    let issue = Issue::new(span.clone(), "this route has no action");
     let hint = "upstream = \"NAME\", respond = { status = 200, body = \"…\" } or redirect = { to = \"/…\" }";
     reader.push_issue(issue.with_hint(hint));
     None
 }
 
-/// The upstreams that a route names, by index; those that nothing defines have been spoken of.
+/// Return the indices of the upstreams that a route names. Unknown names are reported elsewhere.
 pub(super) fn upstream_indices(shares: &UpstreamWeights, upstreams: &[UpstreamSettings]) -> Vec<usize> {
     let index = |name: &str| upstreams.iter().position(|upstream| *upstream.name == *name);
     match shares {
@@ -88,7 +89,7 @@ fn weighted_upstreams(
         known.extend(index.map(|index| (index, weight)));
     }
     if weights.values().all(|weight| *weight.get_ref() == 0) {
-        let issue = Issue::new(span.clone(), "no upstream has a weight: no request could go anywhere");
+        let issue = Issue::new(span.clone(), "all upstreams have weight 0");
         reader.push_issue(issue.with_hint("{ api = 9, canary = 1 }: nine of ten requests to `api`"));
     }
     WeightedUpstreams::new(known)
@@ -119,14 +120,16 @@ fn redirect(
 ) -> Option<Redirect> {
     let status = redirect.status.as_ref().map_or(308, |status| {
         if !REDIRECT_STATUSES.contains(status.get_ref()) {
-            let issue = Issue::new(status.span(), format!("{} is not the status of a redirect", status.get_ref()));
-            reader.push_issue(issue.with_hint("308 or 301 for good, 307 or 302 for now, 303 to GET another resource"));
+            let issue = Issue::new(status.span(), format!("{} is not a redirect status", status.get_ref()));
+            reader.push_issue(
+                issue.with_hint("308 or 301 (permanent), 307 or 302 (temporary), 303 (GET another resource)"),
+            );
         }
         *status.get_ref()
     });
     let to = reader.required(redirect.to.as_ref(), span, "to", "\"/v1/{rest}\"")?;
     let Some((origin, target)) = split_origin(to.get_ref()) else {
-        let issue = Issue::new(to.span(), format!("`{}` is neither a path nor the URL of a site", to.get_ref()));
+        let issue = Issue::new(to.span(), format!("`{}` is neither a path nor a valid URL", to.get_ref()));
         reader.push_issue(
             issue.with_hint("\"/v1/{rest}\" or \"https://www.example.com/{rest}\", without parameters in the host"),
         );
@@ -138,15 +141,15 @@ fn redirect(
         target => target.to_owned(),
     };
     let to = rewrite_template(&target, &to.span(), path, reader)?;
-    // The status has been spoken of.
+    // `route_action` has reported other statuses.
     let status = StatusCode::from_u16(status as u16).unwrap_or(StatusCode::PERMANENT_REDIRECT);
     Some(Redirect { origin: origin.into(), template: to, status })
 }
 
-/// Scheme and host, if any, and the rest.
+/// Split a redirect target into its origin (scheme and host, may be empty) and the rest.
 fn split_origin(to: &str) -> Option<(&str, &str)> {
     let Some((scheme, rest)) = to.split_once("://").filter(|(scheme, _)| matches!(*scheme, "http" | "https")) else {
-        // Two slashes begin the name of a host.
+        // Browsers read a host name after two slashes.
         return (to.starts_with('/') && !to.starts_with("//")).then_some(("", to));
     };
     let host = rest.split(['/', '?', '#']).next().unwrap_or_default();
@@ -154,6 +157,7 @@ fn split_origin(to: &str) -> Option<(&str, &str)> {
     is_host.then(|| to.split_at(scheme.len() + "://".len() + host.len()))
 }
 
+/// Compile `strip_prefix` or `rewrite`.
 pub(super) fn rewrite(
     route: &config::tables::Route,
     path: Option<&PathPattern>,
@@ -161,11 +165,11 @@ pub(super) fn rewrite(
 ) -> Option<Rewrite> {
     let written = route.strip_prefix.as_ref().or(route.rewrite.as_ref())?;
     if route.upstream.is_none() {
-        let issue = Issue::new(written.span(), "the path is changed for an upstream, and this route has none");
-        reader.push_issue(issue.with_hint("leave it out; `redirect` has a path of its own"));
+        let issue = Issue::new(written.span(), "`strip_prefix` and `rewrite` require an upstream");
+        reader.push_issue(issue.with_hint("leave it out; `redirect` has its own path"));
     }
     if let (Some(_), Some(rewrite)) = (&route.strip_prefix, &route.rewrite) {
-        let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` both say what becomes of the path");
+        let issue = Issue::new(rewrite.span(), "`strip_prefix` and `rewrite` cannot be combined");
         reader.push_issue(issue.with_hint("keep one of them"));
     }
     match &route.strip_prefix {
@@ -181,9 +185,9 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
     } else if text.ends_with('/') {
         let shorter = text.trim_end_matches('/');
         let hint = if shorter.is_empty() { "leave it out".to_owned() } else { format!("\"{shorter}\"") };
-        Some(("a prefix ends before a `/`, which stays".to_owned(), hint))
+        Some(("a prefix must not end with `/`".to_owned(), hint))
     } else if path.is_some_and(|path| !path.has_prefix(text)) {
-        let hint = "whole segments that `path` begins with; `rewrite = \"/{rest}\"` says what is left";
+        let hint = "whole segments that `path` begins with; otherwise use `rewrite = \"/{rest}\"`";
         Some((format!("not all paths of this route begin with `{text}`"), hint.to_owned()))
     } else {
         None
@@ -197,7 +201,7 @@ fn strip_prefix(prefix: &Text, path: Option<&PathPattern>, reader: &mut Validato
     }
 }
 
-/// Reads a template, and sees that what comes of it is canonical whatever its parameters are.
+/// Parse a template, and check that it expands to a canonical path whatever the values of its parameters are.
 fn rewrite_template(
     text: &str,
     span: &Range<usize>,
@@ -212,12 +216,12 @@ fn rewrite_template(
             return None;
         }
     };
-    // No hex digit: what is encoded is encoded without the help of a parameter.
+    // `~` is not a hex digit: a parameter cannot complete percent-encoding of the template.
     let (plain, query) = template.fill("~");
     match forwarded_path(&plain) {
         Ok(same) if same == plain => {}
         Ok(_) => {
-            // The place holders would not be understood.
+            // The hint does not quote the canonical form, which contains `~` instead of parameters.
             let issue = Issue::new(span.clone(), format!("`{text}` is not in canonical form"));
             reader.push_issue(
                 issue.with_hint("no `.` and `..`, no `//`, no `%` where it is not needed, `%C3%A9` for `é`"),
@@ -228,20 +232,20 @@ fn rewrite_template(
     if let Some(query) = query
         && PathAndQuery::try_from(format!("/?{query}")).is_err()
     {
-        reader.push_issue(Issue::new(span.clone(), format!("`{query}` cannot be a query")));
+        reader.push_issue(Issue::new(span.clone(), format!("`{query}` is not a valid query")));
     }
     let path = path?;
     for name in template.parameters().filter(|name| !path.has_parameter(name)) {
         reader.unknown_name(span.clone(), "parameter", name, path.parameter_names());
     }
     if let Some(rest) = path.rest_parameter().filter(|rest| !template.has_whole_segments(rest)) {
-        let message =
-            format!("`{{{rest}}}` may be nothing or several segments: it stands between slashes or at the end");
+        let message = format!("`{{{rest}}}` may be empty or several segments: place it between slashes or at the end");
         reader.push_issue(Issue::new(span.clone(), message).with_hint(format!("\"/internal/{{{rest}}}\"")));
     }
     Some(template)
 }
 
+/// Compile `websocket`.
 pub(super) fn websocket(
     route: &config::tables::Route,
     upstreams: &[UpstreamSettings],
@@ -250,11 +254,9 @@ pub(super) fn websocket(
     let Some(value) = route.websocket.as_ref().filter(|wanted| *wanted.get_ref()) else { return false };
     let targets = route.upstream.as_ref().map(|shares| upstream_indices(shares.get_ref(), upstreams));
     let fault = match targets {
-        None if route.respond.is_some() || route.redirect.is_some() => {
-            Some("the gateway itself speaks no other protocol")
-        }
+        None if route.respond.is_some() || route.redirect.is_some() => Some("`websocket` requires an upstream"),
         Some(targets) if targets.iter().any(|index| upstreams[*index].protocol == Protocol::Http2) => {
-            Some("over HTTP/2 nothing can be switched")
+            Some("HTTP/2 upstreams do not support protocol upgrades")
         }
         _ => None,
     };
@@ -265,25 +267,27 @@ pub(super) fn websocket(
     true
 }
 
-// Shares of the requests of a route among several upstreams.
+// Weighted selection of upstreams.
 
-/// The fraction of the golden ratio in 64 bits. Its multiples fill an interval evenly, whatever stretch or every which one of them is
-/// looked at (Weyl, 1916): no client that comes in a rhythm meets one upstream only.
+/// The fractional part of the golden ratio times 2^64. Its multiples are evenly distributed, in every run of
+/// consecutive ones as well as for every n-th one (Weyl, 1916). A periodic client therefore does not always meet the
+/// same upstream.
 const GOLDEN_RATIO: u64 = 0x9e37_79b9_7f4a_7c15;
 
-/// Who gets which share.
+/// Splits the requests of a route among upstreams by weight.
 #[derive(Debug)]
 pub struct WeightedUpstreams {
-    /// Upstreams by index, each with the sum of the weights up to its own; none without weight.
+    /// Upstreams by index, each with the sum of the weights up to and including its own. Upstreams with weight 0 are
+    /// left out.
     cumulative_weights: Vec<(u64, usize)>,
-    /// Of all weights.
+    /// Sum of all weights.
     total_weight: u64,
-    /// By all workers together.
+    /// Number of requests, of all workers together.
     counter: AtomicU64,
 }
 
 impl WeightedUpstreams {
-    /// One that gives each upstream the share that its weight is of all; none if there is no weight.
+    /// Create the split from upstream indices and weights. Return `None` if all weights are 0.
     pub fn new(weights: impl IntoIterator<Item = (usize, u32)>) -> Option<Self> {
         let mut sum = 0;
         let weights = weights.into_iter().filter(|(_, weight)| *weight > 0);
@@ -300,18 +304,18 @@ impl WeightedUpstreams {
         })
     }
 
-    /// The upstreams that have a share, by index.
+    /// Return the indices of the upstreams with a weight.
     pub fn upstreams(&self) -> impl Iterator<Item = usize> {
         self.cumulative_weights.iter().map(|(_, upstream)| *upstream)
     }
 
-    /// The upstream of the next request.
+    /// Return the index of the upstream for the next request.
     pub fn pick(&self) -> usize {
         if let [(_, only)] = self.cumulative_weights[..] {
             return only;
         }
         let number = self.counter.fetch_add(1, Ordering::Relaxed).wrapping_mul(GOLDEN_RATIO);
-        // Scaled from 2^64 to the sum.
+        // Scale from 0..2^64 to 0..total_weight.
         let position = ((u128::from(number) * u128::from(self.total_weight)) >> 64) as u64;
         let index = self.cumulative_weights.partition_point(|(end, _)| *end <= position);
         self.cumulative_weights[index].1
@@ -319,23 +323,23 @@ impl WeightedUpstreams {
 }
 
 #[cfg(test)]
-mod split_tests {
+mod tests {
     use super::*;
 
     #[test]
-    fn shares_are_those_of_the_weights() {
+    fn requests_are_split_by_weight_at_any_time() {
         for weights in [&[9, 1][..], &[1, 1], &[1, 0, 3], &[99, 1], &[1, 2, 3, 4], &[0, 5], &[1_000_000, 1], &[7, 7, 7]]
         {
             let split = WeightedUpstreams::new(weights.iter().copied().enumerate()).unwrap();
             let sum: u32 = weights.iter().sum();
             let mut counts = vec![0_u32; weights.len()];
-            for drawn in 1..=10_000 {
+            for picked in 1..=10_000 {
                 counts[split.pick()] += 1;
                 for (index, weight) in weights.iter().enumerate() {
-                    let due = f64::from(drawn) * f64::from(*weight) / f64::from(sum);
+                    let due = f64::from(picked) * f64::from(*weight) / f64::from(sum);
                     let off = (f64::from(counts[index]) - due).abs();
-                    // From the beginning: not only in the long run.
-                    assert!(off <= 4.0, "{weights:?}: {} of {drawn} to {index}, due {due:.1}", counts[index]);
+                    // The shares are exact from the first request on, not only on average.
+                    assert!(off <= 4.0, "{weights:?}: {} of {picked} to {index}, due {due:.1}", counts[index]);
                     assert!(*weight > 0 || counts[index] == 0, "{weights:?}: {index} has no weight");
                 }
             }
@@ -344,11 +348,11 @@ mod split_tests {
     }
 
     #[test]
-    fn periodic_clients_get_the_same_shares() {
+    fn periodic_requests_are_split_by_weight() {
         let split = WeightedUpstreams::new([(0, 9), (1, 1)]).unwrap();
-        for rhythm in 2..=20 {
-            let canary = (0..rhythm * 1000).filter(|index| split.pick() == 1 && index % rhythm == 0).count();
-            assert!((80..=120).contains(&canary), "every {rhythm}th request: {canary} of 1000");
+        for period in 2..=20 {
+            let canary = (0..period * 1000).filter(|index| split.pick() == 1 && index % period == 0).count();
+            assert!((80..=120).contains(&canary), "every {period}th request: {canary} of 1000");
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The table `[store]`.
+//! Compiles `[store]`: the store URL, TLS, timeouts and capacities.
 
 use std::borrow::Cow;
 use std::sync::Arc;
@@ -22,10 +22,12 @@ use crate::snapshot::client_tls::TlsFiles;
 use crate::snapshot::routes::Route;
 use crate::snapshot::validator::Validator;
 
+/// Compile `gateway_count`.
 pub(super) fn gateway_count(store: &config::Store, reader: &mut Validator<'_>) -> u64 {
     reader.number(store.gateway_count.as_ref(), 1..10_001, 1) as u64
 }
 
+/// Compile `[store]`. The routes determine which algorithms the scripts need.
 pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut Validator<'_>) -> StoreSettings {
     let timeout = reader.duration(store.timeout.as_ref(), Duration::from_millis(50));
     let connect_timeout = reader.duration(store.connect_timeout.as_ref(), Duration::from_secs(1)).max(timeout);
@@ -33,8 +35,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let max_memory_states = reader.number(store.max_memory_states.as_ref(), 1..1 << 40, 1_000_000) as usize;
     let prefix = store.prefix.as_ref().map_or("rl", |prefix| prefix.get_ref()).to_owned();
     if let Some(text) = store.prefix.as_ref().filter(|_| prefix.is_empty() || prefix.contains(['{', '}'])) {
-        // Braces would move the cluster slot away from the identity.
-        reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not have braces"));
+        // Braces would change the cluster slot, which the identity must determine.
+        reader.push_issue(Issue::new(text.span(), "`prefix` must not be empty and must not contain braces"));
     }
     let denial_cache = reader.number(store.denial_cache.as_ref(), 0..1 << 32, 100_000) as usize;
     let name = "memory".to_owned();
@@ -44,8 +46,8 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     let tls = store.tls.as_ref().filter(|tls| {
         let used = scheme.starts_with("rediss");
         if !used {
-            let issue = Issue::new(tls.span(), "`tls` goes with a store at `rediss://` only");
-            reader.push_issue(issue.with_hint("that is, also at `rediss+sentinel://` and `rediss+cluster://`"));
+            let issue = Issue::new(tls.span(), "`tls` is valid only for a store at `rediss://`");
+            reader.push_issue(issue.with_hint("also `rediss+sentinel://` and `rediss+cluster://`"));
         }
         used
     });
@@ -65,7 +67,7 @@ pub(super) fn store(store: &config::Store, routes: &[Arc<Route>], reader: &mut V
     settings
 }
 
-/// Whom to believe at the other end, and who we are.
+/// Compile the trust roots and the client certificate for the store.
 fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>) -> TlsCertificates {
     let config::StoreTls { ca, cert, key } = tls.get_ref();
     let TlsFiles { ca, gateway_certificate: own } =
@@ -74,31 +76,30 @@ fn tls_certificates(tls: &Spanned<config::StoreTls>, reader: &mut Validator<'_>)
     TlsCertificates { client_tls, root_cert: ca.map(|ca| ca.content) }
 }
 
-// `store.url`: where Redis is.
-
-const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \"redis+unix:///run/redis.sock?db=0\", \
-                     \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
+const URL_FORMS: &str = "\"memory:\", \"redis://127.0.0.1:6379/0\", \"rediss://…\", \
+     \"redis+unix:///run/redis.sock?db=0\", \"redis+sentinel://host1,host2/mymaster\" or \"redis+cluster://host1,host2\"";
 const SINGLE_FORM: &str = "\"redis://user:password@host:6379/0\"; certificates and keys are PEM files";
-const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; where the Sentinels ask for \
-                        a password, also `sentinel_user` and `sentinel_password` behind the `?`";
-const CLUSTER_FORM: &str =
-    "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has no other database than 0";
+const SENTINEL_FORM: &str = "\"redis+sentinel://user:password@host1:26379,host2:26379/mymaster?db=0\"; \
+     if the Sentinels require a password, add the query parameters `sentinel_user` and `sentinel_password`";
+const CLUSTER_FORM: &str = "\"redis+cluster://user:password@host1:6379,host2:6379\"; a cluster has only database 0";
 
-/// What is wrong with a URL, and what it should look like.
+/// Error in a store URL, with the expected form as the hint.
 #[derive(Debug)]
 pub(crate) struct UrlError {
+    /// What is wrong with the URL.
     pub(crate) message: String,
+    /// The expected form.
     pub(crate) hint: &'static str,
 }
 
-/// The name for the log, and where connections go.
+/// Parse a store URL. Return the name for logs, and the deployment to connect to.
 pub(crate) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), UrlError> {
     let (scheme, rest) = url.split_once(':').unwrap_or(("", url));
     let hint = match scheme {
         "redis" | "rediss" | "redis+unix" => SINGLE_FORM,
         "redis+sentinel" | "rediss+sentinel" => SENTINEL_FORM,
         "redis+cluster" | "rediss+cluster" => CLUSTER_FORM,
-        _ => return Err(UrlError { message: "this is not a store".to_owned(), hint: URL_FORMS }),
+        _ => return Err(UrlError { message: "this is not a store URL".to_owned(), hint: URL_FORMS }),
     };
     let (tls, kind) = scheme.split_once('+').unwrap_or((scheme, ""));
     let found = match kind {
@@ -113,11 +114,11 @@ pub(crate) fn parse(url: &str, certificates: Option<&TlsCertificates>) -> Result
 }
 
 fn unusable_url(error: &RedisError) -> String {
-    format!("this Redis cannot be used: {}", diagnosis::diagnose_url(error))
+    format!("invalid Redis URL: {}", diagnosis::diagnose_url(error))
 }
 
 fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertificates>) -> Result<Client, RedisError> {
-    // Calls must not wait for the replies to those before.
+    // Disable the Nagle algorithm: pipelined calls must not wait for earlier replies.
     let info = url.into_connection_info()?.set_tcp_settings(TcpSettings::default().set_nodelay(true));
     match certificates {
         Some(certificates) => Client::build_with_tls(info, certificates.clone()),
@@ -125,9 +126,9 @@ fn build_client(url: impl IntoConnectionInfo, certificates: Option<&TlsCertifica
     }
 }
 
-/// `//user:password@host:port,host:port/path?query`, of which a URL of one host is a special case.
+/// Parts of `//user:password@host:port,host:port/path?query`. A URL with one host is a special case.
 struct UrlParts<'a> {
-    /// With the `@`.
+    /// User and password, including the `@`.
     credentials: &'a str,
     hosts: Vec<&'a str>,
     path: &'a str,
@@ -135,7 +136,7 @@ struct UrlParts<'a> {
 }
 
 fn split_url(rest: &str) -> Result<UrlParts<'_>, String> {
-    let rest = rest.strip_prefix("//").ok_or("a URL goes on with `//` after its scheme")?;
+    let rest = rest.strip_prefix("//").ok_or("`//` is missing after the scheme")?;
     let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
     let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
     let hosts_from = authority.rfind('@').map_or(0, |at| at + 1);
@@ -151,7 +152,7 @@ fn split_url(rest: &str) -> Result<UrlParts<'_>, String> {
     Ok(UrlParts { credentials: user, hosts, path, query: pairs.collect() })
 }
 
-/// What the library makes of one of the hosts.
+/// Build the connection info of the redis crate for one of the hosts.
 fn connection_info(tls: &str, user: &str, host: &str, port: u16, database: &str) -> Result<ConnectionInfo, String> {
     let with_port = host.rsplit(']').next().unwrap_or(host).contains(':');
     let port = if with_port { String::new() } else { format!(":{port}") };
@@ -176,13 +177,14 @@ fn sentinels(
     if path.is_empty() || path.contains('/') {
         return Err("the name of the master is missing".to_owned());
     }
-    let (mut database, mut sentinel_login) = (Cow::Borrowed("0"), RedisConnectionInfo::default());
+    let mut database = Cow::Borrowed("0");
+    let mut sentinel_login = RedisConnectionInfo::default();
     for (name, value) in query {
         match name {
             "db" => database = value,
             "sentinel_user" => sentinel_login = sentinel_login.set_username(value),
             "sentinel_password" => sentinel_login = sentinel_login.set_password(value),
-            _ => return Err(format!("`{name}` is not known behind the `?`")),
+            _ => return Err(format!("unknown query parameter `{name}`")),
         }
     }
     let sentinels = hosts.iter().map(|host| {
@@ -190,7 +192,7 @@ fn sentinels(
         build_client(info, certificates).map_err(|error| unusable_url(&error))
     });
     let sentinels: Vec<_> = sentinels.collect::<Result<_, String>>()?;
-    // The address is the Sentinels' to say; the rest is as if the first host were the master.
+    // The Sentinels report the address of the master. The first host stands in for it in this template.
     let template = build_client(connection_info(tls, user, hosts[0], 6379, &database)?, certificates)
         .map_err(|error| unusable_url(&error))?;
     let name = percent_decode_str(path).decode_utf8_lossy().into_owned();
@@ -202,7 +204,7 @@ fn sentinels(
 fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Result<(String, RedisDeployment), String> {
     let UrlParts { credentials: user, hosts, path, query } = split_url(rest)?;
     if !matches!(path, "" | "0") || !query.is_empty() {
-        return Err("the URL of a cluster ends behind its hosts".to_owned());
+        return Err("a cluster URL has no path and no query".to_owned());
     }
     let clients = hosts.iter().map(|host| {
         let info = connection_info(tls, user, host, 6379, "0")?;
@@ -215,7 +217,7 @@ fn cluster(tls: &str, rest: &str, certificates: Option<&TlsCertificates>) -> Res
 }
 
 #[cfg(test)]
-mod place_tests {
+mod tests {
     use super::*;
 
     fn seeds(url: &str) -> Vec<String> {
@@ -226,7 +228,7 @@ mod place_tests {
     }
 
     #[test]
-    fn a_cluster_has_many_hosts() {
+    fn cluster_urls_have_several_hosts() {
         assert_eq!(
             seeds("redis+cluster://a,b:7001,[::1]:7002,[::2]"),
             ["a:6379", "b:7001", "[::1]:7002", "[::2]:6379"]
@@ -235,7 +237,7 @@ mod place_tests {
     }
 
     #[test]
-    fn sentinels_know_the_master_and_have_users_of_their_own() {
+    fn sentinel_urls_have_separate_credentials_for_sentinels() {
         let url = "redis+sentinel://user:p%40ss@a,b:1/my%20master?db=3&sentinel_user=s&sentinel_password=p%26";
         let (name, RedisDeployment::Single(RedisEndpoint::Sentinel(found))) = parse(url, None).unwrap() else {
             panic!()
@@ -252,20 +254,20 @@ mod place_tests {
     }
 
     #[test]
-    fn invalid_urls_say_what_is_wrong() {
+    fn invalid_urls_are_rejected_with_the_reason() {
         for (url, what) in [
-            ("http://a", "this is not a store"),
-            ("redis", "this is not a store"),
-            ("redis+cluster:a", "goes on with `//`"),
+            ("http://a", "this is not a store URL"),
+            ("redis", "this is not a store URL"),
+            ("redis+cluster:a", "`//` is missing"),
             ("redis+cluster://a,,b", "a host is missing"),
             ("redis+cluster://", "a host is missing"),
-            ("redis+cluster://a/3", "ends behind its hosts"),
-            ("redis+cluster://a?db=1", "ends behind its hosts"),
-            ("redis+cluster://a:b", "cannot be used"),
+            ("redis+cluster://a/3", "no path and no query"),
+            ("redis+cluster://a?db=1", "no path and no query"),
+            ("redis+cluster://a:b", "invalid Redis URL"),
             ("redis+sentinel://a", "name of the master is missing"),
-            ("redis+sentinel://a/m?typo=1", "`typo` is not known"),
-            ("redis+sentinel://a/m?db=x", "cannot be used"),
-            ("redis://a:b", "cannot be used"),
+            ("redis+sentinel://a/m?typo=1", "unknown query parameter `typo`"),
+            ("redis+sentinel://a/m?db=x", "invalid Redis URL"),
+            ("redis://a:b", "invalid Redis URL"),
         ] {
             let wrong = parse(url, None).unwrap_err();
             assert!(wrong.message.contains(what), "{url}: {}", wrong.message);

@@ -1,4 +1,4 @@
-//! `[upstream.NAME]`: the servers, and how to speak with them.
+//! Compiles `[upstream.NAME]`: servers, load balancing, health checks and timeouts.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,12 +16,14 @@ use crate::upstream::health::{EjectionSettings, HealthSettings};
 use crate::upstream::load_balancer::LoadBalancingPolicy;
 use crate::upstream::{Protocol, UpstreamServerSettings, UpstreamSettings};
 
+/// Compile all upstreams. Return TLS settings for those with servers at `https://`.
 pub(super) fn upstreams(
     upstreams: &BTreeMap<String, Spanned<config::tables::Upstream>>,
     reader: &mut Validator<'_>,
 ) -> (Vec<UpstreamSettings>, Vec<UpstreamTls>) {
     let protocols = [("http1", Protocol::Http1), ("http2", Protocol::Http2)];
-    let (mut compiled, mut tls_configs) = (Vec::new(), Vec::new());
+    let mut compiled = Vec::new();
+    let mut tls_configs = Vec::new();
     for (name, upstream) in upstreams {
         reader.check_name(upstream.span(), name);
         let span = upstream.span();
@@ -70,7 +72,7 @@ fn servers(
     if let (Some(first), true) =
         (written.first(), servers.iter().all(|server| server.weight == 0) && !servers.is_empty())
     {
-        let issue = Issue::new(first.span(), "no server takes requests: each has weight 0");
+        let issue = Issue::new(first.span(), "all servers have weight 0");
         reader.push_issue(issue.with_hint("leave `weight` out, or give one more than 0"));
     }
     servers
@@ -90,7 +92,7 @@ fn server(
     };
     if !matches!(uri.path(), "" | "/") || uri.query().is_some() {
         let issue = Issue::new(server.span(), "a server is a host and a port: its URL has no path");
-        reader.push_issue(issue.with_hint("the path of the request is sent as it is"));
+        reader.push_issue(issue.with_hint("the path of the request is sent unchanged"));
     }
     let authority = uri.authority().map_or("", |authority| authority.as_str());
     let host = host.trim_start_matches('[').trim_end_matches(']');
@@ -101,8 +103,9 @@ fn server(
     Some(UpstreamServerSettings { authority: authority.into(), host: host.into(), port, tls, weight })
 }
 
-// What `[upstream.NAME]` says of its servers together: who is asked, who is out, how many requests at once.
+// Settings of the upstream as a whole.
 
+/// Compile `balance`.
 pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBalancingPolicy {
     let words = ["least-requests", "round-robin", "random", "hash:HEADER"];
     let Some(text) = text else { return LoadBalancingPolicy::LeastRequests };
@@ -122,23 +125,25 @@ pub(super) fn balance(text: Option<&Text>, reader: &mut Validator<'_>) -> LoadBa
     }
 }
 
+/// Compile `max_queue`, which requires `max_requests`.
 pub(super) fn max_queue(upstream: &config::tables::Upstream, reader: &mut Validator<'_>) -> usize {
     let max = reader.number(upstream.max_queue.as_ref(), 0..1_000_001, 0) as usize;
     let has_max_requests = upstream.max_requests.as_ref().is_some_and(|max| *max.get_ref() != 0);
     if let Some(queue) = upstream.max_queue.as_ref().filter(|_| max > 0 && !has_max_requests) {
-        let issue = Issue::new(queue.span(), "nobody would wait: there may be any number of requests");
-        reader.push_issue(issue.with_hint("`max_requests` says how many each server gets at the same time"));
+        let issue = Issue::new(queue.span(), "`max_queue` requires `max_requests`");
+        reader.push_issue(issue.with_hint("`max_requests` limits the requests in flight per server"));
     }
     max
 }
 
+/// Compile `health_check`.
 pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Validator<'_>) -> HealthSettings {
     let span = health.span();
     let health = health.get_ref();
     let path = reader.required(health.path.as_ref(), &span, "path", "\"/healthz\"");
     let parsed = path.and_then(|path| path.get_ref().starts_with('/').then(|| path.get_ref().parse().ok())?);
     if let (Some(path), None) = (path, &parsed) {
-        let issue = Issue::new(path.span(), format!("`{}` is not a path to ask for", path.get_ref()));
+        let issue = Issue::new(path.span(), format!("`{}` is not a valid path", path.get_ref()));
         reader.push_issue(issue.with_hint("such as \"/healthz\""));
     }
     let mut status = Vec::new();
@@ -147,7 +152,7 @@ pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Vali
         match found.filter(|status| (200..600).contains(&status.as_u16())) {
             Some(found) => status.push(found),
             None => {
-                let issue = Issue::new(written.span(), format!("{} is not the status of an answer", written.get_ref()));
+                let issue = Issue::new(written.span(), format!("{} is not a response status", written.get_ref()));
                 reader.push_issue(issue.with_hint("from 200 to 599"));
             }
         }
@@ -169,6 +174,7 @@ pub(super) fn health(health: &Spanned<config::tables::Health>, reader: &mut Vali
     }
 }
 
+/// Compile `outlier_detection`.
 pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Validator<'_>) -> EjectionSettings {
     let eject = eject.get_ref();
     EjectionSettings {
@@ -177,7 +183,7 @@ pub(super) fn ejection(eject: &Spanned<config::tables::Eject>, reader: &mut Vali
     }
 }
 
-/// `"0s"` is none.
+/// Compile `slow_start`. `"0s"` disables it.
 pub(super) fn slow_start(text: Option<&Text>, reader: &mut Validator<'_>) -> Duration {
     reader.duration(text.filter(|text| text.get_ref() != "0s"), Duration::ZERO)
 }
