@@ -1,4 +1,4 @@
-//! `/api`: who is limited and what to do about it, as JSON.
+//! `/api`: rate limit usage, resets and quota overrides of identities, as JSON.
 
 mod identities;
 mod overrides;
@@ -24,23 +24,23 @@ use crate::limiter::verdict::StoreError;
 use crate::proxy::top_denied::{TopDenied, WINDOW};
 use crate::snapshot::CompiledConfig;
 
-/// Bytes of what is sent here.
+/// Maximum size of a request body, in bytes.
 const MAX_BODY_BYTES: usize = 16 * 1024;
 
-/// Within this time it is here.
+/// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// What a request is answered from.
+/// What the handlers of a request need.
 struct ApiContext<'a> {
-    /// The configuration that was in force when it came.
+    /// The configuration that was active when the request arrived.
     config: &'a CompiledConfig,
     state: &'a AdminState,
     limiter_admin: &'a LimiterAdmin,
 }
 
-/// Answers a request whose caller may look.
+/// Handle a request that may read. Changes are authorized here.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
         "/api/top" | "/api/identities" | "/api/differences" => &[Method::GET],
@@ -54,7 +54,7 @@ pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> A
     if !methods.contains(request.method()) {
         let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
         let mut response = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("{allowed} only")).into_response();
-        // Names of methods are field values.
+        // Method names are valid header values.
         response.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
         return response;
     }
@@ -81,7 +81,7 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
     }
 }
 
-/// The parameters of a query.
+/// Decoded query parameters.
 struct QueryParams(Vec<(String, String)>);
 
 impl QueryParams {
@@ -92,13 +92,16 @@ impl QueryParams {
         QueryParams(pairs.map(|(name, value)| (decode(name), decode(value))).collect())
     }
 
-    /// Takes a parameter out.
+    /// Remove a parameter and return its value.
     fn take(&mut self, name: &str) -> Option<String> {
         let index = self.0.iter().position(|(key, _)| key == name)?;
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Takes out a parameter that is a number in this range.
+    /// Remove a numeric parameter and return its value, or `default` if it is absent.
+    ///
+    /// # Errors
+    /// The value is not a number in `range`.
     fn number(&mut self, name: &str, range: std::ops::RangeInclusive<u64>, default: u64) -> Result<u64> {
         let Some(text) = self.take(name) else { return Ok(default) };
         text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
@@ -107,7 +110,8 @@ impl QueryParams {
     }
 }
 
-/// What a page of somebody else's cannot send here unasked: a browser would ask first, and nobody says yes.
+/// CSRF protection: require `application/json` or DELETE. A browser sends a CORS preflight before such a cross-origin
+/// request, and the admin listener does not grant it.
 fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     let content_type = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
     let media_type = content_type.map(|value| value.split(';').next().unwrap_or_default().trim());
@@ -129,7 +133,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
         }
         Err(_) => return Err(ApiError::bad_request("the body did not come whole")),
     };
-    // The message names fields and places, and what stands there may be a secret.
+    // Error messages of serde can quote values, which may be secrets: return only those about field names.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
         serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
             ApiError::bad_request(error.to_string())
@@ -142,9 +146,9 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
     })
 }
 
-/// A good answer.
+/// Return a 200 response with a JSON body.
 fn json_response(value: &impl Serialize) -> AdminResponse {
-    // Maps with text as keys always serialise.
+    // Maps with string keys always serialize.
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
@@ -160,14 +164,14 @@ fn admin_error(error: &AdminError) -> ApiError {
     }
 }
 
-/// µs as seconds, to the ms, rounded up: whoever waits so long does not come too early.
+/// Convert µs to seconds, rounded up to the ms, so that a client that waits this long is not too early.
 fn seconds_rounded_up(us: u64) -> f64 {
     us.div_ceil(1000) as f64 / 1000.0
 }
 
-// Why the operator does not get what he asked for: a problem document (RFC 9457).
+// === Problem details (RFC 9457) ===
 
-/// What is said instead of an answer.
+/// An error response of the API.
 #[derive(Debug)]
 pub(super) struct ApiError {
     pub(super) status: StatusCode,
@@ -179,7 +183,7 @@ impl ApiError {
         ApiError { status, detail: detail.into() }
     }
 
-    /// What is asked for cannot be understood.
+    /// Create a 400 response: the request is invalid.
     pub(super) fn bad_request(detail: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, detail)
     }
@@ -193,16 +197,16 @@ impl ApiError {
     }
 }
 
-// `/api/differences`: which keys of another configuration a reload would refuse.
+// === `/api/differences`: keys whose change a reload would reject ===
 
 #[derive(Serialize)]
 struct Differences {
-    /// Keys that need a restart, in alphabetical order.
+    /// Configuration keys that differ and need a restart, in alphabetical order.
     restart: Vec<String>,
 }
 
-/// Compares the digests of the query, by the names of their keys, with those of the configuration in force. The caller chooses
-/// the salt and learns names only: values may be secret.
+/// Compare the digests in the query, named by configuration key, with those of the active configuration. The caller
+/// chooses the salt and learns only key names, because values may be secret.
 fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
     let mut active_digests = context.config.restart_only_digests(&salt);
@@ -217,10 +221,11 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
     Ok(json_response(&Differences { restart }))
 }
 
-// `/api/top`: who is being limited now.
+// === `/api/top`: most frequently denied identities ===
 
-/// Identities of each limit, if nothing else is said, and at most.
+/// Number of identities per limit without `count`.
 const DEFAULT_COUNT: u64 = 10;
+/// Maximum of `count`.
 const MAX_COUNT: u64 = 96;
 
 #[derive(Serialize)]

@@ -1,4 +1,4 @@
-//! `/metrics`: everything that is counted, with names and units by the conventions of Prometheus. No label is an identity.
+//! `/metrics`: all metrics of the process, named by the Prometheus conventions. Identities are never labels.
 
 use std::fmt;
 
@@ -9,7 +9,7 @@ use crate::proxy::telemetry::{LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
 
-/// The label of an answer that never came.
+/// Value of the `status` label for upstream requests without a response.
 const NO_RESPONSE: &str = "none";
 
 impl MetricSource for AdminState {
@@ -181,7 +181,7 @@ fn write_status_classes(
 ) -> fmt::Result {
     for (name, response_stats) in family.all() {
         let counts = sum_counts(response_stats.iter().map(|stats| stats.status_classes.values()));
-        // What cannot happen is no line: a route always answers.
+        // Omit the series that cannot occur: a route always sends a response.
         let classes = STATUS_CLASSES
             .iter()
             .chain([&NO_RESPONSE])
@@ -219,7 +219,7 @@ fn write_histogram<'a>(
     writer.write_histogram(labels, &BUCKET_BOUNDS_US, &buckets, total_us)
 }
 
-/// Of all workers.
+/// Add up the counters of all workers.
 pub(super) fn sum_counts<const N: usize>(counts: impl Iterator<Item = [u64; N]>) -> [u64; N] {
     counts.fold([0; N], |sum, counts| std::array::from_fn(|index| sum[index] + counts[index]))
 }

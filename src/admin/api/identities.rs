@@ -1,4 +1,4 @@
-//! `/api/identities` and `/api/reset`: where an identity stands, and that it starts afresh.
+//! `/api/identities` and `/api/reset`: show and clear the usage of an identity.
 
 use futures_util::future::try_join_all;
 use http::StatusCode;
@@ -16,18 +16,21 @@ use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 
-/// An identity in a request: its hash, or values by the words of `by`.
+/// An identity in a request: its hash, or the values of its parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdentityQuery {
-    /// As keys, `/api/top` and the rest of the API have it.
+    /// 32 hexadecimal digits, as in `/api/top`, in Redis keys and in the access log.
     Hash(String),
-    /// As the operator knows it.
+    /// A value for each part of the limit's `by`, as in `{"api-key": "acme"}`.
     Parts(IdentityInput),
 }
 
 impl IdentityQuery {
-    /// What is left of a query: `identity=HASH`, or parts.
+    /// Parse the remaining query parameters: `identity=HASH`, or one parameter per part.
+    ///
+    /// # Errors
+    /// `identity` is combined with other parameters.
     pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
@@ -38,7 +41,10 @@ impl IdentityQuery {
         Ok(IdentityQuery::Parts(query.0.into_iter().collect()))
     }
 
-    /// Which identity of a limit it is.
+    /// Resolve to an identity of the limit `compiled`.
+    ///
+    /// # Errors
+    /// The hash is malformed, a part is missing, unknown or invalid, or the consumer does not exist.
     pub(super) fn resolve<'a>(
         &self,
         compiled: &CompiledLimit,
@@ -75,7 +81,8 @@ impl IdentityQuery {
     }
 }
 
-/// Whose hash it is, as far as it can be told: that of a consumer, where it is by nothing else.
+/// Find the consumer that a hash belongs to. Hashes cannot be reversed, so the hash of each consumer is compared. Only
+/// for limits whose one descriptor is the API key.
 fn consumer_of_hash<'a>(
     identity: Identity,
     compiled: &CompiledLimit,
@@ -94,7 +101,10 @@ fn consumer_of_hash<'a>(
     consumers.iter().find(|consumer| has_identity(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
 }
 
-/// The limit of this name.
+/// Find a limit by name.
+///
+/// # Errors
+/// 404 if there is none.
 pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
     context.config.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
 }
@@ -127,7 +137,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
     let (limit_name, limits) = (query.take("limit"), &context.config.limits);
     let identity_query = IdentityQuery::from_query(query)?;
     let consumers = context.config.consumers.load();
-    // Of one limit all has to be right; of all limits those are meant that the parts are enough for.
+    // With `limit`, the identity must fit that limit. Without it, select the limits whose parts are all given.
     let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
         (Some(name), _) => {
             let compiled = find_limit(context, name)?;
@@ -235,7 +245,7 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
     let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.consumers.load();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
-    // In whichever size it was counted: those of another shape have states of their own.
+    // Clear the states of all variants: variants with different parameters have separate states.
     let table = context.limiter_admin.overrides.current();
     let override_variant = table
         .as_ref()

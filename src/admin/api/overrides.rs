@@ -1,4 +1,4 @@
-//! `/api/overrides`: other sizes for single identities, for a time.
+//! `/api/overrides`: list, set and remove temporary quota overrides of single identities.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use crate::limiter::algorithm::Rule;
 use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 
-/// What is to last longer belongs into the configuration.
+/// Maximum `ttl`. Longer overrides belong in the configuration.
 const MAX_TTL: Duration = Duration::from_secs(31 * 86_400);
-/// Shorter than it takes until all gateways have it is of no use.
+/// Minimum `ttl`: other gateways need some seconds to read an override.
 const MIN_TTL: Duration = Duration::from_secs(5);
 
-/// Bytes of a note.
+/// Maximum length of `note`, in bytes.
 const MAX_NOTE_BYTES: usize = 200;
 
 #[derive(Debug, Deserialize)]
@@ -31,7 +31,7 @@ pub(super) struct PutOverride {
     note: Option<String>,
 }
 
-/// An override as it is shown.
+/// An override in responses.
 #[derive(Debug, Serialize)]
 pub(super) struct OverrideView {
     limit: String,
