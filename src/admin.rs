@@ -169,7 +169,7 @@ impl AdminServer {
             return response;
         }
         if self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
-            // DNS rebinding: the name in the URL of a foreign web page can resolve to this machine, and the browser then
+            // DNS rebinding: the name in the URL of a foreign web page can resolve to this machine. The browser then
             // lets the page send requests here.
             return text_response(
                 StatusCode::FORBIDDEN,

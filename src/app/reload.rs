@@ -1,5 +1,5 @@
-//! Reads the configuration again while the gateway runs: the new one is compiled as a whole and takes effect at once, or
-//! the old one stays in force.
+//! Configuration reload: the new configuration is compiled completely and then replaces the active one, or the active
+//! one stays in force.
 
 pub(crate) mod carry_over;
 pub(crate) mod file_watcher;
@@ -29,7 +29,7 @@ use crate::telemetry::pluralize;
 use crate::upstream::UpstreamSettings;
 use crate::upstream::cluster::UpstreamCluster;
 
-/// Why a configuration does not take effect.
+/// Why a reload failed.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error("{0}")]
@@ -42,11 +42,11 @@ enum ReloadError {
     Stopping,
 }
 
-/// The gateways of all workers.
+/// The gateways of all workers, which receive each new configuration.
 #[derive(Debug, Default)]
 pub(super) struct WorkerGateways(Mutex<Vec<Arc<Gateway>>>);
 
-/// What takes part in a reload.
+/// The reload thread: handles reload requests one at a time.
 #[derive(Debug)]
 pub(super) struct Reloader {
     pub(super) config_handle: Arc<ConfigHandle>,
@@ -54,13 +54,13 @@ pub(super) struct Reloader {
     pub(super) gateways: Arc<WorkerGateways>,
     pub(super) maintenance: MaintenanceThread,
     pub(super) connection_limits: Arc<ConnectionLimits>,
-    /// Follows the files of what is in force.
+    /// Watches the files of the active configuration.
     pub(super) watcher: Option<FileWatcher>,
     pub(super) stop: CancellationToken,
 }
 
 impl WorkerGateways {
-    /// Adds the gateway of a worker, which serves what is in force.
+    /// Create and add the gateway of a worker. The lock keeps a concurrent reload from missing it.
     pub(super) fn register(
         &self,
         configuration: &ConfigHandle,
@@ -78,10 +78,10 @@ impl WorkerGateways {
 }
 
 impl Reloader {
-    /// Does what is asked for, as long as somebody may ask.
+    /// Handle reload requests until all senders are dropped.
     pub(super) fn run(mut self) {
         while let Ok(first) = self.requests.recv() {
-            // Whoever has asked by now wants what is there now.
+            // One reload serves all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
             sd_notify::notify_reloading();
             let result = self.apply().map_err(|refusal| refusal.to_string());
@@ -93,13 +93,13 @@ impl Reloader {
                     self.config_handle.record_failure(error);
                     warn!("{path} is not used, the configuration before stays in force:\n{error}");
                     if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
-                        // What of the other files is good counts all the same.
+                        // A requested reload also reads the other files, even if the configuration is invalid.
                         watcher.report_all();
                     }
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // Who has gone does not want to know.
+                // The requester may have gone.
                 let _ = reply.send(result.clone());
             }
         }
@@ -130,7 +130,7 @@ impl Reloader {
         let config = Arc::new(config);
         let fleets: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
-        // Before the first request for them.
+        // Resolve DNS names before the first request uses the new clusters.
         self.maintenance.set_clusters(&fleets)?;
         self.connection_limits.resize(&config.server);
         {
@@ -143,7 +143,8 @@ impl Reloader {
     }
 }
 
-/// The fleet of an upstream, with what is known of its servers.
+/// Return the cluster of an upstream. Keep the previous cluster if the settings are the same, otherwise carry over the
+/// state of its endpoints.
 fn carry_over_cluster(settings: &Arc<UpstreamSettings>, previous: &ActiveConfig) -> Arc<UpstreamCluster> {
     match previous.clusters.iter().find(|cluster| cluster.settings.name == settings.name) {
         Some(cluster) if Arc::ptr_eq(&cluster.settings, settings) => cluster.clone(),

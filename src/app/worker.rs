@@ -1,4 +1,4 @@
-//! One worker: its runtime, its connections to the store, its gateway and server.
+//! A worker thread: a tokio runtime with its own store connections, gateway and server.
 
 use std::io;
 use std::net::TcpListener as StdListener;
@@ -33,10 +33,10 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
-/// A worker that is about to serve waits so long for its first connection to the store.
+/// Maximum time that a starting worker waits for its first store connection.
 const FIRST_CONNECTION: Duration = Duration::from_millis(500);
 
-/// What a worker takes along to its thread.
+/// Everything that a worker thread needs.
 pub(super) struct Worker {
     pub(super) config: Arc<CompiledConfig>,
     pub(super) memory: Arc<MemoryStore>,
@@ -57,7 +57,11 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves its sockets, each of the listener at its place, to the end, with so many threads; says when it does.
+    /// Serve the sockets, each with the index of its listener, until `stop` is cancelled and the worker has drained.
+    /// `threads` is the number of runtime threads. Send to `ready_sender` when the worker serves.
+    ///
+    /// # Errors
+    /// The runtime cannot be created, or a socket cannot be registered with it.
     pub(super) fn run(
         self,
         threads: usize,
@@ -74,7 +78,7 @@ impl Worker {
                 Gateway::new(running.config.clone(), limiter, &running.clusters, self.sinks, counts)
             });
             let server = Server::new(gateway, self.connection_limits, self.stop);
-            // Nobody may want to know.
+            // The receiver may be gone.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;
@@ -93,7 +97,7 @@ impl Worker {
                     let store = store.clone();
                     async move { store.connect().await }
                 });
-                // The first request shall find a connection. A store that does not answer is not waited for.
+                // Connect before the first request. Start without a connection if the store does not respond in time.
                 let _ = timeout(FIRST_CONNECTION, connecting).await;
                 if self.index == 0 {
                     let (overrides, store) = (self.overrides.clone(), store.clone());

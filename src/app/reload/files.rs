@@ -1,5 +1,5 @@
-//! Follows the configuration and the files that it names while the gateway runs: the good new one takes effect at
-//! once, from a bad one the old stays in force.
+//! Reload of changed files: the configuration, and the keys, consumers and certificates that it names. An invalid file
+//! leaves the previous content in force.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -14,7 +14,8 @@ use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 
-/// Follows the files of what is in force as long as the result lives; none if the system refuses to watch a folder.
+/// Watch the files of the active configuration until the result is dropped. Return `None`, and log, if a directory
+/// cannot be watched.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
     let watcher = watch(watched_files(configuration));
     let watcher = watcher.map_err(|error| warn!("changes of files are not seen, SIGHUP reads them again: {error}"));
@@ -24,12 +25,12 @@ pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatch
 fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, OnChange)> {
     let config = &configuration.active().config;
     let mut files: Vec<(Vec<FileSnapshot>, OnChange)> = Vec::new();
-    // First: when it takes effect, the others are read with it.
+    // The configuration comes first: a successful reload reads the other files as well and ends this watch.
     let reload = {
         let configuration = configuration.clone();
         move |files: &[FileSnapshot]| {
             if !configuration.is_last_attempt(&files[0].content) {
-                // How it went is told by whoever does it.
+                // The reload thread logs the result.
                 let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
             }
         }
@@ -68,7 +69,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
     files
 }
 
-/// The files of one listener.
+/// Add the certificate and CA files of a listener.
 fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<(Vec<FileSnapshot>, OnChange)>) {
     let Some(tls) = &config.listeners[index].tls else { return };
     for (certificate_index, pair) in tls.certificates.iter().enumerate() {
