@@ -67,13 +67,13 @@ pub enum AppError {
         source: io::Error,
     },
     /// The trace exporter cannot be started.
-    #[error("spans cannot be exported: {0}")]
+    #[error("cannot start the trace exporter: {0}")]
     Traces(anyhow::Error),
     /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
     /// A thread panicked.
-    #[error("a worker ended with a panic")]
+    #[error("a worker thread panicked")]
     Panic,
 }
 
@@ -113,7 +113,11 @@ impl App {
         settings::raise_soft_limit();
         let (connections, files) = (config.server.max_connections, settings::hard_limit());
         if connections as u64 > files {
-            warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
+            warn!(
+                max_connections = connections,
+                max_files = files,
+                "too few file descriptors for max_connections: raise `ulimit -Hn`"
+            );
         }
         let accepting = match config.server.worker_model {
             WorkerModel::PerCore => config.server.workers,

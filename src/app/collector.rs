@@ -61,11 +61,8 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
         let reason = last_error.lock().unwrap_or_else(PoisonError::into_inner).take();
         if log_throttle.should_log(LOG_INTERVAL) {
-            warn!(
-                spans,
-                "spans are lost, the collector at {name} did not take them: {}",
-                reason.unwrap_or(error.to_string())
-            );
+            let error = reason.unwrap_or(error.to_string());
+            warn!(spans, collector = %name, %error, "cannot export spans: they are lost");
         }
         spans
     })?)

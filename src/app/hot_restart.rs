@@ -36,13 +36,13 @@ pub struct HotRestart {
 #[derive(Debug, thiserror::Error)]
 pub enum HotRestartError {
     /// The sockets cannot be duplicated, or the program cannot be executed.
-    #[error("the new process cannot be started: {0}")]
+    #[error("cannot start the new process: {0}")]
     Spawn(#[from] io::Error),
     /// The new process exited before it was ready.
-    #[error("the new process has ended: {0}; what it says is above")]
+    #[error("the new process exited before it was ready: {0}; its messages are above")]
     Exited(ExitStatus),
-    /// The new process was not ready within [`READY_TIMEOUT`].
-    #[error("the new process does not serve after {READY_TIMEOUT:?}")]
+    /// The new process was not ready in time.
+    #[error("the new process was not ready within {READY_TIMEOUT:?}")]
     Timeout,
 }
 
@@ -137,7 +137,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_follow_each_other_whatever_is_open() {
+    fn copies_have_consecutive_descriptors_despite_open_files() {
         let sockets: Vec<_> = (0..5).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
         // Leave gaps of one and two descriptors.
         let mut others: Vec<_> = (0..40).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();

@@ -31,7 +31,7 @@ impl InheritedSockets {
         let take = |index| match handed.take_tcp_listener(index) {
             Ok(socket) => socket,
             Err(error) => {
-                warn!("a descriptor of LISTEN_FDS is of no use: {error}");
+                warn!(%error, "cannot use a descriptor of LISTEN_FDS");
                 None
             }
         };
@@ -90,7 +90,7 @@ impl InheritedSockets {
     /// Close the sockets that no listener has claimed, and log them.
     pub(super) fn close_unclaimed(self) {
         for address in self.0.iter().filter_map(|socket| socket.local_addr().ok()) {
-            warn!("a socket on {address} was handed over, but no listener has this address: it is closed");
+            warn!(%address, "closed an inherited socket: no listener has its address");
         }
     }
 }
@@ -118,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_tried_without_taking_connections() {
+    fn probe_refuses_connections_and_detects_an_address_in_use() {
         let any = "127.0.0.1:0".parse().unwrap();
         let probe = bind(any, false).unwrap();
         let address = probe.local_addr().unwrap().as_socket().unwrap();

@@ -25,7 +25,6 @@ use crate::listener::connection_limit::ConnectionLimits;
 use crate::proxy::Gateway;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ActiveConfig, ConfigHandle, ReloadCause, ReloadRequest};
-use crate::telemetry::pluralize;
 use crate::upstream::UpstreamSettings;
 use crate::upstream::cluster::UpstreamCluster;
 
@@ -36,7 +35,7 @@ enum ReloadError {
     Config(#[from] ConfigError),
     #[error("{0}")]
     CarryOver(#[from] CarryOverError),
-    #[error("its upstreams cannot be attended to: {0}")]
+    #[error("cannot start the DNS lookups and health checks of the upstreams: {0}")]
     Maintenance(#[from] io::Error),
     #[error("the gateway is stopping")]
     Stopping,
@@ -91,7 +90,7 @@ impl Reloader {
                 Ok(()) => self.log_success(&path),
                 Err(error) => {
                     self.config_handle.record_failure(error);
-                    warn!("{path} is not used, the configuration before stays in force:\n{error}");
+                    warn!(file = %path, %error, "cannot reload the configuration: the active one stays in force");
                     if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
                         // A requested reload also reads the other files, even if the configuration is invalid.
                         watcher.report_all();
@@ -107,10 +106,10 @@ impl Reloader {
 
     fn log_success(&self, path: &str) {
         let config = &self.config_handle.active().config;
-        let routes = pluralize(config.routes.len() as u64, "route");
-        let limits = pluralize(config.limits.len() as u64, "limit");
-        let upstreams = pluralize(config.upstreams.len() as u64, "upstream");
-        info!("reloaded {path}: {routes}, {limits}, {upstreams}");
+        let routes = config.routes.len();
+        let limits = config.limits.len();
+        let upstreams = config.upstreams.len();
+        info!(file = %path, routes, limits, upstreams, "configuration reloaded");
         for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }

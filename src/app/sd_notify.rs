@@ -23,7 +23,7 @@ pub(super) fn notify_ready() {
     if parent == Some(parent_id())
         && let Err(error) = notify_parent()
     {
-        warn!("the process before does not learn that this one serves: {error}");
+        warn!(%error, "cannot tell the old process that this one is ready");
     }
 }
 
@@ -57,6 +57,6 @@ pub(super) fn notify_main_pid(id: u32) {
 /// Send a notification. Do nothing without a service manager (`NOTIFY_SOCKET` is not set).
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        warn!("the service manager cannot be told: {error}");
+        warn!(%error, "cannot notify the service manager");
     }
 }

@@ -164,7 +164,7 @@ impl AccessLog {
     pub fn start(format: LogFormat, mut out: Box<dyn Write + Send>) -> io::Result<Self> {
         let writer = BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| {
             let Err(error) = out.write_all(batch).and_then(|()| out.flush()) else { return 0 };
-            warn!(%error, "the access log cannot be written");
+            warn!(%error, "cannot write the access log");
             batch.iter().filter(|byte| **byte == b'\n').count() as u64
         })?;
         Ok(AccessLog { writer, format })
@@ -394,7 +394,7 @@ impl RequestRecord {
 impl OnComplete for RequestRecord {
     fn on_complete(self: Box<Self>, sent: u64, complete: bool) {
         let took = self.started_at.elapsed();
-        let line = AccessRecord {
+        let record = AccessRecord {
             time: unix_us().saturating_sub(took.as_micros() as u64),
             client: self.client,
             method: self.method.as_str(),
@@ -411,11 +411,11 @@ impl OnComplete for RequestRecord {
             trace_id: self.trace_id,
         };
         if let Some(access) = &self.sinks.access_log {
-            access.write(&line);
+            access.write(&record);
         }
         if let (Some(spans), Some(trace)) = (&self.sinks.trace_exporter, &self.trace) {
             let (template, scheme, peer) = (self.path_template.as_deref(), self.scheme, self.peer);
-            spans.record(&trace::RequestTrace { trace, record: &line, path_template: template, scheme, peer });
+            spans.record(&trace::RequestTrace { trace, record: &record, path_template: template, scheme, peer });
         }
     }
 }
@@ -427,7 +427,7 @@ mod tests {
     /// Programs parse these formats, so they must not change by accident.
     #[test]
     fn access_record_formats() {
-        let judged = |limit: &str, decision, remaining| LimitInfo {
+        let limit_info = |limit: &str, decision, remaining| LimitInfo {
             limit: limit.into(),
             identity: 0xabc,
             cost: 2,
@@ -435,17 +435,17 @@ mod tests {
             remaining,
             limit_index: 0,
         };
-        let decided = DecisionInfo {
+        let decision = DecisionInfo {
             decision: "denied",
             decided_by: Some("store"),
             effective_limit: Some(EffectiveLimit { limit: "hour".into(), remaining: 0, identity: 0xabc }),
             duration: Duration::from_micros(1_250),
             decided_at: Some(1_764_000_000_123_500),
             shadow_denied: vec!["trial".into()],
-            limits: vec![judged("hour", Some("denied"), Some(0)), judged("day", None, None)],
+            limits: vec![limit_info("hour", Some("denied"), Some(0)), limit_info("day", None, None)],
             start_offset: Duration::ZERO,
         };
-        let sent = UpstreamInfo {
+        let upstream = UpstreamInfo {
             upstream: "api".into(),
             server: Some("api.test:80 (127.0.0.1:80)".into()),
             upstream_status: Some(200),
@@ -453,7 +453,7 @@ mod tests {
             retries: 1,
             start_offset: Duration::ZERO,
         };
-        let line = AccessRecord {
+        let record = AccessRecord {
             time: 1_764_000_000_123_456,
             client: [127, 0, 0, 1].into(),
             method: "GET",
@@ -464,14 +464,14 @@ mod tests {
             duration_ms: Duration::from_micros(12_345),
             route: Some("a"),
             outcome: "rate-limited",
-            decision: Some(&decided),
-            upstream: Some(&sent),
+            decision: Some(&decision),
+            upstream: Some(&upstream),
             request_id: "id",
             trace_id: Some(1),
         };
         let hash = "00000000000000000000000000000abc";
         assert_eq!(
-            serde_json::to_string(&line).unwrap(),
+            serde_json::to_string(&record).unwrap(),
             format!(
                 "{{\"time\":1764000000.123456,\"client\":\"127.0.0.1\",\"method\":\"GET\",\"path\":\"/a\",\"status\":429,\"bytes\":3,\
                  \"complete\":false,\"duration_ms\":12.345,\"route\":\"a\",\"outcome\":\"rate-limited\",\"decision\":\"denied\",\
@@ -483,7 +483,7 @@ mod tests {
             )
         );
         let mut text = Vec::new();
-        line.write_text(&mut text).unwrap();
+        record.write_text(&mut text).unwrap();
         assert_eq!(
             String::from_utf8(text).unwrap(),
             format!(

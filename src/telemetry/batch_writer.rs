@@ -103,7 +103,7 @@ impl<T: Send + 'static> BatchWriter<T> {
             let lost = pending.dropped;
             drop(pending);
             if throttle.should_log(LOG_INTERVAL) {
-                warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", config.name);
+                warn!(dropped = lost, writer = config.name, "queue full: records are lost");
             }
             return;
         }
@@ -145,22 +145,22 @@ mod tests {
     #[test]
     fn dropped_items_are_counted_and_the_rest_is_delivered_in_order() {
         let (release, held) = mpsc::channel::<()>();
-        let (sink, taken) = mpsc::channel();
-        let terms = BatchConfig { name: "test", delay: Duration::ZERO, capacity: 3 };
-        let outbox = BatchWriter::start(terms, move |batch: &mut Vec<u32>| {
+        let (sink, delivered) = mpsc::channel();
+        let config = BatchConfig { name: "test", delay: Duration::ZERO, capacity: 3 };
+        let writer = BatchWriter::start(config, move |batch: &mut Vec<u32>| {
             sink.send(batch.clone()).unwrap();
             held.recv().unwrap();
             u64::from(batch.contains(&0))
         });
-        let outbox = outbox.unwrap();
-        outbox.push(|items| items.push(0));
-        assert_eq!(taken.recv().unwrap(), [0], "it is being delivered, and holds up the rest");
-        (1..=5).for_each(|item| outbox.push(|items| items.push(item)));
-        assert_eq!(outbox.dropped(), 2, "three may wait");
+        let writer = writer.unwrap();
+        writer.push(|items| items.push(0));
+        assert_eq!(delivered.recv().unwrap(), [0], "the first batch is in delivery and blocks the rest");
+        (1..=5).for_each(|item| writer.push(|items| items.push(item)));
+        assert_eq!(writer.dropped(), 2, "the capacity is three");
         release.send(()).unwrap();
-        assert_eq!(taken.recv().unwrap(), [1, 2, 3]);
+        assert_eq!(delivered.recv().unwrap(), [1, 2, 3]);
         release.send(()).unwrap();
-        outbox.flush(Duration::from_secs(20));
-        assert_eq!(outbox.dropped(), 3, "and what was not delivered");
+        writer.flush(Duration::from_secs(20));
+        assert_eq!(writer.dropped(), 3, "including the one that was not delivered");
     }
 }

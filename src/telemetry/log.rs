@@ -101,7 +101,7 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     if lost > 0 {
         // `is_stalled` keeps this thread from waiting for itself in the `warn!` below.
         state.is_stalled.store(true, Ordering::Relaxed);
-        warn!(dropped = lost, "standard error was not read in time: lines of the log are lost");
+        warn!(dropped = lost, "standard error is not read in time: log lines are lost");
     }
     receiver.recv().ok()
 }
@@ -160,10 +160,11 @@ impl LogFile {
         match reopened {
             Ok((file_id, file)) => {
                 (self.file_id, self.file) = (file_id, file);
-                info!("{} is another file now: it is written from here on", self.path.display());
+                info!(file = %self.path.display(), "log file rotated: writing to the new file");
             }
             Err(error) if self.throttle.should_log(REOPEN_WARNING_INTERVAL) => {
-                warn!(%error, "{} is gone and cannot be made again: the file before goes on", self.path.display());
+                let file = self.path.display();
+                warn!(%file, %error, "cannot reopen the log file: writing to the previous one");
             }
             Err(_) => {}
         }
@@ -265,9 +266,9 @@ mod tests {
 
     #[test]
     fn lines_beyond_queue_capacity_are_dropped_and_counted() {
-        let (permit, permits) = channel();
+        let (permits, permit_receiver) = channel();
         let (sink, written) = channel();
-        let log = LogWriter::start(BlockedWriter(permits, sink)).unwrap();
+        let log = LogWriter::start(BlockedWriter(permit_receiver, sink)).unwrap();
         // One line is being written, the others are queued or dropped. Only the first write waits for its line.
         for number in 0..QUEUE_CAPACITY + 10 {
             log.clone().write_all(format!("{number}").as_bytes()).unwrap();
@@ -275,8 +276,8 @@ mod tests {
         let lost = log.state.dropped.load(Ordering::Relaxed);
         assert!((9..=10).contains(&lost), "{lost}");
         let taken = QUEUE_CAPACITY as u64 + 10 - lost;
-        (0..taken).for_each(|_| permit.send(()).unwrap());
+        (0..taken).for_each(|_| permits.send(()).unwrap());
         let lines: Vec<_> = (0..taken).map(|_| String::from_utf8(written.recv().unwrap()).unwrap()).collect();
-        assert!(lines.iter().enumerate().all(|(place, line)| *line == place.to_string()), "{lines:?}");
+        assert!(lines.iter().enumerate().all(|(index, line)| *line == index.to_string()), "{lines:?}");
     }
 }

@@ -307,7 +307,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn traceparent_parsing() {
+    fn only_valid_traceparents_are_parsed() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let expected = TraceParent {
             trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736,
@@ -342,6 +342,6 @@ mod tests {
             );
             headers
         });
-        assert_eq!(TraceParent::from_headers(&twice), None, "nobody knows which of them counts");
+        assert_eq!(TraceParent::from_headers(&twice), None, "several headers are ambiguous");
     }
 }

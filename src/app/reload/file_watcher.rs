@@ -90,7 +90,8 @@ fn watch_loop(files: Vec<(Vec<FileSnapshot>, OnChange)>, wakes: &Receiver<()>, w
                 Err((path, error)) => {
                     // Log once until the file can be read again.
                     if std::mem::replace(readable, false) || report_all {
-                        warn!("{} cannot be read, what it said before stays in force: {error}", path.display());
+                        let file = path.display();
+                        warn!(%file, %error, "cannot read the file: its previous content stays in force");
                     }
                 }
             }
@@ -104,91 +105,92 @@ mod tests {
     use std::fs;
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]
-    fn each_change_is_told_once_even_one_before_the_watch() {
+    fn each_change_is_reported_once_even_one_before_the_watch() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "one").unwrap();
         let read = FileSnapshot::read(&path).unwrap();
         fs::write(&path, "two").unwrap();
-        let (told, contents) = channel();
+        let (reported, contents) = channel();
         // Writing another file into the watched directory, as a log would, is not reported.
         let log = folder.path().join("log");
         let on_change = move |files: &[FileSnapshot]| {
             fs::write(&log, &files[0].content).unwrap();
-            told.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
+            reported.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
         };
         let watcher = watch(vec![(vec![read], Box::new(on_change))]).unwrap();
-        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "two");
+        assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "two");
         for content in ["two", "three"] {
             let new = folder.path().join("new");
             fs::write(&new, content).unwrap();
             fs::rename(&new, &path).unwrap();
         }
-        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three");
+        assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "three");
         watcher.report_all();
-        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three", "asked for, it is told again");
+        assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "three", "`report_all` reports it again");
         drop(watcher);
-        assert_eq!(contents.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "the thread has ended");
+        assert_eq!(contents.recv_timeout(TIMEOUT), Err(RecvTimeoutError::Disconnected), "the thread has ended");
     }
 
     #[test]
-    fn files_that_belong_together_change_together() {
+    fn group_is_reported_only_when_all_files_can_be_read() {
         let folder = tempfile::tempdir().unwrap();
         let paths = ["one", "other"].map(|name| folder.path().join(name));
         paths.iter().for_each(|path| fs::write(path, "old").unwrap());
         let read = || paths.iter().map(|path| FileSnapshot::read(path).unwrap()).collect::<Vec<_>>();
         let before = read();
-        let (told, contents) = channel();
-        let on_change =
-            move |files: &[FileSnapshot]| told.send(files.iter().map(|file| file.content.clone()).collect()).unwrap();
+        let (reported, contents) = channel();
+        let on_change = move |files: &[FileSnapshot]| {
+            reported.send(files.iter().map(|file| file.content.clone()).collect()).unwrap()
+        };
         let watcher = watch(vec![(before, Box::new(on_change))]).unwrap();
         // While one file is missing, the change of the other is not reported.
         fs::remove_file(&paths[0]).unwrap();
         fs::write(&paths[1], "new").unwrap();
         assert!(contents.recv_timeout(5 * DEBOUNCE).is_err());
-        fs::write(folder.path().join("passing"), "new").unwrap();
-        fs::rename(folder.path().join("passing"), &paths[0]).unwrap();
-        let both: Vec<Vec<u8>> = contents.recv_timeout(PATIENCE).unwrap();
+        fs::write(folder.path().join("renamed"), "new").unwrap();
+        fs::rename(folder.path().join("renamed"), &paths[0]).unwrap();
+        let both: Vec<Vec<u8>> = contents.recv_timeout(TIMEOUT).unwrap();
         assert_eq!(both, [b"new", b"new"]);
         drop(watcher);
     }
 
     #[test]
-    fn looking_at_a_file_is_no_reason_to_look_again() {
+    fn reading_a_file_does_not_trigger_another_comparison() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "one").unwrap();
-        let (look, looks) = channel();
+        let (access, accesses) = channel();
         let mut witness = notify::recommended_watcher(move |event: notify::Result<Event>| {
             if event.unwrap().kind.is_access() {
-                let _ = look.send(());
+                let _ = access.send(());
             }
         })
         .unwrap();
         witness.watch(folder.path(), RecursiveMode::NonRecursive).unwrap();
         let watcher = watch(vec![(vec![FileSnapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
-        looks.recv_timeout(PATIENCE).unwrap();
-        let more = std::iter::from_fn(|| looks.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
-        assert!(more < 20, "it comes to an end");
+        accesses.recv_timeout(TIMEOUT).unwrap();
+        let more = std::iter::from_fn(|| accesses.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
+        assert!(more < 20, "the watcher stops reading");
         drop(watcher);
     }
 
     #[test]
-    fn a_file_that_is_gone_is_one_line_in_the_log() {
+    fn missing_file_is_logged_once() {
         let folder = tempfile::tempdir().unwrap();
         let (path, log) = (folder.path().join("file"), folder.path().join("log"));
         let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
-        let (sign, signs) = sync_channel(4);
+        let (wake, wakes) = sync_channel(4);
         // Each round of the loop takes two wake-ups.
-        (0..4).for_each(|_| sign.send(()).unwrap());
-        drop(sign);
+        (0..4).for_each(|_| wake.send(()).unwrap());
+        drop(wake);
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
         tracing::subscriber::with_default(lines.finish(), || {
             let watcher = Arc::<AtomicBool>::default();
-            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &Arc::downgrade(&watcher));
+            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &wakes, &Arc::downgrade(&watcher));
         });
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");
