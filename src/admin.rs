@@ -113,7 +113,8 @@ fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStor
     let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
     let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
     let prefix = settings.prefix.clone();
-    let (breaker, topology) = (state.circuit_breaker.clone(), state.cluster_map.clone());
+    let breaker = state.circuit_breaker.clone();
+    let topology = state.cluster_map.clone();
     Some((RedisStore::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
 }
 
@@ -123,11 +124,12 @@ impl AdminServer {
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => {
-                    let (admin, connection) = (self.clone(), connections.admit(peer.ip()));
+                    let admin = self.clone();
+                    let connection = connections.admit(peer.ip());
                     tasks.spawn(async move { admin.serve_connection(stream, Arc::new(connection)).await });
                 }
                 Err(error) => {
-                    warn!(%error, "a connection to the admin listener could not be accepted");
+                    warn!(%error, "cannot accept a connection on the admin listener");
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
             }
@@ -159,11 +161,13 @@ impl AdminServer {
     }
 
     async fn handle(&self, request: Request<Incoming>, connection: &Arc<AdminConnection>) -> AdminResponse {
-        let (method, path, headers) = (request.method(), request.uri().path(), request.headers());
+        let method = request.method();
+        let path = request.uri().path();
+        let headers = request.headers();
         if connection.is_reserved && !matches!(path, "/healthz" | "/readyz") {
             let mut response = text_response(
                 StatusCode::SERVICE_UNAVAILABLE,
-                "all connections of the admin listener are busy: only /healthz and /readyz are answered\n",
+                "all connections of the admin listener are in use: only /healthz and /readyz are served\n",
             );
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             return response;
@@ -173,7 +177,7 @@ impl AdminServer {
             // lets the page send requests here.
             return text_response(
                 StatusCode::FORBIDDEN,
-                "without a token only requests to localhost, 127.0.0.1 or [::1] are answered\n",
+                "without admin.token only requests to localhost, 127.0.0.1 or [::1] are served\n",
             );
         }
         if let Some(file) = dashboard::find_file(path, self.token().is_some()) {
@@ -194,7 +198,12 @@ impl AdminServer {
             "/api/reload" if method == Method::POST => return self.reload(headers).await,
             "/api/reload" => return method_not_allowed("POST"),
             _ if path.starts_with("/api/") => return api::handle(self, request).await,
-            _ => return text_response(StatusCode::NOT_FOUND, "there are /, /healthz, /readyz, /metrics and /api/…\n"),
+            _ => {
+                return text_response(
+                    StatusCode::NOT_FOUND,
+                    "not found: the paths are /, /healthz, /readyz, /metrics and /api/…\n",
+                );
+            }
         };
         if is_read_method(method) { response } else { method_not_allowed("GET, HEAD") }
     }
@@ -213,7 +222,7 @@ impl AdminServer {
         let detail = match self.token() {
             Some(_) if self.is_authenticated(headers) => return Ok(()),
             Some(_) => "changes need the admin token: Authorization: Bearer …",
-            None => "changes need a token, and none is configured: set admin.token in the configuration",
+            None => "changes need an admin token, but none is configured: set admin.token",
         };
         Err(ApiError::new(StatusCode::FORBIDDEN, detail))
     }
@@ -268,13 +277,13 @@ fn is_for_loopback(request: &Request<Incoming>) -> bool {
 
 /// Return the 401 response for a request without the admin token.
 fn unauthorized() -> AdminResponse {
-    let mut response = text_response(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
+    let mut response = text_response(StatusCode::UNAUTHORIZED, "admin token required: Authorization: Bearer …\n");
     response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     response
 }
 
 fn method_not_allowed(methods: &'static str) -> AdminResponse {
-    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, &format!("{methods} only\n"));
+    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, &format!("method not allowed: use {methods}\n"));
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
     response
 }

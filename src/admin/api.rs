@@ -47,13 +47,15 @@ pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> A
         "/api/reset" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
-            let message = "there are /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
+            let message =
+                "not found: the API has /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
             return ApiError::new(StatusCode::NOT_FOUND, message).into_response();
         }
     };
     if !methods.contains(request.method()) {
         let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
-        let mut response = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("{allowed} only")).into_response();
+        let mut response =
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("method not allowed: use {allowed}")).into_response();
         // Method names are valid header values.
         response.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
         return response;
@@ -62,7 +64,8 @@ pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> A
 }
 
 async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<AdminResponse> {
-    let (path, method) = (request.uri().path().to_owned(), request.method().clone());
+    let path = request.uri().path().to_owned();
+    let method = request.method().clone();
     let query = QueryParams::parse(request.uri().query());
     if method != Method::GET {
         admin.authorize_write(request.headers())?;
@@ -105,7 +108,7 @@ impl QueryParams {
     fn number(&mut self, name: &str, range: std::ops::RangeInclusive<u64>, default: u64) -> Result<u64> {
         let Some(text) = self.take(name) else { return Ok(default) };
         text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
-            ApiError::bad_request(format!("`{name}` is a whole number from {} to {}", range.start(), range.end()))
+            ApiError::bad_request(format!("`{name}` must be an integer from {} to {}", range.start(), range.end()))
         })
     }
 }
@@ -118,20 +121,23 @@ fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     match media_type {
         Some(media_type) if media_type.eq_ignore_ascii_case("application/json") => Ok(()),
         None if method == Method::DELETE => Ok(()),
-        _ => Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes are sent as application/json")),
+        _ => Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes need the content type application/json")),
     }
 }
 
 async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T> {
-    let on_timeout = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not come in time");
+    let on_timeout = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "timed out waiting for the request body");
     let collected =
         timeout(BODY_TIMEOUT, Limited::new(request.into_body(), MAX_BODY_BYTES).collect()).await.map_err(on_timeout)?;
     let body: Bytes = match collected {
         Ok(body) => body.to_bytes(),
         Err(error) if error.is::<http_body_util::LengthLimitError>() => {
-            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("at most {MAX_BODY_BYTES} bytes")));
+            return Err(ApiError::new(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                format!("the request body exceeds {MAX_BODY_BYTES} bytes"),
+            ));
         }
-        Err(_) => return Err(ApiError::bad_request("the body did not come whole")),
+        Err(_) => return Err(ApiError::bad_request("the request body is incomplete")),
     };
     // Error messages of serde can quote values, which may be secrets: return only those about field names.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
@@ -142,7 +148,7 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
             ApiError::bad_request(error.to_string())
         }
         serde_json::error::Category::Data => ApiError::bad_request("a field has a value of the wrong type"),
-        _ => ApiError::bad_request(format!("not JSON from line {} column {} on", error.line(), error.column())),
+        _ => ApiError::bad_request(format!("invalid JSON at line {} column {}", error.line(), error.column())),
     })
 }
 
@@ -259,11 +265,11 @@ fn top_denied(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminR
     let count = query.number("count", 1..=MAX_COUNT, DEFAULT_COUNT)?;
     let limit_name = query.take("limit");
     if let Some((name, _)) = query.0.first() {
-        return Err(ApiError::bad_request(format!("unknown parameter `{name}`; known here: limit, count")));
+        return Err(ApiError::bad_request(format!("unknown parameter `{name}`: use `limit` and `count`")));
     }
     let limits = &context.config.limits;
-    if limit_name.as_ref().is_some_and(|limit_name| !limits.contains_key(limit_name)) {
-        return Err(ApiError::bad_request("there is no such limit"));
+    if let Some(name) = limit_name.as_ref().filter(|name| !limits.contains_key(*name)) {
+        return Err(ApiError::bad_request(format!("unknown limit `{name}`")));
     }
     let top_denied = context.state.request_metrics.top_denied.all();
     let workers =

@@ -44,8 +44,9 @@ impl AdminServer {
         let last_error = self.state.config_handle.last_failure();
         let last_error = last_error
             .map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
-        let (file, since) = (file.path.display().to_string(), format_rfc3339(active.active_since_us));
-        json_response(StatusCode::OK, &ConfigView { file, loaded_at: since, last_error, configuration })
+        let file = file.path.display().to_string();
+        let loaded_at = format_rfc3339(active.active_since_us);
+        json_response(StatusCode::OK, &ConfigView { file, loaded_at, last_error, configuration })
     }
 
     /// Reload the configuration file and return the result.

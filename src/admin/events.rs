@@ -124,7 +124,7 @@ impl EventStream {
     /// Return a response that streams the history and then each new second.
     pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
-            let detail = format!("{MAX_SUBSCRIBERS} follow already: close one of the live pages");
+            let detail = format!("{MAX_SUBSCRIBERS} clients read /api/live already: close a dashboard");
             return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
         };
         let subscriber = {
@@ -134,7 +134,8 @@ impl EventStream {
             let history_event =
                 HistoryEvent { version: env!("CARGO_PKG_VERSION"), window_seconds: HISTORY_SECONDS, seconds };
             let first = Some(format_event("history", &history_event));
-            let (events, connection) = (self.events.subscribe(), connection.clone());
+            let events = self.events.subscribe();
+            let connection = connection.clone();
             Subscriber { first, events, admin_stop, connection, _permit: permit }
         };
         let events: BoxStream<'static, _> = Box::pin(stream::unfold(subscriber, Subscriber::next));
@@ -370,19 +371,19 @@ mod history_tests {
             history.add(snapshot(13 + second));
         }
         assert_eq!(history.seconds.len(), HISTORY_SECONDS);
-        assert!(history.seconds.iter().all(|second| second.allowed == 1), "the first ones are gone");
+        assert!(history.seconds.iter().all(|second| second.allowed == 1), "the oldest seconds are removed");
     }
 
     #[test]
     fn quantile_interpolates_within_the_bucket() {
         let mut buckets = [0; BUCKET_BOUNDS_US.len() + 1];
-        assert_eq!(quantile(&buckets, 0.5), None, "nothing took any time");
+        assert_eq!(quantile(&buckets, 0.5), None, "an empty histogram has no quantile");
         buckets[4] = 100; // 0.5 to 1 ms
         assert_eq!(quantile(&buckets, 0.5), Some(0.75));
         buckets[0] = 100; // up to 0.05 ms
         assert_eq!(quantile(&buckets, 0.5), Some(0.05));
         assert_eq!(quantile(&buckets, 0.99), Some(0.99));
         buckets[16] = 1000;
-        assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "longer than the last bound");
+        assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "beyond the last bound");
     }
 }

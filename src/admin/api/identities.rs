@@ -34,7 +34,7 @@ impl IdentityQuery {
     pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
-                Some((name, _)) => Err(ApiError::bad_request(format!("`{name}` does not go with `identity`"))),
+                Some((name, _)) => Err(ApiError::bad_request(format!("`{name}` cannot be combined with `identity`"))),
                 None => Ok(IdentityQuery::Hash(hash)),
             };
         }
@@ -55,7 +55,9 @@ impl IdentityQuery {
         let input = match self {
             IdentityQuery::Hash(hash) => {
                 let identity = Identity::from_hex(hash).ok_or_else(|| {
-                    ApiError::bad_request("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
+                    ApiError::bad_request(
+                        "`identity` must be 32 hexadecimal digits, as in `/api/top`, or an object with a value for each part",
+                    )
                 })?;
                 let caller = consumer_of_hash(identity, compiled, context, consumers);
                 return Ok(ResolvedIdentity { identity, caller, is_exempt: false });
@@ -63,9 +65,9 @@ impl IdentityQuery {
             IdentityQuery::Parts(parts) => parts,
         };
         let labels = || compiled.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
-        if let Some(word) = input.keys().find(|word| !compiled.identity_spec.has_label(word)) {
+        if let Some(label) = input.keys().find(|label| !compiled.identity_spec.has_label(label)) {
             return Err(ApiError::bad_request(format!(
-                "`{}` is by {}, not by `{word}`",
+                "limit `{}` is keyed by {}, not by `{label}`",
                 compiled.limit.name,
                 labels()
             )));
@@ -73,7 +75,7 @@ impl IdentityQuery {
         let resolved = compiled.identity_spec.resolve(input, &config.client_ip, consumers, &config.hasher);
         resolved.map_err(|error| match error {
             IdentityInputError::Missing(_) => {
-                ApiError::bad_request(format!("{error}: `{}` is by {}", compiled.limit.name, labels()))
+                ApiError::bad_request(format!("{error}: limit `{}` is keyed by {}", compiled.limit.name, labels()))
             }
             IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, error.to_string()),
             IdentityInputError::InvalidAddress(_) => ApiError::bad_request(error.to_string()),
@@ -96,7 +98,7 @@ fn consumer_of_hash<'a>(
     let has_identity = |name: &str| {
         let input = IdentityInput::from([(Descriptor::ApiKey.label().into_owned(), name.to_owned())]);
         let resolved = compiled.identity_spec.resolve(&input, &config.client_ip, consumers, &config.hasher);
-        resolved.is_ok_and(|meant| meant.identity == identity)
+        resolved.is_ok_and(|resolved| resolved.identity == identity)
     };
     consumers.iter().find(|consumer| has_identity(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
 }
@@ -106,7 +108,11 @@ fn consumer_of_hash<'a>(
 /// # Errors
 /// 404 if there is none.
 pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
-    context.config.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
+    context
+        .config
+        .limits
+        .get(name)
+        .ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, format!("unknown limit `{name}`")))
 }
 
 #[derive(Serialize)]
@@ -134,7 +140,8 @@ struct IdentityStatus<'a> {
 
 pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let cost = query.number("cost", 1..=EXACT_INTEGER_LIMIT - 1, 1)?;
-    let (limit_name, limits) = (query.take("limit"), &context.config.limits);
+    let limit_name = query.take("limit");
+    let limits = &context.config.limits;
     let identity_query = IdentityQuery::from_query(query)?;
     let consumers = context.config.consumers.load();
     // With `limit`, the identity must fit that limit. Without it, select the limits whose parts are all given.
@@ -144,13 +151,13 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
             vec![(compiled, identity_query.resolve(compiled, context, &consumers)?)]
         }
         (None, IdentityQuery::Hash(_)) => {
-            return Err(ApiError::bad_request("a hash is that of one limit: `limit` is missing"));
+            return Err(ApiError::bad_request("`limit` is missing: a hash is specific to one limit"));
         }
         (None, IdentityQuery::Parts(input)) => {
             let unknown_label =
                 input.keys().find(|label| !limits.values().any(|compiled| compiled.identity_spec.has_label(label)));
             if let Some(label) = unknown_label {
-                return Err(ApiError::bad_request(format!("no limit is by `{label}`")));
+                return Err(ApiError::bad_request(format!("no limit is keyed by `{label}`")));
             }
             let mut resolved = Vec::new();
             for compiled in limits.values() {
@@ -160,7 +167,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
                     &consumers,
                     &context.config.hasher,
                 ) {
-                    Ok(meant) => resolved.push((compiled, meant)),
+                    Ok(identity) => resolved.push((compiled, identity)),
                     Err(IdentityInputError::Missing(_)) => {}
                     Err(error) => return Err(ApiError::bad_request(error.to_string())),
                 }
@@ -169,9 +176,10 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
         }
     };
     if resolved_limits.is_empty() {
-        return Err(ApiError::bad_request("these parts are the identity of no limit"));
+        return Err(ApiError::bad_request("no limit is keyed by these parts alone"));
     }
-    let statuses = resolved_limits.iter().map(|(compiled, meant)| identity_status(context, compiled, meant, cost));
+    let statuses =
+        resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));
     Ok(json_response(&IdentityStatuses { limits: try_join_all(statuses).await? }))
 }
 
@@ -181,7 +189,8 @@ async fn identity_status<'a>(
     resolved: &ResolvedIdentity<'_>,
     cost: u64,
 ) -> Result<IdentityStatus<'a>> {
-    let (limit, table) = (&*compiled.limit, context.limiter_admin.overrides.current());
+    let limit = &*compiled.limit;
+    let table = context.limiter_admin.overrides.current();
     let override_entry = table.as_ref().and_then(|table| table.find(limit, resolved.identity));
     let variant =
         override_entry.map_or_else(|| resolved.caller.variant(limit), |override_entry| &override_entry.variant);
@@ -252,14 +261,14 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
         .and_then(|table| table.find(&compiled.limit, identity))
         .map(|override_variant| &*override_variant.variant);
     let consumer_variants = consumers.iter().filter_map(|consumer| consumer.variants.get(&compiled.limit.name));
-    let plans = compiled
+    let variants = compiled
         .limit
         .variants()
-        .map(|(_, plan)| plan)
-        .chain(consumer_variants.map(|plan| &**plan))
+        .map(|(_, variant)| variant)
+        .chain(consumer_variants.map(|variant| &**variant))
         .chain(override_variant);
     let mut state_names: Vec<&StateName> = Vec::new();
-    for LimitVariant { state_name, .. } in plans {
+    for LimitVariant { state_name, .. } in variants {
         if !state_names.contains(&state_name) {
             state_names.push(state_name);
         }
