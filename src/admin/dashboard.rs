@@ -9,14 +9,14 @@ const INDEX_HTML: &str = include_str!("dashboard/index.html");
 
 /// Attribute of `<body>` that tells the scripts whether `admin.token` is configured.
 const WITHOUT_TOKEN: &str = "data-token=\"none\"";
-const WITH_TOKEN: &str = "data-token=\"wanted\"";
+const WITH_TOKEN: &str = "data-token=\"required\"";
 
 const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
 
 const FILES: [(&str, &str, &str); 6] = [
     ("/page.css", "text/css; charset=utf-8", include_str!("dashboard/page.css")),
     ("/page.js", JAVASCRIPT_TYPE, include_str!("dashboard/page.js")),
-    ("/ask.js", JAVASCRIPT_TYPE, include_str!("dashboard/ask.js")),
+    ("/api.js", JAVASCRIPT_TYPE, include_str!("dashboard/api.js")),
     ("/chart.js", JAVASCRIPT_TYPE, include_str!("dashboard/chart.js")),
     ("/dom.js", JAVASCRIPT_TYPE, include_str!("dashboard/dom.js")),
     ("/inspect.js", JAVASCRIPT_TYPE, include_str!("dashboard/inspect.js")),
