@@ -111,13 +111,10 @@ impl App {
     /// An address cannot be bound, the access log cannot be opened, or the trace exporter cannot be started.
     pub fn open(config: CompiledConfig) -> Result<Self, AppError> {
         settings::raise_soft_limit();
-        let (connections, files) = (config.server.max_connections, settings::hard_limit());
-        if connections as u64 > files {
-            warn!(
-                max_connections = connections,
-                max_files = files,
-                "too few file descriptors for max_connections: raise `ulimit -Hn`"
-            );
+        let max_connections = config.server.max_connections;
+        let max_files = settings::hard_limit();
+        if max_connections as u64 > max_files {
+            warn!(max_connections, max_files, "too few file descriptors for max_connections: raise `ulimit -Hn`");
         }
         let accepting = match config.server.worker_model {
             WorkerModel::PerCore => config.server.workers,
@@ -143,21 +140,11 @@ impl App {
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
         let config = Arc::new(config);
-        let (configuration, requests) = ConfigHandle::new(config.clone());
-        let configuration = Arc::new(configuration);
-        let watcher = files::watch_files(&configuration);
+        let (config_handle, reload_requests) = ConfigHandle::new(config.clone());
+        let config_handle = Arc::new(config_handle);
+        let watcher = files::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
-        Ok(App {
-            config,
-            sockets,
-            addresses,
-            admin,
-            admin_stop,
-            sinks,
-            config_handle: configuration,
-            reload_requests: requests,
-            watcher,
-        })
+        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle, reload_requests, watcher })
     }
 
     /// Return the handle of the active configuration, which can also request a reload.
@@ -198,10 +185,10 @@ impl App {
         let entries = self.config.store.denial_cache;
         let denial_cache =
             (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
-        let configuration = self.config_handle.clone();
+        let config_handle = self.config_handle.clone();
         let limits_by_name = move |name: &str| {
-            let running = configuration.active();
-            running.config.limits.get(name).map(|compiled| compiled.limit.clone())
+            let active = config_handle.active();
+            active.config.limits.get(name).map(|compiled| compiled.limit.clone())
         };
         let overrides = Overrides::new(self.config.hasher.clone(), limits_by_name, denial_cache.clone());
         let overrides = Arc::new(overrides);

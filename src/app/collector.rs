@@ -107,12 +107,12 @@ struct OtlpHttpClient {
 #[async_trait]
 impl HttpClient for OtlpHttpClient {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let overdue = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
-        let answer = timeout(EXPORT_TIMEOUT, self.send(request)).await.unwrap_or_else(overdue);
-        if let Err(error) = &answer {
+        let on_timeout = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        let response = timeout(EXPORT_TIMEOUT, self.send(request)).await.unwrap_or_else(on_timeout);
+        if let Err(error) = &response {
             *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
         }
-        answer
+        response
     }
 }
 

@@ -83,7 +83,7 @@ impl Reloader {
             // One reload serves all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
             sd_notify::notify_reloading();
-            let result = self.apply().map_err(|refusal| refusal.to_string());
+            let result = self.apply().map_err(|error| error.to_string());
             sd_notify::notify_reloaded();
             let path = self.config_handle.active().config.file.path.display().to_string();
             match &result {
@@ -127,15 +127,15 @@ impl Reloader {
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
         let config = Arc::new(config);
-        let fleets: Arc<[_]> =
+        let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
         // Resolve DNS names before the first request uses the new clusters.
-        self.maintenance.set_clusters(&fleets)?;
+        self.maintenance.set_clusters(&clusters)?;
         self.connection_limits.resize(&config.server);
         {
             let gateways = self.gateways.lock();
-            gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &fleets));
-            self.config_handle.activate(config, fleets);
+            gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &clusters));
+            self.config_handle.activate(config, clusters);
         }
         self.watcher = watch_files(&self.config_handle);
         Ok(())

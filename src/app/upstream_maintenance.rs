@@ -67,8 +67,8 @@ impl MaintenanceThread {
 
 async fn run(mut next: UnboundedReceiver<(Clusters, mpsc::Sender<Infallible>)>) {
     let mut tasks = MaintenanceTasks::default();
-    while let Some((fleets, first)) = next.recv().await {
-        tasks.update(&fleets, first);
+    while let Some((clusters, first)) = next.recv().await {
+        tasks.update(&clusters, first);
     }
 }
 

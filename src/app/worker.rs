@@ -34,7 +34,7 @@ use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
 /// Maximum time that a starting worker waits for its first store connection.
-const FIRST_CONNECTION: Duration = Duration::from_millis(500);
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
 /// Everything that a worker thread needs.
 pub(super) struct Worker {
@@ -73,9 +73,10 @@ impl Worker {
         runtime.block_on(async {
             let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
-            let (limiter, counts) = (self.build_limiter().await, (self.metrics, self.index));
-            let gateway = self.gateways.register(&self.config_handle, |running| {
-                Gateway::new(running.config.clone(), limiter, &running.clusters, self.sinks, counts)
+            let limiter = self.build_limiter().await;
+            let metrics = (self.metrics, self.index);
+            let gateway = self.gateways.register(&self.config_handle, |active| {
+                Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, self.stop);
             // The receiver may be gone.
@@ -87,29 +88,32 @@ impl Worker {
     }
 
     async fn build_limiter(&self) -> Limiter {
-        let backend = match &self.config.store.redis {
+        let store = match &self.config.store.redis {
             None => Store::Memory(self.memory.clone()),
             Some(redis) => {
-                let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
-                let tallies = self.limit_metrics.get_or_create("", self.index);
-                let store = RedisStore::new(redis, breaker, topology, tallies.clone());
+                let breaker = self.breaker.clone();
+                let topology = self.topology.clone();
+                let metrics = self.limit_metrics.get_or_create("", self.index);
+                let store = RedisStore::new(redis, breaker, topology, metrics.clone());
                 let connecting = tokio::spawn({
                     let store = store.clone();
                     async move { store.connect().await }
                 });
                 // Connect before the first request. Start without a connection if the store does not respond in time.
-                let _ = timeout(FIRST_CONNECTION, connecting).await;
+                let _ = timeout(CONNECT_TIMEOUT, connecting).await;
                 if self.index == 0 {
-                    let (overrides, store) = (self.overrides.clone(), store.clone());
+                    let overrides = self.overrides.clone();
+                    let store = store.clone();
                     let key = overrides::hash_key(&redis.1.prefix);
                     tokio::spawn(async move { overrides.poll(&store, &key).await });
                 }
-                Store::Redis { store, fallback: self.memory.clone(), metrics: tallies }
+                Store::Redis { store, fallback: self.memory.clone(), metrics }
             }
         };
         let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();
-        let (denials, advances, lines) =
-            (self.denial_cache.clone(), self.prefetch_pool.clone(), self.wait_queues.clone());
-        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_permit_id)
+        let denial_cache = self.denial_cache.clone();
+        let prefetch_pool = self.prefetch_pool.clone();
+        let wait_queues = self.wait_queues.clone();
+        Limiter::new(store, denial_cache, prefetch_pool, wait_queues, self.overrides.clone(), first_permit_id)
     }
 }

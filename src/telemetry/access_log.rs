@@ -393,16 +393,16 @@ impl RequestRecord {
 
 impl OnComplete for RequestRecord {
     fn on_complete(self: Box<Self>, sent: u64, complete: bool) {
-        let took = self.started_at.elapsed();
+        let duration = self.started_at.elapsed();
         let record = AccessRecord {
-            time: unix_us().saturating_sub(took.as_micros() as u64),
+            time: unix_us().saturating_sub(duration.as_micros() as u64),
             client: self.client,
             method: self.method.as_str(),
             path: &self.path,
             status: self.status,
             bytes: sent,
             complete: complete || self.method == Method::HEAD,
-            duration_ms: took,
+            duration_ms: duration,
             route: self.route.as_deref(),
             outcome: self.outcome,
             decision: self.decision.as_ref(),
@@ -414,8 +414,10 @@ impl OnComplete for RequestRecord {
             access.write(&record);
         }
         if let (Some(spans), Some(trace)) = (&self.sinks.trace_exporter, &self.trace) {
-            let (template, scheme, peer) = (self.path_template.as_deref(), self.scheme, self.peer);
-            spans.record(&trace::RequestTrace { trace, record: &record, path_template: template, scheme, peer });
+            let path_template = self.path_template.as_deref();
+            let scheme = self.scheme;
+            let peer = self.peer;
+            spans.record(&trace::RequestTrace { trace, record: &record, path_template, scheme, peer });
         }
     }
 }
@@ -426,7 +428,7 @@ mod tests {
 
     /// Programs parse these formats, so they must not change by accident.
     #[test]
-    fn access_record_formats() {
+    fn access_record_has_documented_json_and_text_formats() {
         let limit_info = |limit: &str, decision, remaining| LimitInfo {
             limit: limit.into(),
             identity: 0xabc,

@@ -38,7 +38,8 @@ impl TraceParent {
     /// once.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(&TRACEPARENT).iter();
-        let (only, extra) = (values.next()?, values.next());
+        let only = values.next()?;
+        let extra = values.next();
         TraceParent::parse(only.as_bytes()).filter(|_| extra.is_none())
     }
 
@@ -52,8 +53,9 @@ impl TraceParent {
         if [2, 35, 52].iter().any(|index| fixed[*index] != b'-') {
             return None;
         }
-        let (trace_id, span_id, flags) =
-            (parse_hex(&fixed[3..35])?, parse_hex(&fixed[36..52])? as u64, parse_hex(&fixed[53..])?);
+        let trace_id = parse_hex(&fixed[3..35])?;
+        let span_id = parse_hex(&fixed[36..52])? as u64;
+        let flags = parse_hex(&fixed[53..])?;
         (trace_id != 0 && span_id != 0).then_some(TraceParent { trace_id, span_id, is_sampled: flags & 1 == 1 })
     }
 }
@@ -93,8 +95,8 @@ impl TraceContext {
             return None;
         }
         // Ids are never 0: each half of a version 4 UUID has bits that are always set.
-        let ((request_span_id, decision_span_id), (upstream_span_id, _)) =
-            (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
+        let (request_span_id, decision_span_id) = Uuid::new_v4().as_u64_pair();
+        let (upstream_span_id, _) = Uuid::new_v4().as_u64_pair();
         let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
         Some(TraceContext {
             trace_id,

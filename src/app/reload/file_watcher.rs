@@ -181,7 +181,8 @@ mod tests {
     #[test]
     fn missing_file_is_logged_once() {
         let folder = tempfile::tempdir().unwrap();
-        let (path, log) = (folder.path().join("file"), folder.path().join("log"));
+        let path = folder.path().join("file");
+        let log = folder.path().join("log");
         let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
         let (wake, wakes) = sync_channel(4);
         // Each round of the loop takes two wake-ups.

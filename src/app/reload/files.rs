@@ -83,7 +83,8 @@ fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Ve
         files.push((pair.to_vec(), Box::new(reload)));
     }
     if let Some((file, auth)) = &tls.client_ca {
-        let (config, auth) = (config.clone(), *auth);
+        let config = config.clone();
+        let auth = *auth;
         let reload = move |files: &[FileSnapshot]| {
             let Some(tls) = &config.listeners[index].tls else { return };
             let read = tls.reload_client_ca(&files[0].content, auth);
