@@ -66,7 +66,7 @@ test-ops:
 	cp ops/sluicegate.socket target/ops
 	if command -v systemd-analyze; then systemd-analyze verify target/ops/sluicegate.service target/ops/sluicegate.socket; fi
 
-# The live page in a real headless Chromium; pictures of it go into target/page/.
+# The dashboard in a headless Chromium; screenshots go into target/page/.
 test-page: tools
 	@$(call ensure,chromium chromedriver,chromium chromium-driver)
 	cargo build --locked

@@ -1,4 +1,4 @@
-//! The operator's side: health, metrics and the API, on a listener and a thread of its own.
+//! The admin listener: health, metrics, the API and the dashboard, on a socket and a thread of their own.
 
 pub(crate) mod api;
 mod configuration;
@@ -47,29 +47,29 @@ use crate::snapshot::settings::AdminToken;
 use crate::telemetry::prometheus as text_form;
 use crate::telemetry::prometheus::ExpositionFormat;
 
-/// At the end, for those who are in.
+/// Maximum time to complete the requests in progress at shutdown.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// After a failed accept nothing is gained by trying again at once.
+/// Delay after a failed accept. An immediate retry would fail again, for example with EMFILE.
 const ACCEPT_RETRY_DELAY: Duration = Duration::from_millis(50);
 
-/// An operator waits at least so long for the store: his first call connects.
+/// Minimum store timeout for API requests: the first call includes connecting.
 const MIN_STORE_TIMEOUT: Duration = Duration::from_secs(1);
 
 type AdminResponse = Response<Either<Full<Bytes>, EventBody>>;
 
-/// What of a process the operator's side works on.
+/// The parts of the process that the admin listener reads and changes.
 #[derive(Debug)]
 pub struct AdminDeps {
-    /// What can be looked at.
+    /// State for health, metrics and the dashboard.
     pub state: Arc<AdminState>,
-    /// The states that this process keeps.
+    /// The memory store.
     pub memory: Arc<MemoryStore>,
-    /// What was decided about single identities.
+    /// The quota overrides of single identities.
     pub overrides: Arc<Overrides>,
 }
 
-/// What the operator can ask.
+/// The request handler of the admin listener.
 #[derive(Debug)]
 struct AdminServer {
     state: Arc<AdminState>,
@@ -77,10 +77,10 @@ struct AdminServer {
     event_stream: EventStream,
 }
 
-/// Serves the operator until `end` is cancelled.
+/// Start the thread that serves the admin listener until `admin_stop` is cancelled.
 ///
 /// # Errors
-/// The thread cannot be started.
+/// The runtime or the thread cannot be started.
 pub fn start(socket: StdListener, deps: AdminDeps, admin_stop: CancellationToken) -> io::Result<JoinHandle<()>> {
     let tokio_runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let AdminDeps { state, memory, overrides } = deps;
@@ -98,7 +98,7 @@ pub fn start(socket: StdListener, deps: AdminDeps, admin_stop: CancellationToken
             let service =
                 async { tokio::join!(admin.accept(listener, &tasks), sampler.event_stream.run(&sampler.state)) };
             admin_stop.run_until_cancelled(service).await;
-            // Who has been let in has an answer.
+            // Requests in progress get their response.
             tasks.close();
             let _ = timeout(SHUTDOWN_TIMEOUT, tasks.wait()).await;
         });
@@ -106,13 +106,15 @@ pub fn start(socket: StdListener, deps: AdminDeps, admin_stop: CancellationToken
     std::thread::Builder::new().name("admin".to_owned()).spawn(serve)
 }
 
-/// The store, for an operator, by whom nobody is kept waiting.
+/// Return the Redis store of the admin listener and its key prefix. It has a connection of its own, so that API calls
+/// do not delay rate limit checks.
 fn redis_store(config: &CompiledConfig, state: &AdminState) -> Option<(RedisStore, String)> {
     let (servers, settings) = config.store.redis.as_ref()?;
     let timeout = config.store.timeout.max(MIN_STORE_TIMEOUT);
     let settings = RedisSettings { timeout, connections: 1, ..settings.clone() };
     let prefix = settings.prefix.clone();
-    let (breaker, topology) = (state.circuit_breaker.clone(), state.cluster_map.clone());
+    let breaker = state.circuit_breaker.clone();
+    let topology = state.cluster_map.clone();
     Some((RedisStore::new(&(servers.clone(), settings), breaker, topology, Arc::default()), prefix))
 }
 
@@ -122,11 +124,12 @@ impl AdminServer {
         loop {
             match listener.accept().await {
                 Ok((stream, peer)) => {
-                    let (admin, connection) = (self.clone(), connections.admit(peer.ip()));
+                    let admin = self.clone();
+                    let connection = connections.admit(peer.ip());
                     tasks.spawn(async move { admin.serve_connection(stream, Arc::new(connection)).await });
                 }
                 Err(error) => {
-                    warn!(%error, "a connection to the admin listener could not be accepted");
+                    warn!(%error, "cannot accept a connection on the admin listener");
                     sleep(ACCEPT_RETRY_DELAY).await;
                 }
             }
@@ -150,7 +153,7 @@ impl AdminServer {
             tokio::select! {
                 biased;
                 () = connection.close_token.cancelled() => return,
-                // Its errors are the operator's connection's.
+                // A connection error concerns only this admin client.
                 _ = &mut connection_future => return,
                 () = sleep(connection.time_left()) => if connection.time_left().is_zero() { return },
             }
@@ -158,20 +161,23 @@ impl AdminServer {
     }
 
     async fn handle(&self, request: Request<Incoming>, connection: &Arc<AdminConnection>) -> AdminResponse {
-        let (method, path, headers) = (request.method(), request.uri().path(), request.headers());
+        let method = request.method();
+        let path = request.uri().path();
+        let headers = request.headers();
         if connection.is_reserved && !matches!(path, "/healthz" | "/readyz") {
             let mut response = text_response(
                 StatusCode::SERVICE_UNAVAILABLE,
-                "all connections of the admin listener are busy: only /healthz and /readyz are answered\n",
+                "all connections of the admin listener are in use: only /healthz and /readyz are served\n",
             );
             response.headers_mut().insert(CONNECTION, HeaderValue::from_static("close"));
             return response;
         }
         if self.token().is_none() && path != "/healthz" && !is_for_loopback(&request) {
-            // Names that others make lead to this machine, too, and browsers ask what they are told to.
+            // DNS rebinding: the name in the URL of a foreign web page can resolve to this machine. The browser then
+            // lets the page send requests here.
             return text_response(
                 StatusCode::FORBIDDEN,
-                "without a token only requests to localhost, 127.0.0.1 or [::1] are answered\n",
+                "without admin.token only requests to localhost, 127.0.0.1 or [::1] are served\n",
             );
         }
         if let Some(file) = dashboard::find_file(path, self.token().is_some()) {
@@ -192,31 +198,36 @@ impl AdminServer {
             "/api/reload" if method == Method::POST => return self.reload(headers).await,
             "/api/reload" => return method_not_allowed("POST"),
             _ if path.starts_with("/api/") => return api::handle(self, request).await,
-            _ => return text_response(StatusCode::NOT_FOUND, "there are /, /healthz, /readyz, /metrics and /api/…\n"),
+            _ => {
+                return text_response(
+                    StatusCode::NOT_FOUND,
+                    "not found: the paths are /, /healthz, /readyz, /metrics and /api/…\n",
+                );
+            }
         };
         if is_read_method(method) { response } else { method_not_allowed("GET, HEAD") }
     }
 
-    /// What a caller must know; none if nothing.
+    /// Return the configured admin token. `None` if `admin.token` is not set.
     fn token(&self) -> Option<AdminToken> {
         self.state.config_handle.active().config.admin.as_ref()?.token.clone()
     }
 
-    /// Whether the caller may change something: with the token only, also where everybody may look, since any page that a
-    /// browser shows could ask on a loopback address as well.
+    /// Authorize a change. Changes always need the token: without one any web page in a browser on this machine could
+    /// send them to a loopback address.
     ///
     /// # Errors
-    /// He may not.
+    /// 403 if the token is missing or wrong, or none is configured.
     fn authorize_write(&self, headers: &HeaderMap) -> Result<(), ApiError> {
         let detail = match self.token() {
             Some(_) if self.is_authenticated(headers) => return Ok(()),
             Some(_) => "changes need the admin token: Authorization: Bearer …",
-            None => "changes need a token, and none is configured: set admin.token in the configuration",
+            None => "changes need an admin token, but none is configured: set admin.token",
         };
         Err(ApiError::new(StatusCode::FORBIDDEN, detail))
     }
 
-    /// Whether the caller may ask at all.
+    /// Return whether the request has the admin token as `Bearer` credentials, or none is configured.
     fn is_authenticated(&self, headers: &HeaderMap) -> bool {
         let Some(token) = self.token() else { return true };
         let credentials = headers.get(AUTHORIZATION).and_then(|header| header.as_bytes().split_at_checked(7));
@@ -229,7 +240,7 @@ impl AdminServer {
     fn readiness(&self) -> AdminResponse {
         let health = self.state.readiness();
         let status = if health.is_stopping() { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
-        // Strings always serialise.
+        // Strings always serialize.
         let body = serde_json::to_string(&health).unwrap_or_default() + "\n";
         typed_response(status, "application/json", body)
     }
@@ -248,7 +259,8 @@ fn is_read_method(method: &Method) -> bool {
     method == Method::GET || method == Method::HEAD
 }
 
-/// Whether a request means this machine by a name that nobody else can make.
+/// Return whether the `Host` headers and the request target name this machine as `localhost` or by a loopback address.
+/// DNS rebinding cannot forge these names.
 fn is_for_loopback(request: &Request<Incoming>) -> bool {
     let is_loopback = |authority: &str| {
         let Ok(authority) = authority.parse::<Authority>() else { return false };
@@ -263,15 +275,15 @@ fn is_for_loopback(request: &Request<Incoming>) -> bool {
         .all(is_loopback)
 }
 
-/// The answer to a caller who does not know the token.
+/// Return the 401 response for a request without the admin token.
 fn unauthorized() -> AdminResponse {
-    let mut response = text_response(StatusCode::UNAUTHORIZED, "the admin token is needed: Authorization: Bearer …\n");
+    let mut response = text_response(StatusCode::UNAUTHORIZED, "admin token required: Authorization: Bearer …\n");
     response.headers_mut().insert(WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     response
 }
 
 fn method_not_allowed(methods: &'static str) -> AdminResponse {
-    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, &format!("{methods} only\n"));
+    let mut response = text_response(StatusCode::METHOD_NOT_ALLOWED, &format!("method not allowed: use {methods}\n"));
     response.headers_mut().insert(ALLOW, HeaderValue::from_static(methods));
     response
 }

@@ -1,4 +1,4 @@
-//! Puts the parts together: sockets, workers, stores; owns what they share.
+//! The gateway process: opens the sockets, starts the threads and owns what they share.
 
 mod collector;
 pub mod hot_restart;
@@ -47,19 +47,33 @@ use crate::telemetry::log::LogFile;
 use crate::telemetry::pluralize;
 use crate::{admin, limiter};
 
-/// Why the gateway cannot start or go on.
+/// Why the gateway cannot start or has stopped.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum AppError {
+    /// A listening socket cannot be opened.
     #[error("cannot listen on {address}: {source}{}", hint(source))]
-    Listen { address: SocketAddr, source: io::Error },
+    Listen {
+        /// The configured address.
+        address: SocketAddr,
+        /// The error of `bind` or `listen`.
+        source: io::Error,
+    },
+    /// The access log cannot be opened, or its thread cannot be started.
     #[error("cannot write the access log to {}: {source}", path.display())]
-    AccessLog { path: PathBuf, source: io::Error },
-    #[error("spans cannot be exported: {0}")]
+    AccessLog {
+        /// The configured path, or `standard output`.
+        path: PathBuf,
+        /// The error of the system.
+        source: io::Error,
+    },
+    /// The trace exporter cannot be started.
+    #[error("cannot start the trace exporter: {0}")]
     Traces(anyhow::Error),
+    /// A thread or its tokio runtime cannot be started.
     #[error("cannot start a worker: {0}")]
     Worker(#[source] io::Error),
-    #[error("a worker ended with a panic")]
+    /// A thread panicked.
+    #[error("a worker thread panicked")]
     Panic,
 }
 
@@ -76,29 +90,31 @@ fn hint(error: &io::Error) -> &'static str {
 #[derive(Debug)]
 pub struct App {
     config: Arc<CompiledConfig>,
-    /// For each worker its sockets, with the places of their listeners.
+    /// Sockets by worker, each with the index of its listener.
     sockets: Vec<Vec<(usize, StdListener)>>,
+    /// Bound addresses, by listener.
     addresses: Vec<SocketAddr>,
     admin: Option<StdListener>,
-    /// Cancelled when nobody has anything to ask here any more.
+    /// Cancelled when the admin listener stops.
     admin_stop: CancellationToken,
     sinks: TelemetrySinks,
     config_handle: Arc<ConfigHandle>,
     reload_requests: Receiver<ReloadRequest>,
-    /// Keeps the configuration up to date.
+    /// Watches the configuration and the files that it names.
     watcher: Option<FileWatcher>,
 }
 
 impl App {
-    /// Opens the sockets and the access log, and follows the files that may change.
+    /// Open the sockets and the access log, start the trace exporter and watch the configuration files.
     ///
     /// # Errors
-    /// An address is taken or cannot be had; the access log cannot be written.
+    /// An address cannot be bound, the access log cannot be opened, or the trace exporter cannot be started.
     pub fn open(config: CompiledConfig) -> Result<Self, AppError> {
         settings::raise_soft_limit();
-        let (connections, files) = (config.server.max_connections, settings::hard_limit());
-        if connections as u64 > files {
-            warn!("max_connections is {connections}, but there may be {files} files only: raise `ulimit -Hn`");
+        let max_connections = config.server.max_connections;
+        let max_files = settings::hard_limit();
+        if max_connections as u64 > max_files {
+            warn!(max_connections, max_files, "too few file descriptors for max_connections: raise `ulimit -Hn`");
         }
         let accepting = match config.server.worker_model {
             WorkerModel::PerCore => config.server.workers,
@@ -124,32 +140,22 @@ impl App {
         let spans = config.log.trace_endpoint.as_ref().map(collector::start).transpose().map_err(AppError::Traces)?;
         let sinks = TelemetrySinks { access_log: open_access_log(&config)?, trace_exporter: spans };
         let config = Arc::new(config);
-        let (configuration, requests) = ConfigHandle::new(config.clone());
-        let configuration = Arc::new(configuration);
-        let watcher = files::watch_files(&configuration);
+        let (config_handle, reload_requests) = ConfigHandle::new(config.clone());
+        let config_handle = Arc::new(config_handle);
+        let watcher = files::watch_files(&config_handle);
         let admin_stop = CancellationToken::new();
-        Ok(App {
-            config,
-            sockets,
-            addresses,
-            admin,
-            admin_stop,
-            sinks,
-            config_handle: configuration,
-            reload_requests: requests,
-            watcher,
-        })
+        Ok(App { config, sockets, addresses, admin, admin_stop, sinks, config_handle, reload_requests, watcher })
     }
 
-    /// What is in force, and may be read again.
+    /// Return the handle of the active configuration, which can also request a reload.
     pub fn config_handle(&self) -> Arc<ConfigHandle> {
         self.config_handle.clone()
     }
 
-    /// What another process needs to take the place of this one. It keeps the sockets open.
+    /// Return duplicates of the listening sockets for a hot restart. They keep the sockets open.
     ///
     /// # Errors
-    /// There may be no more descriptors.
+    /// A socket cannot be duplicated, for example because of the descriptor limit.
     pub fn hot_restart(&self) -> io::Result<HotRestart> {
         let mut sockets: Vec<_> = self.sockets.iter().flatten().collect();
         sockets.sort_by_key(|(listener_index, _)| *listener_index);
@@ -160,10 +166,10 @@ impl App {
         })
     }
 
-    /// Serves until `stop` is cancelled and the running requests are done.
+    /// Serve until `stop` is cancelled and the requests in flight are complete.
     ///
     /// # Errors
-    /// A worker cannot be started, or panics.
+    /// A thread cannot be started, or panics.
     pub fn run(self, stop: &CancellationToken) -> Result<(), AppError> {
         let (maintenance, maintenance_thread) = MaintenanceThread::start(stop.clone())?;
         maintenance.set_clusters(&self.config_handle.active().clusters).map_err(AppError::Worker)?;
@@ -179,10 +185,10 @@ impl App {
         let entries = self.config.store.denial_cache;
         let denial_cache =
             (entries > 0 && self.config.store.redis.is_some()).then(|| Arc::new(DenialCache::new(entries)));
-        let configuration = self.config_handle.clone();
+        let config_handle = self.config_handle.clone();
         let limits_by_name = move |name: &str| {
-            let running = configuration.active();
-            running.config.limits.get(name).map(|compiled| compiled.limit.clone())
+            let active = config_handle.active();
+            active.config.limits.get(name).map(|compiled| compiled.limit.clone())
         };
         let overrides = Overrides::new(self.config.hasher.clone(), limits_by_name, denial_cache.clone());
         let overrides = Arc::new(overrides);
@@ -204,7 +210,7 @@ impl App {
             drain: stop.clone(),
             admin_stop: self.admin_stop.clone(),
         });
-        // Until the last request is done.
+        // Stops the admin listener when this function returns, after the last request.
         let _end = self.admin_stop.clone().drop_guard();
         if let Some(socket) = self.admin {
             let parts = AdminDeps { state: admin_state, memory: memory.clone(), overrides: overrides.clone() };
@@ -220,7 +226,7 @@ impl App {
             watcher: self.watcher,
             stop: stop.clone(),
         };
-        // It ends with the process: nobody waits for it.
+        // Not joined: the reload thread ends with the process.
         thread::Builder::new().name("reload".to_owned()).spawn(|| reloader.run()).map_err(AppError::Worker)?;
         let mut workers = vec![maintenance_thread];
         let (ready_sender, ready_receiver) = channel();
@@ -248,7 +254,7 @@ impl App {
             workers.push(thread::Builder::new().name(format!("worker-{index}")).spawn(run).map_err(AppError::Worker)?);
         }
         drop(ready_sender);
-        // Whoever cannot does not say so, and the process ends.
+        // A worker that cannot start drops its sender without a message. Report readiness only if all workers serve.
         if ready_receiver.iter().count() == workers.len() - 1 {
             sd_notify::notify_ready();
         }
@@ -270,7 +276,7 @@ impl App {
             self.addresses.iter().zip(schemes).map(|(address, scheme)| format!("{scheme}://{address}")).collect();
         let example = config.routes.iter().find(|route| matches!(route.action, RouteAction::DirectResponse(_)));
         let example = example.or(config.routes.first()).map_or("/", |route| &route.path);
-        // A pattern up to its first parameter is a path to try.
+        // Cut the pattern at its first parameter to get a literal path.
         let example = example.split('{').next().unwrap_or("/");
         let admin = self.admin.as_ref().and_then(|socket| socket.local_addr().ok());
         let admin = admin.map_or(String::new(), |address| format!("admin on http://{address}; "));

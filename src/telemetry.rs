@@ -1,4 +1,4 @@
-//! What the operator sees: logs, metrics and traces. Takes plain values, no types of the domain.
+//! Telemetry: process log, access log, metrics exposition and traces. It takes plain values, no types of the limiter.
 
 pub mod access_log;
 pub mod batch_writer;
@@ -6,9 +6,7 @@ pub mod log;
 pub mod prometheus;
 pub mod trace;
 
-// Numbers in sentences.
-
-/// `1 key`, `2 keys`.
+/// Format a count with its noun: `1 key`, `2 keys`.
 pub fn pluralize(number: u64, what: &str) -> String {
     format!("{number} {what}{}", if number == 1 { "" } else { "s" })
 }

@@ -1,4 +1,4 @@
-//! `/api`: who is limited and what to do about it, as JSON.
+//! `/api`: rate limit usage, resets and quota overrides of identities, as JSON.
 
 mod identities;
 mod overrides;
@@ -24,37 +24,39 @@ use crate::limiter::verdict::StoreError;
 use crate::proxy::top_denied::{TopDenied, WINDOW};
 use crate::snapshot::CompiledConfig;
 
-/// Bytes of what is sent here.
+/// Maximum size of a request body, in bytes.
 const MAX_BODY_BYTES: usize = 16 * 1024;
 
-/// Within this time it is here.
+/// Maximum time to receive a request body.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
 
 type Result<T> = std::result::Result<T, ApiError>;
 
-/// What a request is answered from.
+/// What the handlers of a request need.
 struct ApiContext<'a> {
-    /// The configuration that was in force when it came.
+    /// The configuration that was active when the request arrived.
     config: &'a CompiledConfig,
     state: &'a AdminState,
     limiter_admin: &'a LimiterAdmin,
 }
 
-/// Answers a request whose caller may look.
+/// Handle a request that may read. Changes are authorized here.
 pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> AdminResponse {
     let methods: &[Method] = match request.uri().path() {
         "/api/top" | "/api/identities" | "/api/differences" => &[Method::GET],
         "/api/reset" => &[Method::POST],
         "/api/overrides" => &[Method::GET, Method::POST, Method::DELETE],
         _ => {
-            let message = "there are /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
+            let message =
+                "not found: the API has /api/top, /api/identities, /api/reset, /api/overrides and /api/differences";
             return ApiError::new(StatusCode::NOT_FOUND, message).into_response();
         }
     };
     if !methods.contains(request.method()) {
         let allowed = methods.iter().map(Method::as_str).collect::<Vec<_>>().join(", ");
-        let mut response = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("{allowed} only")).into_response();
-        // Names of methods are field values.
+        let mut response =
+            ApiError::new(StatusCode::METHOD_NOT_ALLOWED, format!("method not allowed: use {allowed}")).into_response();
+        // Method names are valid header values.
         response.headers_mut().extend(HeaderValue::try_from(allowed).ok().map(|allowed| (ALLOW, allowed)));
         return response;
     }
@@ -62,7 +64,8 @@ pub(super) async fn handle(admin: &AdminServer, request: Request<Incoming>) -> A
 }
 
 async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<AdminResponse> {
-    let (path, method) = (request.uri().path().to_owned(), request.method().clone());
+    let path = request.uri().path().to_owned();
+    let method = request.method().clone();
     let query = QueryParams::parse(request.uri().query());
     if method != Method::GET {
         admin.authorize_write(request.headers())?;
@@ -81,7 +84,7 @@ async fn dispatch(admin: &AdminServer, request: Request<Incoming>) -> Result<Adm
     }
 }
 
-/// The parameters of a query.
+/// Decoded query parameters.
 struct QueryParams(Vec<(String, String)>);
 
 impl QueryParams {
@@ -92,44 +95,51 @@ impl QueryParams {
         QueryParams(pairs.map(|(name, value)| (decode(name), decode(value))).collect())
     }
 
-    /// Takes a parameter out.
+    /// Remove a parameter and return its value.
     fn take(&mut self, name: &str) -> Option<String> {
         let index = self.0.iter().position(|(key, _)| key == name)?;
         Some(self.0.swap_remove(index).1)
     }
 
-    /// Takes out a parameter that is a number in this range.
+    /// Remove a numeric parameter and return its value, or `default` if it is absent.
+    ///
+    /// # Errors
+    /// The value is not a number in `range`.
     fn number(&mut self, name: &str, range: std::ops::RangeInclusive<u64>, default: u64) -> Result<u64> {
         let Some(text) = self.take(name) else { return Ok(default) };
         text.parse().ok().filter(|number| range.contains(number)).ok_or_else(|| {
-            ApiError::bad_request(format!("`{name}` is a whole number from {} to {}", range.start(), range.end()))
+            ApiError::bad_request(format!("`{name}` must be an integer from {} to {}", range.start(), range.end()))
         })
     }
 }
 
-/// What a page of somebody else's cannot send here unasked: a browser would ask first, and nobody says yes.
+/// CSRF protection: require `application/json` or DELETE. A browser sends a CORS preflight before such a cross-origin
+/// request, and the admin listener does not grant it.
 fn require_json(method: &Method, headers: &HeaderMap) -> Result<()> {
     let content_type = headers.get(CONTENT_TYPE).map(|value| value.to_str().unwrap_or_default());
     let media_type = content_type.map(|value| value.split(';').next().unwrap_or_default().trim());
     match media_type {
         Some(media_type) if media_type.eq_ignore_ascii_case("application/json") => Ok(()),
         None if method == Method::DELETE => Ok(()),
-        _ => Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes are sent as application/json")),
+        _ => Err(ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, "changes need the content type application/json")),
     }
 }
 
 async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T> {
-    let on_timeout = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "the body did not come in time");
+    let on_timeout = |_| ApiError::new(StatusCode::REQUEST_TIMEOUT, "timed out waiting for the request body");
     let collected =
         timeout(BODY_TIMEOUT, Limited::new(request.into_body(), MAX_BODY_BYTES).collect()).await.map_err(on_timeout)?;
     let body: Bytes = match collected {
         Ok(body) => body.to_bytes(),
         Err(error) if error.is::<http_body_util::LengthLimitError>() => {
-            return Err(ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, format!("at most {MAX_BODY_BYTES} bytes")));
+            return Err(ApiError::new(
+                StatusCode::PAYLOAD_TOO_LARGE,
+                format!("the request body exceeds {MAX_BODY_BYTES} bytes"),
+            ));
         }
-        Err(_) => return Err(ApiError::bad_request("the body did not come whole")),
+        Err(_) => return Err(ApiError::bad_request("the request body is incomplete")),
     };
-    // The message names fields and places, and what stands there may be a secret.
+    // Error messages of serde can quote values, which may be secrets: return only those about field names.
     serde_json::from_slice(&body).map_err(|error| match error.classify() {
         serde_json::error::Category::Data if error.to_string().starts_with("unknown field") => {
             ApiError::bad_request(error.to_string())
@@ -138,13 +148,13 @@ async fn read_json<T: DeserializeOwned>(request: Request<Incoming>) -> Result<T>
             ApiError::bad_request(error.to_string())
         }
         serde_json::error::Category::Data => ApiError::bad_request("a field has a value of the wrong type"),
-        _ => ApiError::bad_request(format!("not JSON from line {} column {} on", error.line(), error.column())),
+        _ => ApiError::bad_request(format!("invalid JSON at line {} column {}", error.line(), error.column())),
     })
 }
 
-/// A good answer.
+/// Return a 200 response with a JSON body.
 fn json_response(value: &impl Serialize) -> AdminResponse {
-    // Maps with text as keys always serialise.
+    // Maps with string keys always serialize.
     typed_response(StatusCode::OK, "application/json", serde_json::to_string(value).unwrap_or_default() + "\n")
 }
 
@@ -160,14 +170,14 @@ fn admin_error(error: &AdminError) -> ApiError {
     }
 }
 
-/// µs as seconds, to the ms, rounded up: whoever waits so long does not come too early.
+/// Convert µs to seconds, rounded up to the ms, so that a client that waits this long is not too early.
 fn seconds_rounded_up(us: u64) -> f64 {
     us.div_ceil(1000) as f64 / 1000.0
 }
 
-// Why the operator does not get what he asked for: a problem document (RFC 9457).
+// === Problem details (RFC 9457) ===
 
-/// What is said instead of an answer.
+/// An error response of the API.
 #[derive(Debug)]
 pub(super) struct ApiError {
     pub(super) status: StatusCode,
@@ -179,7 +189,7 @@ impl ApiError {
         ApiError { status, detail: detail.into() }
     }
 
-    /// What is asked for cannot be understood.
+    /// Create a 400 response: the request is invalid.
     pub(super) fn bad_request(detail: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, detail)
     }
@@ -193,16 +203,16 @@ impl ApiError {
     }
 }
 
-// `/api/differences`: which keys of another configuration a reload would refuse.
+// === `/api/differences`: keys whose change a reload would reject ===
 
 #[derive(Serialize)]
 struct Differences {
-    /// Keys that need a restart, in alphabetical order.
+    /// Configuration keys that differ and need a restart, in alphabetical order.
     restart: Vec<String>,
 }
 
-/// Compares the digests of the query, by the names of their keys, with those of the configuration in force. The caller chooses
-/// the salt and learns names only: values may be secret.
+/// Compare the digests in the query, named by configuration key, with those of the active configuration. The caller
+/// chooses the salt and learns only key names, because values may be secret.
 fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let salt = query.take("salt").ok_or_else(|| ApiError::bad_request("`salt` is missing"))?;
     let mut active_digests = context.config.restart_only_digests(&salt);
@@ -217,10 +227,11 @@ fn differences(context: &ApiContext<'_>, mut query: QueryParams) -> Result<Admin
     Ok(json_response(&Differences { restart }))
 }
 
-// `/api/top`: who is being limited now.
+// === `/api/top`: most frequently denied identities ===
 
-/// Identities of each limit, if nothing else is said, and at most.
+/// Number of identities per limit without `count`.
 const DEFAULT_COUNT: u64 = 10;
+/// Maximum of `count`.
 const MAX_COUNT: u64 = 96;
 
 #[derive(Serialize)]
@@ -254,11 +265,11 @@ fn top_denied(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminR
     let count = query.number("count", 1..=MAX_COUNT, DEFAULT_COUNT)?;
     let limit_name = query.take("limit");
     if let Some((name, _)) = query.0.first() {
-        return Err(ApiError::bad_request(format!("unknown parameter `{name}`; known here: limit, count")));
+        return Err(ApiError::bad_request(format!("unknown parameter `{name}`: use `limit` and `count`")));
     }
     let limits = &context.config.limits;
-    if limit_name.as_ref().is_some_and(|limit_name| !limits.contains_key(limit_name)) {
-        return Err(ApiError::bad_request("there is no such limit"));
+    if let Some(name) = limit_name.as_ref().filter(|name| !limits.contains_key(*name)) {
+        return Err(ApiError::bad_request(format!("unknown limit `{name}`")));
     }
     let top_denied = context.state.request_metrics.top_denied.all();
     let workers =

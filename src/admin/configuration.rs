@@ -1,4 +1,4 @@
-//! `/api/config` and `/api/reload`: what is in force, since when, and how to have the file read again.
+//! `/api/config` and `/api/reload`: the active configuration, and a reload on request.
 
 use http::{HeaderMap, StatusCode};
 use jiff::Timestamp;
@@ -9,15 +9,15 @@ use crate::admin::{AdminResponse, AdminServer, typed_response};
 use crate::config::redact::redacted_config;
 use crate::snapshot::current::{ReloadCause, ReloadFailure};
 
-/// `/api/config`
+/// Response body of `/api/config`.
 #[derive(Debug, Serialize)]
 struct ConfigView {
     file: String,
-    /// RFC 3339.
+    /// When the configuration became active, in RFC 3339.
     loaded_at: String,
-    /// What is wrong with the file, if the last reload failed.
+    /// The error of the last reload, if it failed.
     last_error: Option<LastError>,
-    /// As it is written, without its secrets.
+    /// The configuration file as JSON, with secrets redacted.
     configuration: Value,
 }
 
@@ -27,7 +27,7 @@ struct LastError {
     error: String,
 }
 
-/// `/api/reload`
+/// Response body of `/api/reload`.
 #[derive(Debug, Serialize)]
 struct ReloadResponse {
     result: &'static str,
@@ -39,16 +39,17 @@ impl AdminServer {
     pub(super) fn config_view(&self) -> AdminResponse {
         let active = self.state.config_handle.active();
         let file = &active.config.file;
-        // It was read as such.
+        // Always UTF-8 and valid TOML: the active configuration was compiled from it.
         let configuration = redacted_config(&String::from_utf8_lossy(&file.content)).unwrap_or_default();
         let last_error = self.state.config_handle.last_failure();
         let last_error = last_error
             .map(|ReloadFailure { error, failed_at_us: at_us }| LastError { time: format_rfc3339(at_us), error });
-        let (file, since) = (file.path.display().to_string(), format_rfc3339(active.active_since_us));
-        json_response(StatusCode::OK, &ConfigView { file, loaded_at: since, last_error, configuration })
+        let file = file.path.display().to_string();
+        let loaded_at = format_rfc3339(active.active_since_us);
+        json_response(StatusCode::OK, &ConfigView { file, loaded_at, last_error, configuration })
     }
 
-    /// Has the file read again, and answers when that is done.
+    /// Reload the configuration file and return the result.
     pub(super) async fn reload(&self, headers: &HeaderMap) -> AdminResponse {
         if let Err(error) = self.authorize_write(headers) {
             return error.into_response();
@@ -67,11 +68,11 @@ impl AdminServer {
 }
 
 fn json_response(status: StatusCode, body: &impl Serialize) -> AdminResponse {
-    // Strings always serialise.
+    // Strings always serialize.
     typed_response(status, "application/json", serde_json::to_string(body).unwrap_or_default() + "\n")
 }
 
-/// In RFC 3339; a clock that is out of its range counts as not set.
+/// Format µs since the Unix epoch in RFC 3339. A time out of range becomes the epoch.
 pub(super) fn format_rfc3339(us: u64) -> String {
     Timestamp::from_microsecond(us as i64).unwrap_or_default().to_string()
 }

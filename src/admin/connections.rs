@@ -12,14 +12,15 @@ use crate::limiter::clock::monotonic;
 /// Maximum number of connections for all requests.
 const MAX_CONNECTIONS: usize = 64;
 
-/// Maximum number of them for one peer address.
+/// Maximum number of connections per peer address.
 const MAX_CONNECTIONS_PER_PEER: usize = 32;
 
 /// Connections beyond these bounds that are served health checks only.
 const RESERVED_CONNECTIONS: usize = 8;
 
-/// Maximum time from accept, or from a response, to the next complete request head. A client that does not read its response
-/// sends no next request, so the same deadline bounds writes. Of an event stream, the time between two events that the client takes.
+/// Maximum time from accept, or from a response, to the next complete request headers. A client that does not read its
+/// response sends no further request, so the same deadline bounds writes. For an event stream: maximum time between two
+/// events that the client reads.
 const CONNECTION_TIMEOUT: Duration = Duration::from_secs(15);
 
 /// The open connections.
@@ -28,7 +29,7 @@ pub(super) struct AdminConnections(Mutex<OpenConnections>);
 
 #[derive(Debug, Default)]
 struct OpenConnections {
-    /// In the order of their accept.
+    /// In order of acceptance.
     entries: BTreeMap<u64, ConnectionEntry>,
     accepted_count: u64,
 }
@@ -43,15 +44,15 @@ struct ConnectionEntry {
 
 #[derive(Debug, Clone, Copy)]
 enum ConnectionState {
-    /// No request is in progress since then.
+    /// No request has been in progress since this instant.
     Idle(Instant),
-    /// A request is being answered; what it waits for has deadlines of its own.
+    /// A request is in progress. Its own timeouts apply.
     Busy,
-    /// The client took an event then.
+    /// The client read its last event at this instant.
     Streaming(Instant),
 }
 
-/// One of the connections, until it is dropped.
+/// A connection. Dropping it removes it from the open connections.
 #[derive(Debug)]
 pub(super) struct AdminConnection {
     connections: Arc<AdminConnections>,
@@ -63,8 +64,8 @@ pub(super) struct AdminConnection {
 }
 
 impl AdminConnections {
-    /// Admits a new connection. Where there is no room, the connection that has been idle for the longest time is closed; where
-    /// none is idle, the new one is for health checks only.
+    /// Admit a new connection. If the maximum is reached, close the connection that has been idle longest. If none is
+    /// idle, the new connection serves health checks only.
     pub(super) fn admit(self: &Arc<Self>, peer: IpAddr) -> AdminConnection {
         let mut open = self.lock();
         let is_of_peer = |entry: &ConnectionEntry| !entry.is_reserved && entry.peer == peer;
@@ -72,7 +73,7 @@ impl AdminConnections {
         let is_reserved =
             !open.make_room(MAX_CONNECTIONS_PER_PEER, is_of_peer) || !open.make_room(MAX_CONNECTIONS, is_general);
         if is_reserved && !open.make_room(RESERVED_CONNECTIONS, |entry| entry.is_reserved) {
-            // Their requests wait for nothing, so hardly ever all of them are busy.
+            // Health checks wait for nothing, so all reserved connections are hardly ever busy.
             open.close_oldest(|entry| entry.is_reserved);
         }
         let id = open.accepted_count;
@@ -89,7 +90,7 @@ impl AdminConnections {
 }
 
 impl OpenConnections {
-    /// Whether there is room for one more of `most` connections, after closing an idle one if necessary.
+    /// Return whether one more connection fits into `max`. Close the one that has been idle longest if necessary.
     fn make_room(&mut self, max: usize, is_counted: impl Fn(&ConnectionEntry) -> bool) -> bool {
         if self.entries.values().filter(|entry| is_counted(entry)).count() < max {
             return true;
@@ -117,22 +118,22 @@ impl OpenConnections {
 }
 
 impl AdminConnection {
-    /// A request head is complete.
+    /// Mark as busy: the request headers are complete.
     pub(super) fn set_busy(&self) {
         self.set_state(ConnectionState::Busy);
     }
 
-    /// The response is ready.
+    /// Mark as idle: the response is ready.
     pub(super) fn set_idle(&self) {
         self.set_state(ConnectionState::Idle(monotonic()));
     }
 
-    /// The client takes an event.
+    /// Mark as streaming: the client reads an event.
     pub(super) fn set_streaming(&self) {
         self.set_state(ConnectionState::Streaming(monotonic()));
     }
 
-    /// Time until the deadline, as it stands.
+    /// Return the time until [`CONNECTION_TIMEOUT`] expires.
     pub(super) fn time_left(&self) -> Duration {
         match self.connections.lock().entries.get(&self.id).map(|entry| entry.state) {
             Some(ConnectionState::Idle(since) | ConnectionState::Streaming(since)) => {

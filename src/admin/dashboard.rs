@@ -1,4 +1,4 @@
-//! The live page at `/`: its files, without any figure in them, and what a browser may do with them.
+//! The dashboard at `/`: static files without data, and browser security headers.
 
 use http::header::{CONTENT_SECURITY_POLICY, HeaderName, REFERRER_POLICY, X_CONTENT_TYPE_OPTIONS, X_FRAME_OPTIONS};
 use http::{HeaderValue, StatusCode};
@@ -7,23 +7,23 @@ use crate::admin::{AdminResponse, typed_response};
 
 const INDEX_HTML: &str = include_str!("dashboard/index.html");
 
-/// What tells the scripts whether the gateway has a token.
+/// Attribute of `<body>` that tells the scripts whether `admin.token` is configured.
 const WITHOUT_TOKEN: &str = "data-token=\"none\"";
-const WITH_TOKEN: &str = "data-token=\"wanted\"";
+const WITH_TOKEN: &str = "data-token=\"required\"";
 
 const JAVASCRIPT_TYPE: &str = "text/javascript; charset=utf-8";
 
 const FILES: [(&str, &str, &str); 6] = [
     ("/page.css", "text/css; charset=utf-8", include_str!("dashboard/page.css")),
     ("/page.js", JAVASCRIPT_TYPE, include_str!("dashboard/page.js")),
-    ("/ask.js", JAVASCRIPT_TYPE, include_str!("dashboard/ask.js")),
+    ("/api.js", JAVASCRIPT_TYPE, include_str!("dashboard/api.js")),
     ("/chart.js", JAVASCRIPT_TYPE, include_str!("dashboard/chart.js")),
     ("/dom.js", JAVASCRIPT_TYPE, include_str!("dashboard/dom.js")),
     ("/inspect.js", JAVASCRIPT_TYPE, include_str!("dashboard/inspect.js")),
 ];
 
-/// Scripts and styles are those files and nothing that stands in a page, text never becomes markup, and nobody else is
-/// asked for anything or may frame it.
+/// Content Security Policy. Scripts and styles come from the files above only: no inline code, no other origins, no
+/// framing. Trusted Types keep the scripts from turning text into markup.
 const CSP: &str = "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; \
                       base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; \
                       trusted-types 'none'";
@@ -35,7 +35,8 @@ const SECURITY_HEADERS: [(HeaderName, &str); 4] = [
     (REFERRER_POLICY, "no-referrer"),
 ];
 
-/// A file of the page; none if it is not one. Everybody may have it: what it shows it has to ask for.
+/// Return a file of the dashboard, or `None` if there is none at `path`. The files need no authentication: they contain
+/// no data, and their scripts request it with the token.
 pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     if path == "/" {
         let index = if has_token { INDEX_HTML.replace(WITHOUT_TOKEN, WITH_TOKEN) } else { INDEX_HTML.to_owned() };
@@ -45,7 +46,7 @@ pub(super) fn find_file(path: &str, has_token: bool) -> Option<AdminResponse> {
     Some(typed_response(StatusCode::OK, content_type, (*text).to_owned()))
 }
 
-/// What each answer of this listener says to a browser.
+/// Add the browser security headers. Every response of the admin listener has them.
 pub(super) fn add_security_headers(response: &mut AdminResponse) {
     for (name, value) in SECURITY_HEADERS {
         response.headers_mut().insert(name, HeaderValue::from_static(value));

@@ -1,4 +1,4 @@
-//! `/api/live`: what happens, as server-sent events, one a second.
+//! `/api/live`: metrics of the last 15 minutes, then one server-sent event per second.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::convert::Infallible;
@@ -30,16 +30,16 @@ use crate::limiter::clock::{monotonic, unix_us};
 use crate::metrics::{BUCKET_BOUNDS_US, Histogram};
 use crate::proxy::metrics::LimitDecision;
 
-/// Who follows at the same time: a quarter of the connections, so that there are always some for health and metrics.
+/// Maximum number of concurrent subscribers. A quarter of the connections, which leaves room for health and metrics.
 pub(super) const MAX_SUBSCRIBERS: usize = 16;
 
-/// Seconds that a follower may be behind; then he misses some.
+/// Capacity of the broadcast channel, in events of one second each. A subscriber that is further behind misses events.
 const EVENT_BUFFER: usize = 16;
 
-/// A body that goes on until nobody wants it.
+/// A response body that ends when the client disconnects or the admin listener stops.
 pub(super) type EventBody = StreamBody<BoxStream<'static, Result<Frame<Bytes>, Infallible>>>;
 
-/// What happens, and who follows it.
+/// History of the last seconds, and the broadcast of new ones.
 #[derive(Debug)]
 pub(super) struct EventStream {
     history: Mutex<History>,
@@ -47,7 +47,7 @@ pub(super) struct EventStream {
     subscriber_permits: Arc<Semaphore>,
 }
 
-/// The first event.
+/// Data of the first event, `history`.
 #[derive(Serialize)]
 struct HistoryEvent<'a> {
     version: &'static str,
@@ -55,7 +55,7 @@ struct HistoryEvent<'a> {
     seconds: Vec<&'a SecondStats>,
 }
 
-/// Each further one.
+/// Data of each further event, `second`.
 #[derive(Serialize)]
 struct SecondEvent<'a> {
     second: SecondStats,
@@ -76,18 +76,18 @@ struct LimitDecisionCounts<'a> {
     limit: &'a str,
     quota: String,
     shadow: bool,
-    /// All since the start of the process.
+    /// Decisions since the start of the process, by kind.
     decisions: BTreeMap<&'static str, u64>,
 }
 
-/// Both in RFC 3339: when either is another one, `/api/config` is.
+/// Times in RFC 3339. If either changes, the response of `/api/config` has changed.
 #[derive(Serialize)]
 struct ConfigStatus {
     loaded_at: String,
     last_error_at: Option<String>,
 }
 
-/// Somebody who follows.
+/// One client of the event stream.
 struct Subscriber {
     first: Option<Bytes>,
     events: Receiver<Bytes>,
@@ -105,7 +105,7 @@ impl EventStream {
         }
     }
 
-    /// Takes a look once a second, and tells those who follow.
+    /// Sample the metrics once per second and send the result to all subscribers.
     pub(super) async fn run(&self, state: &AdminState) -> Infallible {
         let mut ticks = interval(Duration::from_secs(1));
         ticks.set_missed_tick_behavior(MissedTickBehavior::Skip);
@@ -115,26 +115,27 @@ impl EventStream {
             let mut history = self.lock_history();
             let second = history.tick(state);
             if self.events.receiver_count() > 0 {
-                // The last of them may just have gone.
+                // The last subscriber may have disconnected in the meantime.
                 let _ = self.events.send(second_event(second, state));
             }
         }
     }
 
-    /// The events from now on, after those seconds that are over.
+    /// Return a response that streams the history and then each new second.
     pub(super) fn subscribe(&self, admin_stop: CancellationToken, connection: &Arc<AdminConnection>) -> AdminResponse {
         let Ok(permit) = self.subscriber_permits.clone().try_acquire_owned() else {
-            let detail = format!("{MAX_SUBSCRIBERS} follow already: close one of the live pages");
+            let detail = format!("{MAX_SUBSCRIBERS} clients read /api/live already: close a dashboard");
             return ApiError::new(StatusCode::SERVICE_UNAVAILABLE, detail).into_response();
         };
         let subscriber = {
-            // No second is over in between: none is missed, none comes twice.
+            // The lock keeps `run` from adding a second in between, so none is missed or sent twice.
             let history = self.lock_history();
             let seconds = history.seconds().iter().collect();
             let history_event =
                 HistoryEvent { version: env!("CARGO_PKG_VERSION"), window_seconds: HISTORY_SECONDS, seconds };
             let first = Some(format_event("history", &history_event));
-            let (events, connection) = (self.events.subscribe(), connection.clone());
+            let events = self.events.subscribe();
+            let connection = connection.clone();
             Subscriber { first, events, admin_stop, connection, _permit: permit }
         };
         let events: BoxStream<'static, _> = Box::pin(stream::unfold(subscriber, Subscriber::next));
@@ -165,7 +166,7 @@ impl Drop for Subscriber {
     }
 }
 
-/// The next event that is still there.
+/// Receive the next event, without those that the channel has dropped.
 async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     loop {
         match events.recv().await {
@@ -176,7 +177,7 @@ async fn next_event(events: &mut Receiver<Bytes>) -> Option<Bytes> {
     }
 }
 
-/// What a second was like, and how all stands at its end.
+/// Format a `second` event: metrics of the second, and the state at its end.
 fn second_event(second: SecondStats, state: &AdminState) -> Bytes {
     let active = state.config_handle.active();
     let counts: BTreeMap<_, _> = state.request_metrics.limits.all().into_iter().collect();
@@ -203,25 +204,26 @@ fn second_event(second: SecondStats, state: &AdminState) -> Bytes {
     format_event("second", &second_event)
 }
 
-/// In the form of the HTML standard, §9.2; JSON has no line of its own in it.
+/// Format a server-sent event (HTML standard, section 9.2). Serialized JSON contains no newline, so one `data` line is
+/// enough.
 fn format_event(name: &str, data: &impl Serialize) -> Bytes {
-    // Strings and numbers always serialise.
+    // Strings and numbers always serialize.
     format!("event: {name}\ndata: {}\n\n", serde_json::to_string(data).unwrap_or_default()).into()
 }
 
-// The last quarter of an hour, second by second: what was allowed, what was denied, what went wrong, and how long it took.
+// === History: request rates and latencies of the last 15 minutes ===
 
-/// Seconds that are kept.
+/// Number of seconds in the history.
 pub(super) const HISTORY_SECONDS: usize = 15 * 60;
 
 type Buckets = [u64; BUCKET_BOUNDS_US.len() + 1];
 
-/// What happened in a second.
+/// Metrics of one second.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct SecondStats {
-    /// Its end, ms since the Unix epoch.
+    /// End of the second, ms since the Unix epoch.
     at_ms: u64,
-    /// How long it was: on a busy machine one ends late.
+    /// Actual length in ms. On a busy machine the timer fires late.
     ms: u64,
     allowed: u64,
     denied: u64,
@@ -232,7 +234,7 @@ pub(super) struct SecondStats {
     store_p99_ms: Option<f32>,
 }
 
-/// What was counted until an instant.
+/// Counter values at one instant.
 #[derive(Debug)]
 struct CounterSnapshot {
     taken_at: Instant,
@@ -244,7 +246,7 @@ struct CounterSnapshot {
     round_trips: Buckets,
 }
 
-/// The seconds that are over.
+/// Completed seconds, oldest first.
 #[derive(Debug)]
 pub(super) struct History {
     seconds: VecDeque<SecondStats>,
@@ -252,18 +254,18 @@ pub(super) struct History {
 }
 
 impl History {
-    /// Begins now.
+    /// Create an empty history that starts now.
     pub(super) fn new(state: &AdminState) -> Self {
         History { seconds: VecDeque::with_capacity(HISTORY_SECONDS), last_snapshot: CounterSnapshot::take(state) }
     }
 
-    /// A second is over.
+    /// Complete a second: add the difference to the last snapshot.
     pub(super) fn tick(&mut self, state: &AdminState) -> SecondStats {
         self.add(CounterSnapshot::take(state))
     }
 
     fn add(&mut self, mut snapshot: CounterSnapshot) -> SecondStats {
-        // A denial is counted a little before its answer is.
+        // A denial is counted shortly before its response, so `allowed`, a difference, could decrease.
         snapshot.allowed = snapshot.allowed.max(self.last_snapshot.allowed);
         let second = snapshot.diff(&self.last_snapshot);
         if self.seconds.len() == HISTORY_SECONDS {
@@ -274,7 +276,7 @@ impl History {
         second
     }
 
-    /// From the oldest on.
+    /// Return the completed seconds, oldest first.
     pub(super) fn seconds(&self) -> &VecDeque<SecondStats> {
         &self.seconds
     }
@@ -284,7 +286,7 @@ impl CounterSnapshot {
     fn take(state: &AdminState) -> Self {
         let taken_at = monotonic();
         let routes = state.request_metrics.routes.all();
-        // What matches no route nobody has allowed.
+        // Requests that match no route do not count as allowed.
         let routes = || routes.iter().filter(|(name, _)| !name.is_empty()).flat_map(|(_, responses)| responses);
         let classes = sum_counts(routes().map(|responses| responses.status_classes.values()));
         let denials = state.request_metrics.denied_requests.all();
@@ -326,8 +328,8 @@ fn sum_buckets<'a>(histograms: impl Iterator<Item = &'a Histogram>) -> Buckets {
     sum_counts(histograms.map(|histogram| histogram.snapshot().0))
 }
 
-/// The time within which this part of them was over, in ms; none if there were none. Inside a bucket they count as spread
-/// evenly, as Prometheus has it, and of those beyond the last bound nothing is known but that.
+/// Return a quantile of a histogram in ms, or `None` if the histogram is empty. Interpolate linearly within a bucket,
+/// as `histogram_quantile` of Prometheus does. Above the last bound, return that bound.
 fn quantile(buckets: &Buckets, fraction: f64) -> Option<f32> {
     let rank = buckets.iter().sum::<u64>() as f64 * fraction;
     let mut cumulative = 0.0;
@@ -363,25 +365,25 @@ mod history_tests {
     #[test]
     fn history_keeps_a_bounded_number_of_seconds() {
         let mut history = History { seconds: VecDeque::new(), last_snapshot: snapshot(10) };
-        // A denial that has no answer yet is taken off what was allowed.
+        // The second snapshot has a denial without its response, so its `allowed` is one less.
         assert_eq!([9, 12].map(|allowed| history.add(snapshot(allowed)).allowed), [0, 2]);
         for second in 0..HISTORY_SECONDS as u64 {
             history.add(snapshot(13 + second));
         }
         assert_eq!(history.seconds.len(), HISTORY_SECONDS);
-        assert!(history.seconds.iter().all(|second| second.allowed == 1), "the first ones are gone");
+        assert!(history.seconds.iter().all(|second| second.allowed == 1), "the oldest seconds are removed");
     }
 
     #[test]
     fn quantile_interpolates_within_the_bucket() {
         let mut buckets = [0; BUCKET_BOUNDS_US.len() + 1];
-        assert_eq!(quantile(&buckets, 0.5), None, "nothing took any time");
+        assert_eq!(quantile(&buckets, 0.5), None, "an empty histogram has no quantile");
         buckets[4] = 100; // 0.5 to 1 ms
         assert_eq!(quantile(&buckets, 0.5), Some(0.75));
         buckets[0] = 100; // up to 0.05 ms
         assert_eq!(quantile(&buckets, 0.5), Some(0.05));
         assert_eq!(quantile(&buckets, 0.99), Some(0.99));
         buckets[16] = 1000;
-        assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "longer than the last bound");
+        assert_eq!(quantile(&buckets, 0.5), Some(30_000.0), "beyond the last bound");
     }
 }

@@ -1,4 +1,4 @@
-//! Whether the process is fit to be sent requests.
+//! `/readyz`: readiness of the process, its store and its upstreams.
 
 use std::collections::BTreeMap;
 
@@ -7,7 +7,7 @@ use serde::Serialize;
 use crate::admin::state::AdminState;
 use crate::upstream::cluster::EndpointStatus;
 
-/// `/readyz`
+/// Response body of `/readyz`.
 #[derive(Debug, Serialize)]
 pub(super) struct ReadinessReport<'a> {
     status: ReadinessStatus,
@@ -15,26 +15,26 @@ pub(super) struct ReadinessReport<'a> {
     upstreams: BTreeMap<Box<str>, Vec<EndpointReadiness>>,
 }
 
-/// In a word.
+/// Overall status.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum ReadinessStatus {
-    /// All works.
+    /// The store is available.
     Ready,
-    /// Requests are served, but limits follow `on_store_error`.
+    /// A circuit breaker of the store is open: requests are served, and limits follow `on_store_error`.
     Degraded,
-    /// No new requests are wanted.
+    /// The process drains and accepts no new requests.
     Stopping,
 }
 
 #[derive(Debug, Serialize)]
 struct StoreReadiness<'a> {
     name: &'a str,
-    /// What of it does not answer.
+    /// The store, or the nodes of it, whose circuit breaker is open.
     failing: Vec<String>,
 }
 
-/// One server of an upstream.
+/// One endpoint of an upstream.
 #[derive(Debug, Serialize)]
 struct EndpointReadiness {
     server: String,
@@ -49,10 +49,10 @@ impl ReadinessReport<'_> {
 }
 
 impl AdminState {
-    /// As it stands now.
+    /// Return the current readiness.
     pub(super) fn readiness(&self) -> ReadinessReport<'_> {
         let failing_stores = self.failing_stores();
-        // The service does not stop when another process goes on with it.
+        // After a hot restart (`admin_stop`) the service continues in the new process, so it is not stopping.
         let is_draining = self.drain.is_cancelled() && !self.admin_stop.is_cancelled();
         let status = match (is_draining, failing_stores.is_empty()) {
             (true, _) => ReadinessStatus::Stopping,

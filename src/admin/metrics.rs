@@ -1,4 +1,4 @@
-//! `/metrics`: everything that is counted, with names and units by the conventions of Prometheus. No label is an identity.
+//! `/metrics`: all metrics of the process, named by the Prometheus conventions. Identities are never labels.
 
 use std::fmt;
 
@@ -9,23 +9,26 @@ use crate::proxy::metrics::{LimitDecision, ResponseStats, STATUS_CLASSES};
 use crate::telemetry::prometheus::{Exposition, Labels, MetricSource, MetricWriter};
 use crate::upstream::retry::RetryReason;
 
-/// The label of an answer that never came.
+/// Value of the `status` label for upstream requests without a response.
 const NO_RESPONSE: &str = "none";
 
 impl MetricSource for AdminState {
     fn write(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let version = [("version", env!("CARGO_PKG_VERSION"))];
-        exposition.gauge("build_info", "The version that runs")?.write_gauge(&version, 1)?;
+        exposition.gauge("build_info", "Version of the gateway")?.write_gauge(&version, 1)?;
         exposition
-            .gauge("start_time_seconds", "When the process started, since the Unix epoch")?
+            .gauge("start_time_seconds", "Start time of the process since the Unix epoch")?
             .write_gauge(&[], self.started_at_s)?;
         let (open, max) = self.connection_limits.open_and_max();
-        exposition.gauge("connections", "Open connections of clients")?.write_gauge(&[], open as u64)?;
-        exposition.gauge("connections_max", "Connections that there may be")?.write_gauge(&[], max as u64)?;
+        exposition.gauge("connections", "Open client connections")?.write_gauge(&[], open as u64)?;
+        exposition.gauge("connections_max", "Maximum number of client connections")?.write_gauge(&[], max as u64)?;
         let [accepted, refused] = self.connection_limits.totals();
-        exposition.counter("connections_accepted", "Connections that came")?.write_counter(&[], accepted)?;
+        exposition.counter("connections_accepted", "Accepted client connections")?.write_counter(&[], accepted)?;
         exposition
-            .counter("connections_rejected", "Those of them whose network had max_connections_per_ip")?
+            .counter(
+                "connections_rejected",
+                "Accepted client connections that were closed because of max_connections_per_ip",
+            )?
             .write_counter(&[], refused)?;
         self.write_reloads(exposition)?;
         self.write_requests(exposition)?;
@@ -38,8 +41,7 @@ impl MetricSource for AdminState {
 
 impl AdminState {
     fn write_reloads(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
-        let mut writer =
-            exposition.counter("config_reloads", "Reloads of the configuration, and those that were refused")?;
+        let mut writer = exposition.counter("config_reloads", "Configuration reloads by result")?;
         for (result, count) in ["ok", "error"].iter().zip(self.config_handle.reload_counts()) {
             writer.write_counter(&[("result", result)], count)?;
         }
@@ -47,27 +49,30 @@ impl AdminState {
         exposition
             .gauge(
                 "config_last_reload_successful",
-                "0 while the file was refused and the configuration before is in force",
+                "1 if the last configuration reload succeeded, 0 if it was rejected",
             )?
             .write_gauge(&[], successful)?;
         let active_since_s = self.config_handle.active().active_since_us / 1_000_000;
         exposition
-            .gauge("config_last_reload_success_timestamp_seconds", "Since when the configuration is in force")?
+            .gauge(
+                "config_last_reload_success_timestamp_seconds",
+                "When the active configuration was loaded, since the Unix epoch",
+            )?
             .write_gauge(&[], active_since_s)
     }
 
     fn write_requests(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let writer = exposition
-            .counter("http_requests", "Requests by route and class of status; without a route none matched")?;
+            .counter("http_requests", "Responses by route and status class; the route is empty if none matched")?;
         write_status_classes(writer, "route", &self.request_metrics.routes)?;
-        let writer = exposition.histogram("http_request_duration", "From a request to the head of its response")?;
+        let writer = exposition.histogram("http_request_duration", "Time from the request to the response headers")?;
         write_latency(writer, "route", &self.request_metrics.routes)
     }
 
     fn write_decisions(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let mut writer = exposition.counter(
             "limit_decisions",
-            "Decisions by limit: allowed, denied, shadow_denied, by the local share, or not asked for a store error",
+            "Rate limit decisions by limit; of a denied request only the limits that denied it",
         )?;
         for (limit, counters) in self.request_metrics.limits.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
@@ -76,8 +81,8 @@ impl AdminState {
             }
         }
         let check_durations = self.request_metrics.check_durations.all();
-        let mut writer =
-            exposition.histogram("decision_duration", "What deciding added to a request, all its limits together")?;
+        let mut writer = exposition
+            .histogram("decision_duration", "Duration of the rate limit check of a request, all its limits together")?;
         write_histogram(
             &mut writer,
             &[],
@@ -89,20 +94,20 @@ impl AdminState {
         let limiter_metrics: Vec<_> = self.limiter_metrics.all().into_iter().flat_map(|(_, metrics)| metrics).collect();
         let mut writer = exposition.counter(
             "checks",
-            "Checks of a shared store by who answered: a call of their own, a call for several, units taken ahead, the denial cache",
+            "Checks with Redis by what answered them: own call, coalesced call, prefetched tokens or denial cache",
         )?;
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.checks.values()));
         for (answered_by, count) in AnsweredBy::ALL.iter().zip(counts) {
             writer.write_counter(&[("answered_by", answered_by.label())], count)?;
         }
-        let mut writer = exposition.histogram("store_round_trip_duration", "Calls that the store answered")?;
-        write_histogram(&mut writer, &[], limiter_metrics.iter().map(|metrics| &metrics.round_trips))?;
         let mut writer =
-            exposition.counter("store_calls", "Script calls, each for the checks of one round of a worker")?;
+            exposition.histogram("store_round_trip_duration", "Time from a check to the reply of the store")?;
+        write_histogram(&mut writer, &[], limiter_metrics.iter().map(|metrics| &metrics.round_trips))?;
+        let mut writer = exposition.counter("store_calls", "Script calls to the store, each with a batch of checks")?;
         writer.write_counter(&[], limiter_metrics.iter().map(|metrics| metrics.calls.values()[0]).sum())?;
         let mut writer = exposition.counter(
             "store_failures",
-            "Calls that the store did not answer, and those that were not made since it fails",
+            "Checks that failed at the store, or were not sent because of the circuit breaker or too many in flight",
         )?;
         let counts = sum_counts(limiter_metrics.iter().map(|metrics| metrics.failures.values()));
         for (kind, count) in ["failed", "not_permitted"].iter().zip(counts) {
@@ -110,35 +115,34 @@ impl AdminState {
         }
         let [evicted, refused] = self.memory.evictions_and_rejections();
         exposition
-            .gauge("memory_states", "States of identities in this process")?
+            .gauge("memory_states", "Limit states in the memory store")?
             .write_gauge(&[], self.memory.len() as u64)?;
         exposition
-            .counter("memory_states_evicted", "Those of them that were evicted before they expired, for want of room")?
+            .counter("memory_states_evicted", "States evicted before they expired because of max_memory_states")?
             .write_counter(&[], evicted)?;
         exposition
-            .counter("memory_states_rejected", "New identities that a limit could not count, for want of room")?
+            .counter("memory_states_rejected", "New identities that were not counted because of max_memory_states")?
             .write_counter(&[], refused)?;
         let failing_stores = self.failing_stores();
         exposition
-            .gauge("store_up", "1 while the store answers; 0 while it, or a node of it, is given up")?
+            .gauge("store_up", "1 while all circuit breakers of the store are closed, otherwise 0")?
             .write_gauge(&[], u64::from(failing_stores.is_empty()))?;
         exposition
-            .gauge("store_circuit_breakers_open", "Breakers that are open: of the store, or of nodes of a cluster")?
+            .gauge("store_circuit_breakers_open", "Open circuit breakers of the store or its cluster nodes")?
             .write_gauge(&[], failing_stores.len() as u64)?;
         exposition
-            .counter("store_circuit_breaker_openings", "How often a breaker opened")?
+            .counter("store_circuit_breaker_openings", "Times that a circuit breaker of the store opened")?
             .write_counter(&[], self.breaker_open_count())
     }
 
     fn write_upstreams(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let writer = exposition
-            .counter("upstream_requests", "Requests by upstream and class of status; none = no answer came")?;
+            .counter("upstream_requests", "Requests by upstream and status class of the response; none: no response")?;
         write_status_classes(writer, "upstream", &self.request_metrics.upstreams)?;
         let writer = exposition
-            .histogram("upstream_response_duration", "From a request to an upstream to the head of its response")?;
+            .histogram("upstream_response_duration", "Time from the upstream request to the response headers")?;
         write_latency(writer, "upstream", &self.request_metrics.upstreams)?;
-        let mut writer = exposition
-            .counter("upstream_retries", "Requests sent again: on a fresh connection, unwritten, or by the budget")?;
+        let mut writer = exposition.counter("upstream_retries", "Retries by upstream and reason")?;
         for (upstream, counters) in self.request_metrics.retries.all() {
             let counts = sum_counts(counters.iter().map(|counter| counter.values()));
             for (reason, count) in RetryReason::ALL.iter().zip(counts) {
@@ -148,16 +152,18 @@ impl AdminState {
         let clusters = self.config_handle.active().clusters.clone();
         let statuses: Vec<_> = clusters.iter().map(|cluster| (&*cluster.settings.name, cluster.status())).collect();
         let endpoints = || statuses.iter().flat_map(|(name, all)| all.iter().map(move |endpoint| (*name, endpoint)));
-        let mut writer =
-            exposition.gauge("upstream_server_up", "1 while requests go to a server; 0 while it is passed over")?;
+        let mut writer = exposition.gauge(
+            "upstream_server_up",
+            "1 while an endpoint is healthy, 0 while it is unhealthy, ejected or unreachable",
+        )?;
         for (upstream, endpoint) in endpoints() {
             writer.write_gauge(
                 &[("upstream", upstream), ("server", &endpoint.server)],
                 u64::from(endpoint.state == "healthy"),
             )?;
         }
-        let mut writer =
-            exposition.gauge("upstream_server_requests_in_flight", "Requests that a server has, from all workers")?;
+        let mut writer = exposition
+            .gauge("upstream_server_requests_in_flight", "Requests in flight at an endpoint, from all workers")?;
         for (upstream, endpoint) in endpoints() {
             writer.write_gauge(&[("upstream", upstream), ("server", &endpoint.server)], endpoint.in_flight as u64)?;
         }
@@ -166,11 +172,9 @@ impl AdminState {
 
     fn write_dropped(&self, exposition: &mut Exposition<'_>) -> fmt::Result {
         let dropped = self.telemetry_sinks.access_log.as_ref().map_or(0, |access| access.dropped());
-        exposition
-            .counter("access_log_dropped", "Lines of the access log that were not written")?
-            .write_counter(&[], dropped)?;
+        exposition.counter("access_log_dropped", "Access log records that were lost")?.write_counter(&[], dropped)?;
         let lost = self.telemetry_sinks.trace_exporter.as_ref().map_or(0, |spans| spans.dropped());
-        exposition.counter("trace_spans_dropped", "Spans that the collector did not take")?.write_counter(&[], lost)
+        exposition.counter("trace_spans_dropped", "Spans that were lost")?.write_counter(&[], lost)
     }
 }
 
@@ -181,7 +185,7 @@ fn write_status_classes(
 ) -> fmt::Result {
     for (name, response_stats) in family.all() {
         let counts = sum_counts(response_stats.iter().map(|stats| stats.status_classes.values()));
-        // What cannot happen is no line: a route always answers.
+        // Omit the series that cannot occur: a route always sends a response.
         let classes = STATUS_CLASSES
             .iter()
             .chain([&NO_RESPONSE])
@@ -219,7 +223,7 @@ fn write_histogram<'a>(
     writer.write_histogram(labels, &BUCKET_BOUNDS_US, &buckets, total_us)
 }
 
-/// Of all workers.
+/// Add up the counters of all workers.
 pub(super) fn sum_counts<const N: usize>(counts: impl Iterator<Item = [u64; N]>) -> [u64; N] {
     counts.fold([0; N], |sum, counts| std::array::from_fn(|index| sum[index] + counts[index]))
 }

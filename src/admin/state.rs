@@ -1,4 +1,4 @@
-//! What the operator's side reads: the counts and the states of a process.
+//! The shared state that the admin listener reads.
 
 use std::sync::Arc;
 
@@ -14,42 +14,42 @@ use crate::proxy::metrics::RequestMetrics;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
-/// The parts of a process that can be looked at.
+/// State of the process for health, metrics, the API and the dashboard.
 #[derive(Debug)]
 pub struct AdminState {
-    /// What the gateways count.
+    /// Request metrics of all workers.
     pub request_metrics: Arc<RequestMetrics>,
-    /// What the limiters count.
+    /// Limiter metrics of all workers.
     pub limiter_metrics: Arc<MetricFamily<metrics::LimiterMetrics>>,
-    /// The connections of clients.
+    /// Open client connections and their limits.
     pub connection_limits: Arc<ConnectionLimits>,
-    /// How the store is called; no credentials.
+    /// Display name of the store, without credentials.
     pub store_name: String,
-    /// What is served.
+    /// The active configuration, and reload requests.
     pub config_handle: Arc<ConfigHandle>,
-    /// The counters in this process.
+    /// The memory store.
     pub memory: Arc<MemoryStore>,
-    /// Whether the one store fails.
+    /// Circuit breaker of a single Redis server.
     pub circuit_breaker: Arc<CircuitBreaker>,
-    /// Whether nodes of a cluster do.
+    /// Slot map of a Redis Cluster, with a circuit breaker per node.
     pub cluster_map: Arc<ClusterMap>,
-    /// What is written of requests.
+    /// Access log and trace exporter.
     pub telemetry_sinks: TelemetrySinks,
-    /// When the process started, s since the Unix epoch.
+    /// Start time of the process, s since the Unix epoch.
     pub started_at_s: u64,
-    /// Cancelled when no new requests are wanted.
+    /// Cancelled when the process starts to drain.
     pub drain: CancellationToken,
-    /// Cancelled when another process answers instead.
+    /// Cancelled when the admin listener stops: at the end of the process, or when a hot restart has succeeded.
     pub admin_stop: CancellationToken,
 }
 
 impl AdminState {
-    /// How often a part of the store was given up.
+    /// Return how often a circuit breaker of the store opened.
     pub fn breaker_open_count(&self) -> u64 {
         self.circuit_breaker.open_count() + self.cluster_map.open_count()
     }
 
-    /// The parts of the store that fail.
+    /// Return the names of the store, or of its nodes, whose circuit breaker is open.
     pub fn failing_stores(&self) -> Vec<String> {
         let mut failing_stores = self.cluster_map.open_nodes();
         if self.circuit_breaker.is_open() {

@@ -1,4 +1,5 @@
-//! Sends spans to a collector: OTLP over HTTP (<https://opentelemetry.io/docs/specs/otlp/>), protobuf, by a thread of its own.
+//! The trace exporter: sends spans to a collector with OTLP over HTTP/1.1, protobuf encoding
+//! (<https://opentelemetry.io/docs/specs/otlp/>), on a thread of its own.
 
 use std::io;
 use std::net::IpAddr;
@@ -29,19 +30,20 @@ use crate::tls::TrustRoots;
 use crate::upstream;
 use crate::upstream::connector::{EndpointTls, UpstreamTlsConfig};
 
-/// For a batch of spans, connecting included.
+/// Maximum time to export a batch, including the connect.
 const EXPORT_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Bytes of an answer that are read; it says how many spans were not taken.
+/// Maximum size of a response, in bytes. It contains the number of rejected spans.
 const MAX_RESPONSE_BYTES: usize = 64 << 10;
 
-/// That spans are lost is said once in this time.
+/// Minimum interval between two warnings about lost spans.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Starts the exporting thread. What else OTLP has to know (header fields, who we are) it takes from the environment, as all exporters do.
+/// Start the exporter thread. Headers and resource attributes come from the `OTEL_*` environment variables of the
+/// OpenTelemetry specification.
 ///
 /// # Errors
-/// What is in the environment is not valid; there are no authorities to believe; no thread can be started.
+/// An environment variable is invalid, the system has no CA certificates, or the thread cannot be started.
 pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     let last_error = Arc::<Mutex<Option<String>>>::default();
     let client = OtlpHttpClient { tls: tls(endpoint)?, last_error: last_error.clone() };
@@ -51,7 +53,7 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
     let mut exporter = exporter.build()?;
     exporter.set_resource(&resource());
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    // Not all of it: whoever has secrets may have put them into the query.
+    // Log the authority only: path and query may contain secrets.
     let name = endpoint.authority().map(ToString::to_string).unwrap_or_default();
     let log_throttle = LogThrottle::new();
     Ok(TraceExporter::start(move |batch: Vec<SpanData>| {
@@ -59,11 +61,8 @@ pub(super) fn start(endpoint: &Uri) -> anyhow::Result<TraceExporter> {
         let Err(error) = runtime.block_on(exporter.export(batch)) else { return 0 };
         let reason = last_error.lock().unwrap_or_else(PoisonError::into_inner).take();
         if log_throttle.should_log(LOG_INTERVAL) {
-            warn!(
-                spans,
-                "spans are lost, the collector at {name} did not take them: {}",
-                reason.unwrap_or(error.to_string())
-            );
+            let error = reason.unwrap_or(error.to_string());
+            warn!(spans, collector = %name, %error, "cannot export spans: they are lost");
         }
         spans
     })?)
@@ -81,7 +80,7 @@ fn host(uri: &Uri) -> &str {
     uri.host().unwrap_or_default().trim_matches(['[', ']'])
 }
 
-/// Who we are, unless OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say it.
+/// Return the resource attributes. OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence.
 fn resource() -> Resource {
     let from_environment = Resource::builder().build();
     let has = |key: &'static str| {
@@ -97,23 +96,23 @@ fn resource() -> Resource {
     Resource::builder().with_attributes(missing).build()
 }
 
-/// Speaks HTTP/1.1 with a collector, a connection for each batch.
+/// HTTP/1.1 client for the collector, with one connection per batch.
 #[derive(Debug)]
 struct OtlpHttpClient {
     tls: Option<EndpointTls>,
-    /// Why it failed; the exporter does not tell.
+    /// The last transport error, for the log: the error of the exporter does not contain it.
     last_error: Arc<Mutex<Option<String>>>,
 }
 
 #[async_trait]
 impl HttpClient for OtlpHttpClient {
     async fn send_bytes(&self, request: Request<Bytes>) -> Result<Response<Bytes>, HttpError> {
-        let overdue = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
-        let answer = timeout(EXPORT_TIMEOUT, self.send(request)).await.unwrap_or_else(overdue);
-        if let Err(error) = &answer {
+        let on_timeout = |_| Err(io::Error::from(io::ErrorKind::TimedOut).into());
+        let response = timeout(EXPORT_TIMEOUT, self.send(request)).await.unwrap_or_else(on_timeout);
+        if let Err(error) = &response {
             *self.last_error.lock().unwrap_or_else(PoisonError::into_inner) = Some(error.to_string());
         }
-        answer
+        response
     }
 }
 
@@ -137,7 +136,7 @@ async fn send_over(
     mut request: Request<Bytes>,
 ) -> Result<Response<Bytes>, HttpError> {
     let (mut sender, connection) = http1::handshake(stream).await?;
-    // Its errors are the request's.
+    // A connection error also fails the request.
     let connection = tokio::spawn(connection);
     let authority = request.uri().authority().map_or("", |authority| authority.as_str());
     let host = HeaderValue::from_str(authority)?;

@@ -1,5 +1,5 @@
-//! Another process takes the place of this one: it is started with our listening sockets, and once it serves, this one
-//! finishes what runs. The sockets never close, so no connection is refused or reset.
+//! Hot restart: start a new process with the listening sockets of this one, which drains once the new process serves.
+//! The sockets never close, so no connection is refused or reset.
 
 use std::net::TcpListener as StdListener;
 use std::os::fd::{AsRawFd, OwnedFd, RawFd};
@@ -17,39 +17,41 @@ use tokio_util::sync::CancellationToken;
 use crate::app::sd_notify;
 use crate::app::sd_notify::{PARENT_PID_ENV, READY_MESSAGE};
 
-/// The new process has so long until it serves.
+/// Maximum time until the new process reports that it is ready.
 const READY_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// The first descriptor that is no standard stream.
+/// First descriptor after the standard streams.
 const FIRST_FREE_FD: RawFd = 3;
 
-/// What is handed over.
+/// The sockets that the new process inherits.
 #[derive(Debug)]
 pub struct HotRestart {
-    /// In the order of the listeners, that of the operator last.
+    /// Sockets in the order of the listeners, the admin listener last.
     pub(super) sockets: Vec<StdListener>,
-    /// Cancelled when the operator is to ask the other process.
+    /// Stops the admin listener of this process.
     pub(super) admin_stop: CancellationToken,
 }
 
-/// Why this process stays.
+/// Why a hot restart failed. The current process keeps serving.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum HotRestartError {
-    #[error("the new process cannot be started: {0}")]
+    /// The sockets cannot be duplicated, or the program cannot be executed.
+    #[error("cannot start the new process: {0}")]
     Spawn(#[from] io::Error),
-    #[error("the new process has ended: {0}; what it says is above")]
+    /// The new process exited before it was ready.
+    #[error("the new process exited before it was ready: {0}; its messages are above")]
     Exited(ExitStatus),
-    #[error("the new process does not serve after {READY_TIMEOUT:?}")]
+    /// The new process was not ready in time.
+    #[error("the new process was not ready within {READY_TIMEOUT:?}")]
     Timeout,
 }
 
 impl HotRestart {
-    /// Starts the program again, as it is found now under the name that this process was started with, and comes back with
-    /// its id when it serves. Dropping the future ends it before.
+    /// Start the program again and return the process id when it serves. The program is the file that `argv[0]` names
+    /// now, so it can be a new version. Dropping the future before that kills the new process.
     ///
     /// # Errors
-    /// It does not come so far; everything is as before.
+    /// The new process cannot be started, or does not become ready. This process keeps its sockets.
     pub async fn start(&self) -> Result<u32, HotRestartError> {
         let (ours, theirs) = StdStream::pair()?;
         let mut process = ChildProcess(Some(self.spawn(theirs)?));
@@ -64,7 +66,7 @@ impl HotRestart {
         }
     }
 
-    /// Leaves all to the other process.
+    /// Make the new process the main process of the service, and stop the admin listener of this one.
     pub fn finish(self, child_id: u32) {
         sd_notify::notify_main_pid(child_id);
         self.admin_stop.cancel();
@@ -76,20 +78,20 @@ impl HotRestart {
         let program = arguments.next().ok_or(io::ErrorKind::NotFound)?;
         let child = Command::new(program)
             .args(arguments)
-            // No process can know the id of another before it is there: without LISTEN_PID it is for whoever gets it.
+            // The id of the child is unknown before it is spawned. Without LISTEN_PID any process accepts the sockets.
             .env_remove("LISTEN_PID")
             .env("LISTEN_FDS", copies.len().to_string())
             .env("LISTEN_FDS_FIRST_FD", first.to_string())
             .env(PARENT_PID_ENV, std::process::id().to_string())
             .stdin(OwnedFd::from(ready_pipe))
             .spawn();
-        // It has them, and nobody else should.
+        // The child has inherited the copies. Close them, so that no other child does.
         drop(copies);
         child
     }
 }
 
-/// A process that is ended unless it serves.
+/// A child process that is killed on drop, unless disarmed.
 struct ChildProcess(Option<Child>);
 
 impl ChildProcess {
@@ -106,12 +108,12 @@ impl ChildProcess {
 
 impl Drop for ChildProcess {
     fn drop(&mut self) {
-        // It may have ended by itself.
+        // Fails if the process has already exited.
         let _ = self.kill();
     }
 }
 
-/// Copies of sockets that a child inherits, with numbers that follow each other from the first one's.
+/// Duplicate the sockets for a child: to consecutive descriptors without CLOEXEC. Return the first descriptor number.
 fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd>)> {
     let mut first = FIRST_FREE_FD;
     'next: loop {
@@ -119,7 +121,7 @@ fn inheritable_copies(sockets: &[StdListener]) -> io::Result<(RawFd, Vec<OwnedFd
         for (number, socket) in (first..).zip(sockets) {
             let copy = fcntl_dupfd_cloexec(socket, number)?;
             if copy.as_raw_fd() != number {
-                // That one is taken: perhaps from here on.
+                // The number is in use. Start again from the next free one.
                 first = copy.as_raw_fd();
                 continue 'next;
             }
@@ -135,9 +137,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_follow_each_other_whatever_is_open() {
+    fn copies_have_consecutive_descriptors_despite_open_files() {
         let sockets: Vec<_> = (0..5).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
-        // Gaps of one and two.
+        // Leave gaps of one and two descriptors.
         let mut others: Vec<_> = (0..40).map(|_| StdListener::bind("127.0.0.1:0").unwrap()).collect();
         for index in [30, 29, 25, 20, 19, 10] {
             others.swap_remove(index);

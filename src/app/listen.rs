@@ -1,5 +1,4 @@
-//! Listening sockets: opened here, or handed over by whoever started the process (`LISTEN_FDS` of systemd, or the
-//! process whose place this one takes).
+//! Listening sockets: opened here, or inherited in `LISTEN_FDS` from systemd or from the old process of a hot restart.
 
 use std::io;
 use std::net::{SocketAddr, TcpListener as StdListener};
@@ -13,32 +12,33 @@ use crate::listener::BACKLOG;
 /// The sockets of one listener.
 #[derive(Debug)]
 pub(super) struct ListenerSockets {
-    /// With the port that it became, where any was asked for.
+    /// Bound address. If port 0 was configured, it has the port that the system chose.
     pub(super) address: SocketAddr,
-    /// For each worker at least one; for some more, if more were handed over than there are workers.
+    /// Sockets by worker, at least one each. Some workers have more if more sockets than workers were inherited.
     pub(super) by_worker: Vec<Vec<StdListener>>,
 }
 
-/// Sockets that were handed over, and that no listener has claimed yet.
+/// Inherited sockets that no listener has claimed yet.
 #[derive(Debug)]
 pub(super) struct InheritedSockets(Vec<StdListener>);
 
 impl InheritedSockets {
-    /// Takes them out of the environment: before there are other threads, and once.
+    /// Take the sockets from the environment. Call once, before other threads start: this changes environment
+    /// variables.
     pub(super) fn from_env() -> Self {
         let mut handed = ListenFd::from_env();
         let count = handed.len();
         let take = |index| match handed.take_tcp_listener(index) {
             Ok(socket) => socket,
             Err(error) => {
-                warn!("a descriptor of LISTEN_FDS is of no use: {error}");
+                warn!(%error, "cannot use a descriptor of LISTEN_FDS");
                 None
             }
         };
         InheritedSockets((0..count).filter_map(take).collect())
     }
 
-    /// All sockets of an address; with port 0 those of the first one on that address.
+    /// Take all sockets of an address. With port 0, take those of the first inherited address with the same IP.
     fn claim(&mut self, wanted: SocketAddr) -> io::Result<Vec<StdListener>> {
         let fits = |found: &SocketAddr| found.ip() == wanted.ip() && [0, found.port()].contains(&wanted.port());
         let Some(address) = self.0.iter().filter_map(|socket| socket.local_addr().ok()).find(fits) else {
@@ -50,7 +50,7 @@ impl InheritedSockets {
         Ok(claimed)
     }
 
-    /// The socket of an address that one thread serves.
+    /// Claim or open one socket, for a listener that one thread serves.
     pub(super) fn open_single(&mut self, address: SocketAddr) -> io::Result<StdListener> {
         match self.claim(address)?.into_iter().next() {
             Some(socket) => Ok(socket),
@@ -58,7 +58,7 @@ impl InheritedSockets {
         }
     }
 
-    /// The sockets of a listener.
+    /// Claim or open the sockets of a listener for all workers.
     pub(super) fn open(&mut self, address: SocketAddr, workers: usize) -> io::Result<ListenerSockets> {
         let mut by_worker: Vec<Vec<StdListener>> = (0..workers).map(|_| Vec::new()).collect();
         let mut address = address;
@@ -67,15 +67,16 @@ impl InheritedSockets {
             by_worker[index % workers].push(socket);
         }
         if by_worker[0].is_empty() {
-            // With SO_REUSEPORT a second process would quietly take half of the traffic: first see that nobody listens. The
-            // probe does not listen either: who connected to it would be reset when it closes.
+            // With SO_REUSEPORT a second process would silently receive half of the connections. First bind a probe
+            // without the option, which fails if another process listens. The probe does not listen: closing it would
+            // reset clients.
             let probe = bind(address, false)?;
-            // Port 0 was asked for: the probe knows which one it became.
+            // With port 0 the system has chosen a port for the probe: use it for all workers.
             address = probe.local_addr()?.as_socket().unwrap_or(address);
         }
         for worker in 0..workers {
             if by_worker[worker].is_empty() {
-                // Not beside a socket that was opened for one process alone: that one serves several workers.
+                // Binding fails next to an inherited socket without SO_REUSEPORT. Then the workers share that socket.
                 let socket = match (listen(address, true), by_worker[0].first()) {
                     (Err(_), Some(shared)) => shared.try_clone(),
                     (socket, _) => socket,
@@ -86,10 +87,10 @@ impl InheritedSockets {
         Ok(ListenerSockets { address, by_worker })
     }
 
-    /// Says which ones nobody has asked for; they are closed.
+    /// Close the sockets that no listener has claimed, and log them.
     pub(super) fn close_unclaimed(self) {
         for address in self.0.iter().filter_map(|socket| socket.local_addr().ok()) {
-            warn!("a socket on {address} was handed over, but no listener has this address: it is closed");
+            warn!(%address, "closed an inherited socket: no listener has its address");
         }
     }
 }
@@ -102,7 +103,7 @@ fn listen(address: SocketAddr, reuse_port: bool) -> io::Result<StdListener> {
 
 fn bind(address: SocketAddr, reuse_port: bool) -> io::Result<Socket> {
     let socket = Socket::new(Domain::for_address(address), Type::STREAM, Some(Protocol::TCP))?;
-    // A restart must not wait for the connections of the process before.
+    // A restart must not wait for TIME_WAIT connections of the previous process.
     socket.set_reuse_address(true)?;
     socket.set_reuse_port(reuse_port)?;
     socket.set_nonblocking(true)?;
@@ -117,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_address_is_tried_without_taking_connections() {
+    fn probe_refuses_connections_and_detects_an_address_in_use() {
         let any = "127.0.0.1:0".parse().unwrap();
         let probe = bind(any, false).unwrap();
         let address = probe.local_addr().unwrap().as_socket().unwrap();

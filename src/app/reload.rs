@@ -1,5 +1,5 @@
-//! Reads the configuration again while the gateway runs: the new one is compiled as a whole and takes effect at once, or
-//! the old one stays in force.
+//! Configuration reload: the new configuration is compiled completely and then replaces the active one, or the active
+//! one stays in force.
 
 pub(crate) mod carry_over;
 pub(crate) mod file_watcher;
@@ -25,28 +25,27 @@ use crate::listener::connection_limit::ConnectionLimits;
 use crate::proxy::Gateway;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ActiveConfig, ConfigHandle, ReloadCause, ReloadRequest};
-use crate::telemetry::pluralize;
 use crate::upstream::UpstreamSettings;
 use crate::upstream::cluster::UpstreamCluster;
 
-/// Why a configuration does not take effect.
+/// Why a reload failed.
 #[derive(Debug, thiserror::Error)]
 enum ReloadError {
     #[error("{0}")]
     Config(#[from] ConfigError),
     #[error("{0}")]
     CarryOver(#[from] CarryOverError),
-    #[error("its upstreams cannot be attended to: {0}")]
+    #[error("cannot start the DNS lookups and health checks of the upstreams: {0}")]
     Maintenance(#[from] io::Error),
     #[error("the gateway is stopping")]
     Stopping,
 }
 
-/// The gateways of all workers.
+/// The gateways of all workers, which receive each new configuration.
 #[derive(Debug, Default)]
 pub(super) struct WorkerGateways(Mutex<Vec<Arc<Gateway>>>);
 
-/// What takes part in a reload.
+/// The reload thread: handles reload requests one at a time.
 #[derive(Debug)]
 pub(super) struct Reloader {
     pub(super) config_handle: Arc<ConfigHandle>,
@@ -54,13 +53,13 @@ pub(super) struct Reloader {
     pub(super) gateways: Arc<WorkerGateways>,
     pub(super) maintenance: MaintenanceThread,
     pub(super) connection_limits: Arc<ConnectionLimits>,
-    /// Follows the files of what is in force.
+    /// Watches the files of the active configuration.
     pub(super) watcher: Option<FileWatcher>,
     pub(super) stop: CancellationToken,
 }
 
 impl WorkerGateways {
-    /// Adds the gateway of a worker, which serves what is in force.
+    /// Create and add the gateway of a worker. The lock keeps a concurrent reload from missing it.
     pub(super) fn register(
         &self,
         configuration: &ConfigHandle,
@@ -78,28 +77,28 @@ impl WorkerGateways {
 }
 
 impl Reloader {
-    /// Does what is asked for, as long as somebody may ask.
+    /// Handle reload requests until all senders are dropped.
     pub(super) fn run(mut self) {
         while let Ok(first) = self.requests.recv() {
-            // Whoever has asked by now wants what is there now.
+            // One reload serves all requests that are already queued.
             let requests: Vec<_> = std::iter::once(first).chain(self.requests.try_iter()).collect();
             sd_notify::notify_reloading();
-            let result = self.apply().map_err(|refusal| refusal.to_string());
+            let result = self.apply().map_err(|error| error.to_string());
             sd_notify::notify_reloaded();
             let path = self.config_handle.active().config.file.path.display().to_string();
             match &result {
                 Ok(()) => self.log_success(&path),
                 Err(error) => {
                     self.config_handle.record_failure(error);
-                    warn!("{path} is not used, the configuration before stays in force:\n{error}");
+                    warn!(file = %path, %error, "cannot reload the configuration: the active one stays in force");
                     if let Some(watcher) = self.watcher.as_ref().filter(|_| is_requested(&requests)) {
-                        // What of the other files is good counts all the same.
+                        // A requested reload also reads the other files, even if the configuration is invalid.
                         watcher.report_all();
                     }
                 }
             }
             for ReloadRequest { reply, .. } in requests {
-                // Who has gone does not want to know.
+                // The requester may have gone.
                 let _ = reply.send(result.clone());
             }
         }
@@ -107,10 +106,10 @@ impl Reloader {
 
     fn log_success(&self, path: &str) {
         let config = &self.config_handle.active().config;
-        let routes = pluralize(config.routes.len() as u64, "route");
-        let limits = pluralize(config.limits.len() as u64, "limit");
-        let upstreams = pluralize(config.upstreams.len() as u64, "upstream");
-        info!("reloaded {path}: {routes}, {limits}, {upstreams}");
+        let routes = config.routes.len();
+        let limits = config.limits.len();
+        let upstreams = config.upstreams.len();
+        info!(file = %path, routes, limits, upstreams, "configuration reloaded");
         for (_, warning) in config.warnings(Duration::from_micros(clock::unix_us())) {
             warn!("{warning}");
         }
@@ -128,22 +127,23 @@ impl Reloader {
         let mut config = CompiledConfig::load(path, &|name| std::env::var(name).ok())?;
         config.carry_over(&previous.config, Duration::from_micros(clock::unix_us()))?;
         let config = Arc::new(config);
-        let fleets: Arc<[_]> =
+        let clusters: Arc<[_]> =
             config.upstreams.iter().map(|settings| carry_over_cluster(settings, &previous)).collect();
-        // Before the first request for them.
-        self.maintenance.set_clusters(&fleets)?;
+        // Resolve DNS names before the first request uses the new clusters.
+        self.maintenance.set_clusters(&clusters)?;
         self.connection_limits.resize(&config.server);
         {
             let gateways = self.gateways.lock();
-            gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &fleets));
-            self.config_handle.activate(config, fleets);
+            gateways.iter().for_each(|gateway| gateway.apply_config(config.clone(), &clusters));
+            self.config_handle.activate(config, clusters);
         }
         self.watcher = watch_files(&self.config_handle);
         Ok(())
     }
 }
 
-/// The fleet of an upstream, with what is known of its servers.
+/// Return the cluster of an upstream. Keep the previous cluster if the settings are the same, otherwise carry over the
+/// state of its endpoints.
 fn carry_over_cluster(settings: &Arc<UpstreamSettings>, previous: &ActiveConfig) -> Arc<UpstreamCluster> {
     match previous.clusters.iter().find(|cluster| cluster.settings.name == settings.name) {
         Some(cluster) if Arc::ptr_eq(&cluster.settings, settings) => cluster.clone(),

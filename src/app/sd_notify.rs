@@ -1,4 +1,4 @@
-//! Tells whoever started this process how it does: systemd (`Type=notify`), and the process whose place it takes.
+//! State notifications to systemd (`Type=notify`), and to the old process of a hot restart.
 
 use std::io::Write;
 use std::os::fd::AsFd;
@@ -9,20 +9,21 @@ use std::{env, io};
 use sd_notify::NotifyState;
 use tracing::warn;
 
-/// Says whose place this process takes, so that nobody else is taken for it.
+/// Environment variable with the process id of the old process. The new process notifies its parent only if the id
+/// matches, because other processes can inherit the variable.
 pub(super) const PARENT_PID_ENV: &str = "SLUICEGATE_PREDECESSOR";
 
-/// What it waits for at the other end of our standard input.
+/// Message that the new process writes to the socket on its standard input. The old process waits for it.
 pub(super) const READY_MESSAGE: &[u8] = b"serves";
 
-/// This process serves.
+/// Report that all workers serve.
 pub(super) fn notify_ready() {
     notify(&[NotifyState::Ready]);
     let parent = env::var(PARENT_PID_ENV).ok().and_then(|id| id.parse().ok());
     if parent == Some(parent_id())
         && let Err(error) = notify_parent()
     {
-        warn!("the process before does not learn that this one serves: {error}");
+        warn!(%error, "cannot tell the old process that this one is ready");
     }
 }
 
@@ -30,32 +31,32 @@ fn notify_parent() -> io::Result<()> {
     UnixStream::from(io::stdin().as_fd().try_clone_to_owned()?).write_all(READY_MESSAGE)
 }
 
-/// The configuration is being read again.
+/// Report that a reload begins.
 pub(super) fn notify_reloading() {
-    // systemd wants to know since when (sd_notify(3)).
+    // `RELOADING=1` needs `MONOTONIC_USEC=` (sd_notify(3)).
     if let Ok(now) = NotifyState::monotonic_usec_now() {
         notify(&[NotifyState::Reloading, now]);
     }
 }
 
-/// That is done, whatever came of it.
+/// Report that a reload has ended, with or without success.
 pub(super) fn notify_reloaded() {
     notify(&[NotifyState::Ready]);
 }
 
-/// This process finishes what runs and ends.
+/// Report that the process drains and exits.
 pub fn notify_stopping() {
     notify(&[NotifyState::Stopping]);
 }
 
-/// From now on the service is another process.
+/// Report the new main process of the service after a hot restart.
 pub(super) fn notify_main_pid(id: u32) {
     notify(&[NotifyState::MainPid(id)]);
 }
 
-/// Without a service manager there is nobody to tell.
+/// Send a notification. Do nothing without a service manager (`NOTIFY_SOCKET` is not set).
 fn notify(states: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(states) {
-        warn!("the service manager cannot be told: {error}");
+        warn!(%error, "cannot notify the service manager");
     }
 }

@@ -1,4 +1,5 @@
-//! What is done once for all workers, on a thread of its own: a worker that is busy says nothing about servers.
+//! The maintenance thread: DNS lookups and health checks of all upstreams, once for all workers. On a busy worker the
+//! checks would run late and mark healthy endpoints as unhealthy.
 
 use std::convert::Infallible;
 use std::sync::{Arc, mpsc};
@@ -16,25 +17,28 @@ use crate::upstream::cluster::UpstreamCluster;
 use crate::upstream::dns::{DnsCache, DnsResolver};
 use crate::upstream::health;
 
-/// For so long the addresses of upstreams are waited for. Those that have none by then are 503 until they have.
+/// Maximum time to wait for the first DNS lookup of new upstreams. An upstream without addresses responds with 503.
 const FIRST_LOOKUP_TIMEOUT: Duration = Duration::from_secs(1);
 
 type Clusters = Arc<[Arc<UpstreamCluster>]>;
 
-/// Looks up the names of upstreams and checks their health.
+/// Handle of the maintenance thread.
 #[derive(Debug)]
 pub(super) struct MaintenanceThread(UnboundedSender<(Clusters, mpsc::Sender<Infallible>)>);
 
-/// What is being done.
+/// The running tasks.
 #[derive(Default)]
 struct MaintenanceTasks {
-    /// The fleets whose names are looked up, and the look-ups.
+    /// Clusters with DNS names, and the task that resolves them.
     lookups: (Vec<Arc<UpstreamCluster>>, Option<AbortHandle>),
     health_checks: Vec<(Arc<UpstreamCluster>, AbortHandle)>,
 }
 
 impl MaintenanceThread {
-    /// Begins with nothing to do.
+    /// Start the thread, without clusters. It runs until `stop` is cancelled.
+    ///
+    /// # Errors
+    /// The thread cannot be started.
     pub(super) fn start(stop: CancellationToken) -> Result<(Self, JoinHandle<Result<(), AppError>>), AppError> {
         let (sender, clusters) = unbounded_channel();
         let run = move || {
@@ -46,11 +50,16 @@ impl MaintenanceThread {
         Ok((MaintenanceThread(sender), thread))
     }
 
-    /// Attends to these fleets from now on, and to no others. Comes back when their names have been looked up once.
+    /// Replace the maintained clusters. Return when their names have been resolved once, or after
+    /// [`FIRST_LOOKUP_TIMEOUT`].
+    ///
+    /// # Errors
+    /// The thread has ended.
     pub(super) fn set_clusters(&self, clusters: &Clusters) -> io::Result<()> {
         let (first, looked_up) = mpsc::channel();
         self.0.send((clusters.clone(), first)).map_err(|_| io::ErrorKind::BrokenPipe)?;
-        // Nothing is ever sent: it is over when all who could are gone, or when it takes too long.
+        // Nothing is ever sent. `recv_timeout` returns when all senders are dropped: each lookup drops its own when
+        // done.
         let _ = looked_up.recv_timeout(FIRST_LOOKUP_TIMEOUT);
         Ok(())
     }
@@ -58,8 +67,8 @@ impl MaintenanceThread {
 
 async fn run(mut next: UnboundedReceiver<(Clusters, mpsc::Sender<Infallible>)>) {
     let mut tasks = MaintenanceTasks::default();
-    while let Some((fleets, first)) = next.recv().await {
-        tasks.update(&fleets, first);
+    while let Some((clusters, first)) = next.recv().await {
+        tasks.update(&clusters, first);
     }
 }
 

@@ -1,4 +1,4 @@
-//! One worker: its runtime, its connections to the store, its gateway and server.
+//! A worker thread: a tokio runtime with its own store connections, gateway and server.
 
 use std::io;
 use std::net::TcpListener as StdListener;
@@ -34,10 +34,10 @@ use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::ConfigHandle;
 use crate::telemetry::access_log::TelemetrySinks;
 
-/// A worker that is about to serve waits so long for its first connection to the store.
-const FIRST_CONNECTION: Duration = Duration::from_millis(500);
+/// Maximum time that a starting worker waits for its first store connection.
+const CONNECT_TIMEOUT: Duration = Duration::from_millis(500);
 
-/// What a worker takes along to its thread.
+/// Everything that a worker thread needs.
 pub(super) struct Worker {
     pub(super) config: Arc<CompiledConfig>,
     pub(super) memory: Arc<MemoryStore>,
@@ -58,7 +58,11 @@ pub(super) struct Worker {
 }
 
 impl Worker {
-    /// Serves its sockets, each of the listener at its place, to the end, with so many threads; says when it does.
+    /// Serve the sockets, each with the index of its listener, until `stop` is cancelled and the worker has drained.
+    /// `threads` is the number of runtime threads. Send to `ready_sender` when the worker serves.
+    ///
+    /// # Errors
+    /// The runtime cannot be created, or a socket cannot be registered with it.
     pub(super) fn run(
         self,
         threads: usize,
@@ -70,12 +74,13 @@ impl Worker {
         runtime.block_on(async {
             let listener = |(index, socket)| Ok((index, TcpListener::from_std(socket)?));
             let listeners = sockets.into_iter().map(listener).collect::<io::Result<_>>().map_err(AppError::Worker)?;
-            let (limiter, counts) = (self.build_limiter().await, (self.metrics, self.index));
-            let gateway = self.gateways.register(&self.config_handle, |running| {
-                Gateway::new(running.config.clone(), limiter, &running.clusters, self.sinks, counts)
+            let limiter = self.build_limiter().await;
+            let metrics = (self.metrics, self.index);
+            let gateway = self.gateways.register(&self.config_handle, |active| {
+                Gateway::new(active.config.clone(), limiter, &active.clusters, self.sinks, metrics)
             });
             let server = Server::new(gateway, self.connection_limits, self.stop);
-            // Nobody may want to know.
+            // The receiver may be gone.
             let _ = ready_sender.send(());
             drop(ready_sender);
             server.run(listeners).await;
@@ -84,29 +89,32 @@ impl Worker {
     }
 
     async fn build_limiter(&self) -> Limiter {
-        let backend = match &self.config.store.redis {
+        let store = match &self.config.store.redis {
             None => Store::Memory(self.memory.clone()),
             Some(redis) => {
-                let (breaker, topology) = (self.breaker.clone(), self.topology.clone());
-                let tallies = self.limit_metrics.get_or_create("", self.index);
-                let store = RedisStore::new(redis, breaker, topology, tallies.clone());
+                let breaker = self.breaker.clone();
+                let topology = self.topology.clone();
+                let metrics = self.limit_metrics.get_or_create("", self.index);
+                let store = RedisStore::new(redis, breaker, topology, metrics.clone());
                 let connecting = tokio::spawn({
                     let store = store.clone();
                     async move { store.connect().await }
                 });
-                // The first request shall find a connection. A store that does not answer is not waited for.
-                let _ = timeout(FIRST_CONNECTION, connecting).await;
+                // Connect before the first request. Start without a connection if the store does not respond in time.
+                let _ = timeout(CONNECT_TIMEOUT, connecting).await;
                 if self.index == 0 {
-                    let (overrides, store) = (self.overrides.clone(), store.clone());
+                    let overrides = self.overrides.clone();
+                    let store = store.clone();
                     let key = overrides::hash_key(&redis.1.prefix);
                     tokio::spawn(async move { overrides.poll(&store, &key).await });
                 }
-                Store::Redis { store, fallback: self.memory.clone(), metrics: tallies }
+                Store::Redis { store, fallback: self.memory.clone(), metrics }
             }
         };
         let (first_permit_id, _) = Uuid::new_v4().as_u64_pair();
-        let (denials, advances, lines) =
-            (self.denial_cache.clone(), self.prefetch_pool.clone(), self.wait_queues.clone());
-        Limiter::new(backend, denials, advances, lines, self.overrides.clone(), first_permit_id)
+        let denial_cache = self.denial_cache.clone();
+        let prefetch_pool = self.prefetch_pool.clone();
+        let wait_queues = self.wait_queues.clone();
+        Limiter::new(store, denial_cache, prefetch_pool, wait_queues, self.overrides.clone(), first_permit_id)
     }
 }

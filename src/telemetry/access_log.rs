@@ -1,4 +1,4 @@
-//! The access log: a line for each request, written in batches by a thread of its own.
+//! The access log: one record per request, written in batches by a thread of its own.
 
 use std::cell::RefCell;
 use std::io;
@@ -18,125 +18,140 @@ use crate::telemetry::log::LogFormat;
 use crate::telemetry::trace;
 use crate::telemetry::trace::{TraceContext, TraceExporter, TraceParent};
 
-/// A batch in so long, and bytes that may wait.
+/// Batch delay, and maximum number of queued bytes.
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "access log", delay: Duration::from_millis(5), capacity: 8 << 20 };
 
 /// Status of a request that the client closed before the response, as nginx logs it.
 const CLIENT_CLOSED_REQUEST: u16 = 499;
 
-/// At the end, for the last lines.
+/// Maximum time to write the last records at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(1);
 
-/// One request. Never holds a key, a token or a query. docs/operating.md says what each field is: it is read by programs.
+/// The access log record of a request. It never contains an API key, a token or a query string. Programs read the
+/// fields: `docs/operating.md` defines them.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct AccessRecord<'a> {
-    /// When it came, µs since the Unix epoch.
+    /// Arrival of the request, µs since the Unix epoch. Written in seconds.
     #[serde(serialize_with = "seconds")]
     pub time: u64,
+    /// Client IP address.
     pub client: IpAddr,
+    /// Request method.
     pub method: &'a str,
+    /// Request path, without the query.
     pub path: &'a str,
+    /// Response status.
     pub status: u16,
-    /// Bytes of the response body.
+    /// Bytes of the response body that were sent.
     pub bytes: u64,
-    /// Whether the whole body went out.
+    /// Whether the complete body was sent.
     pub complete: bool,
-    /// From the request to the end of its response.
+    /// Time from the request to the end of its response. Written in ms.
     #[serde(serialize_with = "milliseconds")]
     pub duration_ms: Duration,
+    /// Name of the route.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub route: Option<&'a str>,
-    /// How it ended: `ok`, `rate-limited`, …
+    /// Outcome of the request: `ok`, `rate-limited`, …
     pub outcome: &'a str,
+    /// The rate limit check, if the route has limits.
     #[serde(flatten)]
     pub decision: Option<&'a DecisionInfo>,
+    /// The upstream request, if the request was forwarded.
     #[serde(flatten)]
     pub upstream: Option<&'a UpstreamInfo>,
+    /// Request id, or `-`.
     pub request_id: &'a str,
+    /// Id of the trace. Written as 32 hexadecimal digits.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "trace_id")]
     pub trace_id: Option<u128>,
 }
 
-/// What the limits of a request said.
+/// Result of the rate limit check of a request.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct DecisionInfo {
-    /// Of the limit that had most to do with it.
+    /// The decision of the limits together: the most relevant decision of a single limit.
     pub decision: &'static str,
-    /// Who decided.
+    /// What decided: `store`, `denial-cache` or `local`. `None` if the check failed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decided_by: Option<&'static str>,
-    /// The binding limit: one that denies the request, or the one that is nearest to it.
+    /// The limit that denied the request, or the one that is nearest to a denial.
     #[serde(flatten)]
     pub effective_limit: Option<EffectiveLimit>,
+    /// Duration of the check, including the wait queue. Written in ms.
     #[serde(rename = "decision_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
-    /// When the limits were asked, by the clock of whoever decided, µs since the Unix epoch. `replay` decides at the same instants.
+    /// Time of the decision by the clock of the store that decided, µs since the Unix epoch. Written in seconds.
+    /// `replay` decides at the same time.
     #[serde(skip_serializing_if = "Option::is_none", serialize_with = "seconds_if_any")]
     pub decided_at: Option<u64>,
-    /// Limits on trial that would have denied it.
+    /// Limits in shadow mode that would have denied the request.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub shadow_denied: Vec<Box<str>>,
+    /// All checked limits, in the order of the route.
     pub limits: Vec<LimitInfo>,
-    /// From the request on.
+    /// Time from the start of the request to the start of the check. Only in traces.
     #[serde(skip)]
     pub start_offset: Duration,
 }
 
-/// The standing of the binding limit.
+/// Usage of the limit that denied the request, or that is nearest to a denial.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct EffectiveLimit {
+    /// Name of the limit.
     pub limit: Box<str>,
+    /// Remaining quota after the decision.
     pub remaining: u64,
+    /// Keyed hash of the identity. Written as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
 }
 
-/// One limit and one request.
+/// Check of one limit.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct LimitInfo {
+    /// Name of the limit.
     pub limit: Box<str>,
-    /// The keyed hash of who asked.
+    /// Keyed hash of the identity. Written as 32 hexadecimal digits.
     #[serde(serialize_with = "hex")]
     pub identity: u128,
+    /// Cost of the request. If it depends on the response, the cost that the response reports.
     pub cost: u64,
-    /// None if another limit denied the request.
+    /// Decision of this limit, as in the metric `limit_decisions_total`. `None` if other limits denied the request.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decision: Option<&'static str>,
+    /// Remaining quota after the decision, if the store returned it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub remaining: Option<u64>,
-    /// Which of the route's limits.
+    /// Index of the limit in the route.
     #[serde(skip)]
     pub limit_index: usize,
 }
 
-/// What came of sending a request on.
+/// Result of the upstream request.
 #[derive(Debug, Serialize)]
-#[allow(missing_docs)]
 pub struct UpstreamInfo {
+    /// Name of the upstream.
     pub upstream: Box<str>,
-    /// The last one that it was tried at.
+    /// The endpoint of the last attempt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub server: Option<Box<str>>,
-    /// Of its response; none if none came.
+    /// Status of the upstream response. `None` without a response.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub upstream_status: Option<u16>,
-    /// To the head of the response.
+    /// Time from the first attempt to the response headers. Written in ms.
     #[serde(rename = "upstream_ms", serialize_with = "milliseconds")]
     pub duration: Duration,
-    /// How often it was sent again.
+    /// Number of retries.
     #[serde(skip_serializing_if = "is_zero")]
     pub retries: u64,
-    /// From the request on.
+    /// Time from the start of the request to the first attempt. Only in traces.
     #[serde(skip)]
     pub start_offset: Duration,
 }
 
-/// Where lines go. Clones share it.
+/// Queue of access log records for the writer thread. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct AccessLog {
     writer: BatchWriter<u8>,
@@ -144,28 +159,28 @@ pub struct AccessLog {
 }
 
 impl AccessLog {
-    /// Starts the writing thread.
+    /// Start the writer thread.
     ///
     /// # Errors
     /// The thread cannot be started.
     pub fn start(format: LogFormat, mut out: Box<dyn Write + Send>) -> io::Result<Self> {
         let writer = BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<u8>| {
             let Err(error) = out.write_all(batch).and_then(|()| out.flush()) else { return 0 };
-            warn!(%error, "the access log cannot be written");
+            warn!(%error, "cannot write the access log");
             batch.iter().filter(|byte| **byte == b'\n').count() as u64
         })?;
         Ok(AccessLog { writer, format })
     }
 
-    /// Adds a line.
+    /// Queue a record.
     pub fn write(&self, record: &AccessRecord<'_>) {
         thread_local! {
-            // Made before the lock that workers share is taken.
+            // Format before `push` takes the lock that workers share.
             static TEXT: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
         }
         TEXT.with_borrow_mut(|text| {
             text.clear();
-            // Writing to memory does not fail.
+            // Writing to a `Vec` does not fail.
             let _ = match self.format {
                 LogFormat::Json => serde_json::to_writer(&mut *text, record).map_err(io::Error::from),
                 LogFormat::Text => record.write_text(text),
@@ -175,12 +190,12 @@ impl AccessLog {
         });
     }
 
-    /// Lines that were not written.
+    /// Return the number of lost records.
     pub fn dropped(&self) -> u64 {
         self.writer.dropped()
     }
 
-    /// Waits until all lines so far are written.
+    /// Wait until the queued records are written, at most [`FLUSH_TIMEOUT`].
     pub fn flush(&self) {
         self.writer.flush(FLUSH_TIMEOUT);
     }
@@ -189,7 +204,7 @@ impl AccessLog {
 impl AccessRecord<'_> {
     fn write_text(&self, out: &mut Vec<u8>) -> io::Result<()> {
         let AccessRecord { client, method, path, status, bytes, outcome, request_id, .. } = self;
-        // Times of the next 290,000 years are valid.
+        // µs in an `i64` reach about 290,000 years; a time out of range becomes the epoch.
         let time = Timestamp::from_microsecond(self.time as i64).unwrap_or_default();
         let route = self.route.unwrap_or("-");
         write!(
@@ -234,7 +249,7 @@ impl AccessRecord<'_> {
     }
 }
 
-/// To the µs.
+/// Convert to ms, with a resolution of 1 µs.
 fn to_milliseconds(time: Duration) -> f64 {
     time.as_micros() as f64 / 1000.0
 }
@@ -243,7 +258,7 @@ fn milliseconds<S: Serializer>(time: &Duration, out: S) -> Result<S::Ok, S::Erro
     out.serialize_f64(to_milliseconds(*time))
 }
 
-/// A double holds µs until the year 2255.
+/// Serialize µs as seconds. An `f64` is exact to the µs until the year 2255.
 fn seconds<S: Serializer>(us: &u64, out: S) -> Result<S::Ok, S::Error> {
     out.serialize_f64(*us as f64 / 1e6)
 }
@@ -257,7 +272,7 @@ fn hex<S: Serializer>(id: &u128, out: S) -> Result<S::Ok, S::Error> {
 }
 
 fn trace_id<S: Serializer>(id: &Option<u128>, out: S) -> Result<S::Ok, S::Error> {
-    // The field is left out where there is none.
+    // `None` is skipped by `skip_serializing_if`.
     hex(&id.unwrap_or_default(), out)
 }
 
@@ -265,31 +280,35 @@ fn is_zero(count: &u64) -> bool {
     *count == 0
 }
 
-// One record for each request, closed when its response body is over: its line in the access log, and its spans.
+// === Request record: collected during a request, written to the access log and the trace exporter at its end ===
 
-/// Where records go.
+/// Destinations of request records.
 #[derive(Debug, Clone, Default)]
 pub struct TelemetrySinks {
-    /// A line for each request.
+    /// The access log, unless it is off.
     pub access_log: Option<AccessLog>,
-    /// Spans of those that are traced.
+    /// The trace exporter, if an endpoint is configured.
     pub trace_exporter: Option<TraceExporter>,
 }
 
-/// A request as it comes.
+/// A request at its arrival.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct RequestStart<'a> {
+    /// Arrival.
     pub instant: Instant,
-    /// The other end of its connection, and what was spoken on it.
+    /// IP address of the connection's peer.
     pub peer: IpAddr,
+    /// `http` or `https`.
     pub scheme: &'static str,
+    /// Request method.
     pub method: &'a Method,
+    /// Request path, without the query.
     pub path: &'a str,
+    /// Request headers.
     pub headers: &'a HeaderMap,
 }
 
-/// What is known of a request so far.
+/// The record of a request in progress.
 #[derive(Debug)]
 pub struct RequestRecord {
     sinks: Arc<TelemetrySinks>,
@@ -302,26 +321,26 @@ pub struct RequestRecord {
     pub status: u16,
     /// How the request ended: `ok`, `rate-limited`, …
     pub outcome: &'static str,
-    /// The trace that it is a part of, whether or not it is recorded here.
+    /// Id of the trace, even if this gateway does not record it.
     trace_id: Option<u128>,
-    /// The client's address; the peer's until the route is known.
+    /// Client IP address. The peer's until the route is known.
     pub client: IpAddr,
-    /// The route that it took.
+    /// Name of the route.
     pub route: Option<Arc<str>>,
-    /// The path of that, as configured; only in traces.
+    /// Path pattern of the route, as configured. Only in traces.
     pub path_template: Option<Box<str>>,
-    /// What its limits said.
+    /// Result of the rate limit check.
     pub decision: Option<DecisionInfo>,
-    /// What came of sending it on.
+    /// Result of the upstream request.
     pub upstream: Option<UpstreamInfo>,
-    /// What of its trace is recorded.
+    /// Ids of the spans, if the request is traced.
     pub trace: Option<TraceContext>,
-    /// Given to the upstream as well.
+    /// Request id, which the upstream also receives.
     pub request_id: Box<str>,
 }
 
 impl TelemetrySinks {
-    /// Waits until all so far is written.
+    /// Wait until all queued records and spans are written.
     pub fn flush(&self) {
         if let Some(access_log) = &self.access_log {
             access_log.flush();
@@ -333,7 +352,7 @@ impl TelemetrySinks {
 }
 
 impl RequestRecord {
-    /// Opens the record of a request; none if nobody wants it.
+    /// Start the record of a request. Return `None` if neither the access log nor a trace needs it.
     pub fn start(sinks: &Arc<TelemetrySinks>, start: &RequestStart<'_>) -> Option<Box<Self>> {
         if sinks.access_log.is_none() && sinks.trace_exporter.is_none() {
             return None;
@@ -363,7 +382,7 @@ impl RequestRecord {
         }))
     }
 
-    /// How long after the request something was.
+    /// Return the time from the start of the request to `instant`.
     pub fn offset_of(&self, instant: Instant) -> Duration {
         instant.saturating_duration_since(self.started_at)
     }
@@ -378,16 +397,16 @@ impl RequestRecord {
     /// Write the record to the access log, and its spans. `bytes_sent` bytes of the response body were sent; `complete`
     /// says whether that is the whole body.
     pub fn write(self: Box<Self>, bytes_sent: u64, complete: bool) {
-        let took = self.started_at.elapsed();
-        let line = AccessRecord {
-            time: unix_us().saturating_sub(took.as_micros() as u64),
+        let duration = self.started_at.elapsed();
+        let record = AccessRecord {
+            time: unix_us().saturating_sub(duration.as_micros() as u64),
             client: self.client,
             method: self.method.as_str(),
             path: &self.path,
             status: self.status,
             bytes: bytes_sent,
             complete: complete || self.method == Method::HEAD,
-            duration_ms: took,
+            duration_ms: duration,
             route: self.route.as_deref(),
             outcome: self.outcome,
             decision: self.decision.as_ref(),
@@ -396,11 +415,13 @@ impl RequestRecord {
             trace_id: self.trace_id,
         };
         if let Some(access) = &self.sinks.access_log {
-            access.write(&line);
+            access.write(&record);
         }
         if let (Some(spans), Some(trace)) = (&self.sinks.trace_exporter, &self.trace) {
-            let (template, scheme, peer) = (self.path_template.as_deref(), self.scheme, self.peer);
-            spans.record(&trace::RequestTrace { trace, record: &line, path_template: template, scheme, peer });
+            let path_template = self.path_template.as_deref();
+            let scheme = self.scheme;
+            let peer = self.peer;
+            spans.record(&trace::RequestTrace { trace, record: &record, path_template, scheme, peer });
         }
     }
 }
@@ -409,10 +430,10 @@ impl RequestRecord {
 mod tests {
     use super::*;
 
-    /// What programs read must not change by accident.
+    /// Programs parse these formats, so they must not change by accident.
     #[test]
-    fn access_record_formats() {
-        let judged = |limit: &str, decision, remaining| LimitInfo {
+    fn access_record_has_documented_json_and_text_formats() {
+        let limit_info = |limit: &str, decision, remaining| LimitInfo {
             limit: limit.into(),
             identity: 0xabc,
             cost: 2,
@@ -420,17 +441,17 @@ mod tests {
             remaining,
             limit_index: 0,
         };
-        let decided = DecisionInfo {
+        let decision = DecisionInfo {
             decision: "denied",
             decided_by: Some("store"),
             effective_limit: Some(EffectiveLimit { limit: "hour".into(), remaining: 0, identity: 0xabc }),
             duration: Duration::from_micros(1_250),
             decided_at: Some(1_764_000_000_123_500),
             shadow_denied: vec!["trial".into()],
-            limits: vec![judged("hour", Some("denied"), Some(0)), judged("day", None, None)],
+            limits: vec![limit_info("hour", Some("denied"), Some(0)), limit_info("day", None, None)],
             start_offset: Duration::ZERO,
         };
-        let sent = UpstreamInfo {
+        let upstream = UpstreamInfo {
             upstream: "api".into(),
             server: Some("api.test:80 (127.0.0.1:80)".into()),
             upstream_status: Some(200),
@@ -438,7 +459,7 @@ mod tests {
             retries: 1,
             start_offset: Duration::ZERO,
         };
-        let line = AccessRecord {
+        let record = AccessRecord {
             time: 1_764_000_000_123_456,
             client: [127, 0, 0, 1].into(),
             method: "GET",
@@ -449,14 +470,14 @@ mod tests {
             duration_ms: Duration::from_micros(12_345),
             route: Some("a"),
             outcome: "rate-limited",
-            decision: Some(&decided),
-            upstream: Some(&sent),
+            decision: Some(&decision),
+            upstream: Some(&upstream),
             request_id: "id",
             trace_id: Some(1),
         };
         let hash = "00000000000000000000000000000abc";
         assert_eq!(
-            serde_json::to_string(&line).unwrap(),
+            serde_json::to_string(&record).unwrap(),
             format!(
                 "{{\"time\":1764000000.123456,\"client\":\"127.0.0.1\",\"method\":\"GET\",\"path\":\"/a\",\"status\":429,\"bytes\":3,\
                  \"complete\":false,\"duration_ms\":12.345,\"route\":\"a\",\"outcome\":\"rate-limited\",\"decision\":\"denied\",\
@@ -468,7 +489,7 @@ mod tests {
             )
         );
         let mut text = Vec::new();
-        line.write_text(&mut text).unwrap();
+        record.write_text(&mut text).unwrap();
         assert_eq!(
             String::from_utf8(text).unwrap(),
             format!(

@@ -1,4 +1,4 @@
-//! Takes what workers produce to a thread of its own, in batches, without ever making them wait.
+//! A background writer: workers queue items without blocking, and a thread delivers them in batches.
 
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -9,24 +9,25 @@ use tracing::warn;
 
 use crate::limiter::clock::LogThrottle;
 
-/// That something is lost is said once in this time.
+/// Minimum interval between two warnings about lost records.
 const LOG_INTERVAL: Duration = Duration::from_secs(10);
 
-/// Room of an empty batch that is kept for the next one.
+/// Maximum capacity, in items, that an empty batch keeps for the next one.
 const RETAINED_CAPACITY: usize = 64 << 10;
 
-/// How an outbox works.
+/// Settings of a [`BatchWriter`].
 #[derive(Debug, Clone, Copy)]
 pub struct BatchConfig {
-    /// What it is called in logs, and its thread.
+    /// Name in the log, and of the thread (with hyphens).
     pub name: &'static str,
-    /// Items wait this long for company: waking the thread for each costs more than the item.
+    /// Delay from the first item of a batch to its delivery. Waking the thread for each item would cost more than the
+    /// item.
     pub delay: Duration,
-    /// Items that may wait; beyond that whoever takes them is too slow, and more are lost and counted.
+    /// Maximum number of queued items. Beyond it, records are dropped and counted.
     pub capacity: usize,
 }
 
-/// Where items go. Clones share it.
+/// A queue of items for the delivery thread. Clones share the queue.
 #[derive(Debug)]
 pub struct BatchWriter<T> {
     inner: Arc<Inner<T>>,
@@ -43,7 +44,7 @@ struct Inner<T> {
 #[derive(Debug)]
 struct PendingItems<T> {
     items: Vec<T>,
-    /// Of all times.
+    /// Total number of records that were dropped or not delivered.
     dropped: u64,
 }
 
@@ -59,7 +60,7 @@ impl<T> Clone for BatchWriter<T> {
 }
 
 impl<T: Send + 'static> BatchWriter<T> {
-    /// Starts the thread, which calls `deliver` with each batch, and is told how much of it was lost.
+    /// Start the thread. It calls `deliver` with each batch; the result is the number of records that it lost.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -85,7 +86,7 @@ impl<T: Send + 'static> BatchWriter<T> {
                 batch.clear();
                 batch.shrink_to(RETAINED_CAPACITY);
                 if let Command::Flush(done) = command {
-                    // Nobody waiting any more is no loss.
+                    // The receiver may have timed out.
                     let _ = done.send(());
                 }
             }
@@ -93,7 +94,7 @@ impl<T: Send + 'static> BatchWriter<T> {
         Ok(BatchWriter { inner, commands })
     }
 
-    /// Adds one thing, which may be several items.
+    /// Queue what `add` appends: one record, of one or more items. If the queue is full, drop the record and count it.
     pub fn push(&self, add: impl FnOnce(&mut Vec<T>)) {
         let Inner { config, throttle, .. } = &*self.inner;
         let mut pending = self.inner.lock_pending();
@@ -102,7 +103,7 @@ impl<T: Send + 'static> BatchWriter<T> {
             let lost = pending.dropped;
             drop(pending);
             if throttle.should_log(LOG_INTERVAL) {
-                warn!(dropped = lost, "the {} is too slow for what happens: some of it is lost", config.name);
+                warn!(dropped = lost, writer = config.name, "queue full: records are lost");
             }
             return;
         }
@@ -110,17 +111,17 @@ impl<T: Send + 'static> BatchWriter<T> {
         add(&mut pending.items);
         drop(pending);
         if was_empty {
-            // The thread lives as long as a sender does.
+            // Does not fail: the thread runs as long as a sender exists.
             let _ = self.commands.send(Command::Deliver);
         }
     }
 
-    /// So much was lost.
+    /// Return the number of lost records.
     pub fn dropped(&self) -> u64 {
         self.inner.lock_pending().dropped
     }
 
-    /// Waits until all so far is delivered, but not longer than this.
+    /// Wait until all queued items are delivered, at most `timeout`.
     pub fn flush(&self, timeout: Duration) {
         let (done, delivered) = channel();
         if self.commands.send(Command::Flush(done)).is_ok() {
@@ -144,22 +145,22 @@ mod tests {
     #[test]
     fn dropped_items_are_counted_and_the_rest_is_delivered_in_order() {
         let (release, held) = mpsc::channel::<()>();
-        let (sink, taken) = mpsc::channel();
-        let terms = BatchConfig { name: "test", delay: Duration::ZERO, capacity: 3 };
-        let outbox = BatchWriter::start(terms, move |batch: &mut Vec<u32>| {
+        let (sink, delivered) = mpsc::channel();
+        let config = BatchConfig { name: "test", delay: Duration::ZERO, capacity: 3 };
+        let writer = BatchWriter::start(config, move |batch: &mut Vec<u32>| {
             sink.send(batch.clone()).unwrap();
             held.recv().unwrap();
             u64::from(batch.contains(&0))
         });
-        let outbox = outbox.unwrap();
-        outbox.push(|items| items.push(0));
-        assert_eq!(taken.recv().unwrap(), [0], "it is being delivered, and holds up the rest");
-        (1..=5).for_each(|item| outbox.push(|items| items.push(item)));
-        assert_eq!(outbox.dropped(), 2, "three may wait");
+        let writer = writer.unwrap();
+        writer.push(|items| items.push(0));
+        assert_eq!(delivered.recv().unwrap(), [0], "the first batch is in delivery and blocks the rest");
+        (1..=5).for_each(|item| writer.push(|items| items.push(item)));
+        assert_eq!(writer.dropped(), 2, "the capacity is three");
         release.send(()).unwrap();
-        assert_eq!(taken.recv().unwrap(), [1, 2, 3]);
+        assert_eq!(delivered.recv().unwrap(), [1, 2, 3]);
         release.send(()).unwrap();
-        outbox.flush(Duration::from_secs(20));
-        assert_eq!(outbox.dropped(), 3, "and what was not delivered");
+        writer.flush(Duration::from_secs(20));
+        assert_eq!(writer.dropped(), 3, "including the one that was not delivered");
     }
 }

@@ -1,4 +1,4 @@
-//! Sets up the log of the process itself, on standard error.
+//! The process log on standard error, and log files that can be rotated.
 
 use std::collections::HashMap;
 use std::fs::{File, Metadata, OpenOptions};
@@ -18,25 +18,25 @@ use tracing_subscriber::{EnvFilter, Layer, fmt};
 
 use crate::limiter::clock::{LogThrottle, monotonic};
 
-/// Lines that may wait for standard error; more are lost.
+/// Maximum number of lines queued for standard error. Further lines are dropped and counted.
 const QUEUE_CAPACITY: usize = 1024;
 
-/// Maximum time that a thread waits until its line is written. None waits while standard error is stalled.
+/// Maximum time that a thread waits until its line is written. While standard error is stalled, threads do not wait.
 const WRITE_TIMEOUT: Duration = Duration::from_millis(100);
 
-/// How lines look.
+/// Format of log lines.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LogFormat {
-    /// For people.
+    /// Plain text.
     Text,
-    /// One object a line.
+    /// One JSON object per line.
     Json,
 }
 
-/// Starts logging; a second call changes nothing.
+/// Install the process log. A second call has no effect.
 ///
 /// # Errors
-/// The writing thread cannot be started.
+/// The writer thread cannot be started.
 pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
     let writer = LogWriter::start(stderr())?;
     let filter = EnvFilter::new(format!("sluicegate={level},warn"));
@@ -45,13 +45,13 @@ pub fn init(format: LogFormat, level: tracing::Level) -> io::Result<()> {
         LogFormat::Text => layer.with_ansi(stderr().is_terminal()).boxed(),
         LogFormat::Json => layer.json().flatten_event(true).boxed(),
     };
-    // An earlier subscriber, as in a test, stays.
+    // Fails if a subscriber is already installed, as in tests. Keep that one.
     let _ = tracing_subscriber::registry().with(filter).with(lines).with(DependencyLogThrottle::default()).try_init();
     Ok(())
 }
 
-/// Writes lines by a thread of its own: a terminal that is stopped and a pipe that is not read block this thread only.
-/// Clones share it.
+/// Writer of log lines on a thread of its own. A stopped terminal or an unread pipe blocks that thread only. Clones
+/// share the queue.
 #[derive(Debug, Clone)]
 struct LogWriter {
     sender: SyncSender<QueuedLine>,
@@ -60,9 +60,9 @@ struct LogWriter {
 
 #[derive(Debug, Default)]
 struct WriterState {
-    /// A line was not written within [`WAIT`], and none has been since.
+    /// A line was not written within [`WRITE_TIMEOUT`], and none has been written since.
     is_stalled: AtomicBool,
-    /// Lines that found the queue full.
+    /// Lines dropped because the queue was full.
     dropped: AtomicU64,
 }
 
@@ -79,10 +79,10 @@ impl LogWriter {
         let writer = LogWriter { sender: layer, state: state.clone() };
         thread::Builder::new().name("log".to_owned()).spawn(move || {
             while let Some(QueuedLine { bytes, written_sender }) = next_line(&receiver, &state) {
-                // A terminal that is closed does not come back.
+                // Ignore errors: a closed terminal does not reopen, and there is no other place to report them.
                 let _ = out.write_all(&bytes).and_then(|()| out.flush());
                 state.is_stalled.store(false, Ordering::Relaxed);
-                // A thread that waits no more has set `stalled`, and the next line clears it.
+                // Fails if the thread has timed out. It has set `is_stalled`, and the next line clears it.
                 let _ = written_sender.send(());
             }
         })?;
@@ -90,7 +90,7 @@ impl LogWriter {
     }
 }
 
-/// The next line. Log how many were lost once the queue is empty again.
+/// Return the next line. When the queue is empty again, first log how many lines were dropped.
 fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<QueuedLine> {
     match receiver.try_recv() {
         Ok(line) => return Some(line),
@@ -99,15 +99,15 @@ fn next_line(receiver: &Receiver<QueuedLine>, state: &WriterState) -> Option<Que
     }
     let lost = state.dropped.swap(0, Ordering::Relaxed);
     if lost > 0 {
-        // This thread must not wait for itself.
+        // `is_stalled` keeps this thread from waiting for itself in the `warn!` below.
         state.is_stalled.store(true, Ordering::Relaxed);
-        warn!(dropped = lost, "standard error was not read in time: lines of the log are lost");
+        warn!(dropped = lost, "standard error is not read in time: log lines are lost");
     }
     receiver.recv().ok()
 }
 
-/// A formatted event is one call. It does not fail: the subscriber would report the failure on standard error with
-/// `eprintln!`, which panics where that is closed.
+/// One call is one formatted event. It never fails: the subscriber would report an error with `eprintln!`, which panics
+/// if standard error is closed.
 impl Write for LogWriter {
     fn write(&mut self, text: &[u8]) -> io::Result<usize> {
         let (written_sender, written) = sync_channel(1);
@@ -125,12 +125,12 @@ impl Write for LogWriter {
     }
 }
 
-// A file that lines are appended to, and that may be renamed or removed at any time, as by logrotate: the next batch goes to a new one.
+// === Log files that can be renamed or removed at any time, as logrotate does ===
 
-/// A file that cannot be opened again is mentioned this often.
+/// Minimum interval between two warnings that a file cannot be reopened.
 const REOPEN_WARNING_INTERVAL: Duration = Duration::from_secs(60);
 
-/// An open file, and where it was found.
+/// A log file that is reopened at its path after rotation.
 #[derive(Debug)]
 pub struct LogFile {
     path: PathBuf,
@@ -141,17 +141,17 @@ pub struct LogFile {
 }
 
 impl LogFile {
-    /// Opens it, or makes it.
+    /// Open or create the file for appending.
     ///
     /// # Errors
-    /// It cannot be written.
+    /// The file cannot be opened or created.
     pub fn open(path: PathBuf) -> io::Result<Self> {
         let file = open_for_append(&path)?;
         let file_id = file_id(&file.metadata()?);
         Ok(LogFile { path, file, file_id, throttle: LogThrottle::new() })
     }
 
-    /// Opens what is at its path now, if that is another file or none. As long as there can be none the old one goes on.
+    /// Reopen the path if it has no file or another one. If that fails, keep writing to the open file.
     fn reopen_if_rotated(&mut self) {
         if self.path.metadata().is_ok_and(|metadata| file_id(&metadata) == self.file_id) {
             return;
@@ -160,10 +160,11 @@ impl LogFile {
         match reopened {
             Ok((file_id, file)) => {
                 (self.file_id, self.file) = (file_id, file);
-                info!("{} is another file now: it is written from here on", self.path.display());
+                info!(file = %self.path.display(), "log file rotated: writing to the new file");
             }
             Err(error) if self.throttle.should_log(REOPEN_WARNING_INTERVAL) => {
-                warn!(%error, "{} is gone and cannot be made again: the file before goes on", self.path.display());
+                let file = self.path.display();
+                warn!(%file, %error, "cannot reopen the log file: writing to the previous one");
             }
             Err(_) => {}
         }
@@ -175,7 +176,7 @@ impl Write for LogFile {
         self.file.write(lines)
     }
 
-    /// Whole lines only, so that none is torn between two files.
+    /// Write whole lines, to one file.
     fn write_all(&mut self, lines: &[u8]) -> io::Result<()> {
         self.reopen_if_rotated();
         self.file.write_all(lines)
@@ -194,15 +195,15 @@ fn file_id(metadata: &Metadata) -> (u64, u64) {
     (metadata.dev(), metadata.ino())
 }
 
-// Bounds what libraries log: one that warns of each thing a client does would fill the log.
+// === Rate limit for log lines of dependencies: one that warns per client action would fill the log ===
 
-/// Lines of a library in each period.
+/// Maximum number of lines per library and [`PERIOD`].
 const MAX_LINES_PER_PERIOD: u64 = 10;
 
-/// How long a period is.
+/// Length of a period.
 const PERIOD: Duration = Duration::from_secs(60);
 
-/// Lets a few lines of each library through, and all of the gateway's own.
+/// Filter that admits all lines of the gateway, and [`MAX_LINES_PER_PERIOD`] of each library.
 #[derive(Debug, Default)]
 pub(super) struct DependencyLogThrottle(Mutex<HashMap<&'static str, Period>>);
 
@@ -213,7 +214,7 @@ struct Period {
 }
 
 impl DependencyLogThrottle {
-    /// Whether a line may be written, and how many were not in the period before.
+    /// Return whether a line is admitted, and, at the start of a period, how many lines the previous one suppressed.
     fn admit(&self, library: &'static str) -> (bool, u64) {
         let mut periods = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let now = monotonic();
@@ -248,7 +249,7 @@ mod tests {
 
     use super::*;
 
-    /// Each write waits for a permit.
+    /// A writer whose writes each wait for a permit.
     struct BlockedWriter(Receiver<()>, Sender<Vec<u8>>);
 
     impl Write for BlockedWriter {
@@ -265,18 +266,18 @@ mod tests {
 
     #[test]
     fn lines_beyond_queue_capacity_are_dropped_and_counted() {
-        let (permit, permits) = channel();
+        let (permits, permit_receiver) = channel();
         let (sink, written) = channel();
-        let log = LogWriter::start(BlockedWriter(permits, sink)).unwrap();
-        // One is being written, the rest waits or is lost; only the first of them waits for its turn.
+        let log = LogWriter::start(BlockedWriter(permit_receiver, sink)).unwrap();
+        // One line is being written, the others are queued or dropped. Only the first write waits for its line.
         for number in 0..QUEUE_CAPACITY + 10 {
             log.clone().write_all(format!("{number}").as_bytes()).unwrap();
         }
         let lost = log.state.dropped.load(Ordering::Relaxed);
         assert!((9..=10).contains(&lost), "{lost}");
         let taken = QUEUE_CAPACITY as u64 + 10 - lost;
-        (0..taken).for_each(|_| permit.send(()).unwrap());
+        (0..taken).for_each(|_| permits.send(()).unwrap());
         let lines: Vec<_> = (0..taken).map(|_| String::from_utf8(written.recv().unwrap()).unwrap()).collect();
-        assert!(lines.iter().enumerate().all(|(place, line)| *line == place.to_string()), "{lines:?}");
+        assert!(lines.iter().enumerate().all(|(index, line)| *line == index.to_string()), "{lines:?}");
     }
 }

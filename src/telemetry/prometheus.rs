@@ -1,4 +1,4 @@
-//! A page of metrics in the text forms that Prometheus reads, from plain names and numbers.
+//! Metrics exposition in the Prometheus text format and in OpenMetrics, from plain names and numbers.
 
 use std::fmt;
 use std::sync::Arc;
@@ -8,19 +8,19 @@ use prometheus_client::encoding::{DescriptorEncoder, MetricEncoder, NoLabelSet, 
 use prometheus_client::metrics::MetricType;
 use prometheus_client::registry::{Registry, Unit};
 
-/// Names and values, in the order in which they are written.
+/// Label names and values, in the order of the output.
 pub type Labels<'a> = &'a [(&'static str, &'a str)];
 
-/// What there is to read; it writes itself anew each time.
+/// A source of metrics, read anew for each scrape.
 pub trait MetricSource: fmt::Debug + Send + Sync + 'static {
-    /// Writes all.
+    /// Write all metrics.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     fn write(&self, page: &mut Exposition<'_>) -> fmt::Result;
 }
 
-/// The form of a page.
+/// Exposition format.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ExpositionFormat {
     /// Prometheus text format 0.0.4.
@@ -30,7 +30,7 @@ pub enum ExpositionFormat {
 }
 
 impl ExpositionFormat {
-    /// What somebody who accepts this gets.
+    /// Choose the format by the `Accept` header: OpenMetrics if it is listed.
     pub fn from_accept(accept_header: &str) -> Self {
         if accept_header.contains("application/openmetrics-text") {
             ExpositionFormat::OpenMetrics
@@ -39,7 +39,7 @@ impl ExpositionFormat {
         }
     }
 
-    /// Its media type.
+    /// Return the media type.
     pub fn content_type(self) -> &'static str {
         match self {
             ExpositionFormat::PrometheusText => "text/plain; version=0.0.4; charset=utf-8",
@@ -48,41 +48,41 @@ impl ExpositionFormat {
     }
 }
 
-/// What is being written.
+/// Writer of a whole exposition.
 #[derive(Debug)]
 pub struct Exposition<'a>(DescriptorEncoder<'a>);
 
-/// One metric's lines.
+/// Writer of the samples of one metric.
 pub struct MetricWriter<'a>(MetricEncoder<'a>);
 
 impl Exposition<'_> {
-    /// Counts; their names get `_total`.
+    /// Start a counter. Its samples get the suffix `_total`.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     pub fn counter(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Counter).map(MetricWriter)
     }
 
-    /// States.
+    /// Start a gauge.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     pub fn gauge(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, None, MetricType::Gauge).map(MetricWriter)
     }
 
-    /// Times; their names get `_seconds`.
+    /// Start a histogram of durations. Its name gets the suffix `_seconds`.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     pub fn histogram(&mut self, name: &'static str, help: &str) -> Result<MetricWriter<'_>, fmt::Error> {
         self.0.encode_descriptor(name, help, Some(&Unit::Seconds), MetricType::Histogram).map(MetricWriter)
     }
 }
 
 impl MetricWriter<'_> {
-    /// Of one of several; without labels there is only one.
+    /// Write a sample of a family with labels, or the only sample of a metric without labels.
     fn encode<T>(
         &mut self,
         labels: Labels<'_>,
@@ -91,26 +91,27 @@ impl MetricWriter<'_> {
         if labels.is_empty() { write(&mut self.0) } else { write(&mut self.0.encode_family(&labels)?) }
     }
 
-    /// A count.
+    /// Write a counter sample.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     pub fn write_counter(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_counter::<NoLabelSet, _, u64>(&value, None))
     }
 
-    /// A state.
+    /// Write a gauge sample.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     pub fn write_gauge(&mut self, labels: Labels<'_>, value: u64) -> fmt::Result {
         self.encode(labels, |line| line.encode_gauge(&(value as i64)))
     }
 
-    /// How often something took how long: upper bounds in µs with the times in each bucket, the last without a bound.
+    /// Write a histogram sample: upper bounds in µs, and the count of each bucket (not cumulative). The last bucket has
+    /// no bound.
     ///
     /// # Errors
-    /// Of the page.
+    /// Formatting fails.
     pub fn write_histogram(
         &mut self,
         labels: Labels<'_>,
@@ -134,10 +135,10 @@ impl<S: MetricSource> Collector for CollectorAdapter<S> {
     }
 }
 
-/// All that a source has to say now.
+/// Render the current metrics of a source.
 ///
 /// # Errors
-/// It cannot be said in this form.
+/// Formatting fails, for example because the source returns an error.
 pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Result<String, fmt::Error> {
     let mut registry = Registry::with_prefix("sluicegate");
     registry.register_collector(Box::new(CollectorAdapter(source.clone())));
@@ -149,10 +150,10 @@ pub fn render<S: MetricSource>(source: &Arc<S>, format: ExpositionFormat) -> Res
     })
 }
 
-/// The same in the older form, where a counter is called what its lines are called.
+/// Convert OpenMetrics to the Prometheus text format 0.0.4, in which the name of a counter includes `_total`.
 fn to_prometheus_text(page: &str) -> String {
     let mut text = String::with_capacity(page.len());
-    // HELP comes before TYPE, and only the latter says which are counters.
+    // The HELP line precedes the TYPE line, and only the TYPE line identifies a counter.
     let mut lines = page.lines().peekable();
     while let Some(line) = lines.next() {
         let counter = |line: &str| line.starts_with("# TYPE ") && line.ends_with(" counter");

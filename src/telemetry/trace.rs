@@ -1,4 +1,4 @@
-//! W3C Trace Context (<https://www.w3.org/TR/trace-context/>): which trace a request belongs to, and what the next one is told.
+//! W3C Trace Context (<https://www.w3.org/TR/trace-context/>) and the spans of a request.
 
 use std::io;
 use std::net::IpAddr;
@@ -14,36 +14,38 @@ use uuid::Uuid;
 use crate::telemetry::access_log::{AccessRecord, DecisionInfo, UpstreamInfo};
 use crate::telemetry::batch_writer::{BatchConfig, BatchWriter};
 
-/// §3.2
+/// Trace Context, section 3.2.
 const TRACEPARENT: HeaderName = HeaderName::from_static("traceparent");
-/// §3.3
+/// Trace Context, section 3.3.
 const TRACESTATE: HeaderName = HeaderName::from_static("tracestate");
 
-/// Bytes of a version 00: version, trace, parent and flags in hexadecimal digits, with hyphens between them.
+/// Length of a version 00 header, in bytes: version, trace id, parent id and flags, hexadecimal, separated by hyphens.
 const TRACEPARENT_LENGTH: usize = 55;
 
-/// Where a request came from.
+/// The `traceparent` of a request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TraceParent {
-    /// The trace that it belongs to.
+    /// Id of the trace.
     pub trace_id: u128,
-    /// The span that caused it.
+    /// Id of the caller's span.
     pub span_id: u64,
-    /// Whether that is recorded.
+    /// The sampled flag.
     pub is_sampled: bool,
 }
 
 impl TraceParent {
-    /// Reads the one `traceparent` of a request; none if there is none, or it is not valid (§3.2.2).
+    /// Parse the `traceparent` header. Return `None` if it is absent, invalid (section 3.2.2) or present more than
+    /// once.
     pub fn from_headers(headers: &HeaderMap) -> Option<Self> {
         let mut values = headers.get_all(&TRACEPARENT).iter();
-        let (only, extra) = (values.next()?, values.next());
+        let only = values.next()?;
+        let extra = values.next();
         TraceParent::parse(only.as_bytes()).filter(|_| extra.is_none())
     }
 
     fn parse(text: &[u8]) -> Option<Self> {
         let (fixed, extra) = text.split_at_checked(TRACEPARENT_LENGTH)?;
-        // Later versions may say more, after another hyphen; ff is no version (§3.2.2.1).
+        // Later versions may append data after another hyphen. Version ff is invalid (section 3.2.2.1).
         let version = parse_hex(&fixed[..2])?;
         if version == 0xff || (version == 0 && !extra.is_empty()) || extra.first().is_some_and(|byte| *byte != b'-') {
             return None;
@@ -51,13 +53,14 @@ impl TraceParent {
         if [2, 35, 52].iter().any(|index| fixed[*index] != b'-') {
             return None;
         }
-        let (trace_id, span_id, flags) =
-            (parse_hex(&fixed[3..35])?, parse_hex(&fixed[36..52])? as u64, parse_hex(&fixed[53..])?);
+        let trace_id = parse_hex(&fixed[3..35])?;
+        let span_id = parse_hex(&fixed[36..52])? as u64;
+        let flags = parse_hex(&fixed[53..])?;
         (trace_id != 0 && span_id != 0).then_some(TraceParent { trace_id, span_id, is_sampled: flags & 1 == 1 })
     }
 }
 
-/// Lower-case hexadecimal digits only (§3.2.2.3).
+/// Parse lowercase hexadecimal digits. Uppercase ones are invalid (section 3.2.2.3).
 fn parse_hex(digits: &[u8]) -> Option<u128> {
     digits.iter().try_fold(0, |number, digit| {
         let digit = match digit {
@@ -69,30 +72,31 @@ fn parse_hex(digits: &[u8]) -> Option<u128> {
     })
 }
 
-/// The part of a trace that a gateway records: a span for the request, below it one for the decision and one for the upstream.
+/// Ids of the spans that the gateway records: one for the request, with one child for the rate limit check and one for
+/// the upstream request.
 #[derive(Debug, Clone, Copy)]
 pub struct TraceContext {
-    /// Its id.
+    /// Id of the trace.
     pub trace_id: u128,
-    /// Of the caller, if it told.
+    /// Id of the caller's span, if the request had a valid `traceparent`.
     pub parent_span_id: Option<u64>,
-    /// The request's.
+    /// Id of the server span.
     pub request_span_id: u64,
-    /// The decision's.
+    /// Id of the rate limit check span.
     pub decision_span_id: u64,
-    /// The upstream's, and the parent of whatever it records.
+    /// Id of the client span: the parent of the spans that the upstream records.
     pub upstream_span_id: u64,
 }
 
 impl TraceContext {
-    /// Goes on with the caller's trace, or begins one; none if the caller's is not recorded.
+    /// Continue the caller's trace, or start a new one. Return `None` if the caller's trace is not sampled.
     pub fn from_parent(parent: Option<TraceParent>) -> Option<Self> {
         if parent.is_some_and(|parent| !parent.is_sampled) {
             return None;
         }
-        // Never 0: some bits of a UUID are always set.
-        let ((request_span_id, decision_span_id), (upstream_span_id, _)) =
-            (Uuid::new_v4().as_u64_pair(), Uuid::new_v4().as_u64_pair());
+        // Ids are never 0: each half of a version 4 UUID has bits that are always set.
+        let (request_span_id, decision_span_id) = Uuid::new_v4().as_u64_pair();
+        let (upstream_span_id, _) = Uuid::new_v4().as_u64_pair();
         let trace_id = parent.map_or_else(|| Uuid::new_v4().as_u128(), |parent| parent.trace_id);
         Some(TraceContext {
             trace_id,
@@ -103,53 +107,55 @@ impl TraceContext {
         })
     }
 
-    /// Tells the upstream.
+    /// Set `traceparent` for the upstream.
     pub fn inject(&self, headers: &mut HeaderMap) {
         let text = format!("00-{:032x}-{:016x}-01", self.trace_id, self.upstream_span_id);
-        // Digits and hyphens are a valid value.
+        // Digits and hyphens are a valid header value.
         if let Ok(value) = HeaderValue::from_str(&text) {
             headers.insert(TRACEPARENT, value);
         }
         if self.parent_span_id.is_none() {
-            // It belongs to a traceparent that was not valid, if to any (§3.3).
+            // Without a valid `traceparent` the `tracestate` must not be forwarded (section 3.3).
             headers.remove(TRACESTATE);
         }
     }
 }
 
-// Spans of requests, in the words of OpenTelemetry's semantic conventions for HTTP
-// (<https://opentelemetry.io/docs/specs/semconv/http/http-spans/>), handed to an exporter in batches.
+// === Spans, with the attributes of the OpenTelemetry semantic conventions for HTTP ===
+// <https://opentelemetry.io/docs/specs/semconv/http/http-spans/>
 
-/// A batch in so long, and spans that may wait: some megabytes.
+/// Batch delay, and maximum number of queued spans (some megabytes).
 const BATCH_CONFIG: BatchConfig =
     BatchConfig { name: "trace exporter", delay: Duration::from_millis(500), capacity: 16_384 };
 
-/// At the end, for the last spans.
+/// Maximum time to export the last spans at shutdown.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// Who says all this.
+/// Instrumentation scope of all spans.
 static INSTRUMENTATION_SCOPE: LazyLock<InstrumentationScope> =
     LazyLock::new(|| InstrumentationScope::builder("sluicegate").with_version(env!("CARGO_PKG_VERSION")).build());
 
-/// Where spans go. Clones share it.
+/// Queue of spans for the exporter thread. Clones share the queue.
 #[derive(Debug, Clone)]
 pub struct TraceExporter(BatchWriter<SpanData>);
 
-/// What a trace says of a request beyond its line in the access log.
+/// The spans of a request: its access log record, and what the record does not contain.
 #[derive(Debug)]
-#[allow(missing_docs)]
 pub struct RequestTrace<'a> {
+    /// Ids of the spans.
     pub trace: &'a TraceContext,
+    /// The access log record.
     pub record: &'a AccessRecord<'a>,
-    /// The path of its route, as configured.
+    /// Path pattern of the route, as configured.
     pub path_template: Option<&'a str>,
+    /// `http` or `https`.
     pub scheme: &'static str,
-    /// The other end of its connection.
+    /// IP address of the connection's peer.
     pub peer: IpAddr,
 }
 
 impl TraceExporter {
-    /// Starts the exporting thread; `export` says how many spans were lost.
+    /// Start the exporter thread. `export` returns the number of spans that it lost.
     ///
     /// # Errors
     /// The thread cannot be started.
@@ -157,7 +163,7 @@ impl TraceExporter {
         BatchWriter::start(BATCH_CONFIG, move |batch: &mut Vec<SpanData>| export(batch.split_off(0))).map(TraceExporter)
     }
 
-    /// Adds those of a request.
+    /// Queue the spans of a request.
     pub fn record(&self, request: &RequestTrace<'_>) {
         let spans = [
             Some(request.server_span()),
@@ -169,19 +175,19 @@ impl TraceExporter {
         }
     }
 
-    /// Spans that were not exported.
+    /// Return the number of lost spans.
     pub fn dropped(&self) -> u64 {
         self.0.dropped()
     }
 
-    /// Waits until all spans so far are exported.
+    /// Wait until the queued spans are exported, at most [`FLUSH_TIMEOUT`].
     pub fn flush(&self) {
         self.0.flush(FLUSH_TIMEOUT);
     }
 }
 
 impl RequestTrace<'_> {
-    /// From the request to the end of its response.
+    /// The server span: from the request to the end of its response.
     fn server_span(&self) -> SpanData {
         let AccessRecord { method, path, status, client, outcome, request_id, .. } = *self.record;
         let mut attributes = vec![
@@ -196,7 +202,7 @@ impl RequestTrace<'_> {
         ];
         attributes.extend(self.path_template.map(|template| string_attribute("http.route", template)));
         attributes.extend(self.record.route.map(|route| string_attribute("sluicegate.route", route)));
-        // To a server what its client does wrong is no error.
+        // For server spans 4xx is not an error (semantic conventions).
         let error = (status >= 500).then(|| if outcome == "ok" { status.to_string() } else { outcome.to_owned() });
         let name = self.path_template.map_or_else(|| method.to_owned(), |template| format!("{method} {template}"));
         let ids = (self.trace.request_span_id, self.trace.parent_span_id);
@@ -210,7 +216,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// What its limits took.
+    /// The internal span of the rate limit check.
     fn decision_span(&self, decision: &DecisionInfo) -> SpanData {
         let mut attributes = vec![string_attribute("sluicegate.decision", decision.decision)];
         attributes.extend(decision.decided_by.map(|decided_by| string_attribute("sluicegate.decided_by", decided_by)));
@@ -230,7 +236,7 @@ impl RequestTrace<'_> {
         )
     }
 
-    /// What the upstream took to the head of its response.
+    /// The client span: from the upstream request to the response headers.
     fn upstream_span(&self, upstream: &UpstreamInfo) -> SpanData {
         let mut attributes = vec![
             string_attribute("http.request.method", self.record.method),
@@ -303,7 +309,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn traceparent_parsing() {
+    fn only_valid_traceparents_are_parsed() {
         let good = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
         let expected = TraceParent {
             trace_id: 0x4bf9_2f35_77b3_4da6_a3ce_929d_0e0e_4736,
@@ -338,6 +344,6 @@ mod tests {
             );
             headers
         });
-        assert_eq!(TraceParent::from_headers(&twice), None, "nobody knows which of them counts");
+        assert_eq!(TraceParent::from_headers(&twice), None, "several headers are ambiguous");
     }
 }

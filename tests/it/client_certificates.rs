@@ -217,13 +217,13 @@ fn authorities_are_reloaded_and_their_sessions_end() {
         ("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n", "not a usable CA certificate"),
         ("-----BEGIN CERTIFICATE-----\nAAAA\n", "cannot be read"),
     ] {
-        let refusals = || gateway.log().matches("the authorities before stay").count();
+        let refusals = || gateway.log().matches("cannot reload the file").count();
         let before = refusals();
         std::fs::write(folder.path().join("ca.new"), content).unwrap();
         std::fs::rename(folder.path().join("ca.new"), folder.path().join("ca.pem")).unwrap();
         eventually(reason, || refusals() > before);
         let log = gateway.log();
-        let line = log.lines().rfind(|line| line.contains("the authorities before stay")).unwrap();
+        let line = log.lines().rfind(|line| line.contains("cannot reload the file")).unwrap();
         assert!(line.contains(reason) && line.contains("ca.pem") && line.contains("WARN"), "{reason}: {line}");
         assert!(gets_in(&of_new) && !gets_in(&of_old), "{reason}: the authorities stay");
     }

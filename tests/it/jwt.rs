@@ -341,26 +341,26 @@ fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
         ("{ \"keys\": [] }", "no key for RS256"),
         ("{ \"keys\": [{ \"kty\": \"oct\", \"k\": \"c2VjcmV0\" }] }", "keys[0] is symmetric"),
     ] {
-        let warnings = gateway.log().matches("is not used").count();
+        let warnings = gateway.log().matches("cannot reload the file").count();
         put(folder.path(), "jwks.json", content);
-        eventually(reason, || gateway.log().matches("is not used").count() > warnings);
+        eventually(reason, || gateway.log().matches("cannot reload the file").count() > warnings);
         let log = gateway.log();
-        let line = log.lines().rev().find(|line| line.contains("is not used")).unwrap();
+        let line = log.lines().rev().find(|line| line.contains("cannot reload the file")).unwrap();
         assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
         assert!(believed(&gateway, &new) && !believed(&gateway, &old), "{reason}: the keys stay");
     }
     // Gone for a while: everything stays as it is, and one line says so, whatever happens in the folder.
     std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
-    eventually("the loss is seen", || gateway.log().contains("cannot be read"));
+    eventually("the loss is seen", || gateway.log().contains("cannot read the file"));
     assert!(believed(&gateway, &new), "the keys stay");
     put(folder.path(), "other.json", "");
     put(folder.path(), "jwks.json", &key_set(&[&last]));
     eventually("the last key counts", || believed(&gateway, &last));
     assert!(!believed(&gateway, &new));
-    assert_eq!(gateway.log().matches("cannot be read").count(), 1, "{}", gateway.log());
+    assert_eq!(gateway.log().matches("cannot read the file").count(), 1, "{}", gateway.log());
     eventually("the reload is told", || reloads() >= 2);
     assert_eq!(reloads(), 2, "once for each change:\n{}", gateway.log());
-    assert_eq!(gateway.log().matches("is not used").count(), 4, "once for each fault:\n{}", gateway.log());
+    assert_eq!(gateway.log().matches("cannot reload the file").count(), 4, "once for each fault:\n{}", gateway.log());
 }
 
 #[test]

@@ -132,11 +132,16 @@ fn what_is_wrong_is_said_in_a_sentence() {
         (&["top", "--admin", &proxy], TOKEN, 1, &proxy[7..]),
         (&["top", "--admin", "https://127.0.0.1"], TOKEN, 1, "--admin is a URL such as"),
         (&["top", "--admin", "localhost"], TOKEN, 1, "--admin is a URL such as"),
-        (&["top", "--admin", &admin, "--limit", "x"], TOKEN, 1, "there is no such limit"),
+        (&["top", "--admin", &admin, "--limit", "x"], TOKEN, 1, "unknown limit `x`"),
         (&["inspect", "--admin", &admin, "a", "b"], TOKEN, 1, "PART=VALUE"),
         (&["inspect", "--admin", &admin, "ip=here"], TOKEN, 1, "`ip` is not an address"),
         (&["inspect", "--admin", &admin], TOKEN, 2, "PART=VALUE"),
-        (&["reset", "--admin", &admin, "--limit", "one", "ip=127.0.0.1"], TOKEN, 1, "is by header:x-id, not by `ip`"),
+        (
+            &["reset", "--admin", &admin, "--limit", "one", "ip=127.0.0.1"],
+            TOKEN,
+            1,
+            "is keyed by header:x-id, not by `ip`",
+        ),
     ] {
         let output = binary().args(arguments).env("SLUICEGATE_ADMIN_TOKEN", token).output().unwrap();
         let err = String::from_utf8(output.stderr).unwrap();

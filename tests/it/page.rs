@@ -1,4 +1,4 @@
-//! The live page and its events, over the wire: what a browser may do with it, who gets what, and what a second holds.
+//! The dashboard and its event stream: browser security headers, access control, and the data of each second.
 
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
@@ -167,7 +167,7 @@ fn the_page_is_for_everybody_but_what_it_shows_is_not() {
     assert_eq!(head.status, 403);
     let closed = gateway("token = \"open-sesame\"\n");
     let page = ask(&closed, "/");
-    assert!(page.text().contains("<body data-token=\"wanted\">"), "{}", page.text());
+    assert!(page.text().contains("<body data-token=\"required\">"), "{}", page.text());
     assert!(!page.text().contains("three") && !page.text().contains("sesame"), "{}", page.text());
     assert_eq!(ask(&closed, "/page.js").status, 200);
     let wrong = ("authorization", "Bearer open");

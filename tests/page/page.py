@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The live page in a real browser, with a real Redis, under load: `make test-page`.
+"""The dashboard in a real browser, with a real Redis, under load: `make test-page`.
 
     page.py BINARY PICTURES
 
@@ -106,7 +106,7 @@ def status(url, user):
 
 def figure(browser, name):
     """A figure at the top; none while there is none."""
-    tiles = browser.run("return Object.fromEntries([...document.querySelectorAll('#now div')]"
+    tiles = browser.run("return Object.fromEntries([...document.querySelectorAll('#current div')]"
                         ".map((tile) => [tile.children[0].innerText, tile.children[1].innerText]))")
     text = tiles.get(name, "–").split(" ")[0].replace(",", "")
     return None if text == "–" else float(text)
@@ -119,7 +119,7 @@ def signing_in(browser, admin):
     expect(not browser.log("browser"), "nothing to complain about")
     # The field has the focus: a keyboard is enough.
     browser.press(*"wrong", ENTER)
-    browser.until("the wrong token is refused", lambda: "not its token" in browser.text("#token-said"))
+    browser.until("the wrong token is refused", lambda: "Wrong token" in browser.text("#token-error"))
     refused = [entry["message"] for entry in browser.log("browser")]
     expect(len(refused) == 1 and "401" in refused[0], f"one answer of 401 and nothing else: {refused}")
     expect(browser.run("return sessionStorage.length") == 0, "the wrong token is not kept")
@@ -145,7 +145,7 @@ def moving(browser):
 
     browser.until("all lines are drawn", drawn)
     words = browser.run("return document.querySelector('#rates svg').getAttribute('aria-label')")
-    expect("denied" in words and "at most" in words, f"the chart is told in words: {words}")
+    expect("denied" in words and "maximum" in words, f"the chart is told in words: {words}")
 
     def limits():
         rows = {row[0]: row for row in browser.rows("#limits")}
@@ -168,7 +168,7 @@ def top(browser):
     kept = browser.run("return document.activeElement.getAttribute('aria-label')")
     expect(kept == "Inspect user:x-user-id=alice with per-user", f"the focus stays: {kept}")
     browser.press(ENTER)
-    browser.until("her standing is shown", lambda: "per-user: denied, 0 of 20 left" in browser.text("#inspected"))
+    browser.until("her standing is shown", lambda: "per-user: denied, 0 of 20 remaining" in browser.text("#inspect-result"))
 
 
 def resetting(browser, url):
@@ -176,25 +176,25 @@ def resetting(browser, url):
     expect(seen == [200] * 20 + [429], f"bob has used up what he may: {seen}")
     browser.type("#identity", "user:x-user-id=bob path:name=nowhere")
     browser.press(ENTER)
-    browser.until("that is too much for one limit", lambda: "not by" in browser.text("#inspected"))
+    browser.until("that is too much for one limit", lambda: "not by" in browser.text("#inspect-result"))
     browser.run("document.querySelector('#limit').value = ''")
     browser.type("#identity", "user:x-user-id=bob")
     browser.press(ENTER)
-    browser.until("he stands with one limit, and all share another", lambda: len(browser.rows("#standings")) == 2)
-    browser.click("#standings button[aria-label='Reset per-user']")
-    browser.until("he starts afresh", lambda: "starts afresh with per-user" in browser.text("#inspected"))
+    browser.until("he stands with one limit, and all share another", lambda: len(browser.rows("#usage")) == 2)
+    browser.click("#usage button[aria-label='Reset per-user']")
+    browser.until("he starts afresh", lambda: "Usage of per-user reset" in browser.text("#inspect-result"))
     browser.until("and passes", lambda: status(url, "bob") == 200)
     browser.type("#identity", "nonsense")
     browser.press(ENTER)
-    browser.until("nonsense is told", lambda: "PART=VALUE" in browser.text("#inspected"))
+    browser.until("nonsense is told", lambda: "PART=VALUE" in browser.text("#inspect-result"))
     browser.type("#identity", "user:x-user-id=bob")
     browser.press(ENTER)
-    browser.until("he has passed once", lambda: "per-user: allowed, 19 of 20 left" in browser.text("#inspected"))
+    browser.until("he has passed once", lambda: "per-user: allowed, 19 of 20 remaining" in browser.text("#inspect-result"))
 
 
 def secrets(browser):
     browser.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
-    shown = browser.until("the configuration is shown", lambda: browser.text("#written"))
+    shown = browser.until("the configuration is shown", lambda: browser.text("#active-config"))
     written = json.loads(shown)
     expect(written["store"]["secret"] == written["admin"]["token"] == "***", shown)
     page = browser.run("return document.documentElement.outerHTML")
@@ -290,8 +290,8 @@ def main():
             "return document.querySelector('#rates .line')?.getAttribute('d') ?? ''"))
         quiet(browser, admin)
         gateway.process.kill()
-        browser.until("it says that nobody is there", lambda: "trying again" in browser.text("#state"))
-    print("the live page: figures move, the denied are named, inspect and reset work; see", pictures)
+        browser.until("it says that nobody is there", lambda: "retrying" in browser.text("#status"))
+    print("the dashboard: figures move, the denied are named, inspect and reset work; see", pictures)
 
 
 if __name__ == "__main__":

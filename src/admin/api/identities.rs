@@ -1,4 +1,4 @@
-//! `/api/identities` and `/api/reset`: where an identity stands, and that it starts afresh.
+//! `/api/identities` and `/api/reset`: show and clear the usage of an identity.
 
 use futures_util::future::try_join_all;
 use http::StatusCode;
@@ -16,29 +16,35 @@ use crate::limiter::quota::EXACT_INTEGER_LIMIT;
 use crate::limiter::spec::LimitVariant;
 use crate::snapshot::CompiledLimit;
 
-/// An identity in a request: its hash, or values by the words of `by`.
+/// An identity in a request: its hash, or the values of its parts.
 #[derive(Debug, Deserialize)]
 #[serde(untagged)]
 pub(super) enum IdentityQuery {
-    /// As keys, `/api/top` and the rest of the API have it.
+    /// 32 hexadecimal digits, as in `/api/top`, in Redis keys and in the access log.
     Hash(String),
-    /// As the operator knows it.
+    /// A value for each part of the limit's `by`, as in `{"api-key": "acme"}`.
     Parts(IdentityInput),
 }
 
 impl IdentityQuery {
-    /// What is left of a query: `identity=HASH`, or parts.
+    /// Parse the remaining query parameters: `identity=HASH`, or one parameter per part.
+    ///
+    /// # Errors
+    /// `identity` is combined with other parameters.
     pub(super) fn from_query(mut query: QueryParams) -> Result<Self> {
         if let Some(hash) = query.take("identity") {
             return match query.0.first() {
-                Some((name, _)) => Err(ApiError::bad_request(format!("`{name}` does not go with `identity`"))),
+                Some((name, _)) => Err(ApiError::bad_request(format!("`{name}` cannot be combined with `identity`"))),
                 None => Ok(IdentityQuery::Hash(hash)),
             };
         }
         Ok(IdentityQuery::Parts(query.0.into_iter().collect()))
     }
 
-    /// Which identity of a limit it is.
+    /// Resolve to an identity of the limit `compiled`.
+    ///
+    /// # Errors
+    /// The hash is malformed, a part is missing, unknown or invalid, or the consumer does not exist.
     pub(super) fn resolve<'a>(
         &self,
         compiled: &CompiledLimit,
@@ -49,7 +55,9 @@ impl IdentityQuery {
         let input = match self {
             IdentityQuery::Hash(hash) => {
                 let identity = Identity::from_hex(hash).ok_or_else(|| {
-                    ApiError::bad_request("`identity` is 32 hexadecimal digits as `/api/top` shows them, or an object with a value for each part")
+                    ApiError::bad_request(
+                        "`identity` must be 32 hexadecimal digits, as in `/api/top`, or an object with a value for each part",
+                    )
                 })?;
                 let caller = consumer_of_hash(identity, compiled, context, consumers);
                 return Ok(ResolvedIdentity { identity, caller, is_exempt: false });
@@ -57,9 +65,9 @@ impl IdentityQuery {
             IdentityQuery::Parts(parts) => parts,
         };
         let labels = || compiled.identity_spec.descriptors.iter().map(Descriptor::label).collect::<Vec<_>>().join(" ");
-        if let Some(word) = input.keys().find(|word| !compiled.identity_spec.has_label(word)) {
+        if let Some(label) = input.keys().find(|label| !compiled.identity_spec.has_label(label)) {
             return Err(ApiError::bad_request(format!(
-                "`{}` is by {}, not by `{word}`",
+                "limit `{}` is keyed by {}, not by `{label}`",
                 compiled.limit.name,
                 labels()
             )));
@@ -67,7 +75,7 @@ impl IdentityQuery {
         let resolved = compiled.identity_spec.resolve(input, &config.client_ip, consumers, &config.hasher);
         resolved.map_err(|error| match error {
             IdentityInputError::Missing(_) => {
-                ApiError::bad_request(format!("{error}: `{}` is by {}", compiled.limit.name, labels()))
+                ApiError::bad_request(format!("{error}: limit `{}` is keyed by {}", compiled.limit.name, labels()))
             }
             IdentityInputError::UnknownConsumer => ApiError::new(StatusCode::NOT_FOUND, error.to_string()),
             IdentityInputError::InvalidAddress(_) => ApiError::bad_request(error.to_string()),
@@ -75,7 +83,8 @@ impl IdentityQuery {
     }
 }
 
-/// Whose hash it is, as far as it can be told: that of a consumer, where it is by nothing else.
+/// Find the consumer that a hash belongs to. Hashes cannot be reversed, so the hash of each consumer is compared. Only
+/// for limits whose one descriptor is the API key.
 fn consumer_of_hash<'a>(
     identity: Identity,
     compiled: &CompiledLimit,
@@ -89,14 +98,21 @@ fn consumer_of_hash<'a>(
     let has_identity = |name: &str| {
         let input = IdentityInput::from([(Descriptor::ApiKey.label().into_owned(), name.to_owned())]);
         let resolved = compiled.identity_spec.resolve(&input, &config.client_ip, consumers, &config.hasher);
-        resolved.is_ok_and(|meant| meant.identity == identity)
+        resolved.is_ok_and(|resolved| resolved.identity == identity)
     };
     consumers.iter().find(|consumer| has_identity(&consumer.name)).map_or(Caller::Missing, Caller::Consumer)
 }
 
-/// The limit of this name.
+/// Find a limit by name.
+///
+/// # Errors
+/// 404 if there is none.
 pub(super) fn find_limit<'a>(context: &'a ApiContext<'_>, name: &str) -> Result<&'a CompiledLimit> {
-    context.config.limits.get(name).ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, "there is no such limit"))
+    context
+        .config
+        .limits
+        .get(name)
+        .ok_or_else(|| ApiError::new(StatusCode::NOT_FOUND, format!("unknown limit `{name}`")))
 }
 
 #[derive(Serialize)]
@@ -124,23 +140,24 @@ struct IdentityStatus<'a> {
 
 pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: QueryParams) -> Result<AdminResponse> {
     let cost = query.number("cost", 1..=EXACT_INTEGER_LIMIT - 1, 1)?;
-    let (limit_name, limits) = (query.take("limit"), &context.config.limits);
+    let limit_name = query.take("limit");
+    let limits = &context.config.limits;
     let identity_query = IdentityQuery::from_query(query)?;
     let consumers = context.config.consumers.load();
-    // Of one limit all has to be right; of all limits those are meant that the parts are enough for.
+    // With `limit`, the identity must fit that limit. Without it, select the limits whose parts are all given.
     let resolved_limits: Vec<_> = match (&limit_name, &identity_query) {
         (Some(name), _) => {
             let compiled = find_limit(context, name)?;
             vec![(compiled, identity_query.resolve(compiled, context, &consumers)?)]
         }
         (None, IdentityQuery::Hash(_)) => {
-            return Err(ApiError::bad_request("a hash is that of one limit: `limit` is missing"));
+            return Err(ApiError::bad_request("`limit` is missing: a hash is specific to one limit"));
         }
         (None, IdentityQuery::Parts(input)) => {
             let unknown_label =
                 input.keys().find(|label| !limits.values().any(|compiled| compiled.identity_spec.has_label(label)));
             if let Some(label) = unknown_label {
-                return Err(ApiError::bad_request(format!("no limit is by `{label}`")));
+                return Err(ApiError::bad_request(format!("no limit is keyed by `{label}`")));
             }
             let mut resolved = Vec::new();
             for compiled in limits.values() {
@@ -150,7 +167,7 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
                     &consumers,
                     &context.config.hasher,
                 ) {
-                    Ok(meant) => resolved.push((compiled, meant)),
+                    Ok(identity) => resolved.push((compiled, identity)),
                     Err(IdentityInputError::Missing(_)) => {}
                     Err(error) => return Err(ApiError::bad_request(error.to_string())),
                 }
@@ -159,9 +176,10 @@ pub(super) async fn identity_statuses(context: &ApiContext<'_>, mut query: Query
         }
     };
     if resolved_limits.is_empty() {
-        return Err(ApiError::bad_request("these parts are the identity of no limit"));
+        return Err(ApiError::bad_request("no limit is keyed by these parts alone"));
     }
-    let statuses = resolved_limits.iter().map(|(compiled, meant)| identity_status(context, compiled, meant, cost));
+    let statuses =
+        resolved_limits.iter().map(|(compiled, resolved)| identity_status(context, compiled, resolved, cost));
     Ok(json_response(&IdentityStatuses { limits: try_join_all(statuses).await? }))
 }
 
@@ -171,7 +189,8 @@ async fn identity_status<'a>(
     resolved: &ResolvedIdentity<'_>,
     cost: u64,
 ) -> Result<IdentityStatus<'a>> {
-    let (limit, table) = (&*compiled.limit, context.limiter_admin.overrides.current());
+    let limit = &*compiled.limit;
+    let table = context.limiter_admin.overrides.current();
     let override_entry = table.as_ref().and_then(|table| table.find(limit, resolved.identity));
     let variant =
         override_entry.map_or_else(|| resolved.caller.variant(limit), |override_entry| &override_entry.variant);
@@ -235,21 +254,21 @@ pub(super) async fn reset(context: &ApiContext<'_>, request: ResetRequest) -> Re
     let compiled = find_limit(context, &request.limit)?;
     let consumers = context.config.consumers.load();
     let identity = request.identity.resolve(compiled, context, &consumers)?.identity;
-    // In whichever size it was counted: those of another shape have states of their own.
+    // Clear the states of all variants: variants with different parameters have separate states.
     let table = context.limiter_admin.overrides.current();
     let override_variant = table
         .as_ref()
         .and_then(|table| table.find(&compiled.limit, identity))
         .map(|override_variant| &*override_variant.variant);
     let consumer_variants = consumers.iter().filter_map(|consumer| consumer.variants.get(&compiled.limit.name));
-    let plans = compiled
+    let variants = compiled
         .limit
         .variants()
-        .map(|(_, plan)| plan)
-        .chain(consumer_variants.map(|plan| &**plan))
+        .map(|(_, variant)| variant)
+        .chain(consumer_variants.map(|variant| &**variant))
         .chain(override_variant);
     let mut state_names: Vec<&StateName> = Vec::new();
-    for LimitVariant { state_name, .. } in plans {
+    for LimitVariant { state_name, .. } in variants {
         if !state_names.contains(&state_name) {
             state_names.push(state_name);
         }

@@ -1,4 +1,4 @@
-//! `/api/overrides`: other sizes for single identities, for a time.
+//! `/api/overrides`: list, set and remove temporary quota overrides of single identities.
 
 use std::time::Duration;
 
@@ -11,12 +11,12 @@ use crate::limiter::algorithm::Rule;
 use crate::limiter::overrides::{MAX_OVERRIDES, Override, OverrideQuota};
 use crate::limiter::quota::{EXACT_INTEGER_LIMIT, parse_duration_us};
 
-/// What is to last longer belongs into the configuration.
+/// Maximum `ttl`. Longer overrides belong in the configuration.
 const MAX_TTL: Duration = Duration::from_secs(31 * 86_400);
-/// Shorter than it takes until all gateways have it is of no use.
+/// Minimum `ttl`: other gateways need some seconds to read an override.
 const MIN_TTL: Duration = Duration::from_secs(5);
 
-/// Bytes of a note.
+/// Maximum length of `note`, in bytes.
 const MAX_NOTE_BYTES: usize = 200;
 
 #[derive(Debug, Deserialize)]
@@ -31,7 +31,7 @@ pub(super) struct PutOverride {
     note: Option<String>,
 }
 
-/// An override as it is shown.
+/// An override in responses.
 #[derive(Debug, Serialize)]
 pub(super) struct OverrideView {
     limit: String,
@@ -59,18 +59,18 @@ pub(super) async fn put_override(context: &ApiContext<'_>, request: PutOverride)
     let identity = identity.resolve(compiled, context, &consumers)?.identity;
     if let Some(burst) = burst {
         if !matches!(compiled.limit.default_variant.rule, Rule::TokenBucket(_)) {
-            return Err(ApiError::bad_request("`burst` goes with token-bucket only"));
+            return Err(ApiError::bad_request("`burst` is allowed for token-bucket limits only"));
         }
         if !(1..EXACT_INTEGER_LIMIT).contains(&burst) {
-            return Err(ApiError::bad_request("`burst` is 1 or more"));
+            return Err(ApiError::bad_request(format!("`burst` must be from 1 to {}", EXACT_INTEGER_LIMIT - 1)));
         }
     }
     if note.as_ref().is_some_and(|note| note.len() > MAX_NOTE_BYTES) {
-        return Err(ApiError::bad_request(format!("`note` has at most {MAX_NOTE_BYTES} bytes")));
+        return Err(ApiError::bad_request(format!("`note` must not exceed {MAX_NOTE_BYTES} bytes")));
     }
     let ttl = parse_duration_us(&ttl).map(Duration::from_micros).filter(|ttl| (MIN_TTL..=MAX_TTL).contains(ttl));
     let ttl = ttl.ok_or_else(|| {
-        ApiError::bad_request("`ttl` is a duration from 5s to 31d: \"90s\", \"15m\", \"12h\", \"7d\"")
+        ApiError::bad_request("`ttl` must be a duration from 5s to 31d, such as \"90s\", \"15m\", \"12h\" or \"7d\"")
     })?;
     let override_quota = OverrideQuota { quota, burst, note };
     let entry = context

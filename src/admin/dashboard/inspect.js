@@ -1,82 +1,88 @@
-// Where an identity stands with each limit, and how it starts afresh.
+// Inspect form: show and reset the usage of an identity.
 
-import { ask, wantsToken } from "./ask.js";
-import { at, fill, number, wait, write } from "./dom.js";
+import { hasToken, request } from "./api.js";
+import { find, formatDuration, setText, updateTable } from "./dom.js";
 
 const HASH = /^[0-9a-f]{32}$/i;
 
-/** What an operator wrote, as a query: a hash, or parts whose values may have spaces. */
-function query(limit, text) {
-  const asked = new URLSearchParams(limit ? { limit } : {});
+/** Parse the identity field into query parameters: a hash, or PART=VALUE pairs whose values may contain spaces. */
+function parseIdentity(limit, text) {
+  const parameters = new URLSearchParams(limit ? { limit } : {});
   if (HASH.test(text)) {
-    asked.set("identity", text);
-    return asked;
+    parameters.set("identity", text);
+    return parameters;
   }
-  for (const part of text.split(/\s+(?=[^\s=]+=)/)) {
-    const [, word, value] = /^([^\s=]+)=(.*)$/s.exec(part) ?? [];
-    if (!word) throw new Error("an identity is written as PART=VALUE, or as a hash of 32 digits");
-    asked.set(word, value);
+  for (const pair of text.split(/\s+(?=[^\s=]+=)/)) {
+    const [, part, value] = /^([^\s=]+)=(.*)$/s.exec(pair) ?? [];
+    if (!part) throw new Error("write the identity as PART=VALUE, or as a hash of 32 hexadecimal digits");
+    parameters.set(part, value);
   }
-  return asked;
+  return parameters;
 }
 
-async function look() {
-  const asked = query(at("#limit").value, at("#identity").value.trim());
-  const { limits: standings } = await (await ask(`api/identities?${asked}`)).json();
-  fill(at("#standings table"), standings.map((each) => ({
-    key: `${each.limit} ${each.identity}`,
+function overrideText(override) {
+  if (!override) return "–";
+  return `for ${formatDuration(override.expires_in_seconds)}${override.note ? `: ${override.note}` : ""}`;
+}
+
+/** Show the usage of the identity in the form. Return a summary. */
+async function showUsage() {
+  const parameters = parseIdentity(find("#limit").value, find("#identity").value.trim());
+  const { limits } = await (await request(`api/identities?${parameters}`)).json();
+  updateTable(find("#usage table"), limits.map((usage) => ({
+    key: `${usage.limit} ${usage.identity}`,
     cells: [
-      each.limit + (each.shadow ? " (shadow)" : ""),
-      { text: each.decision, kind: each.decision === "denied" || each.decision === "cost_too_large" ? "bad" : "good" },
-      { text: `${each.remaining} of ${each.capacity}`, kind: "number" },
-      each.quota,
-      { text: wait(each.reset_seconds), kind: "number" },
-      { text: wait(each.retry_seconds), kind: "number" },
-      each.override ? `for ${wait(each.override.expires_in_seconds)}${each.override.note ? `: ${each.override.note}` : ""}` : "–",
-      { text: each.identity, kind: "hash" },
+      usage.limit + (usage.shadow ? " (shadow)" : ""),
+      { text: usage.decision, kind: usage.decision === "denied" || usage.decision === "cost_too_large" ? "bad" : "good" },
+      { text: `${usage.remaining} of ${usage.capacity}`, kind: "number" },
+      usage.quota,
+      { text: formatDuration(usage.reset_seconds), kind: "number" },
+      { text: formatDuration(usage.retry_seconds), kind: "number" },
+      overrideText(usage.override),
+      { text: usage.identity, kind: "hash" },
     ],
-    act: wantsToken && {
-      text: "Reset", label: `Reset ${each.limit}`,
-      run: () => attempt(() => reset(each)),
+    action: hasToken && {
+      text: "Reset", label: `Reset ${usage.limit}`,
+      run: () => showResult(() => reset(usage)),
     },
   })));
-  at("#standings").hidden = false;
-  return standings.map((each) => `${each.limit}: ${each.decision}, ${each.remaining} of ${each.capacity} left`).join("; ");
+  find("#usage").hidden = false;
+  return limits.map(({ limit, decision, remaining, capacity }) => `${limit}: ${decision}, ${remaining} of ${capacity} remaining`).join("; ");
 }
 
 async function reset({ limit, identity }) {
-  const said = await (await ask("api/reset", { body: { limit, identity } })).json();
-  await look();
-  const known = `all gateways know within ${wait(said.effective_within_seconds)}`;
-  return said.removed ? `It starts afresh with ${limit}; ${known}.` : `Nothing was counted with ${limit}; ${known}.`;
+  const { removed, effective_within_seconds } = await (await request("api/reset", { body: { limit, identity } })).json();
+  await showUsage();
+  const effective = `effective on all gateways within ${formatDuration(effective_within_seconds)}`;
+  return removed ? `Usage of ${limit} reset; ${effective}.` : `No usage of ${limit} to reset; ${effective}.`;
 }
 
-/** Says what came of it, good or bad. */
-async function attempt(action) {
-  const said = at("#inspected");
+/** Run an action and show its result or its error. */
+async function showResult(action) {
+  const result = find("#inspect-result");
   try {
-    write(said, await action());
-    said.className = "";
+    setText(result, await action());
+    result.className = "";
   } catch (error) {
-    write(said, error.message);
-    said.className = "bad";
+    setText(result, error.message);
+    result.className = "bad";
   }
 }
 
-/** Looks at an identity that stands elsewhere on the page. */
+/** Inspect an identity of another table. */
 export function inspect(limit, identity) {
-  at("#limit").value = limit;
-  at("#identity").value = identity;
-  at("#inspect").scrollIntoView();
-  at("#identity").focus({ preventScroll: true });
-  return attempt(look);
+  find("#limit").value = limit;
+  find("#identity").value = identity;
+  find("#inspect").scrollIntoView();
+  find("#identity").focus({ preventScroll: true });
+  return showResult(showUsage);
 }
 
-export function start() {
-  at("#no-writes").hidden = wantsToken;
-  at("#inspect-form").addEventListener("submit", (event) => {
+export function initInspectForm() {
+  find("#no-writes").hidden = hasToken;
+  find("#inspect-form").addEventListener("submit", (event) => {
     event.preventDefault();
-    at("#standings").hidden = true;
-    attempt(look);
+    find("#usage").hidden = true;
+    showResult(showUsage);
   });
 }

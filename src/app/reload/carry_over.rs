@@ -1,4 +1,5 @@
-//! How a configuration takes the place of the one before: what is the same in both goes on, what cannot change is named.
+//! Carry-over of state from the active configuration to a new one: reject changes that need a restart, and keep what is
+//! equal.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -7,12 +8,13 @@ use crate::snapshot::{CompiledConfig, Listener};
 use crate::tls::Certificate;
 use crate::upstream::UpstreamSettings;
 
-/// Why a configuration that is right by itself cannot take the place of the one that runs.
+/// Why a valid configuration cannot replace the active one.
 #[derive(Debug, thiserror::Error)]
-#[allow(missing_docs)]
 pub enum CarryOverError {
+    /// These keys changed, and a change of them needs a restart.
     #[error("{} cannot change while the gateway runs: restart it, or leave {} as before", .0.join(", "), pronoun(.0))]
     RestartRequired(Vec<String>),
+    /// These new certificates are expired or not yet valid: file and reason.
     #[error("{}", .0.join("\n"))]
     InvalidCertificates(Vec<String>),
 }
@@ -22,10 +24,10 @@ fn pronoun(keys: &[String]) -> &'static str {
 }
 
 impl CompiledConfig {
-    /// Takes over what is the same in the configuration before: connections and sessions go on.
+    /// Carry over what is equal in the previous configuration, so that upstream connections and TLS sessions continue.
     ///
     /// # Errors
-    /// It needs a restart, or shows certificates that clients would refuse.
+    /// A changed key needs a restart, or a new certificate is expired or not yet valid.
     pub fn carry_over(&mut self, previous: &CompiledConfig, now: Duration) -> Result<(), CarryOverError> {
         let changes = previous.restart_only_keys.changed_keys(&self.restart_only_keys);
         if !changes.is_empty() {
@@ -49,7 +51,7 @@ impl CompiledConfig {
         Ok(())
     }
 
-    /// The certificates for which it is too early or too late, and which are not shown already.
+    /// Return errors for certificates that are expired or not yet valid, except those that are already in use.
     fn expired_certificates(&self, previous: &CompiledConfig, now: Duration) -> Vec<String> {
         let shown: Vec<_> = previous.certificates().collect();
         let own = self.listeners.iter().filter_map(|listener| listener.tls.as_ref());
@@ -74,7 +76,7 @@ impl CompiledConfig {
             let Some(known) = previous.upstream_tls.iter().find(|known| tls.is_same_as(known)) else { continue };
             *tls = known.clone();
             let settings = self.upstreams.iter_mut().find(|settings| settings.name == tls.name);
-            // Nobody else has them yet.
+            // `get_mut` succeeds: the new settings are not shared yet.
             if let Some(settings) = settings.and_then(Arc::get_mut) {
                 tls.attach_tls(settings);
             }

@@ -1,5 +1,5 @@
-//! Tells when a file has new content. Whole folders are watched, so files that are renamed into place and swapped
-//! symlinks count; contents are compared, so nothing is told twice.
+//! File watcher: reports files with new content. It watches directories, so that files renamed into place and swapped
+//! symlinks are noticed, and compares contents, so that each change is reported once.
 
 use crate::config::file::FileSnapshot;
 use std::path::Path;
@@ -12,44 +12,44 @@ use std::time::Duration;
 use notify::{Event, RecommendedWatcher, RecursiveMode, Watcher as _};
 use tracing::warn;
 
-/// From the first sign of a change to the look at the files: writing them is done by then, and its many events are one.
+/// Delay from the first event to the comparison, so that a write in progress and its many events count as one change.
 const DEBOUNCE: Duration = Duration::from_millis(100);
 
-/// What is done with files when one of them has new content.
+/// Callback for a group of files of which at least one has new content.
 pub(crate) type OnChange = Box<dyn Fn(&[FileSnapshot]) + Send>;
 
-/// Watches as long as it lives.
+/// Handle of the watcher. Dropping it ends the watch.
 #[derive(Debug)]
 pub(crate) struct FileWatcher {
     _directories: RecommendedWatcher,
     wake: SyncSender<()>,
-    /// Whether at the next sign all files are taken for changed.
+    /// Treat all files as changed at the next wake-up.
     report_all: Arc<AtomicBool>,
 }
 
 impl FileWatcher {
-    /// Calls back for all files, whether they have changed or not.
+    /// Call the callbacks of all files, changed or not.
     pub(crate) fn report_all(&self) {
         self.report_all.store(true, Ordering::SeqCst);
         let _ = self.wake.try_send(());
     }
 }
 
-/// Calls back with files that belong together whenever one of them differs from what was last read, on a thread of its
-/// own. While one cannot be read, all stay as they were.
+/// Call the callback of a group of files, on a thread of its own, whenever one of them differs from its last content. A
+/// group is not reported while one of its files cannot be read.
 ///
 /// # Errors
-/// The system refuses to watch a folder.
+/// The system cannot watch a directory.
 pub(crate) fn watch(files: Vec<(Vec<FileSnapshot>, OnChange)>) -> Result<FileWatcher, notify::Error> {
     let (wake, wakes) = sync_channel(1);
     let report_all = Arc::<AtomicBool>::default();
-    // A file may have changed after it was read and before it was watched.
+    // Compare once at the start: a file may have changed between reading and watching.
     let _ = wake.try_send(());
     let on_event = wake.clone();
     let mut watcher = notify::recommended_watcher(move |event: notify::Result<Event>| {
-        // Reading a file is an event, too: acting on that would never end.
+        // Ignore access events: the comparison itself reads the files and would trigger the next one.
         if !event.is_ok_and(|event| event.kind.is_access()) {
-            // Where one sign waits already, another says nothing new.
+            // A full channel already has a wake-up.
             let _ = on_event.try_send(());
         }
     })?;
@@ -64,16 +64,16 @@ pub(crate) fn watch(files: Vec<(Vec<FileSnapshot>, OnChange)>) -> Result<FileWat
     Ok(FileWatcher { _directories: watcher, wake, report_all })
 }
 
-/// Compares all files at each sign, until the watcher is gone.
+/// Compare all files at each wake-up, until the watcher is dropped.
 fn watch_loop(files: Vec<(Vec<FileSnapshot>, OnChange)>, wakes: &Receiver<()>, watcher: &Weak<AtomicBool>) {
     let mut files: Vec<_> = files.into_iter().map(|(files, on_change)| (files, on_change, true)).collect();
     while wakes.recv().is_ok() {
         thread::sleep(DEBOUNCE);
-        // What came in the meantime is seen now.
+        // The comparison below covers a wake-up that arrived during the delay.
         let _ = wakes.try_recv();
         let Some(report_all) = watcher.upgrade().map(|all| all.swap(false, Ordering::SeqCst)) else { return };
         for (files, on_change, readable) in &mut files {
-            // What was done with the file before may have made it superfluous.
+            // The previous callback may have replaced this watcher, as a configuration reload does.
             if watcher.strong_count() == 0 {
                 return;
             }
@@ -88,9 +88,10 @@ fn watch_loop(files: Vec<(Vec<FileSnapshot>, OnChange)>, wakes: &Receiver<()>, w
                     }
                 }
                 Err((path, error)) => {
-                    // Once, however often its folder changes until it is back.
+                    // Log once until the file can be read again.
                     if std::mem::replace(readable, false) || report_all {
-                        warn!("{} cannot be read, what it said before stays in force: {error}", path.display());
+                        let file = path.display();
+                        warn!(%file, %error, "cannot read the file: its previous content stays in force");
                     }
                 }
             }
@@ -104,91 +105,93 @@ mod tests {
     use std::fs;
     use std::sync::mpsc::{RecvTimeoutError, channel};
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     #[test]
-    fn each_change_is_told_once_even_one_before_the_watch() {
+    fn each_change_is_reported_once_even_one_before_the_watch() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "one").unwrap();
         let read = FileSnapshot::read(&path).unwrap();
         fs::write(&path, "two").unwrap();
-        let (told, contents) = channel();
-        // Writing into the watched folder, as a log would, tells nothing.
+        let (reported, contents) = channel();
+        // Writing another file into the watched directory, as a log would, is not reported.
         let log = folder.path().join("log");
         let on_change = move |files: &[FileSnapshot]| {
             fs::write(&log, &files[0].content).unwrap();
-            told.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
+            reported.send(String::from_utf8(files[0].content.clone()).unwrap()).unwrap();
         };
         let watcher = watch(vec![(vec![read], Box::new(on_change))]).unwrap();
-        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "two");
+        assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "two");
         for content in ["two", "three"] {
             let new = folder.path().join("new");
             fs::write(&new, content).unwrap();
             fs::rename(&new, &path).unwrap();
         }
-        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three");
+        assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "three");
         watcher.report_all();
-        assert_eq!(contents.recv_timeout(PATIENCE).unwrap(), "three", "asked for, it is told again");
+        assert_eq!(contents.recv_timeout(TIMEOUT).unwrap(), "three", "`report_all` reports it again");
         drop(watcher);
-        assert_eq!(contents.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "the thread has ended");
+        assert_eq!(contents.recv_timeout(TIMEOUT), Err(RecvTimeoutError::Disconnected), "the thread has ended");
     }
 
     #[test]
-    fn files_that_belong_together_change_together() {
+    fn group_is_reported_only_when_all_files_can_be_read() {
         let folder = tempfile::tempdir().unwrap();
         let paths = ["one", "other"].map(|name| folder.path().join(name));
         paths.iter().for_each(|path| fs::write(path, "old").unwrap());
         let read = || paths.iter().map(|path| FileSnapshot::read(path).unwrap()).collect::<Vec<_>>();
         let before = read();
-        let (told, contents) = channel();
-        let on_change =
-            move |files: &[FileSnapshot]| told.send(files.iter().map(|file| file.content.clone()).collect()).unwrap();
+        let (reported, contents) = channel();
+        let on_change = move |files: &[FileSnapshot]| {
+            reported.send(files.iter().map(|file| file.content.clone()).collect()).unwrap()
+        };
         let watcher = watch(vec![(before, Box::new(on_change))]).unwrap();
-        // With one gone, the other's change waits.
+        // While one file is missing, the change of the other is not reported.
         fs::remove_file(&paths[0]).unwrap();
         fs::write(&paths[1], "new").unwrap();
         assert!(contents.recv_timeout(5 * DEBOUNCE).is_err());
-        fs::write(folder.path().join("passing"), "new").unwrap();
-        fs::rename(folder.path().join("passing"), &paths[0]).unwrap();
-        let both: Vec<Vec<u8>> = contents.recv_timeout(PATIENCE).unwrap();
+        fs::write(folder.path().join("renamed"), "new").unwrap();
+        fs::rename(folder.path().join("renamed"), &paths[0]).unwrap();
+        let both: Vec<Vec<u8>> = contents.recv_timeout(TIMEOUT).unwrap();
         assert_eq!(both, [b"new", b"new"]);
         drop(watcher);
     }
 
     #[test]
-    fn looking_at_a_file_is_no_reason_to_look_again() {
+    fn reading_a_file_does_not_trigger_another_comparison() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("file");
         fs::write(&path, "one").unwrap();
-        let (look, looks) = channel();
+        let (access, accesses) = channel();
         let mut witness = notify::recommended_watcher(move |event: notify::Result<Event>| {
             if event.unwrap().kind.is_access() {
-                let _ = look.send(());
+                let _ = access.send(());
             }
         })
         .unwrap();
         witness.watch(folder.path(), RecursiveMode::NonRecursive).unwrap();
         let watcher = watch(vec![(vec![FileSnapshot::read(&path).unwrap()], Box::new(|_| {}))]).unwrap();
-        looks.recv_timeout(PATIENCE).unwrap();
-        let more = std::iter::from_fn(|| looks.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
-        assert!(more < 20, "it comes to an end");
+        accesses.recv_timeout(TIMEOUT).unwrap();
+        let more = std::iter::from_fn(|| accesses.recv_timeout(3 * DEBOUNCE).ok()).take(20).count();
+        assert!(more < 20, "the watcher stops reading");
         drop(watcher);
     }
 
     #[test]
-    fn a_file_that_is_gone_is_one_line_in_the_log() {
+    fn missing_file_is_logged_once() {
         let folder = tempfile::tempdir().unwrap();
-        let (path, log) = (folder.path().join("file"), folder.path().join("log"));
+        let path = folder.path().join("file");
+        let log = folder.path().join("log");
         let gone = FileSnapshot { path: path.clone(), content: Vec::new() };
-        let (sign, signs) = sync_channel(4);
-        // Each look takes two of them.
-        (0..4).for_each(|_| sign.send(()).unwrap());
-        drop(sign);
+        let (wake, wakes) = sync_channel(4);
+        // Each round of the loop takes two wake-ups.
+        (0..4).for_each(|_| wake.send(()).unwrap());
+        drop(wake);
         let lines = tracing_subscriber::fmt().with_writer(std::sync::Arc::new(fs::File::create(&log).unwrap()));
         tracing::subscriber::with_default(lines.finish(), || {
             let watcher = Arc::<AtomicBool>::default();
-            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &signs, &Arc::downgrade(&watcher));
+            watch_loop(vec![(vec![gone], Box::new(|_| panic!("nothing was read")))], &wakes, &Arc::downgrade(&watcher));
         });
         let log = fs::read_to_string(log).unwrap();
         assert_eq!(log.matches(path.to_str().unwrap()).count(), 1, "{log}");

@@ -1,5 +1,5 @@
-//! Follows the configuration and the files that it names while the gateway runs: the good new one takes effect at
-//! once, from a bad one the old stays in force.
+//! Reload of changed files: the configuration, and the keys, consumers and certificates that it names. An invalid file
+//! leaves the previous content in force.
 
 use std::fmt::Display;
 use std::sync::Arc;
@@ -14,22 +14,23 @@ use crate::limiter::clock;
 use crate::snapshot::CompiledConfig;
 use crate::snapshot::current::{ConfigHandle, ReloadCause};
 
-/// Follows the files of what is in force as long as the result lives; none if the system refuses to watch a folder.
+/// Watch the files of the active configuration until the result is dropped. Return `None`, and log, if a directory
+/// cannot be watched.
 pub(crate) fn watch_files(configuration: &Arc<ConfigHandle>) -> Option<FileWatcher> {
     let watcher = watch(watched_files(configuration));
-    let watcher = watcher.map_err(|error| warn!("changes of files are not seen, SIGHUP reads them again: {error}"));
+    let watcher = watcher.map_err(|error| warn!(%error, "cannot watch files for changes: reload with SIGHUP"));
     watcher.ok()
 }
 
 fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, OnChange)> {
     let config = &configuration.active().config;
     let mut files: Vec<(Vec<FileSnapshot>, OnChange)> = Vec::new();
-    // First: when it takes effect, the others are read with it.
+    // The configuration comes first: a successful reload reads the other files as well and ends this watch.
     let reload = {
         let configuration = configuration.clone();
         move |files: &[FileSnapshot]| {
             if !configuration.is_last_attempt(&files[0].content) {
-                // How it went is told by whoever does it.
+                // The reload thread logs the result.
                 let _ = configuration.reload(ReloadCause::FileChanged).blocking_recv();
             }
         }
@@ -39,7 +40,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         let config = config.clone();
         let reload = move |files: &[FileSnapshot]| {
             let keys = KeySet::parse(&files[0].content).map(|keys| config.verifier.keys.store(Arc::new(keys)));
-            log_result(&files[0], "the keys before stay in force", keys);
+            log_result(&files[0], keys);
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
@@ -48,7 +49,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
         let reload = move |files: &[FileSnapshot]| {
             let file = &files[0];
             let read = config.reload_consumers(&file.path, &file.content, &|name| std::env::var(name).ok());
-            log_result(file, "the consumers before stay", read);
+            log_result(file, read);
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
@@ -58,7 +59,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
             let now = Duration::from_micros(clock::unix_us());
             let read = config.upstream_tls[index].reload(files, now);
             let file = read.as_ref().map_or_else(|(file, _)| *file, |()| &files[0]);
-            log_result(file, "what was there before stays in force", read.map_err(|(_, error)| error));
+            log_result(file, read.map_err(|(_, error)| error));
         };
         files.push((tls.files(), Box::new(reload)));
     }
@@ -68,7 +69,7 @@ fn watched_files(configuration: &Arc<ConfigHandle>) -> Vec<(Vec<FileSnapshot>, O
     files
 }
 
-/// The files of one listener.
+/// Add the certificate and CA files of a listener.
 fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Vec<(Vec<FileSnapshot>, OnChange)>) {
     let Some(tls) = &config.listeners[index].tls else { return };
     for (certificate_index, pair) in tls.certificates.iter().enumerate() {
@@ -77,24 +78,26 @@ fn watch_listener_tls(config: &Arc<CompiledConfig>, index: usize, files: &mut Ve
             let Some(tls) = &config.listeners[index].tls else { return };
             let now = Duration::from_micros(clock::unix_us());
             let read = tls.reload_certificate(certificate_index, &files[0].content, &files[1].content, now);
-            log_result(&files[0], "the certificate before stays in force", read);
+            log_result(&files[0], read);
         };
         files.push((pair.to_vec(), Box::new(reload)));
     }
     if let Some((file, auth)) = &tls.client_ca {
-        let (config, auth) = (config.clone(), *auth);
+        let config = config.clone();
+        let auth = *auth;
         let reload = move |files: &[FileSnapshot]| {
             let Some(tls) = &config.listeners[index].tls else { return };
             let read = tls.reload_client_ca(&files[0].content, auth);
-            log_result(&files[0], "the authorities before stay in force", read);
+            log_result(&files[0], read);
         };
         files.push((vec![file.clone()], Box::new(reload)));
     }
 }
 
-fn log_result(file: &FileSnapshot, consequence: &str, result: Result<(), impl Display>) {
+fn log_result(file: &FileSnapshot, result: Result<(), impl Display>) {
+    let file = file.path.display();
     match result {
-        Ok(()) => info!("reloaded {}", file.path.display()),
-        Err(error) => warn!("{} is not used, {consequence}: {error}", file.path.display()),
+        Ok(()) => info!(%file, "file reloaded"),
+        Err(error) => warn!(%file, %error, "cannot reload the file: its previous content stays in force"),
     }
 }
