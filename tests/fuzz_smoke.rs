@@ -106,7 +106,7 @@ fn fuzz(name: &str, examples: &[&[u8]], tokens: &[&str], target: fn(&[u8])) {
         }
         other => panic!("{name}: {other:?}"),
     }
-    println!("row 39: {name}, {} runs, 0 findings", runs.get());
+    println!("fault 39: {name}, {} runs, 0 findings", runs.get());
     assert!(runs.get() >= 50, "{name}: {} runs only", runs.get());
 }
 

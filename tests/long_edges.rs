@@ -1,4 +1,5 @@
-//! Slow clients, floods of HTTP/2, many idle connections and large bodies: rows 30 to 33, with `LONG=1` in full size.
+//! Slow clients, HTTP/2 floods, many idle connections and large bodies: faults 30 to 33 in docs/testing.md, in full size
+//! with `LONG=1`.
 
 #![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
 
@@ -25,7 +26,7 @@ use support::{PATIENCE, eventually};
 
 const MIB: u64 = 1 << 20;
 
-/// How much of a row is run: all of it, or what everybody has time for.
+/// Return the size of a test: the full one with `LONG=1`, else one that takes seconds.
 fn size(long: usize, short: usize) -> usize {
     if std::env::var_os("LONG").is_some() { long } else { short }
 }
@@ -51,7 +52,7 @@ fn growth(gateway: &Gateway, before: u64, what: &str, mut done: impl FnMut() -> 
 }
 
 #[test]
-fn row_30_slow_clients_are_closed_and_hold_little() {
+fn slow_clients_are_closed_and_hold_little_memory() {
     let count = size(200, 100);
     let ended = Arc::<AtomicUsize>::default();
     let record = ended.clone();
@@ -69,7 +70,7 @@ fn row_30_slow_clients_are_closed_and_hold_little() {
     let gateway = Gateway::start(&config("body_idle_timeout = \"2s\"", upstream));
     let over = |what: &str, streams: usize, before: u64| {
         let each = growth(&gateway, before, what, || ended.load(Ordering::SeqCst) == streams) / streams as u64;
-        println!("row 30: {what}: {streams} closed, {} KiB held for each", each >> 10);
+        println!("fault 30: {what}: {streams} closed, {} KiB held for each", each >> 10);
         assert!(each <= 256 << 10, "{what}: {each} bytes");
         ended.store(0, Ordering::SeqCst);
     };
@@ -186,13 +187,13 @@ fn attack(address: SocketAddr, flood: Flood, stop: &AtomicBool) {
 }
 
 #[test]
-fn row_31_floods_of_frames_do_little() {
+fn http2_floods_take_little_memory_and_delay_others_little() {
     let time = Duration::from_millis(size(10_000, 700) as u64);
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config("", upstream.address));
     p99(&gateway, time);
     let quiet = p99(&gateway, time);
-    println!("row 31: nothing else: p99 {quiet:.2} ms");
+    println!("fault 31: nothing else: p99 {quiet:.2} ms");
     let mut comparison = quiet;
     for flood in FLOODS {
         let before = gateway.memory();
@@ -206,7 +207,7 @@ fn row_31_floods_of_frames_do_little() {
             stop.store(true, Ordering::Relaxed);
             (honest.join().unwrap(), grown)
         });
-        println!("row 31: {}: p99 {p99:.2} ms, {:.1} MiB more", flood.0, grown as f64 / MIB as f64);
+        println!("fault 31: {}: p99 {p99:.2} ms, {:.1} MiB more", flood.0, grown as f64 / MIB as f64);
         if flood.0.starts_with("requests") {
             // Two cores, two busy clients: what is left is for others, whatever the two send.
             comparison = p99.max(quiet);
@@ -235,7 +236,7 @@ fn tls_client() -> Arc<rustls::ClientConfig> {
 }
 
 #[test]
-fn row_32_idle_connections_are_small() {
+fn idle_connections_take_little_memory() {
     let nobody = "127.0.0.1:1".parse().unwrap();
     let server = "max_connections = 11000\nidle_timeout = \"1h\"";
     let client = tls_client();
@@ -280,7 +281,7 @@ fn row_32_idle_connections_are_small() {
             let before = gateway.memory();
             crowd.extend((0..count).map(|_| open()));
             let each = gateway.memory().saturating_sub(before) / count as u64;
-            println!("row 32: {what}: {count} idle connections, {:.1} KiB each", each as f64 / 1024.0);
+            println!("fault 32: {what}: {count} idle connections, {:.1} KiB each", each as f64 / 1024.0);
             if each > most << 10 {
                 wrong.push(format!("{what}: {each} bytes each of {count}"));
             }
@@ -330,7 +331,7 @@ fn read_slowly(stream: &mut impl Read, mib: u64) -> Vec<u8> {
 }
 
 #[test]
-fn row_33_large_bodies_pass_through() {
+fn large_bodies_are_streamed_in_little_memory() {
     let mib = size(2048, 64) as u64;
     let (tell, uploads) = channel();
     let upstream = serve(move |mut stream| {
@@ -371,7 +372,7 @@ fn row_33_large_bodies_pass_through() {
             }
             (transfer.join().unwrap(), uploads.recv_timeout(PATIENCE).unwrap(), grown)
         });
-        println!("row 33: {what}: {mib} MiB in {:?}, {:.1} MiB more", begun.elapsed(), grown as f64 / MIB as f64);
+        println!("fault 33: {what}: {mib} MiB in {:?}, {:.1} MiB more", begun.elapsed(), grown as f64 / MIB as f64);
         assert_eq!(ours, theirs, "{what}: the same bytes");
         assert!(grown <= 32 * MIB, "{what}: {grown} bytes more");
     }

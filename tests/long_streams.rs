@@ -1,5 +1,5 @@
-//! Row 34: events on many streams at once, server-sent ones and WebSockets, and when their clients see them. `LONG=1`
-//! runs it in full size.
+//! The delay of events on many concurrent streams, server-sent events and WebSockets: fault 34 in docs/testing.md, in
+//! full size with `LONG=1`.
 
 #![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
 
@@ -134,7 +134,7 @@ async fn ages(address: SocketAddr, began: Instant) -> [(Kind, f64, f64); 2] {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn row_34_events_are_seen_when_they_are_sent() {
+async fn events_reach_clients_when_they_are_sent() {
     let upstream = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = upstream.local_addr().unwrap();
     let began = Instant::now();
@@ -152,7 +152,7 @@ async fn row_34_events_are_seen_when_they_are_sent() {
     let (count, _) = size();
     for ((kind, p50, p99), (_, bare_p50, bare_p99)) in through.into_iter().zip(direct) {
         println!(
-            "row 34: {count} {kind:?} streams beside as many others: p50 {p50:.2} ms, p99 {p99:.2} ms; \
+            "fault 34: {count} {kind:?} streams beside as many others: p50 {p50:.2} ms, p99 {p99:.2} ms; \
              without the gateway {bare_p50:.2} ms, {bare_p99:.2} ms: p99 × {:.1}",
             p99 / bare_p99
         );

@@ -1,6 +1,6 @@
-//! What hyper does by itself with hostile bytes: what we build on, and what we add because it leaves it to us.
+//! What hyper does by itself with hostile bytes: the behaviour that the gateway relies on, and the gaps that it fills.
 //!
-//! A row that fails after an update of hyper says what to look at again.
+//! A case that fails after an update of hyper names the code of the gateway to review.
 
 #![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
 

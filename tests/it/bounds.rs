@@ -18,7 +18,7 @@ use sluicegate::limiter::redis::ServerStore;
 use sluicegate::limiter::verdict::{Charge, CounterStore, Operation};
 
 #[test]
-fn identities_take_no_memory_of_the_gateway_and_every_key_expires() {
+fn many_identities_take_bounded_memory_and_every_key_expires() {
     const CLIENTS: usize = 8;
     const BATCH: usize = 100;
     /// Of the whole process, what it holds before the first request included.
@@ -61,13 +61,16 @@ fn identities_take_no_memory_of_the_gateway_and_every_key_expires() {
     });
     let memory = gateway.memory();
     let (keys, expiring) = redis.keyspace();
-    println!("row 35: {identities} identities, {} MiB in the gateway, {expiring} of {keys} keys expire", memory >> 20);
+    println!(
+        "fault 35: {identities} identities, {} MiB in the gateway, {expiring} of {keys} keys expire",
+        memory >> 20
+    );
     assert_eq!((keys, expiring), (identities as u64, identities as u64));
     assert!(memory <= MOST, "{memory} bytes");
 }
 
 #[test]
-fn the_clocks_of_gateways_change_no_decision() {
+fn skewed_gateway_clocks_change_no_decision() {
     let redis = Redis::start();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let (hour, window) = (3600 * SECOND as i64, 3650 * 86_400 * SECOND);
@@ -96,11 +99,11 @@ fn the_clocks_of_gateways_change_no_decision() {
         }
         calls.len()
     });
-    println!("row 36: 0 of {} decisions changed by clocks that are off", decisions.get());
+    println!("fault 36: 0 of {} decisions changed by clocks that are off", decisions.get());
 }
 
 #[tokio::test]
-async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_a_full_state() {
+async fn redis_clock_set_back_locks_out_no_longer_than_a_full_state() {
     const MINUTE: u64 = 60 * SECOND;
     let redis = Redis::start();
     let stores = Stores::new(&redis, "back");
@@ -132,12 +135,12 @@ async fn a_redis_whose_clock_goes_back_an_hour_locks_nobody_out_for_longer_than_
             assert_eq!(ask(1, 11).await.status, Status::Ok, "{name}: it ends");
             longest = longest.max(locked_out.retry_us);
         }
-        println!("row 36: {name}, a lock-out of {} s at most after a step back of an hour", longest / SECOND);
+        println!("fault 36: {name}, a lock-out of {} s at most after a step back of an hour", longest / SECOND);
     }
 }
 
 #[test]
-fn two_gateways_without_their_store_admit_what_the_manual_says() {
+fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
     const LIMIT: u64 = 51;
     // Rounded up, of both gateways.
     const SHARES: u64 = 52;
@@ -202,7 +205,7 @@ fn two_gateways_without_their_store_admit_what_the_manual_says() {
             _ => (SHARES as f64 * seconds / WINDOW as f64).ceil() as u64,
         };
         let most = 2 * LIMIT + back + 2;
-        println!("row 37: {algorithm:?}, {admitted} admitted in {seconds:.1} s of at most {most}");
+        println!("fault 37: {algorithm:?}, {admitted} admitted in {seconds:.1} s of at most {most}");
         assert!(admitted <= most, "{algorithm:?}");
         assert!(admitted >= 2 * LIMIT, "{algorithm:?}: the local share is given, {admitted}");
     }

@@ -13,12 +13,12 @@
 //! | the TTL is shorter than the refill: a fresh burst too early | `a_key_outlives_the_refill_of_its_bucket` |
 //! | a month is 30 days, a week starts on Thursday | `a_month_has_its_own_days` |
 //! | one limit denies, the other is charged | `a_denied_request_is_charged_nowhere` in `limits.rs` |
-//! | the reply is lost and the call is sent again: charged twice | `a_call_whose_reply_is_lost_is_charged_once` in `distributed.rs` |
-//! | a script that Redis has forgotten becomes an error | `forgotten_scripts_are_sent_again` in `distributed.rs` |
-//! | Retry-After is rounded down: the polite client is denied again | `who_waits_as_long_as_he_is_told_is_admitted` in `limits.rs` |
+//! | the reply is lost and the call is sent again: charged twice | `call_without_reply_is_charged_once` in `distributed.rs` |
+//! | a script that Redis has forgotten becomes an error | `script_flush_under_load_causes_no_error` in `distributed.rs` |
+//! | Retry-After is rounded down: the polite client is denied again | `client_that_waits_for_retry_after_is_admitted` in `limits.rs` |
 //! | a refund after the window makes a negative key that never expires | `a_late_refund_makes_no_key` |
 //! | the gateway dies, and what was in flight counts for ever | `a_gateway_that_dies_frees_its_slots_when_their_leases_end` in `concurrency.rs` |
-//! | the store is down: errors for everyone, or seconds of waiting | `without_redis_each_limit_does_what_it_says` and `a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed` in `distributed.rs`, `a_busy_redis_is_no_error_for_clients` |
+//! | the store is down: errors for everyone, or seconds of waiting | `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies` in `distributed.rs`, `a_busy_redis_is_no_error_for_clients` |
 //! | the identity's text is in the key: identities collide | `no_two_identities_share_a_key`, and `hostile_identities_have_buckets_of_their_own` in `identity.rs` |
 
 use std::collections::HashMap;

@@ -53,7 +53,7 @@ fn two_gateways_admit_exactly_the_limit() {
 }
 
 #[test]
-fn two_gateways_admit_exactly_the_limit_over_both_protocols() {
+fn two_gateways_admit_exactly_the_limit_over_http1_and_http2() {
     const RUNS: usize = 20;
     let redis = Redis::start();
     let limit = "by = \"api-key\"\nquota = \"100/24h\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"";
@@ -70,7 +70,7 @@ fn two_gateways_admit_exactly_the_limit_over_both_protocols() {
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, (100, 4900, 0), "run {run}: admitted, denied, store errors");
     }
-    println!("row 14: exactly 100 of 5000 in {RUNS} of {RUNS} runs");
+    println!("fault 14: exactly 100 of 5000 in {RUNS} of {RUNS} runs");
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn scripts_are_loaded_when_a_connection_is_made() {
 }
 
 #[test]
-fn forgotten_scripts_are_sent_again() {
+fn script_flush_under_load_causes_no_error() {
     let redis = Redis::start();
     let gateway =
         Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"200/24h\"\nalgorithm = \"fixed-window\""));
@@ -188,12 +188,12 @@ fn forgotten_scripts_are_sent_again() {
         let statuses = load(&[gateway.address], 16, 1600, "/r", &[]);
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
         assert_eq!((count(&statuses, 200), count(&statuses, 429)), (200, 1400), "no errors, an exact count");
-        println!("row 20: 0 errors, exactly 200 of 1600");
+        println!("fault 20: 0 errors, exactly 200 of 1600");
     });
 }
 
 #[test]
-fn without_redis_each_limit_does_what_it_says() {
+fn without_redis_each_limit_follows_on_store_error() {
     let nowhere = format!("redis://127.0.0.1:{}", free_port());
     for (on_error, instances, expected) in
         [("deny", 1, (0, 0, 40)), ("allow", 1, (40, 0, 0)), ("local", 1, (20, 20, 0)), ("local", 4, (5, 35, 0))]
@@ -226,7 +226,7 @@ fn the_log_says_why_redis_cannot_be_used() {
 }
 
 #[test]
-fn a_call_whose_reply_is_lost_is_charged_once() {
+fn call_without_reply_is_charged_once() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
     // One worker: another could still be connecting when replies are lost, and open the breaker.
@@ -252,7 +252,7 @@ fn a_call_whose_reply_is_lost_is_charged_once() {
     let keys = redis.keys();
     let key = keys.iter().find(|key| !key.contains("~probe")).unwrap();
     assert_eq!(redis.state(key)[1], 3, "each was charged once");
-    println!("row 22: 2 of 2 calls without a reply charged once");
+    println!("fault 22: 2 of 2 calls without a reply charged once");
 }
 
 #[test]
@@ -291,7 +291,7 @@ fn a_redis_that_comes_back_is_used_again() {
 }
 
 #[test]
-fn a_stopped_redis_costs_a_deadline_and_no_answer_is_crossed() {
+fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
     let redis = Redis::start();
     let limits = "[limit.l]\nby = \"header:x-id\"\nquota = \"100000/24h\"\nalgorithm = \"fixed-window\"\non_store_error = \"allow\"\n";
     let gateway = Gateway::start(&format!(

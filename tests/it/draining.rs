@@ -1,5 +1,5 @@
-//! SIGTERM with 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams fails none (row 27), SIGTERM while
-//! connections keep coming has an end, and connections in the listen backlog are served.
+//! SIGTERM: 200 requests in flight over HTTP/1.1, HTTP/2 and as event streams finish (fault 27 in docs/testing.md), new
+//! connections do not delay the end, and connections in the listen backlog are served.
 
 use std::io::Write;
 use std::net::TcpStream;
@@ -93,13 +93,13 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
         let whole = rest.ends_with(b"data: two\r\n\n\r\n0\r\n\r\n");
         failed += usize::from(head.status != 200 || !whole);
     }
-    println!("row 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
+    println!("fault 27: {} in flight, {failed} failed", HTTP1 + HTTP2 + EVENTS);
     assert_eq!(failed, 0);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
 }
 
 #[test]
-fn clients_that_keep_connecting_do_not_keep_it_from_ending() {
+fn new_connections_do_not_delay_the_end_after_sigterm() {
     let mut gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", says("x")));
     let (address, over, tries) = (gateway.address.into(), AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {

@@ -1,4 +1,5 @@
-//! Limits of size, number and time at the edge, and answers that come before the request is read. Rows 8, 28 and 29.
+//! Limits of size, number and time at the listener, and responses that come before the request was read: faults 8, 28
+//! and 29 in docs/testing.md.
 
 #![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
 
@@ -107,7 +108,7 @@ fn of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
 }
 
 #[test]
-fn row_8_who_uploads_reads_why_it_was_denied() {
+fn uploading_client_reads_the_429() {
     let upstream = Upstream::start();
     let clear = Gateway::start(&routes(upstream.address, ""));
     let secure = Gateway::start(&format!("{}{}", routes(upstream.address, ""), over_tls()));
@@ -121,10 +122,10 @@ fn row_8_who_uploads_reads_why_it_was_denied() {
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
         is_read(&upload(&mut stream, "/limited", index % 2 == 0), 429)
     });
-    println!("row 8: HTTP/1.1: {read} of 100");
+    println!("fault 8: HTTP/1.1: {read} of 100");
     assert_eq!(read, 100);
     let read = of_100(|index| is_read(&upload(&mut tls(secure.address), "/limited", index % 2 == 0), 429));
-    println!("row 8: TLS: {read} of 100");
+    println!("fault 8: TLS: {read} of 100");
     assert_eq!(read, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     for (what, gateway) in [("clear", &clear), ("TLS", &secure)] {
@@ -135,7 +136,7 @@ fn row_8_who_uploads_reads_why_it_was_denied() {
             }
             clients.join_all().await.into_iter().filter(|status| *status == Some(429)).count()
         });
-        println!("row 8: HTTP/2, {what}: {read} of 100");
+        println!("fault 8: HTTP/2, {what}: {read} of 100");
         assert_eq!(read, 100);
     }
     assert_eq!(upstream.count(), 0);
@@ -165,7 +166,7 @@ async fn upload_by_http_2(address: SocketAddr, secure: bool) -> Option<u16> {
 }
 
 #[test]
-fn row_8_every_early_answer_is_read() {
+fn uploading_client_reads_every_early_response() {
     let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
     let early = serve(|mut stream| {
         // An upstream that answers at once, and closes.
@@ -398,13 +399,13 @@ fn few_files(what: &str, server: &str) {
     let left = Instant::now();
     assert_eq!(gateway.get("/").status, 200, "{what}: a new client");
     let recovered = left.elapsed();
-    println!("row 28: {what}: {:.1} % of a core, recovered in {recovered:?}", share * 100.0);
+    println!("fault 28: {what}: {:.1} % of a core, recovered in {recovered:?}", share * 100.0);
     assert!(share <= 0.2, "{what}: {share} of a core");
     assert!(recovered < Duration::from_secs(2) + LATE, "{what}: {recovered:?}");
 }
 
 #[test]
-fn row_28_when_files_run_out_the_gateway_stays_calm() {
+fn gateway_out_of_descriptors_uses_little_cpu_and_recovers() {
     few_files("the default of max_connections", "");
     few_files("more connections than files", "[server]\nmax_connections = 1000\n");
 }
@@ -434,7 +435,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
 }
 
 #[test]
-fn row_29_who_never_finishes_a_head_is_closed_at_the_deadline() {
+fn incomplete_head_closes_the_connection_at_header_timeout() {
     let deadline = Duration::from_secs(1);
     let server = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
     let clear = Gateway::start(&format!("{server}{HELLO}"));
@@ -462,7 +463,7 @@ fn row_29_who_never_finishes_a_head_is_closed_at_the_deadline() {
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     });
     for (what, time) in times {
-        println!("row 29: {what}: closed after {time:?}");
+        println!("fault 29: {what}: closed after {time:?}");
         assert!(time >= deadline.mul_f64(0.9), "{what}: closed after {time:?}, too early");
         assert!(time <= deadline.mul_f64(1.1) + LATE, "{what}: closed after {time:?}, too late");
     }

@@ -1,4 +1,4 @@
-//! What becomes of requests when Redis answers with errors, or with no verdict, or hangs: row 19 of the faults.
+//! Redis replies with errors or with something that is no verdict, or hangs: fault 19 in docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
@@ -98,7 +98,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
 }
 
 #[test]
-fn a_call_that_was_turned_away_is_made_again_and_charged_once() {
+fn retryable_error_is_retried_and_charged_once() {
     for text in PASSING {
         let (left, granted) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
         let (turn_away, grant) = (left.clone(), granted.clone());
@@ -121,12 +121,12 @@ fn a_call_that_was_turned_away_is_made_again_and_charged_once() {
         assert_eq!(said(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
         let connections = if text.starts_with("READONLY") { 2 } else { 1 };
         assert_eq!(fake.connections(), connections, "a replica is left for the master at the same address: {text}");
-        println!("row 19: {text}: made again, charged once");
+        println!("fault 19: {text}: made again, charged once");
     }
 }
 
 #[test]
-fn a_call_that_was_turned_away_and_then_gets_no_reply_is_not_made_again() {
+fn retried_call_without_reply_is_not_sent_again() {
     let turned_away = AtomicBool::new(false);
     let fake = FakeRedis::start(move |command| match command {
         _ if !command.is_script() || command.is_probe() => Answer::Usual,
@@ -139,7 +139,7 @@ fn a_call_that_was_turned_away_and_then_gets_no_reply_is_not_made_again() {
 }
 
 #[test]
-fn scripts_that_are_missed_and_boundaries_that_are_stale_are_sent_once_more() {
+fn noscript_and_stale_window_boundaries_are_sent_once_more() {
     let fake =
         FakeRedis::start(
             |command| if command.is("EVALSHA") { error("NOSCRIPT No matching script.") } else { Answer::Usual },
@@ -159,11 +159,11 @@ fn scripts_that_are_missed_and_boundaries_that_are_stale_are_sent_once_more() {
     assert_eq!(gateway.get("/r").status, 200);
     let sent: Vec<_> = fake.calls().iter().map(|call| call.words[4..].to_vec()).collect();
     assert!(sent.len() == 2 && sent[0] != sent[1], "with boundaries of then: {sent:?}");
-    println!("row 19: NOSCRIPT, RLSTALE: sent once more");
+    println!("fault 19: NOSCRIPT, RLSTALE: sent once more");
 }
 
 #[test]
-fn a_store_that_answers_no_call_is_given_up_and_said_once() {
+fn persistent_errors_open_the_breaker_and_are_logged_once() {
     let lasting = [
         "MOVED 866 127.0.0.1:7001",
         "ASK 866 127.0.0.1:7001",
@@ -224,11 +224,11 @@ fn is_given_up_and_said_once(reply: &str, reason: &str) {
     *fault.lock().unwrap() = None;
     decides(&gateway);
     eventually("it is said", || said(&gateway, "the store answers again") == 1);
-    println!("row 19: {reason}: given up, said once, used again");
+    println!("fault 19: {reason}: given up, said once, used again");
 }
 
 #[test]
-fn half_of_the_calls_that_fail_are_too_many() {
+fn breaker_opens_when_half_of_the_calls_fail() {
     let calls = AtomicUsize::new(0);
     let fake = FakeRedis::start(move |command| {
         let odd = || calls.fetch_add(1, Ordering::SeqCst) % 2 == 1;
@@ -247,7 +247,7 @@ fn half_of_the_calls_that_fail_are_too_many() {
 }
 
 #[test]
-fn a_store_that_takes_no_writes_is_asked_all_the_same() {
+fn store_that_rejects_writes_still_decides_denials() {
     let script = "script: ee5bed0f6963e93a14eebfb64f07c299c1b4313f, on @user_script:1.";
     for text in [
         format!("OOM command not allowed when used memory > 'maxmemory'. {script}"),
@@ -293,12 +293,12 @@ fn a_store_that_takes_no_writes_is_asked_all_the_same() {
         full.store(true, Ordering::SeqCst);
         ask(&gateway, "/allow", "a");
         eventually("the next change is said as well", || said(&gateway, "the store takes no writes") == 2);
-        println!("row 19: {text}: as on_store_error says, denials by the store, said once");
+        println!("fault 19: {text}: as on_store_error says, denials by the store, said once");
     }
 }
 
 #[test]
-fn an_identity_whose_state_is_broken_is_refused_and_no_other() {
+fn broken_state_rejects_its_identity_and_no_other() {
     for text in [
         "WRONGTYPE Operation against a key holding the wrong kind of value script: ee5bed, on @user_script:1.",
         "ERR user_script:1: attempt to perform arithmetic on a nil value script: ee5bed, on @user_script:1.",
@@ -330,12 +330,12 @@ fn an_identity_whose_state_is_broken_is_refused_and_no_other() {
         assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
         assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
         assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
-        println!("row 19: {text}: 503 for one identity");
+        println!("fault 19: {text}: 503 for one identity");
     }
 }
 
 #[test]
-fn a_real_server_says_it_in_these_words() {
+fn errors_of_a_real_redis_are_handled_alike() {
     let redis = Redis::start();
     let gateway = gateway(&redis.url(), "300ms");
     let mut connection = redis.connection();
@@ -400,7 +400,7 @@ fn a_real_server_says_it_in_these_words() {
 }
 
 #[test]
-fn a_server_that_turns_connections_away_sees_two_a_second() {
+fn server_that_closes_connections_receives_two_per_second() {
     let accepted = Arc::<AtomicUsize>::default();
     let count = accepted.clone();
     let address = crate::support::upstream::serve(move |stream| {
@@ -418,7 +418,7 @@ fn a_server_that_turns_connections_away_sees_two_a_second() {
 }
 
 #[test]
-fn a_server_that_stays_a_replica_sees_few_connections() {
+fn server_that_stays_a_replica_receives_few_connections() {
     let (fake, fault) = faulty();
     let gateway = gateway(&fake.url(), "5s");
     decides(&gateway);
@@ -436,7 +436,7 @@ fn a_server_that_stays_a_replica_sees_few_connections() {
 }
 
 #[test]
-fn a_connection_that_is_not_made_in_time_is_given_up() {
+fn connection_not_established_in_time_is_abandoned() {
     let fake = FakeRedis::start(|command| {
         let hangs = command.connection == 1 && command.is("SCRIPT");
         if hangs { Answer::Silence } else { Answer::Usual }
@@ -446,7 +446,7 @@ fn a_connection_that_is_not_made_in_time_is_given_up() {
 }
 
 #[test]
-fn a_connection_that_breaks_costs_its_calls_and_is_replaced() {
+fn broken_connection_fails_its_calls_and_is_replaced() {
     let fake = FakeRedis::start(|command| {
         let breaks = command.connection == 1 && command.is_script() && !command.is_probe();
         if breaks { Answer::Close } else { Answer::Usual }
@@ -510,7 +510,7 @@ async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
 }
 
 #[tokio::test]
-async fn a_node_of_a_cluster_may_refer_to_others_as_often_as_it_likes() {
+async fn redirects_of_a_cluster_node_do_not_open_its_breaker() {
     let fake =
         FakeRedis::start(|command| if command.is_script() { error("MOVED 866 127.0.0.1:7001") } else { Answer::Usual });
     let timeout = Duration::from_secs(60);

@@ -74,7 +74,7 @@ const BROKEN: &[(&str, &str, &[u8], u16)] = &[
 ];
 
 #[test]
-fn broken_and_huge_heads_are_refused_without_memory() {
+fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let line =
@@ -130,7 +130,7 @@ fn broken_and_huge_heads_are_refused_without_memory() {
     let grown = gateway.memory().saturating_sub(before);
     assert_eq!(upstream.heads.lock().unwrap().len(), 0, "nothing is forwarded");
     assert_eq!(gateway.get("/").status, 200);
-    println!("row 3: {refused} heads refused, {} KiB more memory", grown >> 10);
+    println!("fault 3: {refused} heads refused, {} KiB more memory", grown >> 10);
     assert!(grown <= 4 << 20, "{grown} bytes more");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
 }
@@ -220,7 +220,7 @@ const HOSTS: &[Case] = &[
 ];
 
 #[test]
-fn the_upstream_sees_the_host_and_the_path_that_were_routed_on() {
+fn upstream_receives_the_host_and_path_that_were_routed_on() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let (mut forwarded, mut refused) = (0, 0);
@@ -242,5 +242,7 @@ fn the_upstream_sees_the_host_and_the_path_that_were_routed_on() {
             }
         }
     }
-    println!("row 4: {forwarded} forwarded with the host that was routed on, {refused} refused, 0 odd ones forwarded");
+    println!(
+        "fault 4: {forwarded} forwarded with the host that was routed on, {refused} refused, 0 odd ones forwarded"
+    );
 }

@@ -354,7 +354,7 @@ const PSEUDO: &[(&str, &str, &[Field<'_>], End)] = &[
 ];
 
 #[test]
-fn malformed_requests_end_their_streams_and_go_no_further() {
+fn malformed_http2_requests_reset_their_streams_and_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let mut failures = String::new();
@@ -391,11 +391,11 @@ fn malformed_requests_end_their_streams_and_go_no_further() {
     assert!(failures.is_empty(), "{failures}");
     assert!(upstream.seen.lock().unwrap().iter().all(|seen| !seen.target().contains("spoiled")));
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
-    println!("row 5: {cases} malformed requests, 0 forwarded, 0 panics");
+    println!("fault 5: {cases} malformed requests, 0 forwarded, 0 panics");
 }
 
 #[test]
-fn frames_that_break_the_protocol_end_the_connection() {
+fn http2_protocol_violations_end_the_stream_or_connection() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let head = || frame(HEADERS, END_HEADERS, 1, &block(GOOD));
@@ -501,7 +501,7 @@ fn frames_that_break_the_protocol_end_the_connection() {
         upstream.seen.lock().unwrap().iter().filter(|seen| seen.target() != "/probe").map(|seen| seen.body.len()).max();
     assert!(whole.is_none_or(|length| length == 0), "no body of a broken stream is completed");
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
-    println!("row 5: {} broken sequences of frames, 0 panics", cases.len());
+    println!("fault 5: {} broken sequences of frames, 0 panics", cases.len());
 }
 
 /// Method, fields behind the pseudo-fields, body; what the upstream must see of them.
@@ -539,7 +539,7 @@ const DOWNGRADES: &[Downgrade] = &[
 ];
 
 #[test]
-fn http_2_becomes_one_good_request_of_http_1() {
+fn http2_request_is_forwarded_as_one_valid_http1_request() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     let mut connection = Http2::connect(&gateway);
@@ -580,7 +580,7 @@ fn http_2_becomes_one_good_request_of_http_1() {
     let seen = upstream.last();
     assert_eq!((seen.target(), &seen.body[..]), ("/spoiled", &b"hello"[..]), "{}", seen.head);
     assert_eq!((seen.headers("host"), seen.headers("x-trailer")), (vec!["a.test"], vec![]), "{}", seen.head);
-    println!("row 5: {} requests from HTTP/2 to HTTP/1.1, 0 second requests", DOWNGRADES.len());
+    println!("fault 5: {} requests from HTTP/2 to HTTP/1.1, 0 second requests", DOWNGRADES.len());
 }
 
 /// What stands before and behind a value, and is no part of it in HTTP/1.1 (RFC 9110 §5.5).
@@ -601,7 +601,7 @@ const USES: [(&str, &str); 9] = [
 ];
 
 #[test]
-fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() {
+fn spaces_around_values_are_malformed_in_http2_and_trimmed_in_http1() {
     let upstream = Upstream::start();
     let limit = |name: &str, by: &str| {
         format!(
@@ -672,7 +672,7 @@ fn spaces_around_values_are_malformed_in_http_2_and_no_part_of_them_in_http_1() 
 }
 
 #[test]
-fn headers_are_counted_alike_in_both_versions() {
+fn max_headers_applies_to_both_http_versions() {
     let upstream = Upstream::start();
     for (bound, config) in [(100, ""), (10, "max_headers = 10\n"), (200, "max_headers = 200\n")] {
         let gateway = Gateway::start(&format!(
@@ -706,7 +706,7 @@ const PADDED: u8 = 8;
 const ENHANCE_YOUR_CALM: u32 = 11;
 
 #[test]
-fn floods_of_frames_that_carry_little_end_the_connection() {
+fn floods_of_small_frames_end_the_connection_with_goaway() {
     let upstream = Upstream::start();
     // The request that is open stays so.
     let gateway = Gateway::start(&format!(
@@ -743,7 +743,7 @@ fn floods_of_frames_that_carry_little_end_the_connection() {
 }
 
 #[test]
-fn frames_that_belong_to_traffic_do_not_end_the_connection() {
+fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let body = vec![b'x'; 32 << 20];
     let upstream = Upstream::answering(move |_| {
         [format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len()).as_bytes(), &body].concat()
@@ -795,7 +795,7 @@ fn uploads(gateway: &Gateway, sizes: &[usize], requests: usize) -> usize {
 
 /// h2 ends connections with more short frames than it may buffer. These are buffered one request after the other.
 #[test]
-fn short_data_frames_are_counted_unless_they_are_messages_or_remainders() {
+fn short_data_frames_count_unless_they_are_grpc_messages_or_remainders() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     for (what, sizes) in
@@ -814,7 +814,7 @@ fn short_data_frames_are_counted_unless_they_are_messages_or_remainders() {
 /// What a flood costs others is bounded: each connection of it ends after so many frames, and requests beside it are answered.
 #[test]
 #[allow(clippy::disallowed_methods)] // the budget grows with time
-fn a_client_is_served_beside_floods_of_pings() {
+fn client_is_served_during_ping_floods() {
     const FLOODERS: usize = 4;
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
@@ -869,7 +869,7 @@ fn flood_of_pings(gateway: &Gateway) -> (u64, End) {
 }
 
 #[test]
-fn libraries_do_not_fill_the_log() {
+fn warnings_of_h2_do_not_flood_the_log() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream);
     // h2 warns of each.

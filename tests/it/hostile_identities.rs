@@ -70,7 +70,7 @@ const SPELLINGS: [&str; 14] = [
 ];
 
 #[test]
-fn a_path_has_one_bucket_in_all_its_spellings() {
+fn all_spellings_of_a_path_share_one_bucket() {
     const QUOTA: u64 = 50;
     let gateway = Gateway::start(&format!(
         "{}{}{}",
@@ -104,7 +104,7 @@ fn a_path_has_one_bucket_in_all_its_spellings() {
     let second = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
     let third = admitted(&mut client, &requests);
     let total = first as u64 + second + third as u64;
-    println!("row 9: {} spellings, {total} of {} admitted", SPELLINGS.len(), requests.len() + 52);
+    println!("fault 9: {} spellings, {total} of {} admitted", SPELLINGS.len(), requests.len() + 52);
     assert_eq!(total, QUOTA);
 }
 
@@ -112,7 +112,7 @@ fn a_path_has_one_bucket_in_all_its_spellings() {
 const DELIMITERS: &str = "!$&'()*+,;=:@";
 
 #[test]
-fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
+fn all_spellings_of_a_resource_share_one_route_and_bucket() {
     let upstream = Upstream::start();
     let limits = limit("all", 1000, "by = [\"route\", \"host\", \"method\"]\nmethods = [\"POST\"]")
         + &limit("each", 1000, "by = \"path:id\"");
@@ -187,7 +187,7 @@ fn resource_has_one_route_and_one_bucket_in_all_its_spellings() {
         spellings += 1;
     }
     assert_eq!(upstream.count(), count, "nothing of them is forwarded");
-    println!("row 9: {spellings} spellings of resources");
+    println!("fault 9: {spellings} spellings of resources");
 }
 
 /// The lines of cookies, and the status; a number is how many requests the bucket of `victim` has served after it.
@@ -232,7 +232,7 @@ const COOKIES: &[(&[&str], Result<u64, u16>)] = &[
 ];
 
 #[test]
-fn session_has_one_bucket_in_all_its_spellings() {
+fn all_spellings_of_a_session_cookie_share_one_bucket() {
     let gateway = Gateway::start(&format!(
         "{}{}{}",
         limit("per-session", 100, "by = \"cookie:sid\"\nexempt = [\"cookie:sid=of%20a%20friend\"]"),
@@ -256,7 +256,7 @@ fn session_has_one_bucket_in_all_its_spellings() {
 }
 
 #[test]
-fn cookie_lines_reach_upstreams_as_one() {
+fn cookie_lines_are_forwarded_as_one() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nlimits = [\"per-session\"]\nupstream = \"api\"\n\
@@ -280,7 +280,7 @@ fn cookie_lines_reach_upstreams_as_one() {
 }
 
 #[test]
-fn header_of_a_limit_has_one_line() {
+fn two_lines_of_a_limit_header_are_rejected() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}{}{}[upstream.api]\nservers = [\"{}\"]\n[[route]]\nname = \"others\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n",
@@ -303,7 +303,7 @@ fn header_of_a_limit_has_one_line() {
 }
 
 #[test]
-fn an_address_has_one_bucket_in_all_its_spellings() {
+fn forged_x_forwarded_for_gives_no_second_bucket() {
     const QUOTA: usize = 50;
     let gateway = Gateway::start(&format!(
         "{}{}{}",
@@ -336,13 +336,13 @@ fn an_address_has_one_bucket_in_all_its_spellings() {
     let claimed: Vec<_> =
         (0..1000).map(|n| request(n, &format!("203.0.113.{}", n % 250), "::ffff:cb00:7101")).collect();
     let stranger = admitted(&mut from("127.0.0.3", &gateway), &claimed);
-    println!("row 10: {through_the_proxy} of 1000 through a proxy, {stranger} of 1000 of a stranger");
+    println!("fault 10: {through_the_proxy} of 1000 through a proxy, {stranger} of 1000 of a stranger");
     assert_eq!((through_the_proxy, stranger), (QUOTA, QUOTA));
     assert_eq!(from("127.0.0.4", &gateway).get("/limited").remaining("per-ip"), QUOTA as u64 - 1, "nobody else's");
 }
 
 #[test]
-fn a_network_has_one_bucket_and_its_neighbour_another() {
+fn addresses_of_one_ipv6_network_share_one_bucket() {
     const QUOTA: usize = 50;
     let gateway = Gateway::start(&format!(
         "{}{}{}",
@@ -364,7 +364,7 @@ fn a_network_has_one_bucket_and_its_neighbour_another() {
         admitted(&mut client, &(0..count).map(request).collect::<Vec<_>>())
     };
     let (one, both) = (ask("2001:db8:1:1", 1000), ask("2001:db8:1:2", 1000));
-    println!("row 11: {one} of 1000 addresses of one /64, {} with its neighbour", one + both);
+    println!("fault 11: {one} of 1000 addresses of one /64, {} with its neighbour", one + both);
     assert_eq!((one, both), (QUOTA, QUOTA));
 }
 
@@ -404,7 +404,7 @@ const KEYS: &[&[u8]] = &[
 ];
 
 #[test]
-fn keys_share_no_bucket_and_leave_no_trace() {
+fn api_keys_share_no_bucket_and_do_not_appear_in_redis() {
     let redis = Redis::start();
     // sha256 of "alice-key"
     let consumers = "[[consumer]]\nname = \"alice\"\nkeys = [\"sha256:72ee9d4355ccb9d3a4c9dbf37382e38e75c1b1a225b5bd1f729ee91bbda30c20\"]\n";
@@ -471,11 +471,11 @@ fn keys_share_no_bucket_and_leave_no_trace() {
     client.send(&[&b"GET /keyed HTTP/1.1\r\nHost: a.test\r\nX-Api-Key: "[..], &[b'x'; 64 << 10], b"\r\n\r\n"].concat());
     assert_eq!(client.reply().unwrap().status, 431);
     assert_eq!(redis.keys().len(), keys.len(), "who is refused leaves nothing");
-    println!("row 12: {} keys, {refused} refused requests, 0 shared buckets, key length {lengths:?}", keys.len());
+    println!("fault 12: {} keys, {refused} refused requests, 0 shared buckets, key length {lengths:?}", keys.len());
 }
 
 #[test]
-fn nobody_spends_what_a_user_of_another_has() {
+fn forged_user_header_spends_no_quota_of_the_user() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}{}[upstream.api]\nservers = [\"{}\"]\n\
@@ -513,7 +513,7 @@ fn nobody_spends_what_a_user_of_another_has() {
         }
     });
     let reply = from(PROXY, &gateway).get_with("/named", &alice);
-    println!("row 13: 10000 spoofed requests, the victim's remaining is {}", reply.remaining("per-user"));
+    println!("fault 13: 10000 spoofed requests, the victim's remaining is {}", reply.remaining("per-user"));
     assert_eq!(reply.remaining("per-user"), 98);
     // The upstream hears the name from nobody but the proxy.
     for lines in spoofed {
@@ -540,7 +540,7 @@ const GUARDED: [(&str, &str, Option<&str>); 8] = [
 const SEPARATORS: &str = "-_.!#$%&'*+^`|~";
 
 #[test]
-fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
+fn aliases_of_headers_that_the_gateway_uses_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[api_key]\non_unknown = \"accept\"\n{}{}{}[upstream.api]\nservers = [\"{}\"]\n\
@@ -611,12 +611,12 @@ fn headers_that_the_gateway_reads_sets_or_removes_have_no_aliases() {
     for (name, value) in [("x_other", "1"), ("x.api", "2"), ("xapikey", "3"), ("x-api-key-", "4")] {
         assert_eq!(upstream.last().headers(name), [value], "{name}");
     }
-    println!("row 13: {aliases} requests with aliases, none forwarded");
+    println!("fault 13: {aliases} requests with aliases, none forwarded");
 }
 
 /// What we set or believe stays, whoever names it (RFC 9110 §7.6.1): a proxy before us may pass Connection on.
 #[test]
-fn what_is_ours_cannot_be_named_doubled_or_aliased() {
+fn connection_header_and_aliases_do_not_alter_gateway_headers() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "{}{}[upstream.api]\nservers = [\"{}\"]\n\
@@ -711,6 +711,6 @@ fn what_is_ours_cannot_be_named_doubled_or_aliased() {
         assert_ne!(seen.headers("x-request-id"), ["of-the-proxy"], "{lines}");
         assert_eq!(seen.headers("x-request-id").len(), 1, "{lines}");
     }
-    println!("row 6: {} ways to name, double or alias, ours arrive intact", variants.len());
+    println!("fault 6: {} ways to name, double or alias, ours arrive intact", variants.len());
     assert!(variants.len() >= 40);
 }

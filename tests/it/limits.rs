@@ -193,7 +193,7 @@ fn a_route_can_cost_more() {
 }
 
 #[test]
-fn who_waits_as_long_as_he_is_told_is_admitted() {
+fn client_that_waits_for_retry_after_is_admitted() {
     for limit in [
         "quota = \"1/s\"",
         "quota = \"3/2s\"\nalgorithm = \"sliding-log\"",

@@ -22,7 +22,7 @@ fn gateway(store: &str, limits: &[&str]) -> Gateway {
 }
 
 #[test]
-fn a_store_that_is_not_there_at_the_start_delays_nobody() {
+fn missing_store_at_start_delays_no_response() {
     // One that accepts and stays silent is worse than one that refuses.
     let silent = serve(|mut stream| drop(std::io::copy(&mut stream, &mut std::io::sink())));
     let mut slowest = Duration::ZERO;
@@ -44,11 +44,11 @@ fn a_store_that_is_not_there_at_the_start_delays_nobody() {
         }
     }
     assert!(slowest <= Duration::from_secs(1), "the first answer after {slowest:?}");
-    println!("row 16: first answer after {slowest:?} at most");
+    println!("fault 16: first answer after {slowest:?} at most");
 }
 
 #[test]
-fn a_store_that_dies_under_load_is_no_error_for_clients() {
+fn store_killed_under_load_causes_no_client_error() {
     const CLIENTS: usize = 20;
     const TIMEOUT: Duration = Duration::from_millis(250);
     let port = free_port();
@@ -96,14 +96,14 @@ fn a_store_that_dies_under_load_is_no_error_for_clients() {
         let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
     });
-    println!("row 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
+    println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
     // The deadline, and a second for whatever else the machine does.
     assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
     assert!(back <= Duration::from_millis(1500), "{back:?}");
 }
 
 #[test]
-fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
+fn stopped_and_continued_store_crosses_no_replies() {
     const CLIENTS: usize = 8;
     let redis = Redis::start();
     let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
@@ -163,7 +163,7 @@ fn a_store_that_stands_still_and_goes_on_crosses_no_replies() {
         drop(raise);
         threads.into_iter().map(|thread| thread.join().unwrap()).sum()
     });
-    println!("row 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
+    println!("fault 18: {crossed} crossed of {}", answered.load(Ordering::SeqCst));
     assert_eq!(crossed, 0);
 }
 

@@ -126,7 +126,7 @@ fn nginx(folder: &Path) -> Server {
 }
 
 #[test]
-fn real_servers_come_and_go_and_nobody_notices() {
+fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
     let folder = tempfile::tempdir().unwrap();
     let seen = folder.path().join("seen");
     let mut servers = [python(&seen), nginx(folder.path()), node(&seen)];
@@ -184,7 +184,7 @@ fn real_servers_come_and_go_and_nobody_notices() {
     assert_eq!(ids.len(), seen.lines().count(), "nothing was posted twice");
     let lost = posts.iter().filter(|status| **status == 502).count();
     println!(
-        "row 24: nginx, Node and Python killed 5 times each: {gets} GET, 0 errors; {} POST, {lost} times 502, none twice",
+        "fault 24: nginx, Node and Python killed 5 times each: {gets} GET, 0 errors; {} POST, {lost} times 502, none twice",
         posts.len()
     );
     assert!(!ids.is_empty() && gets > 20, "{gets} requests, {} at those that note them", ids.len());

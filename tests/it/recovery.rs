@@ -48,13 +48,13 @@ fn strict(url: &str) -> [Gateway; 2] {
 }
 
 #[test]
-fn a_store_that_forgets_everything_gives_each_identity_one_fresh_limit() {
+fn flushall_gives_each_identity_at_most_one_fresh_limit() {
     let redis = Redis::start();
     let gateways = strict(&redis.url());
     let admitted = spend(&gateways, 10, 200, || {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
     });
-    println!("row 21: of 10, FLUSHALL: {admitted:?}");
+    println!("fault 21: of 10, FLUSHALL: {admitted:?}");
     assert!(admitted.iter().all(|count| (10..=20).contains(count)), "{admitted:?}");
     assert!(admitted.contains(&20), "somebody had spent all: {admitted:?}");
     redis.assert_every_key_expires();
@@ -144,7 +144,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
 }
 
 #[test]
-fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
+fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
     // One that has heard everything, and one that has heard nothing.
     for in_sync in [true, false] {
         let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
@@ -164,7 +164,7 @@ fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
             relay.turn_to(replica.port);
         });
         println!(
-            "row 21: of 10, a replica {} promoted: {admitted:?}",
+            "fault 21: of 10, a replica {} promoted: {admitted:?}",
             if in_sync { "in sync" } else { "that knows nothing" }
         );
         let most = if in_sync { 10 } else { 20 };
@@ -174,7 +174,7 @@ fn a_replica_that_is_promoted_gives_each_identity_one_fresh_limit_at_most() {
 }
 
 #[test]
-fn gateways_that_lost_the_store_together_come_back_without_a_storm() {
+fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     const GATEWAYS: usize = 4;
     const WORKERS: usize = 2;
     const CLIENTS: usize = 8;

@@ -1,4 +1,4 @@
-//! Row 26: fifty reloads under load, with bad files among them and another certificate: no request fails.
+//! Fifty reloads under load, with invalid files and a new certificate: no request fails (fault 26 in docs/testing.md).
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
@@ -86,7 +86,11 @@ fn fifty_reloads_under_load_fail_no_request() {
         clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
     });
     let failed = statuses.iter().filter(|status| **status != 200).count();
-    println!("row 26: {RELOADS} reloads, {} of them bad, {} requests, {failed} failed", RELOADS / BAD, statuses.len());
+    println!(
+        "fault 26: {RELOADS} reloads, {} of them bad, {} requests, {failed} failed",
+        RELOADS / BAD,
+        statuses.len()
+    );
     assert_eq!(failed, 0, "{statuses:?}");
     assert!(metric(&gateway, "config_reloads_total{result=\"ok\"}") >= (RELOADS - RELOADS / BAD) as f64);
     assert!(metric(&gateway, "config_reloads_total{result=\"error\"}") >= (RELOADS / BAD) as f64);

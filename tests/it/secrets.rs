@@ -161,7 +161,7 @@ impl Seen {
 }
 
 #[test]
-fn none_of_a_thousand_secrets_is_found_anywhere() {
+fn thousand_secrets_of_requests_appear_nowhere() {
     let signer = Key::ed("k");
     let requests = planted(1_000, &signer);
     let mut secrets: BTreeSet<_> = requests.iter().flat_map(|planted| planted.secrets.clone()).collect();

@@ -182,7 +182,7 @@ const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
 ];
 
 #[test]
-fn two_framings_never_make_two_requests() {
+fn request_with_two_framings_is_never_read_as_two() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     // By the chunks the body is over at once, and the second request follows; by the length it is part of the body.
@@ -239,7 +239,7 @@ fn two_framings_never_make_two_requests() {
     let seconds = upstream.heads.lock().unwrap().iter().filter(|head| head.starts_with("GET /smuggled")).count();
     assert_eq!(seconds, 0);
     println!(
-        "row 1: {} families, {variants} variants, {seconds} second requests, 0 heads with both",
+        "fault 1: {} families, {variants} variants, {seconds} second requests, 0 heads with both",
         TWO_FRAMINGS.len()
     );
     assert!(TWO_FRAMINGS.len() >= 40);
@@ -345,7 +345,7 @@ const TRUNCATED: &[(&str, &[u8])] = &[
 ];
 
 #[test]
-fn broken_lengths_and_chunks_are_not_completed() {
+fn malformed_lengths_and_chunks_are_never_forwarded_as_complete() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     for (name, section, lines) in LENGTHS {
@@ -384,7 +384,7 @@ fn broken_lengths_and_chunks_are_not_completed() {
     assert_eq!(upstream.count(), 1, "nobody's rest is part of the next request");
     assert_eq!(upstream.last().target(), "/after");
     let variants = LENGTHS.len() + bodies.count() + TRUNCATED.len();
-    println!("row 2: {variants} anomalies, 0 forwarded or completed");
+    println!("fault 2: {variants} anomalies, 0 forwarded or completed");
     assert!(variants >= 45);
 }
 
@@ -397,7 +397,7 @@ const TRAILERS: &[(&str, &str, u16)] = &[
 ];
 
 #[test]
-fn request_behind_a_trailer_section_is_never_lost_between_others() {
+fn connection_closes_after_a_request_with_trailers() {
     // One that answers when it has the whole request, and one that answers before.
     let whole = Upstream::start();
     let early = serve(|mut stream| {
@@ -441,7 +441,7 @@ fn request_behind_a_trailer_section_is_never_lost_between_others() {
 }
 
 #[test]
-fn what_is_framed_well_arrives_in_one_form() {
+fn valid_framings_are_normalized_for_the_upstream() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     let mut client = gateway.client();
@@ -523,7 +523,7 @@ const UPGRADES: &[(&str, &str, &str)] = &[
 const TUNNELLED: &[u8] = b"\x81\x85\x01\x02\x03\x04tunnelled\r\n\r\n";
 
 #[test]
-fn nothing_is_tunnelled_where_no_route_allows_it() {
+fn upgrade_is_never_tunnelled_without_websocket_on_the_route() {
     // Switches whenever it can, even if nobody asked, and writes down every byte.
     let bytes = Arc::<Mutex<Vec<u8>>>::default();
     let record = bytes.clone();
@@ -564,11 +564,11 @@ fn nothing_is_tunnelled_where_no_route_allows_it() {
     for tunnelled in ["tunnelled", "upgrade:", "\r\nconnection:"] {
         assert!(!text.contains(tunnelled), "the upstream saw {tunnelled:?}:\n{text}");
     }
-    println!("row 7: {} ways to ask for another protocol, 0 tunnelled", UPGRADES.len());
+    println!("fault 7: {} ways to ask for another protocol, 0 tunnelled", UPGRADES.len());
 }
 
 #[test]
-fn expectations_are_answered_here_and_go_no_further() {
+fn expect_is_handled_by_the_gateway_and_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream.url());
     for (expect, interim) in [
@@ -590,5 +590,5 @@ fn expectations_are_answered_here_and_go_no_further() {
         let first = &seen[seen.len() - 2];
         assert_eq!((first.headers("expect"), &first.body[..]), (vec![], &b"hello"[..]), "{expect}: {}", first.head);
     }
-    println!("row 7: 8 expectations, 0 forwarded");
+    println!("fault 7: 8 expectations, 0 forwarded");
 }

@@ -210,7 +210,7 @@ fn new_identities_are_admitted_while_their_slot_moves() {
 }
 
 #[test]
-fn a_master_that_dies_is_replaced_and_the_others_go_on() {
+fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
     let mut cluster = Cluster::start(3, 1);
     let local = format!("{FIXED}quota = \"40/3650d\"").replace("deny", "local");
     let gateway = Gateway::start(&config(&cluster.url(), "200ms", &[("a", &local)]));
@@ -249,12 +249,12 @@ fn a_master_that_dies_is_replaced_and_the_others_go_on() {
     for _ in 0..100 {
         dead(&mut client, &mut admitted);
     }
-    println!("row 21: a master of a cluster killed: {admitted} admitted of a limit of 40");
+    println!("fault 21: a master of a cluster killed: {admitted} admitted of a limit of 40");
     assert!((40..=80).contains(&admitted), "at most one fresh burst: {admitted}");
 }
 
 #[test]
-fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
+fn sentinel_failovers_are_followed_and_give_one_fresh_limit_each() {
     let mut sentinels = Sentinels::start();
     let limit = "by = \"header:x-id\"\nalgorithm = \"fixed-window\"\nquota = \"60/3650d\"\non_store_error = \"local\"";
     let gateway = Gateway::start(&config(&sentinels.url(), "200ms", &[("a", limit)]));
@@ -281,7 +281,7 @@ fn sentinels_say_where_the_master_is_before_and_after_a_failover() {
     for _ in 0..200 {
         ask(&mut admitted);
     }
-    println!("row 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
+    println!("fault 21: two failovers by Sentinel: {admitted} admitted of a limit of 60");
     assert!((60..=180).contains(&admitted), "at most one fresh burst for each: {admitted}");
     sentinels.master().assert_every_key_expires();
 }

@@ -159,7 +159,7 @@ fn bytes_on_an_idle_connection_are_not_the_next_response() {
     }
 }
 
-// ---- row 23: what upstreams do -------------------------------------------------------------------
+// ---- fault 23 in docs/testing.md: failing upstreams ----------------------------------------------
 
 /// What an upstream does with the connection of a request.
 type Act = fn(TcpStream);
@@ -264,7 +264,7 @@ fn assert_due(what: &str, due: Due, begun: Instant) {
         Due::AtOnce => (Duration::ZERO, LATE),
         Due::After(timeout) => (timeout.mul_f64(0.9), timeout.mul_f64(1.1) + LATE),
     };
-    println!("row 23: {what}: after {time:?}");
+    println!("fault 23: {what}: after {time:?}");
     assert!(time >= least && time <= most, "{what}: {time:?}");
 }
 
@@ -306,7 +306,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
 }
 
 #[test]
-fn row_23_upstreams_that_do_not_answer_are_told_apart() {
+fn upstream_without_a_valid_response_is_502_or_504_in_time() {
     std::thread::scope(|scope| {
         for (what, fault, status, word, due) in FAULTS {
             scope.spawn(move || {
@@ -322,7 +322,7 @@ fn row_23_upstreams_that_do_not_answer_are_told_apart() {
 }
 
 #[test]
-fn row_23_upstreams_that_cannot_be_reached_are_told_apart() {
+fn unreachable_upstream_is_502_or_504_in_time() {
     // Bound but not listening: nobody else gets the port, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
@@ -339,7 +339,7 @@ fn row_23_upstreams_that_cannot_be_reached_are_told_apart() {
 }
 
 #[test]
-fn row_23_answers_that_end_too_early_are_seen_to() {
+fn truncated_upstream_body_is_visible_to_the_client() {
     const STARTS: [(&str, &str, &str); 2] = [
         ("a length", "HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\nstart", "start"),
         ("chunks", "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nstart\r\n", "5\r\nstart\r\n"),
@@ -391,7 +391,7 @@ fn row_23_answers_that_end_too_early_are_seen_to() {
 }
 
 #[test]
-fn row_23_an_answer_without_framing_is_reset_where_it_breaks_off() {
+fn truncated_upstream_body_resets_an_http_1_0_client() {
     const ENDS: [(&str, Act, bool); 3] = [
         ("closes", drop, false),
         ("resets", |stream| reset(&stream), false),
@@ -425,7 +425,7 @@ fn row_23_an_answer_without_framing_is_reset_where_it_breaks_off() {
     }
 }
 
-// ---- row 24: keep-alive races --------------------------------------------------------------------
+// ---- fault 24 in docs/testing.md: keep-alive races -----------------------------------------------
 
 /// Numbers that look like chance.
 struct Chance(u64);
@@ -488,7 +488,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
 }
 
 #[test]
-fn row_24_connections_that_close_at_random_fail_no_get_and_double_no_post() {
+fn connections_closed_at_random_fail_no_get_and_repeat_no_post() {
     const CLIENTS: usize = 16;
     const EACH: usize = 625;
     let seen = Arc::<Mutex<HashMap<String, usize>>>::default();
@@ -536,7 +536,7 @@ fn row_24_connections_that_close_at_random_fail_no_get_and_double_no_post() {
     let lost = posts.iter().filter(|(target, status)| *status == 200 && times(target) != 1).count();
     let unanswered = posts.iter().filter(|(_, status)| *status == 502).count();
     println!(
-        "row 24: {} GET, {} errors; {} POST, {doubled} seen twice, {unanswered} times 502 ({} of them were seen); {:?}",
+        "fault 24: {} GET, {} errors; {} POST, {doubled} seen twice, {unanswered} times 502 ({} of them were seen); {:?}",
         CLIENTS * EACH,
         gets.len(),
         posts.len(),
@@ -549,7 +549,7 @@ fn row_24_connections_that_close_at_random_fail_no_get_and_double_no_post() {
     assert!(unanswered > 0 && unanswered < posts.len() / 2, "{unanswered}");
 }
 
-// ---- row 25: clients that leave ------------------------------------------------------------------
+// ---- fault 25 in docs/testing.md: clients that disconnect ----------------------------------------
 
 /// An upstream that leaves requests where their path says.
 struct Leaving {
@@ -591,7 +591,7 @@ fn files(gateway: &Gateway) -> usize {
 }
 
 #[test]
-fn row_25_clients_that_leave_leave_nothing_behind() {
+fn disconnected_clients_leave_no_descriptor_and_no_permit() {
     const WAVES: usize = 20;
     const EACH: usize = 50;
     let Leaving { address: upstream, begun, closed } = Leaving::start();
@@ -642,7 +642,7 @@ fn row_25_clients_that_leave_leave_nothing_behind() {
     });
     eventually("all places are free", || quick.get("/quick").remaining("places") == 1999);
     println!(
-        "row 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
+        "fault 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
         times.len()
     );
     assert!(median <= Duration::from_secs(1) && last <= Duration::from_secs(1) + LATE, "{median:?}, {last:?}");
