@@ -1,4 +1,4 @@
-//! The documents tell the truth: what they say to write is accepted, what they show is what the model does, links lead somewhere.
+//! README.md and docs/: configurations are accepted, pictures and tables match the code, links and tests exist.
 
 mod support;
 
@@ -176,27 +176,59 @@ fn the_first_page_names_every_command() {
     }
 }
 
+/// Check that `FILE::TEST`, in backquotes, is a test function in `tests/`.
+fn assert_test_exists(test: &str, row: &str) {
+    let name = test.strip_prefix('`').and_then(|test| test.strip_suffix('`')?.split_once("::"));
+    let (file, function) = name.unwrap_or_else(|| panic!("{test} is not `FILE::TEST`: {row}"));
+    let paths = [format!("tests/it/{file}.rs"), format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
+    let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
+    let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
+    let first_line = format!("fn {function}() {{");
+    // `#[test]` and `#[tokio::test(…)]` end alike, or with the arguments.
+    let has_test_attribute = |above: &str| {
+        let attributes = above.lines().rev().take_while(|line| line.starts_with("#["));
+        attributes.into_iter().any(|line| line == "#[test]" || line.starts_with("#[tokio::test"))
+    };
+    let mut above = text.match_indices(&first_line).map(|(start, _)| {
+        let line_start = text[..start].rfind('\n').map_or(0, |newline| newline + 1);
+        &text[..line_start]
+    });
+    assert!(above.any(has_test_attribute), "there is no test {test}: {row}");
+}
+
+/// Return the rows of the first table after `heading`, without its header.
+fn rows<'p>(page: &'p str, heading: &str) -> Vec<&'p str> {
+    let section = page.split(&format!("\n{heading}\n")).nth(1).unwrap_or_else(|| panic!("no {heading}"));
+    let table = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
+    table.skip(2).collect()
+}
+
+/// Check the tests in the last cell of a row.
+fn assert_tests_exist(row: &str) {
+    let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
+    tests.split(", ").for_each(|test| assert_test_exists(test, row));
+}
+
 #[test]
 fn every_situation_of_the_manual_names_tests_that_exist() {
     let page = pages::read("docs/limits.md");
-    let section = page.split("\n### In every situation\n").nth(1).unwrap();
-    let table = section.lines().skip_while(|line| !line.starts_with('|')).take_while(|line| line.starts_with('|'));
-    let rows: Vec<_> = table.skip(2).collect();
+    let rows = rows(&page, "### In every situation");
     assert!(rows.len() >= 12, "{rows:?}");
+    rows.into_iter().for_each(assert_tests_exist);
+}
+
+#[test]
+fn fault_table_is_complete_and_names_tests_that_exist() {
+    let page = pages::read("docs/testing.md");
+    let rows = rows(&page, "## Fault table");
+    let numbers: Vec<usize> = rows.iter().map(|row| row.split(' ').nth(1).unwrap().parse().unwrap()).collect();
+    assert_eq!(numbers, (1..=40).collect::<Vec<_>>());
     for row in rows {
-        let tests = row.trim_end_matches([' ', '|']).rsplit(" | ").next().unwrap();
-        for test in tests.split(", ") {
-            let name = test.trim_matches('`').split_once("::");
-            let (file, function) = name.unwrap_or_else(|| panic!("`{test}` is not FILE::TEST: {row}"));
-            let paths = [format!("tests/it/{file}.rs"), format!("tests/{file}.rs"), format!("tests/{file}/main.rs")];
-            let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
-            let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
-            let first_line = format!("fn {function}() {{");
-            let begins = |rest: &str| {
-                rest.lines().find(|line| !line.starts_with("#[")).is_some_and(|line| line.ends_with(&first_line))
-            };
-            let is_there = text.split("test]\n").skip(1).any(begins);
-            assert!(is_there, "there is no test {test}: {row}");
-        }
+        let run = row.rsplit(" | ").nth(1).unwrap();
+        assert!(["Q", "L", "Q, L"].contains(&run), "Q, L or both: {row}");
+        // `make test` skips the tests that Cargo.toml excludes.
+        let is_long = ["`long_edges::", "`long_streams::", "`soak::"].iter().any(|file| row.contains(file));
+        assert_eq!(run == "L", is_long, "{row}");
+        assert_tests_exist(row);
     }
 }

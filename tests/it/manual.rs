@@ -33,6 +33,8 @@ const SHOWN: &[(&str, &str)] = &[
     ("ini", "of systemd"),
     ("logrotate", "of logrotate"),
     ("js", "of Node"),
+    ("sh", "builds and runs the tests"),
+    ("rust", "an example of a test"),
 ];
 
 /// What a reader of the page has in his folder.
