@@ -64,7 +64,7 @@ fn around(consumers: &str, name: &str) -> String {
 /// A block that begins with `# NAME.toml` is that file, beside the others of its document. Whoever names `consumers.toml`
 /// without showing one has one with a consumer, as `sluicegate key` writes it.
 #[test]
-fn what_the_documents_say_to_write_is_accepted() {
+fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
     for document in pages::manual() {
         let directory = tempfile::tempdir().unwrap();
@@ -96,7 +96,7 @@ fn what_the_documents_say_to_write_is_accepted() {
 }
 
 #[test]
-fn the_pictures_are_what_the_model_draws() {
+fn committed_pictures_match_the_model() {
     let text = std::fs::read_to_string(root().join("docs/limits.md")).unwrap();
     for (name, svg) in pictures::all() {
         assert!(text.contains(&format!("](pictures/{name})")), "docs/limits.md does not show {name}");
@@ -114,7 +114,7 @@ fn table(document: &str, heading: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn the_manual_lists_every_metric_and_no_other() {
+fn manual_lists_exactly_the_exported_metrics() {
     let route = "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
     let page = operator::ask(&Gateway::start(&operator::with_admin(route)), "/metrics");
     let types = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split(' ').next());
@@ -124,7 +124,7 @@ fn the_manual_lists_every_metric_and_no_other() {
 }
 
 #[test]
-fn links_between_documents_lead_somewhere() {
+fn links_between_documents_have_targets() {
     let mut links = 0;
     for document in documents() {
         let text = std::fs::read_to_string(&document).unwrap();
@@ -148,7 +148,7 @@ fn links(text: &str) -> Vec<&str> {
 }
 
 #[test]
-fn the_manual_has_all_pages_in_one_order() {
+fn readme_and_manual_list_all_pages_in_the_same_order() {
     let contents = pages::read("docs/README.md");
     let listed: Vec<_> = contents.lines().filter(|line| line.starts_with("| [")).flat_map(links).collect();
     let pages: BTreeSet<_> =
@@ -163,7 +163,7 @@ fn the_manual_has_all_pages_in_one_order() {
 }
 
 #[test]
-fn the_first_page_names_every_command() {
+fn readme_lists_every_command() {
     let help = String::from_utf8(binary().arg("--help").output().unwrap().stdout).unwrap();
     let commands = help.split("Commands:\n").nth(1).unwrap().split("\n\n").next().unwrap();
     let commands = commands.lines().filter_map(|line| line.strip_prefix("  ")?.split(' ').next());

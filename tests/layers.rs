@@ -133,7 +133,7 @@ fn imports_point_downward() {
 }
 
 #[test]
-fn the_limiter_knows_no_http() {
+fn limiter_imports_no_http() {
     let mut files = Vec::new();
     sources(&Path::new(env!("CARGO_MANIFEST_DIR")).join("src/limiter"), &mut files);
     for file in files {

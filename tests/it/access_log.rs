@@ -38,7 +38,7 @@ fn now() -> f64 {
 }
 
 #[test]
-fn a_line_says_what_became_of_a_request_and_why() {
+fn record_has_the_outcome_of_the_request_and_its_reason() {
     let upstream =
         Upstream::answering(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
     let server = upstream.url().trim_start_matches("http://").to_owned();
@@ -131,7 +131,7 @@ fn a_line_says_what_became_of_a_request_and_why() {
 }
 
 #[test]
-fn who_decided_while_the_store_fails_is_told() {
+fn record_says_who_decided_while_the_store_fails() {
     let redis = Redis::start();
     let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
                   [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n\
@@ -169,7 +169,7 @@ fn who_decided_while_the_store_fails_is_told() {
 }
 
 #[test]
-fn the_text_form_says_the_same() {
+fn text_format_has_the_same_fields() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[log]\nformat = \"text\"\naccess = \"access.log\"\n[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\n\
@@ -199,7 +199,7 @@ fn the_text_form_says_the_same() {
 }
 
 #[test]
-fn a_reader_that_is_stuck_costs_lines_that_are_counted_and_no_request() {
+fn stuck_reader_drops_records_that_are_counted_and_fails_no_request() {
     let directory = tempfile::tempdir().unwrap();
     let pipe = directory.path().join("pipe");
     assert!(Command::new("mkfifo").arg(&pipe).status().unwrap().success());
@@ -242,7 +242,7 @@ fn a_reader_that_is_stuck_costs_lines_that_are_counted_and_no_request() {
 }
 
 #[test]
-fn lines_that_cannot_be_written_are_counted() {
+fn unwritable_records_are_counted() {
     let gateway = Gateway::start(&with_admin(
         "[log]\nformat = \"json\"\naccess = \"/dev/full\"\n\
          [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n",
@@ -255,7 +255,7 @@ fn lines_that_cannot_be_written_are_counted() {
 }
 
 #[test]
-fn the_file_may_be_renamed_at_any_time() {
+fn renamed_file_is_reopened_without_losing_records() {
     let mut gateway = Gateway::start(&format!(
         "{JSON}[[route]]\nname = \"r\"\npath = \"/{{*rest}}\"\nrespond = {{ status = 200 }}\n"
     ));
@@ -307,7 +307,7 @@ fn name(path: &Path) -> String {
 }
 
 #[test]
-fn the_last_lines_are_written_before_the_process_ends() {
+fn last_records_are_written_before_the_process_ends() {
     for _ in 0..3 {
         let mut gateway =
             Gateway::start(&format!("{JSON}[[route]]\nname = \"r\"\npath = \"/\"\nrespond = {{ status = 200 }}\n"));
@@ -321,7 +321,7 @@ fn the_last_lines_are_written_before_the_process_ends() {
 }
 
 #[test]
-fn a_file_has_one_format_wherever_the_gateway_is_started() {
+fn file_format_does_not_depend_on_the_terminal() {
     let config = "[log]\naccess = \"access.log\"\n[[route]]\nname = \"r\"\npath = \"/r\"\nrespond = { status = 200 }\n";
     // `script` gives the gateway a terminal as its standard error, and copies what it says there. `timeout` ends one that is left.
     let on_terminal = |path: &Path| {

@@ -14,7 +14,7 @@ use crate::support::{PATIENCE, eventually};
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
 
 #[test]
-fn metrics_count_what_happened() {
+fn metrics_count_requests_and_decisions() {
     let upstream = Upstream::answering(|seen| {
         let status = if seen.target() == "/up/bad" { "500 Oops" } else { "204 No Content" };
         format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
@@ -64,7 +64,7 @@ fn metrics_count_what_happened() {
 }
 
 #[test]
-fn both_text_formats_are_spoken() {
+fn metrics_are_served_in_both_text_formats() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let ask = |accept| Client::connect(gateway.admin()).get_with("/metrics", &[HERE, ("accept", accept)]);
     let (classic, open) = (ask("*/*"), ask("application/openmetrics-text;version=1.0.0,text/plain;q=0.5"));
@@ -76,7 +76,7 @@ fn both_text_formats_are_spoken() {
 }
 
 #[test]
-fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
+fn failing_store_and_fallback_decisions_are_visible() {
     let redis = Redis::start();
     let limits = "[limit.share]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"fixed-window\"\n\
                   [limit.open]\nby = \"ip\"\nquota = \"2/day\"\non_store_error = \"allow\"\n";
@@ -108,7 +108,7 @@ fn a_failing_store_is_seen_and_so_is_who_decided_instead() {
 }
 
 #[test]
-fn the_state_of_each_server_is_seen() {
+fn metrics_show_the_state_of_each_endpoint() {
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = std::sync::Mutex::new(held);
     let upstream = Upstream::answering(move |seen| {
@@ -144,7 +144,7 @@ fn the_state_of_each_server_is_seen() {
 }
 
 #[test]
-fn a_token_is_asked_for_where_there_is_one() {
+fn configured_token_is_required() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let ask = |token: &str| Client::connect(gateway.admin()).get_with("/metrics", &[("authorization", token)]);
     for wrong in ["", "sesame", "Bearer sesam", "Bearer sesame ", "Bearer sesame2", "Basic sesame"] {
@@ -158,7 +158,7 @@ fn a_token_is_asked_for_where_there_is_one() {
 }
 
 #[test]
-fn without_a_token_only_names_of_this_machine_are_answered() {
+fn without_a_token_only_local_hosts_are_served() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let port = gateway.admin().port();
     let ask = |path: &str, host: &str| Client::connect(gateway.admin()).get_with(path, &[("host", host)]).status;
@@ -181,7 +181,7 @@ fn without_a_token_only_names_of_this_machine_are_answered() {
 }
 
 #[test]
-fn what_is_not_there_is_said() {
+fn unknown_admin_paths_and_methods_are_rejected() {
     let gateway = Gateway::start(&with_admin(HELLO));
     assert_eq!(ask(&gateway, "/healthz").text(), "ok\n");
     assert_eq!(ask(&gateway, "/metric").status, 404);
@@ -192,7 +192,7 @@ fn what_is_not_there_is_said() {
 }
 
 #[test]
-fn while_it_stops_it_is_not_ready() {
+fn draining_gateway_is_not_ready() {
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = std::sync::Mutex::new(held);
     let upstream = Upstream::answering(move |_| {
@@ -227,7 +227,7 @@ fn never_reads(stream: &mut TcpStream) {
 }
 
 #[test]
-fn idle_admin_connections_are_shed_for_new_ones() {
+fn idle_admin_connections_are_closed_for_new_ones() {
     let here: IpAddr = "127.0.0.1".parse().unwrap();
     let others: Vec<IpAddr> = (2..6).map(|last| [127, 0, 0, last].into()).collect();
     type Attack = fn(&mut TcpStream);
@@ -281,7 +281,7 @@ fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
 }
 
 #[test]
-fn an_idle_admin_connection_is_closed_at_its_deadline() {
+fn idle_admin_connection_is_closed_at_its_deadline() {
     let gateway = Gateway::start(&with_admin(HELLO));
     let mut silent = Client::connect(gateway.admin());
     let mut kept = Client::connect(gateway.admin());

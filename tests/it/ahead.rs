@@ -67,7 +67,7 @@ fn until_something_is_kept(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
 }
 
 #[test]
-fn three_gateways_admit_exactly_a_fixed_window_and_ask_seldom() {
+fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
     const UNITS: u64 = 6000;
     let mut calls = Vec::new();
     for lease in [0, 100] {
@@ -126,7 +126,7 @@ fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
 }
 
 #[test]
-fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
+fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
     const LEASE: u64 = 15;
     const UNITS: f64 = 100.0;
     const WINDOW: Duration = Duration::from_millis(500);
@@ -156,7 +156,7 @@ fn a_burst_grows_by_no_more_than_a_lease_for_each_gateway() {
 }
 
 #[test]
-fn units_of_one_window_are_not_used_in_the_next() {
+fn prefetched_tokens_are_not_used_in_the_next_window() {
     const UNITS: u64 = 60;
     const SECOND: u64 = 1_000_000;
     let redis = Redis::start();
@@ -182,7 +182,7 @@ fn units_of_one_window_are_not_used_in_the_next() {
 }
 
 #[test]
-fn what_is_left_comes_back() {
+fn unused_prefetched_tokens_are_returned() {
     for algorithm in ["fixed-window", "sliding-log", "sliding-buckets"] {
         let redis = Redis::start();
         let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10000/24h\"\nprefetch = 50");
@@ -193,7 +193,7 @@ fn what_is_left_comes_back() {
 }
 
 #[test]
-fn a_bucket_gets_back_what_has_not_flowed_back() {
+fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
     const UNITS: u64 = 1_000_000;
     let redis = Redis::start();
     let config = config(&redis, "quota = \"1000000/1000h\"\nprefetch = 50");
@@ -213,7 +213,7 @@ fn a_bucket_gets_back_what_has_not_flowed_back() {
 }
 
 #[test]
-fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_at_most() {
+fn stopped_gateway_returns_tokens_and_killed_one_loses_at_most_one_prefetch() {
     for killed in [false, true] {
         let redis = Redis::start();
         let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50";
@@ -233,7 +233,7 @@ fn a_gateway_that_stops_gives_back_at_once_and_one_that_is_killed_keeps_a_lease_
 }
 
 #[test]
-fn who_was_denied_meanwhile_gets_what_comes_back() {
+fn returned_tokens_admit_an_identity_that_was_denied() {
     let redis = Redis::start();
     let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nprefetch = 2000");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
@@ -250,7 +250,7 @@ fn who_was_denied_meanwhile_gets_what_comes_back() {
 }
 
 #[test]
-fn what_is_told_is_what_is_there() {
+fn remaining_counts_every_request_and_at_most_one_prefetch() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis, "algorithm = \"fixed-window\"\nquota = \"5000/24h\"\nprefetch = 100"));
     const EACH: u64 = 100;
@@ -274,7 +274,7 @@ fn what_is_told_is_what_is_there() {
 }
 
 #[test]
-fn a_unit_that_was_taken_ahead_is_refunded_where_it_was_charged() {
+fn prefetched_token_is_refunded_where_it_was_charged() {
     let redis = Redis::start();
     let upstream = Upstream::answering(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
     let route = format!("upstream = \"u\"\n[upstream.u]\nservers = [\"{}\"]\n", upstream.url());
@@ -292,7 +292,7 @@ fn a_unit_that_was_taken_ahead_is_refunded_where_it_was_charged() {
 }
 
 #[test]
-fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
+fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
     let check = |store: &str| {
@@ -330,7 +330,7 @@ fn check_says_what_a_lease_gives_up_and_where_it_does_nothing() {
 
 /// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.
 #[test]
-fn prefetched_units_are_used_before_the_denial_cache_answers() {
+fn prefetched_tokens_are_used_before_the_denial_cache() {
     // The first call for each identity waits for a word; what is prefetched is all that there is.
     let (word, words) = mpsc::channel::<()>();
     let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));

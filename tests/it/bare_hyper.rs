@@ -252,7 +252,7 @@ const HTTP_1: &[(&str, &str, &str)] = &[
 ];
 
 #[test]
-fn hyper_makes_this_of_http_1() {
+fn hyper_handles_hostile_http1_as_expected() {
     let address = bare(|_| {});
     let mut wrong = String::new();
     for (claim, sent, expected) in HTTP_1 {
@@ -267,7 +267,7 @@ fn hyper_makes_this_of_http_1() {
 
 /// No `100 Continue` goes out before the body is asked for, and none at all if the answer comes without it.
 #[test]
-fn hyper_continues_when_the_body_is_polled() {
+fn hyper_sends_100_continue_when_the_body_is_polled() {
     let address = bare(|_| {});
     for (path, first) in [("/early", 200), ("/", 100)] {
         let mut client = Client::connect(address);
@@ -280,7 +280,7 @@ fn hyper_continues_when_the_body_is_polled() {
 
 /// An answer that does not wait for the body is lost in a reset, if the client sends on.
 #[test]
-fn hyper_does_not_linger() {
+fn hyper_does_not_drain_unread_bodies() {
     let address = bare(|_| {});
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -292,7 +292,7 @@ fn hyper_does_not_linger() {
 
 /// A head of which nothing is ready: no deadline without a timer, and none for what comes before a protocol is known.
 #[test]
-fn hyper_has_no_deadline_of_its_own_for_a_head() {
+fn hyper_has_no_default_head_timeout() {
     let address = bare(|_| {});
     let timed = bare(|builder| {
         builder.http1().timer(hyper_util::rt::TokioTimer::new()).header_read_timeout(Duration::from_millis(100));
@@ -325,7 +325,7 @@ fn hyper_has_no_deadline_of_its_own_for_a_head() {
 
 /// How much of a head is buffered before it is refused.
 #[test]
-fn hyper_buffers_heads_up_to_its_bound() {
+fn hyper_buffers_heads_up_to_its_limit() {
     let heads = |address, length: usize| {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -358,7 +358,7 @@ fn hyper_buffers_heads_up_to_its_bound() {
 
 /// HTTP/2 has its own words for the same: crumbs stay apart, `:authority` may differ from Host.
 #[test]
-fn hyper_makes_this_of_http_2() {
+fn hyper_handles_hostile_http2_as_expected() {
     let address = bare(|_| {});
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let talk = async {

@@ -97,7 +97,7 @@ fn sizes(fake: &FakeRedis) -> Vec<usize> {
 }
 
 #[tokio::test]
-async fn while_eight_are_under_way_those_who_come_wait_and_share_a_call() {
+async fn checks_wait_and_share_a_call_while_eight_are_in_flight() {
     let (fake, words) = held();
     let store = Arc::new(connected(&fake, PATIENCE).await);
     let asked = one_by_one(&store, 30).await;
@@ -111,7 +111,7 @@ async fn while_eight_are_under_way_those_who_come_wait_and_share_a_call() {
 }
 
 #[tokio::test]
-async fn an_answer_that_does_not_come_is_waited_for_a_part_of_the_time_and_the_next_ones_not_at_all() {
+async fn missing_reply_delays_waiting_checks_for_a_part_of_the_timeout_only() {
     let fake = FakeRedis::start(|command| if command.is_script() { Answer::Silence } else { Answer::Usual });
     let store = Arc::new(connected(&fake, Duration::from_secs(8)).await);
     let mut asked = one_by_one(&store, 30).await;
@@ -123,7 +123,7 @@ async fn an_answer_that_does_not_come_is_waited_for_a_part_of_the_time_and_the_n
 }
 
 #[tokio::test]
-async fn the_time_of_those_who_wait_begins_when_they_ask() {
+async fn timeout_of_waiting_checks_starts_when_they_are_made() {
     let (fake, words) = held();
     let timeout = Duration::from_secs(1);
     let store = Arc::new(connected(&fake, timeout).await);
@@ -139,7 +139,7 @@ async fn the_time_of_those_who_wait_begins_when_they_ask() {
 }
 
 #[tokio::test]
-async fn cancelled_request_leaves_a_waiting_batch_and_the_others_are_charged_with_their_own_keys() {
+async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
     // Two limits for each request, and two costs: two groups in one call. The last digits of `remaining` name the key.
     let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
     let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
@@ -218,7 +218,7 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
 }
 
 #[tokio::test]
-async fn a_call_for_a_hot_key_takes_those_along_who_come_while_the_worker_is_busy() {
+async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     let (fake, words) = held();
     let hot = Hot::new(connected(&fake, PATIENCE).await, PATIENCE);
     let check = move || {
@@ -285,7 +285,7 @@ impl Hot {
 }
 
 #[tokio::test]
-async fn checks_without_a_unit_do_not_wait_for_the_refund_of_a_cancelled_one() {
+async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() {
     let (words, held) = mpsc::channel::<()>();
     let held = Mutex::new(held);
     // The first two calls are held. Each call grants one unit, and refunds have no reply.

@@ -32,7 +32,7 @@ fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>)
 }
 
 #[test]
-fn who_gets_in() {
+fn client_auth_decides_which_certificates_connect() {
     let folder = tempfile::tempdir().unwrap();
     let (ours, other) = (Authority::new("ours"), Authority::new("other"));
     let server = Pair::server(NAME, NOW);
@@ -82,7 +82,7 @@ fn who_gets_in() {
 }
 
 #[test]
-fn a_subject_is_one_identity_whatever_the_certificate() {
+fn certificates_of_one_subject_share_one_identity() {
     let folder = tempfile::tempdir().unwrap();
     let (one, other) = (Authority::new("one"), Authority::new("other"));
     let server = Pair::server(NAME, NOW);
@@ -126,7 +126,7 @@ fn a_subject_is_one_identity_whatever_the_certificate() {
 }
 
 #[test]
-fn a_resumed_session_keeps_its_identity_and_is_worth_nothing_elsewhere() {
+fn resumed_session_keeps_its_identity_and_opens_no_other_listener() {
     let folder = tempfile::tempdir().unwrap();
     let ours = Authority::new("ours");
     let server = Pair::server(NAME, NOW);
@@ -156,7 +156,7 @@ fn a_resumed_session_keeps_its_identity_and_is_worth_nothing_elsewhere() {
 }
 
 #[test]
-fn a_session_does_not_outlive_its_certificate() {
+fn session_does_not_outlive_its_certificate() {
     let folder = tempfile::tempdir().unwrap();
     let ours = Authority::new("ours");
     let server = Pair::server(NAME, NOW);
@@ -194,7 +194,7 @@ fn shaken(client: &TlsClient) -> rustls::HandshakeKind {
 }
 
 #[test]
-fn authorities_are_reloaded_and_their_sessions_end() {
+fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let server = Pair::server(NAME, NOW);
@@ -231,7 +231,7 @@ fn authorities_are_reloaded_and_their_sessions_end() {
 }
 
 #[test]
-fn fields_about_certificates_are_not_a_clients_to_set() {
+fn certificate_headers_of_clients_are_removed() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!(
         "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -249,7 +249,7 @@ fn fields_about_certificates_are_not_a_clients_to_set() {
 }
 
 #[test]
-fn reload_that_names_another_client_ca_ends_the_sessions_of_the_old_one() {
+fn reload_with_another_client_ca_ends_sessions_of_the_old_one() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Authority::new("old"), Authority::new("new"));
     let server = Pair::server(NAME, NOW);
@@ -299,7 +299,7 @@ fn reload_that_requires_client_certificates_ends_sessions_without_one() {
 }
 
 #[test]
-fn reload_with_the_first_client_ca_again_ends_the_sessions_of_the_one_in_between() {
+fn reload_back_to_the_first_client_ca_ends_sessions_of_the_second() {
     let folder = tempfile::tempdir().unwrap();
     let (first, other) = (Authority::new("first"), Authority::new("other"));
     let server = Pair::server(NAME, NOW);
@@ -334,7 +334,7 @@ fn running_connection_keeps_its_subject_when_a_reload_changes_trusted_proxies() 
 }
 
 #[test]
-fn missing_certificates_are_charged_to_limits_by_address() {
+fn missing_certificates_are_charged_to_limits_by_ip() {
     let folder = tempfile::tempdir().unwrap();
     let ours = Authority::new("ours");
     let server = Pair::server(NAME, NOW);

@@ -57,7 +57,7 @@ fn hold(gateway: &Gateway) -> Client {
 }
 
 #[test]
-fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
+fn permit_is_held_until_the_body_ends() {
     let redis = Redis::start();
     for store in [String::new(), redis.store()] {
         let upstream = Streaming::start();
@@ -90,7 +90,7 @@ fn a_place_is_taken_while_the_body_goes_on_and_free_when_it_ends() {
 }
 
 #[test]
-fn a_client_that_leaves_frees_its_place() {
+fn disconnected_client_releases_its_permit() {
     let redis = Redis::start();
     for store in [String::new(), redis.store()] {
         let upstream = Streaming::start();
@@ -103,7 +103,7 @@ fn a_client_that_leaves_frees_its_place() {
 }
 
 #[test]
-fn requests_that_are_cancelled_at_any_moment_leak_no_place() {
+fn requests_cancelled_at_any_moment_leak_no_permit() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     // Several connections: the release of a slot may be faster than the call that takes it.
@@ -126,7 +126,7 @@ fn requests_that_are_cancelled_at_any_moment_leak_no_place() {
 }
 
 #[test]
-fn slots_that_end_while_the_store_hangs_are_free_when_it_goes_on() {
+fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     // Leases of 65 s: longer than this test waits.
@@ -148,7 +148,7 @@ fn slots_that_end_while_the_store_hangs_are_free_when_it_goes_on() {
 }
 
 #[test]
-fn requests_that_asked_no_store_release_nothing_there() {
+fn requests_that_made_no_store_call_release_nothing_in_the_store() {
     let port = crate::support::redis::free_port();
     let store = format!("[store]\nurl = \"redis://127.0.0.1:{port}\"\n");
     let mut gateway = Gateway::start(&config(&store, Streaming::start().address, 1000, "30s"));
@@ -170,7 +170,7 @@ fn requests_that_asked_no_store_release_nothing_there() {
 }
 
 #[test]
-fn slots_of_this_gateway_alone_are_released_whatever_stands_beside_them() {
+fn permits_granted_without_the_store_are_released_at_once() {
     let upstream = Streaming::start();
     let store = format!("[store]\nurl = \"redis://127.0.0.1:{}\"\n", crate::support::redis::free_port());
     let text = config(&store, upstream.address, 1, "30s").replace("[\"places\"]", "[\"open\", \"places\"]")
@@ -206,7 +206,7 @@ fn concurrency_is_exact_over_two_gateways() {
 }
 
 #[test]
-fn a_gateway_that_dies_frees_its_slots_when_their_leases_end() {
+fn killed_gateway_frees_its_permits_after_the_permit_ttl() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     // Leases of 6 s.
@@ -226,7 +226,7 @@ fn a_gateway_that_dies_frees_its_slots_when_their_leases_end() {
 }
 
 #[test]
-fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
+fn stream_longer_than_the_permit_ttl_keeps_its_permit() {
     let redis = Redis::start();
     std::thread::scope(|scope| {
         for store in [String::new(), redis.store()] {
@@ -253,7 +253,7 @@ fn a_stream_of_several_leases_keeps_its_place_while_the_limit_is_full() {
 }
 
 #[test]
-fn a_gateway_that_is_stopped_releases_its_places() {
+fn stopped_gateway_releases_its_permits() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     let config = format!("[server]\ndrain_timeout = \"100ms\"\n{}", config(&redis.store(), upstream.address, 5, "30s"));
@@ -269,7 +269,7 @@ fn a_gateway_that_is_stopped_releases_its_places() {
 }
 
 #[test]
-fn a_place_is_one_limit_of_many() {
+fn permit_is_charged_together_with_other_limits() {
     let redis = Redis::start();
     let upstream = Streaming::start();
     let text = config(&redis.store(), upstream.address, 2, "30s")

@@ -2,24 +2,24 @@
 //!
 //! | defect | test |
 //! |---|---|
-//! | counting and expiry are two commands: a key without a TTL | `no_gateway_that_is_killed_leaves_a_key_without_a_ttl` |
-//! | every hit extends the TTL: steady traffic below the limit is locked out | `a_ttl_that_every_hit_extends_never_locks_out_steady_traffic` |
-//! | denied requests are logged, too: memory grows, and it never unblocks | `a_flood_of_denials_costs_no_memory` in `invariants.rs` |
-//! | the timestamp is the member: hits in one microsecond collapse | `a_burst_at_one_instant_is_counted_in_full` |
-//! | the key expires between two commands: stuck for ever | `a_key_that_expires_between_two_calls_is_no_trap` |
-//! | a herd passes a check before the first of it is counted | `a_herd_of_first_requests_is_admitted_once` |
-//! | the key is named by the minute: an hour later it is the same | `a_window_an_hour_later_is_another_window` |
-//! | each gateway goes by its own clock | `gateways_whose_clocks_differ_admit_the_limit_once` |
-//! | the TTL is shorter than the refill: a fresh burst too early | `a_key_outlives_the_refill_of_its_bucket` |
-//! | a month is 30 days, a week starts on Thursday | `a_month_has_its_own_days` |
-//! | one limit denies, the other is charged | `a_denied_request_is_charged_nowhere` in `limits.rs` |
+//! | counting and expiry are two commands: a key without a TTL | `killed_gateway_leaves_no_key_without_ttl` |
+//! | every hit extends the TTL: steady traffic below the limit is locked out | `extended_ttl_does_not_lock_out_steady_traffic` |
+//! | denied requests are logged, too: memory grows, and it never unblocks | `denials_take_no_memory` in `invariants.rs` |
+//! | the timestamp is the member: hits in one microsecond collapse | `burst_at_one_instant_is_counted_in_full` |
+//! | the key expires between two commands: stuck for ever | `key_that_expires_between_two_calls_does_not_lock_out` |
+//! | a herd passes a check before the first of it is counted | `concurrent_first_requests_admit_exactly_the_limit` |
+//! | the key is named by the minute: an hour later it is the same | `window_an_hour_later_has_its_own_count` |
+//! | each gateway goes by its own clock | `gateways_with_different_clocks_admit_the_limit_once` |
+//! | the TTL is shorter than the refill: a fresh burst too early | `key_outlives_the_refill_of_its_bucket` |
+//! | a month is 30 days, a week starts on Thursday | `calendar_months_have_their_own_length` |
+//! | one limit denies, the other is charged | `denied_request_is_charged_to_no_limit` in `limits.rs` |
 //! | the reply is lost and the call is sent again: charged twice | `call_without_reply_is_charged_once` in `distributed.rs` |
 //! | a script that Redis has forgotten becomes an error | `script_flush_under_load_causes_no_error` in `distributed.rs` |
 //! | Retry-After is rounded down: the polite client is denied again | `client_that_waits_for_retry_after_is_admitted` in `limits.rs` |
-//! | a refund after the window makes a negative key that never expires | `a_late_refund_makes_no_key` |
-//! | the gateway dies, and what was in flight counts for ever | `a_gateway_that_dies_frees_its_slots_when_their_leases_end` in `concurrency.rs` |
-//! | the store is down: errors for everyone, or seconds of waiting | `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies` in `distributed.rs`, `a_busy_redis_is_no_error_for_clients` |
-//! | the identity's text is in the key: identities collide | `no_two_identities_share_a_key`, and `hostile_identities_have_buckets_of_their_own` in `identity.rs` |
+//! | a refund after the window makes a negative key that never expires | `late_refund_creates_no_key` |
+//! | the gateway dies, and what was in flight counts for ever | `killed_gateway_frees_its_permits_after_the_permit_ttl` in `concurrency.rs` |
+//! | the store is down: errors for everyone, or seconds of waiting | `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies` in `distributed.rs`, `busy_redis_causes_no_client_error` |
+//! | the identity's text is in the key: identities collide | `no_two_identities_share_a_key`, and `hostile_identities_have_their_own_buckets` in `identity.rs` |
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -50,7 +50,7 @@ fn gateway(redis: &Redis, limits: &[&str]) -> Gateway {
 }
 
 #[test]
-fn no_gateway_that_is_killed_leaves_a_key_without_a_ttl() {
+fn killed_gateway_leaves_no_key_without_ttl() {
     let redis = Redis::start();
     let limits = [
         "token-bucket",
@@ -80,7 +80,7 @@ fn no_gateway_that_is_killed_leaves_a_key_without_a_ttl() {
 }
 
 #[tokio::test]
-async fn a_ttl_that_every_hit_extends_never_locks_out_steady_traffic() {
+async fn extended_ttl_does_not_lock_out_steady_traffic() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "steady");
     for (name, rule) in every_algorithm(5, SECOND).into_iter().filter(|(name, _)| *name != "calendar") {
@@ -95,7 +95,7 @@ async fn a_ttl_that_every_hit_extends_never_locks_out_steady_traffic() {
 }
 
 #[tokio::test]
-async fn a_burst_at_one_instant_is_counted_in_full() {
+async fn burst_at_one_instant_is_counted_in_full() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "burst");
     for (name, rule) in every_algorithm(20, 60 * SECOND) {
@@ -110,7 +110,7 @@ async fn a_burst_at_one_instant_is_counted_in_full() {
 }
 
 #[test]
-fn a_key_that_expires_between_two_calls_is_no_trap() {
+fn key_that_expires_between_two_calls_does_not_lock_out() {
     let redis = Redis::start();
     for limit in [
         "quota = \"5/3650d\"\nalgorithm = \"fixed-window\"",
@@ -152,7 +152,7 @@ fn a_key_that_expires_between_two_calls_is_no_trap() {
 }
 
 #[test]
-fn a_herd_of_first_requests_is_admitted_once() {
+fn concurrent_first_requests_admit_exactly_the_limit() {
     let redis = Redis::start();
     for limit in [
         "quota = \"1/24h\"",
@@ -171,7 +171,7 @@ fn a_herd_of_first_requests_is_admitted_once() {
 }
 
 #[tokio::test]
-async fn a_window_an_hour_later_is_another_window() {
+async fn window_an_hour_later_has_its_own_count() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "later");
     for (name, rule) in every_algorithm(3, 60 * SECOND).into_iter().filter(|(name, _)| *name != "calendar") {
@@ -189,7 +189,7 @@ async fn a_window_an_hour_later_is_another_window() {
 }
 
 #[tokio::test]
-async fn gateways_whose_clocks_differ_admit_the_limit_once() {
+async fn gateways_with_different_clocks_admit_the_limit_once() {
     let redis = Redis::start();
     let hour = 3600 * SECOND as i64;
     let gateways =
@@ -210,7 +210,7 @@ async fn gateways_whose_clocks_differ_admit_the_limit_once() {
 }
 
 #[tokio::test]
-async fn a_key_outlives_the_refill_of_its_bucket() {
+async fn key_outlives_the_refill_of_its_bucket() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "login");
     for pause in [1, 2, 6, 12, 13, 30, 59, 60, 61] {
@@ -232,7 +232,7 @@ async fn a_key_outlives_the_refill_of_its_bucket() {
 }
 
 #[tokio::test]
-async fn a_month_has_its_own_days() {
+async fn calendar_months_have_their_own_length() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "calendar");
     let (day, hour) = (24, 1);
@@ -272,7 +272,7 @@ async fn a_month_has_its_own_days() {
 }
 
 #[tokio::test]
-async fn a_late_refund_makes_no_key() {
+async fn late_refund_creates_no_key() {
     let redis = Redis::start();
     let stores = Stores::new(&redis, "late");
     let rules = every_algorithm(5, 60 * SECOND).into_iter().chain([("concurrency", concurrency(5, 60 * SECOND))]);
@@ -298,7 +298,7 @@ async fn a_late_refund_makes_no_key() {
 }
 
 #[test]
-fn a_busy_redis_is_no_error_for_clients() {
+fn busy_redis_causes_no_client_error() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     redis::cmd("CONFIG").arg("SET").arg("lua-time-limit").arg(20).exec(&mut connection).unwrap();

@@ -97,7 +97,7 @@ fn keys_show_neither_addresses_nor_names() {
 }
 
 #[test]
-fn a_limit_in_two_shapes_has_two_states_and_in_two_sizes_one() {
+fn another_algorithm_or_window_has_its_own_state_and_another_quota_shares_it() {
     let redis = Redis::start();
     let gateway = |limit: &str| Gateway::start(&patient(&redis.url(), &format!("by = \"global\"\n{limit}")));
     let left = |gateway: &Gateway| {
@@ -159,7 +159,7 @@ fn concurrent_calls_share_connections() {
 }
 
 #[test]
-fn scripts_are_loaded_when_a_connection_is_made() {
+fn scripts_are_loaded_when_a_connection_opens() {
     let redis = Redis::start();
     let gateway = Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
     let bucket = TokenBucket::new("5/min".parse().unwrap(), 5).unwrap();
@@ -212,7 +212,7 @@ fn without_redis_each_limit_follows_on_store_error() {
 }
 
 #[test]
-fn the_log_says_why_redis_cannot_be_used() {
+fn log_says_why_redis_is_unusable() {
     let redis = Redis::start();
     redis::cmd("CONFIG").arg("SET").arg("requirepass").arg("sesame").exec(&mut redis.connection()).unwrap();
     for (url, reason) in [
@@ -256,7 +256,7 @@ fn call_without_reply_is_charged_once() {
 }
 
 #[test]
-fn an_unchecked_request_is_a_503_with_a_problem() {
+fn unchecked_request_is_503_with_a_problem_document() {
     let gateway =
         Gateway::start(&patient(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));
     let reply = gateway.get("/r");
@@ -266,7 +266,7 @@ fn an_unchecked_request_is_a_503_with_a_problem() {
 }
 
 #[test]
-fn a_redis_that_comes_back_is_used_again() {
+fn recovered_redis_is_used_again() {
     let port = free_port();
     let url = format!("redis://127.0.0.1:{port}");
     let gateway = Gateway::start(&format!(

@@ -103,7 +103,7 @@ fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
 }
 
 #[test]
-fn a_healthy_server_passes_every_check_and_keeps_nothing() {
+fn doctor_passes_a_healthy_server_and_leaves_no_keys() {
     let redis = Redis::start();
     let (code, checks) = checks(&redis.url());
     let names = [
@@ -157,7 +157,7 @@ fn a_healthy_server_passes_every_check_and_keeps_nothing() {
 }
 
 #[test]
-fn keys_that_never_expire_are_found_among_those_of_the_prefix() {
+fn keys_of_the_prefix_without_ttl_are_reported() {
     let redis = Redis::start();
     command(&redis, &["SET", "elsewhere", "1"]);
     command(&redis, &["SET", "rl:{a}:fine", "1", "EX", "1000"]);
@@ -171,7 +171,7 @@ fn keys_that_never_expire_are_found_among_those_of_the_prefix() {
 }
 
 #[test]
-fn the_search_for_keys_is_bounded_and_says_how_far_it_came() {
+fn key_scan_is_bounded_and_reports_how_far_it_came() {
     let redis = Redis::start();
     command(&redis, &["EVAL", "for i = 1, 150000 do redis.call('SET', 'other:' .. i, '1') end", "0"]);
     let (code, status, found) = check(&redis.url(), "keys");
@@ -182,7 +182,7 @@ fn the_search_for_keys_is_bounded_and_says_how_far_it_came() {
 }
 
 #[test]
-fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
+fn eviction_policy_and_evicted_keys_are_reported() {
     let redis = Redis::start();
     command(&redis, &["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]);
     let (code, status, found) = check(&redis.url(), "policy");
@@ -208,7 +208,7 @@ fn a_policy_that_may_evict_limits_and_what_it_evicted_are_told() {
 }
 
 #[test]
-fn a_full_server_that_evicts_nothing_fails_the_trial_and_says_why() {
+fn full_server_with_noeviction_fails_the_trial_with_its_reason() {
     let redis = Redis::start();
     command(&redis, &["CONFIG", "SET", "maxmemory", "100kb"]);
     let (code, status, found) = check(&redis.url(), "decisions");
@@ -217,7 +217,7 @@ fn a_full_server_that_evicts_nothing_fails_the_trial_and_says_why() {
 }
 
 #[test]
-fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
+fn checks_without_permission_are_skipped_for_the_gateway_user() {
     let redis = Redis::start();
     let (url, _) = user_of_the_manual(&redis, "gateway");
     let (code, checks) = checks(&url);
@@ -238,7 +238,7 @@ fn the_user_of_the_gateway_leaves_out_what_it_may_not_see() {
 }
 
 #[test]
-fn the_user_of_the_doctor_leaves_out_nothing() {
+fn no_check_is_skipped_for_the_doctor_user() {
     let redis = Redis::start();
     command(&redis, &["SET", "rl:{a}:fine", "1", "EX", "1000"]);
     let (url, _) = user_of_the_manual(&redis, "doctor");
@@ -250,7 +250,7 @@ fn the_user_of_the_doctor_leaves_out_nothing() {
 }
 
 #[test]
-fn every_right_of_the_manual_that_is_missing_is_named() {
+fn each_missing_permission_of_the_manual_is_named() {
     let redis = Redis::start();
     let (url, words) = user_of_the_manual(&redis, "gateway");
     // Without these the gateway does its work: their replies are not needed, or only asked for another database.
@@ -290,7 +290,7 @@ fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
 }
 
 #[test]
-fn a_server_that_is_no_master_or_too_old_fails() {
+fn replica_and_old_server_fail() {
     let (master, replica) = (Redis::start(), Redis::start());
     command(&replica, &["REPLICAOF", "127.0.0.1", &master.port.to_string()]);
     let (code, status, found) = check(&replica.url(), "role");
@@ -315,7 +315,7 @@ fn a_server_that_is_no_master_or_too_old_fails() {
 }
 
 #[test]
-fn a_slow_round_trip_is_told_by_the_deadline() {
+fn slow_round_trip_is_judged_by_store_timeout() {
     let redis = Redis::start();
     let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(20)));
     for (timeout, expected, advice) in [
@@ -417,7 +417,7 @@ fn overrides_without_persistence_are_a_warning() {
 }
 
 #[test]
-fn a_server_that_hangs_is_given_up() {
+fn hanging_server_is_abandoned_at_the_deadline() {
     let redis = Redis::start();
     signal(&redis.child, "STOP");
     let started = monotonic();
@@ -430,7 +430,7 @@ fn a_server_that_hangs_is_given_up() {
 }
 
 #[test]
-fn a_server_that_stops_answering_is_asked_no_more() {
+fn server_that_stops_replying_gets_no_further_checks() {
     let redis = Redis::start();
     let url = relay(redis.port, |piece| {
         if piece == 5 {
@@ -445,7 +445,7 @@ fn a_server_that_stops_answering_is_asked_no_more() {
 }
 
 #[test]
-fn nothing_there_and_a_wrong_password_are_one_failed_check() {
+fn unreachable_server_and_wrong_password_are_one_failed_check() {
     let redis = Redis::start();
     let port = free_port();
     for (url, expected) in [
@@ -465,7 +465,7 @@ fn nothing_there_and_a_wrong_password_are_one_failed_check() {
 }
 
 #[test]
-fn the_memory_store_has_nothing_to_examine_and_a_bad_file_is_code_2() {
+fn memory_store_has_no_checks_and_invalid_file_exits_with_2() {
     let table = examine("memory:", "5s", &[], &[]);
     assert_eq!((table.code, table.out.as_str()), (Some(0), "store: memory: there is no Redis to examine\n"));
     let report: Value = serde_json::from_str(&examine("memory:", "5s", &["--json"], &[]).out).unwrap();

@@ -206,7 +206,7 @@ fn uploading_client_reads_every_early_response() {
 }
 
 #[test]
-fn a_denied_request_with_a_small_body_costs_no_connection() {
+fn denied_request_with_a_small_body_keeps_the_connection() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
     let mut client = gateway.client();
@@ -224,7 +224,7 @@ fn a_denied_request_with_a_small_body_costs_no_connection() {
 }
 
 #[test]
-fn who_sends_a_whole_request_keeps_the_connection() {
+fn complete_request_keeps_the_connection() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
     let mut client = gateway.client();
@@ -238,7 +238,7 @@ fn who_sends_a_whole_request_keeps_the_connection() {
 }
 
 #[test]
-fn nobody_is_asked_for_a_body_that_is_not_wanted() {
+fn rejected_request_with_expect_gets_no_100_continue() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&routes(upstream.address, ""));
     assert_eq!(gateway.get("/limited").status, 200);
@@ -262,7 +262,7 @@ fn nobody_is_asked_for_a_body_that_is_not_wanted() {
 }
 
 #[test]
-fn a_body_that_is_too_large_is_413() {
+fn body_larger_than_max_body_is_413() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         while let Some(seen) = read_request(&mut stream) {
@@ -325,7 +325,7 @@ fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
 }
 
 #[test]
-fn beyond_max_connections_clients_wait() {
+fn connections_beyond_max_connections_wait() {
     for layout in ["per-core", "work-stealing"] {
         let gateway =
             Gateway::start(&format!("[server]\nmax_connections = 3\nworkers = 2\nthreading = \"{layout}\"\n{HELLO}"));
@@ -352,7 +352,7 @@ fn beyond_max_connections_clients_wait() {
 }
 
 #[test]
-fn a_client_has_its_share_of_connections() {
+fn connections_beyond_max_connections_per_ip_are_closed() {
     let config =
         "[server]\nmax_connections_per_ip = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&format!("{config}{HELLO}"));
@@ -487,7 +487,7 @@ fn telling(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> So
 }
 
 #[test]
-fn an_upstream_may_be_silent_unless_it_owes_something() {
+fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     let (send, pieces) = channel();
     let upstream = telling("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n", pieces);
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
@@ -518,7 +518,7 @@ fn an_upstream_may_be_silent_unless_it_owes_something() {
 }
 
 #[test]
-fn a_client_that_stops_in_its_body_is_408_once_the_time_is_over() {
+fn stalled_request_body_is_408_at_body_idle_timeout() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream.address, "")));
     for (what, start) in [
@@ -557,7 +557,7 @@ fn flood() -> (SocketAddr, std::sync::mpsc::Receiver<()>) {
 }
 
 #[test]
-fn a_client_that_does_not_read_is_reset() {
+fn client_that_does_not_read_is_reset() {
     let (upstream, ended) = flood();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
@@ -578,7 +578,7 @@ fn a_client_that_does_not_read_is_reset() {
 }
 
 #[test]
-fn a_client_that_reads_slowly_is_served() {
+fn slow_reader_is_served() {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
@@ -592,7 +592,7 @@ fn a_client_that_reads_slowly_is_served() {
 }
 
 #[test]
-fn a_stream_whose_client_does_not_read_ends_alone() {
+fn unread_http2_stream_is_reset_alone() {
     let (upstream, ended) = flood();
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     for window in [0, 1000] {
@@ -617,7 +617,7 @@ fn a_stream_whose_client_does_not_read_ends_alone() {
 
 /// Small bodies with a declared length are read before the request takes a permit of its upstream.
 #[test]
-fn slow_uploads_take_no_permit_of_an_upstream() {
+fn slow_uploads_hold_no_request_permit_of_an_upstream() {
     const PERMITS: usize = 3;
     let post = |length: usize| format!("POST /up/ HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\n\r\nx");
     for (what, length, settings, is_free) in [
@@ -655,7 +655,7 @@ fn slow_uploads_take_no_permit_of_an_upstream() {
 }
 
 #[test]
-fn a_body_slower_than_min_body_rate_is_408() {
+fn body_slower_than_min_body_rate_is_408() {
     let upstream = Upstream::start();
     let standard = Gateway::start(&routes(upstream.address, ""));
     let any = Gateway::start(&format!("[server]\nmin_body_rate = \"0B\"\n{}", routes(upstream.address, "")));
@@ -750,7 +750,7 @@ fn unread(connections: usize, streams: usize, window: u32) -> u64 {
 
 /// What stalled streams hold is not taken from those that are read.
 #[test]
-fn a_stream_goes_on_beside_unread_ones_that_use_up_the_budget() {
+fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
     for settings in ["", "max_buffered = \"1B\"\n"] {
         let (upstream, _ended) = flood();
         let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{settings}{}", routes(upstream, "")));
@@ -768,7 +768,7 @@ fn a_stream_goes_on_beside_unread_ones_that_use_up_the_budget() {
 
 /// Beyond the budget request bodies are streamed, and what was taken from it comes back.
 #[test]
-fn request_bodies_are_buffered_within_the_budget() {
+fn request_bodies_beyond_max_buffered_are_streamed() {
     let upstream = Upstream::start();
     let server = "[server]\nworkers = 1\nmax_buffered = \"100KiB\"\n";
     let gateway = Gateway::start(&format!("{server}{}", routes(upstream.address, "")));
@@ -787,7 +787,7 @@ fn request_bodies_are_buffered_within_the_budget() {
 }
 
 #[test]
-fn one_network_has_half_of_the_connections_by_default() {
+fn one_client_network_gets_half_of_the_connections_by_default() {
     let server = "[server]\nmax_connections = 11\n[client_ip]\ntrusted_proxies = [\"127.0.0.1\"]\n";
     let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = true\n";
     let gateway = Gateway::start(&format!("{server}{HELLO}{listeners}"));

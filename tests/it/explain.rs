@@ -251,7 +251,7 @@ fn seen(head: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn it_says_what_the_gateway_does_a_thousand_times() {
+fn explanation_matches_the_gateway_for_a_thousand_requests() {
     // To HEAD without a body.
     let upstream = Upstream::answering(|seen| {
         let body = if seen.head.starts_with("HEAD ") { "" } else { "ok" };
@@ -339,7 +339,7 @@ fn it_says_what_the_gateway_does_a_thousand_times() {
 
 /// Nothing of a look stays.
 #[test]
-fn nothing_is_charged() {
+fn explain_charges_nothing() {
     let redis = Redis::start();
     let config = format!(
         "{}[[listener]]\naddress = \"127.0.0.1:0\"\n[limit.once]\nby = \"ip\"\nquota = \"1/day\"\n\
@@ -360,7 +360,7 @@ fn nothing_is_charged() {
 
 /// Costs that the file does not say.
 #[test]
-fn what_is_paid_later_needs_one_unit_and_what_never_fits_is_told() {
+fn deferred_costs_and_costs_that_never_fit_are_explained() {
     let redis = Redis::start();
     let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
     let gateway = Gateway::start(&format!(
@@ -405,7 +405,7 @@ fn samples() -> PathBuf {
 
 /// What is printed for each request. `BLESS=1` writes what is printed now.
 #[test]
-fn the_page_of_each_request_is_as_written() {
+fn output_of_each_request_matches_its_file() {
     for (name, arguments) in [
         ("allowed", &["GET", "https://api.example.com/v1//users/./7?full=1", "-H", "X-Api-Key: key-of-alice"][..]),
         (
@@ -434,7 +434,7 @@ fn the_page_of_each_request_is_as_written() {
 }
 
 #[test]
-fn wrong_arguments_are_said() {
+fn invalid_arguments_are_reported() {
     for (arguments, expected) in [
         (
             &["GET", "/v1/users"][..],
@@ -457,7 +457,7 @@ fn wrong_arguments_are_said() {
 
 /// The counters of a gateway without Redis are its own.
 #[test]
-fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
+fn memory_store_counters_are_read_from_the_running_gateway() {
     let rest = "[limit.once]\nby = \"ip\"\nquota = \"3/day\"\n[[route]]\nname = \"r\"\npath = \"/\"\nlimits = [\"once\"]\n\
         respond = { status = 200 }\n";
     let gateway = Gateway::start(&with_admin(rest));
@@ -491,7 +491,7 @@ fn a_running_gateway_is_asked_for_what_it_has_in_memory() {
 
 /// Wrong credentials are charged to limits by address: 401 as long as they allow it, 429 from then on.
 #[test]
-fn wrong_credentials_and_an_exhausted_limit_by_address_are_explained_as_they_are_answered() {
+fn invalid_credentials_over_the_ip_limit_are_explained_as_answered() {
     let keys = "[api_key]\nconsumers = \"consumers.toml\"\n[limit.ip]\nby = \"ip\"\nquota = \"2/day\"\n\
                 algorithm = \"fixed-window\"\nstart = \"first-request\"\n[limit.key]\nby = \"api-key\"\nquota = \"9/day\"\n\
                 tiers = { pro = { quota = \"60/day\" } }\n";

@@ -32,7 +32,7 @@ fn weighted(servers: &[(&Server, u32)]) -> String {
 }
 
 #[test]
-fn turns_are_taken_by_weight() {
+fn round_robin_follows_weights() {
     let [one, two, three, none] = &Server::fleet();
     let servers = weighted(&[(one, 1), (two, 2), (three, 3), (none, 0)]);
     let gateway = gateway_of(&servers, "balance = \"round-robin\"");
@@ -43,7 +43,7 @@ fn turns_are_taken_by_weight() {
 }
 
 #[test]
-fn chance_goes_by_weight() {
+fn random_follows_weights() {
     for balance in ["random", "least-requests", "hash:x-absent"] {
         let [one, two] = &Server::fleet();
         let gateway = gateway_of(&weighted(&[(one, 1), (two, 3)]), &format!("balance = \"{balance}\""));
@@ -58,7 +58,7 @@ fn chance_goes_by_weight() {
 }
 
 #[test]
-fn the_one_with_less_to_do_is_asked() {
+fn least_requests_picks_the_less_loaded_server() {
     let [one, two] = &Server::fleet();
     let gateway = gateway(&[one, two], "balance = \"least-requests\"");
     one.set(Mood::Holds);
@@ -80,7 +80,7 @@ fn the_one_with_less_to_do_is_asked() {
 }
 
 #[test]
-fn keys_stay_with_their_server() {
+fn hash_balance_keeps_keys_on_their_server() {
     let servers = &Server::fleet::<4>();
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "balance = \"hash:x-tenant\"");
     let owner = |key: &str| {
@@ -105,7 +105,7 @@ fn keys_stay_with_their_server() {
 }
 
 #[test]
-fn a_server_that_is_gone_fails_no_request() {
+fn stopped_server_fails_no_request() {
     let [gone, there] = &Server::fleet();
     gone.down();
     // Not even a POST: none of it is written anywhere else.
@@ -124,7 +124,7 @@ fn a_server_that_is_gone_fails_no_request() {
 }
 
 #[test]
-fn when_all_are_gone_it_is_502_and_heals() {
+fn all_servers_down_is_502_until_one_is_back() {
     let [one, two] = &Server::fleet();
     let gateway = gateway(&[one, two], "");
     one.down();
@@ -139,7 +139,7 @@ fn when_all_are_gone_it_is_502_and_heals() {
 }
 
 #[test]
-fn a_server_that_hangs_at_connecting_is_overtaken() {
+fn slow_connect_is_overtaken_by_another_server() {
     // Nobody accepts: once the backlog is full, connects are neither taken nor refused.
     let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     silent.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
@@ -168,7 +168,7 @@ fn a_server_that_hangs_at_connecting_is_overtaken() {
 }
 
 #[test]
-fn what_breaks_off_is_repeated_elsewhere_if_that_is_harmless() {
+fn broken_safe_requests_are_retried_on_another_server() {
     let [broken, there] = &Server::fleet();
     broken.set(Mood::Resets);
     let gateway = gateway(&[broken, there], "balance = \"round-robin\"\nretries = 1");
@@ -186,7 +186,7 @@ fn what_breaks_off_is_repeated_elsewhere_if_that_is_harmless() {
 }
 
 #[test]
-fn nothing_is_posted_twice_while_servers_come_and_go() {
+fn post_is_never_repeated_while_servers_restart() {
     let servers = &Server::fleet::<3>();
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "retries = 3\nconnect_timeout = \"5s\"");
     let done = AtomicBool::new(false);
@@ -233,7 +233,7 @@ fn nothing_is_posted_twice_while_servers_come_and_go() {
 }
 
 #[test]
-fn retries_are_a_fifth_of_all_at_most() {
+fn retry_budget_is_a_fifth_of_requests() {
     let servers = &Server::fleet::<3>();
     servers.iter().for_each(|server| server.set(Mood::Resets));
     let gateway = gateway(&servers.iter().collect::<Vec<_>>(), "retries = 10");
@@ -247,7 +247,7 @@ fn retries_are_a_fifth_of_all_at_most() {
 }
 
 #[test]
-fn errors_in_a_row_put_a_server_out_for_a_while() {
+fn consecutive_errors_eject_a_server_for_a_time() {
     let [ill, one, two] = &Server::fleet();
     ill.set(Mood::Answers(503));
     let gateway = gateway(
@@ -278,7 +278,7 @@ fn errors_in_a_row_put_a_server_out_for_a_while() {
 }
 
 #[test]
-fn silence_is_an_error_as_well() {
+fn response_timeouts_count_as_errors_for_ejection() {
     let [silent, one, two] = &Server::fleet();
     silent.set(Mood::Holds);
     let lines = "balance = \"round-robin\"\nresponse_timeout = \"200ms\"\noutlier_detection = { consecutive_errors = 2, base_ejection_time = \"60s\" }";
@@ -291,7 +291,7 @@ fn silence_is_an_error_as_well() {
 }
 
 #[test]
-fn when_most_are_out_ejected_ones_are_used() {
+fn ejected_servers_are_used_when_most_are_out() {
     let servers = &Server::fleet::<3>();
     servers[..2].iter().for_each(|server| server.set(Mood::Answers(503)));
     let lines =
@@ -307,7 +307,7 @@ fn when_most_are_out_ejected_ones_are_used() {
 }
 
 #[test]
-fn a_server_has_no_more_requests_than_it_may() {
+fn max_requests_bounds_requests_of_a_server() {
     let [one, two] = &Server::fleet();
     [one, two].into_iter().for_each(|server| server.set(Mood::Takes(5)));
     let gateway = gateway(&[one, two], "max_requests = 3\nmax_queue = 100\nconnect_timeout = \"20s\"");
@@ -317,7 +317,7 @@ fn a_server_has_no_more_requests_than_it_may() {
 }
 
 #[test]
-fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
+fn full_wait_queue_is_503_and_a_cancelled_request_leaves_it() {
     let server = Server::start();
     server.set(Mood::Holds);
     let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"19s\"");
@@ -362,7 +362,7 @@ fn the_line_is_bounded_and_whoever_leaves_it_makes_room() {
 }
 
 #[test]
-fn nobody_waits_longer_than_for_a_connection() {
+fn queued_requests_time_out_with_connect_timeout() {
     let server = Server::start();
     server.set(Mood::Holds);
     let gateway = gateway(&[&server], "max_requests = 1\nmax_queue = 2\nconnect_timeout = \"300ms\"");
@@ -378,7 +378,7 @@ fn nobody_waits_longer_than_for_a_connection() {
 }
 
 #[test]
-fn a_place_is_taken_until_the_body_is_gone() {
+fn request_permit_is_held_until_the_body_ends() {
     let head_only = crate::support::upstream::serve(|mut stream| {
         use std::io::Write;
         while crate::support::upstream::read_request(&mut stream).is_some() {
@@ -438,7 +438,7 @@ fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
 }
 
 #[test]
-fn server_that_went_away_with_idle_connections_is_passed_over_and_ejected() {
+fn server_lost_with_idle_connections_is_skipped_and_ejected() {
     let servers @ [gone, _, _] = &Server::fleet();
     let gateway =
         gateway_by_one_worker(servers, "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"60s\" }");
@@ -475,7 +475,7 @@ fn half_of_two_servers_may_be_ejected_and_not_both() {
 }
 
 #[test]
-fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
+fn only_502_503_and_504_count_as_errors() {
     for (status, ejects) in
         [(502, true), (503, true), (504, true), (500, false), (501, false), (429, false), (404, false)]
     {
@@ -493,7 +493,7 @@ fn statuses_of_a_failing_gateway_are_errors_and_others_are_not() {
 }
 
 #[test]
-fn server_that_was_ejected_starts_slowly() {
+fn ejected_server_returns_with_slow_start() {
     let servers @ [failing, _] = &Server::fleet();
     failing.set(Mood::Answers(503));
     let lines = "outlier_detection = { consecutive_errors = 1, base_ejection_time = \"100ms\" }\nslow_start = \"10m\"";
@@ -516,7 +516,7 @@ fn server_that_was_ejected_starts_slowly() {
 }
 
 #[test]
-fn server_that_was_passed_over_is_tried_when_all_others_have_failed() {
+fn skipped_server_is_tried_when_all_others_failed() {
     let servers @ [one, other] = &Server::fleet();
     let gateway = gateway_by_one_worker(servers, "retries = 1");
     let mut client = gateway.client();
@@ -531,7 +531,7 @@ fn server_that_was_passed_over_is_tried_when_all_others_have_failed() {
 }
 
 #[test]
-fn drained_servers_do_not_count_for_the_bound_on_ejected_ones() {
+fn drained_servers_do_not_count_for_the_ejection_bound() {
     let [one, two, drained, also_drained] = &Server::fleet();
     let servers = weighted(&[(one, 1), (two, 1), (drained, 0), (also_drained, 0)]);
     let gateway = gateway_of(

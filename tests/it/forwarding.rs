@@ -102,7 +102,7 @@ fn reset(stream: TcpStream) {
 // ---- the request ---------------------------------------------------------------------------------
 
 #[test]
-fn what_concerns_one_connection_stays_there() {
+fn hop_by_hop_headers_are_not_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let sent = [
@@ -167,7 +167,7 @@ const SPOOFED: &[(&str, &str)] = &[
 ];
 
 #[test]
-fn strangers_do_not_say_where_a_request_came_from() {
+fn untrusted_clients_do_not_set_forwarded_headers() {
     let upstream = Upstream::start();
     let gateway =
         Gateway::start(&format!("[client_ip]\ntrusted_proxies = [\"{PROXY}\"]\n{}", config(upstream.address, "")));
@@ -196,7 +196,7 @@ fn strangers_do_not_say_where_a_request_came_from() {
 }
 
 #[test]
-fn no_field_of_the_forwarded_family_comes_from_strangers() {
+fn no_forwarded_header_variant_of_untrusted_clients_is_forwarded() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     assert_eq!(gateway.client().get_with("/", SPOOFED).status, 200);
@@ -207,7 +207,7 @@ fn no_field_of_the_forwarded_family_comes_from_strangers() {
 }
 
 #[test]
-fn what_a_trusted_proxy_says_is_continued() {
+fn forwarded_headers_of_a_trusted_proxy_are_extended() {
     let upstream = Upstream::start();
     let gateway =
         Gateway::start(&format!("[client_ip]\ntrusted_proxies = [\"{PROXY}\"]\n{}", config(upstream.address, "")));
@@ -240,7 +240,7 @@ fn what_a_trusted_proxy_says_is_continued() {
 }
 
 #[test]
-fn the_upstream_sees_what_was_routed_on() {
+fn upstream_receives_the_path_that_was_routed_on() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
@@ -270,7 +270,7 @@ fn the_upstream_sees_what_was_routed_on() {
 }
 
 #[test]
-fn the_upstream_is_told_the_host_that_was_routed_on() {
+fn upstream_receives_the_host_that_was_routed_on() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
@@ -295,7 +295,7 @@ fn the_upstream_is_told_the_host_that_was_routed_on() {
 }
 
 #[test]
-fn method_and_body_are_kept() {
+fn method_and_body_are_forwarded_unchanged() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
@@ -331,7 +331,7 @@ fn method_and_body_are_kept() {
 }
 
 #[test]
-fn http_2_requests_reach_the_upstream_as_http_1() {
+fn http2_requests_are_forwarded_as_http1() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -369,7 +369,7 @@ fn http_2_requests_reach_the_upstream_as_http_1() {
 // ---- the response --------------------------------------------------------------------------------
 
 #[test]
-fn status_and_fields_of_the_answer_are_kept() {
+fn status_and_headers_of_the_response_are_kept() {
     let upstream = Upstream::answering(|seen| {
         let status = seen.target().trim_start_matches('/');
         let lines = "Server: origin\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nX-Custom: value\r\nETag: \"e\"\r\n\
@@ -420,7 +420,7 @@ fn status_and_fields_of_the_answer_are_kept() {
 }
 
 #[test]
-fn answers_without_a_body_have_none() {
+fn responses_without_a_body_have_none() {
     let upstream = Upstream::answering(|seen| match seen.target() {
         "/length" => b"HTTP/1.1 200 OK\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n".to_vec(),
@@ -463,7 +463,7 @@ fn answers_without_a_body_have_none() {
 }
 
 #[test]
-fn chunked_bodies_pass_both_ways() {
+fn chunked_bodies_are_forwarded_both_ways() {
     let upstream = Upstream::answering(|seen| match seen.target() {
         "/echo" => chunked(&seen.body),
         "/until-close" => b"HTTP/1.0 200 OK\r\n\r\n".to_vec(),
@@ -518,7 +518,7 @@ fn chunked_bodies_pass_both_ways() {
 }
 
 #[test]
-fn an_answer_that_ends_with_its_connection_is_passed_on_whole() {
+fn close_delimited_response_is_forwarded_complete() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Type: text/plain\r\n\r\nuntil the end").unwrap();
@@ -532,7 +532,7 @@ fn an_answer_that_ends_with_its_connection_is_passed_on_whole() {
 }
 
 #[test]
-fn an_answer_with_two_framings_is_read_by_its_chunks() {
+fn response_with_two_framings_is_502_or_read_as_chunks() {
     for framing in
         ["Transfer-Encoding: chunked\r\nContent-Length: 3\r\n", "Content-Length: 30\r\nTransfer-Encoding: chunked\r\n"]
     {
@@ -553,7 +553,7 @@ fn an_answer_with_two_framings_is_read_by_its_chunks() {
 }
 
 #[test]
-fn interim_answers_are_not_the_answer() {
+fn interim_responses_are_not_forwarded_as_final() {
     let interim =
         ["100 Continue", "103 Early Hints"].map(|status| format!("HTTP/1.1 {status}\r\nLink: </a>\r\n\r\n")).concat();
     let upstream = Upstream::answering(move |_| [interim.as_bytes(), &ok()].concat());
@@ -569,7 +569,7 @@ fn interim_answers_are_not_the_answer() {
 }
 
 #[test]
-fn large_bodies_arrive_as_they_were_sent() {
+fn large_bodies_arrive_unchanged() {
     const LENGTH: usize = 10 << 20;
     let upstream = Upstream::answering(|seen| {
         let mut body = seen.body.clone();
@@ -648,7 +648,7 @@ fn warmed_up(stream: &mut TcpStream) -> bool {
 }
 
 #[test]
-fn a_slow_reader_holds_the_upstream_back() {
+fn slow_reader_slows_the_upstream_down() {
     let block = Arc::new(noise(BLOCK));
     let (stalls, stalled) = channel();
     let (go_on, wait) = channel();
@@ -678,7 +678,7 @@ fn a_slow_reader_holds_the_upstream_back() {
 }
 
 #[test]
-fn a_slow_upstream_holds_the_upload_back() {
+fn slow_upstream_slows_the_upload_down() {
     let block = Arc::new(noise(BLOCK));
     let (read_on, reading) = channel::<()>();
     let (reading, blocks) = (Mutex::new(reading), block.clone());
@@ -717,7 +717,7 @@ fn a_slow_upstream_holds_the_upload_back() {
 // ---- who breaks off ------------------------------------------------------------------------------
 
 #[test]
-fn when_the_client_is_gone_the_upstream_hears_of_it() {
+fn disconnected_client_cancels_the_upstream_request() {
     for (what, request, broken_by_reset) in [
         ("GET", "GET / HTTP/1.1\r\nHost: a.test\r\n\r\n", false),
         ("GET, reset", "GET / HTTP/1.1\r\nHost: a.test\r\n\r\n", true),
@@ -768,7 +768,7 @@ fn when_the_client_is_gone_the_upstream_hears_of_it() {
 }
 
 #[test]
-fn when_the_client_is_gone_in_the_middle_of_the_answer_the_upstream_hears_of_it() {
+fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
@@ -801,7 +801,7 @@ fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
 }
 
 #[test]
-fn an_upstream_that_is_not_there_is_502() {
+fn refused_upstream_connection_is_502() {
     // Bound but not listening: nobody else gets the port, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
@@ -818,7 +818,7 @@ fn an_upstream_that_is_not_there_is_502() {
 }
 
 #[test]
-fn an_upstream_that_stays_silent_is_504() {
+fn silent_upstream_is_504() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         read_request(&mut stream).unwrap();
@@ -835,7 +835,7 @@ fn an_upstream_that_stays_silent_is_504() {
 }
 
 #[test]
-fn an_upstream_that_answers_half_a_head_is_504() {
+fn partial_response_head_is_504() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nContent-").unwrap();
@@ -846,7 +846,7 @@ fn an_upstream_that_answers_half_a_head_is_504() {
 }
 
 #[test]
-fn a_client_that_stops_sending_is_408() {
+fn client_that_stops_sending_is_408() {
     let upstream = Upstream::start();
     let config = config(upstream.address, "response_timeout = \"100ms\"");
     let gateway = Gateway::start(&format!("[server]\nbody_idle_timeout = \"300ms\"\n{config}"));
@@ -857,7 +857,7 @@ fn a_client_that_stops_sending_is_408() {
 }
 
 #[test]
-fn an_upstream_that_stops_reading_is_504() {
+fn upstream_that_stops_reading_is_504() {
     let (give_up, given_up) = channel::<()>();
     let given_up = Mutex::new(given_up);
     let upstream = serve(move |mut stream| {
@@ -882,7 +882,7 @@ fn an_upstream_that_stops_reading_is_504() {
 }
 
 #[test]
-fn an_answer_that_is_no_answer_is_502() {
+fn invalid_response_is_502() {
     let long = format!("HTTP/1.1 200 OK\r\nx-long: {}\r\n\r\n", "a".repeat(1 << 20));
     let many = format!("HTTP/1.1 200 OK\r\n{}\r\n", "x: 1\r\n".repeat(10_000));
     for (what, answer) in [
@@ -922,7 +922,7 @@ fn an_answer_that_is_no_answer_is_502() {
 }
 
 #[test]
-fn a_switch_of_protocols_that_nobody_asked_for_is_502() {
+fn unrequested_101_is_502() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         let switch = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n";
@@ -937,7 +937,7 @@ fn a_switch_of_protocols_that_nobody_asked_for_is_502() {
 }
 
 #[test]
-fn an_answer_that_breaks_off_is_never_complete() {
+fn truncated_response_never_looks_complete() {
     for (what, part, rest) in [
         ("by length", "Content-Length: 1000\r\n\r\n", "hello"),
         ("by length, all but one byte", "Content-Length: 6\r\n\r\n", "hello"),
@@ -993,7 +993,7 @@ fn an_answer_that_breaks_off_is_never_complete() {
 // ---- connections ---------------------------------------------------------------------------------
 
 #[test]
-fn connections_are_used_again() {
+fn upstream_connections_are_reused() {
     let connections = Arc::<AtomicUsize>::default();
     let count = connections.clone();
     let upstream = serve(move |mut stream| {
@@ -1027,7 +1027,7 @@ fn connections_are_used_again() {
 }
 
 #[test]
-fn an_upstream_that_asks_to_close_gets_a_fresh_connection() {
+fn connection_close_of_an_upstream_is_obeyed() {
     let connections = Arc::<AtomicUsize>::default();
     let count = connections.clone();
     let upstream = serve(move |mut stream| {
@@ -1047,7 +1047,7 @@ fn an_upstream_that_asks_to_close_gets_a_fresh_connection() {
 }
 
 #[test]
-fn connections_that_have_been_idle_too_long_are_not_used() {
+fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
     let connections = Arc::<AtomicUsize>::default();
     let count = connections.clone();
     let upstream = serve(move |mut stream| {
@@ -1075,7 +1075,7 @@ fn closes_after_each_answer(seen: Arc<Mutex<Vec<Seen>>>) -> SocketAddr {
 }
 
 #[test]
-fn an_upstream_that_closes_its_idle_connections_fails_no_get() {
+fn upstream_that_closes_idle_connections_fails_no_get() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let gateway = gateway(closes_after_each_answer(seen.clone()));
     let mut client = gateway.client();
@@ -1087,7 +1087,7 @@ fn an_upstream_that_closes_its_idle_connections_fails_no_get() {
 }
 
 #[test]
-fn an_upstream_that_closes_its_idle_connections_sees_no_post_twice() {
+fn upstream_that_closes_idle_connections_receives_no_post_twice() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let gateway = one_worker(closes_after_each_answer(seen.clone()));
     let mut answered = 0;
@@ -1107,7 +1107,7 @@ fn an_upstream_that_closes_its_idle_connections_sees_no_post_twice() {
 }
 
 #[test]
-fn a_post_moves_on_from_a_connection_that_is_known_to_be_closed() {
+fn post_uses_another_connection_if_the_pooled_one_is_closed() {
     let (tell, events) = channel();
     let upstream = serve(move |mut stream| {
         read_request(&mut stream).unwrap();
@@ -1126,7 +1126,7 @@ fn a_post_moves_on_from_a_connection_that_is_known_to_be_closed() {
 }
 
 #[test]
-fn only_what_is_safe_is_sent_a_second_time() {
+fn only_safe_requests_are_sent_twice() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let record = seen.clone();
     // Each connection dies with its second request, unanswered.
@@ -1177,7 +1177,7 @@ fn only_what_is_safe_is_sent_a_second_time() {
 // ---- Expect --------------------------------------------------------------------------------------
 
 #[test]
-fn a_client_that_waits_for_100_gets_it_when_its_body_is_wanted() {
+fn expect_100_continue_is_answered_when_the_body_is_read() {
     let upstream = Upstream::answering(|seen| match seen.target() {
         "/refused" => b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n".to_vec(),
         _ => ok(),
@@ -1220,7 +1220,7 @@ fn a_client_that_waits_for_100_gets_it_when_its_body_is_wanted() {
 }
 
 #[test]
-fn an_answer_that_cannot_be_read_is_not_asked_for_again() {
+fn request_with_an_invalid_response_is_not_retried() {
     let upstream = Upstream::answering(|seen| match seen.target() {
         "/bad" => b"HTTP/9.9 what\r\n\r\n".to_vec(),
         _ => b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec(),

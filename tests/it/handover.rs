@@ -43,7 +43,7 @@ fn hand_over(gateway: &mut Gateway) -> Successor {
 }
 
 #[test]
-fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
+fn hot_restart_under_load_fails_no_request() {
     let server = Server::start();
     let config = |body: &str| {
         let upstream = format!("[upstream.api]\nservers = [\"{}\"]\n", server.url());
@@ -94,7 +94,7 @@ fn under_load_no_request_fails_while_one_process_takes_the_place_of_another() {
 }
 
 #[test]
-fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_new_one() {
+fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener() {
     let server = Server::start();
     let route = "[[route]]\nname = \"api\"\npath = \"/api\"\nupstream = \"api\"\n";
     let config =
@@ -129,7 +129,7 @@ fn what_is_under_way_is_finished_by_the_old_process_and_the_operator_asks_the_ne
 }
 
 #[test]
-fn a_process_that_cannot_start_leaves_all_as_it_was() {
+fn failed_hot_restart_keeps_the_old_process() {
     let mut gateway = Gateway::start(&says("one"));
     gateway.put(&says("two").replace("respond", "respnd"));
     signal(&gateway.child, "USR2");
@@ -146,7 +146,7 @@ fn a_process_that_cannot_start_leaves_all_as_it_was() {
 }
 
 #[test]
-fn any_number_of_workers_may_follow_any_other_and_each_can_be_followed_again() {
+fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
     for (layout, before, after) in [("per-core", 4, 1), ("per-core", 1, 4), ("work-stealing", 2, 2)] {
         let config = |workers: u32| format!("[server]\nthreading = \"{layout}\"\nworkers = {workers}\n{}", says("x"));
         let mut gateway = Gateway::start(&config(before));
@@ -183,7 +183,7 @@ fn activated(config: &str, socket: TcpListener) -> Gateway {
 }
 
 #[test]
-fn a_socket_of_systemd_is_served_with_all_connections_that_wait_on_it() {
+fn systemd_socket_is_served_with_its_queued_connections() {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
     let address: SocketAddr = socket.local_addr().unwrap();
     // Before there is a process.
@@ -203,7 +203,7 @@ fn a_socket_of_systemd_is_served_with_all_connections_that_wait_on_it() {
 }
 
 #[test]
-fn a_socket_that_no_listener_wants_is_told() {
+fn unused_inherited_socket_is_logged() {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = socket.local_addr().unwrap();
     let gateway = activated(&format!("[[listener]]\naddress = \"[::1]:0\"\n{}", says("x")), socket);
@@ -213,7 +213,7 @@ fn a_socket_that_no_listener_wants_is_told() {
 }
 
 #[test]
-fn the_service_manager_is_told_what_happens() {
+fn service_manager_is_notified_of_state_changes() {
     let folder = tempfile::tempdir().unwrap();
     let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
     socket.set_read_timeout(Some(PATIENCE)).unwrap();

@@ -29,7 +29,7 @@ fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
 }
 
 #[test]
-fn an_unhealthy_server_gets_no_requests_until_it_is_healthy() {
+fn unhealthy_server_gets_no_requests_until_it_is_healthy() {
     let [ill, well] = &Server::fleet();
     let gateway = gateway(&[ill, well], 2, QUICK, "");
     assert_eq!(share(&gateway, ill, 20), 10, "before the first check it is believed to be well");
@@ -47,7 +47,7 @@ fn an_unhealthy_server_gets_no_requests_until_it_is_healthy() {
 }
 
 #[test]
-fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
+fn reload_keeps_the_health_of_servers_and_checks_new_ones() {
     let [ill, well, new] = &Server::fleet();
     let config = |lines: &str| {
         format!(
@@ -77,7 +77,7 @@ fn a_reload_keeps_what_is_known_of_servers_and_checks_those_that_are_new() {
 }
 
 #[test]
-fn without_a_healthy_server_it_is_503_until_one_is_back() {
+fn no_healthy_server_is_503_until_one_is_back() {
     let [one, two] = &Server::fleet();
     let health = "interval = \"1500ms\", unhealthy_threshold = 1, healthy_threshold = 1";
     let gateway = gateway(&[one, two], 1, health, "");
@@ -95,7 +95,7 @@ fn without_a_healthy_server_it_is_503_until_one_is_back() {
 }
 
 #[test]
-fn a_server_that_does_not_answer_checks_is_unhealthy() {
+fn server_that_does_not_answer_health_checks_is_unhealthy() {
     let [silent, well] = &Server::fleet();
     silent.set(Mood::Holds);
     let health = "interval = \"100ms\", timeout = \"100ms\", unhealthy_threshold = 2";
@@ -105,7 +105,7 @@ fn a_server_that_does_not_answer_checks_is_unhealthy() {
 }
 
 #[test]
-fn each_status_of_the_list_is_healthy_and_no_other() {
+fn only_listed_statuses_are_healthy() {
     for (status, healthy) in [(200, true), (204, true), (401, true), (201, false), (403, false)] {
         let [server, well] = &Server::fleet();
         server.set(Mood::Answers(status));
@@ -119,7 +119,7 @@ fn each_status_of_the_list_is_healthy_and_no_other() {
 }
 
 #[test]
-fn checks_come_once_for_all_workers() {
+fn health_checks_run_once_for_all_workers() {
     let server = Server::start();
     let started = Instant::now();
     let gateway = gateway(&[&server], 4, QUICK, "");
@@ -132,7 +132,7 @@ fn checks_come_once_for_all_workers() {
 }
 
 #[test]
-fn a_server_that_is_back_starts_slowly() {
+fn recovered_server_returns_with_slow_start() {
     let [back, other] = &Server::fleet();
     back.set(Mood::Answers(500));
     let gateway = gateway(&[back, other], 1, QUICK, "slow_start = \"10m\"");
@@ -153,7 +153,7 @@ fn http2_server(path: &str) -> Gateway {
 }
 
 #[test]
-fn http2_is_checked_by_http2_and_fails_over_as_well() {
+fn http2_upstream_is_health_checked_over_http2() {
     let (well, other, ill) = (http2_server("/healthz"), http2_server("/healthz"), http2_server("/elsewhere"));
     let gateway = Gateway::start(&format!(
         "[upstream.api]\nservers = [\"http://{}\", \"http://{}\", \"http://{}\"]\nprotocol = \"http2\"\n\
@@ -174,7 +174,7 @@ fn http2_is_checked_by_http2_and_fails_over_as_well() {
 }
 
 #[test]
-fn reload_that_removes_health_brings_a_server_that_was_down_back() {
+fn reload_without_health_check_restores_unhealthy_servers() {
     let [ill, well, new] = &Server::fleet();
     let config = |servers: &[&Server], health: &str| {
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();

@@ -131,7 +131,7 @@ fn within_patience<T>(talk: impl Future<Output = T>) -> T {
 // ---- what passes ---------------------------------------------------------------------------------
 
 #[test]
-fn one_connection_carries_all_requests() {
+fn one_http2_connection_carries_all_requests() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "");
     assert!(load(&[gateway.address], 8, 80, "/a/../b?x=1", &[]).iter().all(|status| *status == 200));
@@ -194,7 +194,7 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
 
 /// A server of calls may answer after the last message only; its client may be silent for longer than other uploads.
 #[test]
-fn a_call_may_pause_where_another_upload_is_too_slow() {
+fn grpc_streams_may_pause_and_other_uploads_may_not() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "");
     within_patience(async {
@@ -216,7 +216,7 @@ fn a_call_may_pause_where_another_upload_is_too_slow() {
 }
 
 #[test]
-fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
+fn response_with_spaces_around_a_value_is_502_for_its_stream_alone() {
     let server = Server::start(
         |_| Then::GoOn,
         |_, request, mut respond| async move {
@@ -241,7 +241,7 @@ fn response_with_spaces_around_a_value_is_502_and_concerns_no_other() {
 }
 
 #[test]
-fn grpc_calls_pass_with_their_trailers() {
+fn grpc_trailers_are_forwarded() {
     let server = Server::start(|_| Then::GoOn, grpc);
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n";
     let gateway = gateway(server.address, log);
@@ -289,7 +289,7 @@ fn grpc_calls_pass_with_their_trailers() {
 }
 
 #[test]
-fn trailers_of_other_requests_are_dropped() {
+fn trailers_of_requests_without_grpc_are_dropped() {
     let (sender, trailers) = channel();
     let server = Server::start(
         |_| Then::GoOn,
@@ -317,7 +317,7 @@ fn trailers_of_other_requests_are_dropped() {
 // ---- what ends -----------------------------------------------------------------------------------
 
 #[test]
-fn a_server_that_goes_away_finishes_and_is_left() {
+fn goaway_finishes_streams_and_closes_the_connection() {
     let (go_on, wait) = tokio::sync::watch::channel(false);
     let server = Server::start(
         |number| if number == 1 { Then::GoAway } else { Then::GoOn },
@@ -346,7 +346,7 @@ fn a_server_that_goes_away_finishes_and_is_left() {
 }
 
 #[test]
-fn a_connection_that_dies_fails_only_what_may_have_been_done() {
+fn lost_connection_fails_only_requests_that_may_have_been_processed() {
     for (method, body, status, seen) in
         [("GET", "", 200, &[0, 0, 1, 1][..]), ("DELETE", "", 502, &[0, 0, 1]), ("POST", "body", 502, &[0, 0, 1])]
     {
@@ -366,7 +366,7 @@ fn a_connection_that_dies_fails_only_what_may_have_been_done() {
 }
 
 #[test]
-fn what_the_server_has_not_processed_is_sent_again_once() {
+fn unprocessed_request_is_retried_once() {
     let refused = Reason::REFUSED_STREAM;
     for (method, body, reason, times, status, seen) in [
         ("GET", "", refused, 1, 200, 2),
@@ -403,7 +403,7 @@ fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
 }
 
 #[test]
-fn a_request_that_takes_too_long_is_cancelled_and_others_take_another_connection() {
+fn timed_out_request_is_cancelled_and_others_use_another_connection() {
     let (server, ended) = silent();
     let gateway = gateway(server.address, "response_timeout = \"500ms\"\n");
     let mut client = gateway.client();
@@ -414,7 +414,7 @@ fn a_request_that_takes_too_long_is_cancelled_and_others_take_another_connection
 }
 
 #[test]
-fn the_timeout_of_a_route_cancels_a_request_and_others_take_another_connection() {
+fn route_timeout_cancels_the_request_and_others_use_another_connection() {
     let (server, ended) = silent();
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[upstream.u]\nservers = [\"http://{}\"]\nprotocol = \"http2\"\n\
@@ -430,7 +430,7 @@ fn the_timeout_of_a_route_cancels_a_request_and_others_take_another_connection()
 }
 
 #[test]
-fn a_client_that_leaves_cancels_its_request_only() {
+fn disconnected_client_cancels_its_stream_alone() {
     let (server, ended) = silent();
     let gateway = gateway(server.address, "");
     let mut client = gateway.client();
@@ -443,7 +443,7 @@ fn a_client_that_leaves_cancels_its_request_only() {
 }
 
 #[test]
-fn an_idle_connection_is_left_and_one_that_closed_is_not_used() {
+fn idle_connection_is_closed_and_a_closed_one_is_not_reused() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "pool_idle_timeout = \"300ms\"\n");
     let mut client: Client = gateway.client();
@@ -455,7 +455,7 @@ fn an_idle_connection_is_left_and_one_that_closed_is_not_used() {
 }
 
 #[test]
-fn an_upstream_that_speaks_something_else_is_502() {
+fn upstream_without_http2_is_502() {
     for answer in ["HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok", "", "garbage"] {
         let upstream = crate::support::upstream::serve(move |mut stream| {
             use std::io::{Read, Write};

@@ -52,7 +52,7 @@ fn assert_denied(reply: &Reply, limit: &str, what: &str) {
 }
 
 #[test]
-fn spoofed_addresses_do_not_help_a_stranger() {
+fn forged_addresses_of_untrusted_clients_are_ignored() {
     let gateway = Gateway::start(&format!(
         "{}{}{}",
         trusting(""),
@@ -90,7 +90,7 @@ fn spoofed_addresses_do_not_help_a_stranger() {
 }
 
 #[test]
-fn peers_are_told_apart_by_their_addresses() {
+fn peers_have_separate_buckets_by_address() {
     let listener = "[[listener]]\naddress = \"[::]:0\"\n";
     for (what, extra, remaining) in [
         ("IPv4", String::new(), [99, 98, 99, 99]),
@@ -199,7 +199,7 @@ fn behind_a_trusted_proxy_the_last_untrusted_hop_counts() {
 }
 
 #[test]
-fn addresses_may_stand_in_another_field() {
+fn client_address_is_read_from_the_configured_header() {
     let forwarded: &[Group] = &[(
         "elements",
         &[
@@ -231,7 +231,7 @@ fn addresses_may_stand_in_another_field() {
 }
 
 #[test]
-fn user_headers_count_from_trusted_proxies_only() {
+fn user_headers_are_read_from_trusted_proxies_only() {
     let upstream = Upstream::start();
     let forward = |name: &str, limits: &str| {
         format!("[[route]]\nname = \"{name}\"\npath = \"/{name}\"\nlimits = [{limits}]\nupstream = \"api\"\n")
@@ -298,7 +298,7 @@ fn user_headers_count_from_trusted_proxies_only() {
 }
 
 #[test]
-fn a_consumer_has_one_bucket_for_all_its_keys() {
+fn consumer_has_one_bucket_for_all_its_keys() {
     let config = format!(
         "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}{}",
         limit("per-key", 100, "by = \"api-key\""),
@@ -341,7 +341,7 @@ fn a_consumer_has_one_bucket_for_all_its_keys() {
 }
 
 #[test]
-fn keys_may_be_missing_or_unknown_if_the_configuration_says_so() {
+fn missing_and_unknown_keys_follow_the_configuration() {
     let file = consumers(&[("alice", &["alice-1"])]);
     let alice: &[(&str, &str)] = &[("X-Api-Key", "alice-1")];
     let eve: &[(&str, &str)] = &[("X-Api-Key", "eve")];
@@ -405,7 +405,7 @@ fn keys_may_be_missing_or_unknown_if_the_configuration_says_so() {
 }
 
 #[test]
-fn a_key_may_stand_in_another_field() {
+fn api_key_is_read_from_the_configured_header() {
     let config = format!(
         "[api_key]\nheader = \"authorization\"\non_unknown = \"accept\"\n{}{}",
         limit("per-key", 100, "by = \"api-key\""),
@@ -420,7 +420,7 @@ fn a_key_may_stand_in_another_field() {
 }
 
 #[test]
-fn several_parts_make_one_identity() {
+fn tuple_of_parts_is_one_identity() {
     let gateway = Gateway::start(&format!(
         "{}{}{}{}{}{}{}",
         limit("pair", 100, "by = [\"ip\", \"header:x-tenant\"]"),
@@ -467,7 +467,7 @@ fn several_parts_make_one_identity() {
 }
 
 #[test]
-fn hostile_identities_have_buckets_of_their_own() {
+fn hostile_identities_have_their_own_buckets() {
     let redis = Redis::start();
     let gateway = Gateway::start(&format!(
         "{}{}{}{}{}",
@@ -552,7 +552,7 @@ fn hostile_identities_have_buckets_of_their_own() {
 }
 
 #[test]
-fn a_missing_part_is_refused_skipped_or_replaced_by_the_address() {
+fn missing_part_is_rejected_skipped_or_replaced_by_the_address() {
     let tenant = |on_missing: &str, quota| limit("tenant", quota, &format!("by = \"header:x-tenant\"\n{on_missing}"));
     let start = |on_missing: &str| {
         let other = limit("per-ip", 100, "by = \"ip\"");
@@ -596,7 +596,7 @@ fn a_missing_part_is_refused_skipped_or_replaced_by_the_address() {
 }
 
 #[test]
-fn api_keys_and_user_headers_have_their_own_way_of_missing() {
+fn on_missing_of_api_keys_and_user_headers_is_followed() {
     // `on_missing` of the limit stands in where the key's own rule does not.
     let config = format!(
         "{}[api_key]\non_unknown = \"accept\"\n{}{}{}{}",
@@ -619,7 +619,7 @@ fn api_keys_and_user_headers_have_their_own_way_of_missing() {
 }
 
 #[test]
-fn cookie_counts_in_whichever_line_it_stands() {
+fn cookie_is_read_from_any_cookie_line() {
     let gateway = Gateway::start(&format!("{}{}", limit("l", 100, "by = \"cookie:sid\""), route("r", "\"l\"")));
     let mut client = gateway.client();
     let mut ask = |lines: &[&str]| {
@@ -641,7 +641,7 @@ fn cookie_counts_in_whichever_line_it_stands() {
 }
 
 #[test]
-fn exempt_network_covers_clients_without_a_key() {
+fn exempt_network_includes_clients_without_a_key() {
     let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_missing = \"anonymous\"\n";
     let config = format!(
         "{settings}{}{}",
@@ -663,7 +663,7 @@ fn exempt_network_covers_clients_without_a_key() {
 }
 
 #[test]
-fn exempt_values_apply_to_their_source_alone() {
+fn exempt_values_apply_to_their_source_only() {
     let settings = "[api_key]\nconsumers = \"consumers.toml\"\non_unknown = \"accept\"\n";
     let file = consumers(&[("batch", &["batch-key"]), ("other", &["other-key"])]);
     let key = |key| ("x-api-key", key);
@@ -715,7 +715,7 @@ fn exempt_values_apply_to_their_source_alone() {
 }
 
 #[test]
-fn sizes_inherit_quota_and_burst_unless_they_set_one() {
+fn tiers_inherit_quota_and_burst_unless_set() {
     let sizes = [
         ("neither", "", 9),
         ("quota", "quota = \"120/min\"", 119),
@@ -749,7 +749,7 @@ fn sizes_inherit_quota_and_burst_unless_they_set_one() {
 }
 
 #[test]
-fn wrong_credentials_are_not_charged_to_limits_that_others_share() {
+fn invalid_credentials_are_not_charged_to_shared_limits() {
     for by in ["\"global\"", "\"route\"", "\"header:x-tenant\""] {
         let config = format!(
             "[api_key]\nconsumers = \"consumers.toml\"\n{}{}{}",
@@ -766,7 +766,7 @@ fn wrong_credentials_are_not_charged_to_limits_that_others_share() {
 }
 
 #[test]
-fn wrong_credentials_are_charged_to_limits_without_credentials() {
+fn invalid_credentials_are_charged_to_limits_without_credentials() {
     let key = Key::ed("k");
     let jwks = key_set(&[&key]);
     let claims = json!({ "sub": "alice", "exp": in_seconds(3600) });

@@ -68,7 +68,7 @@ fn side_by_side(plays: impl IntoIterator<Item = impl Future<Output = usize> + 's
 // ---- 1 to 5, 7, 9: everything at once ------------------------------------------------------------
 
 #[test]
-fn any_calls_in_any_order_keep_the_invariants() {
+fn random_calls_keep_the_invariants() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec(case(), 1..=AT_ONCE);
     property(operations(), STEPS * AT_ONCE / 2, batch, |cases| {
@@ -424,7 +424,7 @@ struct Refund {
 }
 
 #[test]
-fn what_is_admitted_and_not_refunded_stays_within_the_formula() {
+fn admitted_cost_less_refunds_stays_within_the_formula() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec(case(), 1..=AT_ONCE);
     property(operations() / 5, STEPS * AT_ONCE / 2, batch, |cases| {
@@ -597,7 +597,7 @@ fn refunding() -> impl Strategy<Value = Refunding> {
 }
 
 #[test]
-fn refund_never_leaves_less_debt_than_no_charge() {
+fn refund_leaves_no_less_debt_than_without_the_charge() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec(refunding(), 1..=AT_ONCE);
     property(operations() / 5, 20 * AT_ONCE / 2, batch, |cases| {
@@ -701,7 +701,7 @@ fn calendar_start(windows: &str, now: u64) -> u64 {
 // ---- 8: the clock is set back --------------------------------------------------------------------
 
 #[test]
-fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
+fn clock_set_back_locks_out_no_longer_than_a_full_state() {
     let server = Rc::new(Redis::start());
     // By how much: from microseconds to years.
     let back = (0..6usize, 1..100u64).prop_map(|(unit, count)| {
@@ -746,7 +746,7 @@ fn a_clock_that_is_set_back_locks_nobody_out_for_long() {
 // ---- 10: units taken together --------------------------------------------------------------------
 
 #[test]
-fn taking_units_together_equals_taking_them_one_by_one() {
+fn taking_k_tokens_equals_k_checks_of_one() {
     let server = Rc::new(Redis::start());
     let batch = prop::collection::vec((case(), prop::collection::vec(0..9u64, 1..60)), 1..=AT_ONCE);
     property(operations() / 5, 5 * 30 * AT_ONCE / 2, batch, |cases| {
@@ -850,7 +850,7 @@ fn largest_numbers(rule: &Rule, now: u64) -> Vec<u128> {
 }
 
 #[test]
-fn the_largest_limits_are_counted_exactly() {
+fn largest_limits_are_counted_exactly() {
     let server = Redis::start();
     let stores = Stores::new(&server, "extremes");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -985,7 +985,7 @@ async fn resized(server: &Redis, prefix: &str, case: &Resizing) -> Option<usize>
 // ---- 14: a flood of denials ----------------------------------------------------------------------
 
 #[test]
-fn a_flood_of_denials_costs_no_memory() {
+fn denials_take_no_memory() {
     let server = Redis::start();
     let stores = Stores::new(&server, "flood");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -1034,7 +1034,7 @@ fn memory(server: &Redis) -> u64 {
 }
 
 #[test]
-fn in_the_end_the_database_is_empty() {
+fn database_is_empty_after_all_ttls() {
     let server = Redis::start();
     let stores = Stores::new(&server, "end");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();

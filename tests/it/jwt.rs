@@ -60,7 +60,7 @@ fn assert_invalid(reply: &Reply, detail: &str, token: &str, what: &str) {
 }
 
 #[test]
-fn each_algorithm_is_accepted_and_each_subject_has_a_bucket() {
+fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
     let keys = [Key::rsa("rsa"), Key::ec("ec"), Key::ed("ed")];
     let gateway = strict(&keys.each_ref());
     let mut client = gateway.client();
@@ -85,7 +85,7 @@ fn each_algorithm_is_accepted_and_each_subject_has_a_bucket() {
 }
 
 #[test]
-fn tokens_that_do_not_count_are_refused_and_never_charged() {
+fn invalid_tokens_are_rejected_and_never_charged() {
     let (rsa, ec, ed) = (Key::rsa("rsa"), Key::ec("ec"), Key::ed("ed"));
     let (other_rsa, other_ed, second_rsa) = (Key::rsa("rsa"), Key::ed("ed"), Key::rsa("rsa-2"));
     let gateway = strict(&[&rsa, &second_rsa, &ec, &ed]);
@@ -168,7 +168,7 @@ fn tokens_that_do_not_count_are_refused_and_never_charged() {
 }
 
 #[test]
-fn a_small_difference_of_clocks_is_allowed() {
+fn small_clock_skew_is_allowed() {
     let key = Key::ed("ed");
     let gateway = strict(&[&key]);
     let mut client = gateway.client();
@@ -179,7 +179,7 @@ fn a_small_difference_of_clocks_is_allowed() {
 }
 
 #[test]
-fn without_issuer_and_audience_no_token_may_be_meant_for_others() {
+fn token_with_an_audience_is_rejected_if_none_is_configured() {
     let key = Key::ec("ec");
     let gateway = Gateway::start_with(&config("jwks_file = \"jwks.json\"", ""), &[("jwks.json", &key_set(&[&key]))]);
     let mut client = gateway.client();
@@ -200,7 +200,7 @@ fn without_issuer_and_audience_no_token_may_be_meant_for_others() {
 }
 
 #[test]
-fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
+fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
     let key = Key::ed("ed");
     let without = [json!(null), json!(""), json!([]), json!(["alice"]), json!({ "id": "alice" })];
     let without: Vec<_> = without.iter().map(|sub| key.token(&claims("", json!({ "sub": sub })))).collect();
@@ -248,7 +248,7 @@ fn a_missing_token_or_claim_is_refused_skipped_or_replaced_by_the_address() {
 }
 
 #[test]
-fn claims_of_any_name_count_in_every_limit_of_a_request() {
+fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
     let key = Key::ec("ec");
     let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n";
     let limit = |name: &str, rest: &str| format!("[limit.{name}]\n{fixed}{rest}\n");
@@ -323,7 +323,7 @@ fn put(folder: &Path, name: &str, content: &str) {
 }
 
 #[test]
-fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
+fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new, last) = (Key::ed("old"), Key::ec("new"), Key::ed("last"));
     put(folder.path(), "jwks.json", &key_set(&[&old]));
@@ -364,7 +364,7 @@ fn a_renamed_file_of_keys_takes_effect_and_a_bad_one_does_not() {
 }
 
 #[test]
-fn a_swapped_symlink_takes_effect() {
+fn replaced_symlink_of_jwks_takes_effect() {
     // As Kubernetes does it: `jwks.json` → `..data/jwks.json`, `..data` → a folder with a name of its own.
     let folder = tempfile::tempdir().unwrap();
     let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, folder.path().join(name)).unwrap();

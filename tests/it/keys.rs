@@ -59,7 +59,7 @@ fn hash(digit: char) -> String {
 }
 
 #[test]
-fn a_running_gateway_learns_of_keys() {
+fn running_gateway_reads_new_keys() {
     let gateway = Gateway::start_with(GATEWAY, &[("consumers.toml", "# nobody yet\n")]);
     let status = |secret: &str| gateway.client().get_with("/r", &[("x-api-key", secret)]).status;
     let new = |arguments: &[&str]| {
@@ -81,7 +81,7 @@ fn a_running_gateway_learns_of_keys() {
 }
 
 #[test]
-fn keys_have_a_form_and_hashes_that_sha256sum_agrees_with() {
+fn generated_keys_have_a_format_and_a_sha256_hash() {
     let directory = tempfile::tempdir().unwrap();
     let said = key(directory.path(), &["new"], "");
     let secret = said.line();
@@ -108,7 +108,7 @@ fn keys_have_a_form_and_hashes_that_sha256sum_agrees_with() {
 }
 
 #[test]
-fn comments_order_and_rights_stay() {
+fn edits_keep_comments_order_and_file_mode() {
     let before = format!(
         "# Ours.\n[[consumer]]\nname = \"b\"   # second\nkeys = [\n  \"{}\",   # laptop\n  \"{}\",   # server\n]\n\n\
          [[consumer]]\ntier = \"pro\"\nname = \"a\"\nkeys = [\"{}\"]   # only one\n# The end.\n",
@@ -148,7 +148,7 @@ fn comments_order_and_rights_stay() {
 }
 
 #[test]
-fn what_a_link_leads_to_is_changed() {
+fn edit_through_a_symlink_changes_its_target() {
     let (directory, path) = folder(None);
     let elsewhere = tempfile::tempdir().unwrap();
     std::fs::write(elsewhere.path().join("people.toml"), "").unwrap();
@@ -158,7 +158,7 @@ fn what_a_link_leads_to_is_changed() {
 }
 
 #[test]
-fn a_file_that_is_not_there_is_made_and_one_written_in_one_line_is_understood() {
+fn missing_file_is_created_and_inline_tables_are_edited() {
     let (directory, path) = folder(None);
     assert_eq!(key(directory.path(), &["new", "--consumer", "a", "--create"], "").code, Some(0));
     assert!(read(&path).starts_with("# Who has which API keys") && read(&path).contains("name = \"a\""));
@@ -172,7 +172,7 @@ fn a_file_that_is_not_there_is_made_and_one_written_in_one_line_is_understood() 
 
 /// What is wrong is said, and the file stays as it was.
 #[test]
-fn a_wrong_file_or_name_changes_nothing() {
+fn invalid_file_or_name_changes_nothing() {
     let other = format!("sha256:111111{}", "2".repeat(58));
     let good = format!("[[consumer]]\nname = \"acme\"\nkeys = [\"{}\", \"{other}\"]\n", hash('1'));
     for (consumers, arguments, code, expected) in [
@@ -206,7 +206,7 @@ fn a_wrong_file_or_name_changes_nothing() {
 
 /// Two at the same time do not lose each other's keys.
 #[test]
-fn changes_at_the_same_time_are_made_one_after_the_other() {
+fn concurrent_edits_are_serialized() {
     let (directory, _) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));
     std::thread::scope(|scope| {
         for _ in 0..8 {

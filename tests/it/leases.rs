@@ -46,7 +46,7 @@ fn step(back: bool) -> impl Strategy<Value = (i64, Act)> {
 }
 
 #[test]
-fn leases_that_are_live_never_exceed_the_limit() {
+fn live_permits_never_exceed_the_limit() {
     let case = (any::<bool>(), 1..5u64)
         .prop_flat_map(|(back, limit)| (Just(back), Just(limit), prop::collection::vec(step(back), 1..60)));
     let server = Redis::start();

@@ -38,7 +38,7 @@ const TWO: &str = "[limit.narrow]\nby = \"ip\"\nquota = \"2/hour\"\nalgorithm = 
                    [limit.broad]\nby = \"ip\"\nquota = \"100/hour\"\nburst = 100\n";
 
 #[test]
-fn success_and_denial_tell_where_the_caller_stands() {
+fn headers_of_success_and_denial_state_remaining_and_reset() {
     let gateway = Gateway::start(&routes(TWO, "limits = [\"narrow\", \"broad\"]"));
     let mut client = gateway.client();
     let policy = vec![item("narrow", &[("q", 2), ("w", 3600)]), item("broad", &[("q", 100), ("w", 3600)])];
@@ -71,7 +71,7 @@ fn success_and_denial_tell_where_the_caller_stands() {
 }
 
 #[test]
-fn a_denied_request_is_charged_nowhere() {
+fn denied_request_is_charged_to_no_limit() {
     let both = "limits = [\"narrow\", \"broad\"]\n[[route]]\nname = \"broad\"\npath = \"/broad\"\n\
                 respond = { status = 200 }\nlimits = [\"broad\"]";
     let gateway = Gateway::start(&routes(TWO, both));
@@ -83,7 +83,7 @@ fn a_denied_request_is_charged_nowhere() {
 }
 
 #[test]
-fn older_dialects_tell_of_the_binding_limit() {
+fn older_header_dialects_report_the_binding_limit() {
     let extra = "limits = [\"narrow\", \"broad\"]\nratelimit_headers = [\"draft-07\", \"draft-03\", \"github\"]\nexpose_headers = true\n\
                  [[route]]\nname = \"silent\"\npath = \"/silent\"\nrespond = { status = 200 }\nlimits = [\"narrow\"]\nratelimit_headers = []";
     let gateway = Gateway::start(&routes(TWO, extra));
@@ -113,7 +113,7 @@ fn older_dialects_tell_of_the_binding_limit() {
 }
 
 #[test]
-fn shadow_limits_never_deny_and_are_not_told() {
+fn shadow_limits_never_deny_and_are_not_advertised() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
     let log = format!("[log]\nformat = \"json\"\naccess = \"{}\"\n", path.display());
@@ -135,7 +135,7 @@ fn shadow_limits_never_deny_and_are_not_told() {
 }
 
 #[test]
-fn limits_apply_to_their_methods_and_not_to_the_exempt() {
+fn limits_apply_to_their_methods_and_skip_exempt_identities() {
     let limits = "[limit.writes]\nby = \"ip\"\nquota = \"1/hour\"\nmethods = [\"POST\"]\n\
                   [limit.tenant]\nby = \"header:x-tenant\"\nquota = \"1/hour\"\nexempt = [\"header:x-tenant=ours\"]\non_missing = \"skip\"\n";
     let gateway = Gateway::start(&routes(limits, "limits = [\"writes\", \"tenant\"]"));
@@ -153,7 +153,7 @@ fn limits_apply_to_their_methods_and_not_to_the_exempt() {
 }
 
 #[test]
-fn identities_come_from_every_part_of_a_request() {
+fn identities_are_read_from_every_part_of_a_request() {
     for (by, same, other) in [
         ("path:id", "/u/1?x=1", "/u/2?x=1"),
         ("query:k", "/u/1?k=a&x=1", "/u/1?k=b&x=1"),
@@ -182,7 +182,7 @@ fn identities_come_from_every_part_of_a_request() {
 }
 
 #[test]
-fn a_route_can_cost_more() {
+fn route_cost_is_charged() {
     let gateway = Gateway::start(&routes(
         "[limit.l]\nby = \"ip\"\nquota = \"10/hour\"\nalgorithm = \"fixed-window\"\n",
         "limits = [\"l\"]\ncost = 4",
@@ -303,7 +303,7 @@ fn binding_limit_is_the_one_with_the_smallest_share_left() {
 }
 
 #[test]
-fn policy_names_the_limits_that_apply_and_no_other() {
+fn policy_header_lists_the_applied_limits_only() {
     let limits = "[limit.all]\nby = \"ip\"\nquota = \"9/hour\"\n\
                   [limit.writes]\nby = \"ip\"\nquota = \"9/hour\"\nmethods = [\"POST\"]\n";
     let gateway = Gateway::start(&routes(limits, "limits = [\"all\", \"writes\"]"));
@@ -329,7 +329,7 @@ fn crowded(wide: &str) -> Gateway {
 }
 
 #[test]
-fn states_of_another_limit_do_not_evict_a_locked_out_client() {
+fn memory_of_one_limit_does_not_evict_states_of_another() {
     // Few of the limit used, all of it used, and states that outlive those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
         let gateway = crowded(wide);
@@ -344,7 +344,7 @@ fn states_of_another_limit_do_not_evict_a_locked_out_client() {
 }
 
 #[test]
-fn a_limit_without_room_follows_on_store_error() {
+fn full_memory_store_follows_on_store_error() {
     for (terms, admitted) in [("local", false), ("deny", false), ("allow", true)] {
         let gateway = crowded(&format!("quota = \"1/day\"\non_store_error = \"{terms}\""));
         let mut client = gateway.client();

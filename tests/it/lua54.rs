@@ -50,7 +50,7 @@ impl Lua54 {
 }
 
 #[test]
-fn lua_5_4_gives_the_same_replies() {
+fn lua_5_4_returns_the_same_replies() {
     property(operations() / 5, STEPS, case(), |case| {
         let case = Case { time: Time::Jumps, ..case };
         let (lua, clock) = (Lua54::new(), Clock::manual(case.start));

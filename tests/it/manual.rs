@@ -80,7 +80,7 @@ respond = { status = 200 }
 "#;
 
 #[test]
-fn every_command_does_what_its_page_shows() {
+fn every_command_of_the_manual_prints_what_its_page_shows() {
     let mut unused: Vec<_> = INSTEAD.iter().map(|(document, begin, ..)| (*document, *begin)).collect();
     let mut typed = 0;
     for document in manual() {
@@ -98,7 +98,7 @@ fn every_command_does_what_its_page_shows() {
 }
 
 #[test]
-fn every_block_says_what_it_is() {
+fn every_block_of_the_manual_has_a_known_language() {
     for document in manual() {
         for block in blocks(&document) {
             let (line, language) = (block.line, block.language.as_str());
@@ -120,7 +120,7 @@ fn every_block_says_what_it_is() {
 
 /// The configurations of others are ones that they take.
 #[test]
-fn nginx_takes_what_is_said_to_be_its() {
+fn nginx_accepts_the_nginx_blocks() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("nginx.conf");
     let mut tried = 0;

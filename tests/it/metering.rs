@@ -49,7 +49,7 @@ fn admitted(gateway: &Gateway, key: Option<&str>, requests: usize) -> usize {
 }
 
 #[test]
-fn each_consumer_has_the_size_of_its_tier_or_its_own() {
+fn consumer_has_the_quota_of_its_tier_or_its_own() {
     let redis = Redis::start();
     for store in stores(&redis) {
         let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
@@ -75,7 +75,7 @@ fn each_consumer_has_the_size_of_its_tier_or_its_own() {
 }
 
 #[test]
-fn consumers_are_reloaded_and_keep_what_they_have_used() {
+fn reloaded_consumers_keep_their_usage() {
     let limit = "by = \"api-key\"\nalgorithm = \"sliding-log\"\nquota = \"3/hour\"\n\
                  tiers = { pro = { quota = \"5/hour\" } }";
     let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
@@ -105,7 +105,7 @@ fn consumers_are_reloaded_and_keep_what_they_have_used() {
 }
 
 #[test]
-fn a_trusted_proxy_says_what_a_request_costs_and_nobody_else() {
+fn cost_header_is_read_from_trusted_proxies_only() {
     let upstream = Upstream::start();
     let limit = "by = \"global\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n\
                  cost = { request_header = \"x-cost\", max = 10 }";
@@ -132,7 +132,7 @@ fn obedient(request: &Seen) -> Vec<u8> {
 }
 
 #[test]
-fn the_response_says_what_it_cost_and_the_next_request_waits_the_debt_out() {
+fn response_cost_becomes_debt_of_the_next_requests() {
     let redis = Redis::start();
     let upstream = Upstream::answering(obedient);
     for store in stores(&redis) {
@@ -160,7 +160,7 @@ fn the_response_says_what_it_cost_and_the_next_request_waits_the_debt_out() {
 }
 
 #[test]
-fn a_client_that_leaves_early_pays_all_the_same() {
+fn disconnected_client_is_charged_the_response_cost() {
     let redis = Redis::start();
     // Never answers.
     let upstream = Upstream::answering(|_| {
@@ -179,7 +179,7 @@ fn a_client_that_leaves_early_pays_all_the_same() {
 }
 
 #[test]
-fn what_the_upstream_failed_at_is_given_back() {
+fn failed_upstream_responses_are_refunded() {
     let redis = Redis::start();
     let upstream = Upstream::answering(obedient);
     for store in stores(&redis) {
@@ -225,7 +225,7 @@ fn refunds_of_slow_failures_cause_no_denials() {
 }
 
 #[test]
-fn a_request_that_may_wait_is_held_until_its_turn() {
+fn request_with_max_wait_is_delayed_until_admitted() {
     let redis = Redis::start();
     for store in stores(&redis) {
         let limit = "by = \"global\"\nquota = \"20/s\"\nburst = 1\nmax_wait = \"10s\"";
@@ -239,7 +239,7 @@ fn a_request_that_may_wait_is_held_until_its_turn() {
 }
 
 #[test]
-fn who_came_first_is_let_in_first() {
+fn wait_queue_is_first_in_first_out() {
     let upstream = Upstream::start();
     let limit = "by = \"global\"\nquota = \"10/s\"\nburst = 1\nmax_wait = \"20s\"";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &proxied(limit, &upstream)));
@@ -259,7 +259,7 @@ fn who_came_first_is_let_in_first() {
 }
 
 #[test]
-fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
+fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
     let mut first = gateway.client();
@@ -279,7 +279,7 @@ fn the_line_is_bounded_and_whoever_leaves_frees_a_place() {
 }
 
 #[test]
-fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
+fn request_rejected_by_a_full_queue_takes_no_tokens() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nquota = \"1/3s\"\nburst = 1\nmax_wait = \"20s\"\nmax_queue = 1";
     let gateway = Gateway::start(&(stores(&redis)[1].clone() + "denial_cache = 0\n" + &answered(limit)));
@@ -298,7 +298,7 @@ fn who_finds_the_line_full_takes_nothing_from_those_in_it() {
 }
 
 #[test]
-fn who_would_wait_too_long_is_denied_at_once() {
+fn request_that_would_exceed_max_wait_is_denied_at_once() {
     let limit = "by = \"global\"\nquota = \"1/hour\"\nmax_wait = \"20s\"";
     let gateway = Gateway::start(&answered(limit));
     assert_eq!(gateway.get("/r").status, 200);
@@ -356,7 +356,7 @@ fn only_grpc_calls_are_rejected_by_grpc_status() {
 }
 
 #[test]
-fn what_the_upstream_says_of_its_own_limits_is_kept() {
+fn ratelimit_headers_of_the_upstream_are_kept() {
     let upstream = Upstream::answering(obedient);
     let gateway = Gateway::start(&proxied("by = \"global\"\nquota = \"10/hour\"", &upstream));
     let line = ("x-line", "RateLimit: \"theirs\";r=3;t=5");
@@ -368,7 +368,7 @@ fn what_the_upstream_says_of_its_own_limits_is_kept() {
 }
 
 #[test]
-fn a_cost_that_never_fits_is_denied_without_a_time_and_warned_of() {
+fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
     let consumers = consumer("small", "limit.l = { quota = \"2/hour\" }");
     let limit = "by = \"api-key\"\nquota = \"100/hour\"\ncost = { request_header = \"x-cost\", max = 500 }\ntiers = { free = { quota = \"5/hour\" } }";
     let config = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n{KEYS}{}", answered(limit));

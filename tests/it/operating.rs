@@ -65,7 +65,7 @@ fn count(statuses: &[u16], status: u16) -> usize {
 }
 
 #[test]
-fn who_is_denied_most_is_shown_but_no_secret() {
+fn top_denied_lists_clients_without_secrets() {
     let redis = Redis::start();
     let limit = |name: &str, by: &str, rest: &str| {
         format!("[limit.{name}]\nby = {by}\nalgorithm = \"fixed-window\"\nquota = \"1/{LONG}\"\n{rest}")
@@ -153,7 +153,7 @@ fn every_kind(store: &str) -> String {
 }
 
 #[test]
-fn a_standing_is_told_without_a_charge() {
+fn inspect_shows_usage_without_a_charge() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&every_kind(store));
@@ -202,7 +202,7 @@ fn a_standing_is_told_without_a_charge() {
 }
 
 #[test]
-fn an_identity_is_found_by_what_operators_know_of_it() {
+fn identity_is_found_by_its_value_or_hash() {
     let hash = |key: &str| {
         let digest = aws_lc_rs::digest::digest(&aws_lc_rs::digest::SHA256, key.as_bytes());
         digest.as_ref().iter().map(|byte| format!("{byte:02x}")).collect::<String>()
@@ -268,7 +268,7 @@ fn an_identity_is_found_by_what_operators_know_of_it() {
 }
 
 #[test]
-fn a_reset_is_known_to_all_gateways_soon() {
+fn reset_reaches_all_gateways() {
     let redis = Redis::start();
     let config = one_limit(&redis.store(), &format!("3/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
@@ -301,7 +301,7 @@ fn a_reset_is_known_to_all_gateways_soon() {
 }
 
 #[test]
-fn every_kind_of_state_can_be_reset() {
+fn state_of_every_algorithm_can_be_reset() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&every_kind(store));
@@ -317,7 +317,7 @@ fn every_kind_of_state_can_be_reset() {
 }
 
 #[test]
-fn an_override_is_in_force_on_all_gateways_until_it_is_over() {
+fn override_applies_on_all_gateways_until_it_expires() {
     let redis = Redis::start();
     let config = one_limit(&redis.store(), &format!("3/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
@@ -357,7 +357,7 @@ fn an_override_is_in_force_on_all_gateways_until_it_is_over() {
 }
 
 #[test]
-fn an_override_can_be_smaller_and_can_be_ended() {
+fn override_may_lower_the_quota_and_can_be_removed() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&one_limit(store, &format!("10/{LONG}"), ""));
@@ -403,7 +403,7 @@ fn an_override_can_be_smaller_and_can_be_ended() {
 }
 
 #[test]
-fn an_override_of_one_process_ends_by_itself() {
+fn override_in_the_memory_store_expires() {
     let gateway = Gateway::start(&one_limit("", &format!("2/{LONG}"), ""));
     let body = json!({"limit": "one", "identity": {"header:x-id": "alice"}, "quota": format!("4/{LONG}"), "ttl": "5s"});
     post(&gateway, "/api/overrides", &body);
@@ -414,7 +414,7 @@ fn an_override_of_one_process_ends_by_itself() {
 }
 
 #[test]
-fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
+fn override_with_another_window_is_found_by_reset() {
     let redis = Redis::start();
     let bucket = "[limit.two]\nby = \"header:x-id\"\nquota = \"5/3650d\"\nprefetch = 3\n";
     let gateway = Gateway::start(
@@ -437,7 +437,7 @@ fn an_override_has_the_shape_that_it_says_and_a_reset_finds_it() {
 }
 
 #[test]
-fn there_are_only_so_many_overrides() {
+fn number_of_overrides_is_bounded() {
     let redis = Redis::start();
     for store in ["", &redis.store()] {
         let gateway = Gateway::start(&one_limit(store, "3/day", ""));
@@ -476,7 +476,7 @@ fn there_are_only_so_many_overrides() {
 }
 
 #[test]
-fn a_cluster_is_operated_like_one_server() {
+fn admin_commands_work_on_a_cluster() {
     let cluster = Cluster::start(3, 0);
     let store = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
     let config = one_limit(&store, &format!("2/{LONG}"), "");
@@ -499,7 +499,7 @@ fn a_cluster_is_operated_like_one_server() {
 }
 
 #[test]
-fn changes_need_a_token_whoever_asks() {
+fn changes_need_a_token() {
     let open = "[admin]\naddress = \"127.0.0.1:0\"\n";
     let gateway = Gateway::start(&one_limit("", "1/day", "").replace(ADMIN, open));
     let json_type = ("content-type", "application/json");
@@ -550,7 +550,7 @@ fn changes_need_a_token_whoever_asks() {
 }
 
 #[test]
-fn a_store_that_does_not_answer_is_said() {
+fn admin_api_reports_a_store_that_does_not_reply() {
     let mut redis = Redis::start();
     let gateway = Gateway::start(&one_limit(&redis.store().replace("5s", "1s"), "3/day", ""));
     assert_eq!(statuses(&gateway, "alice", 1), [200]);
@@ -579,7 +579,7 @@ fn a_store_that_does_not_answer_is_said() {
 }
 
 #[test]
-fn reset_clears_the_local_share_of_an_outage_as_well() {
+fn reset_clears_the_local_share_of_an_outage() {
     let (redis, nowhere) = (Redis::start(), free_port());
     let relay = Relay::start(redis.port);
     let store = format!("[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", relay.url());
@@ -597,7 +597,7 @@ fn reset_clears_the_local_share_of_an_outage_as_well() {
 }
 
 #[test]
-fn reset_finds_the_state_of_a_consumer_with_a_size_of_its_own() {
+fn reset_finds_the_state_of_a_consumer_with_its_own_quota() {
     let redis = Redis::start();
     // printf %s secret-of-acme | sha256sum
     let consumers = "[[consumer]]\nname = \"acme\"\n\

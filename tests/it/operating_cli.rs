@@ -54,7 +54,7 @@ fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn an_operator_finds_who_is_limited_and_helps() {
+fn commands_find_and_help_a_limited_client() {
     let gateway = start();
     assert!(said(&gateway, &["top"]).contains("nobody was denied in the last 5 minutes: net, one"));
     assert_eq!(statuses(&gateway, "alice", 5), [200, 200, 429, 429, 429]);
@@ -105,7 +105,7 @@ fn an_operator_finds_who_is_limited_and_helps() {
 }
 
 #[test]
-fn what_is_wrong_is_said_in_a_sentence() {
+fn errors_of_admin_commands_are_one_sentence() {
     let gateway = start();
     let admin = format!("http://{}", gateway.admin());
     let free = TcpListener::bind("127.0.0.1:0").unwrap();

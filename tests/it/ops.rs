@@ -53,7 +53,7 @@ fn values(text: &str, label: &str) -> BTreeSet<String> {
 }
 
 #[test]
-fn board_and_alerts_ask_for_metrics_that_there_are() {
+fn dashboard_and_alerts_use_existing_metrics() {
     let limited = "limits = [\"ip\"]\n[limit.ip]\nby = \"ip\"\nquota = \"9/s\"\n";
     let upstream = "[[route]]\nname = \"up\"\npath = \"/up\"\nupstream = \"api\"\n\
                     [upstream.api]\nservers = [\"http://127.0.0.1:1\"]\n";
@@ -90,7 +90,7 @@ fn configured(manifest: &str) -> String {
 }
 
 #[test]
-fn the_configurations_are_accepted_without_a_warning() {
+fn configurations_in_ops_are_accepted_without_warnings() {
     let folder = tempfile::tempdir().unwrap();
     let mapped = folder.path().join("gateway.toml");
     std::fs::write(&mapped, configured(&read("kubernetes.yaml"))).unwrap();
@@ -107,7 +107,7 @@ fn the_configurations_are_accepted_without_a_warning() {
 }
 
 #[test]
-fn the_probe_knows_a_gateway_that_is_well() {
+fn health_probe_succeeds_on_a_healthy_gateway() {
     let gateway = Gateway::start(&with_admin(&says("x")));
     let probe = |path: &str, token: &str, port: u16| {
         let mut probe = Command::new(ops().join("probe"));

@@ -126,7 +126,7 @@ fn counting() -> (SocketAddr, Arc<[AtomicU64; 2]>) {
 }
 
 #[test]
-fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
+fn overload_admits_no_more_than_the_limit() {
     const LIMIT: u64 = 1000;
     const PERMITS: u64 = 20;
     let redis = Redis::start();
@@ -182,7 +182,7 @@ fn clients_with_thousands_of_connections_are_admitted_no_more_than_the_limit() {
 }
 
 #[test]
-fn a_distant_store_decides_with_the_default_timeout() {
+fn distant_store_decides_with_the_default_timeout() {
     for ms in [1, 5, 17, 40] {
         let redis = Redis::start();
         let relay = Relay::delayed(redis.port, Duration::from_millis(ms));
@@ -198,7 +198,7 @@ fn a_distant_store_decides_with_the_default_timeout() {
 }
 
 #[test]
-fn a_connection_that_was_closed_while_idle_costs_no_decision() {
+fn store_connection_closed_while_idle_costs_no_decision() {
     let redis = Redis::start();
     let limit = "by = \"global\"\nquota = \"1000/24h\"\non_store_error = \"deny\"";
     let gateway = gateway(&redis.url(), "connections = 2", &[limit], RESPOND);

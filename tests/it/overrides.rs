@@ -213,7 +213,7 @@ fn plant(redis: &Redis, records: impl Iterator<Item = (u128, [u64; 3])>) {
 const FAR: u64 = 4_000_000_000_000_000;
 
 #[test]
-fn as_many_overrides_as_may_be_are_written_back_and_removals_are_bounded() {
+fn all_overrides_are_written_back_and_removals_are_bounded() {
     let redis = Redis::start();
     let gateway = Gateway::start(&config(&redis));
     plant(&redis, (0..1000).map(|identity| (identity, [FAR, 5, FAR])));
@@ -239,7 +239,7 @@ fn as_many_overrides_as_may_be_are_written_back_and_removals_are_bounded() {
 }
 
 #[test]
-fn records_without_a_revision_are_in_force_and_replaced() {
+fn records_without_a_revision_apply_and_are_replaced() {
     let redis = Redis::start();
     let gateways = [Gateway::start(&config(&redis)), Gateway::start(&config(&redis))];
     for identity in [1, 2] {
@@ -258,7 +258,7 @@ fn records_without_a_revision_are_in_force_and_replaced() {
 }
 
 #[test]
-fn script_writes_no_older_revision() {
+fn script_does_not_overwrite_a_newer_revision() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| command.query::<redis::Value>(&mut connection).unwrap();
@@ -302,7 +302,7 @@ fn script_writes_no_older_revision() {
 }
 
 #[test]
-fn record_that_replaces_an_ended_one_is_kept() {
+fn record_that_replaces_an_expired_one_is_kept() {
     let redis = Redis::start();
     let mut connection = redis.connection();
     let mut run = |command: redis::Cmd| drop(command.query::<redis::Value>(&mut connection).unwrap());

@@ -64,7 +64,7 @@ fn sum(seconds: &[Value]) -> [u64; 3] {
 }
 
 #[test]
-fn seconds_hold_what_happened_in_them() {
+fn event_of_a_second_has_its_requests_and_decisions() {
     let gateway = gateway("");
     let (head, mut events) = Events::follow(&gateway, &[HERE]);
     assert_eq!((head.status, head.header("content-type")), (200, Some("text/event-stream")));
@@ -113,7 +113,7 @@ fn seconds_hold_what_happened_in_them() {
 }
 
 #[test]
-fn a_browser_is_told_what_the_page_may_do() {
+fn dashboard_has_a_content_security_policy() {
     let gateway = gateway("");
     let page = ask(&gateway, "/");
     assert_eq!((page.status, page.header("content-type")), (200, Some("text/html; charset=utf-8")));
@@ -160,7 +160,7 @@ fn a_browser_is_told_what_the_page_may_do() {
 }
 
 #[test]
-fn the_page_is_for_everybody_but_what_it_shows_is_not() {
+fn dashboard_needs_no_token_and_its_data_does() {
     let open = gateway("");
     assert!(ask(&open, "/").text().contains("<body data-token=\"none\">"));
     let (head, _) = Events::follow(&open, &[("host", "evil.example")]);
@@ -181,7 +181,7 @@ fn the_page_is_for_everybody_but_what_it_shows_is_not() {
 }
 
 #[test]
-fn followers_are_so_many_and_no_more() {
+fn number_of_event_streams_is_bounded() {
     let gateway = gateway("");
     let mut followers: Vec<_> = (0..FOLLOWERS).map(|_| Events::follow(&gateway, &[HERE])).collect();
     assert!(followers.iter().all(|(head, _)| head.status == 200));
@@ -197,7 +197,7 @@ fn followers_are_so_many_and_no_more() {
 }
 
 #[test]
-fn the_stream_ends_with_the_process() {
+fn event_stream_ends_with_the_process() {
     let mut gateway = gateway("");
     let (_, mut events) = Events::follow(&gateway, &[HERE]);
     assert_eq!(events.next().unwrap().0, "history");

@@ -27,7 +27,7 @@ fn all<'a>(reply: &'a Reply, name: &str) -> Vec<&'a str> {
 }
 
 #[test]
-fn the_upstream_gets_what_the_rules_leave() {
+fn request_header_rules_apply_to_the_upstream_request() {
     let upstream = Upstream::start();
     let rules = "request_headers = { set = { X-Gateway = \"sluice gate\", authorization = \"Basic eDp5\" }, \
                  remove = [\"x-debug\", \"X-Api-Key\", \"x-real-ip\"] }";
@@ -59,7 +59,7 @@ fn the_upstream_gets_what_the_rules_leave() {
 }
 
 #[test]
-fn the_client_gets_what_the_rules_leave() {
+fn response_header_rules_apply_to_the_response() {
     let upstream = Upstream::answering(|_| {
         b"HTTP/1.1 200 OK\r\nServer: secret/1.0\r\nX-Powered-By: a\r\nX-Powered-By: b\r\nRateLimit: \"theirs\";r=1\r\n\
           X-Used: 7\r\nX-Kept: 1\r\nCache-Control: public\r\nContent-Length: 2\r\n\r\nok"
@@ -93,7 +93,7 @@ fn the_client_gets_what_the_rules_leave() {
 // ---- old clients ---------------------------------------------------------------------------------
 
 #[test]
-fn http_1_0_is_answered_in_its_own_words() {
+fn http_1_0_requests_get_http_1_0_semantics() {
     let upstream = Upstream::answering(|seen| match seen.target() {
         "/r/chunks" => {
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nin\r\n7\r\n pieces\r\n0\r\n\r\n".to_vec()
@@ -130,7 +130,7 @@ fn http_1_0_is_answered_in_its_own_words() {
 }
 
 #[test]
-fn date_is_there_once_and_server_is_the_upstreams() {
+fn response_has_one_date_and_the_server_header_of_the_upstream() {
     let upstream = Upstream::answering(|seen| {
         let fields = match seen.target() {
             "/r/both" => "Date: Tue, 15 Nov 1994 08:12:31 GMT\r\nServer: old/1.0\r\n",
@@ -152,7 +152,7 @@ fn date_is_there_once_and_server_is_the_upstreams() {
 // ---- events --------------------------------------------------------------------------------------
 
 #[test]
-fn each_event_arrives_before_the_next_is_sent() {
+fn each_server_sent_event_is_forwarded_at_once() {
     const EVENTS: usize = 20;
     let (go_on, wait) = channel::<()>();
     let wait = Mutex::new(wait);
@@ -199,7 +199,7 @@ fn each_event_arrives_before_the_next_is_sent() {
 }
 
 #[test]
-fn the_protocol_is_seen_by_the_first_bytes_however_they_come() {
+fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address, "");
     // Methods that begin like the preface of HTTP/2, prefaces that are none, and one that ends.

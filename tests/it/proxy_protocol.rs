@@ -45,7 +45,7 @@ fn ipv6(source: &str) -> Vec<u8> {
 }
 
 #[test]
-fn the_client_is_whom_the_proxy_speaks_for() {
+fn client_address_is_read_from_the_proxy_header() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     // Type 2 (the name that was asked for) and type 4 (padding).
@@ -82,7 +82,7 @@ fn the_client_is_whom_the_proxy_speaks_for() {
 }
 
 #[test]
-fn without_an_address_it_is_the_proxys() {
+fn proxy_header_without_address_means_the_proxy_itself() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     let claims = b"GET / HTTP/1.1\r\nHost: h\r\nX-Forwarded-For: 203.0.113.7\r\n\r\n";
@@ -111,7 +111,7 @@ fn without_an_address_it_is_the_proxys() {
 }
 
 #[test]
-fn what_is_no_header_is_closed() {
+fn connection_without_valid_proxy_header_is_closed() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     let long = format!("PROXY TCP4 198.51.100.1 192.0.2.1 1 2{}\r\n", " ".repeat(70));
@@ -195,7 +195,7 @@ fn what_is_no_header_is_closed() {
 }
 
 #[test]
-fn strangers_are_closed() {
+fn connection_of_an_untrusted_peer_is_closed() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "");
     for start in
@@ -213,7 +213,7 @@ fn strangers_are_closed() {
 }
 
 #[test]
-fn a_listener_that_expects_no_header_takes_none() {
+fn listener_without_proxy_protocol_rejects_proxy_headers() {
     let upstream = Upstream::start();
     let config = "[client_ip]\ntrusted_proxies = [\"127.0.0.9/32\"]\n[[route]]\nname = \"r\"\npath = \"/{*rest}\"\nrespond = { status = 200 }\n";
     for more in ["", "[[listener]]\naddress = \"127.0.0.1:0\"\nproxy_protocol = false\n"] {
@@ -229,7 +229,7 @@ fn a_listener_that_expects_no_header_takes_none() {
 }
 
 #[test]
-fn the_header_spends_of_the_same_time_as_the_first_head() {
+fn proxy_header_and_first_head_share_header_timeout() {
     let upstream = Upstream::start();
     let gateway = gateway(&upstream, "[server]\nheader_timeout = \"300ms\"\n");
     let v2 = v2(0x21, 0x11, &ipv4([198, 51, 100, 1]));
@@ -241,7 +241,7 @@ fn the_header_spends_of_the_same_time_as_the_first_head() {
 }
 
 #[test]
-fn it_goes_before_tls_and_into_the_access_log() {
+fn proxy_header_precedes_tls_and_its_address_is_logged() {
     let upstream = Upstream::start();
     let folder = tempfile::tempdir().unwrap();
     let server = Pair::server("gate.test", NOW);
@@ -275,7 +275,7 @@ fn it_goes_before_tls_and_into_the_access_log() {
 }
 
 #[test]
-fn unknown_client_is_not_trusted_after_a_reload_either() {
+fn unknown_client_stays_untrusted_after_a_reload() {
     let upstream = Upstream::start();
     let config = |trusted: &str| {
         format!(

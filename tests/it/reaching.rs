@@ -51,7 +51,7 @@ fn certificates(folder: &Path, authority: &str, names: &[&str]) {
 }
 
 #[test]
-fn redis_is_reached_by_tls_and_only_the_right_one() {
+fn redis_over_tls_needs_a_valid_certificate() {
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path(), "ca.pem", &["server", "client"]);
     certificates(folder.path(), "other-ca.pem", &["stranger"]);
@@ -80,7 +80,7 @@ fn redis_is_reached_by_tls_and_only_the_right_one() {
 }
 
 #[test]
-fn each_reason_of_an_outage_is_told_once() {
+fn each_reason_of_an_outage_is_logged_once() {
     let port = free_port();
     let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
     eventually("nobody listens", || gateway.log().contains("the store fails"));
@@ -95,7 +95,7 @@ fn each_reason_of_an_outage_is_told_once() {
 }
 
 #[test]
-fn redis_is_reached_by_a_unix_socket() {
+fn redis_is_reached_over_a_unix_socket() {
     let folder = tempfile::tempdir().unwrap();
     let socket = folder.path().join("redis.sock").display().to_string();
     let port = free_port();
@@ -104,7 +104,7 @@ fn redis_is_reached_by_a_unix_socket() {
 }
 
 #[test]
-fn a_user_of_least_privilege_is_enough() {
+fn redis_user_of_the_manual_has_sufficient_permissions() {
     let redis = Redis::start();
     // As the manual has it.
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
@@ -164,7 +164,7 @@ fn sentinel(folder: &Path) -> Redis {
 
 /// One sentence for everything that a URL may lead to, and the same from `check`, from `doctor` and from a gateway that starts.
 #[test]
-fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
+fn store_errors_say_what_to_do() {
     let folder = tempfile::tempdir().unwrap();
     certificates(folder.path(), "ca.pem", &["server"]);
     let file = |name: &str| folder.path().join(name).display().to_string();
@@ -259,7 +259,7 @@ fn what_is_wrong_with_a_store_is_said_in_a_sentence_that_helps() {
 }
 
 #[test]
-fn a_right_that_is_missing_is_named() {
+fn missing_redis_permission_is_named() {
     let redis = Redis::start();
     let user = ["gateway", "on", ">secret", "~*", "+@all"];
     let set_user = |words: &[&str]| redis::cmd("ACL").arg("SETUSER").arg(words).exec(&mut redis.connection()).unwrap();

@@ -16,7 +16,7 @@ use crate::support::{eventually, signal};
 use serde_json::Value;
 
 #[test]
-fn running_connections_see_the_new_configuration_with_their_next_request() {
+fn open_connections_use_the_new_configuration_for_the_next_request() {
     let old = format!("{}[[route]]\nname = \"old\"\npath = \"/old\"\nrespond = {{ status = 200 }}\n", says("one"));
     let gateway = Gateway::start(&with_admin(&old));
     let mut client = gateway.client();
@@ -34,7 +34,7 @@ fn running_connections_see_the_new_configuration_with_their_next_request() {
 }
 
 #[test]
-fn a_renamed_file_and_sighup_reload() {
+fn renamed_file_and_sighup_reload_the_configuration() {
     let gateway = Gateway::start(&says("one"));
     gateway.put(&says("two"));
     eventually("a renamed file counts", || gateway.get("/says").text() == "two");
@@ -56,7 +56,7 @@ fn a_renamed_file_and_sighup_reload() {
 }
 
 #[test]
-fn a_configuration_of_kubernetes_is_swapped_with_the_files_it_names() {
+fn kubernetes_config_map_is_reloaded_with_its_files() {
     // `gateway.toml` → `..data/gateway.toml`, `..data` → a folder with a name of its own; all change in one instant.
     let folder = tempfile::tempdir().unwrap();
     let key = |key: &str| {
@@ -91,7 +91,7 @@ fn a_configuration_of_kubernetes_is_swapped_with_the_files_it_names() {
 }
 
 #[test]
-fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
+fn invalid_file_changes_nothing_and_is_reported() {
     let gateway = Gateway::start(&with_admin(&says("one")));
     let shown = || ask(&gateway, "GET", "/api/config").json();
     assert!(shown()["last_error"].is_null() && shown()["loaded_at"].as_str().unwrap().ends_with('Z'), "{}", shown());
@@ -123,7 +123,7 @@ fn a_bad_file_changes_nothing_and_is_told_in_log_metrics_and_api() {
 }
 
 #[test]
-fn a_bad_file_is_tried_once_and_the_others_count_all_the_same() {
+fn invalid_file_is_tried_once_and_other_files_are_reloaded() {
     let keys = "[api_key]\nconsumers = \"consumers.toml\"\n";
     let config = |body: &str| with_admin(&format!("{keys}{}", says(body)));
     let consumers = format!("[[consumer]]\nname = \"somebody\"\nkeys = [\"sha256:{}\"]\n", "0".repeat(64));
@@ -137,7 +137,7 @@ fn a_bad_file_is_tried_once_and_the_others_count_all_the_same() {
 }
 
 #[test]
-fn what_needs_a_restart_is_refused_by_its_name() {
+fn keys_that_need_a_restart_are_rejected_by_name() {
     let base = |server: &str, admin: &str, store: &str, log: &str, listeners: &[&str], body: &str| {
         let listeners: String =
             listeners.iter().map(|address| format!("[[listener]]\naddress = \"{address}\"\n")).collect();
@@ -209,7 +209,7 @@ fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>,
 const REFUSED: &str = "warning: a reload will refuse this: ";
 
 #[test]
-fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
+fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
     let (admin, port, other, dead) = (free_port(), free_port(), free_port(), free_port());
     let base = format!(
         "[server]\nworkers = 2\n[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n\
@@ -276,7 +276,7 @@ fn check_warns_of_each_key_that_a_reload_of_the_running_gateway_refuses() {
 }
 
 #[test]
-fn check_compares_with_a_gateway_that_answers_only() {
+fn check_skips_the_comparison_if_no_gateway_answers() {
     let admin = free_port();
     let base = format!("[admin]\naddress = \"127.0.0.1:{admin}\"\ntoken = \"sesame\"\n{}", says("one"));
     let base = format!("{base}[log]\naccess = \"off\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n");
@@ -312,7 +312,7 @@ fn check_compares_with_a_gateway_that_answers_only() {
 }
 
 #[test]
-fn a_reload_is_for_those_who_know_the_token() {
+fn reload_needs_the_token() {
     let gateway = Gateway::start(&with_admin(&says("one")));
     gateway.put(&with_admin(&says("two")));
     assert_eq!(Client::connect(gateway.admin()).request("POST", "/api/reload", &[], b"").status, 401);
@@ -331,7 +331,7 @@ fn a_reload_is_for_those_who_know_the_token() {
 }
 
 #[test]
-fn the_files_that_are_watched_are_those_of_the_new_configuration() {
+fn files_of_the_new_configuration_are_watched() {
     let consumers = |key: &str| {
         use aws_lc_rs::digest::{SHA256, digest};
         let hash: String = digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
@@ -356,7 +356,7 @@ fn the_files_that_are_watched_are_those_of_the_new_configuration() {
 }
 
 #[test]
-fn whom_to_trust_changes_for_running_connections() {
+fn reload_of_trusted_proxies_applies_to_open_connections() {
     let config = |trusted: &str| {
         format!(
             "[client_ip]\ntrusted_proxies = [{trusted}]\n{}limits = [\"ip\"]\n\
@@ -376,7 +376,7 @@ fn whom_to_trust_changes_for_running_connections() {
 }
 
 #[test]
-fn who_is_trusted_no_more_names_no_request_on_a_running_connection() {
+fn request_ids_of_untrusted_proxies_are_replaced_after_a_reload() {
     let upstream = Upstream::start();
     let config = |trusted: &str| {
         format!(
@@ -397,7 +397,7 @@ fn who_is_trusted_no_more_names_no_request_on_a_running_connection() {
 }
 
 #[test]
-fn max_connections_grows_and_shrinks() {
+fn reload_raises_and_lowers_max_connections() {
     let config = |most: u32| format!("[server]\nmax_connections = {most}\n{}", says("x"));
     let gateway = Gateway::start(&with_admin(&config(2)));
     let figures = || (metric(&gateway, "connections"), metric(&gateway, "connections_max"));
@@ -425,7 +425,7 @@ fn max_connections_grows_and_shrinks() {
 }
 
 #[test]
-fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
+fn raising_max_connections_while_too_many_are_open_loses_no_permit() {
     let config = |most: u32| format!("[server]\nmax_connections = {most}\nworkers = 1\n{}", says("x"));
     for steps in [&[1, 4][..], &[1, 2, 3, 4], &[3, 1, 4], &[1, 6, 4]] {
         let gateway = Gateway::start(&with_admin(&config(4)));
@@ -453,7 +453,7 @@ fn max_connections_that_grows_while_too_many_are_open_loses_no_permit() {
 }
 
 #[test]
-fn max_connections_per_ip_grows_and_shrinks() {
+fn reload_raises_and_lowers_max_connections_per_ip() {
     let config = |most: u32| format!("[server]\nmax_connections_per_ip = {most}\n{}", says("x"));
     let gateway = Gateway::start(&with_admin(&config(1)));
     let mut open = vec![gateway.client()];

@@ -81,7 +81,7 @@ const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 
 /// What is printed for each sample. `BLESS=1` writes what is printed now.
 #[test]
-fn the_report_of_each_format_is_as_written() {
+fn report_of_each_format_matches_its_file() {
     for (name, arguments) in [
         ("common", vec![]),
         ("combined", vec![]),
@@ -107,7 +107,7 @@ fn the_report_of_each_format_is_as_written() {
 
 /// An instant, how long it took, the client, method and target, host and status of some lines.
 #[test]
-fn lines_say_what_stands_in_them() {
+fn entries_have_the_fields_of_their_lines() {
     let cases = [
         ("combined", 1, "2000-10-10T20:55:36Z", None, "192.0.2.10", "GET /v1/search?q=gate", None, 200),
         ("common", 3, "2000-10-10T20:55:38Z", None, "2001:db8::17", "GET /v1/users/7", None, 304),
@@ -197,7 +197,7 @@ fn lines_say_what_stands_in_them() {
 }
 
 #[test]
-fn a_busy_log_is_shown_with_its_worst_hours_and_clients() {
+fn report_shows_the_busiest_hours_and_clients() {
     let mut all = lines(3600, 7);
     // One comes ever more often, and goes again; another one asks a little too often.
     let more = |client: &str, minute: u64, count: u64| -> Vec<String> {
@@ -230,7 +230,7 @@ fn a_busy_log_is_shown_with_its_worst_hours_and_clients() {
 }
 
 #[test]
-fn what_a_log_says_of_strangers_is_no_markup() {
+fn html_report_escapes_values_of_the_log() {
     let line = r#"192.0.2.1 - <script>alert(1)</script> [10/Oct/2000:13:00:00 +0000] "GET / HTTP/1.1" 200 1"#;
     let (directory, path) = log(format!("{line}\n{line}\n").as_bytes());
     let page = directory.path().join("page.html");
@@ -266,7 +266,7 @@ respond = { status = 200 }
 }
 
 #[test]
-fn what_may_be_a_secret_is_not_shown() {
+fn report_masks_values_that_may_be_secrets() {
     let line = r#"1792000000.000 192.0.2.1 "GET /?token=secret-query HTTP/1.1" 200 "secret-header""#;
     let (directory, path) = log(format!("{line}\n{line}\n").as_bytes());
     let page = directory.path().join("page.html");
@@ -292,7 +292,7 @@ fn what_may_be_a_secret_is_not_shown() {
 }
 
 #[test]
-fn identities_are_those_of_the_log_or_none() {
+fn limits_without_an_identity_in_the_log_are_not_replayed() {
     let config = ["--config", "gateway.toml"];
     let keys = report(&[&["nginx.log", "--format", NGINX], &config[..]].concat());
     assert_eq!(keys["limits"]["per-key"]["identities"], 2, "two keys: {keys}");
@@ -316,7 +316,7 @@ fn identities_are_those_of_the_log_or_none() {
 }
 
 #[test]
-fn wrong_arguments_are_said() {
+fn invalid_arguments_are_reported() {
     for (arguments, expected) in [
         (&["nothing.log"][..], "nothing.log: No such file"),
         (
@@ -348,7 +348,7 @@ fn wrong_arguments_are_said() {
 }
 
 #[test]
-fn lines_of_all_sorts_are_read() {
+fn logs_of_any_form_are_read_and_unreadable_lines_counted() {
     let whole = lines(60, 3).concat();
     let crlf = whole.replace('\n', "\r\n");
     let half = &whole[..whole.len() - 30];
@@ -379,7 +379,7 @@ fn lines_of_all_sorts_are_read() {
 }
 
 #[test]
-fn standard_input_is_a_log() {
+fn log_is_read_from_standard_input() {
     let mut child = binary()
         .args(["replay", "-", "--json"])
         .args(PROPOSED)
@@ -394,7 +394,7 @@ fn standard_input_is_a_log() {
 
 /// However the lines are shared out and mixed, they are decided in the order of their instants.
 #[test]
-fn order_does_not_matter() {
+fn lines_out_of_order_are_sorted() {
     let all = lines(3000, 2);
     let whole = log(all.concat().as_bytes());
     let mixed: Vec<_> = all.chunks(500).flat_map(|chunk| chunk.iter().rev().cloned()).collect();
@@ -418,7 +418,7 @@ fn order_does_not_matter() {
 
 /// The quota that is suggested does, and the next smaller one does not: by asking for them.
 #[test]
-fn the_suggested_quota_is_the_smallest_that_does() {
+fn suggested_quota_is_the_smallest_within_the_target() {
     let mut all = lines(3000, 2);
     let burst = |second: u64, count: usize| {
         let line = format!("192.0.2.0 - - [10/Oct/2000:14:00:{second:02} +0000] \"GET / HTTP/1.1\" 200 1\n");
@@ -449,7 +449,7 @@ fn the_suggested_quota_is_the_smallest_that_does() {
 
 /// Requests in flight last as long as the log says, and what fails is given back.
 #[test]
-fn what_happens_at_the_end_of_requests_counts() {
+fn refunds_and_permits_apply_when_requests_end() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
         [limit.at-once]\nby = \"global\"\nquota = \"2\"\nalgorithm = \"concurrency\"\n\
         [limit.paid]\nby = \"global\"\nquota = \"3/hour\"\nalgorithm = \"fixed-window\"\nrefund_on = [\"5xx\"]\n\
@@ -481,7 +481,7 @@ fn what_happens_at_the_end_of_requests_counts() {
 
 /// A log without keys says who has which size all the same: by the names of consumers, or by the hashes in our own log.
 #[test]
-fn consumers_have_their_own_sizes() {
+fn consumers_are_replayed_with_their_own_quotas() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[api_key]\nconsumers = \"consumers.toml\"\n\
         [limit.plan]\nby = \"api-key\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
         [limit.plan.tiers.pro]\nquota = \"3/hour\"\n\
@@ -533,7 +533,7 @@ impl ReplayObserver for Decisions {
 
 /// The log of a gateway, held against the limits that it had, gives the decisions that it made, one by one.
 #[test]
-fn a_log_of_the_gateway_itself_gives_its_decisions() {
+fn replay_of_its_own_log_repeats_the_decisions() {
     let limits = "[limit.window]\nby = \"ip\"\nquota = \"40/2s\"\nalgorithm = \"fixed-window\"\n\
         [limit.bucket]\nby = [\"ip\", \"path:id\"]\nquota = \"50/s\"\nburst = 20\n\
         [limit.log]\nby = \"ip\"\nquota = \"60/s\"\nalgorithm = \"sliding-log\"\n";
@@ -585,7 +585,7 @@ fn a_log_of_the_gateway_itself_gives_its_decisions() {
 
 /// The manual shows what is printed.
 #[test]
-fn the_manual_shows_a_report_as_it_is() {
+fn manual_shows_the_actual_report() {
     let manual = std::fs::read_to_string(logs().join("../../docs/replay.md")).unwrap();
     let busy = std::fs::read_to_string(logs().join("busy.txt")).unwrap();
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
@@ -593,7 +593,7 @@ fn the_manual_shows_a_report_as_it_is() {
 
 /// What a request costs now is what the configuration says, whatever it was when the log was written.
 #[test]
-fn fixed_cost_is_that_of_the_configuration_and_not_of_the_log() {
+fn fixed_cost_is_read_from_the_configuration() {
     let config = |cost: u32| {
         format!(
             "[log]\nformat = \"json\"\naccess = \"access.log\"\n[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -635,7 +635,7 @@ fn permit_is_free_at_the_instant_at_which_its_request_ends() {
 
 /// The gateway's own log has the client that trusted proxies named: it is not looked for once more.
 #[test]
-fn client_of_the_gateways_own_log_is_not_taken_for_a_proxy() {
+fn client_of_the_gateways_own_log_is_no_proxy() {
     let mut gateway = Gateway::start(
         "[log]\nformat = \"json\"\naccess = \"access.log\"\n[client_ip]\ntrusted_proxies = [\"127.0.0.0/8\"]\n\
          [limit.l]\nby = \"ip\"\nquota = \"2/day\"\nalgorithm = \"sliding-log\"\n\

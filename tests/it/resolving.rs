@@ -53,7 +53,7 @@ fn has(fleet: &UpstreamCluster, addresses: &[&str]) -> bool {
 }
 
 #[test]
-fn a_fleet_that_takes_the_place_of_another_is_where_that_was_found() {
+fn reload_keeps_resolved_addresses() {
     let dns = NameServer::start();
     dns.at("api.test", &["192.0.2.1", "192.0.2.2"], 60);
     let before = fleets(&["api.test:80"]);
@@ -68,7 +68,7 @@ fn a_fleet_that_takes_the_place_of_another_is_where_that_was_found() {
 }
 
 #[test]
-fn all_addresses_are_members_and_changes_are_followed() {
+fn all_resolved_addresses_are_endpoints_and_changes_are_followed() {
     let dns = NameServer::start();
     dns.at("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);
     let fleets = fleets(&["api.test:8080"]);
@@ -82,7 +82,7 @@ fn all_addresses_are_members_and_changes_are_followed() {
 }
 
 #[test]
-fn an_answer_is_kept_as_long_as_it_says() {
+fn dns_record_is_kept_for_its_ttl() {
     let dns = NameServer::start();
     for (name, ttl) in [("none.test", 0), ("one.test", 1), ("three.test", 3)] {
         dns.at(name, &["192.0.2.1"], ttl);
@@ -99,7 +99,7 @@ fn an_answer_is_kept_as_long_as_it_says() {
 }
 
 #[test]
-fn a_resolver_that_fails_leaves_the_last_answer() {
+fn failing_resolver_keeps_the_last_addresses() {
     let dns = NameServer::start();
     let cases = [
         ("servfail.test", Say::Code(ResponseCode::ServFail)),
@@ -126,7 +126,7 @@ fn a_resolver_that_fails_leaves_the_last_answer() {
 }
 
 #[test]
-fn one_family_that_fails_leaves_its_last_answer() {
+fn failing_address_family_keeps_its_last_addresses() {
     let dns = NameServer::start();
     dns.at("dual.test", &["192.0.2.1", "2001:db8::1"], 1);
     let fleets = fleets(&["dual.test"]);
@@ -139,7 +139,7 @@ fn one_family_that_fails_leaves_its_last_answer() {
 }
 
 #[test]
-fn a_name_without_an_address_gets_one_later() {
+fn name_without_addresses_is_resolved_later() {
     let dns = NameServer::start();
     let fleets = fleets(&["late.test"]);
     follow(&fleets, &dns, &[]);
@@ -150,7 +150,7 @@ fn a_name_without_an_address_gets_one_later() {
 }
 
 #[test]
-fn a_name_is_asked_for_once_however_many_servers_have_it() {
+fn name_of_several_servers_is_resolved_once() {
     let dns = NameServer::start();
     dns.at("shared.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["shared.test:81", "Shared.Test:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
@@ -162,7 +162,7 @@ fn a_name_is_asked_for_once_however_many_servers_have_it() {
 }
 
 #[test]
-fn short_names_are_completed() {
+fn short_names_use_the_search_list() {
     let dns = NameServer::start();
     dns.at("api.corp.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["api"]);
@@ -177,13 +177,13 @@ fn gateway(server: &str) -> Gateway {
 }
 
 #[test]
-fn localhost_stands_in_the_hosts_file() {
+fn localhost_is_resolved_from_the_hosts_file() {
     let upstream = Upstream::start();
     assert_eq!(gateway(&format!("localhost:{}", upstream.address.port())).get("/").status, 200);
 }
 
 #[test]
-fn a_name_that_does_not_exist_is_a_503() {
+fn unknown_host_name_is_503() {
     // RFC 6761 §6.4: no server is asked for it.
     let gateway = gateway("no-such-server.invalid");
     let reply = gateway.get("/");

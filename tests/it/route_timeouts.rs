@@ -69,7 +69,7 @@ const ENDLESS: &str = "HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"
 const LARGE: &[u8] = &[b'x'; 64 << 10];
 
 #[test]
-fn before_the_head_it_is_504_and_the_request_is_cancelled() {
+fn route_timeout_before_the_response_head_is_504() {
     let (tell, ended) = channel();
     let upstream = serve(move |mut stream| {
         while let Some(request) = read_request(&mut stream) {
@@ -101,7 +101,7 @@ fn before_the_head_it_is_504_and_the_request_is_cancelled() {
 }
 
 #[test]
-fn an_answer_that_takes_too_long_breaks_off() {
+fn route_timeout_truncates_the_response() {
     for (what, start, piece, pause) in [
         ("chunks, little by little", CHUNKED, &b"1\r\na\r\n"[..], TIMEOUT / 50),
         ("chunks, silence", CHUNKED, b"", TIMEOUT),
@@ -135,7 +135,7 @@ fn an_answer_that_takes_too_long_breaks_off() {
 }
 
 #[test]
-fn a_client_that_does_not_read_does_not_hold_the_upstream_for_longer() {
+fn route_timeout_applies_to_a_client_that_does_not_read() {
     let (upstream, ended) = dripping(ENDLESS, LARGE, Duration::ZERO);
     let gateway = gateway(upstream, "");
     let mut client = gateway.client();
@@ -156,7 +156,7 @@ fn a_client_that_does_not_read_does_not_hold_the_upstream_for_longer() {
 }
 
 #[test]
-fn a_stream_that_takes_too_long_is_reset_alone() {
+fn route_timeout_resets_its_http2_stream_alone() {
     for (what, piece, pause) in
         [("it reads", &b"1\r\na\r\n"[..], TIMEOUT / 50), ("it does not read", LARGE, Duration::ZERO)]
     {
@@ -190,7 +190,7 @@ fn counting() -> (SocketAddr, Arc<[AtomicUsize; 2]>) {
 }
 
 #[test]
-fn what_is_in_time_leaves_its_connections_as_they_were() {
+fn requests_within_route_timeout_keep_their_connections() {
     let (upstream, counts) = counting();
     let gateway = gateway(upstream, "");
     let mut client = gateway.client();
@@ -207,7 +207,7 @@ fn what_is_in_time_leaves_its_connections_as_they_were() {
 }
 
 #[test]
-fn a_tunnel_outlives_it() {
+fn websocket_outlives_route_timeout() {
     let upstream = serve(|mut stream| {
         if read_head(&mut stream).is_none() {
             return;
@@ -231,7 +231,7 @@ fn a_tunnel_outlives_it() {
 }
 
 #[test]
-fn waiting_for_a_turn_takes_of_its_time() {
+fn queueing_counts_towards_route_timeout() {
     let (upstream, counts) = counting();
     // The second one has its turn after the timeout.
     let limit = "limits = [\"l\"]\n[limit.l]\nby = \"global\"\nquota = \"2/3s\"\nburst = 1\nmax_wait = \"10s\"\n\
@@ -249,7 +249,7 @@ fn waiting_for_a_turn_takes_of_its_time() {
 type Upload = (&'static str, &'static str, Duration, &'static str, u16);
 
 #[test]
-fn a_client_that_holds_back_its_body_is_408_and_gets_no_refund() {
+fn client_that_withholds_its_body_is_408_without_refund() {
     const AT_ONCE: Duration = Duration::ZERO;
     // Later than half of the timeout, and before its end.
     const BEFORE_THE_END: Duration = Duration::from_millis(750);

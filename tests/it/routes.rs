@@ -112,7 +112,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
 ];
 
 #[test]
-fn the_upstream_gets_the_path_that_the_route_says() {
+fn upstream_receives_the_rewritten_path() {
     let upstream = Upstream::start();
     let gateway = rewriting(upstream.address, &REWRITES);
     for (target, expected) in REWRITTEN {
@@ -141,7 +141,7 @@ fn the_upstream_gets_the_path_that_the_route_says() {
 }
 
 #[test]
-fn no_path_breaks_out_of_what_the_route_says() {
+fn no_path_escapes_its_rewrite() {
     const PIECES: [&str; 26] = [
         "/",
         "//",
@@ -216,7 +216,7 @@ fn no_path_breaks_out_of_what_the_route_says() {
 }
 
 #[test]
-fn a_target_that_becomes_too_long_is_414_and_costs_nothing() {
+fn target_too_long_after_rewrite_is_414_and_not_charged() {
     let upstream = Upstream::start();
     let limit = "limits = [\"once\"]\nrewrite = \"/{id}/{id}/{id}/{id}?a={id}\"\n[limit.once]\nby = \"global\"\nquota = \"1/hour\"";
     let gateway = rewriting(upstream.address, &[("long", "/{id}", limit)]);
@@ -289,7 +289,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
 ];
 
 #[test]
-fn a_redirect_says_where_to_ask_instead() {
+fn redirect_has_the_configured_location() {
     let gateway = redirecting();
     for (target, status, location) in REDIRECTED {
         let reply = ask(&gateway, "GET", target);
@@ -304,7 +304,7 @@ fn a_redirect_says_where_to_ask_instead() {
 }
 
 #[test]
-fn a_redirect_is_limited_and_reads_what_it_was_sent() {
+fn redirect_is_limited_and_drains_the_body() {
     let gateway = redirecting();
     let mut client = gateway.client();
     // The connection goes on after a body that nobody wanted.
@@ -332,7 +332,7 @@ fn sharing(weights: &str) -> (Upstream, Upstream, Gateway) {
 }
 
 #[test]
-fn upstreams_have_their_shares() {
+fn weighted_upstreams_get_their_shares() {
     for (weights, total, least, most) in [
         ("{ api = 9, canary = 1 }", 1000, 80, 120),
         ("{ api = 1, canary = 1 }", 1000, 480, 520),
@@ -351,7 +351,7 @@ fn upstreams_have_their_shares() {
 }
 
 #[test]
-fn one_client_gets_both_sides() {
+fn one_client_reaches_all_weighted_upstreams() {
     let (api, canary, gateway) = sharing("{ api = 3, canary = 1 }");
     let mut client: Client = gateway.client();
     for _ in 0..40 {
@@ -361,7 +361,7 @@ fn one_client_gets_both_sides() {
 }
 
 #[test]
-fn a_side_that_is_down_keeps_its_share() {
+fn weighted_upstream_that_is_down_keeps_its_share() {
     let api = Upstream::start();
     // Bound but not listening: nobody else gets the port, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();

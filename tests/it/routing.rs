@@ -158,7 +158,7 @@ const ROUTED: &[Case] = &[
 ];
 
 #[test]
-fn the_best_route_answers_whatever_the_order_of_the_file() {
+fn best_route_is_chosen_in_any_order_of_the_file() {
     for (order, config) in [("as written", config(ROUTES.iter())), ("reversed", config(ROUTES.iter().rev()))] {
         let gateway = Gateway::start(&config);
         let mut client = gateway.client();
@@ -177,7 +177,7 @@ fn the_best_route_answers_whatever_the_order_of_the_file() {
 }
 
 #[test]
-fn ambiguous_paths_are_refused() {
+fn ambiguous_paths_are_rejected() {
     let gateway = gateway();
     let mut client = gateway.client();
     for path in [
@@ -210,7 +210,7 @@ fn ambiguous_paths_are_refused() {
 }
 
 #[test]
-fn a_request_has_one_good_host() {
+fn request_needs_exactly_one_valid_host() {
     let gateway = gateway();
     for (what, host) in [
         ("no Host", ""),
@@ -238,7 +238,7 @@ fn a_request_has_one_good_host() {
 }
 
 #[test]
-fn http_1_0_needs_no_host() {
+fn http_1_0_request_needs_no_host() {
     let gateway = gateway();
     for (request, expected) in [
         ("GET /where HTTP/1.0\r\n\r\n", "where-any"),
@@ -259,7 +259,7 @@ fn http_1_0_needs_no_host() {
 }
 
 #[test]
-fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
+fn method_without_a_route_is_405_with_allow() {
     let gateway = gateway();
     let mut client = gateway.client();
     for method in ["DELETE", "PATCH", "OPTIONS", "PURGE", "G-ET"] {
@@ -276,7 +276,7 @@ fn a_method_that_no_route_serves_is_405_with_what_is_allowed() {
 }
 
 #[test]
-fn route_with_methods_comes_before_one_without() {
+fn route_with_methods_precedes_one_without() {
     let routes = [
         ("rest", "/mixed", ""),
         ("read", "/mixed", "methods = [\"GET\", \"HEAD\"]"),
@@ -307,7 +307,7 @@ fn route_with_methods_comes_before_one_without() {
 }
 
 #[test]
-fn methods_that_gateways_do_not_serve_are_501() {
+fn connect_and_trace_are_501() {
     let gateway = gateway();
     for request in [
         "CONNECT a.test:443 HTTP/1.1\r\nHost: a.test:443\r\n\r\n",
@@ -321,7 +321,7 @@ fn methods_that_gateways_do_not_serve_are_501() {
 }
 
 #[test]
-fn targets_have_a_bound() {
+fn target_longer_than_max_uri_is_414() {
     let gateway = Gateway::start(&format!("[server]\nmax_uri = \"1KiB\"\n{}", config(ROUTES.iter())));
     let mut client = gateway.client();
     let path = |length: usize| format!("/files/{}", "a".repeat(length - "/files/".len()));
@@ -337,7 +337,7 @@ fn targets_have_a_bound() {
 }
 
 #[test]
-fn heads_have_bounds() {
+fn head_beyond_its_bounds_is_431() {
     let settings = "[server]\nmax_header_size = \"8KiB\"\nmax_headers = 20\n";
     let gateway = Gateway::start(&format!("{settings}{}", config(ROUTES.iter())));
     // What stands around the long value.
@@ -365,7 +365,7 @@ fn heads_have_bounds() {
 }
 
 #[test]
-fn what_is_no_http_is_400_and_does_no_harm() {
+fn invalid_http_is_400_and_affects_no_other_request() {
     let gateway = gateway();
     for request in [
         &b"\r\n \r\n\r\n"[..],
@@ -411,7 +411,7 @@ fn what_is_no_http_is_400_and_does_no_harm() {
 }
 
 #[test]
-fn requests_may_be_pipelined() {
+fn pipelined_requests_are_served_in_order() {
     let gateway = gateway();
     let mut client = gateway.client();
     let request = |path| format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n\r\n");
@@ -422,7 +422,7 @@ fn requests_may_be_pipelined() {
 }
 
 #[test]
-fn http_2_by_prior_knowledge_is_routed_alike() {
+fn http2_by_prior_knowledge_is_routed_alike() {
     let limit =
         "[limit.hourly]\nby = \"ip\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"100/hour\"\n";
     let limited = "[[route]]\nname = \"limited\"\npath = \"/limited\"\nlimits = [\"hourly\"]\n\
@@ -488,7 +488,7 @@ fn http_2_by_prior_knowledge_is_routed_alike() {
 }
 
 #[test]
-fn allow_names_the_methods_of_all_hosts_that_the_request_matches() {
+fn allow_lists_the_methods_of_all_matching_hosts() {
     let routes: String = [("GET", "host = \"a.h.test\"\n"), ("POST", "host = \"*.h.test\"\n"), ("PUT", "")]
         .map(|(method, host)| {
             format!(

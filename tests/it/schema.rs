@@ -35,7 +35,7 @@ fn gateway() -> Validator {
 }
 
 #[test]
-fn the_documents_have_what_the_types_say() {
+fn documents_match_the_configuration_types() {
     for (name, text) in reference::schemas() {
         let committed = std::fs::read_to_string(root().join("docs").join(name)).unwrap_or_default();
         assert!(committed == text, "docs/{name} differs from the types; `make reference` writes it again");
@@ -50,7 +50,7 @@ fn the_documents_have_what_the_types_say() {
 }
 
 #[test]
-fn the_command_prints_the_same() {
+fn schema_command_prints_the_committed_schema() {
     for (arguments, name) in
         [(&["schema"][..], "gateway.schema.json"), (&["schema", "consumers"], "consumers.schema.json")]
     {
@@ -61,7 +61,7 @@ fn the_command_prints_the_same() {
 }
 
 #[test]
-fn good_files_are_valid() {
+fn valid_files_match_the_schema() {
     let schema = gateway();
     let valid = std::fs::read_dir(root().join("tests/config/valid")).unwrap().map(|entry| entry.unwrap().path());
     let files: Vec<_> = valid.chain([root().join("gateway.toml")]).collect();
@@ -79,7 +79,7 @@ const BASE: &str =
     "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
 
 #[test]
-fn what_is_wrong_is_invalid() {
+fn invalid_values_fail_the_schema() {
     let schema = gateway();
     assert_eq!(schema.says(BASE), Ok(()));
     for wrong in [
@@ -265,7 +265,7 @@ fn company(path: &str) -> Value {
 
 /// A default that is written changes nothing, the words and the ends of a range are accepted, what is beyond them is not.
 #[test]
-fn defaults_words_and_bounds_are_those_of_the_gateway() {
+fn schema_defaults_words_and_bounds_match_the_gateway() {
     let mut found = Vec::new();
     leaves(&schema::gateway().to_value(), &[], &mut found);
     let (mut seen, mut wrong) = ((0, 0, 0), Vec::new());

@@ -229,7 +229,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
 }
 
 #[test]
-fn a_report_of_errors_shows_no_secret() {
+fn error_reports_show_no_secret() {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
     for faulty in [
@@ -312,7 +312,7 @@ fn keys_of(file: &str) -> Vec<Vec<String>> {
 }
 
 #[test]
-fn a_secret_at_any_key_of_the_schema_is_not_reported() {
+fn secret_at_any_key_of_the_schema_is_not_reported() {
     let keys = keys_of("gateway");
     assert!(keys.len() > 80, "{} keys", keys.len());
     let directory = tempfile::tempdir().unwrap();
@@ -334,7 +334,7 @@ fn a_secret_at_any_key_of_the_schema_is_not_reported() {
 }
 
 #[test]
-fn a_secret_at_any_key_of_consumers_is_not_reported() {
+fn secret_at_any_key_of_consumers_is_not_reported() {
     let keys = keys_of("consumers");
     assert!(keys.len() >= 4, "{keys:?}");
     let config = format!(

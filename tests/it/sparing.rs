@@ -25,7 +25,7 @@ fn admitted(statuses: &[u16]) -> usize {
 }
 
 #[test]
-fn a_hot_key_costs_a_call_for_each_round_trip_and_is_exact() {
+fn hot_key_costs_one_call_per_round_trip_and_is_exact() {
     let redis = Redis::start();
     for (algorithm, quota) in [("token-bucket", "5000/24h"), ("sliding-log", "5000/24h"), ("fixed-window", "5000/24h")]
     {
@@ -43,7 +43,7 @@ fn a_hot_key_costs_a_call_for_each_round_trip_and_is_exact() {
 }
 
 #[test]
-fn coalesced_requests_are_told_where_they_stand_as_if_they_were_alone() {
+fn coalesced_requests_get_the_headers_of_separate_checks() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"640/24h\"\n[limit.m]\nby = \"global\"\nquota = \"1000000/24h\"";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\", \"m\"]")]));
@@ -60,7 +60,7 @@ fn coalesced_requests_are_told_where_they_stand_as_if_they_were_alone() {
 }
 
 #[test]
-fn who_leaves_does_not_take_the_others_along() {
+fn cancelled_request_does_not_cancel_coalesced_waiters() {
     let redis = Redis::start();
     let limit =
         "[limit.l]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"100000/24h\"\non_store_error = \"deny\"";
@@ -82,7 +82,7 @@ fn who_leaves_does_not_take_the_others_along() {
 }
 
 #[test]
-fn an_abusive_client_costs_redis_nothing() {
+fn denied_client_causes_no_redis_calls() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"5/hour\"\n[limit.m]\nby = \"global\"\nquota = \"1000/hour\"";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"m\", \"l\"]")]));
@@ -103,7 +103,7 @@ fn an_abusive_client_costs_redis_nothing() {
 }
 
 #[test]
-fn a_denial_is_for_as_much_and_for_the_same_limit_only() {
+fn cached_denial_applies_to_its_limit_and_cost_only() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"10/hour\"\n[limit.m]\nby = \"global\"\nquota = \"1000/hour\"";
     let routes =
@@ -117,7 +117,7 @@ fn a_denial_is_for_as_much_and_for_the_same_limit_only() {
 }
 
 #[test]
-fn who_asks_for_more_is_told_its_own_wait() {
+fn cached_denial_has_the_retry_after_of_the_cost() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"60/hour\"\nburst = 10";
     let routes = [("cheap", "limits = [\"l\"]"), ("dear", "limits = [\"l\"]\ncost = 5")];
@@ -133,7 +133,7 @@ fn who_asks_for_more_is_told_its_own_wait() {
 }
 
 #[test]
-fn nobody_is_denied_longer_than_redis_says() {
+fn cached_denial_ends_when_redis_would_admit() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"20/s\"\nburst = 1";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]));
@@ -154,7 +154,7 @@ fn nobody_is_denied_longer_than_redis_says() {
 }
 
 #[test]
-fn a_refund_counts_at_once() {
+fn refund_invalidates_a_cached_denial() {
     let redis = Redis::start();
     let (fail, failing) = std::sync::mpsc::channel();
     let failing = std::sync::Mutex::new(failing);
@@ -181,7 +181,7 @@ fn a_refund_counts_at_once() {
 }
 
 #[test]
-fn a_larger_size_counts_at_once() {
+fn larger_quota_invalidates_a_cached_denial() {
     let redis = Redis::start();
     let consumer = |rest: &str| {
         // printf %s acme-key | sha256sum
@@ -198,7 +198,7 @@ fn a_larger_size_counts_at_once() {
 }
 
 #[test]
-fn a_store_that_hangs_costs_each_client_a_few_rejections_until_the_breaker_opens() {
+fn hanging_store_rejects_few_requests_until_the_breaker_opens() {
     let redis = Redis::start();
     let limit = "[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"allow\"";
     let gateway = Gateway::start(&config(&redis, limit, &[("r", "limits = [\"l\"]")]).replace("5s", "100ms"));
@@ -214,7 +214,7 @@ fn a_store_that_hangs_costs_each_client_a_few_rejections_until_the_breaker_opens
 }
 
 #[test]
-fn who_waits_behind_a_call_that_hangs_waits_no_longer_than_its_own_time() {
+fn check_behind_a_hanging_call_waits_its_own_timeout_only() {
     let redis = Redis::start();
     let limit =
         "[server]\nworkers = 1\n[limit.l]\nby = \"global\"\nquota = \"1000000/hour\"\non_store_error = \"deny\"";

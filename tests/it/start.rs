@@ -20,7 +20,7 @@ use socket2::{Domain, Socket, Type};
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hello\" }\n";
 
 #[test]
-fn the_shipped_configuration_runs_without_redis_and_upstream() {
+fn shipped_configuration_runs_without_redis_and_upstream() {
     // As shipped, but on a free port: other tests run at the same time.
     let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();
     let consumers = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("consumers.toml")).unwrap();
@@ -44,7 +44,7 @@ fn the_shipped_configuration_runs_without_redis_and_upstream() {
 }
 
 #[test]
-fn the_command_line_explains_itself() {
+fn help_and_version_are_printed() {
     let run = |arguments: &[&str]| {
         let output = binary().args(arguments).output().unwrap();
         (output.status.code(), String::from_utf8(output.stdout).unwrap(), String::from_utf8(output.stderr).unwrap())
@@ -72,7 +72,7 @@ fn the_command_line_explains_itself() {
 }
 
 #[test]
-fn a_taken_port_is_named_and_nothing_is_shared() {
+fn port_in_use_is_named_and_not_shared() {
     let gateway = Gateway::start(HELLO);
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("gateway.toml");
@@ -91,7 +91,7 @@ fn a_taken_port_is_named_and_nothing_is_shared() {
 }
 
 #[test]
-fn every_listener_is_served_in_both_layouts() {
+fn every_listener_is_served_in_both_threading_models() {
     for layout in ["per-core", "work-stealing"] {
         let listeners = "[[listener]]\naddress = \"127.0.0.1:0\"\n[[listener]]\naddress = \"[::1]:0\"\n";
         let gateway = Gateway::start(&format!("[server]\nthreading = \"{layout}\"\nworkers = 3\n{listeners}{HELLO}"));
@@ -110,7 +110,7 @@ fn every_listener_is_served_in_both_layouts() {
 }
 
 #[test]
-fn running_requests_finish_after_sigterm_and_new_ones_are_refused() {
+fn requests_in_flight_finish_after_sigterm_and_new_connections_are_refused() {
     let (release, released) = std::sync::mpsc::channel::<()>();
     let released = std::sync::Mutex::new(released);
     let slow = upstream::serve(move |mut stream| {
@@ -161,7 +161,7 @@ fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
 }
 
 #[test]
-fn connections_that_never_ask_are_closed() {
+fn connections_without_a_request_are_closed() {
     // The longer one is looked at after the other one was over.
     let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1500ms\"\n{HELLO}"));
     let starts = [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"];
@@ -182,7 +182,7 @@ fn connections_that_never_ask_are_closed() {
 
 /// A slow head has the same time on a connection that was used before, and the pause before it has `idle_timeout`.
 #[test]
-fn a_slow_head_on_a_kept_connection_has_header_timeout() {
+fn slow_head_on_a_reused_connection_has_header_timeout() {
     let settings = "[server]\nheader_timeout = \"2s\"\nidle_timeout = \"1h\"\n";
     let gateway = &Gateway::start(&format!("{settings}{HELLO}"));
     let field = frames::block("GET", "/hello", &[]);
@@ -226,7 +226,7 @@ fn a_slow_head_on_a_kept_connection_has_header_timeout() {
 
 /// What comes of a body behind the answer is no head: the connection stays for `idle_timeout`.
 #[test]
-fn an_upload_that_is_thrown_away_is_no_slow_head() {
+fn drained_upload_is_no_slow_head() {
     let settings = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
     let gateway = Gateway::start(&format!("{settings}{HELLO}"));
     let mut client = gateway.client();
@@ -240,7 +240,7 @@ fn an_upload_that_is_thrown_away_is_no_slow_head() {
 }
 
 #[test]
-fn the_access_log_has_a_line_for_each_request_and_no_secrets() {
+fn access_log_has_one_record_per_request_and_no_secrets() {
     let upstream = Upstream::start();
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
@@ -284,7 +284,7 @@ impl Drop for Killed {
 
 /// Listeners of which one address covers the other. What `run` refuses, `check` refuses.
 #[test]
-fn listeners_that_cannot_all_bind_are_refused_by_check_as_by_run() {
+fn check_rejects_listeners_that_cannot_bind_together() {
     let has_ipv6 = TcpListener::bind("[::1]:0").is_ok();
     let maps =
         Socket::new(Domain::IPV6, Type::STREAM, None).and_then(|socket| socket.only_v6()).is_ok_and(|only| !only);
@@ -327,7 +327,7 @@ fn listeners_that_cannot_all_bind_are_refused_by_check_as_by_run() {
 
 /// A terminal that is closed, a pipe that is not read: neither holds up requests or the end of the process.
 #[test]
-fn a_log_that_cannot_be_written_does_not_hold_up_requests_or_the_end() {
+fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
     for (what, is_full) in [("nobody has the other end", false), ("the other end is not read", true)] {
         let (mut log, other_end) = UnixStream::pair().unwrap();
         if is_full {

@@ -28,7 +28,7 @@ use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation, 
 use tokio_util::task::TaskTracker;
 
 #[tokio::test]
-async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
+async fn every_algorithm_admits_its_limit_and_returns_the_retry_delay() {
     let server = Redis::start();
     let stores = Stores::new(&server, "contract");
     for (name, rule, retry) in [
@@ -66,7 +66,7 @@ async fn every_algorithm_admits_its_limit_and_says_when_to_come_back() {
 }
 
 #[tokio::test]
-async fn a_request_is_charged_to_all_limits_or_none() {
+async fn request_is_charged_to_all_limits_or_none() {
     let server = Redis::start();
     let stores = Stores::new(&server, "all-or-none");
     let broad = Limit::new("broad", bucket(100, 3600 * SECOND, 100));
@@ -82,7 +82,7 @@ async fn a_request_is_charged_to_all_limits_or_none() {
 }
 
 #[tokio::test]
-async fn shadow_limits_never_deny_and_post_paid_ones_are_charged_later() {
+async fn shadow_limits_never_deny_and_deferred_ones_are_charged_later() {
     let server = Redis::start();
     let stores = Stores::new(&server, "modes");
     let limit = Limit::new("limit", window(1, 60 * SECOND, ALIGNED));
@@ -120,7 +120,7 @@ async fn lower_rate_does_not_revive_repaid_debt() {
 }
 
 #[tokio::test]
-async fn calendar_windows_open_when_the_calendar_says() {
+async fn calendar_windows_begin_with_their_calendar_unit() {
     let server = Redis::start();
     let stores = Stores::new(&server, "calendar");
     let limit = Limit::new("month", calendar(2, CalendarUnit::Month, "Europe/Berlin"));
@@ -141,7 +141,7 @@ async fn calendar_windows_open_when_the_calendar_says() {
 }
 
 #[tokio::test]
-async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
+async fn gateway_with_a_wrong_clock_takes_the_time_of_redis() {
     let server = Redis::start();
     // The boundaries are reckoned for a year ago, the server has the time of today.
     let store = redis_store(&server, "off", Clock::Skewed(-365 * 86_400 * SECOND as i64));
@@ -154,7 +154,7 @@ async fn a_gateway_whose_clock_is_days_off_asks_redis_for_the_time() {
 }
 
 #[tokio::test]
-async fn bad_arguments_write_nothing() {
+async fn invalid_script_arguments_write_nothing() {
     let server = Redis::start();
     let parts = AlgorithmSet::for_rules([&bucket(1, SECOND, 1)]);
     let mut connection = server.connection();
@@ -203,7 +203,7 @@ async fn bad_arguments_write_nothing() {
 const GROUP: usize = 25 + 42;
 
 #[tokio::test]
-async fn bad_group_after_a_good_one_charges_nothing() {
+async fn invalid_group_after_a_valid_one_charges_nothing() {
     let server = Redis::start();
     let mut connection = server.connection();
     let limit = Limit::new("l", bucket(5, SECOND, 5));
@@ -296,7 +296,7 @@ async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together
 }
 
 #[tokio::test]
-async fn what_is_asked_in_one_round_is_one_call_and_decided_as_if_alone() {
+async fn checks_of_one_tick_are_one_call_and_decided_separately() {
     let server = Redis::start();
     let stores = Stores::new(&server, "unused");
     let rules = every_algorithm(7, 60 * SECOND).into_iter().chain([("leases", concurrency(7, 60 * SECOND))]);
@@ -307,7 +307,7 @@ async fn what_is_asked_in_one_round_is_one_call_and_decided_as_if_alone() {
 }
 
 #[tokio::test]
-async fn checks_of_few_limits_are_decided_as_if_alone() {
+async fn batched_checks_of_few_limits_are_decided_separately() {
     let server = Redis::start();
     for most in 2..=5 {
         let stores = Stores::new(&server, "unused");
@@ -327,7 +327,7 @@ async fn checks_of_few_limits_are_decided_as_if_alone() {
 }
 
 #[tokio::test]
-async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
+async fn broken_state_fails_its_request_alone_in_a_batch() {
     let server = Redis::start();
     let store = redis_store(&server, "broken", Clock::Store);
     let limits = [Limit::new("a", bucket(3, SECOND, 3)), Limit::new("b", window(3, 3600 * SECOND, ALIGNED))];
@@ -352,7 +352,7 @@ async fn a_state_that_cannot_be_used_concerns_nobody_else_in_the_call() {
 }
 
 #[tokio::test]
-async fn what_redis_does_not_write_is_an_error_of_its_request() {
+async fn rejected_write_fails_its_request_alone() {
     let server = Redis::start();
     let store = redis_store(&server, "full", Clock::Store);
     let limits: Vec<_> =
@@ -510,7 +510,7 @@ fn override_beyond_maxmemory_fails_and_deletes_nothing() {
 }
 
 #[tokio::test]
-async fn coalesced_units_tell_the_debt_before_each() {
+async fn coalesced_tokens_return_the_debt_before_each() {
     let server = Redis::start();
     let clock = Clock::manual(START);
     let store = RedisStore::Single(GuardedStore::new(redis_store(&server, "coalesced", clock.clone()), Arc::default()));
@@ -549,7 +549,7 @@ async fn coalesced_units_tell_the_debt_before_each() {
 }
 
 #[tokio::test]
-async fn whoever_leaves_before_the_call_does_is_not_charged() {
+async fn request_cancelled_before_its_call_is_not_charged() {
     let server = Redis::start();
     let store = redis_store(&server, "left", Clock::Store);
     let limit = Limit::new("limit", window(100, 3600 * SECOND, ALIGNED));
@@ -568,7 +568,7 @@ async fn whoever_leaves_before_the_call_does_is_not_charged() {
 }
 
 #[tokio::test]
-async fn a_long_round_is_several_calls() {
+async fn large_batch_is_split_into_several_calls() {
     let server = Redis::start();
     let store = redis_store(&server, "long", Clock::Store);
     let limit = Limit::new("limit", window(1000, 3600 * SECOND, ALIGNED));
@@ -615,7 +615,7 @@ async fn parallel_clients_are_admitted_exactly() {
 }
 
 #[test]
-fn the_memory_store_is_bounded_and_forgets() {
+fn memory_store_is_bounded_and_evicts() {
     let clock = Clock::manual(START);
     let store = MemoryStore::new(1000, clock.clone());
     let limit = Limit::new("limit", window(10, 60 * SECOND, ALIGNED));
@@ -663,7 +663,7 @@ fn most_admitted(rule: &Rule, start: u64, first: u64, greedy: u64) -> usize {
 }
 
 #[test]
-fn the_worst_case_table_is_what_a_greedy_client_gets() {
+fn greedy_client_gets_the_documented_worst_case() {
     for (name, rule, expected) in [
         ("fixed-window", window(100, 60 * SECOND, ALIGNED), 200),
         ("first-request", window(100, 60 * SECOND, WindowStart::FirstRequest), 199),

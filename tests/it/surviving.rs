@@ -12,7 +12,7 @@ use rustls::HandshakeKind;
 use rustls::version::TLS13;
 
 #[test]
-fn what_was_counted_stays_counted_and_metrics_never_go_back() {
+fn reload_keeps_counts_and_metrics() {
     let config = |quota: &str, more: &str| {
         format!(
             "{}limits = [\"day\"]\n[limit.day]\nby = \"ip\"\nquota = \"{quota}\"\nalgorithm = \"fixed-window\"\n{more}",
@@ -33,7 +33,7 @@ fn what_was_counted_stays_counted_and_metrics_never_go_back() {
 }
 
 #[test]
-fn requests_in_flight_finish_on_the_old_configuration_and_what_was_removed_is_left_alone() {
+fn requests_in_flight_finish_on_the_old_configuration() {
     let [gone, stays] = Server::fleet();
     let upstream = |name: &str, server: &Server| {
         format!(
@@ -62,7 +62,7 @@ fn requests_in_flight_finish_on_the_old_configuration_and_what_was_removed_is_le
 }
 
 #[test]
-fn an_ejected_server_and_pooled_connections_outlive_a_change_of_their_upstream() {
+fn reload_keeps_ejected_servers_and_pooled_connections() {
     let [bad, good, new] = Server::fleet();
     let config = |servers: &[&Server], more: &str| {
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
@@ -102,7 +102,7 @@ fn an_ejected_server_and_pooled_connections_outlive_a_change_of_their_upstream()
 }
 
 #[test]
-fn a_place_that_a_request_of_before_leaves_is_for_those_that_wait_now() {
+fn permit_released_by_an_old_request_admits_a_queued_new_one() {
     let server = Server::start();
     let config = |more: &str| {
         format!(
@@ -128,7 +128,7 @@ fn a_place_that_a_request_of_before_leaves_is_for_those_that_wait_now() {
 }
 
 #[test]
-fn a_request_whose_body_is_under_way_goes_on() {
+fn reload_keeps_a_request_whose_body_is_in_flight() {
     let server = Server::start();
     let config = |path: &str| {
         format!(
@@ -147,7 +147,7 @@ fn a_request_whose_body_is_under_way_goes_on() {
 }
 
 #[test]
-fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
+fn reload_keeps_cached_denials_and_an_open_breaker() {
     let redis = Redis::start();
     let store = redis.store();
     let config = |body: &str, quota: &str| {
@@ -191,7 +191,7 @@ fn a_denial_is_remembered_and_an_open_breaker_stays_open() {
 }
 
 #[test]
-fn sessions_go_on_and_what_clients_would_refuse_is_refused() {
+fn reload_keeps_tls_sessions_and_rejects_unusable_certificates() {
     let (pair, past) = (Pair::server("gate.test", NOW), Pair::server("gate.test", PAST));
     let listener =
         "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certificates = [{ cert = \"a.pem\", key = \"a.key\" }]\n";
@@ -214,7 +214,7 @@ fn sessions_go_on_and_what_clients_would_refuse_is_refused() {
 }
 
 #[test]
-fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
+fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     let server = Server::start();
     let config = |most: usize, queue: usize| {
         format!(
@@ -259,7 +259,7 @@ fn reload_changes_the_bounds_of_an_upstream_that_has_requests_in_flight() {
 }
 
 #[test]
-fn reload_of_pool_idle_timeout_counts_for_connections_that_are_pooled() {
+fn reload_of_pool_idle_timeout_applies_to_pooled_connections() {
     let server = Server::start();
     let config = |idle: &str| {
         format!(

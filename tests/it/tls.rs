@@ -47,7 +47,7 @@ async fn connect(
 }
 
 #[tokio::test]
-async fn the_certificate_fits_the_name() {
+async fn certificate_is_chosen_by_server_name() {
     let gateway = gateway("");
     for (name, trusted, expected) in [
         ("one.test", "one.pem", true),
@@ -64,7 +64,7 @@ async fn the_certificate_fits_the_name() {
 }
 
 #[tokio::test]
-async fn http_1_and_http_2_are_agreed_on() {
+async fn alpn_agrees_on_http1_or_http2() {
     let gateway = gateway("");
     let request =
         |uri: &str| http::Request::builder().uri(uri).header("host", "one.test").body(Empty::<&[u8]>::new()).unwrap();
@@ -87,7 +87,7 @@ async fn http_1_and_http_2_are_agreed_on() {
 }
 
 #[test]
-fn what_was_agreed_on_is_what_is_spoken() {
+fn http2_over_tls_without_alpn_is_rejected() {
     let gateway = gateway("");
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
     // RFC 9113 §3.2: over TLS there is HTTP/2 by ALPN only.
@@ -111,7 +111,7 @@ fn hello(minor: u8) -> Vec<u8> {
 }
 
 #[test]
-fn tls_1_2_and_1_3_are_spoken_and_nothing_older() {
+fn only_tls_1_2_and_1_3_are_accepted() {
     let gateway = gateway("");
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
     for (version, expected) in [
@@ -139,7 +139,7 @@ fn tls_1_2_and_1_3_are_spoken_and_nothing_older() {
 }
 
 #[test]
-fn a_client_that_never_shakes_hands_is_closed() {
+fn connection_without_a_handshake_is_closed() {
     let gateway = gateway("[server]\nheader_timeout = \"300ms\"\n");
     for start in [&b""[..], b"\x16\x03\x01", b"GET / HTTP/1.1\r\nHost: h\r\n\r\n"] {
         let mut client = gateway.client();
@@ -167,7 +167,7 @@ fn hello_for(name: &str) -> Vec<u8> {
 }
 
 #[test]
-fn a_server_name_that_is_none_is_refused_and_said() {
+fn invalid_server_name_is_rejected_and_logged() {
     for (name, what) in [
         ("localhost:8443", "with a port, as `hey` sends it"),
         ("one.test:443", "with a port"),
@@ -196,7 +196,7 @@ fn a_server_name_that_is_none_is_refused_and_said() {
 }
 
 #[test]
-fn a_handshake_that_fails_is_said_once() {
+fn failed_handshake_is_logged_once() {
     let gateway = gateway("");
     for _ in 0..20 {
         let mut client = gateway.client();

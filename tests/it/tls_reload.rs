@@ -53,7 +53,7 @@ fn refusals(gateway: &Gateway) -> usize {
 }
 
 #[test]
-fn renamed_files_are_shown_and_connections_and_sessions_go_on() {
+fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(folder.path(), &old);
@@ -79,7 +79,7 @@ fn renamed_files_are_shown_and_connections_and_sessions_go_on() {
 }
 
 #[test]
-fn files_written_in_place_are_shown() {
+fn certificate_files_written_in_place_are_used() {
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(folder.path(), &old);
@@ -92,7 +92,7 @@ fn files_written_in_place_are_shown() {
 }
 
 #[test]
-fn a_swapped_symlink_is_shown() {
+fn replaced_symlink_of_a_certificate_is_used() {
     // As Kubernetes does it: `server.pem` → `..data/server.pem`, `..data` → a folder with a name of its own.
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
@@ -112,7 +112,7 @@ fn a_swapped_symlink_is_shown() {
 }
 
 #[test]
-fn what_cannot_be_shown_is_refused_and_the_old_stays() {
+fn invalid_certificate_is_rejected_and_the_old_one_stays() {
     let folder = tempfile::tempdir().unwrap();
     let (old, other) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     let (past, future) = (Pair::server(NAME, PAST), Pair::server(NAME, FUTURE));
@@ -156,7 +156,7 @@ fn what_cannot_be_shown_is_refused_and_the_old_stays() {
 }
 
 #[test]
-fn sighup_reads_everything_again() {
+fn sighup_reloads_certificates() {
     // A change behind a link to elsewhere is not seen by watching the folder.
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
@@ -182,7 +182,7 @@ fn sighup_reads_everything_again() {
 }
 
 #[test]
-fn sighup_without_certificates_is_no_reason_to_end() {
+fn sighup_without_certificates_does_not_end_the_process() {
     let gateway = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
     signal(&gateway.child, "HUP");
     eventually("it is told", || gateway.log().contains("reloaded"));
@@ -190,7 +190,7 @@ fn sighup_without_certificates_is_no_reason_to_end() {
 }
 
 #[test]
-fn an_expired_certificate_at_start_is_a_warning() {
+fn expired_certificate_at_start_is_a_warning() {
     let folder = tempfile::tempdir().unwrap();
     let (past, now) = (Pair::server(NAME, PAST), Pair::server(NAME, NOW));
     write(folder.path(), &past);

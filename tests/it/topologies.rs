@@ -46,7 +46,7 @@ fn identity_of(cluster: &Cluster, master: &Redis, gateway: &Gateway) -> (String,
 }
 
 #[test]
-fn a_cluster_counts_each_identity_exactly_wherever_it_is_kept() {
+fn cluster_counts_each_identity_exactly_on_any_master() {
     let cluster = Cluster::start(3, 0);
     let two = [("a", &*format!("{FIXED}quota = \"20/3650d\"")), ("b", &*format!("{FIXED}quota = \"1000/3650d\""))];
     let config = config(&cluster.url(), "5s", &two);
@@ -70,7 +70,7 @@ fn a_cluster_counts_each_identity_exactly_wherever_it_is_kept() {
 }
 
 #[test]
-fn what_one_limit_denies_is_given_back_to_those_of_other_identities() {
+fn denied_request_is_refunded_to_limits_of_other_identities() {
     let cluster = Cluster::start(3, 0);
     let by = |header: &str, quota: u32, rest: &str| {
         format!("by = \"header:{header}\"\nquota = \"{quota}/3650d\"\non_store_error = \"deny\"\n{rest}")
@@ -136,7 +136,7 @@ fn parallel_requests_of_several_identities_admit_no_more_than_the_limit() {
 }
 
 #[test]
-fn counts_are_exact_while_a_slot_moves() {
+fn counts_are_exact_while_a_slot_migrates() {
     let cluster = Cluster::start(3, 0);
     let limits =
         [("a", &*format!("{FIXED}quota = \"300/3650d\"")), ("b", &*format!("{FIXED}quota = \"100000/3650d\""))];
@@ -189,7 +189,7 @@ fn counts_are_exact_while_a_slot_moves() {
 }
 
 #[test]
-fn new_identities_are_admitted_while_their_slot_moves() {
+fn new_identities_are_admitted_while_their_slot_migrates() {
     let cluster = Cluster::start(3, 0);
     let limits = [("a", &*format!("{FIXED}quota = \"5/3650d\"")), ("b", &*format!("{FIXED}quota = \"9/3650d\""))];
     let gateway = Gateway::start(&config(&cluster.url(), "5s", &limits));
@@ -296,7 +296,7 @@ fn run(command: &str, config: &str) -> (Option<i32>, String) {
 }
 
 #[test]
-fn check_and_doctor_look_at_every_master() {
+fn check_and_doctor_examine_every_master() {
     let cluster = Cluster::start(3, 0);
     let one = ("a", &*format!("{FIXED}quota = \"5/3650d\""));
     let other = ("b", "by = \"ip\"\nquota = \"5/3650d\"");
@@ -357,7 +357,7 @@ fn check_and_doctor_look_at_every_master() {
 }
 
 #[test]
-fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
+fn redis_user_of_the_manual_suffices_for_a_cluster() {
     let cluster = Cluster::start(3, 0);
     let manual = include_str!("../../docs/redis.md");
     let line = manual.lines().find_map(|line| line.trim().strip_prefix("ACL SETUSER gateway ")).unwrap();
@@ -383,7 +383,7 @@ fn the_user_of_the_manual_may_do_all_that_a_cluster_needs() {
 }
 
 #[test]
-fn what_failed_is_given_back_by_every_master_that_charged_it() {
+fn failed_check_is_refunded_by_every_master_that_charged_it() {
     let cluster = Cluster::start(3, 0);
     let by = |header: &str, algorithm: &str| {
         format!(
@@ -462,7 +462,7 @@ fn graceful_failover_moves_the_connections_before_sentinel_closes_them() {
 }
 
 #[test]
-fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
+fn charge_is_refunded_if_another_master_rejects_it() {
     const IDENTITIES: usize = 20;
     let cluster = Cluster::start(3, 0);
     let by = |header: &str, rest: &str| format!("by = \"header:{header}\"\non_store_error = \"deny\"\n{rest}");
@@ -501,7 +501,7 @@ fn what_ran_is_given_back_if_another_master_rejects_the_charge() {
 }
 
 #[test]
-fn dead_master_affects_all_identities_with_full_coverage_and_else_its_own() {
+fn lost_master_affects_all_identities_with_full_coverage_and_else_its_own() {
     const IDENTITIES: usize = 45;
     for (coverage, affects_all) in [("yes", true), ("no", false)] {
         let mut cluster = Cluster::start(3, 0);

@@ -107,7 +107,7 @@ fn config(upstream: &Upstream, rest: &str) -> String {
 }
 
 #[test]
-fn a_collector_gets_the_request_the_decision_and_the_upstream() {
+fn collector_receives_spans_of_request_decision_and_upstream() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     let server = upstream.url().trim_start_matches("http://").to_owned();
@@ -167,7 +167,7 @@ fn a_collector_gets_the_request_the_decision_and_the_upstream() {
 }
 
 #[test]
-fn a_request_without_a_trace_begins_one() {
+fn request_without_a_trace_starts_one() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     let mut client = gateway.client();
@@ -193,7 +193,7 @@ fn a_request_without_a_trace_begins_one() {
 }
 
 #[test]
-fn what_is_not_to_be_recorded_is_passed_on_as_it_came() {
+fn unsampled_trace_context_is_forwarded_unchanged() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let mut gateway = Gateway::start(&config(&upstream, &collector.log()));
     let given = traceparent("00");
@@ -207,7 +207,7 @@ fn what_is_not_to_be_recorded_is_passed_on_as_it_came() {
 }
 
 #[test]
-fn without_a_collector_traces_are_passed_on_as_they_came() {
+fn trace_context_is_forwarded_unchanged_without_a_collector() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config(&upstream, ""));
     let mut client = gateway.client();
@@ -221,7 +221,7 @@ fn without_a_collector_traces_are_passed_on_as_they_came() {
 }
 
 #[test]
-fn an_upstream_that_does_not_answer_is_an_error() {
+fn span_of_a_failed_upstream_request_is_an_error() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
     assert_eq!(gateway.client().get_with("/gone", &[("traceparent", &traceparent("01"))]).status, 502);
@@ -236,7 +236,7 @@ fn an_upstream_that_does_not_answer_is_an_error() {
 }
 
 #[test]
-fn the_last_spans_are_exported_before_the_process_ends() {
+fn last_spans_are_exported_before_the_process_ends() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     let mut gateway = Gateway::start(&config(&upstream, &collector.log()));
     let mut client = gateway.client();
@@ -248,7 +248,7 @@ fn the_last_spans_are_exported_before_the_process_ends() {
 }
 
 #[test]
-fn spans_that_no_collector_takes_are_counted_and_cost_no_request() {
+fn spans_that_no_collector_accepts_are_counted_and_fail_no_request() {
     let (collector, upstream) = (Collector::start(), Upstream::start());
     collector.refuses.store(true, Ordering::SeqCst);
     let gateway = Gateway::start(&config(&upstream, &collector.log()));
@@ -265,7 +265,7 @@ fn spans_that_no_collector_takes_are_counted_and_cost_no_request() {
 }
 
 #[test]
-fn a_collector_that_is_not_there_is_named() {
+fn unreachable_collector_is_named_in_the_log() {
     let upstream = Upstream::start();
     let rest = "[log]\naccess = \"off\"\ntrace_endpoint = \"http://127.0.0.1:1?token=planted\"\n";
     let gateway = Gateway::start(&config(&upstream, rest));
@@ -276,7 +276,7 @@ fn a_collector_that_is_not_there_is_named() {
 }
 
 #[test]
-fn a_collector_may_want_tls_and_a_key() {
+fn collector_over_tls_with_a_key_is_supported() {
     let ca = Authority::new("ca");
     let (upstream, taken) = (Upstream::start(), Arc::<std::sync::Mutex<Vec<Seen>>>::default());
     let sink = taken.clone();

@@ -152,7 +152,7 @@ fn pass(from: &mut TcpStream, to: &mut TcpStream, bytes: &[u8]) {
 // ---- what passes ---------------------------------------------------------------------------------
 
 #[test]
-fn messages_pass_both_ways_and_the_client_closes() {
+fn websocket_messages_pass_both_ways_until_the_client_closes() {
     let (upstream, heads) = echo();
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"10/24h\"\n";
     let gateway = Gateway::start(&config(upstream, log));
@@ -189,7 +189,7 @@ fn messages_pass_both_ways_and_the_client_closes() {
 }
 
 #[test]
-fn the_upstream_closes() {
+fn upstream_may_close_a_websocket() {
     let (upstream, _) = echo();
     let gateway = Gateway::start(&config(upstream, ""));
     let mut socket = connect(&gateway);
@@ -199,7 +199,7 @@ fn the_upstream_closes() {
 }
 
 #[test]
-fn messages_pass_over_tls() {
+fn websocket_messages_pass_over_tls() {
     let (upstream, heads) = echo();
     let certificate = |name: &str| format!("{}/tests/certs/{name}", env!("CARGO_MANIFEST_DIR"));
     let listener = format!(
@@ -227,7 +227,7 @@ fn messages_pass_over_tls() {
 }
 
 #[test]
-fn bytes_sent_with_the_heads_are_not_lost() {
+fn bytes_sent_with_the_upgrade_heads_are_not_lost() {
     let upstream = serve(|mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(format!("{SWITCHED}early answer").as_bytes()).unwrap();
@@ -246,7 +246,7 @@ fn bytes_sent_with_the_heads_are_not_lost() {
 }
 
 #[test]
-fn the_end_of_one_direction_leaves_the_other_open() {
+fn half_closed_tunnel_keeps_the_other_direction_open() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, ""));
     let (mut client, mut server) = upstream.tunnel(&gateway);
@@ -261,7 +261,7 @@ fn the_end_of_one_direction_leaves_the_other_open() {
 // ---- what does not -------------------------------------------------------------------------------
 
 #[test]
-fn a_request_that_may_not_switch_is_an_ordinary_one() {
+fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config(upstream.address, ""));
     let websocket = "Connection: Upgrade\r\nUpgrade: websocket\r\n";
@@ -297,7 +297,7 @@ fn a_request_that_may_not_switch_is_an_ordinary_one() {
 }
 
 #[test]
-fn an_offer_that_is_refused_opens_nothing() {
+fn upgrade_rejected_by_the_upstream_opens_no_tunnel() {
     for (answer, status) in [
         ("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nno", 200),
         ("HTTP/1.1 426 Upgrade Required\r\nUpgrade: other\r\nConnection: upgrade\r\nContent-Length: 2\r\n\r\nno", 426),
@@ -333,7 +333,7 @@ fn an_offer_that_is_refused_opens_nothing() {
 }
 
 #[test]
-fn who_is_over_the_limit_does_not_switch() {
+fn upgrade_over_the_limit_is_429() {
     let upstream = Upstream::start();
     let gateway = Gateway::start(&config(upstream.address, "[limit.l]\nby = \"ip\"\nquota = \"1/24h\"\n"));
     assert_eq!(gateway.get("/quick").status, 200);
@@ -346,7 +346,7 @@ fn who_is_over_the_limit_does_not_switch() {
 // ---- how long ------------------------------------------------------------------------------------
 
 #[test]
-fn an_upstream_that_dies_ends_it() {
+fn lost_upstream_closes_the_tunnel() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, PLACES));
     for reset in [false, true] {
@@ -364,7 +364,7 @@ fn an_upstream_that_dies_ends_it() {
 }
 
 #[test]
-fn a_client_that_dies_ends_it() {
+fn lost_client_closes_the_tunnel() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, PLACES));
     for reset in [false, true] {
@@ -382,7 +382,7 @@ fn a_client_that_dies_ends_it() {
 }
 
 #[test]
-fn a_tunnel_of_several_leases_keeps_its_place() {
+fn tunnel_longer_than_the_permit_ttl_keeps_its_permit() {
     let redis = Redis::start();
     std::thread::scope(|scope| {
         for store in [String::new(), redis.store()] {
@@ -408,7 +408,7 @@ fn a_tunnel_of_several_leases_keeps_its_place() {
 }
 
 #[test]
-fn a_tunnel_is_no_body_it_may_be_silent_for_longer_than_bodies() {
+fn body_idle_timeout_does_not_apply_to_tunnels() {
     let upstream = Switching::start();
     let times = "[server]\nbody_idle_timeout = \"300ms\"\nidle_timeout = \"60s\"\n";
     let gateway = Gateway::start(&config(upstream.address, times));
@@ -422,7 +422,7 @@ fn a_tunnel_is_no_body_it_may_be_silent_for_longer_than_bodies() {
 }
 
 #[test]
-fn silence_ends_a_tunnel_whatever_bodies_may_do() {
+fn tunnel_idle_timeout_applies_with_any_body_idle_timeout() {
     let upstream = Switching::start();
     let times = "[server]\nbody_idle_timeout = \"60s\"\nidle_timeout = \"1s\"\n";
     let gateway = Gateway::start(&config(upstream.address, times));
@@ -439,7 +439,7 @@ fn silence_ends_a_tunnel_whatever_bodies_may_do() {
 }
 
 #[test]
-fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
+fn idle_tunnel_is_closed_and_bytes_of_either_side_keep_it_open() {
     let upstream = Switching::start();
     let gateway = Gateway::start(&config(upstream.address, "[server]\nidle_timeout = \"2s\"\n"));
     let (mut client, mut server) = upstream.tunnel(&gateway);
@@ -456,7 +456,7 @@ fn silence_ends_it_and_a_word_from_either_side_keeps_it() {
 }
 
 #[test]
-fn a_gateway_that_is_stopped_waits_for_tunnels() {
+fn stopping_gateway_waits_for_tunnels() {
     let upstream = Switching::start();
     let mut gateway = Gateway::start(&config(upstream.address, ""));
     let (mut client, mut server) = upstream.tunnel(&gateway);
@@ -469,7 +469,7 @@ fn a_gateway_that_is_stopped_waits_for_tunnels() {
 }
 
 #[test]
-fn a_gateway_that_is_stopped_does_not_wait_for_ever() {
+fn stopping_gateway_closes_tunnels_at_drain_timeout() {
     let upstream = Switching::start();
     let mut gateway = Gateway::start(&config(upstream.address, "[server]\ndrain_timeout = \"200ms\"\n"));
     let (mut client, mut server) = upstream.tunnel(&gateway);

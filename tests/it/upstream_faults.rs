@@ -100,7 +100,7 @@ fn response_head_beyond_the_bound_is_502() {
 
 /// A server that says that a response has a body where there is none may send it later.
 #[test]
-fn body_that_a_response_cannot_have_is_not_the_next_response() {
+fn unexpected_response_body_is_not_the_next_response() {
     for lines in [
         "304 Not Modified\r\nContent-Length: 5",
         "304 Not Modified\r\nTransfer-Encoding: chunked",

@@ -126,7 +126,7 @@ fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
 // ---- who is believed -----------------------------------------------------------------------------
 
 #[test]
-fn the_host_of_the_url_is_asked_for_and_connections_are_kept() {
+fn upstream_tls_verifies_the_host_and_reuses_connections() {
     let ca = Authority::new("ca");
     for version in [&TLS12, &TLS13] {
         let upstream =
@@ -146,7 +146,7 @@ fn the_host_of_the_url_is_asked_for_and_connections_are_kept() {
 }
 
 #[test]
-fn server_name_is_asked_for_instead() {
+fn server_name_replaces_the_host() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["api.internal"], NOW), None, &[], BOTH));
     let rest = "tls = { ca = \"ca.pem\", server_name = \"api.internal\" }\n";
@@ -158,7 +158,7 @@ fn server_name_is_asked_for_instead() {
 }
 
 #[test]
-fn an_address_must_stand_in_the_certificate() {
+fn certificate_must_have_the_ip_address() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["other.test", "127.0.0.1"], NOW), None, &[], BOTH));
     assert_eq!(gateway(&url("127.0.0.1", upstream.address), CA, &ca).get("/").status, 200);
@@ -169,7 +169,7 @@ fn an_address_must_stand_in_the_certificate() {
 }
 
 #[test]
-fn without_a_ca_those_of_the_system_are_believed() {
+fn without_ca_the_trust_roots_of_the_system_apply() {
     let (ca, folder) = (Authority::new("ca"), tempfile::tempdir().unwrap());
     let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
     let config = config(&url("localhost", upstream.address), "");
@@ -204,7 +204,7 @@ fn without_a_ca_those_of_the_system_are_believed() {
 }
 
 #[test]
-fn a_certificate_that_is_wrong_is_a_502_with_its_reason_in_the_log() {
+fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
     let (ca, other) = (Authority::new("ca"), Authority::new("other"));
     let itself = ca.itself();
     let client = ca.sign_for(&[], &["localhost"], NOW, ExtendedKeyUsagePurpose::ClientAuth);
@@ -231,7 +231,7 @@ fn a_certificate_that_is_wrong_is_a_502_with_its_reason_in_the_log() {
 // ---- who we are ----------------------------------------------------------------------------------
 
 #[test]
-fn a_certificate_of_our_own_is_shown_to_whoever_wants_it() {
+fn client_certificate_is_sent_to_upstreams_that_request_it() {
     let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
     let own = clients.client(&[(DnType::CommonName, "gate")], NOW);
     for version in [&TLS12, &TLS13] {
@@ -247,7 +247,7 @@ fn a_certificate_of_our_own_is_shown_to_whoever_wants_it() {
 }
 
 #[test]
-fn a_server_that_does_not_like_us_is_named_in_the_log() {
+fn upstream_that_rejects_the_handshake_is_named_in_the_log() {
     let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
     let stranger = ca.client(&[(DnType::CommonName, "gate")], NOW);
     for protocol in ["http1", "http2"] {
@@ -274,7 +274,7 @@ fn a_server_that_does_not_like_us_is_named_in_the_log() {
 }
 
 #[test]
-fn a_certificate_of_ours_that_has_expired_is_a_warning() {
+fn expired_client_certificate_is_a_warning() {
     let ca = Authority::new("ca");
     let gateway = showing("https://localhost:1", "", &ca, &ca.client(&[], PAST));
     let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will refuse it";
@@ -284,7 +284,7 @@ fn a_certificate_of_ours_that_has_expired_is_a_warning() {
 // ---- what is spoken ------------------------------------------------------------------------------
 
 #[test]
-fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
+fn upstream_http2_by_alpn_forwards_grpc_trailers() {
     let ca = Authority::new("ca");
     let (address, seen) = http2(server(&ca.server(&["localhost"], NOW), None, &["http/1.1", "h2"], BOTH));
     let gateway = gateway(&url("localhost", address), &format!("{CA}protocol = \"http2\"\n"), &ca);
@@ -312,7 +312,7 @@ fn http2_is_spoken_by_alpn_and_grpc_has_its_trailers() {
 }
 
 #[test]
-fn a_server_without_http2_is_refused_where_it_is_wanted() {
+fn upstream_without_http2_in_alpn_is_502() {
     let ca = Authority::new("ca");
     for (alpn, said) in [(&[][..], "did not select HTTP/2 by ALPN"), (&["http/1.1"], "does not support the `protocol`")]
     {
@@ -326,7 +326,7 @@ fn a_server_without_http2_is_refused_where_it_is_wanted() {
 }
 
 #[test]
-fn websockets_pass() {
+fn websockets_pass_over_upstream_tls() {
     let ca = Authority::new("ca");
     let upstream = Secured::serve(server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], BOTH), |stream| {
         let mut socket = tungstenite::accept(stream).unwrap();
@@ -352,7 +352,7 @@ fn websockets_pass() {
 }
 
 #[test]
-fn bodies_pass_as_they_are() {
+fn bodies_are_unchanged_over_upstream_tls() {
     let ca = Authority::new("ca");
     let config = server(&ca.server(&["localhost"], NOW), None, &["h2", "http/1.1"], BOTH);
     let upstream = answering(config.clone(), |seen| {
@@ -382,7 +382,7 @@ fn checksum(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn an_answer_that_is_cut_off_is_never_complete() {
+fn response_without_close_notify_never_looks_complete() {
     let ca = Authority::new("ca");
     let config = server(&ca.server(&["localhost"], NOW), None, &[], BOTH);
     let upstream = Secured::serve(config, |mut stream| {
@@ -415,7 +415,7 @@ fn an_answer_that_is_cut_off_is_never_complete() {
 // ---- sessions ------------------------------------------------------------------------------------
 
 #[test]
-fn sessions_are_resumed() {
+fn upstream_tls_sessions_are_resumed() {
     let ca = Authority::new("ca");
     for version in [&TLS12, &TLS13] {
         let config = server(&ca.server(&["localhost"], NOW), None, &[], &[version]);
@@ -437,7 +437,7 @@ fn sessions_are_resumed() {
 // ---- who does not speak TLS ----------------------------------------------------------------------
 
 #[test]
-fn plain_text_where_tls_is_wanted_is_told() {
+fn clear_text_upstream_at_https_is_named_in_the_log() {
     let ca = Authority::new("ca");
     // One that answers with an error, and one that hangs up.
     let answers = serve(|mut stream| {
@@ -457,7 +457,7 @@ fn plain_text_where_tls_is_wanted_is_told() {
 }
 
 #[test]
-fn tls_where_plain_text_is_wanted_is_told() {
+fn tls_upstream_at_http_is_named_in_the_log() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["localhost"], NOW), None, &[], BOTH));
     let gateway = Gateway::start(&config(&format!("http://{}", upstream.address), ""));
@@ -480,7 +480,7 @@ fn connect_timeout_covers_the_handshake() {
 // ---- files that change ---------------------------------------------------------------------------
 
 #[test]
-fn new_authorities_and_a_new_certificate_of_our_own_count_at_once() {
+fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
     let (old, new, clients) = (Authority::new("old"), Authority::new("new"), Authority::new("clients"));
     let closing = |mut stream: Stream| {
         read_head(&mut stream).unwrap();
@@ -537,7 +537,7 @@ fn put(folder: &Path, name: &str, content: &str) {
 }
 
 #[test]
-fn reload_of_server_name_counts_for_the_next_request() {
+fn reload_of_server_name_applies_to_the_next_request() {
     let ca = Authority::new("ca");
     let certificate = ca.server(&["one.internal", "other.internal"], NOW);
     let by_http1 = ok(server(&certificate, None, &[], BOTH));
