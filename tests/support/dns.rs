@@ -1,4 +1,4 @@
-//! A name server on a free port that answers as a test tells it to, and counts what it is asked.
+//! A DNS server on a free port that answers as the test says and records its queries.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, SocketAddr, UdpSocket};
@@ -12,20 +12,20 @@ use sluicegate::upstream::dns::DnsResolver;
 
 use super::PATIENCE;
 
-/// What it says of a name and a type.
+/// The answer for a name and a record type.
 #[derive(Clone)]
 pub enum Say {
-    /// These addresses, and for how many seconds.
+    /// These addresses, with a TTL in seconds.
     At(Vec<IpAddr>, u32),
-    /// There is nothing of this type, there is no such name, it cannot say.
+    /// No data of this type, no such name, or a server failure.
     Code(ResponseCode),
     Nothing,
 }
 
-/// A question, and when it came.
+/// A query and its time.
 pub type Asked = (String, RecordType, Instant);
 
-/// A running name server; its thread ends with the test's process.
+/// A running DNS server. Its thread ends with the test process.
 pub struct NameServer {
     address: SocketAddr,
     answers: Arc<Mutex<HashMap<(String, RecordType), Say>>>,
@@ -33,7 +33,7 @@ pub struct NameServer {
 }
 
 impl NameServer {
-    /// Knows no name.
+    /// Start a server that knows no names.
     pub fn start() -> NameServer {
         let socket = UdpSocket::bind("127.0.0.1:0").unwrap();
         let address = socket.local_addr().unwrap();
@@ -65,12 +65,12 @@ impl NameServer {
         NameServer { address, answers, asked }
     }
 
-    /// From now on.
+    /// Set the answer for a name and a type.
     pub fn say(&self, name: &str, record_type: RecordType, say: Say) {
         self.answers.lock().unwrap().insert((name.to_owned(), record_type), say);
     }
 
-    /// These addresses of both families, and nothing else; for so many seconds.
+    /// Set the addresses of both families, with a TTL in seconds.
     pub fn at(&self, name: &str, addresses: &[&str], ttl: u32) {
         let (v6, v4): (Vec<IpAddr>, Vec<IpAddr>) =
             addresses.iter().map(|text| text.parse::<IpAddr>().unwrap()).partition(IpAddr::is_ipv6);
@@ -80,20 +80,20 @@ impl NameServer {
         }
     }
 
-    /// The same answer to all questions about a name.
+    /// Set the same answer for A and AAAA queries of a name.
     pub fn both(&self, name: &str, say: &Say) {
         for record_type in [RecordType::A, RecordType::AAAA] {
             self.say(name, record_type, say.clone());
         }
     }
 
-    /// When it was asked for the A record of a name.
+    /// Return the times of the A queries for a name.
     pub fn asked(&self, name: &str) -> Vec<Instant> {
         let asked = self.asked.lock().unwrap();
         asked.iter().filter(|(of, kind, _)| of == name && *kind == RecordType::A).map(|(.., when)| *when).collect()
     }
 
-    /// Where to ask it.
+    /// Return a resolver that uses this server.
     pub fn directory(&self, search: &[&str]) -> DnsResolver {
         let mut connection = ConnectionConfig::udp();
         connection.port = self.address.port();
@@ -101,7 +101,7 @@ impl NameServer {
         let mut config = ResolverConfig::from_name_servers(vec![server]);
         search.iter().for_each(|domain| config.add_search(domain.parse().unwrap()));
         let mut options = ResolverOpts::default();
-        // Nothing is lost on the loopback; who says nothing shall be known for it soon.
+        // No packet is lost on loopback, so silence is detected early.
         options.timeout = PATIENCE / 40;
         options.attempts = 1;
         DnsResolver::Servers(Box::new(config), Box::new(options))

@@ -1,6 +1,6 @@
-//! What the tests share: the real binary on a free port, a real redis-server, a raw client, upstreams of our own.
-#![allow(dead_code, unreachable_pub)] // each test file uses its part
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Shared test support: the real binary on a free port, a real redis-server, raw clients, upstreams.
+#![allow(dead_code, unreachable_pub)] // each test crate uses a part
+#![allow(clippy::disallowed_methods)] // waits need the system clock
 
 pub mod certificates;
 pub mod client;
@@ -32,10 +32,10 @@ use std::process::{Child, Command};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-/// Long enough for a busy machine; every wait ends as soon as what it waits for is there.
+/// Maximum time of a wait, long enough for a busy machine. A wait ends as soon as its condition holds.
 pub const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Waits until something becomes true.
+/// Wait until a condition holds, at most [`PATIENCE`].
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let started = Instant::now();
     while !done() {
@@ -44,7 +44,7 @@ pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Nothing comes for so long, and not the end either.
+/// Assert that neither bytes nor the end of the stream arrive within `time`.
 #[track_caller]
 pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     stream.set_read_timeout(Some(time)).unwrap();
@@ -54,7 +54,7 @@ pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
 }
 
-/// The connection is not closed for so long; settings and the like may come.
+/// Assert that the connection stays open for `time`. Bytes such as SETTINGS may arrive.
 #[track_caller]
 pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, what: &str) {
     let started = Instant::now();
@@ -66,7 +66,7 @@ pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, wh
     }
 }
 
-/// Raises a flag when it is dropped, by a panic as well: threads that go on until then let the test end.
+/// Set a flag when dropped, also by a panic, so that threads that run until then let the test end.
 pub struct Raise<'a>(pub &'a AtomicBool);
 
 impl Drop for Raise<'_> {
@@ -75,7 +75,7 @@ impl Drop for Raise<'_> {
     }
 }
 
-/// Sends a signal to a process that this test started.
+/// Send a signal to a process that this test started.
 pub fn signal(child: &Child, name: &str) {
     let status = Command::new("kill").arg(format!("-{name}")).arg(child.id().to_string()).status().unwrap();
     assert!(status.success(), "kill -{name}");

@@ -1,4 +1,4 @@
-//! Upstreams with TLS, which record who came and how.
+//! Upstreams with TLS that record their handshakes.
 
 use std::io;
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -12,28 +12,28 @@ use rustls::{HandshakeKind, RootCertStore, ServerConfig, ServerConnection, Strea
 
 use super::certificates::{Authority, Pair};
 
-/// The server's side of a connection.
+/// The server side of a connection.
 pub type Stream = StreamOwned<ServerConnection, TcpStream>;
 
-/// A handshake that came to its end.
+/// A completed handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Shake {
-    /// The name that was asked for (SNI).
+    /// The server name (SNI).
     pub name: Option<String>,
     pub protocol: Option<String>,
     pub resumed: bool,
-    /// The certificate that was shown.
+    /// The client certificate.
     pub client: Option<CertificateDer<'static>>,
 }
 
-/// An upstream; its threads end with the test's process.
+/// An upstream. Its threads end with the test process.
 pub struct Secured {
     pub address: SocketAddr,
     pub shakes: Arc<Mutex<Vec<Shake>>>,
 }
 
 impl Secured {
-    /// Hands every connection to a thread of its own once hands are shaken.
+    /// Accept connections, complete the handshake and run `connection` in a new thread for each.
     pub fn serve(config: Arc<ServerConfig>, connection: impl Fn(Stream) + Send + Sync + 'static) -> Secured {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -47,7 +47,7 @@ impl Secured {
                     let mut stream = Stream::new(ServerConnection::new(config).unwrap(), stream);
                     while stream.conn.is_handshaking() {
                         if stream.conn.complete_io(&mut stream.sock).is_err() {
-                            // Closing before all is read would be a reset, which may overtake the alert.
+                            // Closing with unread data causes a reset, which may overtake the alert.
                             let _ = stream.sock.shutdown(Shutdown::Write);
                             let _ = io::copy(&mut stream.sock, &mut io::sink());
                             return;
@@ -61,7 +61,7 @@ impl Secured {
         Secured { address, shakes }
     }
 
-    /// The handshakes so far.
+    /// Return the handshakes so far.
     pub fn shakes(&self) -> Vec<Shake> {
         self.shakes.lock().unwrap().clone()
     }
@@ -76,7 +76,7 @@ pub fn shake(connection: &ServerConnection) -> Shake {
     }
 }
 
-/// What a server shows, whose certificates it wants, and what it speaks by ALPN.
+/// Return a server configuration: certificate, trust roots for clients, TLS versions, ALPN protocols.
 pub fn server(
     shows: &Pair,
     wants: Option<&Authority>,

@@ -1,4 +1,4 @@
-//! A server of a fleet that does as it is told: answers, hangs, resets, goes away and comes back.
+//! An upstream server whose behaviour the test controls: it responds, hangs, resets connections, stops and starts.
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -9,20 +9,20 @@ use std::time::Duration;
 
 use super::upstream::{Seen, read_request};
 
-/// What it does with a request.
+/// How the server handles requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Mood {
-    /// Answers with this status.
+    /// Respond with this status.
     Answers(u16),
-    /// Answers after so many ms.
+    /// Respond after this many ms.
     Takes(u64),
-    /// Answers when it is in another mood.
+    /// Respond when the behaviour changes.
     Holds,
-    /// Closes the connection once it has read the request.
+    /// Close the connection after reading the request.
     Resets,
 }
 
-/// The server; its threads end with the test's process.
+/// The server. Its threads end with the test process.
 pub struct Server {
     pub address: SocketAddr,
     inner: Arc<Inner>,
@@ -31,16 +31,16 @@ pub struct Server {
 struct Inner {
     mood: Mutex<Mood>,
     changed: Condvar,
-    /// All requests but health checks.
+    /// All requests except health checks.
     seen: Mutex<Vec<Seen>>,
     checks: AtomicUsize,
-    /// Connections that it has taken, and those that are open.
+    /// Accepted connections, and open connections.
     accepted: AtomicUsize,
     connections: AtomicUsize,
-    /// What it has to do at the moment, and had at most.
+    /// Requests in flight: now, and the maximum.
     running: AtomicUsize,
     most: AtomicUsize,
-    /// While it is there.
+    /// The listener while the server is up.
     open: Mutex<Option<Open>>,
 }
 
@@ -79,11 +79,11 @@ impl Server {
         self.inner.changed.notify_all();
     }
 
-    /// Goes away: connections are cut, new ones refused.
+    /// Stop: close open connections and refuse new ones.
     pub fn down(&self) {
         let Some(open) = self.inner.open.lock().unwrap().take() else { return };
         open.closed.store(true, Ordering::SeqCst);
-        // Wakes whoever accepts, and waits until nobody does any more.
+        // Wake the accepting thread and wait until the port refuses connections.
         while TcpStream::connect(self.address).is_ok() {
             std::thread::yield_now();
         }
@@ -92,42 +92,42 @@ impl Server {
         }
     }
 
-    /// Comes back.
+    /// Start again.
     pub fn up(&self) {
         open(&self.inner, self.address);
     }
 
-    /// Requests so far.
+    /// Return the number of requests so far.
     pub fn count(&self) -> usize {
         self.inner.seen.lock().unwrap().len()
     }
 
-    /// Health checks so far.
+    /// Return the number of health checks so far.
     pub fn checks(&self) -> usize {
         self.inner.checks.load(Ordering::SeqCst)
     }
 
-    /// Connections that it has taken.
+    /// Return the number of accepted connections.
     pub fn accepted(&self) -> usize {
         self.inner.accepted.load(Ordering::SeqCst)
     }
 
-    /// Connections that are open.
+    /// Return the number of open connections.
     pub fn connections(&self) -> usize {
         self.inner.connections.load(Ordering::SeqCst)
     }
 
-    /// Requests that it had to do with at the same time, at most.
+    /// Return the maximum number of concurrent requests.
     pub fn most(&self) -> usize {
         self.inner.most.load(Ordering::SeqCst)
     }
 
-    /// Requests that it has to do with.
+    /// Return the number of requests in flight.
     pub fn running(&self) -> usize {
         self.inner.running.load(Ordering::SeqCst)
     }
 
-    /// How often it has seen each value of a header.
+    /// Count the values of a header.
     pub fn ids(&self, header: &str, counts: &mut HashMap<String, usize>) {
         for seen in self.inner.seen.lock().unwrap().iter() {
             seen.headers(header).into_iter().for_each(|id| *counts.entry(id.to_owned()).or_default() += 1);
