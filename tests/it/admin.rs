@@ -1,4 +1,4 @@
-//! The operator's listener: health, readiness, metrics, and who may ask.
+//! The admin listener: health, readiness, metrics and access control.
 
 use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, TcpStream};
@@ -149,7 +149,7 @@ fn configured_token_is_required() {
     let ask = |token: &str| Client::connect(gateway.admin()).get_with("/metrics", &[("authorization", token)]);
     for wrong in ["", "sesame", "Bearer sesam", "Bearer sesame ", "Bearer sesame2", "Basic sesame"] {
         let reply = ask(wrong);
-        let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // the field's end is not part of its value
+        let expected = if wrong == "Bearer sesame " { 200 } else { 401 }; // trailing spaces are not part of the value
         assert_eq!(reply.status, expected, "{wrong:?}");
         assert!(!reply.text().contains("sesame"), "{}", reply.text());
     }
@@ -174,7 +174,7 @@ fn without_a_token_only_local_hosts_are_served() {
     let mut client = Client::connect(gateway.admin());
     client.send(b"GET http://evil.example/metrics HTTP/1.1\r\nhost: localhost\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 403);
-    // Who knows the token is no page of somebody else's.
+    // With a token, the Host header does not matter: another web page does not have the token.
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let known = [("host", "gateway.example"), ("authorization", "Bearer sesame")];
     assert_eq!(Client::connect(gateway.admin()).get_with("/metrics", &known).status, 200);
@@ -187,7 +187,7 @@ fn unknown_admin_paths_and_methods_are_rejected() {
     assert_eq!(ask(&gateway, "/metric").status, 404);
     let reply = Client::connect(gateway.admin()).request("POST", "/metrics", &[HERE], b"");
     assert_eq!((reply.status, reply.header("allow")), (405, Some("GET, HEAD")));
-    // It is a listener of its own.
+    // The admin listener is a separate listener.
     assert_eq!(gateway.get("/metrics").status, 404);
 }
 
@@ -215,11 +215,11 @@ fn draining_gateway_is_not_ready() {
     assert!(gateway.wait().success());
 }
 
-/// Sends requests for metrics until neither side's socket takes more, and reads nothing.
+/// Send requests for metrics until the socket buffers of both sides are full, without reading.
 fn never_reads(stream: &mut TcpStream) {
     stream.set_write_timeout(Some(Duration::from_millis(100))).unwrap();
     let requests = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n".repeat(10_000);
-    // The gateway may have closed it to make room for another one.
+    // The gateway may have closed the connection in favour of another one.
     if let Err(error) = stream.write_all(&requests) {
         use ErrorKind::{BrokenPipe, ConnectionReset, TimedOut, WouldBlock};
         assert!(matches!(error.kind(), WouldBlock | TimedOut | BrokenPipe | ConnectionReset), "{error}");
@@ -260,7 +260,7 @@ fn idle_admin_connections_are_closed_for_new_ones() {
 fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
     let gateway = Gateway::start(&with_admin(&format!("token = \"sesame\"\n{HELLO}")));
     let known = [HERE, ("authorization", "Bearer sesame")];
-    // The body never comes: each is busy until the gateway gives it up.
+    // The bodies never arrive, so each connection is busy until its timeout.
     let unfinished = b"POST /api/reset HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer sesame\r\n\
                        content-type: application/json\r\nexpect: 100-continue\r\ncontent-length: 100\r\n\r\n";
     let busy = || {

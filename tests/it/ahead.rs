@@ -1,4 +1,4 @@
-//! Units that are taken ahead: fewer calls, bounds that hold, and nothing that stays away.
+//! Prefetched tokens: fewer calls, documented bounds, and no lost tokens.
 
 use std::collections::HashSet;
 use std::net::SocketAddr;
@@ -15,7 +15,7 @@ use crate::support::resp::{Answer, FakeRedis};
 use crate::support::upstream::Upstream;
 use sluicegate::limiter::clock::{monotonic, unix_us};
 
-/// One limit for all, in a store that is never given up: whatever is admitted was charged.
+/// Return a configuration with one global limit and a store with a long timeout: every admitted request was charged.
 fn config(redis: &Redis, limit: &str) -> String {
     format!(
         "[server]\nworkers = 2\n[store]\nurl = \"{}\"\ntimeout = \"5s\"\n\
@@ -34,7 +34,7 @@ fn addresses(gateways: &[Gateway]) -> Vec<SocketAddr> {
     gateways.iter().map(|gateway| gateway.address).collect()
 }
 
-/// Units that Redis has counted for the one limit, of a kind that counts in whole units.
+/// Return the tokens that Redis has charged to the limit, for algorithms that count in whole tokens.
 fn charged(redis: &Redis) -> u64 {
     let Some(key) = redis.keys().pop() else { return 0 };
     let mut connection = redis.connection();
@@ -42,10 +42,10 @@ fn charged(redis: &Redis) -> u64 {
     if kind == "list" {
         return redis::cmd("LLEN").arg(&key).query(&mut connection).unwrap();
     }
-    // It may have vanished since: a log without entries is no key.
+    // The key may be gone: an empty log has no key.
     let state: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).unwrap();
     let Some(state) = state else { return 0 };
-    // Sliding buckets are text, a window is numbers.
+    // The state of sliding buckets is text, that of a window is binary.
     if state.contains(&0) {
         return u64::from_le_bytes(state[16..24].try_into().unwrap());
     }
@@ -54,7 +54,7 @@ fn charged(redis: &Redis) -> u64 {
     counters.split(',').map(|counter| counter.parse::<u64>().unwrap()).sum()
 }
 
-/// Sends requests until more is charged than was admitted; so many were admitted, and charged.
+/// Send requests until more is charged than was admitted. Return how many were admitted and charged.
 fn until_something_is_kept(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
     let mut total = 0;
     let mut counted = 0;
@@ -74,7 +74,7 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
         let redis = Redis::start();
         let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/24h\"\nprefetch = {lease}");
         let gateways = [(); 3].map(|()| Gateway::start(&config(&redis, &limit)));
-        // All of them fit, so that calls are compared and not denials.
+        // All requests fit, so that the number of calls does not depend on denials.
         let mut total = admitted(&load(&addresses(&gateways), 48, 5000, "/r", &[]));
         calls.push(redis.calls("evalsha") + redis.calls("eval"));
         eventually("nothing stays away", || {
@@ -89,10 +89,10 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
     assert!(calls[1] * 3 < calls[0], "calls without a lease, and with one: {calls:?}");
 }
 
-/// When requests were sent and answered, of those that were admitted.
+/// The times at which admitted requests were sent and answered.
 type Times = Vec<(Instant, Instant)>;
 
-/// Sends `total` requests over 8 connections to each of the gateways.
+/// Send `total` requests over 8 connections to each gateway.
 fn burst(addresses: &[SocketAddr], total: usize) -> Times {
     let connections = addresses.len() * 8;
     std::thread::scope(|scope| {
@@ -113,7 +113,7 @@ fn burst(addresses: &[SocketAddr], total: usize) -> Times {
     })
 }
 
-/// No span of time holds more admitted requests, whole, than are allowed for its length.
+/// Assert that no time span contains more complete admitted requests than `allowed` of its length.
 fn assert_bound(what: &str, times: &Times, allowed: impl Fn(Duration) -> u64) {
     for (from, _) in times {
         let mut ends: Vec<_> = times.iter().filter(|(sent, _)| sent >= from).map(|(_, answered)| *answered).collect();
@@ -140,7 +140,8 @@ fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut times = Times::new();
         for _ in 0..4 {
-            // First as many as leave something ahead, then, when the limit is whole again, as many as it gives.
+            // First requests that leave prefetched tokens behind, then, when the limit is full again, all that it
+            // admits.
             times.extend(burst(&addresses(&gateways), 32));
             let whole = monotonic() + WINDOW + WINDOW / 10;
             eventually("the limit is whole", || monotonic() > whole);
@@ -207,7 +208,7 @@ fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
     });
     eventually("they are given back", || {
         total += 1;
-        // Four seconds bring one token; what has flowed back since is not given back once more.
+        // One token refills in 4 s. Tokens that have refilled since the charge are not credited again.
         other.get("/r").remaining("l") + 2 >= UNITS - total
     });
 }
@@ -240,7 +241,7 @@ fn returned_tokens_admit_an_identity_that_was_denied() {
     let (total, counted) = until_something_is_kept(&redis, &hot);
     assert_eq!(counted, 2000, "all of it was taken");
     let mut left = 2000 - total;
-    // At first it is denied, and remembers it.
+    // The other gateway denies at first and caches the denial.
     let mut client = other.client();
     eventually("the other gateway gets the rest", || {
         left -= u64::from(client.get("/r").status == 200);
@@ -265,7 +266,7 @@ fn remaining_counts_every_request_and_at_most_one_prefetch() {
     for told in told {
         for (asked, left) in (1..).zip(told) {
             assert!(left <= 5000 - asked, "{left} after {asked} of this client alone");
-            // What another worker keeps is not there for this one.
+            // Tokens that another worker has prefetched are not available to this one.
             assert!(left >= 5000 - 16 * EACH - 100, "{left} after {asked}");
         }
     }
@@ -287,7 +288,7 @@ fn prefetched_token_is_refunded_where_it_was_charged() {
         most = most.max(charged(&redis));
         most > 8
     });
-    // A log forgets the entry of the instant that it is told, and no other.
+    // A sliding log deletes the entry of the charged instant only.
     eventually("all of it is given back", || charged(&redis) == 0);
 }
 
@@ -328,10 +329,10 @@ fn check_reports_the_cost_of_prefetch_and_where_it_has_no_effect() {
     assert!(said.contains("the `prefetch` of `bucket` does nothing: no call is saved with the memory store"), "{said}");
 }
 
-/// A request that meets another limit as well is denied by Redis, as all is prefetched; this denial is cached.
+/// Redis denies a request with another limit, as all tokens are prefetched. This denial is cached.
 #[test]
 fn prefetched_tokens_are_used_before_the_denial_cache() {
-    // The first call for each identity waits for a word; what is prefetched is all that there is.
+    // The first call of each identity is held. The prefetched tokens are the whole quota.
     let (word, words) = mpsc::channel::<()>();
     let (words, known) = (Mutex::new(words), Arc::new(Mutex::new(HashSet::new())));
     let fake = FakeRedis::start(move |command| {
@@ -356,7 +357,7 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
     )));
     let mut clients = [gateway.client(), gateway.client()];
     let mut numbers = 0..;
-    // Prefetched units are used for a second: where this machine took longer for five requests, nothing is learned.
+    // Prefetched tokens are used for 1 s. A try that takes longer for five requests shows nothing and is repeated.
     eventually("five requests within the second of a prefetch", || {
         let id = format!("id-{}", numbers.next().unwrap());
         let request = format!("GET /one HTTP/1.1\r\nHost: a\r\nX-Id: {id}\r\n\r\n");

@@ -2,7 +2,7 @@
 //!
 //! A case that fails after an update of hyper names the code of the gateway to review.
 
-#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+#![allow(clippy::disallowed_methods)] // the test measures times
 
 use std::convert::Infallible;
 use std::io::{Read, Write};
@@ -19,7 +19,8 @@ use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use hyper_util::server::conn::auto::Builder;
 
-/// A server as in `src/listener.rs`, without ours behind it: it says what it was asked, and reads bodies where the path says so.
+/// A server like `src/listener.rs` without the gateway: it responds with the request and reads bodies if the path
+/// says so.
 fn bare(configure: impl FnOnce(&mut Builder<TokioExecutor>)) -> SocketAddr {
     let mut builder = Builder::new(TokioExecutor::new());
     configure(&mut builder);
@@ -58,7 +59,7 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
     Ok(Response::new(Full::new(Bytes::from(said))))
 }
 
-/// All that is answered to these bytes and a last request.
+/// Send these bytes and a last request. Return all responses.
 fn ask(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -69,7 +70,7 @@ fn ask(address: SocketAddr, bytes: &[u8]) -> String {
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// The statuses and what was said, without heads.
+/// Return the statuses and bodies of the responses.
 fn gist(answer: &str) -> String {
     let answers = answer.split("HTTP/1.1 ").skip(1).map(|answer| {
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
@@ -78,7 +79,7 @@ fn gist(answer: &str) -> String {
     answers.collect::<Vec<_>>().join(" / ")
 }
 
-/// A claim, what is sent, what hyper makes of it. A last request is answered where the connection goes on.
+/// A claim, the bytes, and the responses of hyper. The last request has a response if the connection continues.
 const HTTP_1: &[(&str, &str, &str)] = &[
     // ---- framing
     (
@@ -223,7 +224,7 @@ const HTTP_1: &[(&str, &str, &str)] = &[
     ),
     ("TRACE", "TRACE / HTTP/1.1\r\nHost: a\r\n\r\n", "200 TRACE /|host=a|body= / 200 GET /last|host=l|body="),
     ("any method", "GeT! / HTTP/1.1\r\nHost: a\r\n\r\n", "200 GeT! /|host=a|body= / 200 GET /last|host=l|body="),
-    // ---- fields
+    // ---- header fields
     (
         "underscores and dots in names",
         "GET / HTTP/1.1\r\nHost: a\r\nX_A: 1\r\nX.A: 2\r\n\r\n",
@@ -265,7 +266,7 @@ fn hyper_handles_hostile_http1_as_expected() {
     assert!(wrong.is_empty(), "{wrong}");
 }
 
-/// No `100 Continue` goes out before the body is asked for, and none at all if the answer comes without it.
+/// `100 Continue` is sent when the body is polled, and never if the response does not read the body.
 #[test]
 fn hyper_sends_100_continue_when_the_body_is_polled() {
     let address = bare(|_| {});
@@ -278,7 +279,7 @@ fn hyper_sends_100_continue_when_the_body_is_polled() {
     }
 }
 
-/// An answer that does not wait for the body is lost in a reset, if the client sends on.
+/// If the response does not wait for the body and the client continues to send, a reset destroys the response.
 #[test]
 fn hyper_does_not_drain_unread_bodies() {
     let address = bare(|_| {});
@@ -290,7 +291,7 @@ fn hyper_does_not_drain_unread_bodies() {
     assert!(written < 1024, "the server closes while the client sends");
 }
 
-/// A head of which nothing is ready: no deadline without a timer, and none for what comes before a protocol is known.
+/// An incomplete head has no timeout without a timer, and none before the protocol is known.
 #[test]
 fn hyper_has_no_default_head_timeout() {
     let address = bare(|_| {});
@@ -301,7 +302,7 @@ fn hyper_has_no_default_head_timeout() {
         let mut stream = TcpStream::connect(address).unwrap();
         stream.write_all(bytes).unwrap();
         stream.set_read_timeout(Some(wait)).unwrap();
-        // A 408 or nothing: the end comes.
+        // A 408 or nothing, then the end of the connection.
         let mut answer = Vec::new();
         stream.read_to_end(&mut answer).is_ok()
     };
@@ -323,7 +324,7 @@ fn hyper_has_no_default_head_timeout() {
     }
 }
 
-/// How much of a head is buffered before it is refused.
+/// The size of a head that hyper buffers before it rejects the request.
 #[test]
 fn hyper_buffers_heads_up_to_its_limit() {
     let heads = |address, length: usize| {
@@ -336,7 +337,7 @@ fn hyper_buffers_heads_up_to_its_limit() {
     };
     let address = bare(|_| {});
     assert_eq!(heads(address, 300 << 10).as_deref(), Some("200"), "far more than 32 KiB by default");
-    // One more read may bring as much as is there already: below twice the bound a head may be whole by then.
+    // One more read may complete the head: below twice the limit the head may be accepted.
     assert!(matches!(heads(address, 900 << 10).as_deref(), None | Some("431")), "its bound is 417,792 bytes");
     let small = bare(|builder| {
         builder.http1().max_buf_size(32 << 10);
@@ -356,7 +357,7 @@ fn hyper_buffers_heads_up_to_its_limit() {
     assert_eq!((lines(100).as_deref(), lines(101).as_deref()), (Some("200"), Some("431")), "100 lines by default");
 }
 
-/// HTTP/2 has its own words for the same: crumbs stay apart, `:authority` may differ from Host.
+/// HTTP/2 differs: cookie crumbs stay separate, and `:authority` may differ from Host.
 #[test]
 fn hyper_handles_hostile_http2_as_expected() {
     let address = bare(|_| {});

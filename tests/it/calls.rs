@@ -1,4 +1,4 @@
-//! Which requests share a call of Redis.
+//! Batching: which checks share a call to Redis.
 
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
@@ -22,7 +22,7 @@ use tokio::task::{JoinHandle, yield_now};
 use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
-/// A server whose answers to checks each need a word of the sender, as long as there is one.
+/// A server that replies to each check when the sender sends, until the sender is dropped.
 fn held() -> (FakeRedis, mpsc::Sender<()>) {
     let (sender, words) = mpsc::channel();
     let words = Mutex::new(words);
@@ -39,7 +39,7 @@ async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
     connected_by(fake, timeout, 1).await
 }
 
-/// A store with so many connections, which take turns.
+/// Return a store with this number of connections, used in turn.
 async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
     let settings = RedisSettings {
         prefix: "rl".to_owned(),
@@ -56,7 +56,7 @@ async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> 
     store
 }
 
-/// So many requests of different identities, each in a round of its own; whether they get a verdict.
+/// Make checks of different identities, each in its own tick. The tasks return whether they got a verdict.
 async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<bool>> {
     let mut asked = Vec::new();
     for identity in 0..requests {
@@ -65,7 +65,7 @@ async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<
             let limit = Limit::new("l", bucket(10, SECOND, 10));
             store.call(Operation::Check, &[limit.charge(identity, 1)]).await.is_ok()
         }));
-        // It asks, its call is made up, and the connection writes it.
+        // Let the check run, its call be encoded and the connection write it.
         for _ in 0..10 {
             yield_now().await;
         }
@@ -81,7 +81,7 @@ async fn all(asked: Vec<JoinHandle<bool>>) -> bool {
     decided
 }
 
-/// Returns when the server has got so many calls.
+/// Wait until the server has received this many requests.
 async fn come(fake: &FakeRedis, requests: usize) {
     let all = async {
         while fake.requests() < requests {
@@ -91,7 +91,7 @@ async fn come(fake: &FakeRedis, requests: usize) {
     timeout(PATIENCE, all).await.expect("they come");
 }
 
-/// How many requests each call was for.
+/// Return the number of requests of each call.
 fn sizes(fake: &FakeRedis) -> Vec<usize> {
     fake.calls().iter().map(|call| call.requests().len()).collect()
 }
@@ -104,7 +104,7 @@ async fn checks_wait_and_share_a_call_while_eight_are_in_flight() {
     drop(words);
     assert!(all(asked).await);
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22]);
-    // None of them is under way any more.
+    // None of the calls is in flight.
     for _ in 0..4 {
         assert!(all(one_by_one(&store, 1).await).await);
     }
@@ -140,7 +140,7 @@ async fn timeout_of_waiting_checks_starts_when_they_are_made() {
 
 #[tokio::test]
 async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
-    // Two limits for each request, and two costs: two groups in one call. The last digits of `remaining` name the key.
+    // Two limits per request and two costs: two groups in one call. The last digits of `remaining` identify the key.
     let limits = [("a", 10), ("b", 20)].map(|(name, burst)| Limit::new(name, bucket(burst, SECOND, burst)));
     let key = |limit: &Limit, identity| limit.key("rl", identity).into_iter().map(char::from).collect::<String>();
     let named: Vec<_> = (0..20).flat_map(|identity| limits.iter().map(move |limit| (limit, identity))).collect();
@@ -168,7 +168,7 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
         }));
         yield_now().await;
     }
-    // Of each group one from the middle; the first of one group and the last of the other.
+    // One from the middle of each group, the first of one group and the last of the other.
     let cancelled = [8, 11, 12, 17];
     for identity in cancelled {
         let task = &mut waiting[identity - 8];
@@ -195,7 +195,7 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
 async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
     const READONLY: &str = "READONLY You can't write against a read only replica.";
     for all_fail in [true, false] {
-        // A replica at first: calls that write fail inside the reply, calls that write nothing are answered.
+        // A replica at first: calls that write fail inside the reply, calls that write nothing succeed.
         let fake = FakeRedis::start(move |command| match command.connection {
             1 if !command.is_script() => Answer::Usual,
             1 if all_fail => command.refused(READONLY),
@@ -229,7 +229,7 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     let first = tokio::spawn(async move {
         assert!(check().await);
         let mut asked = Vec::new();
-        // One in each round, as a busy worker reads them.
+        // One per tick, as a busy worker reads requests.
         for _ in 0..8 {
             asked.push(tokio::spawn(check()));
             yield_now().await;
@@ -245,7 +245,7 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
     assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
 }
 
-/// Checks of one identity, which share their calls.
+/// Checks of one identity, which are coalesced.
 #[derive(Clone)]
 struct Hot {
     ledger: Arc<StoreHandle>,
@@ -265,7 +265,7 @@ impl Hot {
         }
     }
 
-    /// Whether a check gets a verdict.
+    /// Return whether a check gets a verdict.
     async fn check(&self) -> bool {
         let Hot { ledger, coalescer, plan } = self;
         let pending = OwnedCharge {
@@ -288,7 +288,7 @@ impl Hot {
 async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() {
     let (words, held) = mpsc::channel::<()>();
     let held = Mutex::new(held);
-    // The first two calls are held. Each call grants one unit, and refunds have no reply.
+    // The first two calls are held. Each call grants one token, and refunds get no reply.
     let fake = FakeRedis::start(move |command| match command.operation() {
         Some('R') => Answer::Silence,
         Some(_) => {
@@ -297,7 +297,7 @@ async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() 
         }
         None => Answer::Usual,
     });
-    // A call is not waited for longer than a sixteenth of the timeout, if another one is to be made.
+    // New checks wait for a call in flight for at most a sixteenth of the timeout.
     let timeout = 16 * PATIENCE;
     let hot = Hot::new(connected_by(&fake, timeout, 2).await, timeout);
     let check = || {

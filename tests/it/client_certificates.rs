@@ -1,4 +1,4 @@
-//! Certificates of clients: who gets in, and whose quota it is.
+//! Client certificates: which clients connect, and which identity they have.
 
 use std::path::Path;
 
@@ -13,12 +13,12 @@ use sluicegate::limiter::clock;
 
 const NAME: &str = "gate.test";
 
-/// Each route for itself, so that one test's questions do not spend another's quota.
+/// One limit per route, so that requests of one case do not use the quota of another.
 const ROUTES: &str = "[limit.who]\nby = \"client-cert\"\nquota = \"100/24h\"\nexempt = [\"client-cert=CN=monitor,O=Acme\"]\n\
                       [[route]]\nname = \"who\"\npath = \"/who\"\nlimits = [\"who\"]\nrespond = { status = 200 }\n\
                       [[route]]\nname = \"open\"\npath = \"/open\"\nrespond = { status = 200 }\n";
 
-/// Writes the server's certificate and the authorities, and says how a listener names them.
+/// Write the server certificate and the client CA. Return the listener configuration.
 fn listener(folder: &Path, server: &Pair, authorities: &str, auth: Option<&str>) -> String {
     for (name, content) in [("server.pem", &*server.cert), ("server.key", &server.key), ("ca.pem", authorities)] {
         std::fs::write(folder.join(name), content).unwrap();
@@ -54,7 +54,7 @@ fn client_auth_decides_which_certificates_connect() {
     ];
     for version in [&TLS12, &TLS13] {
         let status = |pair: Option<&Pair>, address, path| {
-            // Nothing is resumed: the check is what is looked at.
+            // A new TLS configuration resumes no session, so that the certificate is verified.
             ask(&tls(&[&server.der], pair, &[version]), address, NAME, path).map(|reply| reply.status)
         };
         for (what, pair, address, who, open) in [
@@ -95,7 +95,7 @@ fn certificates_of_one_subject_share_one_identity() {
     };
     let (cn, o, ou) = (DnType::CommonName, DnType::OrganizationName, DnType::OrganizationalUnitName);
     let alice = [(o.clone(), "Acme"), (cn.clone(), "alice")];
-    // Renewed, with another key, by another authority.
+    // The same subject with another key, and from another CA.
     for (left, pair) in [99, 98, 97].into_iter().zip([
         one.client(&alice, NOW),
         one.client(&alice, [2001, 3000]),
@@ -116,10 +116,10 @@ fn certificates_of_one_subject_share_one_identity() {
     ] {
         assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is somebody else");
     }
-    // Many certificates have an empty subject: it is nobody's.
+    // Many certificates have an empty subject. It is no identity.
     let client = tls(&[&server.der], Some(&one.client(&[], NOW)), &[&TLS13]);
     assert_eq!(ask(&client, gateway.address, NAME, "/who").unwrap().status, 401);
-    // Exempt by what the documentation says the text is.
+    // Exempt by the subject text that the manual documents.
     let monitor = tls(&[&server.der], Some(&one.client(&[(o, "Acme"), (cn, "monitor")], NOW)), &[&TLS13]);
     let reply = ask(&monitor, gateway.address, NAME, "/who").unwrap();
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{reply:?}");
@@ -144,7 +144,7 @@ fn resumed_session_keeps_its_identity_and_opens_no_other_listener() {
             assert_eq!(connection.get("/who").remaining("who"), first - count, "{version:?}");
             assert_eq!(shaken(&connection), kind, "{version:?}, connection {count}");
         }
-        // A session from where nobody asks for a certificate must not open the door where one is required.
+        // A session of a listener without client authentication must not connect to one that requires it.
         let nobody = tls(&[&server.der], None, &[version]);
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
             let mut connection = TlsClient::shake(&nobody, none, NAME).unwrap();
@@ -164,7 +164,7 @@ fn session_does_not_outlive_its_certificate() {
         [Some("required"), Some("optional")].map(|auth| listener(folder.path(), &server, &ours.pem(), auth)).concat();
     let gateway = Gateway::start(&format!("{ROUTES}{listeners}"));
     let now_s = || clock::unix_us() / 1_000_000;
-    // For this second and five more: time for four handshakes.
+    // Valid for this second and five more: time for four handshakes.
     let until = now_s() + 5;
     let alice = ours.client_until(&[(DnType::CommonName, "alice")], until);
     let sessions = [&TLS12, &TLS13].map(|version| tls(&[&server.der], Some(&alice), &[version]));
@@ -177,7 +177,7 @@ fn session_does_not_outlive_its_certificate() {
     eventually("the certificate has expired", || now_s() > until);
     for (client, address) in sessions.iter().zip(gateway.addresses()) {
         let mut connection = TlsClient::shake(client, address, NAME).unwrap();
-        // For whoever resumes, rustls does not look at the certificate again.
+        // rustls does not verify the certificate again on resumption.
         assert_eq!(shaken(&connection), rustls::HandshakeKind::Resumed);
         let _ =
             std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
@@ -185,7 +185,7 @@ fn session_does_not_outlive_its_certificate() {
     }
 }
 
-/// A first key exchange that was asked for again is a full handshake, too.
+/// Return the kind of handshake. One with HelloRetryRequest is a full handshake.
 fn shaken(client: &TlsClient) -> rustls::HandshakeKind {
     match client.stream.get_ref().conn.handshake_kind().unwrap() {
         rustls::HandshakeKind::FullWithHelloRetryRequest => rustls::HandshakeKind::Full,
@@ -266,7 +266,7 @@ fn reload_with_another_client_ca_ends_sessions_of_the_old_one() {
             [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[version]));
         let accepted = |client| ask(client, gateway.address, NAME, "/who").is_some();
         assert!(accepted(&of_old) && !accepted(&of_new), "before the reload, {version:?}, {auth}");
-        // A reload that changes nothing about client certificates keeps the sessions.
+        // A reload that does not change client authentication keeps the sessions.
         reloads(&gateway, &format!("{before}[[route]]\nname = \"x\"\npath = \"/x\"\nrespond = {{ status = 200 }}\n"));
         assert_eq!(connect(&of_old), Some(rustls::HandshakeKind::Resumed), "{version:?}, {auth}");
 
@@ -312,7 +312,7 @@ fn reload_back_to_the_first_client_ca_ends_sessions_of_the_second() {
     assert!(accepted(&of_first) && !accepted(&of_other), "at first");
     std::fs::write(folder.path().join("ca.pem"), other.pem()).unwrap();
     eventually("the other CA is trusted", || accepted(&of_other));
-    // With the reload, and not only when the file is seen to have changed.
+    // With the reload itself, and not only when the file watcher sees the change.
     std::fs::write(folder.path().join("ca.pem"), first.pem()).unwrap();
     reloads(&gateway, &config);
     assert!(!accepted(&of_other), "a session of the CA in between is not resumed");

@@ -1,4 +1,5 @@
-//! Configurations: each bad file is refused with the message that it states, each good one is accepted.
+//! Configuration files: each invalid file is rejected with the message that it states, and each valid one is
+//! accepted.
 
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,7 @@ fn check_with(path: &Path, arguments: &[&str]) -> (Option<i32>, String, String) 
     (output.status.code(), text(output.stdout), text(output.stderr))
 }
 
-/// The lines `#! …` of a file are what the report must contain, in this order.
+/// The report must contain the `#!` lines of each file, in order.
 #[test]
 fn invalid_files_are_rejected_with_their_reason() {
     let files = files("invalid");
@@ -37,7 +38,7 @@ fn invalid_files_are_rejected_with_their_reason() {
     }
 }
 
-/// What a file states in its lines `#! …`, in this order.
+/// Assert that the report contains the `#!` lines of a file in order.
 fn has_in_order(path: &Path, text: &str, report: &str) {
     let mut rest = report;
     let mut expectations = 0;
@@ -51,7 +52,7 @@ fn has_in_order(path: &Path, text: &str, report: &str) {
     assert!(expectations > 0, "{} states no message", path.display());
 }
 
-/// The places that a report shows: line and column.
+/// Return the positions in a report: line and column.
 fn places(report: &str) -> Vec<(u64, u64)> {
     let arrows = report.lines().filter_map(|line| line.trim_start().strip_prefix("--> "));
     let numbers = arrows.map(|place| {
@@ -62,7 +63,7 @@ fn places(report: &str) -> Vec<(u64, u64)> {
     numbers.collect()
 }
 
-/// The same in the object of `--json`, of those that have a place.
+/// Return the positions in the output of `--json`.
 fn places_of(findings: &Value) -> Vec<(u64, u64)> {
     let place = |finding: &Value| Some((finding["line"].as_u64()?, finding["column"].as_u64()?));
     findings.as_array().unwrap().iter().filter_map(place).collect()
@@ -77,12 +78,12 @@ fn suspicious_files_are_accepted_with_warnings() {
         let (code, out, report) = check(&path);
         assert_eq!((code, report.as_str()), (Some(0), ""), "{}", path.display());
         has_in_order(&path, &text, &out);
-        // Nothing else is odd about it.
+        // The file has no other warnings.
         let stated = text.lines().filter(|line| line.starts_with("#! warning: ")).count();
         let total = if stated == 1 { "\n1 warning\n".to_owned() } else { format!("\n{stated} warnings\n") };
         assert!(out.matches("\nwarning: ").count() == stated && out.ends_with(&total), "{}\n{out}", path.display());
         assert_eq!(places(&out).len(), stated, "each has its place: {}\n{out}", path.display());
-        // Scripts learn the same.
+        // `--strict` exits with 1.
         assert_eq!(check_with(&path, &["--strict"]).0, Some(1), "{}", path.display());
         let (code, json, _) = check_with(&path, &["--json", "--strict"]);
         let json: Value = serde_json::from_str(&json).unwrap();

@@ -1,4 +1,4 @@
-//! Several gateways on one Redis: limits that are exact, keys that tell nothing, outages that are no outages.
+//! Several gateways on one Redis: exact limits, keys without personal data, and outages.
 
 use std::process::Command;
 
@@ -13,7 +13,7 @@ use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 
-/// A store whose late replies are not mistaken for over-admission: it may take its time, and an error denies.
+/// A configuration with a long store timeout that denies on errors: no late reply looks like over-admission.
 fn patient(url: &str, limit: &str) -> String {
     format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\n[api_key]\non_unknown = \"accept\"\n\
@@ -42,7 +42,7 @@ fn two_gateways_admit_exactly_the_limit() {
         assert_eq!(statuses.len(), 5000);
         assert_eq!(count(&statuses, 503), 0, "{limit}: no store errors");
         let admitted = count(&statuses, 200);
-        // A token bucket of 100 a day gives one back each 864 s.
+        // A token bucket of 100 per 24 h refills one token every 864 s.
         assert_eq!((admitted, count(&statuses, 429)), (100, 4900), "{limit}");
     }
     redis.assert_every_key_expires();
@@ -152,7 +152,7 @@ fn concurrent_calls_share_connections() {
         }
     });
     let clients: String = redis::cmd("CLIENT").arg("LIST").query(&mut redis.connection()).unwrap();
-    // This connection asks, too.
+    // The connection of the test is counted as well.
     assert!(clients.lines().count() <= workers + 1, "{clients}");
     let calls = redis.calls("evalsha");
     assert!((1..=6400).contains(&calls), "at most one call for each request: {calls}");
@@ -229,7 +229,7 @@ fn log_says_why_redis_is_unusable() {
 fn call_without_reply_is_charged_once() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
-    // One worker: another could still be connecting when replies are lost, and open the breaker.
+    // One worker: another one could still be connecting when replies are dropped, and open the breaker.
     let gateway = Gateway::start(&format!(
         "[server]\nworkers = 1\n[store]\nurl = \"{}\"\ntimeout = \"1s\"\n\
          [limit.l]\nby = \"ip\"\nquota = \"100/hour\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"\non_store_error = \"allow\"\n\
@@ -239,7 +239,7 @@ fn call_without_reply_is_charged_once() {
     let mut client = gateway.client();
     assert!(client.get("/r").header("ratelimit").unwrap().contains("r=99"));
     relay.lose_replies(true);
-    // Fewer than open the breaker: each is written, and none is answered.
+    // Fewer calls than open the breaker. Each is written and gets no reply.
     for _ in 0..2 {
         let reply = client.get("/r");
         assert_eq!(
@@ -285,7 +285,7 @@ fn recovered_redis_is_used_again() {
         eventually("the limit is enforced", || ask(&id).status == 429);
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // Somebody else: what was denied stays denied for a while, since no outage gives a quota back.
+        // Another identity: a cached denial is not lifted by an outage.
         eventually("requests pass without it", || ask("other").header("ratelimit").is_none());
     }
 }
@@ -303,7 +303,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
     let mut standing = |id: &str| {
         let reply = loop {
             let reply = client.get_with("/r", &[("x-id", id)]);
-            // Until it is known whether the store is late or gone.
+            // 503 until the breaker opens.
             if reply.status != 503 {
                 break reply;
             }
@@ -324,7 +324,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
             before = standing(&id);
             before.is_some()
         });
-        // Were replies crossed, somebody else's remaining would show up here.
+        // A crossed reply would show the remaining count of another identity.
         for step in 1..200 {
             if let Some(left) = standing(&id) {
                 assert!(left <= before.unwrap() - step, "{left} after {before:?} and {step} requests");

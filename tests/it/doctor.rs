@@ -1,4 +1,4 @@
-//! `sluicegate doctor` examines real servers: it finds what was planted, says what to do, and never hangs.
+//! `sluicegate doctor` on real servers: it finds faults, says what to do, and never hangs.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -12,7 +12,7 @@ use crate::support::{PATIENCE, signal, upstream};
 use serde_json::Value;
 use sluicegate::limiter::clock::monotonic;
 
-/// A limit of each kind, so that every right is needed.
+/// One limit of each algorithm, so that every permission is needed.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
@@ -21,12 +21,12 @@ struct Examined {
     out: String,
 }
 
-/// Examines the store at this URL.
+/// Examine the store at a URL.
 fn examine(url: &str, timeout: &str, arguments: &[&str], variables: &[(&str, &str)]) -> Examined {
     run("doctor", "", url, timeout, arguments, variables)
 }
 
-/// Runs a command with a configuration that begins like this.
+/// Run a command with a configuration.
 fn run(
     subcommand: &str,
     begin: &str,
@@ -55,10 +55,10 @@ fn run(
     Examined { code: output.status.code(), out: String::from_utf8(output.stdout).unwrap() }
 }
 
-/// Its name and status, what was found, what to do.
+/// Name, status, finding and advice of a check.
 type Check = (String, String, String, Option<String>);
 
-/// The checks of the one server.
+/// Return the checks of the only server.
 fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     let examined = examine(url, timeout, &["--json"], &[]);
     let report: Value = serde_json::from_str(&examined.out).unwrap();
@@ -76,12 +76,12 @@ fn checks_with(url: &str, timeout: &str) -> (Option<i32>, Vec<Check>) {
     (examined.code, checks.collect())
 }
 
-/// The same, with a deadline that a busy machine does not miss.
+/// As [`checks_with`], with a timeout that a busy machine does not exceed.
 fn checks(url: &str) -> (Option<i32>, Vec<Check>) {
     checks_with(url, "5s")
 }
 
-/// The status and the text of one check.
+/// Return the status and text of one check.
 fn check(url: &str, name: &str) -> (Option<i32>, String, String) {
     let (code, checks) = checks(url);
     let found = checks.iter().find(|check| check.0 == name).unwrap_or_else(|| panic!("no {name} in {checks:?}"));
@@ -92,7 +92,7 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap_or_else(|e| panic!("{words:?}: {e}"));
 }
 
-/// Makes the user `name` as the manual has it, with the password `secret`; the URL to come as that user.
+/// Create the user `name` as in the manual with the password `secret`. Return the URL with that user.
 fn user_of_the_manual(redis: &Redis, name: &str) -> (String, Vec<String>) {
     let manual = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/redis.md")).unwrap();
     let start = format!("ACL SETUSER {name} ");
@@ -196,7 +196,7 @@ fn eviction_policy_and_evicted_keys_are_reported() {
         assert_eq!((code, status.as_str()), (Some(1), "failed"), "{found}");
         assert!(found.contains(why) && found.contains("8.0 MiB") && found.contains("noeviction"), "{found}");
     }
-    // Small parts of the maximum: Redis evicts one at a time, and stays above the threshold.
+    // Each value is a small part of the maximum: Redis evicts one at a time and stays above the threshold.
     let large = "x".repeat(1 << 17);
     for number in 0..96 {
         command(&redis, &["SET", &format!("large-{number}"), &large, "EX", "1000"]);
@@ -253,7 +253,7 @@ fn no_check_is_skipped_for_the_doctor_user() {
 fn each_missing_permission_of_the_manual_is_named() {
     let redis = Redis::start();
     let (url, words) = user_of_the_manual(&redis, "gateway");
-    // Without these the gateway does its work: their replies are not needed, or only asked for another database.
+    // The gateway works without these: it ignores their replies, or needs them for other databases only.
     let spare = ["+hello", "+client|setname", "+select"];
     let rights: Vec<_> = words.iter().filter(|word| word.starts_with('+') && !spare.contains(&word.as_str())).collect();
     assert_eq!(rights.len(), 24, "{rights:?}");
@@ -271,7 +271,7 @@ fn each_missing_permission_of_the_manual_is_named() {
     assert!(status == "failed" && found.contains("~PREFIX:*"), "{found}");
 }
 
-/// A way to the server on which each piece of replies, counted from 0, is held up.
+/// A relay that delays the replies of the server. `hold` is called with the number of each piece, from 0.
 fn relay(port: u16, hold: impl Fn(usize) + Send + Sync + 'static) -> String {
     let address = upstream::serve(move |mut client| {
         let mut server = TcpStream::connect(("127.0.0.1", port)).unwrap();
@@ -363,7 +363,7 @@ fn slow_connecting_is_a_warning() {
 #[test]
 fn check_warns_of_a_timeout_that_is_too_short_for_the_round_trip() {
     let redis = Redis::start();
-    // Longer in all than a silent store is waited for: it answers, but late.
+    // In total longer than the timeout for a silent store, but each reply arrives.
     let url = relay(redis.port, |_| std::thread::sleep(Duration::from_millis(30)));
     let said = run("check", "", &url, "50ms", &[], &[]);
     assert_eq!(said.code, Some(0), "{}", said.out);
@@ -409,7 +409,7 @@ fn overrides_without_persistence_are_a_warning() {
     command(&redis, &["CONFIG", "SET", "appendonly", "yes"]);
     assert_eq!(warns(admin, &url), (false, "append-only file".to_owned()));
     command(&redis, &["CONFIG", "SET", "appendonly", "no"]);
-    // Without INFO, CONFIG GET is enough.
+    // Without INFO, CONFIG GET is sufficient.
     let (url, _) = user_of_the_manual(&redis, "doctor");
     command(&redis, &["ACL", "SETUSER", "doctor", "-info"]);
     command(&redis, &["DEL", "rl:overrides"]);

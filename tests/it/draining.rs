@@ -50,7 +50,7 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     let mut streams: Vec<_> = (0..EVENTS).map(|_| gateway.client()).collect();
     for stream in &mut streams {
         stream.send(b"GET /events HTTP/1.1\r\nHost: a\r\n\r\n");
-        // It has begun: what is left of it comes after the signal.
+        // The response has started. The rest follows after the signal.
         replies.push(stream.head().unwrap());
     }
     let second = std::thread::spawn(move || {
@@ -107,7 +107,7 @@ fn new_connections_do_not_delay_the_end_after_sigterm() {
         for _ in 0..2 {
             scope.spawn(|| {
                 while !over.load(Ordering::SeqCst) {
-                    // Goes on where a queue that is full would keep others waiting.
+                    // Non-blocking: a full backlog would block a blocking connect.
                     let socket = Socket::new(Domain::IPV4, Type::STREAM.nonblocking(), None).unwrap();
                     let _ = socket.connect(&address);
                     tries.fetch_add(1, Ordering::SeqCst);
@@ -132,7 +132,7 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
             &format!("[server]\nworkers = 1\n{}[[listener]]\naddress = \"127.0.0.1:0\"\n{certificates}", says("x")),
             &[("a.pem", &*pair.cert), ("a.key", &*pair.key)],
         );
-        // While the process is stopped the kernel completes the connections and queues them.
+        // While the process is stopped, the kernel completes the connections and queues them.
         signal(&gateway.child, "STOP");
         let mut queued: Vec<_> = (0..QUEUED).map(|_| gateway.client()).collect();
         if !secure {

@@ -1,7 +1,7 @@
 //! Limits of size, number and time at the listener, and responses that come before the request was read: faults 8, 28
 //! and 29 in docs/testing.md.
 
-#![allow(clippy::disallowed_methods)] // what takes how long is what is looked at
+#![allow(clippy::disallowed_methods)] // the tests measure times
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{IpAddr, Shutdown, SocketAddr, TcpStream};
@@ -27,10 +27,10 @@ use tokio::net::TcpStream as AsyncStream;
 
 const UPLOAD: usize = 10 << 20;
 
-/// A machine that does much else may be so late with what has a deadline.
+/// Delay that a busy machine may add to a timeout.
 const LATE: Duration = Duration::from_secs(4);
 
-/// One route to an upstream, and some that never ask for the body.
+/// One route to an upstream, and some that never read the body.
 fn routes(upstream: SocketAddr, all: &str) -> String {
     format!(
         "[limit.once]\nby = \"global\"\nalgorithm = \"fixed-window\"\nquota = \"1/year\"\n\
@@ -69,7 +69,7 @@ fn tls(address: SocketAddr) -> rustls::StreamOwned<rustls::ClientConnection, Tcp
     rustls::StreamOwned::new(connection, stream)
 }
 
-/// Sends a large body, whatever happens, and only then looks for the answer.
+/// Send a large body regardless of errors, then read the response.
 fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String {
     let framing = match chunked {
         true => "Transfer-Encoding: chunked".to_owned(),
@@ -85,19 +85,19 @@ fn upload(stream: &mut (impl Read + Write), path: &str, chunked: bool) -> String
         }
     }
     let mut answer = Vec::new();
-    // How it ends does not matter to whoever has read the answer.
+    // The end of the connection does not matter once the response is read.
     let _ = stream.read_to_end(&mut answer);
     String::from_utf8_lossy(&answer).into_owned()
 }
 
-/// Whether somebody has read a whole answer with this status.
+/// Return whether this is a complete response with this status.
 fn is_read(answer: &str, status: u16) -> bool {
     let Some((head, body)) = answer.split_once("\r\n\r\n") else { return false };
     let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")).unwrap().parse::<usize>().unwrap();
     head.starts_with(&format!("HTTP/1.1 {status} ")) && head.contains("connection: close") && body.len() == length
 }
 
-/// Runs `job` for 100 clients, ten at a time; how many it went well for.
+/// Run `job` for 100 clients, ten at a time. Return how many succeeded.
 fn of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
     std::thread::scope(|scope| {
         let job = &job;
@@ -169,7 +169,7 @@ async fn upload_by_http_2(address: SocketAddr, secure: bool) -> Option<u16> {
 fn uploading_client_reads_every_early_response() {
     let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
     let early = serve(|mut stream| {
-        // An upstream that answers at once, and closes.
+        // An upstream that responds at once and closes.
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 507 Full\r\nContent-Length: 4\r\nConnection: close\r\n\r\nfull").unwrap();
         stream.shutdown(Shutdown::Write).unwrap();
@@ -197,7 +197,7 @@ fn uploading_client_reads_every_early_response() {
     }
     let answer = upload(&mut TcpStream::connect(full.address).unwrap(), "/up/", false);
     assert!(answer.starts_with("HTTP/1.1 507 ") && answer.ends_with("full"), "the upstream's own: {answer}");
-    // A head that is too long is answered before its end, too.
+    // A head that is too long is rejected before it ends.
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     let _ = stream.write_all(format!("GET / HTTP/1.1\r\nx-long: {}", "x".repeat(1 << 20)).as_bytes());
     let mut answer = Vec::new();
@@ -255,7 +255,7 @@ fn rejected_request_with_expect_gets_no_100_continue() {
             format!("POST {path} HTTP/1.1\r\nHost: a.test\r\nContent-Length: {length}\r\nExpect: 100-continue\r\n\r\n");
         client.send(head.as_bytes());
         let reply = client.reply().unwrap();
-        // What comes next could be the body or a request: nobody could tell.
+        // The next bytes could be the body or a request.
         assert_eq!((reply.status, reply.header("connection")), (status, Some("close")), "{path}");
         client.assert_closed(path);
     }
@@ -279,7 +279,7 @@ fn body_larger_than_max_body_is_413() {
     client.send(format!("POST /small HTTP/1.1\r\nHost: a.test\r\nContent-Length: {}\r\n\r\n", exact + 1).as_bytes());
     client.reply().unwrap().assert_problem(413, "by its length, before any of it came");
     for pieces in [exact + 1, 1000, 10] {
-        // Chunks say no length in advance.
+        // Chunked bodies have no length in advance.
         let mut client = gateway.client();
         client.send(b"POST /small HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
         let body = [format!("{pieces:x}\r\n").as_bytes(), &vec![b'x'; pieces], b"\r\n"].concat();
@@ -293,14 +293,14 @@ fn body_larger_than_max_body_is_413() {
         assert_eq!(reply.header("connection"), Some("close"));
         assert_eq!(events.recv_timeout(PATIENCE).unwrap(), None, "the upstream sees a request that breaks off");
     }
-    // HTTP/2 without a length.
+    // HTTP/2 without Content-Length.
     let mut client = Http2::connect(gateway.address, &[]);
     client.send(&frame(HEADERS, END_HEADERS, 1, &block("POST", "/small", &[]))).unwrap();
     for _ in 0..3 {
         client.send(&frame(DATA, 0, 1, &vec![b'x'; 16 << 10])).unwrap();
     }
     let head = client.until(HEADERS, 1).expect("an answer");
-    // The status comes first, as a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
+    // The status is the first field, a literal with an indexed name (RFC 7541 §6.2.2, Appendix A).
     assert_eq!(head.payload[0] & 0x0f, 8, "{head:?}");
     assert_eq!(
         client.until(RST_STREAM, 1).expect("the stream ends").payload,
@@ -314,7 +314,7 @@ fn body_larger_than_max_body_is_413() {
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/\"\nrespond = { status = 200, body = \"hello\" }\n";
 
-/// Whether the other side has closed; nothing that it sent is expected.
+/// Return whether the connection is closed within `within`. Received bytes are an error.
 fn is_closed(stream: &mut TcpStream, within: Duration) -> bool {
     stream.set_read_timeout(Some(within)).unwrap();
     match stream.read(&mut [0; 1024]) {
@@ -341,7 +341,7 @@ fn connections_beyond_max_connections_wait() {
         let stream = waiting[0].stream.get_mut();
         assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: neither answered nor refused");
         stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        // One place lets them all through, one after the other.
+        // One free connection serves all of them, one after the other.
         open.pop();
         for client in &mut waiting {
             assert_eq!(client.reply().expect("an answer").status, 200, "{layout}");
@@ -357,7 +357,7 @@ fn connections_beyond_max_connections_per_ip_are_closed() {
         "[server]\nmax_connections_per_ip = 2\n[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\nipv4_prefix = 31\n";
     let gateway = Gateway::start(&format!("{config}{HELLO}"));
     let from = |address: &str| Client::connect_from(address.parse::<IpAddr>().unwrap(), gateway.address);
-    // 127.0.0.2 and .3 are one network.
+    // With `ipv4_prefix = 31`, 127.0.0.2 and 127.0.0.3 are one network.
     let mut open = vec![from("127.0.0.2"), from("127.0.0.3")];
     for client in &mut open {
         assert_eq!(client.get("/").status, 200);
@@ -376,7 +376,7 @@ fn connections_beyond_max_connections_per_ip_are_closed() {
     });
 }
 
-/// 400 connections to a process that may have 256 files.
+/// Open 400 connections to a process with 256 descriptors.
 fn few_files(what: &str, server: &str) {
     let gateway = Gateway::start_by(&format!("{server}{HELLO}"), |path: &Path| {
         let mut command = Command::new("sh");
@@ -390,7 +390,7 @@ fn few_files(what: &str, server: &str) {
     let crowd: Vec<_> = (0..400).map(|_| TcpStream::connect(gateway.address).unwrap()).collect();
     let (started, before) = (Instant::now(), gateway.cpu_ms());
     while started.elapsed() < Duration::from_secs(2) {
-        // Whoever is in is served meanwhile.
+        // Accepted connections are served meanwhile.
         assert_eq!(early.get("/").status, 200, "{what}");
         std::thread::park_timeout(Duration::from_millis(100));
     }
@@ -412,7 +412,7 @@ fn gateway_out_of_descriptors_uses_little_cpu_and_recovers() {
 
 // ---- time ----------------------------------------------------------------------------------------
 
-/// Sends `start` at once and then `rest` by the byte; the time until the connection is closed.
+/// Send `start` at once, then `rest` byte by byte. Return the time until the connection is closed.
 fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
     let begun = Instant::now();
     let mut stream = TcpStream::connect(address).unwrap();
@@ -422,7 +422,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
     while begun.elapsed() < PATIENCE {
         match stream.read(&mut [0; 1024]) {
             Ok(0) => return begun.elapsed(),
-            // Settings of HTTP/2, or the server's part of a handshake.
+            // SETTINGS of HTTP/2, or a TLS handshake message.
             Ok(_) => {}
             Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {}
             Err(_) => return begun.elapsed(),
@@ -472,7 +472,7 @@ fn incomplete_head_closes_the_connection_at_header_timeout() {
 const IDLE: Duration = Duration::from_millis(500);
 const IDLE_SERVER: &str = "[server]\nbody_idle_timeout = \"500ms\"\nworkers = 1\n";
 
-/// An upstream that sends a head and a first piece, and then what the test says.
+/// An upstream that sends a head and a first piece, then the pieces of the test.
 fn telling(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
     let pieces = Mutex::new(pieces);
     serve(move |mut stream| {
@@ -527,7 +527,7 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
     ] {
         let mut client = gateway.client();
         client.send(start);
-        // Less than the time, twice: it counts anew with each piece.
+        // Two pauses shorter than the timeout: each piece restarts it.
         for piece in [&b"a"[..], b"b"].iter().filter(|_| what == "by length") {
             std::thread::park_timeout(IDLE / 2);
             client.send(piece);
@@ -541,7 +541,7 @@ fn stalled_request_body_is_408_at_body_idle_timeout() {
     assert_eq!(upstream.count(), 0);
 }
 
-/// An upstream that sends as much as it can; each of its connections tells when it ends.
+/// An upstream that sends without end. The receiver gets a message when a connection ends.
 fn flood() -> (SocketAddr, std::sync::mpsc::Receiver<()>) {
     let (tell, ended) = channel();
     let address = serve(move |mut stream| {
@@ -601,7 +601,7 @@ fn unread_http2_stream_is_reset_alone() {
         client.get(1, "/up/");
         client.get(3, "/respond");
         ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
-        // With no window at all an answer of two bytes is stuck as well.
+        // Without any window a response of two bytes is blocked as well.
         let mut stuck = if window == 0 { vec![1, 3] } else { vec![1] };
         while !stuck.is_empty() {
             let frame = client.next().expect("the streams are reset");
@@ -609,13 +609,13 @@ fn unread_http2_stream_is_reset_alone() {
         }
         let time = begun.elapsed();
         assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
-        // The connection goes on.
+        // The connection continues.
         client.get(5, "/none");
         assert!(client.until(HEADERS, 5).is_some());
     }
 }
 
-/// Small bodies with a declared length are read before the request takes a permit of its upstream.
+/// Small bodies with Content-Length are read before the request takes a request permit of its upstream.
 #[test]
 fn slow_uploads_hold_no_request_permit_of_an_upstream() {
     const PERMITS: usize = 3;
@@ -635,7 +635,7 @@ fn slow_uploads_hold_no_request_permit_of_an_upstream() {
         let mut slow: Vec<_> = (0..PERMITS).map(|_| gateway.client()).collect();
         slow.iter_mut().for_each(|client| client.send(post(length).as_bytes()));
         if is_free {
-            // None of them is seen by the upstream, however often others are.
+            // The upstream receives none of them, while other requests pass.
             for _ in 0..20 {
                 assert_eq!(gateway.get("/up/").status, 200, "{what}");
             }
@@ -664,7 +664,7 @@ fn body_slower_than_min_body_rate_is_408() {
         "[server]\nrequest_buffer = \"0B\"\nbody_timeout = \"1m\"\n{}",
         routes(upstream.address, "")
     ));
-    // How much every 100 ms, for 80 times.
+    // Bytes per 100 ms, 80 times.
     for_each(vec![
         ("a byte at a time", &standard, "Content-Length: 80", 1, 408),
         ("a byte at a time of a large body", &standard, "Content-Length: 1000000", 1, 408),
@@ -679,7 +679,7 @@ fn body_slower_than_min_body_rate_is_408() {
     ]);
 }
 
-/// Uploads at the same time, each piece by piece.
+/// Upload concurrently, piece by piece.
 fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     std::thread::scope(|scope| {
         for (what, gateway, framing, size, expected) in cases {
@@ -706,14 +706,14 @@ fn for_each(cases: Vec<(&str, &Gateway, &str, usize, u16)>) {
     });
 }
 
-/// 12 connections with 100 streams each whose responses the client does not read: at most what HAProxy takes for the same.
+/// 12 connections with 100 unread streams each take at most as much memory as in HAProxy.
 #[test]
 fn unread_http2_responses_take_little_memory() {
     const CONNECTIONS: usize = 12;
     const STREAMS: usize = 100;
     /// HAProxy 2.6 takes 47 MiB.
     const MOST: u64 = 48 << 20;
-    // The largest windows that there are, so that only the socket is in the way; and none, so that only the streams are.
+    // The largest window, so that only the socket blocks; and none, so that only the streams do.
     for window in [(1 << 31) - 1, 0] {
         let growth = unread(CONNECTIONS, STREAMS, window);
         println!("{} KiB for {} streams with a window of {window}", growth >> 10, CONNECTIONS * STREAMS);
@@ -721,7 +721,7 @@ fn unread_http2_responses_take_little_memory() {
     }
 }
 
-/// The memory that is taken for streams that nobody reads.
+/// Return the additional memory for unread streams.
 fn unread(connections: usize, streams: usize, window: u32) -> u64 {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
@@ -735,7 +735,7 @@ fn unread(connections: usize, streams: usize, window: u32) -> u64 {
             client
         })
         .collect();
-    // It has taken what it takes when it takes no more for a while.
+    // The measurement ends when memory has not grown for a while.
     let (mut most, mut since) = (0, Instant::now());
     while since.elapsed() < Duration::from_secs(3) {
         let memory = gateway.memory().saturating_sub(before);
@@ -748,7 +748,7 @@ fn unread(connections: usize, streams: usize, window: u32) -> u64 {
     most
 }
 
-/// What stalled streams hold is not taken from those that are read.
+/// Memory of blocked streams does not reduce that of streams that are read.
 #[test]
 fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
     for settings in ["", "max_buffered = \"1B\"\n"] {
@@ -766,7 +766,7 @@ fn stream_continues_beside_unread_ones_that_exhaust_max_buffered() {
     }
 }
 
-/// Beyond the budget request bodies are streamed, and what was taken from it comes back.
+/// Request bodies beyond `max_buffered` are streamed, and buffers are returned to the budget.
 #[test]
 fn request_bodies_beyond_max_buffered_are_streamed() {
     let upstream = Upstream::start();
@@ -805,7 +805,7 @@ fn one_client_network_gets_half_of_the_connections_by_default() {
             held.push(client);
         }
     }
-    // Others have room, and those of this machine are not counted.
+    // Other networks have free connections, and loopback connections are not counted.
     for from in ["192.0.2.2", "127.0.0.1", "127.0.0.1", "127.0.0.1", "127.0.0.1"] {
         let (client, status) = connect(from);
         assert_eq!(status, Some(200), "{from}");

@@ -17,7 +17,7 @@ use sluicegate::limiter::redis::server::{Address, RedisEndpoint};
 use sluicegate::limiter::redis::{RedisSettings, ServerStore};
 use sluicegate::limiter::verdict::{CounterStore, Operation, StoreError};
 
-/// A route for each `on_store_error`, and one with a shadow limit.
+/// One route per `on_store_error`, and one with a shadow limit.
 fn gateway(url: &str, timeout: &str) -> Gateway {
     let routes: String = ["allow", "deny", "local", "shadow"]
         .map(|name| {
@@ -36,7 +36,7 @@ fn ask(gateway: &Gateway, path: &str, id: &str) -> Reply {
     gateway.client().get_with(path, &[("x-id", id)])
 }
 
-/// Whether the store decided.
+/// Return whether the store decided.
 fn is_decided(reply: &Reply) -> bool {
     reply.status == 200 && reply.header("ratelimit").is_some()
 }
@@ -49,7 +49,7 @@ fn said(gateway: &Gateway, what: &str) -> usize {
     gateway.log().matches(what).count()
 }
 
-/// A server that is healthy until it is told to answer every script call with this.
+/// A healthy server until the test sets a reply for all script calls.
 fn faulty() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     let fault = Arc::<Mutex<Option<String>>>::default();
     let told = fault.clone();
@@ -60,7 +60,7 @@ fn faulty() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     (fake, fault)
 }
 
-/// Replies that prove that nothing ran, and that may be others in a moment.
+/// Error replies that prove that nothing ran and that may be temporary.
 const PASSING: [&str; 5] = [
     "LOADING Redis is loading the dataset in memory",
     "BUSY Redis is busy running a script. You can only call SCRIPT KILL or SHUTDOWN NOSAVE.",
@@ -73,7 +73,7 @@ const PASSING: [&str; 5] = [
 fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store_error() {
     let slow = Arc::<std::sync::atomic::AtomicBool>::default();
     let told = slow.clone();
-    // It takes longer than the timeout for requests, and answers the probes that follow: it works.
+    // It exceeds the timeout for requests and replies to the probes that follow, so it works.
     let fake = FakeRedis::start(move |command| {
         if command.is_script() && !command.is_probe() && told.load(Ordering::SeqCst) {
             std::thread::sleep(Duration::from_millis(400));
@@ -90,7 +90,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
         } else {
             assert_eq!((reply.status, reply.header("retry-after")), (503, Some("1")), "{path}");
         }
-        // Behind the next slow call the probe would be late as well.
+        // Behind another slow call, the probe would be late as well.
         slow.store(false, Ordering::SeqCst);
         decides(&gateway);
     }
@@ -178,13 +178,13 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
         ("+OK\r\n", "not a verdict"),
         ("*2\r\n:1\r\n:2\r\n", "not a verdict"),
         ("$8\r\n12345678\r\n", "not a verdict"),
-        // As numbers, little more than nothing.
+        // Decoded as doubles, tiny numbers.
         ("$48\r\n012345670123456701234567012345670123456701234567\r\n", "not a verdict"),
         ("HTTP/1.1 400 Bad Request\r\n\r\n", "reached"),
     ];
     let replies = PASSING.iter().chain(&lasting).map(|text| (format!("-{text}\r\n"), text.split(' ').next().unwrap()));
     let cases: Vec<_> = replies.chain(garbage.map(|(reply, reason)| (reply.to_owned(), reason))).collect();
-    // Mostly waiting, each on a gateway of its own.
+    // The cases mostly wait, so four run concurrently, each with its own gateway.
     for some in cases.chunks(4) {
         std::thread::scope(|scope| {
             for (reply, reason) in some {
@@ -194,7 +194,7 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
     }
 }
 
-/// A store that answers with `reply` from some time on; the log says the `reason`.
+/// From some time on the store replies `reply`. The log has the `reason`.
 fn is_given_up_and_said_once(reply: &str, reason: &str) {
     let (fake, fault) = faulty();
     let gateway = gateway(&fake.url(), "300ms");
@@ -212,7 +212,7 @@ fn is_given_up_and_said_once(reply: &str, reason: &str) {
     } else {
         assert_eq!(made, 5, "{reason}: each call once");
     }
-    // Nobody asks it now but the one that looks whether it is back.
+    // Only probes are sent now.
     assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
     assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
     assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
@@ -361,7 +361,7 @@ fn errors_of_a_real_redis_are_handled_alike() {
     }
     let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
     for (times, (row, calls, on, off)) in [
-        // What refuses to write is given up for a new connection, which finds out why.
+        // A server that rejects writes is left for a new connection, which finds the reason.
         ("is a replica; give the address of its master", 3, &*replica, "REPLICAOF NO ONE"),
         (
             "The user executing the script",
@@ -460,14 +460,14 @@ fn broken_connection_fails_its_calls_and_is_replaced() {
 #[tokio::test]
 async fn a_full_queue_rejects_further_checks_and_does_not_open_the_breaker() {
     const ASKED: usize = 20_000;
-    // The queue, and the window of calls in flight.
+    // The length of the queue, and the window of calls in flight.
     const QUEUED: usize = 16_384;
     const IN_FLIGHT: std::ops::RangeInclusive<usize> = 0..=16 * 128;
     let (release, released) = mpsc::channel::<()>();
     let released = Mutex::new(released);
     let fake = FakeRedis::start(move |command| {
         if command.is_script() {
-            // Hangs until the sender is gone.
+            // Block until the sender is dropped.
             let _ = released.lock().unwrap().recv();
         }
         Answer::Usual

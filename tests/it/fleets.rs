@@ -1,5 +1,5 @@
-//! Fleets of servers: who is asked, what happens when one does not answer, how many requests there may be.
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Load balancing and failover: which server is chosen, what happens when one fails, and how many requests it gets.
+#![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::collections::HashMap;
 use std::io::Write;
@@ -12,7 +12,7 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::server::{Mood, Server};
 
-/// A gateway before these servers, with more lines for its upstream.
+/// A gateway with these servers and more lines for its upstream.
 fn gateway(servers: &[&Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     gateway_of(&urls.join(", "), lines)
@@ -47,10 +47,10 @@ fn random_follows_weights() {
     for balance in ["random", "least-requests", "hash:x-absent"] {
         let [one, two] = &Server::fleet();
         let gateway = gateway_of(&weighted(&[(one, 1), (two, 3)]), &format!("balance = \"{balance}\""));
-        // One after the other, so that nobody has more to do than others.
+        // One request at a time, so that all servers have equal load.
         let mut client = gateway.client();
         (0..2000).for_each(|_| assert_eq!(client.get("/").status, 200));
-        // 500 with a standard deviation of 19.4: once in 10¹¹ runs it is seven of them off.
+        // 500 with a standard deviation of 19.4: seven of them are exceeded once in 10¹¹ runs.
         let count = one.count();
         assert!((364..=636).contains(&count), "{balance}: {count} of 2000 with a quarter of the weight");
         assert_eq!(count + two.count(), 2000);
@@ -73,7 +73,7 @@ fn least_requests_picks_the_less_loaded_server() {
     assert_eq!(busy.count(), 1, "nobody else came to the one that has a request already");
     busy.set(Mood::Answers(200));
     assert_eq!(held.reply().unwrap().status, 200);
-    // What is over does not count: both are asked again.
+    // Finished requests do not count: both are used again.
     let before = busy.count();
     (0..100).for_each(|_| assert_eq!(client.get("/").status, 200));
     assert!(busy.count() >= before + 20, "{} of 100", busy.count() - before);
@@ -108,7 +108,7 @@ fn hash_balance_keeps_keys_on_their_server() {
 fn stopped_server_fails_no_request() {
     let [gone, there] = &Server::fleet();
     gone.down();
-    // Not even a POST: none of it is written anywhere else.
+    // POST as well: nothing of it was written to another server.
     let gateway = gateway(&[gone, there], "balance = \"round-robin\"\nretries = 0");
     let mut client = gateway.client();
     for number in 0..200 {
@@ -140,7 +140,7 @@ fn all_servers_down_is_502_until_one_is_back() {
 
 #[test]
 fn slow_connect_is_overtaken_by_another_server() {
-    // Nobody accepts: once the backlog is full, connects are neither taken nor refused.
+    // The server does not accept. Once the backlog is full, connects neither succeed nor fail.
     let silent = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     silent.bind(&"127.0.0.1:0".parse::<std::net::SocketAddr>().unwrap().into()).unwrap();
     silent.listen(0).unwrap();
@@ -198,7 +198,7 @@ fn post_is_never_repeated_while_servers_restart() {
                 server.up();
                 server.set(Mood::Resets);
                 server.set(Mood::Answers(200));
-                // Some get through before the next one goes.
+                // Some requests succeed before the next server stops.
                 let before = server.count();
                 while server.count() < before + 10 && !done.load(Ordering::SeqCst) {
                     std::thread::yield_now();
@@ -240,7 +240,7 @@ fn retry_budget_is_a_fifth_of_requests() {
     let started = Instant::now();
     let statuses = load(&[gateway.address], 4, 1000, "/", &[]);
     assert!(statuses.iter().all(|status| *status == 502));
-    // The floor of each second, the first one in advance.
+    // The minimum of the budget per second, the first one in advance.
     let most = 1200 + 10 * (started.elapsed().as_secs() as usize + 2);
     let seen: usize = servers.iter().map(Server::count).sum();
     assert!((1100..=most).contains(&seen), "{seen} attempts for 1000 requests, {most} allowed");
@@ -262,7 +262,7 @@ fn consecutive_errors_eject_a_server_for_a_time() {
     ill.set(Mood::Answers(200));
     eventually("it is used again", || client.get("/").status == 200 && ill.count() > 3);
     assert!(gateway.log().contains("ejection of server ended"), "{}", gateway.log());
-    // A success in between: these are not in a row.
+    // A success in between: the errors are not consecutive.
     for _ in 0..4 {
         ill.set(Mood::Answers(503));
         let before = ill.count();
@@ -285,7 +285,7 @@ fn response_timeouts_count_as_errors_for_ejection() {
     let gateway = gateway(&[silent, one, two], lines);
     let mut client = gateway.client();
     let late = (0..30).filter(|_| client.get("/").status == 504).count();
-    // A machine that is busy may be late by itself; the silent one is asked twice in any case.
+    // A busy machine may cause timeouts as well. The silent server gets two requests in any case.
     assert_eq!(silent.count(), 2, "{late} of 30 were late");
     assert!(late >= 2);
 }
@@ -339,7 +339,7 @@ fn full_wait_queue_is_503_and_a_cancelled_request_leaves_it() {
         reply.assert_problem(503, "no room");
         assert_eq!(reply.header("retry-after"), Some("1"));
     }
-    // One of the two gives up.
+    // One of the two queued requests is cancelled.
     drop(in_line.pop());
     let mut last = None;
     eventually("there is room for another one", || {
@@ -400,7 +400,7 @@ fn request_permit_is_held_until_the_body_ends() {
 
 #[test]
 fn dead_idle_connections_do_not_eject_their_server() {
-    // Answers one request on each connection and closes it when the second one has come.
+    // Respond to one request per connection and close it after the second request.
     let address = crate::support::upstream::serve(|mut stream| {
         if crate::support::upstream::read_request(&mut stream).is_some() {
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok").unwrap();
@@ -414,7 +414,7 @@ fn dead_idle_connections_do_not_eject_their_server() {
     let mut client = gateway.client();
     let statuses: Vec<_> = (0..10).map(|_| client.get("/").status).collect();
     assert_eq!(statuses, [200; 10], "a GET is sent again on a new connection");
-    // A POST is not sent twice: every second one meets the connection that the first one has left in the pool.
+    // A POST is not retried: every second one fails on the pooled connection that the one before has left.
     let statuses: Vec<_> = (0..4).map(|_| client.request("POST", "/", &[], b"x").status).collect();
     assert!(statuses.contains(&502) && statuses.contains(&200), "{statuses:?}");
     assert!(!gateway.log().contains("is ejected"), "new connections are answered: {}", gateway.log());
@@ -430,8 +430,8 @@ fn server_with_idle_connections_is_ejected_by_failures_on_new_ones() {
     assert_eq!(servers.each_ref().map(Server::accepted), [1; 3], "each has one idle connection");
     failing.set(Mood::Resets);
     let failed = (0..30).filter(|_| client.get("/").status == 502).count();
-    // The first request fails on the idle connection, which is no error of the server, and on a new one. The second
-    // request fails on a new one only.
+    // The first request fails on an idle connection, which is not counted as an error of the server, then on a new
+    // one. The second request fails on a new connection only.
     assert_eq!((failed, failing.count()), (2, 2 + 3), "two requests fail: {}", gateway.log());
     assert!(gateway.log().contains("server is ejected after consecutive errors"), "{}", gateway.log());
     assert!(gateway.log().contains("\"errors\":2,"), "{}", gateway.log());
@@ -510,7 +510,7 @@ fn ejected_server_returns_with_slow_start() {
     });
     let before = failing.count();
     (0..220).for_each(|_| assert_eq!(client.get("/").status, 200));
-    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    // A tenth of the weight of the other: 20 of 220, and a few more if the test takes minutes.
     let share = failing.count() - before;
     assert!((19..40).contains(&share), "{share} of 220");
 }
@@ -547,7 +547,7 @@ fn drained_servers_do_not_count_for_the_ejection_bound() {
     assert_eq!((drained.count(), also_drained.count()), (0, 0));
 }
 
-/// The servers take turns, and each has one connection at most.
+/// One worker, so that servers are used in turn and have one connection each.
 fn gateway_by_one_worker(servers: &[Server], lines: &str) -> Gateway {
     let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
     Gateway::start(&format!(

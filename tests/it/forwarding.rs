@@ -1,4 +1,4 @@
-//! What upstreams see of a request, what clients see of the answer, and what happens when either breaks off.
+//! Forwarding: what upstreams receive, what clients receive, and what happens when either side disconnects.
 
 use std::io::{BufRead, ErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
@@ -19,7 +19,7 @@ use hyper_util::rt::{TokioExecutor, TokioIo};
 
 const PROXY: &str = "127.0.0.9";
 
-/// Everything goes to one upstream; `rest` stands at the end of its table.
+/// Forward everything to one upstream. `rest` is appended to its table.
 fn config(upstream: SocketAddr, rest: &str) -> String {
     format!(
         "[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"api\"\n[upstream.api]\n\
@@ -31,7 +31,7 @@ fn gateway(upstream: SocketAddr) -> Gateway {
     Gateway::start(&config(upstream, ""))
 }
 
-/// All clients share one pool of upstream connections.
+/// One worker, so that all clients share one pool of upstream connections.
 fn one_worker(upstream: SocketAddr) -> Gateway {
     Gateway::start(&format!("[server]\nworkers = 1\n{}", config(upstream, "")))
 }
@@ -40,7 +40,7 @@ fn ok() -> Vec<u8> {
     b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec()
 }
 
-/// An answer with a body in chunks of odd sizes.
+/// A chunked response with chunks of varying sizes.
 fn chunked(body: &[u8]) -> Vec<u8> {
     let mut answer = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n".to_vec();
     answer.extend_from_slice(&chunks(body));
@@ -58,7 +58,7 @@ fn chunks(body: &[u8]) -> Vec<u8> {
     out
 }
 
-/// Bytes without a period that a lost or doubled piece could hide in.
+/// Return bytes without a period, so that lost or repeated pieces are detected.
 fn noise(length: usize) -> Vec<u8> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64;
     let mut out = Vec::with_capacity(length + 8);
@@ -80,7 +80,7 @@ fn soon<T>(what: &str, events: &Receiver<T>) -> T {
     events.recv_timeout(PATIENCE).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
 }
 
-/// Waits until the other side closes; what it sends until then is dropped.
+/// Wait until the other side closes, and discard what it sends.
 fn wait_for_close(stream: &mut TcpStream) -> bool {
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
     let mut rest = [0; 4096];
@@ -93,7 +93,7 @@ fn wait_for_close(stream: &mut TcpStream) -> bool {
     }
 }
 
-/// Ends a connection with a reset instead of an end.
+/// Close a connection with a reset.
 fn reset(stream: TcpStream) {
     socket2::SockRef::from(&stream).set_linger(Some(Duration::ZERO)).unwrap();
     drop(stream);
@@ -135,7 +135,7 @@ fn hop_by_hop_headers_are_not_forwarded() {
         ("content-length", &[]),
         ("x-nominated", &[]),
         ("x-also-nominated", &[]),
-        // The one coding that is about the message, not the connection.
+        // `trailers` is the only value that concerns the message and not the connection.
         ("te", &["trailers"]),
         ("host", &["Shop.Example:8080"]),
         ("accept", &["*/*"]),
@@ -143,7 +143,7 @@ fn hop_by_hop_headers_are_not_forwarded() {
         ("cookie", &["a=1; b=2"]),
         ("authorization", &["Bearer abc"]),
         ("x-api-key", &["key"]),
-        // Ours are set whatever the client nominates.
+        // The headers of the gateway are set whatever `Connection` names.
         ("x-forwarded-for", &["127.0.0.1"]),
     ] {
         assert_eq!(seen.headers(name), values, "{name} in {}", seen.head);
@@ -253,7 +253,7 @@ fn upstream_receives_the_path_that_was_routed_on() {
         ("/../../etc", "/etc"),
         ("/a%3fb%23", "/a%3Fb%23"),
         ("/a%20b|c", "/a%20b%7Cc"),
-        // A query is the upstream's own, byte for byte.
+        // The query is forwarded byte for byte.
         ("/a?", "/a?"),
         ("/a?x=1&y=2", "/a?x=1&y=2"),
         ("/a?x=%2f..%2F%00%61+b", "/a?x=%2f..%2F%00%61+b"),
@@ -426,7 +426,7 @@ fn responses_without_a_body_have_none() {
         "/chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/304" => b"HTTP/1.1 304 Not Modified\r\nETag: \"e\"\r\n\r\n".to_vec(),
-        // The length is that of the answer to a GET without a condition.
+        // Content-Length of a 304 is that of the response to an unconditional GET.
         "/304-length" => b"HTTP/1.1 304 Not Modified\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty" => b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/empty-chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n0\r\n\r\n".to_vec(),
@@ -434,7 +434,7 @@ fn responses_without_a_body_have_none() {
     });
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
-    // One connection for all: a byte too many would spoil the next answer.
+    // One connection for all: a surplus byte would break the next response.
     for (method, path, status, length) in [
         ("HEAD", "/length", 200, Some("12345")),
         ("HEAD", "/chunked", 200, None),
@@ -490,12 +490,12 @@ fn chunked_bodies_are_forwarded_both_ways() {
         let seen = upstream.last();
         assert_eq!((seen.body.as_slice(), seen.headers("content-length").len()), (expected.as_bytes(), 0), "{body}");
     }
-    // HTTP/1.0 knows no chunks: the end of the connection is the end of the body.
+    // HTTP/1.0 has no chunks: the end of the connection is the end of the body.
     let mut old = gateway.client();
     old.send(&request("1.0", "Content-Length: 5\r\n", "hello"));
     let reply = old.reply().unwrap();
     assert_eq!((reply.text(), reply.header("transfer-encoding")), ("hello", None));
-    // The chunks of a body arrive as they are sent, not when the body is complete.
+    // Chunks are forwarded when they arrive, not when the body is complete.
     let (go_on, wait) = channel();
     let wait = Mutex::new(wait);
     let slow = serve(move |mut stream| {
@@ -545,7 +545,7 @@ fn response_with_two_framings_is_502_or_read_as_chunks() {
         });
         let gateway = gateway(upstream);
         let reply = gateway.get("/");
-        // RFC 9112 §6.3: the chunks override the length, or the answer is no answer.
+        // RFC 9112 §6.3: the chunks override Content-Length, or the response is rejected.
         if reply.status != 502 {
             assert_eq!((reply.status, reply.text()), (200, "hello"), "{framing}");
         }
@@ -605,11 +605,11 @@ fn large_bodies_arrive_unchanged() {
 
 const BLOCK: usize = 64 << 10;
 const BLOCKS: usize = 1024;
-/// How much the gateway may grow while it carries `BLOCK * BLOCKS` bytes for somebody who does not read.
+/// Maximum memory growth while the gateway forwards `BLOCK * BLOCKS` bytes to a side that does not read.
 const GROWTH: u64 = 16 << 20;
 
-/// Writes all blocks. When the other side has taken nothing for a second, says how much it took so far and waits
-/// for leave to go on; then writes the rest.
+/// Write all blocks. When the other side has read nothing for 1 s, report how much it took and wait for permission to
+/// continue.
 fn write_blocks(stream: &mut TcpStream, block: &[u8], stalled: impl Fn(usize), go_on: &Receiver<()>) {
     stream.set_write_timeout(Some(Duration::from_secs(1))).unwrap();
     let mut written = 0;
@@ -636,7 +636,7 @@ fn read_blocks(stream: &mut impl Read, block: &[u8], count: usize) {
     }
 }
 
-/// Answers what only warms up; true once the head of the real request is there.
+/// Respond to warm-up requests. Return true at the head of the real request.
 fn warmed_up(stream: &mut TcpStream) -> bool {
     while let Some(head) = read_head(stream) {
         if !head.starts_with("GET /warm") {
@@ -714,7 +714,7 @@ fn slow_upstream_slows_the_upload_down() {
     assert!(grown < GROWTH, "the gateway has grown by {grown} bytes");
 }
 
-// ---- who breaks off ------------------------------------------------------------------------------
+// ---- aborted requests and responses --------------------------------------------------------------
 
 #[test]
 fn disconnected_client_cancels_the_upstream_request() {
@@ -740,7 +740,7 @@ fn disconnected_client_cancels_the_upstream_request() {
         let upstream = serve(move |mut stream| {
             let head = read_head(&mut stream).unwrap();
             if head.starts_with("POST") {
-                // As much of the body as there is, in either framing.
+                // Read the available part of the body, in either framing.
                 let mut part = Vec::new();
                 while !part.ends_with(b"hi") {
                     let mut byte = [0];
@@ -752,7 +752,7 @@ fn disconnected_client_cancels_the_upstream_request() {
             let closed = wait_for_close(&mut stream);
             tell.send(if closed { "closed" } else { "still open" }).unwrap();
         });
-        // Half a body reaches it if bodies are not buffered.
+        // Without buffering, the upstream receives half of the body.
         let gateway = Gateway::start(&format!("[server]\nrequest_buffer = \"0B\"\n{}", config(upstream, "")));
         let mut client = gateway.client();
         client.send(request.as_bytes());
@@ -775,7 +775,7 @@ fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
         stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").unwrap();
         stream.set_write_timeout(Some(PATIENCE)).unwrap();
         let chunk = chunks(&noise(1000));
-        // An endless answer: only a connection that is closed ends it.
+        // The response is endless, so only a closed connection ends it.
         let error = loop {
             if let Err(error) = stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]) {
                 break error.kind();
@@ -792,7 +792,7 @@ fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
     assert!(matches!(error, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}");
 }
 
-/// An answer of the gateway's own tells nothing about the upstream.
+/// Assert that an error response says nothing about the upstream.
 fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
     let all = format!("{:?} {}", reply.headers, reply.text());
     for secret in [address.ip().to_string(), address.port().to_string(), "localhost".to_owned()] {
@@ -802,7 +802,7 @@ fn assert_silent_about(reply: &Reply, address: SocketAddr, what: &str) {
 
 #[test]
 fn refused_upstream_connection_is_502() {
-    // Bound but not listening: nobody else gets the port, and connections are refused.
+    // Bound but not listening: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
@@ -862,7 +862,7 @@ fn upstream_that_stops_reading_is_504() {
     let given_up = Mutex::new(given_up);
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
-        // Nothing of the body is read.
+        // Read nothing of the body.
         let _ = given_up.lock().unwrap().recv_timeout(PATIENCE);
     });
     let gateway = Gateway::start(&config(upstream, "response_timeout = \"300ms\""));
@@ -871,7 +871,7 @@ fn upstream_that_stops_reading_is_504() {
     client.send(b"POST / HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n");
     let upload = std::thread::spawn(move || {
         let chunk = chunks(&noise(BLOCK));
-        // The client never stops by itself.
+        // The client never stops.
         while stream.write_all(&chunk[..chunk.len() - "0\r\n\r\n".len()]).is_ok() {}
     });
     let reply = client.head().expect("an answer while the upload is stuck");
@@ -908,7 +908,7 @@ fn invalid_response_is_502() {
         let upstream = serve(move |mut stream| {
             read_head(&mut stream).unwrap();
             count.fetch_add(1, Ordering::Relaxed);
-            // Whoever has read enough of it may close.
+            // The client may close when it has read enough.
             let _ = stream.write_all(answer.as_bytes());
             let _ = stream.shutdown(std::net::Shutdown::Write);
             wait_for_close(&mut stream);
@@ -949,7 +949,7 @@ fn truncated_response_never_looks_complete() {
     ] {
         for by_reset in [false, true] {
             if !by_reset && !part.contains(':') {
-                continue; // that is how such a body ends
+                continue; // close-delimited bodies end like this
             }
             let what = format!("{what}, {}", if by_reset { "reset" } else { "closed" });
             let answer = format!("HTTP/1.1 200 OK\r\n{part}{rest}");
@@ -984,7 +984,7 @@ fn truncated_response_never_looks_complete() {
                     assert!(!text.ends_with("0\r\n\r\n"), "{what}: the last chunk was never sent: {text:?}");
                 }
             }
-            // The connection is spoilt, the gateway is not.
+            // The connection is closed, and the gateway continues.
             assert_eq!(gateway.client().get("http://user@a.test/").status, 400, "{what}");
         }
     }
@@ -1034,7 +1034,7 @@ fn connection_close_of_an_upstream_is_obeyed() {
         count.fetch_add(1, Ordering::Relaxed);
         read_request(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok").unwrap();
-        // A second request on this connection would never be answered.
+        // A second request on this connection would get no response.
         wait_for_close(&mut stream);
     });
     let gateway = gateway(upstream);
@@ -1054,7 +1054,7 @@ fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
         count.fetch_add(1, Ordering::Relaxed);
         while read_request(&mut stream).is_some() && stream.write_all(&ok()).is_ok() {}
     });
-    // Every pause is longer than this.
+    // Every pause is longer than this timeout.
     let gateway = Gateway::start(&config(upstream, "pool_idle_timeout = \"1ms\""));
     let mut client = gateway.client();
     assert_eq!(client.get("/").text(), "ok");
@@ -1064,7 +1064,7 @@ fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
     });
 }
 
-/// Answers one request on each connection and closes it without a word.
+/// Respond to one request per connection and close it.
 fn closes_after_each_answer(seen: Arc<Mutex<Vec<Seen>>>) -> SocketAddr {
     serve(move |mut stream| {
         if let Some(request) = read_request(&mut stream) {
@@ -1095,7 +1095,7 @@ fn upstream_that_closes_idle_connections_receives_no_post_twice() {
         let reply = gateway.client().request("POST", "/", &[], format!("order {index}").as_bytes());
         match reply.status {
             200 => answered += 1,
-            // It was on its way when the connection closed.
+            // The request was in flight when the connection closed.
             _ => reply.assert_problem(502, &format!("POST {index}")),
         }
     }
@@ -1113,7 +1113,7 @@ fn post_uses_another_connection_if_the_pooled_one_is_closed() {
         read_request(&mut stream).unwrap();
         stream.write_all(&ok()).unwrap();
         stream.shutdown(std::net::Shutdown::Write).unwrap();
-        // The gateway closes its side once it has noticed.
+        // The gateway closes its side when it notices.
         tell.send(wait_for_close(&mut stream)).unwrap();
     });
     let gateway = gateway(upstream);
@@ -1129,7 +1129,7 @@ fn post_uses_another_connection_if_the_pooled_one_is_closed() {
 fn only_safe_requests_are_sent_twice() {
     let seen = Arc::<Mutex<Vec<Seen>>>::default();
     let record = seen.clone();
-    // Each connection dies with its second request, unanswered.
+    // Each connection closes at its second request without a response.
     let upstream = serve(move |mut stream| {
         for answer in [Some(ok()), None] {
             let Some(request) = read_request(&mut stream) else { return };
@@ -1152,13 +1152,13 @@ fn only_safe_requests_are_sent_twice() {
         ("DELETE", "", false),
         ("PATCH", "order", false),
         ("PURGE", "", false),
-        // Its body is gone with the first attempt.
+        // The body is consumed by the first attempt.
         ("GET", "query", false),
     ]
     .into_iter()
     .enumerate()
     {
-        // Whatever came before, this leaves a connection that has answered once.
+        // After this, the pool has one connection that was used once.
         let what = format!("{method} {body:?}");
         assert_eq!(client.get(&format!("/warm-{index}")).status, 200, "before {what}");
         let target = format!("/{index}");
@@ -1202,7 +1202,7 @@ fn expect_100_continue_is_answered_when_the_body_is_read() {
         assert_eq!((reply.status, reply.text()), (200, "ok"), "{target}");
         let seen = upstream.last();
         assert_eq!((&*seen.body, seen.headers("expect").len()), (&b"hello"[..], 0), "{target}: {}", seen.head);
-        // The connection goes on.
+        // The connection continues.
         assert_eq!(client.get("/").text(), "ok", "{target}");
     }
     let before = upstream.count();

@@ -1,4 +1,4 @@
-//! Another process takes the place of a running one, and how a service manager starts and follows both.
+//! Hot restart, and starting and notifying under a service manager.
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::OwnedFd;
@@ -12,11 +12,11 @@ use crate::support::reload::{ADMIN, ask, says, with_admin};
 use crate::support::server::{Mood, Server};
 use crate::support::{PATIENCE, Raise, eventually, signal};
 
-/// A process that this one did not start itself; it is killed when the test is over.
+/// A process that the test did not start itself. It is killed at the end of the test.
 struct Successor(String);
 
 impl Successor {
-    /// The one that has taken the place of a gateway.
+    /// Return the process that has replaced a gateway.
     fn of(gateway: &Gateway) -> Successor {
         let id = || Some(gateway.log().split_once(" serves in the place")?.0.rsplit_once("process ")?.1.to_owned());
         eventually("another process serves", || id().is_some());
@@ -34,7 +34,7 @@ impl Drop for Successor {
     }
 }
 
-/// Has another process take the place of a gateway, which ends.
+/// Replace the process of a gateway by hot restart, and wait until the old process has ended.
 fn hand_over(gateway: &mut Gateway) -> Successor {
     signal(&gateway.child, "USR2");
     let successor = Successor::of(gateway);
@@ -61,7 +61,7 @@ fn hot_restart_under_load_fails_no_request() {
                     let (mut client, mut statuses) = (Client::connect(address), Vec::new());
                     while !over.load(Ordering::SeqCst) {
                         let reply = client.get(path);
-                        // The last two have a connection for each request.
+                        // The last two clients open a connection per request.
                         if index > 3 || reply.header("connection") == Some("close") {
                             client = Client::connect(address);
                         }
@@ -78,7 +78,7 @@ fn hot_restart_under_load_fails_no_request() {
             eventually(what, || answered.load(Ordering::SeqCst) > before + 500);
         };
         more("requests are answered");
-        // What a reload would refuse: the next process has it all the same.
+        // A change that a reload rejects takes effect in a new process.
         gateway.put(&format!("[server]\nworkers = 3\n{}", config("two")));
         let first = hand_over(&mut gateway);
         more("the new process answers");
@@ -152,7 +152,7 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
         let mut gateway = Gateway::start(&config(before));
         gateway.put(&config(after));
         let first = hand_over(&mut gateway);
-        // Enough connections to meet every socket.
+        // Enough connections to reach every socket.
         let all = |what: &str| {
             for _ in 0..40 {
                 assert_eq!(gateway.get("/says").status, 200, "{layout}, {before} to {after}: {what}");
@@ -170,7 +170,7 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
     }
 }
 
-/// Starts a gateway as systemd does: with a socket at descriptor 3, and its own id in the environment.
+/// Start a gateway as systemd does: a socket as descriptor 3, and its process ID in the environment.
 fn activated(config: &str, socket: TcpListener) -> Gateway {
     let socket = std::sync::Mutex::new(Some(socket));
     Gateway::start_socket(config, |path| {
@@ -186,7 +186,7 @@ fn activated(config: &str, socket: TcpListener) -> Gateway {
 fn systemd_socket_is_served_with_its_queued_connections() {
     let socket = TcpListener::bind("127.0.0.1:0").unwrap();
     let address: SocketAddr = socket.local_addr().unwrap();
-    // Before there is a process.
+    // Connect before the process exists.
     let mut early = Client::connect(address);
     early.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     let config = format!("[server]\nworkers = 3\n[[listener]]\naddress = \"{address}\"\n{}", says("x"));
@@ -237,7 +237,7 @@ fn service_manager_is_notified_of_state_changes() {
     assert_eq!(told(), "READY=1");
     signal(&gateway.child, "USR2");
     let successor = Successor::of(&gateway);
-    // Which of both comes first is not decided.
+    // The order of the two notifications is not defined.
     let mut both = [told(), told()];
     both.sort();
     assert_eq!(both, [format!("MAINPID={}", successor.0), "READY=1".to_owned()]);

@@ -1,5 +1,5 @@
-//! Health checks: a server that fails them gets no requests, one that passes them gets them again.
-#![allow(clippy::disallowed_methods)] // waits have a clock of their own
+//! Active health checks: unhealthy servers get no requests until they are healthy again.
+#![allow(clippy::disallowed_methods)] // waits use the system clock
 
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ fn gateway(servers: &[&Server], workers: usize, health: &str, lines: &str) -> Ga
 
 const QUICK: &str = "interval = \"100ms\", timeout = \"5s\", unhealthy_threshold = 2, healthy_threshold = 2";
 
-/// `count` GETs that all succeed; how many went to this server.
+/// Send `count` GETs that all succeed. Return how many this server received.
 fn share(gateway: &Gateway, server: &Server, count: usize) -> usize {
     let before = server.count();
     let mut client = gateway.client();
@@ -66,7 +66,7 @@ fn reload_keeps_the_health_of_servers_and_checks_new_ones() {
     let gateway = Gateway::start(&with_admin(&config("")));
     ill.set(Mood::Answers(500));
     eventually("it is found to be ill", || gateway.log().contains("server is unhealthy"));
-    // The same upstream beside a new one, then with other settings: nobody waits for the next checks.
+    // The same upstream with a new one beside it, then with other settings: requests do not wait for the next checks.
     for lines in [other.as_str(), "response_timeout = \"7s\""] {
         reloads(&gateway, &config(lines));
         assert_eq!(share(&gateway, ill, 20), 0, "{lines}");
@@ -90,7 +90,7 @@ fn no_healthy_server_is_503_until_one_is_back() {
     two.up();
     let back = Instant::now();
     eventually("one is healthy", || gateway.get("/").status == 200);
-    // Its interval and a tenth; more than twice that is not the machine.
+    // The interval and a tenth. The rest is for a busy machine.
     assert!(back.elapsed() < Duration::from_millis(3300 + 1650), "{:?}", back.elapsed());
 }
 
@@ -139,12 +139,12 @@ fn recovered_server_returns_with_slow_start() {
     eventually("it is found to be ill", || gateway.log().contains("server is unhealthy"));
     back.set(Mood::Answers(200));
     eventually("it is found to be well", || gateway.log().contains("server is healthy again"));
-    // A tenth of the other's weight: 20 of 220, and a few more when the test takes minutes.
+    // A tenth of the weight of the other: 20 of 220, and a few more if the test takes minutes.
     let share = share(&gateway, back, 220);
     assert!((20..40).contains(&share), "{share} of 220");
 }
 
-/// A server that speaks HTTP/2: a gateway.
+/// A server that speaks HTTP/2: another gateway.
 fn http2_server(path: &str) -> Gateway {
     Gateway::start(&format!(
         "[[route]]\nname = \"health\"\npath = \"{path}\"\nrespond = {{ status = 200, body = \"well\" }}\n\
@@ -166,7 +166,7 @@ fn http2_upstream_is_health_checked_over_http2() {
     for _ in 0..20 {
         assert_eq!(client.request("POST", "/any", &[], b"").text(), "/healthz");
     }
-    // Its port is refused from now on; nothing was in flight.
+    // Its port refuses connections from now on. Nothing was in flight.
     drop(other);
     for number in 0..20 {
         assert_eq!(client.get("/healthz").status, 200, "GET {number}");
@@ -191,7 +191,7 @@ fn reload_without_health_check_restores_unhealthy_servers() {
         eventually("it is found to be unhealthy", || gateway.log().contains("server is unhealthy"));
         assert_eq!(share(&gateway, ill, 20), 0);
         reloads(&gateway, &config(servers, ""));
-        // It answers 500 still: no check can have brought it back.
+        // It still responds 500, so no check can have restored it.
         let before = ill.count();
         let mut client = gateway.client();
         let failed = (0..30).filter(|_| client.get("/").status == 500).count();

@@ -1,4 +1,4 @@
-//! Heads that are broken, huge or in two minds about the host: what is refused, and what the upstream sees of the rest.
+//! Malformed and huge request heads, and conflicting hosts: faults 3 and 4 in docs/testing.md.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
@@ -16,7 +16,7 @@ fn gateway(upstream: &Upstream) -> Gateway {
     ))
 }
 
-/// The first status that comes back; none if the connection is reset before, as it may be for whoever sends on.
+/// Return the first status, or `None` if the connection is reset first, as it may be while the client still sends.
 fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -26,7 +26,7 @@ fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     std::str::from_utf8(&first[9..]).unwrap().parse().ok()
 }
 
-/// Heads that are none, up to the blank line; the statuses that refuse them.
+/// Invalid heads up to the empty line, with the status that rejects them.
 const BROKEN: &[(&str, &str, &[u8], u16)] = &[
     ("no version", "9112 3", b"GET /", 400),
     ("no target", "9112 3", b"GET HTTP/1.1", 400),
@@ -106,10 +106,10 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
         }
         for (name, head, expected) in &huge {
             let found = status(&gateway, &[&head[..], b"\r\n\r\n"].concat());
-            // Only whoever sends far more than the bound may miss his answer.
+            // Only a client that sends far more than the limit may miss the response.
             let reset = found.is_none() && head.len() > 64 << 10;
             assert!(reset || found.is_some_and(|status| expected.contains(&status)), "{name}: {found:?}");
-            // The same without an end: what is beyond the buffer is refused while it still comes.
+            // The same without an end: a head larger than the buffer is rejected while it arrives.
             if head.len() >= 40 << 10 {
                 let found = status(&gateway, &[&head[..], b"a"].concat());
                 assert!(
@@ -121,7 +121,7 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
         }
         refused
     };
-    // What the first ones leave behind is there once.
+    // The first rounds allocate buffers that stay allocated.
     for _ in 0..3 {
         round();
     }
@@ -135,11 +135,11 @@ fn malformed_and_huge_heads_are_rejected_and_take_no_memory() {
     assert!(!gateway.log().contains("panicked"), "{}", gateway.log());
 }
 
-/// A request up to the blank line; host and target that the upstream sees, or the status of a refusal.
+/// A request up to the empty line; Host and target at the upstream, or the status of the rejection.
 type Case = (&'static str, &'static str, Result<(&'static str, &'static str), u16>);
 
 const HOSTS: &[Case] = &[
-    // ---- the host that is routed on is the one that is told (RFC 9112 §3.2.2)
+    // ---- the upstream receives the host that was routed on (RFC 9112 §3.2.2)
     ("GET / HTTP/1.1\r\nHost: a.test", "7.2", Ok(("a.test", "/"))),
     ("GET / HTTP/1.1\r\nHost: A.Test:8080", "7.2", Ok(("A.Test:8080", "/"))),
     ("GET / HTTP/1.1\r\nHost: [::1]:80", "7.2", Ok(("[::1]:80", "/"))),
@@ -158,7 +158,7 @@ const HOSTS: &[Case] = &[
         Ok(("b.test", "/")),
     ),
     ("GET / HTTP/1.1\r\nHost: a.test\r\nX_Host: b.test\r\nHost_: c.test", "7.2", Ok(("a.test", "/"))),
-    // ---- no host, or no one host
+    // ---- no host, or no single host
     ("GET / HTTP/1.1", "7.2", Err(400)),
     ("GET http://b.test/ HTTP/1.1", "7.2", Err(400)),
     ("GET / HTTP/1.1\r\nHost: a.test\r\nHost: b.test", "7.2", Err(400)),
@@ -210,7 +210,7 @@ const HOSTS: &[Case] = &[
     ("GET /a%0d%0ax:y HTTP/1.1\r\nHost: a.test", "7.1", Err(400)),
     ("GET /a%252Fb HTTP/1.1\r\nHost: a.test", "7.1", Ok(("a.test", "/a%252Fb"))),
     ("GET /a;x/b HTTP/1.1\r\nHost: a.test", "7.1", Ok(("a.test", "/a;x/b"))),
-    // ---- methods that are not for gateways
+    // ---- methods that gateways do not serve
     ("CONNECT b.test:443 HTTP/1.1\r\nHost: b.test:443", "9.3.6", Err(501)),
     ("CONNECT / HTTP/1.1\r\nHost: a.test", "9.3.6", Err(501)),
     ("CONNECT http://b.test/ HTTP/1.1\r\nHost: a.test", "9.3.6", Err(501)),

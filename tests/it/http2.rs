@@ -1,4 +1,4 @@
-//! Upstreams that speak HTTP/2: one connection for all, gRPC from end to end, what happens when streams and connections end.
+//! HTTP/2 upstreams: one connection for all requests, gRPC end to end, and the end of streams and connections.
 
 use std::future::{Future, poll_fn};
 use std::net::SocketAddr;
@@ -14,18 +14,18 @@ use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
 use http::{HeaderMap, Request, Response};
 
-/// What a server does with a request besides answering it.
+/// What the server does besides responding.
 #[derive(Clone, Copy)]
 enum Then {
     GoOn,
-    /// This request is the connection's last.
+    /// GOAWAY: this request is the last of the connection.
     GoAway,
-    /// The connection is closed under it.
+    /// Close the connection during the request.
     Drop,
     Reset(Reason),
 }
 
-/// An HTTP/2 server that records which connection each request came on.
+/// An HTTP/2 server that records the connection of each request.
 struct Server {
     address: SocketAddr,
     seen: Arc<Mutex<Vec<(usize, http::request::Parts)>>>,
@@ -77,7 +77,7 @@ impl Server {
         Server { address, seen }
     }
 
-    /// Answers everything with what it was sent.
+    /// A server that echoes requests.
     fn echo(then: impl Fn(usize) -> Then + Send + Clone + 'static) -> Server {
         Server::start(then, |_, request, respond| async move {
             let (body, _) = read(&mut request.into_body()).await;
@@ -85,13 +85,13 @@ impl Server {
         })
     }
 
-    /// The connections of the requests so far.
+    /// Return the connections of the requests so far.
     fn connections(&self) -> Vec<usize> {
         self.seen.lock().unwrap().iter().map(|(connection, _)| *connection).collect()
     }
 }
 
-/// A body and its trailers.
+/// Read a body and its trailers.
 async fn read(body: &mut RecvStream) -> (Vec<u8>, Option<HeaderMap>) {
     let mut read = Vec::new();
     while let Some(Ok(data)) = body.data().await {
@@ -106,7 +106,7 @@ fn answer(mut respond: SendResponse<Bytes>, body: impl Into<Bytes>) {
     stream.send_data(body.into(), true).unwrap();
 }
 
-/// One worker, so that there is one connection.
+/// One worker, so that there is one upstream connection.
 fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]" } else { "" };
     Gateway::start(&format!(
@@ -115,7 +115,7 @@ fn gateway(upstream: SocketAddr, rest: &str) -> Gateway {
     ))
 }
 
-/// An HTTP/2 client.
+/// Connect an HTTP/2 client.
 async fn client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
     let stream = tokio::net::TcpStream::connect(gateway.address).await.unwrap();
     let (client, connection) = h2::client::handshake(stream).await.unwrap();
@@ -128,7 +128,7 @@ fn within_patience<T>(talk: impl Future<Output = T>) -> T {
     runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("an answer in time") })
 }
 
-// ---- what passes ---------------------------------------------------------------------------------
+// ---- forwarding ----------------------------------------------------------------------------------
 
 #[test]
 fn one_http2_connection_carries_all_requests() {
@@ -148,7 +148,7 @@ fn one_http2_connection_carries_all_requests() {
     let (_, last) = server.seen.lock().unwrap().last().unwrap().clone();
     assert_eq!(last.uri, "http://shop.example:81/");
     assert_eq!(last.headers["content-length"], body.len().to_string());
-    // A client of 1996 names no host.
+    // An HTTP/1.0 client sends no Host.
     let mut client = gateway.client();
     client.send(b"GET /old HTTP/1.0\r\n\r\n");
     assert_eq!(client.reply().unwrap().status, 200);
@@ -156,7 +156,7 @@ fn one_http2_connection_carries_all_requests() {
     assert_eq!(last.uri.to_string(), format!("http://{}/old", server.address));
 }
 
-/// A gRPC message: not compressed, its length, its bytes.
+/// Encode a gRPC message: not compressed, length, bytes.
 fn message(bytes: &[u8]) -> Bytes {
     [&[0][..], &(bytes.len() as u32).to_be_bytes(), bytes].concat().into()
 }
@@ -173,7 +173,7 @@ fn map(name: &'static str, value: &'static str) -> HeaderMap {
     HeaderMap::from_iter([(http::HeaderName::from_static(name), http::HeaderValue::from_static(value))])
 }
 
-/// Says back each message as it comes; `Fail` has no messages.
+/// Echo each message when it arrives. `Fail` returns an error without messages.
 async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<Bytes>) {
     let head = Response::builder().header("content-type", "application/grpc+proto");
     if request.uri().path().ends_with("/Fail") {
@@ -192,7 +192,7 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
     stream.send_trailers(trailers).unwrap();
 }
 
-/// A server of calls may answer after the last message only; its client may be silent for longer than other uploads.
+/// A gRPC server may respond after the last message only, and its client may pause for longer than other uploads.
 #[test]
 fn grpc_streams_may_pause_and_other_uploads_may_not() {
     let server = Server::echo(|_| Then::GoOn);
@@ -205,7 +205,7 @@ fn grpc_streams_may_pause_and_other_uploads_may_not() {
                 let (response, mut body) = client.send_request(request, false).unwrap();
                 body.send_data(message(b"first"), false).unwrap();
                 tokio::time::sleep(Duration::from_secs(7)).await;
-                // The stream may be over.
+                // The stream may be closed.
                 let _ = body.send_data(message(b"second"), true);
                 response.await.unwrap().status().as_u16()
             }
@@ -254,7 +254,7 @@ fn grpc_trailers_are_forwarded() {
         assert_eq!(response.headers()["content-type"], "application/grpc+proto");
         let (body, trailers) = read(&mut response.into_body()).await;
         assert_eq!((body, trailers.unwrap()), (message(b"hello").to_vec(), map("grpc-status", "0")));
-        // Each message is answered before the next is sent.
+        // Each message is answered before the next one is sent.
         let (response, mut stream) = client.send_request(call("Stream"), false).unwrap();
         let mut body = response.await.unwrap().into_body();
         for text in ["one", "two", "three"] {
@@ -267,12 +267,12 @@ fn grpc_trailers_are_forwarded() {
         let (_, trailers) = read(&mut body).await;
         let trailers = trailers.unwrap();
         assert_eq!((&trailers["grpc-status"], &trailers["x-asked"]), (&"0".parse().unwrap(), &"1".parse().unwrap()));
-        // An error is trailers only.
+        // An error consists of trailers only.
         let (response, _) = client.send_request(call("Fail"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"5".parse().unwrap()));
         assert!(response.into_body().is_end_stream());
-        // The fourth is over the limit.
+        // The fourth request is over the limit.
         let (response, _) = client.send_request(call("Unary"), true).unwrap();
         let response = response.await.unwrap();
         assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"8".parse().unwrap()));
@@ -314,7 +314,7 @@ fn trailers_of_requests_without_grpc_are_dropped() {
     assert_eq!(trailers.recv_timeout(PATIENCE).unwrap(), (b"body".to_vec(), None));
 }
 
-// ---- what ends -----------------------------------------------------------------------------------
+// ---- end of streams and connections --------------------------------------------------------------
 
 #[test]
 fn goaway_finishes_streams_and_closes_the_connection() {
@@ -358,7 +358,7 @@ fn lost_connection_fails_only_requests_that_may_have_been_processed() {
         assert_eq!(gateway.get("/").status, 200, "{method}");
         assert_eq!(server.connections(), seen, "{method}");
     }
-    // A fresh connection is not tried again.
+    // On a new connection the request is not retried.
     let server = Server::echo(|_| Then::Drop);
     let gateway = gateway(server.address, "");
     gateway.get("/").assert_problem(502, "dropped at once");
@@ -384,7 +384,7 @@ fn unprocessed_request_is_retried_once() {
     }
 }
 
-/// A server that leaves every request but those for `/ok` alone, and tells how it ended.
+/// A server that does not respond, except to `/ok`, and reports how each stream ended.
 fn silent() -> (Server, std::sync::mpsc::Receiver<Reason>) {
     let (sender, ended) = channel();
     let server = Server::start(
@@ -448,7 +448,7 @@ fn idle_connection_is_closed_and_a_closed_one_is_not_reused() {
     let gateway = gateway(server.address, "pool_idle_timeout = \"300ms\"\n");
     let mut client: Client = gateway.client();
     assert_eq!(client.get("/").status, 200);
-    // What is tested is time: nothing happens before the next request.
+    // The test needs a pause without events before the next request.
     std::thread::sleep(Duration::from_millis(400));
     assert_eq!(client.get("/").status, 200);
     assert_eq!(server.connections(), [0, 1]);
