@@ -1,4 +1,4 @@
-//! Who counts as whom by bearer tokens, over the wire: what is accepted, what is refused, and keys that change.
+//! Identities by JWT over the wire: accepted and rejected tokens, and key rotation.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use serde_json::{Value, json};
 
 const ISSUER: &str = "https://issuer.example";
 
-/// A limit by the claim `sub`, and one for everybody beside it, on `/limited`.
+/// A limit by the claim `sub` and a global one on `/limited`.
 fn config(jwt: &str, limit: &str) -> String {
     let fixed = "algorithm = \"fixed-window\"\nstart = \"first-request\"\nquota = \"1000/hour\"";
     format!(
@@ -19,13 +19,13 @@ fn config(jwt: &str, limit: &str) -> String {
     )
 }
 
-/// A gateway that believes these keys, with issuer and audience.
+/// A gateway that trusts these keys, with issuer and audience.
 fn strict(keys: &[&Key]) -> Gateway {
     let jwt = format!("jwks_file = \"jwks.json\"\nissuer = \"{ISSUER}\"\naudience = \"api\"");
     Gateway::start_with(&config(&jwt, ""), &[("jwks.json", &key_set(keys))])
 }
 
-/// The claims of a token that `strict` accepts, but for what is given.
+/// Return the claims of a valid token for `strict`, changed by `other`.
 fn claims(sub: &str, other: Value) -> Value {
     let mut claims = json!({ "sub": sub, "exp": in_seconds(300), "iss": ISSUER, "aud": "api" });
     let Value::Object(other) = other else { panic!("{other} are no claims") };
@@ -42,13 +42,13 @@ fn ask(client: &mut Client, token: &str) -> Reply {
     client.get_with("/limited", &[("Authorization", &format!("Bearer {token}"))])
 }
 
-/// What is left for somebody, and for everybody together.
+/// Return the remaining of the subject's limit and of the global one.
 fn left(reply: &Reply) -> (u64, u64) {
     assert_eq!(reply.status, 200, "{}", reply.text());
     (reply.remaining("token"), reply.remaining("all"))
 }
 
-/// RFC 6750 §3: the token is wrong, and neither it nor what it says is repeated.
+/// Assert a 401 of RFC 6750 §3 that repeats neither the token nor its claims.
 fn assert_invalid(reply: &Reply, detail: &str, token: &str, what: &str) {
     reply.assert_problem(401, what);
     assert_eq!(reply.header("www-authenticate"), Some("Bearer error=\"invalid_token\""), "{what}");
@@ -71,7 +71,7 @@ fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         assert_eq!(left(&ask(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
         assert_eq!(left(&ask(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
     }
-    // The scheme is case-insensitive, and a token without the name of its key means the only one of its algorithm.
+    // The scheme is case-insensitive. A token without `kid` is verified with the only key of its algorithm.
     for (line, head) in [
         ("bearer ", json!({ "alg": "EdDSA", "kid": "ed" })),
         ("BEARER  ", json!({ "alg": "EdDSA" })),
@@ -294,12 +294,12 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
         }
         assert_eq!(reply.remaining("tenant"), expected.1, "{claims}");
     }
-    // Where no limit asks for a token, none is looked at.
+    // Without a limit by JWT, tokens are not read.
     let reply = client.get_with("/open", &[("X-User", "7"), ("Authorization", "Bearer garbage")]);
     assert_eq!(reply.remaining("header"), 99);
 }
 
-/// Whether a key is believed.
+/// Return whether a key is trusted.
 fn believed(gateway: &Gateway, key: &Key) -> bool {
     match ask(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
         200 => true,
@@ -308,14 +308,14 @@ fn believed(gateway: &Gateway, key: &Key) -> bool {
     }
 }
 
-/// A gateway whose keys are a file in a folder of the test's own, beside its access log.
+/// A gateway whose JWKS file is in a directory of the test, beside its access log.
 fn following(folder: &Path, file: &str) -> Gateway {
     let jwt = format!("jwks_file = \"{}\"\nissuer = \"{ISSUER}\"\naudience = \"api\"", folder.join(file).display());
     let log = format!("[log]\naccess = \"{}\"\n", folder.join("access.log").display());
     Gateway::start(&(config(&jwt, "") + &log))
 }
 
-/// Puts a file in its place as a whole.
+/// Replace a file by renaming.
 fn put(folder: &Path, name: &str, content: &str) {
     let new = folder.join(format!("{name}.new"));
     std::fs::write(&new, content).unwrap();
@@ -349,7 +349,7 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
         assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
         assert!(believed(&gateway, &new) && !believed(&gateway, &old), "{reason}: the keys stay");
     }
-    // Gone for a while: everything stays as it is, and one line says so, whatever happens in the folder.
+    // A missing file changes nothing and is logged once, whatever else changes in the directory.
     std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
     eventually("the loss is seen", || gateway.log().contains("cannot be read"));
     assert!(believed(&gateway, &new), "the keys stay");
@@ -365,7 +365,7 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
 
 #[test]
 fn replaced_symlink_of_jwks_takes_effect() {
-    // As Kubernetes does it: `jwks.json` → `..data/jwks.json`, `..data` → a folder with a name of its own.
+    // As Kubernetes does: `jwks.json` → `..data/jwks.json`, `..data` → a directory with a generated name.
     let folder = tempfile::tempdir().unwrap();
     let link = |target: &str, name: &str| std::os::unix::fs::symlink(target, folder.path().join(name)).unwrap();
     let revision = |name: &str, key: &Key| {

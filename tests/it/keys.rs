@@ -1,4 +1,4 @@
-//! `sluicegate key`: keys that scanners can find, a file that keeps its looks, and a gateway that learns of it while it runs.
+//! `sluicegate key`: generated keys, edits of the consumers file, and reload by a running gateway.
 
 use std::io::Write;
 use std::os::unix::fs::PermissionsExt;
@@ -19,26 +19,26 @@ struct Said {
 }
 
 impl Said {
-    /// The one line of standard output.
+    /// Return the only line of standard output.
     fn line(&self) -> &str {
         assert_eq!(self.code, Some(0), "{}", self.err);
         self.out.strip_suffix('\n').unwrap()
     }
 }
 
-/// Runs `sluicegate key` beside the files of a folder.
+/// Run `sluicegate key` in a directory.
 fn key(folder: &Path, arguments: &[&str], input: &str) -> Said {
     let mut command = binary();
     command.current_dir(folder).arg("key").args(arguments);
     let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-    // Who needs no input may be gone.
+    // The process may have ended without reading its input.
     let _ = child.stdin.take().unwrap().write_all(input.as_bytes());
     let output = child.wait_with_output().unwrap();
     let text = |bytes| String::from_utf8(bytes).unwrap();
     Said { code: output.status.code(), out: text(output.stdout), err: text(output.stderr) }
 }
 
-/// A folder with a configuration, and with consumers if there are any.
+/// Create a directory with a configuration, and with consumers if given.
 fn folder(consumers: Option<&str>) -> (tempfile::TempDir, PathBuf) {
     let directory = tempfile::tempdir().unwrap();
     let listener = "[[listener]]\naddress = \"127.0.0.1:0\"\n";
@@ -73,7 +73,7 @@ fn running_gateway_reads_new_keys() {
     assert_eq!(key(gateway.directory(), &["revoke"], &format!("{first}\n")).code, Some(0));
     eventually("the first one is refused", || status(&first) == 401);
     assert_eq!(status(&second), 200);
-    // The last one, too, and by its fingerprint.
+    // The last key can be removed, by its fingerprint.
     let list = key(gateway.directory(), &["list"], "");
     let fingerprint = list.out.lines().last().unwrap().rsplit(' ').next().unwrap();
     assert_eq!(key(gateway.directory(), &["revoke", fingerprint], "").code, Some(0));
@@ -129,7 +129,7 @@ fn edits_keep_comments_order_and_file_mode() {
         .replace("]   # only one", &format!(", \"{fourth}\"]   # only one"));
     let expected = format!("{expected}\n[[consumer]]\nname = \"c\"\nkeys = [\"{fifth}\"]\n");
     assert_eq!(read(&path), expected);
-    // Out again: the comment on a key goes with it, those of others stay.
+    // Removing a key removes its comment. Other comments stay.
     for hash in [&third, &fourth, &hash('1')] {
         let said = key(directory.path(), &["revoke", hash], "");
         assert_eq!(said.code, Some(0), "{}", said.err);
@@ -170,7 +170,7 @@ fn missing_file_is_created_and_inline_tables_are_edited() {
     assert!(list.out.lines().count() == 3 && !list.out.contains("1111111"), "{}{}", list.out, read(&path));
 }
 
-/// What is wrong is said, and the file stays as it was.
+/// Errors are reported, and the file stays unchanged.
 #[test]
 fn invalid_file_or_name_changes_nothing() {
     let other = format!("sha256:111111{}", "2".repeat(58));
@@ -194,7 +194,7 @@ fn invalid_file_or_name_changes_nothing() {
         assert_eq!(read(&path), consumers, "{arguments:?}");
         assert_eq!(std::fs::read_dir(directory.path()).unwrap().count(), 2, "nothing is left over");
     }
-    // Neither does a configuration that is wrong elsewhere, or that names no such file.
+    // Neither does a configuration with another error, or without a consumers file.
     let (directory, path) = folder(None);
     let gateway = directory.path().join("gateway.toml");
     std::fs::write(&gateway, read(&gateway) + "[server]\nworkers = -1\n").unwrap();
@@ -204,7 +204,7 @@ fn invalid_file_or_name_changes_nothing() {
     assert!(key(directory.path(), &["list"], "").err.contains("names no file of consumers"));
 }
 
-/// Two at the same time do not lose each other's keys.
+/// Concurrent edits do not lose keys.
 #[test]
 fn concurrent_edits_are_serialized() {
     let (directory, _) = folder(Some("[[consumer]]\nname = \"a\"\nkeys = []\n"));

@@ -1,4 +1,4 @@
-//! Limits as a client meets them: statuses, fields, all or none.
+//! Limits over the wire: statuses, headers, and charges to all limits or none.
 
 use crate::support::client::Reply;
 use crate::support::gateway::Gateway;
@@ -13,7 +13,7 @@ fn routes(limits: &str, extra: &str) -> String {
     )
 }
 
-/// Name and parameters of each item of a structured-field list.
+/// Return names and parameters of the items of a structured-field list.
 fn items(reply: &Reply, field: &str) -> Vec<(String, Vec<(String, i64)>)> {
     let value = reply.header(field).unwrap_or_else(|| panic!("no {field} in {reply:?}"));
     let list: List = Parser::new(value).parse().unwrap_or_else(|error| panic!("{field} is no list: {error}: {value}"));
@@ -210,7 +210,7 @@ fn client_that_waits_for_retry_after_is_admitted() {
                 }
             };
             let seconds = denied.header("retry-after").unwrap().parse().unwrap();
-            // The wait is what is tested.
+            // The test needs this wait.
             std::thread::sleep(std::time::Duration::from_secs(seconds));
             assert_eq!(client.get("/all").status, 200, "{limit}, round {round}");
         }
@@ -224,7 +224,7 @@ fn decisions_on_one_process_are_exact_under_concurrency() {
     {
         let limit =
             format!("[server]\nthreading = \"{layout}\"\nworkers = 4\n[limit.l]\nby = \"ip\"\nquota = \"100/day\"\n");
-        // A day as a window of the algorithm's own, not of the calendar.
+        // 24 h is an aligned window, a day would be a calendar window.
         let limit = limit.replace("/day", "/24h") + &format!("algorithm = \"{algorithm}\"\n");
         let gateway = Gateway::start(&routes(&limit, "limits = [\"l\"]"));
         let statuses = crate::support::client::load(&[gateway.address], 32, 3200, "/all", &[]);
@@ -248,7 +248,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     let name = |number: usize| format!("l{number}");
     let limit = |number: usize| {
         let (quota, algorithm) = if number == 11 { (3, "sliding-log") } else { (100, algorithms[number % 6]) };
-        // So long that none of them begins a window, or has a token back, while the test runs.
+        // So long that none begins a window or refills a token while the test runs.
         let algorithm = if algorithm.ends_with('0') { algorithm.to_owned() } else { format!("{algorithm}\"") };
         format!("[limit.l{number}]\nby = \"ip\"\nquota = \"{quota}/3650d\"\nalgorithm = \"{algorithm}\n")
     };
@@ -283,7 +283,7 @@ fn sixteen_limits_of_all_algorithms_are_one_decision() {
     for number in (0..16).filter(|number| *number != 11) {
         assert_eq!(others.remaining(&name(number)), 96, "l{number}: three by all, one by this");
     }
-    // Connecting loads the scripts, so that each is called by its name.
+    // Scripts are loaded when a connection opens, so that each call is an EVALSHA.
     assert_eq!(redis.calls("evalsha"), 14, "one call for each request");
     redis.assert_every_key_expires();
 }
@@ -298,7 +298,7 @@ fn binding_limit_is_the_one_with_the_smallest_share_left() {
     let mut client = gateway.client();
     (0..7).for_each(|_| assert_eq!(client.get("/many").status, 200));
     let reply = client.get("/all");
-    // 2 of 10 are less than 1 of 2.
+    // 2 of 10 is a smaller share than 1 of 2.
     assert_eq!((reply.header("ratelimit-limit"), reply.header("ratelimit-remaining")), (Some("10"), Some("2")));
 }
 
@@ -317,7 +317,7 @@ fn policy_header_lists_the_applied_limits_only() {
     }
 }
 
-/// A route `/login` with limit `login` by address, and one `/q` with limit `wide` by what the client sends.
+/// A route `/login` with limit `login` by address, and `/q` with limit `wide` by a value of the client.
 fn crowded(wide: &str) -> Gateway {
     Gateway::start(&format!(
         "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmax_memory_states = 640\n\
@@ -330,7 +330,7 @@ fn crowded(wide: &str) -> Gateway {
 
 #[test]
 fn memory_of_one_limit_does_not_evict_states_of_another() {
-    // Few of the limit used, all of it used, and states that outlive those of `login`.
+    // A limit that is hardly used, one that is exhausted, and states that outlive those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
         let gateway = crowded(wide);
         let mut client = gateway.client();
@@ -365,7 +365,7 @@ fn full_memory_store_follows_on_store_error() {
             (admitted, !admitted, 0),
             "{terms}: {statuses:?}"
         );
-        // Those that are counted stay counted: none has got another request in.
+        // Counted states are kept: none is admitted again.
         assert_eq!(client.get("/q?q=0").status, 429, "{terms}");
         let log = gateway.log();
         assert!(log.contains("max_memory_states") && log.contains("\"limit\":\"wide\""), "{terms}: {log}");

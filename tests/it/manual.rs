@@ -1,11 +1,11 @@
-//! README.md and the manual are typed in as a reader would: each command runs and prints what the page shows.
+//! The commands of README.md and the manual run as on the page and print what it shows.
 
 use std::io::Write;
 
 use crate::support::pages::{blocks, manual, read};
 use crate::support::walk::Walk;
 
-/// Commands that do not run as they stand: where, how they begin, what runs in their place, and why.
+/// Commands that do not run unchanged: page, beginning, replacement, reason.
 const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("README.md", "cargo run --release", Some("sluicegate &"), "the tests have built it"),
     ("docs/start.md", "cargo install", None, "takes minutes, and the tests have built it"),
@@ -22,7 +22,7 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
 
 const DENIED: &str = "asks a gateway that has denied somebody: tests/it/operating_cli.rs";
 
-/// What blocks are that are neither configurations nor commands.
+/// Languages of blocks that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[
     ("text", "what programs print, and drawings"),
     ("http", "answers"),
@@ -37,7 +37,7 @@ const SHOWN: &[(&str, &str)] = &[
     ("rust", "an example of a test"),
 ];
 
-/// What a reader of the page has in his folder.
+/// Write the files that the reader of a page has.
 fn provide(walk: &Walk, document: &str) {
     match document {
         "README.md" => {
@@ -118,7 +118,7 @@ fn every_block_of_the_manual_has_a_known_language() {
     }
 }
 
-/// The configurations of others are ones that they take.
+/// nginx accepts the nginx configurations of the manual.
 #[test]
 fn nginx_accepts_the_nginx_blocks() {
     let directory = tempfile::tempdir().unwrap();

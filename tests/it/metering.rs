@@ -1,4 +1,4 @@
-//! How much, over the wire: tiers and sizes of one's own, costs that requests and responses say, refunds, waiting, gRPC.
+//! Costs and quotas over the wire: tiers, costs of requests and responses, refunds, queueing, gRPC.
 
 use std::time::Duration;
 
@@ -13,25 +13,25 @@ use sluicegate::limiter::clock::monotonic;
 
 const PROXY: &str = "127.0.0.9";
 
-/// A consumer whose key is its name.
+/// A consumer whose key equals its name.
 fn consumer(name: &str, rest: &str) -> String {
     let digits: String = digest(&SHA256, name.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect();
     format!("[[consumer]]\nname = \"{name}\"\nkeys = [\"sha256:{digits}\"]\n{rest}\n")
 }
 
-/// Both stores: in memory, and in this server.
+/// Both stores: memory, and this Redis.
 fn stores(redis: &Redis) -> [String; 2] {
     [String::new(), redis.store()]
 }
 
-/// A route `/r` with one limit `l`, answered by the gateway.
+/// A route `/r` with the limit `l` and a direct response.
 fn answered(limit: &str) -> String {
     format!(
         "[limit.l]\n{limit}\n[[route]]\nname = \"r\"\npath = \"/r\"\nlimits = [\"l\"]\nrespond = {{ status = 200 }}\n"
     )
 }
 
-/// The same, with an upstream.
+/// The same with an upstream.
 fn proxied(limit: &str, upstream: &Upstream) -> String {
     format!(
         "[limit.l]\n{limit}\n[upstream.u]\nservers = [\"{}\"]\n\
@@ -81,7 +81,7 @@ fn reloaded_consumers_keep_their_usage() {
     let gateway = Gateway::start_with(&(KEYS.to_owned() + &answered(limit)), &[("consumers.toml", &consumer("a", ""))]);
     assert_eq!(admitted(&gateway, Some("a"), 9), 3);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401);
-    // As editors and Kubernetes do it: a new file takes the place of the old one.
+    // As editors and Kubernetes do: a new file replaces the old one.
     let replace = |text: &str| {
         let path = gateway.directory().join("consumers.toml");
         std::fs::write(path.with_extension("new"), text).unwrap();
@@ -90,12 +90,12 @@ fn reloaded_consumers_keep_their_usage() {
     replace(&(consumer("a", "tier = \"pro\"") + &consumer("b", "")));
     eventually("the new key is known", || gateway.client().get_with("/r", &[("x-api-key", "b")]).status == 200);
     assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five were used before");
-    // A file with a fault changes nothing.
+    // An invalid file changes nothing.
     replace(&consumer("c", "tier = \"por\""));
     eventually("the fault is told", || gateway.log().contains("did you mean `pro`?"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
-    // Neither does one that is just being written.
+    // Neither does an incomplete one.
     replace("");
     eventually("it is told", || gateway.log().contains("no consumer has a key"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
@@ -124,7 +124,7 @@ fn cost_header_is_read_from_trusted_proxies_only() {
     assert_eq!((upstream.count(), proxy.get_with("/r", &[("x-cost", "0")]).remaining("l")), (seen, 81));
 }
 
-/// Answers with the status and the header lines that the request asks for.
+/// Respond with the status and the header lines that the request names.
 fn obedient(request: &Seen) -> Vec<u8> {
     let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
     let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
@@ -162,7 +162,7 @@ fn response_cost_becomes_debt_of_the_next_requests() {
 #[test]
 fn disconnected_client_is_charged_the_response_cost() {
     let redis = Redis::start();
-    // Never answers.
+    // The upstream never responds.
     let upstream = Upstream::answering(|_| {
         std::thread::park();
         Vec::new()
@@ -184,7 +184,7 @@ fn failed_upstream_responses_are_refunded() {
     let upstream = Upstream::answering(obedient);
     for store in stores(&redis) {
         for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
-            // Two limits, of which one gives back: each charge is its own.
+            // Two limits, one with refunds: each charge is separate.
             let config = format!(
                 "{store}[limit.back]\nby = \"header:x-who\"\nalgorithm = \"{algorithm}\"\nquota = \"10/10h\"\nrefund_on = [\"5xx\", \"404\"]\n{}",
                 proxied("by = \"header:x-who\"\nquota = \"10/10h\"\nalgorithm = \"sliding-log\"", &upstream)
@@ -199,7 +199,7 @@ fn failed_upstream_responses_are_refunded() {
             }
         }
     }
-    // The gateway's own 502 is a 5xx, too.
+    // A 502 of the gateway is a 5xx as well.
     let nobody = crate::support::redis::free_port();
     let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
     let gateway =
@@ -215,7 +215,7 @@ fn refunds_of_slow_failures_cause_no_denials() {
         b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
     });
     for store in stores(&redis) {
-        // Within 200 ms four tokens refill, which pay the debt of other requests first.
+        // Within 200 ms four tokens refill, which first repay the debt of other requests.
         let limit = "by = \"global\"\nalgorithm = \"token-bucket\"\nquota = \"20/s\"\nrefund_on = [\"503\"]";
         let gateway = Gateway::start(&(store + &proxied(limit, &upstream)));
         let statuses = load(&[gateway.address], 12, 120, "/r", &[]);
@@ -233,7 +233,7 @@ fn request_with_max_wait_is_delayed_until_admitted() {
         let started = monotonic();
         let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
         assert_eq!(statuses, [200; 30], "nobody is denied");
-        // One at once, 29 more at one each 50 ms: never faster, whatever the machine does.
+        // One at once, then 29 at one per 50 ms: never faster, on any machine.
         assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
     }
 }
@@ -247,8 +247,8 @@ fn wait_queue_is_first_in_first_out() {
     assert_eq!(clients[0].get("/r?first").status, 200);
     for (index, client) in clients.iter_mut().enumerate() {
         client.send(format!("GET /r?{index} HTTP/1.1\r\nHost: a\r\n\r\n").as_bytes());
-        // The line is not seen from outside. But one worker takes up its connections in the order of their bytes: when
-        // a later one is answered, the request before is in the line.
+        // The queue is not visible from outside. A single worker reads its connections in the order of their bytes:
+        // when a later request has a response, the one before is queued.
         assert_eq!(gateway.client().get("/nowhere").status, 404);
     }
     for client in &mut clients {
@@ -269,7 +269,7 @@ fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     eventually("the line is full", || {
         let started = monotonic();
         let denied = gateway.client().get("/r");
-        // Denied at once: a request that found a place would be held for seconds.
+        // Denied at once: a queued request would wait for seconds.
         denied.status == 429 && started.elapsed() < Duration::from_secs(1)
     });
     drop(waiting);
@@ -286,7 +286,7 @@ fn request_rejected_by_a_full_queue_takes_no_tokens() {
     assert_eq!(gateway.get("/r").status, 200);
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    // Whoever is in the line has asked once and once more, and now sleeps.
+    // Each queued request has made two calls and waits now.
     eventually("the line is full", || redis.calls("evalsha") == 3);
     for _ in 0..10 {
         let full = gateway.get("/r");
@@ -307,8 +307,8 @@ fn request_that_would_exceed_max_wait_is_denied_at_once() {
     assert!(started.elapsed() < Duration::from_secs(10), "{:?}", started.elapsed());
 }
 
-/// A gRPC call is POST over HTTP/2 with its content type. In all other responses the status of the rejection counts:
-/// a shared cache stores a 200.
+/// A gRPC call is a POST over HTTP/2 with its content type. All other rejections have their own status, because a
+/// shared cache would store a 200.
 #[test]
 fn only_grpc_calls_are_rejected_by_grpc_status() {
     let gateway = Gateway::start(&answered("by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\""));
@@ -393,7 +393,7 @@ fn cost_above_the_burst_is_denied_without_retry_after_and_check_warns() {
 
 #[test]
 fn request_that_the_queue_cannot_admit_in_time_for_its_cost_is_denied_at_once() {
-    // Two minutes bring 20 tokens: room for two requests that cost 10, though 1000 may be queued.
+    // Two minutes refill 20 tokens: two requests of cost 10 can wait, although `max_queue` is 1000.
     let limit = "by = \"global\"\nquota = \"10/min\"\nburst = 10\ncost = 10\nmax_wait = \"2m\"";
     let gateway = Gateway::start(&("[server]\nworkers = 1\n".to_owned() + &answered(limit)));
     assert_eq!(gateway.get("/r").status, 200);

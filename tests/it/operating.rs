@@ -1,4 +1,4 @@
-//! What operators see of those who are limited, and what they do about it: over the wire, with one gateway and with two.
+//! The admin API: top denied, inspect, reset and overrides, with one gateway and with two.
 
 use crate::support::client::{Client, Reply, load};
 use crate::support::cluster::Cluster;
@@ -11,11 +11,11 @@ use serde_json::{Value, json};
 const TOKEN: &str = "open-sesame";
 const ADMIN: &str = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"open-sesame\"\n";
 
-/// Names of the algorithms, each with what else its limit needs.
+/// The algorithms, each with the other keys of its limit.
 const KINDS: [&str; 6] =
     ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log", "concurrency"];
 
-/// A window that no test sees the end of.
+/// A window that does not end during a test.
 const LONG: &str = "3650d";
 
 fn ask(gateway: &Gateway, method: &str, path: &str, body: &[u8]) -> Reply {
@@ -39,7 +39,7 @@ fn post(gateway: &Gateway, path: &str, body: &Value) -> Value {
     reply.json()
 }
 
-/// Where an identity stands with one limit.
+/// Return the usage of an identity.
 fn standing(gateway: &Gateway, query: &str) -> Value {
     let answer = get(gateway, &format!("/api/identities?{query}"));
     assert_eq!(answer["limits"].as_array().unwrap().len(), 1, "{answer}");
@@ -115,7 +115,7 @@ fn top_denied_lists_clients_without_secrets() {
         (&net["identities"][0]["denied_at_least"], &net["identities"][0]["denied_at_most"]),
         (&json!(5), &json!(5))
     );
-    // A shadow limit has those whom it would deny; of a request that the other one denies it says nothing.
+    // A shadow limit lists the clients that it would deny, but not for requests that another limit denies.
     let shadow = of("try");
     assert_eq!(shadow["shadow"], true);
     assert_eq!(of("key")["identities"][0]["parts"], json!({"api-key": null}));
@@ -126,7 +126,7 @@ fn top_denied_lists_clients_without_secrets() {
     for secret in ["planted", "unknown-secret", TOKEN] {
         assert!(!page.text().contains(secret), "{secret} in {}", page.text());
     }
-    // The hash is that of the key in Redis.
+    // The hash is that of the Redis key.
     let hash = net["identities"][0]["identity"].as_str().unwrap().to_owned();
     assert!(
         redis.keys().iter().any(|key| key.starts_with(&format!("rl:{{{hash}}}:net:"))),
@@ -140,7 +140,7 @@ fn top_denied_lists_clients_without_secrets() {
     }
 }
 
-/// A limit of each kind on a route of its own.
+/// A limit of each algorithm, each on its own route.
 fn every_kind(store: &str) -> String {
     let each = KINDS.map(|kind| {
         let quota = if kind == "concurrency" { "3".to_owned() } else { format!("3/{LONG}") };
@@ -253,7 +253,7 @@ fn identity_is_found_by_its_value_or_hash() {
         let hash = found["identity"].as_str().unwrap();
         let limit = query.split('&').next().unwrap();
         let again = standing(&gateway, &format!("{limit}&identity={hash}"));
-        // An address does not say that it stands in for a key.
+        // An address in place of a key is not marked as such.
         if !query.contains("anonymous") {
             assert_eq!(again["quota"], found["quota"], "{query} by its hash");
             assert_eq!(again["consumer"], found["consumer"], "{query} by its hash");
@@ -279,7 +279,7 @@ fn reset_reaches_all_gateways() {
         );
     }
     assert_eq!(statuses(&gateways[0], "alice", 4), [200, 200, 200, 429]);
-    // What it has denied it denies again without asking.
+    // A cached denial needs no call.
     assert_eq!(statuses(&gateways[1], "alice", 1), [429]);
     let asked = redis.calls("evalsha");
     assert_eq!(statuses(&gateways[1], "alice", 3), [429; 3]);
@@ -287,7 +287,7 @@ fn reset_reaches_all_gateways() {
     let answer = post(&gateways[0], "/api/reset", &json!({"limit": "one", "identity": {"header:x-id": "alice"}}));
     assert_eq!((&answer["removed"], &answer["effective_within_seconds"]), (&json!(true), &json!(2)), "{answer}");
     assert_eq!(standing(&gateways[1], "limit=one&header:x-id=alice")["remaining"], 3);
-    // Well within the minute for which a denial is remembered.
+    // Well within the minute for which a denial is cached.
     eventually("the other gateway knows", || statuses(&gateways[1], "alice", 1) == [200]);
     let rest: Vec<_> = gateways.iter().flat_map(|gateway| statuses(gateway, "alice", 4)).collect();
     assert_eq!(count(&rest, 200), 2, "a fresh quota, once");
@@ -310,7 +310,7 @@ fn state_of_every_algorithm_can_be_reset() {
             let mut three = || [0; 3].map(|_| client.get_with(&format!("/{kind}"), &[("x-id", "alice")]).status);
             assert_eq!((three(), three()), ([200; 3], [429; 3]), "{kind}");
             post(&gateway, "/api/reset", &json!({"limit": kind, "identity": {"header:x-id": "alice"}}));
-            // Here it is known at once.
+            // The gateway that executes a reset applies it at once.
             assert_eq!((three(), three()), ([200; 3], [429; 3]), "{kind} after its reset");
         }
     }
@@ -333,7 +333,7 @@ fn override_applies_on_all_gateways_until_it_expires() {
     assert_eq!((&shown["quota"], &shown["note"]), (&body["quota"], &body["note"]), "{answer}");
     let looked = standing(&gateways[0], "limit=one&header:x-id=alice");
     assert_eq!((&looked["remaining"], &looked["override"]["note"]), (&json!(7), &json!("trial")), "{looked}");
-    // One that starts now knows as well.
+    // A gateway that starts now reads the override as well.
     let third = Gateway::start(&config);
     for gateway in [&gateways[1], &third] {
         eventually("the others know", || statuses(gateway, "alice", 1) == [200]);
@@ -428,7 +428,7 @@ fn override_with_another_window_is_found_by_reset() {
     let reset = json!({"limit": "one", "identity": identity});
     assert_eq!(post(&gateway, "/api/reset", &reset)["removed"], true);
     assert_eq!(standing(&gateway, "limit=one&header:x-id=alice")["remaining"], 3);
-    // A bucket that is smaller than what is taken ahead is one all the same.
+    // A bucket smaller than `prefetch` is accepted.
     let two = json!({"limit": "two", "identity": identity, "quota": "2/3650d", "burst": 1, "ttl": "1h"});
     post(&gateway, "/api/overrides", &two);
     post(&gateway, "/api/reset", &json!({"limit": "two", "identity": identity}));
@@ -463,7 +463,7 @@ fn number_of_overrides_is_bounded() {
         let full = ask(&gateway, "POST", "/api/overrides", body(1000).to_string().as_bytes());
         full.assert_problem(409, "one more");
         post(&gateway, "/api/overrides", &body(999));
-        // That of others is not hindered.
+        // Overrides of other limits are not affected.
         assert_eq!(
             post(&gateway, "/api/reset", &json!({"limit": "one", "identity": format!("{:032x}", 7)}))["removed"],
             false
@@ -481,7 +481,7 @@ fn admin_commands_work_on_a_cluster() {
     let store = format!("[store]\nurl = \"{}\"\ntimeout = \"5s\"\n", cluster.url());
     let config = one_limit(&store, &format!("2/{LONG}"), "");
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
-    // Whichever masters keep them.
+    // On any master.
     for identity in ["a", "b", "c", "d", "e", "f"] {
         let whose = json!({"header:x-id": identity});
         assert_eq!(statuses(&gateways[0], identity, 3), [200, 200, 429]);

@@ -1,4 +1,4 @@
-//! `sluicegate top`, `inspect`, `reset` and `override`: the operator's commands against a running gateway.
+//! `sluicegate top`, `inspect`, `reset` and `override` against a running gateway.
 
 use std::net::TcpListener;
 use std::process::Output;
@@ -17,9 +17,9 @@ fn config(admin: &str) -> String {
     )
 }
 
-/// A gateway whose file says on which port its operator asks.
+/// A gateway whose configuration has the port of its admin listener.
 fn start() -> Gateway {
-    // Nobody else takes the port between the look and the start, or the gateway does not start and says so.
+    // If another process takes the port meanwhile, the gateway fails to start and says so.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\ntoken = \"{TOKEN}\"\n")))
 }
@@ -47,7 +47,7 @@ fn statuses(gateway: &Gateway, identity: &str, times: usize) -> Vec<u16> {
     (0..times).map(|_| client.get_with("/r", &[("x-id", identity)]).status).collect()
 }
 
-/// The words of the line that has this word.
+/// Return the words of the line that contains a word.
 fn words<'a>(text: &'a str, word: &str) -> Vec<&'a str> {
     let line = text.lines().find(|line| line.split_whitespace().any(|each| each == word));
     line.unwrap_or_else(|| panic!("no {word} in\n{text}")).split_whitespace().collect()
@@ -143,7 +143,7 @@ fn errors_of_admin_commands_are_one_sentence() {
         assert_eq!(output.status.code(), Some(code), "{arguments:?}: {err}");
         assert!(err.contains(expected) && !err.contains(TOKEN), "{arguments:?}: {err}");
     }
-    // Who may look without a token may not change.
+    // Reading needs no token here, changes do.
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let open = Gateway::start(&config(&format!("[admin]\naddress = \"127.0.0.1:{port}\"\n")));
     assert!(said(&open, &["top"]).contains("nobody was denied"));

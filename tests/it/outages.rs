@@ -1,4 +1,5 @@
-//! Outages of the store under load: clients notice a deadline at most, and nobody gets somebody else's answer.
+//! Store outages under load: requests are delayed by at most the timeout, and no reply is crossed. Faults 16 to 18 in
+//! docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -11,7 +12,7 @@ use crate::support::upstream::{endless, serve};
 use crate::support::{Raise, eventually, signal};
 use sluicegate::limiter::clock::monotonic;
 
-/// A gateway on this store, with these limits on `/r`.
+/// A gateway on this store with these limits on `/r`.
 fn gateway(store: &str, limits: &[&str]) -> Gateway {
     let named: String = limits.iter().enumerate().map(|(n, limit)| format!("[limit.l{n}]\n{limit}\n")).collect();
     let names: Vec<_> = (0..limits.len()).map(|n| format!("l{n}")).collect();
@@ -23,7 +24,7 @@ fn gateway(store: &str, limits: &[&str]) -> Gateway {
 
 #[test]
 fn missing_store_at_start_delays_no_response() {
-    // One that accepts and stays silent is worse than one that refuses.
+    // A server that accepts and stays silent is worse than one that refuses.
     let silent = serve(|mut stream| drop(std::io::copy(&mut stream, &mut std::io::sink())));
     let mut slowest = Duration::ZERO;
     for port in [free_port(), silent.port()] {
@@ -72,7 +73,7 @@ fn store_killed_under_load_causes_no_client_error() {
                         (slowest, total) = (slowest.max(asked.elapsed()), total + 1);
                         let count = if reply.header("ratelimit").is_some() { decided } else { alone };
                         count.fetch_add(1, Ordering::SeqCst);
-                        // All of them together ask a thousand times a second.
+                        // Together the clients send 1,000 requests per second.
                         std::thread::sleep(Duration::from_millis(CLIENTS as u64).saturating_sub(asked.elapsed()));
                     }
                     (slowest, total)
@@ -83,7 +84,7 @@ fn store_killed_under_load_causes_no_client_error() {
         eventually("the store decides", || decides(0));
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
-        // Some seconds of them: the longer it lasts, the longer the pauses between probes.
+        // Some seconds: the interval between probes grows during an outage.
         eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 3000);
         let before = decided.load(Ordering::SeqCst);
         let _redis = Redis::start_on(port).expect("the port is still free");
@@ -97,7 +98,7 @@ fn store_killed_under_load_causes_no_client_error() {
         (back, slowest, each.iter().map(|(_, total)| *total).sum::<usize>())
     });
     println!("fault 17: 0 errors of {total}, slowest {slowest:?}, the store decides {back:?} after it is there");
-    // The deadline, and a second for whatever else the machine does.
+    // The timeout, and 1 s for a busy machine.
     assert!(slowest <= TIMEOUT + Duration::from_secs(1), "{slowest:?}");
     assert!(back <= Duration::from_millis(1500), "{back:?}");
 }
@@ -107,7 +108,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
     const CLIENTS: usize = 8;
     let redis = Redis::start();
     let store = format!("url = \"{}\"\ntimeout = \"50ms\"", redis.url());
-    // Numbers that no two clients have in common.
+    // The clients have disjoint ranges of numbers.
     let quota = |client: usize| (client + 1) * 1_000_000;
     let limits: String = (0..CLIENTS)
         .map(|client| {
@@ -133,7 +134,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
                         let reply = client.get(&path);
                         sent += 1;
                         if reply.status == 503 {
-                            // Until it is known whether the store is late or gone.
+                            // 503 until the breaker opens.
                             assert_eq!(reply.header("retry-after"), Some("1"));
                             rejected += 1;
                             assert!(rejected <= 6, "{rejected} rejected of {sent}");
@@ -144,7 +145,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
                             alone.fetch_add(1, Ordering::SeqCst);
                             continue;
                         }
-                        // Those in between without an answer may have been counted; no other client's ever is.
+                        // Requests without a reply may have been counted. Requests of other clients never are.
                         let spent = quota(id) as u64 - reply.remaining(&name).min(quota(id) as u64);
                         crossed += usize::from(spent <= counted || spent > sent);
                         counted = spent;
@@ -156,7 +157,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
             .collect();
         eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
         signal(&redis.child, "STOP");
-        // Calls that wait for their replies, those after them, and those that are not even made.
+        // Calls in flight, calls made while Redis is stopped, and requests without a call.
         eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 20_000);
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
@@ -176,7 +177,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     signal(&redis.child, "STOP");
     let asked = monotonic();
     gateway.get("/r").assert_problem(503, "it is not known yet whether the store is late or gone");
-    // No further request: the gateway itself finds out.
+    // No further request: the gateway probes the store by itself.
     eventually("the breaker is open", || gateway.log().contains("the store fails"));
     let opened = asked.elapsed();
     println!("the breaker is open {opened:?} after a single request");
@@ -186,7 +187,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
     assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "by on_store_error");
 }
 
-/// Three gateways, of which the first reaches Redis by a relay of its own.
+/// Three gateways. The first one is connected to Redis by a relay.
 fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
@@ -199,7 +200,7 @@ fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] 
 #[test]
 fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
     const LIMIT: usize = 30;
-    // A bucket gets a token back every 121 days.
+    // A bucket refills one token in 121 days.
     for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
         let redis = Redis::start();
         let relay = Relay::start(redis.port);
@@ -235,7 +236,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let redis = Redis::start();
     let relay = Relay::start(redis.port);
     let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
-    // No permit ends while the test runs.
+    // No permit expires while the test runs.
     let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
     let gateways = trio(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
     let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {

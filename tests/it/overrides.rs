@@ -1,4 +1,4 @@
-//! Overrides survive a Redis that loses its data: gateways write back the newest records that they know.
+//! Overrides survive the loss of Redis data: gateways write back the newest records that they know.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -16,7 +16,8 @@ use sluicegate::limiter::redis::overrides::{
 
 const HASH: &str = "rl:overrides";
 
-/// Time until an override is in force again after Redis is back: a probe of the circuit breaker, a poll, and a busy machine.
+/// Time until an override applies again after Redis is back: a probe of the circuit breaker, a poll, and a busy
+/// machine.
 const SOON: Duration = Duration::from_secs(5);
 
 fn config(redis: &Redis) -> String {
@@ -44,14 +45,14 @@ fn remove(gateway: &Gateway, identity: u128) -> bool {
     reply.json()["removed"].as_bool().unwrap()
 }
 
-/// The reply of `GET /api/overrides`.
+/// Return the response of `GET /api/overrides`.
 fn all(gateway: &Gateway) -> Value {
     let reply = ask(gateway, "GET", "/api/overrides", "");
     assert_eq!(reply.status, 200, "{}", reply.text());
     reply.json()
 }
 
-/// The quotas of all overrides, by the number of the identity.
+/// Return the quotas of all overrides by the number of the identity.
 fn quotas(all: &Value) -> BTreeMap<u128, String> {
     let quota = |one: &Value| {
         let identity = u128::from_str_radix(one["identity"].as_str().unwrap(), 16).unwrap();
@@ -68,12 +69,12 @@ fn field(identity: u128) -> String {
     format!("size/one/{identity:032x}")
 }
 
-/// All values of the hash by their fields.
+/// Return the fields and values of the hash.
 fn stored(redis: &Redis) -> BTreeMap<String, String> {
     redis::cmd("HGETALL").arg(HASH).query(&mut redis.connection()).unwrap()
 }
 
-/// Expiry, revision and the instant until which the record is kept.
+/// Return expiry, revision, and the instant until which the record is kept.
 fn numbers(value: &str) -> [u64; 3] {
     let mut words = value.split(' ').map(|word| word.parse().unwrap());
     std::array::from_fn(|_| words.next().unwrap())
@@ -83,7 +84,7 @@ fn command(redis: &Redis, words: &[&str]) {
     redis::cmd(words[0]).arg(&words[1..]).exec(&mut redis.connection()).unwrap();
 }
 
-/// Kills a server and starts another one, without data, on its port.
+/// Kill a server and start another one without data on its port.
 fn restart_empty(redis: &mut Redis) {
     redis.child.kill().unwrap();
     redis.child.wait().unwrap();
@@ -116,7 +117,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     let without_store = all(&gateways[0]);
     assert_eq!(quotas(&without_store), newest, "in force without the store");
     assert!(without_store["store_error"].as_str().unwrap().contains("store"), "{without_store}");
-    // It comes first, alone, with what it knows.
+    // The second gateway comes first, alone, with its old records.
     signal(&gateways[0].child, "STOP");
     start_again(&mut redis);
     signal(&gateways[1].child, "CONT");
@@ -134,7 +135,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
         assert!(now[0] <= was[0] && now[2] <= was[2], "{field}: not past its expiry: {now:?} {was:?}");
     }
     redis.assert_every_key_expires();
-    // Now both know, in whichever order they come.
+    // Now both gateways know, in any order.
     restart_empty(&mut redis);
     let back = monotonic();
     eventually("all is there again", || stored(&redis).len() == 3);
@@ -199,7 +200,7 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     eventually("none is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
 }
 
-/// Plants records: expiry, revision and kept of each identity.
+/// Write records: expiry, revision and kept instant of each identity.
 fn plant(redis: &Redis, records: impl Iterator<Item = (u128, [u64; 3])>) {
     let mut command = redis::cmd("HSET");
     command.arg(HASH);

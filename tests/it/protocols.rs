@@ -1,4 +1,4 @@
-//! Header rules of routes; what old and patient clients get: HTTP/1.0, server-sent events.
+//! Header rules of routes, HTTP/1.0 clients, server-sent events and protocol detection.
 
 use std::io::{Read, Write};
 use std::net::SocketAddr;
@@ -40,7 +40,7 @@ fn request_header_rules_apply_to_the_upstream_request() {
         ("authorization", "Bearer b"),
         ("x-gateway", "theirs"),
         ("accept", "*/*"),
-        // What the rules set is not the client's to take away.
+        // Clients cannot remove headers that the rules set.
         ("Connection", "x-gateway, authorization"),
     ];
     assert_eq!(gateway.client().get_with("/r/1", &sent).status, 200);
@@ -84,13 +84,13 @@ fn response_header_rules_apply_to_the_response() {
     assert_eq!(reply.remaining("l"), 93, "what is removed was counted before");
     let own = gateway.get("/own");
     assert_eq!((own.text(), own.header("x-new")), ("own", Some("1")), "own answers follow the rules");
-    // A hundred are used up; what the gateway refuses is its own.
+    // The quota of a hundred is used up. The rules do not apply to rejections.
     let refused = (0..30).map(|_| gateway.get("/r/1")).find(|reply| reply.status == 429).expect("a denial");
     assert_eq!((refused.header("x-new"), refused.header("cache-control")), (None, Some("no-store")));
     assert!(refused.header("retry-after").is_some() && refused.header("ratelimit").is_some(), "{refused:?}");
 }
 
-// ---- old clients ---------------------------------------------------------------------------------
+// ---- HTTP/1.0 ------------------------------------------------------------------------------------
 
 #[test]
 fn http_1_0_requests_get_http_1_0_semantics() {
@@ -105,7 +105,7 @@ fn http_1_0_requests_get_http_1_0_semantics() {
         ("/r/1", "", "whole"),
         ("/r/1", "Host: a.test\r\nConnection: close\r\n", "whole"),
         ("/r/chunks", "", "in pieces"),
-        // It ends with the connection, so that cannot be kept.
+        // The body ends with the connection, so the connection is not kept.
         ("/r/chunks", "Connection: keep-alive\r\n", "in pieces"),
         ("/own", "", "own"),
     ] {
@@ -162,7 +162,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
             stream.write_all(head.as_bytes()).unwrap();
             for _ in 0..EVENTS {
                 stream.write_all(b"9\r\ndata: x\n\n\r\n").unwrap();
-                // Told that it is there, and not before.
+                // The next event is sent only after the client has received the one before.
                 wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
             }
             stream.write_all(b"0\r\n\r\n").unwrap();
@@ -202,7 +202,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
 fn protocol_is_detected_from_the_first_bytes_in_any_pieces() {
     let upstream = Upstream::start();
     let gateway = gateway(upstream.address, "");
-    // Methods that begin like the preface of HTTP/2, prefaces that are none, and one that ends.
+    // Methods that begin like the HTTP/2 preface, invalid prefaces, and a valid one.
     for (request, status) in [
         ("P / HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(404)),
         ("PRI /own HTTP/1.1\r\nHost: a.test\r\n\r\n", Some(200)),

@@ -1,4 +1,5 @@
-//! A store that comes back: to gateways that all waited for it, without what it knew, or as another server.
+//! A store that returns: after an outage of several gateways, without its data, or as another server. Fault 21 in
+//! docs/testing.md.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::Duration;
@@ -9,8 +10,8 @@ use crate::support::relay::Relay;
 use crate::support::sentinel::replica_of;
 use crate::support::{Raise, eventually, signal};
 
-/// Asks for each of so many identities so often, in turns over all gateways, and calls `midway` when half is done; how
-/// many requests of each were admitted.
+/// Send `each` requests for each of `identities` identities, in turn over all gateways, and call `midway` after half
+/// of them. Return the admitted requests per identity.
 fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOnce() + Send) -> Vec<usize> {
     let half = AtomicUsize::new(0);
     std::thread::scope(|scope| {
@@ -37,7 +38,7 @@ fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOn
     })
 }
 
-/// Two gateways that ask for each request, and whose errors admit nobody.
+/// Two gateways that call Redis for every request and deny on errors.
 fn strict(url: &str) -> [Gateway; 2] {
     let config = format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\ndenial_cache = 0\n\
@@ -75,7 +76,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let mut connection = redis.connection();
         let mut written = 0;
-        // Keys that live longer than those of the limit.
+        // Padding keys that outlive those of the limit.
         let mut pad = |count: u64| {
             for _ in 0..count / 100 {
                 let mut pipe = redis::pipe();
@@ -94,7 +95,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         set("maxmemory-policy", policy);
         set("maxmemory", &redis.figure("memory", "used_memory:").to_string());
         let evicted = || redis.figure("stats", "evicted_keys:");
-        // Of the states: what was evicted, less the padding that is gone.
+        // The evicted states: all evictions less those of the padding.
         let evicted_states = |written: u64| {
             let states: Vec<String> = redis::cmd("KEYS").arg("rl:*").query(&mut redis.connection()).unwrap();
             (evicted() + redis.keyspace().0 - states.len() as u64).saturating_sub(written)
@@ -127,7 +128,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
             drop(raise);
             all
         });
-        // Nothing is evicted any more while it is counted.
+        // Stop evicting before the final count.
         set("maxmemory", "0");
         let (mut client, mut admitted) = (gateways[0].client(), admitted.into_inner() as u64);
         for id in 0..IDENTITIES {
@@ -145,7 +146,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
 
 #[test]
 fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
-    // One that has heard everything, and one that has heard nothing.
+    // A replica with all writes, and one with none.
     for in_sync in [true, false] {
         let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
         let replica = if in_sync { replica_of(&master, directory.path()) } else { Redis::start() };
@@ -153,7 +154,7 @@ fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
         let gateways = strict(&relay.url());
         let admitted = spend(&gateways, 10, 200, || {
             if in_sync {
-                // Nothing is asked any more, and all that was answered has arrived.
+                // No new calls are made, and all writes have been replicated.
                 relay.turn_to(free_port());
                 eventually("the replica has heard all", || {
                     let heard = |server: &Redis| server.figure("replication", "master_repl_offset:");
@@ -188,7 +189,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     );
     let gateways: Vec<_> = (0..GATEWAYS).map(|_| Gateway::start(&config)).collect();
     let over = AtomicBool::new(false);
-    // How many answers each client got without the store, and by it.
+    // The responses of each client, without the store and by it.
     let answers: Vec<[AtomicUsize; 2]> = (0..GATEWAYS * CLIENTS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
         let _raise = Raise(&over);
@@ -199,7 +200,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
                 while !over.load(Ordering::SeqCst) {
                     let reply = client.get_with("/r", &[("x-id", &id.to_string())]);
                     if reply.status == 503 {
-                        // Until it is known whether the store is late or gone.
+                        // 503 until the breaker opens.
                         rejected += 1;
                         assert!(rejected <= 6, "{rejected} rejected");
                         continue;
@@ -216,9 +217,9 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
             eventually(what, || so_far().zip(&before).all(|(now, before)| now > before + times));
         };
         let all_decide = |what: &str| everybody(what, true, 50);
-        // Some seconds, at a hundred a second.
+        // Some seconds at a hundred per second.
         let all_miss_it = || everybody("everybody does without the store again and again", false, 250);
-        // The one that asks is one of them.
+        // Without the connection of the test itself.
         let connections = |redis: &Redis| redis.figure("stats", "total_connections_received:") - 1;
         let fresh = (GATEWAYS * WORKERS) as u64;
         all_decide("the store decides");

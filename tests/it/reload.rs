@@ -1,4 +1,4 @@
-//! Another configuration takes effect while the gateway runs: at once, for running connections too, or not at all.
+//! Reload: a new configuration applies at once, also to open connections, or not at all.
 
 use std::io::Read;
 use std::net::{IpAddr, TcpListener};
@@ -40,7 +40,7 @@ fn renamed_file_and_sighup_reload_the_configuration() {
     eventually("a renamed file counts", || gateway.get("/says").text() == "two");
     std::fs::write(gateway.directory().join("gateway.toml"), "no toml").unwrap();
     eventually("one that is written in place does, too", || gateway.log().contains("stays in force"));
-    // A change behind a link to elsewhere cannot be seen.
+    // The file watcher does not see a change behind a symlink to another directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let write = |body: &str| {
         let text = format!("{}[[listener]]\naddress = \"127.0.0.1:0\"\n[log]\naccess = \"off\"\n", says(body));
@@ -57,7 +57,7 @@ fn renamed_file_and_sighup_reload_the_configuration() {
 
 #[test]
 fn kubernetes_config_map_is_reloaded_with_its_files() {
-    // `gateway.toml` → `..data/gateway.toml`, `..data` → a folder with a name of its own; all change in one instant.
+    // `gateway.toml` → `..data/gateway.toml`, `..data` → a directory with a generated name. All files change at once.
     let folder = tempfile::tempdir().unwrap();
     let key = |key: &str| {
         use aws_lc_rs::digest::{SHA256, digest};
@@ -86,7 +86,7 @@ fn kubernetes_config_map_is_reloaded_with_its_files() {
     std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
     eventually("the new ones are in force", || ask("two").text() == "two");
     assert_eq!(ask("one").status, 401);
-    // Each alone would not fit the other's old content.
+    // Each new file alone would not match the old content of the other.
     assert!(!gateway.log().contains("is not used"), "{}", gateway.log());
 }
 
@@ -180,7 +180,7 @@ fn keys_that_need_a_restart_are_rejected_by_name() {
         assert!(!gateway.log().contains("planted"), "{}", gateway.log());
         assert_eq!(gateway.get("/says").text(), "one", "{keys:?}");
     }
-    // All else may change, also in the same tables.
+    // All other keys may change, also in the same tables.
     gateway.put(&base(
         "workers = 2\nmax_uri = \"1KiB\"",
         &ADMIN.replace("sesame", "open"),
@@ -196,7 +196,7 @@ fn keys_that_need_a_restart_are_rejected_by_name() {
     assert_eq!(reply.status, 200);
 }
 
-/// `check` with a file beside that of the gateway: exit code and output.
+/// Run `check` on a file beside that of the gateway. Return exit code and output.
 fn checked(gateway: &Gateway, config: &str, arguments: &[&str]) -> (Option<i32>, String) {
     let path = gateway.directory().join("checked.toml");
     std::fs::write(&path, config).unwrap();
@@ -268,7 +268,7 @@ fn check_warns_of_keys_that_a_reload_of_the_running_gateway_rejects() {
         let error = reply.json()["error"].as_str().unwrap_or_default().to_owned();
         assert!(error.starts_with(&format!("{key} cannot change")), "a reload does refuse it: {key}: {}", reply.text());
     }
-    // A key that is left out has the place of its table.
+    // A removed key is reported at its table.
     let (_, out) = checked(&gateway, &change("access = \"off\"\n", ""), &[]);
     assert!(out.contains(&format!("{REFUSED}`log.access`")), "{out}");
     let (_, out) = checked(&gateway, &change("workers = 2", "workers = 3\nthreading = \"work-stealing\""), &[]);
@@ -305,7 +305,7 @@ fn check_skips_the_comparison_if_no_gateway_answers() {
     gateway.wait();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
     assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "no gateway: {out}");
-    // A port that takes connections and says nothing.
+    // A port that accepts connections and does not respond.
     let _silent = TcpListener::bind(("127.0.0.1", admin)).unwrap();
     let (code, out) = checked(&gateway, &other, &["--strict"]);
     assert!(code == Some(0) && !out.contains(REFUSED) && !out.contains("note:"), "a silent port: {out}");
@@ -347,7 +347,7 @@ fn files_of_the_new_configuration_are_watched() {
     let knows = |key: &str| gateway.client().get_with("/says", &[("x-api-key", key)]).status == 200;
     assert!(knows("one") && !knows("two"));
     gateway.put(&config("b"));
-    // One worker has it before another.
+    // Workers apply the configuration one after the other.
     eventually("the other file is in force", || knows("two") && !knows("one"));
     gateway.put_file("a", &consumers("three"));
     gateway.put_file("b", &consumers("four"));

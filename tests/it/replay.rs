@@ -1,4 +1,4 @@
-//! `sluicegate replay`: what it reads, what it says, and that it decides as the gateway does.
+//! `sluicegate replay`: formats, reports, and the same decisions as the gateway.
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
@@ -35,19 +35,19 @@ impl From<Output> for Ran {
     }
 }
 
-/// Runs the command among the sample logs.
+/// Run the command in the directory of the sample logs.
 fn replay(arguments: &[&str]) -> Ran {
     binary().current_dir(logs()).arg("replay").args(arguments).output().unwrap().into()
 }
 
-/// The report as JSON.
+/// Return the report as JSON.
 fn report(arguments: &[&str]) -> Value {
     let said = replay(&[arguments, &["--json"]].concat());
     assert_eq!((said.code, said.err.as_str()), (Some(0), ""), "{}", said.out);
     serde_json::from_str(&said.out).unwrap()
 }
 
-/// A log in a folder of its own.
+/// Write a log into a new directory.
 fn log(content: &[u8]) -> (tempfile::TempDir, String) {
     let directory = tempfile::tempdir().unwrap();
     let path = directory.path().join("access.log");
@@ -61,7 +61,7 @@ fn gzip(bytes: &[u8]) -> Vec<u8> {
     encoder.finish().unwrap()
 }
 
-/// So many lines, one each second, of as many clients.
+/// Return `count` lines, one per second, of `clients` clients.
 fn lines(count: u64, clients: u64) -> Vec<String> {
     let line = |number: u64| {
         let (minute, second) = (number / 60, number % 60);
@@ -79,7 +79,7 @@ const NGINX: &str =
 
 const PROPOSED: [&str; 4] = ["--by", "ip", "--limit", "per-ip=10/min"];
 
-/// What is printed for each sample. `BLESS=1` writes what is printed now.
+/// The output for each sample log. `BLESS=1` rewrites the expected files.
 #[test]
 fn report_of_each_format_matches_its_file() {
     for (name, arguments) in [
@@ -105,7 +105,7 @@ fn report_of_each_format_matches_its_file() {
     }
 }
 
-/// An instant, how long it took, the client, method and target, host and status of some lines.
+/// Time, duration, client, method and target, host and status of some lines.
 #[test]
 fn entries_have_the_fields_of_their_lines() {
     let cases = [
@@ -199,7 +199,7 @@ fn entries_have_the_fields_of_their_lines() {
 #[test]
 fn report_shows_the_busiest_hours_and_clients() {
     let mut all = lines(3600, 7);
-    // One comes ever more often, and goes again; another one asks a little too often.
+    // One client sends more and more requests for a while, another one slightly too many.
     let more = |client: &str, minute: u64, count: u64| -> Vec<String> {
         let line = |number| {
             let second = number * 60 / count;
@@ -297,19 +297,19 @@ fn limits_without_an_identity_in_the_log_are_not_replayed() {
     let keys = report(&[&["nginx.log", "--format", NGINX], &config[..]].concat());
     assert_eq!(keys["limits"]["per-key"]["identities"], 2, "two keys: {keys}");
     assert_eq!(keys["lines"]["no_identity"], 1, "one without: {keys}");
-    // Without the variable nobody knows, and the other limit is replayed all the same.
+    // Without the variable the identity is unknown. The other limit is replayed all the same.
     let unknown = report(&[&["combined.log"], &config[..]].concat());
     assert_eq!(unknown["limits"]["per-key"]["skipped"], "the header `x-api-key`");
     assert_eq!(unknown["limits"]["per-key"]["requests"], 0);
     assert_eq!(unknown["limits"]["per-ip"]["requests"], 4);
     let stands = report(&[&["combined.log", "--identity", "per-key=http_user_agent"], &config[..]].concat());
     assert_eq!(stands["limits"]["per-key"]["identities"], 2, "{stands}");
-    // What is in the field may be a key.
+    // The field may contain a key.
     let shown = stands["limits"]["per-key"]["top_denied"][0]["identity"].as_str().unwrap_or("#").to_owned();
     assert!(shown.starts_with('#'), "{shown}");
     let path = report(&[&["caddy.log", "--identity", "per-key=user_id"], &config[..]].concat());
     assert_eq!(path["limits"]["per-key"]["identities"], 1, "{path}");
-    // Hashes in our own log tell identities apart, and what they cost is there.
+    // Hashes in the gateway's own log separate identities, and the log has the costs.
     let own = report(&[&["sluicegate.log"], &config[..]].concat());
     assert_eq!(own["limits"]["per-key"]["identities"], 2, "{own}");
     assert_eq!(own["limits"]["per-ip"]["identities"], 2, "{own}");
@@ -392,7 +392,7 @@ fn log_is_read_from_standard_input() {
     assert_eq!((&report["logs"][0], &report["lines"]["requests"]), (&Value::from("stdin"), &Value::from(60)));
 }
 
-/// However the lines are shared out and mixed, they are decided in the order of their instants.
+/// Lines in any order and in any number of files are decided in the order of their time.
 #[test]
 fn lines_out_of_order_are_sorted() {
     let all = lines(3000, 2);
@@ -416,7 +416,7 @@ fn lines_out_of_order_are_sorted() {
     assert_eq!(counts(&[&even.1, &odd.1]), expected, "two logs the other way round");
 }
 
-/// The quota that is suggested does, and the next smaller one does not: by asking for them.
+/// The suggested quota meets the target, and the next smaller one does not.
 #[test]
 fn suggested_quota_is_the_smallest_within_the_target() {
     let mut all = lines(3000, 2);
@@ -447,7 +447,7 @@ fn suggested_quota_is_the_smallest_within_the_target() {
     }
 }
 
-/// Requests in flight last as long as the log says, and what fails is given back.
+/// Requests in flight last as long as the log says, and failed ones are refunded.
 #[test]
 fn refunds_and_permits_apply_when_requests_end() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
@@ -458,10 +458,10 @@ fn refunds_and_permits_apply_when_requests_end() {
     let line = |end: f64, took: f64, path: &str, status: u16| {
         format!("{end:.3} {took:.3} 192.0.2.1 \"GET {path} HTTP/1.1\" {status}\n")
     };
-    // From 0 to 10 s and from 1 to 3 s: one comes too early at 2 s, one in time at 3.5 s.
+    // From 0 to 10 s and from 1 to 3 s: a request at 2 s is denied, one at 3.5 s is admitted.
     let slow =
         [(10.0, 10.0), (3.0, 2.0), (2.5, 0.5), (4.0, 0.5)].map(|(end, took)| line(1e9 + end, took, "/slow", 200));
-    // Of five, two fail and are given back when they have failed, the last one while the quota is used up.
+    // Of five requests two fail and are refunded when they end, the last one while the quota is used up.
     let paid =
         [(20.0, 0.1, 200), (21.0, 0.1, 502), (22.0, 0.1, 503), (23.0, 0.1, 200), (24.0, 0.1, 200), (25.0, 0.1, 200)]
             .map(|(end, took, status)| line(1e9 + end, took, "/paid", status));
@@ -479,7 +479,7 @@ fn refunds_and_permits_apply_when_requests_end() {
     assert_eq!(without["limits"]["paid"]["denied"], 3, "nothing fails: {without}");
 }
 
-/// A log without keys says who has which size all the same: by the names of consumers, or by the hashes in our own log.
+/// Without keys in the log, quotas of consumers follow their names, or the hashes of the gateway's own log.
 #[test]
 fn consumers_are_replayed_with_their_own_quotas() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n[api_key]\nconsumers = \"consumers.toml\"\n\
@@ -521,7 +521,7 @@ fn consumers_are_replayed_with_their_own_quotas() {
     }
 }
 
-/// Notes each decision by its instant.
+/// Records each decision by its time.
 #[derive(Default)]
 struct Decisions(BTreeMap<u64, Vec<bool>>);
 
@@ -531,7 +531,7 @@ impl ReplayObserver for Decisions {
     }
 }
 
-/// The log of a gateway, held against the limits that it had, gives the decisions that it made, one by one.
+/// The log of a gateway, replayed against its own limits, gives the same decisions one by one.
 #[test]
 fn replay_of_its_own_log_repeats_the_decisions() {
     let limits = "[limit.window]\nby = \"ip\"\nquota = \"40/2s\"\nalgorithm = \"fixed-window\"\n\
@@ -573,7 +573,7 @@ fn replay_of_its_own_log_repeats_the_decisions() {
     let mut decisions = Decisions::default();
     let outcome = replay.run(source(), None, &mut decisions);
     assert_eq!((outcome.statistics.requests, outcome.statistics.out_of_order), (u64::from(clients) * bursts * each, 0));
-    // Two of one instant may stand in either order.
+    // Two requests of one instant may be in either order.
     for said in made.values_mut().chain(decisions.0.values_mut()) {
         said.sort_unstable();
     }
@@ -583,7 +583,7 @@ fn replay_of_its_own_log_repeats_the_decisions() {
     assert_eq!(decisions.0, made);
 }
 
-/// The manual shows what is printed.
+/// The manual shows the actual output.
 #[test]
 fn manual_shows_the_actual_report() {
     let manual = std::fs::read_to_string(logs().join("../../docs/replay.md")).unwrap();
@@ -591,7 +591,7 @@ fn manual_shows_the_actual_report() {
     assert!(manual.contains(&format!("```text\n{busy}```\n")), "{busy}");
 }
 
-/// What a request costs now is what the configuration says, whatever it was when the log was written.
+/// The current cost is that of the configuration, not the one when the log was written.
 #[test]
 fn fixed_cost_is_read_from_the_configuration() {
     let config = |cost: u32| {
@@ -615,14 +615,14 @@ fn fixed_cost_is_read_from_the_configuration() {
     }
 }
 
-/// A request that ends when another one begins has left its permit.
+/// A request that ends when another one begins has released its permit.
 #[test]
 fn permit_is_free_at_the_instant_at_which_its_request_ends() {
     let config = "[[listener]]\naddress = \"127.0.0.1:0\"\n\
         [limit.at-once]\nby = \"global\"\nquota = \"1\"\nalgorithm = \"concurrency\"\n\
         [[route]]\nname = \"slow\"\npath = \"/slow\"\nlimits = [\"at-once\"]\nrespond = { status = 200 }\n";
     let line = |end: f64, took: f64| format!("{end:.3} {took:.3} 192.0.2.1 \"GET /slow HTTP/1.1\" 200\n");
-    // From 0 to 2 s, and from 2 s or from a millisecond before it to 3 s.
+    // From 0 to 2 s, and from 2 s or a millisecond earlier to 3 s.
     for (took, denied) in [(1.0, 0), (1.001, 1)] {
         let (directory, path) = log((line(1e9 + 2.0, 2.0) + &line(1e9 + 3.0, took)).as_bytes());
         let file = directory.path().join("gateway.toml");
@@ -633,7 +633,7 @@ fn permit_is_free_at_the_instant_at_which_its_request_ends() {
     }
 }
 
-/// The gateway's own log has the client that trusted proxies named: it is not looked for once more.
+/// The gateway's own log has the client that trusted proxies named, so it is not resolved again.
 #[test]
 fn client_of_the_gateways_own_log_is_no_proxy() {
     let mut gateway = Gateway::start(

@@ -1,4 +1,4 @@
-//! Names of upstreams: every address is used, changes are followed, and a resolver that fails changes nothing.
+//! DNS names of upstreams: all addresses are used, changes are followed, and a failing resolver changes nothing.
 
 use std::convert::Infallible;
 use std::net::IpAddr;
@@ -17,7 +17,7 @@ use sluicegate::upstream::cluster::UpstreamCluster;
 use sluicegate::upstream::dns::DnsCache;
 use sluicegate::upstream::endpoint::Endpoint;
 
-/// A fleet for each of these servers, as the configuration makes it.
+/// Return a cluster for each server, as the configuration creates it.
 fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     let folder = tempfile::tempdir().unwrap();
     let mut config =
@@ -32,7 +32,7 @@ fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
     runtime.upstreams.into_iter().map(UpstreamCluster::new).map(Arc::new).collect()
 }
 
-/// Looks their names up until the test is over; comes back when each has been looked up once.
+/// Resolve the names until the end of the test. Return after each was resolved once.
 fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
     let (names, directory) = (DnsCache::new(fleets), dns.directory(search));
     let (first, looked_up) = channel::<Infallible>();
@@ -61,7 +61,7 @@ fn reload_keeps_resolved_addresses() {
     let settings = fleets(&["api.test:80"])[0].settings.clone();
     let after = Arc::new(UpstreamCluster::from_previous(settings, &before[0]));
     let other = fleets(&["other.test:80", "API.test:81"]);
-    // Nobody has looked anything up for them.
+    // The new clusters were not resolved.
     drop(DnsCache::new(&[after.clone(), other[1].clone()]));
     assert!(has(&after, &["192.0.2.1", "192.0.2.2"]), "{:?}", after.endpoints());
     assert!(has(&other[1], &["192.0.2.1", "192.0.2.2"]), "another upstream with the same name");
@@ -87,7 +87,7 @@ fn dns_record_is_kept_for_its_ttl() {
     for (name, ttl) in [("none.test", 0), ("one.test", 1), ("three.test", 3)] {
         dns.at(name, &["192.0.2.1"], ttl);
     }
-    // The smaller of two TTLs counts.
+    // The smaller TTL of the two families counts.
     dns.say("three.test", RecordType::AAAA, Say::At(vec!["2001:db8::1".parse().unwrap()], 100));
     let fleets = fleets(&["none.test", "one.test", "three.test"]);
     follow(&fleets, &dns, &[]);
@@ -115,7 +115,7 @@ fn failing_resolver_keeps_the_last_addresses() {
     cases.iter().for_each(|(name, say)| dns.both(name, say));
     let before = names.map(|name| dns.asked(name).len());
     for ((name, before), fleet) in names.iter().zip(before).zip(&fleets) {
-        // The one that was under way, one that failed, and one after it.
+        // The query in flight, one that failed, and one after it.
         eventually(name, || dns.asked(name).len() >= before + 3);
         assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.endpoints());
     }
@@ -184,7 +184,7 @@ fn localhost_is_resolved_from_the_hosts_file() {
 
 #[test]
 fn unknown_host_name_is_503() {
-    // RFC 6761 §6.4: no server is asked for it.
+    // RFC 6761 §6.4: no name server is asked for it.
     let gateway = gateway("no-such-server.invalid");
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");

@@ -1,4 +1,4 @@
-//! What routes do with a request besides finding its upstream: other paths, redirects, shares of several upstreams.
+//! Rewritten paths, redirects, and weighted upstreams of routes.
 
 use std::cell::Cell;
 use std::net::SocketAddr;
@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use proptest::sample::Index;
 use sluicegate::http::target::canonical_path;
 
-/// `ROUTES` of name, path and what becomes of the path.
+/// Routes: name, path, and the rewrite.
 fn rewriting(upstream: SocketAddr, routes: &[(&str, &str, &str)]) -> Gateway {
     let routes: String = routes
         .iter()
@@ -45,7 +45,7 @@ const REWRITES: [(&str, &str, &str); 8] = [
     ("fixed", "/f/{*rest}", "rewrite = \"/caf%C3%A9\""),
 ];
 
-/// What is asked for, and what the upstream is asked for; a status where it is not asked.
+/// The requested target, and the target at the upstream or the status of the rejection.
 const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/users", Ok("/users")),
     ("/v1/users/", Ok("/users/")),
@@ -56,7 +56,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/a?", Ok("/a?")),
     ("/v1/v1/x", Ok("/v1/x")),
     ("/v1/a/b?c=/v1/d", Ok("/a/b?c=/v1/d")),
-    // Not a segment of its own.
+    // The prefix must end at a segment.
     ("/v1x", Err(404)),
     ("/v10/x", Err(404)),
     ("/a/b/7", Ok("/7")),
@@ -75,7 +75,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/w/a/b", Ok("/search?path=a%2Fb")),
     ("/w/", Ok("/search?path=")),
     ("/f/whatever?x", Ok("/caf%C3%A9?x")),
-    // However it is spelled, it is the canonical form that is rewritten.
+    // The canonical path is rewritten, in any spelling.
     ("//v1//x", Ok("/x")),
     ("/v1/%61%2D", Ok("/a-")),
     ("/%76%31/x", Ok("/x")),
@@ -83,7 +83,7 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/v1/a/../b", Ok("/b")),
     ("/v1/caf\u{e9}/%e2%82%ac", Ok("/caf%C3%A9/%E2%82%AC")),
     ("/r//evil.test/", Ok("/internal/evil.test/")),
-    // Nothing climbs out of its place.
+    // Dot segments do not leave the rewritten prefix.
     ("/r/../secret", Err(404)),
     ("/r/%2e%2e/secret", Err(404)),
     ("/r/a/%2e%2e/%2E./secret", Err(404)),
@@ -97,14 +97,14 @@ const REWRITTEN: &[(&str, Result<&str, u16>)] = &[
     ("/r/%252e%252e/secret", Ok("/internal/%252e%252e/secret")),
     ("/r/.../..a", Ok("/internal/.../..a")),
     ("/s/.a/..b", Ok("/..b/x-.a.json?a=.a&fixed=1")),
-    // What ends a path or a head stays encoded, or is refused.
+    // Delimiters of paths and heads stay encoded, or are rejected.
     ("/r/a%3fb%23c", Ok("/internal/a%3Fb%23c")),
     ("/s/%3Fx=1/%23", Ok("/%23/x-%3Fx=1.json?a=%3Fx%3D1&fixed=1")),
     ("/r/a%0d%0aX-Evil:%201", Err(400)),
     ("/r/%00", Err(400)),
     ("/r/a%20b", Ok("/internal/a%20b")),
     ("/r/{id}%7bid%7d", Ok("/internal/%7Bid%7D%7Bid%7D")),
-    // One value in a query, whatever it is made of.
+    // A parameter is one value in a query.
     ("/s/1&fixed=2/b", Ok("/b/x-1&fixed=2.json?a=1%26fixed%3D2&fixed=1")),
     ("/s/a+b;c/d", Ok("/d/x-a+b;c.json?a=a%2Bb%3Bc&fixed=1")),
     ("/w/a&path=b?path=c", Ok("/search?path=a%26path%3Db&path=c")),
@@ -122,7 +122,7 @@ fn upstream_receives_the_rewritten_path() {
             Ok(expected) => {
                 assert_eq!(reply.status, 200, "{target}: {}", reply.text());
                 assert_eq!(upstream.last().target(), *expected, "{target}");
-                // A target in absolute form is the same one.
+                // The absolute form is equivalent.
                 assert_eq!(ask(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
                 let seen = upstream.last();
                 assert_eq!((seen.target(), &seen.headers("host")[..]), (*expected, &["b.test"][..]), "{target}");
@@ -133,7 +133,7 @@ fn upstream_receives_the_rewritten_path() {
             }
         }
     }
-    // Over HTTP/2 as well.
+    // The same over HTTP/2.
     let mut client = Http2::connect(gateway.address, &[]);
     client.get(1, "/s/1/2?b=3");
     assert!(client.until(HEADERS, 1).is_some());
@@ -248,7 +248,7 @@ fn redirecting() -> Gateway {
     Gateway::start(&format!("[limit.once]\nby = \"global\"\nquota = \"1/hour\"\n{routes}"))
 }
 
-/// What is asked for, with which status and where it sends; nowhere where it is refused.
+/// The requested target, the status and the Location; an empty Location for a rejection.
 const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/old/a/b", 308, "/new/a/b"),
     ("/old/a/b/?x=1&y=%2F", 308, "/new/a/b/?x=1&y=%2F"),
@@ -262,7 +262,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/bare?x=1", 307, "http://www.example.com/?x=1"),
     ("/query", 303, "http://www.example.com/?a=1"),
     ("/query?b=2", 303, "http://www.example.com/?a=1&b=2"),
-    // Never the name of another host.
+    // Never another host.
     ("//evil.test", 308, "/evil.test"),
     ("///evil.test/..//evil.test", 308, "/evil.test"),
     ("/.//evil.test", 308, "/evil.test"),
@@ -278,7 +278,7 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
     ("/\\evil.test", 400, ""),
     ("/%09/evil.test", 400, ""),
     ("/one/%2fevil.test", 400, ""),
-    // Never another line.
+    // Never another header line.
     ("/old/a%0d%0aSet-Cookie:%20a=b", 400, ""),
     ("/old/a%0aX:%20y", 400, ""),
     ("/old/a?b=%0d%0aSet-Cookie:%20a=b", 308, "/new/a?b=%0d%0aSet-Cookie:%20a=b"),
@@ -307,7 +307,7 @@ fn redirect_has_the_configured_location() {
 fn redirect_is_limited_and_drains_the_body() {
     let gateway = redirecting();
     let mut client = gateway.client();
-    // The connection goes on after a body that nobody wanted.
+    // The connection continues after an unread body.
     assert_eq!(client.request("POST", "/old/a", &[], b"body").status, 308);
     let reply = client.get("/limited");
     assert_eq!((reply.status, reply.header("location"), reply.remaining("once")), (308, Some("/"), 0));
@@ -317,7 +317,7 @@ fn redirect_is_limited_and_drains_the_body() {
     assert_eq!(denied.header("location"), None);
 }
 
-// ---- shares --------------------------------------------------------------------------------------
+// ---- weighted upstreams --------------------------------------------------------------------------
 
 /// Two upstreams with these weights.
 fn sharing(weights: &str) -> (Upstream, Upstream, Gateway) {
@@ -363,7 +363,7 @@ fn one_client_reaches_all_weighted_upstreams() {
 #[test]
 fn weighted_upstream_that_is_down_keeps_its_share() {
     let api = Upstream::start();
-    // Bound but not listening: nobody else gets the port, and connections are refused.
+    // Bound but not listening: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let down = socket.local_addr().unwrap().as_socket().unwrap();

@@ -1,4 +1,4 @@
-//! Which route a request takes, and what is refused before any route, over the wire.
+//! Route selection over the wire, and requests that are rejected before it.
 
 use std::collections::BTreeSet;
 
@@ -11,7 +11,7 @@ use hyper::client::conn::http2;
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use tokio::time::timeout;
 
-/// Name, path and further criteria; each route answers with its name.
+/// Name, path and further criteria of the routes. Each responds with its name.
 const ROUTES: &[(&str, &str, &str)] = &[
     ("root", "/", ""),
     ("admin", "/admin", ""),
@@ -59,14 +59,14 @@ fn gateway() -> Gateway {
     Gateway::start(&config(ROUTES.iter()))
 }
 
-/// One request on a connection of its own.
+/// Send one request on a new connection.
 fn once(gateway: &Gateway, request: &[u8]) -> Reply {
     let mut client = gateway.client();
     client.send(request);
     client.reply().unwrap_or_else(|| panic!("no answer to {:?}", String::from_utf8_lossy(request)))
 }
 
-/// Method, host, target and header lines, and the route that answers.
+/// Method, Host, target, header lines, and the route that responds.
 type Case = (&'static str, &'static str, &'static str, &'static [(&'static str, &'static str)], &'static str);
 
 const ROUTED: &[Case] = &[
@@ -93,7 +93,7 @@ const ROUTED: &[Case] = &[
     ("GET", "a.test", "/", &[], "root"),
     ("GET", "a.test", "/?query", &[], "root"),
     ("GET", "a.test", "/x/..", &[], "root"),
-    // Parameters and rests.
+    // Parameters and `{*rest}`.
     ("GET", "a.test", "/users/7", &[], "users"),
     ("GET", "a.test", "/users/a%20b", &[], "users"),
     ("GET", "a.test", "/users/me", &[], "users-me"),
@@ -128,13 +128,13 @@ const ROUTED: &[Case] = &[
     ("GET", "www.example.com", "/only-any", &[], "only-any"),
     ("GET", "www.example.com", "/deep/literal", &[], "wild-rest"),
     ("GET", "api.example.com", "/nowhere", &[], "404"),
-    // A target that names its host.
+    // Absolute form.
     ("GET", "a.test", "http://api.example.com/where", &[], "where-exact"),
     ("GET", "api.example.com", "http://a.test/where", &[], "where-any"),
     ("GET", "a.test", "http://API.example.com:81/x/../where?q", &[], "where-exact"),
     ("GET", "a.test", "http://api.example.com", &[], "root"),
     ("GET", "a.test", "http://api.example.com?query", &[], "root"),
-    // Fields.
+    // Headers.
     ("GET", "a.test", "/version", &[], "version-any"),
     ("GET", "a.test", "/version", &[("X-Version", "2")], "version-2"),
     ("GET", "a.test", "/version", &[("x-version", "3")], "version-3"),
@@ -199,13 +199,13 @@ fn ambiguous_paths_are_rejected() {
         "/%zz",
         "/files/%2F",
         "http://a.test/a%2Fb",
-        // No path at all.
+        // Not a path.
         "admin",
         "a.test:80",
     ] {
         client.get(path).assert_problem(400, path);
     }
-    // A query may say what it likes.
+    // A query may contain anything.
     assert_eq!(client.get("/admin?a=%2F%00%5C\\").text(), "admin");
 }
 
@@ -340,9 +340,9 @@ fn target_longer_than_max_uri_is_414() {
 fn head_beyond_its_bounds_is_431() {
     let settings = "[server]\nmax_header_size = \"8KiB\"\nmax_headers = 20\n";
     let gateway = Gateway::start(&format!("{settings}{}", config(ROUTES.iter())));
-    // What stands around the long value.
+    // The length of the head without the long value.
     const HEAD: usize = "GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: \r\n\r\n".len();
-    // The Host is a line as well.
+    // Host counts as a header.
     let lines = |count: usize| (1..count).map(|index| format!("x-{index}: 1\r\n")).collect::<String>();
     let long = |length: usize| format!("x-long: {}\r\n", "a".repeat(length));
     for (what, headers, expected) in [
@@ -357,7 +357,7 @@ fn head_beyond_its_bounds_is_431() {
         let reply = once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\n{headers}\r\n").as_bytes());
         assert_eq!(reply.status, expected, "{what}");
     }
-    // A head that never ends is refused while it is still being sent.
+    // A head without end is rejected while it arrives.
     let reply =
         once(&gateway, format!("GET /admin HTTP/1.1\r\nHost: a.test\r\nx-long: {}", "a".repeat(9 << 10)).as_bytes());
     assert_eq!(reply.status, 431, "a head without an end");
@@ -381,9 +381,9 @@ fn invalid_http_is_400_and_affects_no_other_request() {
         b"GET /ad\x7fmin HTTP/1.1\r\nHost: a.test\r\n\r\n",
         b"G(T /admin HTTP/1.1\r\nHost: a.test\r\n\r\n",
         b"\0\0\0\0 / HTTP/1.1\r\n\r\n",
-        // The start of a TLS handshake.
+        // A TLS handshake.
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 abc\r\n\r\n",
-        // The preface of a protocol that is nearly HTTP/2.
+        // Almost the HTTP/2 preface.
         b"PRI * HTTP/3.0\r\n\r\n",
         b"GET /admin HTTP/1.1\r\nHost: a.test\r\nno colon\r\n\r\n",
         b"GET /admin HTTP/1.1\r\nHost: a.test\r\nx y: 1\r\n\r\n",
@@ -510,7 +510,7 @@ fn allow_lists_the_methods_of_all_matching_hosts() {
     }
 }
 
-/// Servers take the first line, the last one, or both with a comma between.
+/// Servers take the first line, the last one, or both joined with a comma.
 #[test]
 fn several_lines_of_a_header_select_no_route() {
     let gateway = Gateway::start(

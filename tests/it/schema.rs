@@ -1,4 +1,4 @@
-//! The schema of the configuration is what the gateway accepts: words, bounds and defaults, and the tables of the documents.
+//! The JSON Schema matches the gateway: words, bounds, defaults, and the tables of the documents.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -74,7 +74,7 @@ fn valid_files_match_the_schema() {
     assert_eq!(Validator::new(schema::consumers().to_value()).says(&consumers), Ok(()));
 }
 
-/// A file with a route whose keys depend on nothing else, completed by one more table or key.
+/// A file with a minimal route, to which a case adds one table or key.
 const BASE: &str =
     "[[listener]]\naddress = \"127.0.0.1:0\"\n[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
 
@@ -105,13 +105,13 @@ fn invalid_values_fail_the_schema() {
     ] {
         assert!(schema.says(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
     }
-    // What the environment will say is not known yet.
+    // The value of the variable is unknown.
     for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
         assert_eq!(schema.says(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
     }
 }
 
-/// A file in which each key may be set that the schema has something to say of.
+/// A file in which every key of the schema can be set.
 fn everywhere() -> Value {
     json!({
         "server": {}, "log": {}, "client_ip": {}, "jwt": {}, "api_key": {},
@@ -134,7 +134,7 @@ fn everywhere() -> Value {
     })
 }
 
-/// What the gateway makes of a file: what is in force, or why not.
+/// Load a file. Return the compiled configuration as text, or the errors.
 fn load(file: &Value) -> Result<String, String> {
     let directory = tempfile::tempdir().unwrap();
     for name in ["one.pem", "one.key"] {
@@ -198,7 +198,7 @@ fn load(file: &Value) -> Result<String, String> {
     Ok(text.replace(&directory.path().display().to_string(), ""))
 }
 
-/// A place of a file for a path of the schema; `*` is whatever stands there, a list is its first.
+/// Return the value at a path. `*` is any name, a list is its first element.
 fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
     path.iter().try_fold(file, |value, key| match value {
         Value::Array(items) => items.first_mut(),
@@ -210,7 +210,7 @@ fn at<'v>(file: &'v mut Value, path: &[String]) -> Option<&'v mut Value> {
     })
 }
 
-/// The leaves of a schema with their paths.
+/// Return the leaves of a schema with their paths.
 fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>) {
     let deeper = |key: &str| path.iter().cloned().chain([key.to_owned()]).collect::<Vec<_>>();
     let forms = schema["anyOf"].as_array().into_iter().flatten();
@@ -228,7 +228,7 @@ fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>
     found.push((path.to_vec(), schema.clone()));
 }
 
-/// A file in which the key of a path may be set; some need company.
+/// A file in which the key of a path is valid. Some keys need others.
 fn company(path: &str) -> Value {
     let mut file = everywhere();
     let mut set = |path: &str, value: Value| {
@@ -263,7 +263,7 @@ fn company(path: &str) -> Value {
     file
 }
 
-/// A default that is written changes nothing, the words and the ends of a range are accepted, what is beyond them is not.
+/// A default that is written changes nothing; words and ends of ranges are accepted, values beyond them are rejected.
 #[test]
 fn schema_defaults_words_and_bounds_match_the_gateway() {
     let mut found = Vec::new();

@@ -1,5 +1,5 @@
-//! A thousand secrets pass through, and a few stand in the configuration: none of them is found in a log, a metric, a page, a trace or
-//! an answer.
+//! Secrets in requests and in the configuration appear in no log, metric, page, trace or response (fault 40 in
+//! docs/testing.md).
 
 use std::collections::{BTreeSet, HashSet};
 use std::fs;
@@ -17,15 +17,15 @@ use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use prost::Message;
 use serde_json::{Value, json};
 
-/// Is in every secret, and nowhere else.
+/// This text is in every secret and nowhere else.
 const MARK: &str = "planted";
 
-/// Bytes by which those that are encoded are recognised.
+/// The first bytes by which encoded secrets are recognized.
 const START: usize = 20;
 
 const FORMATS: [&str; 2] = ["json", "text"];
 
-/// Of the configuration; each is in the file or the environment of the gateway.
+/// The secrets of the configuration, in the file or the environment.
 const OWN: [&str; 6] = [
     "planted-admin-token",
     "planted-store-password",
@@ -35,7 +35,7 @@ const OWN: [&str; 6] = [
     "planted-user",
 ];
 
-/// What a request carries, and what of it nobody is to see.
+/// A request with secrets.
 struct Planted {
     target: String,
     headers: Vec<(&'static str, String)>,
@@ -130,7 +130,7 @@ fn config(format: &str, port: u16, upstream: &Upstream, broken: &Upstream, colle
     .concat()
 }
 
-/// What has been seen, where.
+/// Collected output and its source.
 #[derive(Default)]
 struct Seen(Vec<(String, Vec<u8>)>);
 
@@ -144,7 +144,7 @@ impl Seen {
         self.add(place, reply.body.clone());
     }
 
-    /// All of them are marked, but for those that are encoded.
+    /// All secrets have the mark, except encoded ones.
     fn assert_has_none_of(&self, secrets: &BTreeSet<String>) {
         let (marked, encoded): (Vec<_>, Vec<_>) = secrets.iter().partition(|secret| secret.contains(MARK));
         assert!(marked.len() > 800 && encoded.len() > 400, "{} and {}", marked.len(), encoded.len());
@@ -165,7 +165,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
     let signer = Key::ed("k");
     let requests = planted(1_000, &signer);
     let mut secrets: BTreeSet<_> = requests.iter().flat_map(|planted| planted.secrets.clone()).collect();
-    // The head of a token says nothing of anybody.
+    // The header of a JWT is not secret.
     secrets.remove(signer.token(&json!({})).split('.').next().unwrap());
     assert!(secrets.len() >= 1_000, "{}", secrets.len());
     secrets.extend(OWN.map(str::to_owned));
@@ -205,7 +205,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
         eventually("the store is given up", || gateway.log().contains("redis at"));
         gateway.terminate();
         assert!(gateway.wait().success());
-        // All that can become of a request was there.
+        // The requests cover all outcomes.
         for status in [200, 400, 401, 404, 429, 502, 503] {
             assert!(statuses.contains(&status), "{status} is missing in {statuses:?}");
         }
@@ -263,7 +263,7 @@ fn error_reports_show_no_secret() {
     }
 }
 
-/// The keys of a schema that take a string, with the tables that lead to them; `[]` for a list, `NAME` for names of one's own.
+/// Collect the keys of a schema that take a string, with their tables. `[]` is a list, `NAME` a name.
 fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Vec<String>>) {
     if path.len() > 8 {
         return;
@@ -291,7 +291,7 @@ fn string_keys(schema: &Value, node: &Value, path: &[String], found: &mut Vec<Ve
     }
 }
 
-/// A value at the end of a path.
+/// Return a value at a path.
 fn nested(path: &[String], value: &str) -> Value {
     match path.split_first() {
         None => json!(value),
@@ -300,7 +300,7 @@ fn nested(path: &[String], value: &str) -> Value {
     }
 }
 
-/// The keys of a file that take a string.
+/// Return the keys of a file that take a string.
 fn keys_of(file: &str) -> Vec<Vec<String>> {
     let path = format!("{}/docs/{file}.schema.json", env!("CARGO_MANIFEST_DIR"));
     let schema: Value = serde_json::from_str(&fs::read_to_string(path).unwrap()).unwrap();
@@ -319,7 +319,7 @@ fn secret_at_any_key_of_the_schema_is_not_reported() {
     let path = directory.path().join("gateway.toml");
     for key in &keys {
         for value in ["http://planted:planted@host/?pass=planted", "/?token=planted"] {
-            // Beside a key that nobody knows: there is always a report.
+            // Next to an unknown key, so that there is always an error.
             let mut written = nested(key, value);
             written["foo"] = json!("redis://planted@host");
             fs::write(&path, toml::to_string(&written).unwrap()).unwrap();
@@ -348,12 +348,13 @@ fn secret_at_any_key_of_consumers_is_not_reported() {
     for key in &keys {
         let is_hash = key.iter().any(|name| name == "keys");
         for value in ["http://planted:planted@host/?pass=planted", "/?token=planted", "planted-key"] {
-            // A name, a tier and a quota are no secrets, unless they look like one.
+            // Names, tiers and quotas are not secret unless they look like a secret.
             if value == "planted-key" && !is_hash {
                 continue;
             }
             let mut written = nested(key, value);
-            // In a consumer with a name, so that all of it is looked at; beside an unknown key, so that there is always a report.
+            // In a consumer with a name, so that all of it is validated; next to an unknown key, so that there is
+            // always an error.
             let consumer = &mut written["consumer"][0];
             if consumer["name"].is_null() {
                 consumer["name"] = json!("acme");

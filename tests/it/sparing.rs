@@ -1,4 +1,4 @@
-//! Not asking Redis, and staying exact: denials that are remembered, checks that are made together.
+//! Fewer Redis calls with exact limits: cached denials and coalesced checks.
 
 use std::sync::mpsc;
 use std::time::Duration;
@@ -89,7 +89,7 @@ fn denied_client_causes_no_redis_calls() {
     let mut client = gateway.client();
     let replies: Vec<_> = (0..1000).map(|_| client.get("/r")).collect();
     assert_eq!(replies.iter().filter(|reply| reply.status == 200).count(), 5);
-    // Five are admitted, one is denied by Redis; the rest is denied from memory.
+    // Five are admitted, one is denied by Redis, the rest by the denial cache.
     assert_eq!(redis.calls("evalsha"), 6);
     let (asked, remembered) = (&replies[5], &replies[999]);
     let retry = |reply: &crate::support::client::Reply| reply.header("retry-after").unwrap().parse::<u64>().unwrap();
@@ -128,7 +128,7 @@ fn cached_denial_has_the_retry_after_of_the_cost() {
         }
     };
     let (cheap, dear) = (wait("/cheap"), wait("/dear"));
-    // A token a minute.
+    // One token per minute.
     assert!(cheap <= 60 && dear > 240, "{cheap} s for one, {dear} s for five");
 }
 
@@ -146,8 +146,8 @@ fn cached_denial_ends_when_redis_would_admit() {
             times.push(started.elapsed());
         }
     }
-    // A greedy client gets one each 50 ms. Were a wait remembered for longer than it is, it would get fewer for good;
-    // a busy machine only delays some.
+    // A greedy client gets one token per 50 ms. If denials were cached for too long, it would always get fewer; a
+    // busy machine delays only some.
     let between: Vec<_> = times.windows(2).map(|pair| pair[1] - pair[0]).collect();
     let prompt = between.iter().filter(|pause| **pause < Duration::from_millis(75)).count();
     assert!(prompt >= 5, "{between:?}");
@@ -206,7 +206,7 @@ fn hanging_store_rejects_few_requests_until_the_breaker_opens() {
     signal(&redis.child, "STOP");
     let statuses = load(&[gateway.address], 64, 640, "/r", &[]);
     let rejected = statuses.iter().filter(|status| **status == 503).count();
-    // Whether it is an outage is known after two timeouts. On a busy machine some clients begin only then.
+    // The breaker opens after two timeouts. On a busy machine some clients start only then.
     assert!((1..=3 * 64).contains(&rejected), "{rejected} rejected");
     assert_eq!(admitted(&statuses) + rejected, 640, "all others pass without it");
     signal(&redis.child, "CONT");

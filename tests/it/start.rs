@@ -1,4 +1,4 @@
-//! Starting and stopping: the shipped configuration, the command line, taken ports, signals.
+//! Start and stop: the shipped configuration, the command line, ports in use, signals.
 
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -21,7 +21,7 @@ const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = {
 
 #[test]
 fn shipped_configuration_runs_without_redis_and_upstream() {
-    // As shipped, but on a free port: other tests run at the same time.
+    // The shipped file with a free port: other tests run at the same time.
     let shipped = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("gateway.toml")).unwrap();
     let consumers = std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("consumers.toml")).unwrap();
     assert!(shipped.contains("address = \"127.0.0.1:8080\""));
@@ -56,7 +56,7 @@ fn help_and_version_are_printed() {
     let lines: Vec<_> = out.lines().collect();
     let [name, commit, rustc, target, pgo] = lines[..] else { panic!("five lines: {out}") };
     assert_eq!(name, concat!("sluicegate ", env!("CARGO_PKG_VERSION")));
-    // Development builds name no commit.
+    // Development builds contain no commit.
     assert_eq!(commit, "commit: unknown");
     assert!(rustc.starts_with("rustc: rustc 1."), "{rustc}");
     assert_eq!(target, format!("target: {}-unknown-linux-gnu", std::env::consts::ARCH));
@@ -100,7 +100,7 @@ fn every_listener_is_served_in_both_threading_models() {
         let addresses: Vec<_> = addresses.split(", ").map(|address| address.trim_start_matches("http://")).collect();
         assert_eq!(addresses.len(), 2, "{log}");
         for address in addresses {
-            // Enough connections to meet every worker's socket.
+            // Enough connections to reach the socket of every worker.
             for _ in 0..20 {
                 let reply = crate::support::client::Client::connect(address.parse().unwrap()).get("/hello");
                 assert_eq!(reply.status, 200, "{layout} {address}");
@@ -162,7 +162,7 @@ fn drain_ends_with_its_timeout_and_ctrl_c_drains_too() {
 
 #[test]
 fn connections_without_a_request_are_closed() {
-    // The longer one is looked at after the other one was over.
+    // The longer timeout applies after the shorter one.
     let gateway = Gateway::start(&format!("[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1500ms\"\n{HELLO}"));
     let starts = [&b""[..], b"GET /hel", b"PRI * HTTP/2.0\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"];
     let clients = starts.map(|start| {
@@ -172,7 +172,7 @@ fn connections_without_a_request_are_closed() {
     });
     for (start, mut client) in clients {
         let mut rest = Vec::new();
-        // An HTTP/2 connection may say goodbye first. Were it kept open, reading would fail at its timeout.
+        // HTTP/2 may send GOAWAY first. On an open connection the read would time out.
         client.stream.read_to_end(&mut rest).unwrap_or_else(|error| panic!("{start:?} is kept open: {error}"));
     }
     let mut client = gateway.client();
@@ -180,7 +180,7 @@ fn connections_without_a_request_are_closed() {
     assert!(client.reply().is_none(), "idle for too long");
 }
 
-/// A slow head has the same time on a connection that was used before, and the pause before it has `idle_timeout`.
+/// A slow head on a reused connection has `header_timeout`, and the pause before it has `idle_timeout`.
 #[test]
 fn slow_head_on_a_reused_connection_has_header_timeout() {
     let settings = "[server]\nheader_timeout = \"2s\"\nidle_timeout = \"1h\"\n";
@@ -213,7 +213,7 @@ fn slow_head_on_a_reused_connection_has_header_timeout() {
                         client.stream.into_inner()
                     }
                 };
-                // Silent for longer than a head may take; but not during one.
+                // Silent for longer than `header_timeout`, but not within a head.
                 crate::support::assert_silent_but_for_settings(&mut stream, Duration::from_secs(3), what);
                 stream.write_all(part).unwrap();
                 stream.set_read_timeout(Some(crate::support::PATIENCE)).unwrap();
@@ -224,7 +224,7 @@ fn slow_head_on_a_reused_connection_has_header_timeout() {
     });
 }
 
-/// What comes of a body behind the answer is no head: the connection stays for `idle_timeout`.
+/// A body that arrives after the response is no head: the connection stays open for `idle_timeout`.
 #[test]
 fn drained_upload_is_no_slow_head() {
     let settings = "[server]\nheader_timeout = \"1s\"\nidle_timeout = \"1h\"\n";
@@ -272,7 +272,7 @@ fn access_log_has_one_record_per_request_and_no_secrets() {
     }
 }
 
-/// A process that ends with the test.
+/// A child process that is killed with the test.
 struct Killed(Child);
 
 impl Drop for Killed {
@@ -282,7 +282,7 @@ impl Drop for Killed {
     }
 }
 
-/// Listeners of which one address covers the other. What `run` refuses, `check` refuses.
+/// Listeners of which one address covers the other: `check` rejects what `run` rejects.
 #[test]
 fn check_rejects_listeners_that_cannot_bind_together() {
     let has_ipv6 = TcpListener::bind("[::1]:0").is_ok();
@@ -325,7 +325,7 @@ fn check_rejects_listeners_that_cannot_bind_together() {
     }
 }
 
-/// A terminal that is closed, a pipe that is not read: neither holds up requests or the end of the process.
+/// A closed terminal or an unread pipe delays neither requests nor the end of the process.
 #[test]
 fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
     for (what, is_full) in [("nobody has the other end", false), ("the other end is not read", true)] {
@@ -349,7 +349,7 @@ fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
         let mut command = binary();
         command.arg("--config").arg(&path).stderr(OwnedFd::from(log));
         let mut gateway = Killed(command.spawn().unwrap());
-        // Else this process has the end as well.
+        // Otherwise this process keeps the end of the pipe open.
         drop(command);
         eventually("it serves", || TcpStream::connect(("127.0.0.1", port)).is_ok());
         let other_end = is_full.then_some(other_end);
@@ -358,7 +358,7 @@ fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
             assert_eq!(client.get("/none").status, 502, "{what}: what is logged of it is written nowhere");
             assert_eq!(client.get("/hello").status, 200, "{what}");
         }
-        // What is said of a reload is written by another thread.
+        // Reloads are logged by another thread.
         std::fs::write(&path, "no toml").unwrap();
         signal(&gateway.0, "HUP");
         eventually("the reload is over", || {

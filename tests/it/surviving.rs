@@ -1,4 +1,4 @@
-//! What outlives a change of the configuration: counts, servers and their connections, the store's state, sessions.
+//! State that survives a reload: counts, endpoints and their connections, the store state, TLS sessions.
 
 use std::io::Write;
 
@@ -24,7 +24,7 @@ fn reload_keeps_counts_and_metrics() {
     assert_eq!([(); 3].map(|()| client.get("/says").remaining("day")), [4, 3, 2]);
     reloads(&gateway, &config("5/day", "[[route]]\nname = \"a\"\npath = \"/a\"\nrespond = { status = 200 }\n"));
     assert_eq!(client.get("/says").remaining("day"), 1);
-    // Another size acts on the live state.
+    // Another quota uses the same state.
     reloads(&gateway, &config("8/day", ""));
     assert_eq!(client.get("/says").remaining("day"), 3);
     assert_eq!(metric(&gateway, "http_requests_total{route=\"says\",status=\"2xx\"}"), 5.0);
@@ -53,7 +53,7 @@ fn requests_in_flight_finish_on_the_old_configuration() {
     gone.set(Mood::Answers(200));
     assert_eq!(client.reply().unwrap().status, 200, "what ran has its answer");
     assert_eq!(client.get("/gone").status, 404);
-    // One check may be under way.
+    // One health check may be in flight.
     let (checks, before) = (gone.checks(), stays.checks());
     eventually("the other is checked on and on", || stays.checks() > before + 20);
     assert!(gone.checks() <= checks + 1, "{} more", gone.checks() - checks);
@@ -167,13 +167,13 @@ fn reload_keeps_cached_denials_and_an_open_breaker() {
     assert_eq!(remembered(), before + 1.0, "Redis is not asked again");
     reloads(&gateway, &config("three", "2/day"));
     assert_eq!((client.get("/says").text(), client.get("/says").status), ("three", 429), "another size is asked for");
-    // One more is the one that asks.
+    // The connection of the test is one more.
     let now = redis.figure("stats", "total_connections_received:");
     assert_eq!(now, connected + 1, "with the connection of before");
 
     drop(redis);
     eventually("the store is given up", || {
-        // Another size each time: nothing is remembered.
+        // Another quota each time, so that no denial is cached.
         client.get("/says");
         reloads(
             &gateway,
@@ -233,7 +233,7 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     reloads(&gateway, &config(1, 1));
     second.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     third.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    // One of them is queued, the other one finds the queue full.
+    // One of them is queued, the other finds the queue full.
     let mut rejected = None;
     for client in [&mut *second, third] {
         client.stream.get_mut().set_nonblocking(true).unwrap();

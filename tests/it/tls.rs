@@ -1,4 +1,4 @@
-//! TLS towards clients: certificates by name, both protocols, plain text refused.
+//! TLS towards clients: certificates by server name, ALPN, TLS versions, handshake errors.
 
 use std::sync::Arc;
 
@@ -26,7 +26,7 @@ fn gateway(server: &str) -> Gateway {
     Gateway::start(&format!("{server}{ROUTE}{listener}"))
 }
 
-/// A client that believes exactly one certificate.
+/// A TLS connector that trusts exactly one certificate.
 fn connector(trusted: &str, protocols: &[&[u8]]) -> TlsConnector {
     let mut roots = rustls::RootCertStore::empty();
     roots.add(CertificateDer::from_pem_file(certificate(trusted)).unwrap()).unwrap();
@@ -54,7 +54,7 @@ async fn certificate_is_chosen_by_server_name() {
         ("two.test", "two.pem", true),
         ("deep.two.test", "two.pem", true),
         ("two.test", "one.pem", false),
-        // Nobody's name gets the first certificate, which is not for it.
+        // An unknown name gets the first certificate, which does not match it.
         ("other.test", "one.pem", false),
         ("other.test", "two.pem", false),
     ] {
@@ -90,17 +90,17 @@ async fn alpn_agrees_on_http1_or_http2() {
 fn http2_over_tls_without_alpn_is_rejected() {
     let gateway = gateway("");
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
-    // RFC 9113 §3.2: over TLS there is HTTP/2 by ALPN only.
+    // RFC 9113 §3.2: over TLS, HTTP/2 needs ALPN.
     let mut client =
         TlsClient::shake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
     client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
     let mut answer = Vec::new();
-    // Closed or reset: what counts is that no frame of HTTP/2 came before.
+    // Closed or reset, without a frame of HTTP/2 before.
     let _ = std::io::Read::read_to_end(&mut client.stream, &mut answer);
     assert_eq!(answer, b"", "what HTTP/2 would answer");
 }
 
-/// A ClientHello of old, as far as version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
+/// A ClientHello for an old version: TLS 1.0 is 3.1, TLS 1.1 is 3.2 (RFC 5246 §7.4.1.2).
 fn hello(minor: u8) -> Vec<u8> {
     // ECDHE-ECDSA-AES128-SHA and ECDHE-ECDSA-AES128-GCM-SHA256; no compression; groups and point formats.
     let body = [&[3, minor][..], &[7; 32], &[0], &[0, 4, 0xc0, 0x09, 0xc0, 0x2b], &[1, 0]].concat();
@@ -122,13 +122,13 @@ fn only_tls_1_2_and_1_3_are_accepted() {
         assert_eq!(client.stream.get_ref().conn.protocol_version(), Some(expected));
         assert_eq!(client.get("/hello").status, 200);
     }
-    // 3.0 is SSL 3; the answer to 3.3 is a hello.
+    // 3.0 is SSL 3. The response to 3.3 is a ServerHello.
     for (minor, answer) in [(0, Err(70)), (1, Err(70)), (2, Err(70)), (3, Ok(()))] {
         let mut client = gateway.client();
         client.send(&hello(minor));
         let mut record = [0; 7];
         std::io::Read::read_exact(&mut client.stream, &mut record).unwrap();
-        // An alert is a record of type 21, fatal is level 2; a handshake is one of type 22.
+        // An alert is a record of type 21, and fatal is level 2. A handshake is type 22.
         let found = match record {
             [21, _, _, 0, 2, 2, alert] => Err(alert),
             [22, ..] => Ok(()),
@@ -145,14 +145,14 @@ fn connection_without_a_handshake_is_closed() {
         let mut client = gateway.client();
         client.send(start);
         let mut rest = Vec::new();
-        // Were it kept open, reading would fail at its timeout; a reset is a way of closing, too.
+        // On an open connection the read would time out. A reset is a close as well.
         let read = std::io::Read::read_to_end(&mut client.stream, &mut rest);
         let closed = read.as_ref().map_or_else(|error| error.kind() == std::io::ErrorKind::ConnectionReset, |_| true);
         assert!(closed, "{start:?} is kept open: {read:?}");
     }
 }
 
-/// The bytes of a ClientHello whose server name is replaced by another one of the same length, which no library would send.
+/// Return a ClientHello with an invalid server name of the same length, which no library sends.
 fn hello_for(name: &str) -> Vec<u8> {
     let valid = "x".repeat(name.len() - 5) + ".test";
     let provider = Arc::new(rustls::crypto::aws_lc_rs::default_provider());

@@ -1,4 +1,4 @@
-//! Certificates that change while the gateway runs: the good new one is shown, a bad one is refused and the old stays.
+//! Certificate files that change: a valid one is used at once, an invalid one is rejected and the old one stays.
 
 use std::os::unix::fs::symlink;
 use std::path::Path;
@@ -29,7 +29,7 @@ fn write(folder: &Path, pair: &Pair) {
     std::fs::write(folder.join("server.key"), &pair.key).unwrap();
 }
 
-/// Puts a file in its place as a whole.
+/// Replace a file by renaming.
 fn put(folder: &Path, name: &str, content: &str) {
     std::fs::write(folder.join("new"), content).unwrap();
     std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
@@ -39,7 +39,7 @@ fn believing(pairs: &[&Pair]) -> Arc<ClientConfig> {
     tls(&pairs.iter().map(|pair| &pair.der).collect::<Vec<_>>(), None, &[&TLS13])
 }
 
-/// Whether a new client is shown a certificate.
+/// Return whether a new client gets this certificate.
 fn shows(gateway: &Gateway, pair: &Pair) -> bool {
     TlsClient::shake(&believing(&[pair]), gateway.address, NAME).is_ok()
 }
@@ -63,7 +63,7 @@ fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     assert_eq!(running.get("/hello").status, 200);
     assert_eq!(running.shown(), &old.der);
 
-    // One after the other, as tools do it; between the two they do not fit.
+    // One file after the other, as tools do. In between they do not match.
     put(folder.path(), "server.pem", &new.cert);
     eventually("the pair that does not fit is seen", || refusals(&gateway) == 1);
     assert!(gateway.log().contains("certificate and key do not match"), "{}", gateway.log());
@@ -93,7 +93,7 @@ fn certificate_files_written_in_place_are_used() {
 
 #[test]
 fn replaced_symlink_of_a_certificate_is_used() {
-    // As Kubernetes does it: `server.pem` → `..data/server.pem`, `..data` → a folder with a name of its own.
+    // As Kubernetes does: `server.pem` → `..data/server.pem`, `..data` → a directory with a generated name.
     let folder = tempfile::tempdir().unwrap();
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     for (name, pair) in [("..1", &old), ("..2", &new)] {
@@ -142,7 +142,7 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
         assert!(line.contains("server.pem is not used") && line.contains("WARN"), "{reason}: {line}");
         assert!(!line.contains("PRIVATE KEY"), "{line}");
         assert!(shows(&gateway, &old), "{reason}: the old one stays");
-        // What is good again is taken over again.
+        // A valid certificate is used again.
         let reloads = || gateway.log().matches("reloaded").count();
         let before = reloads();
         put(folder.path(), "server.pem", &old.cert);
@@ -157,7 +157,7 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
 
 #[test]
 fn sighup_reloads_certificates() {
-    // A change behind a link to elsewhere is not seen by watching the folder.
+    // The file watcher does not see a change behind a symlink to another directory.
     let (folder, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(elsewhere.path(), &old);
@@ -169,7 +169,7 @@ fn sighup_reloads_certificates() {
     write(elsewhere.path(), &new);
     signal(&gateway.child, "HUP");
     eventually("the new one is shown", || shows(&gateway, &new));
-    // Nothing has changed, and it is told nevertheless: somebody asked.
+    // Nothing has changed, and the reload is logged nevertheless, because it was requested.
     eventually("it is told", || gateway.log().matches("reloaded").count() == 1);
     signal(&gateway.child, "HUP");
     eventually("it is told again", || gateway.log().matches("reloaded").count() == 2);
@@ -216,7 +216,7 @@ fn sessions_are_resumed_by_every_worker() {
     {
         let gateway = gateway(folder.path(), &format!("[server]\nworkers = 4\nthreading = \"{layout}\"\n"));
         let client = tls(&[&pair.der], None, &[version]);
-        // Enough connections to meet every worker's socket.
+        // Enough connections to reach the socket of every worker.
         for count in 0..20 {
             let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
             assert_eq!(connection.get("/hello").status, 200);

@@ -1,4 +1,4 @@
-//! The commands around the gateway: what they write works.
+//! `init`, completions and man pages: their output works.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -67,7 +67,7 @@ fn completions_and_man_pages_have_all_commands() {
     assert!(page.contains(".TH sluicegate 1") && page.contains("sluicegate\\-check(1)"), "{page}");
 }
 
-/// Who reads only the beginning is not told of an error.
+/// A reader that closes standard output early causes no error message.
 #[test]
 fn closed_standard_output_is_no_error() {
     for command in ["schema", "man", "completions zsh"] {

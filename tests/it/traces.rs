@@ -1,4 +1,4 @@
-//! Traces: who is told of them, what a collector gets, and what becomes of it when there is none.
+//! Traces: propagation to upstreams, exported spans, and failing collectors.
 
 use std::collections::BTreeMap;
 use std::io::Write;
@@ -21,7 +21,7 @@ use rustls::version::TLS13;
 const TRACE: &str = "4bf92f3577b34da6a3ce929d0e0e4736";
 const PARENT: &str = "00f067aa0ba902b7";
 
-/// Takes what is exported, unless it is told to refuse.
+/// A collector that accepts exports until the test makes it refuse.
 struct Collector {
     server: Upstream,
     refuses: Arc<AtomicBool>,
@@ -42,12 +42,12 @@ impl Collector {
         format!("[log]\naccess = \"off\"\ntrace_endpoint = \"{}\"\n", self.server.url())
     }
 
-    /// All spans so far, with the attributes of whoever says so.
+    /// Return all spans so far.
     fn spans(&self) -> Vec<Span> {
         self.server.seen.lock().unwrap().iter().flat_map(|seen| spans(seen).1).collect()
     }
 
-    /// Those of one trace, once there are so many.
+    /// Return the spans of a trace once there are `count` of them.
     fn trace(&self, id: &str, count: usize) -> Vec<Span> {
         let of = || self.spans().into_iter().filter(|span| hex(&span.trace_id) == id).collect::<Vec<_>>();
         eventually("the spans arrive", || of().len() >= count);
@@ -55,7 +55,7 @@ impl Collector {
     }
 }
 
-/// What one request to a collector says: of whom, and which spans.
+/// Return the resource attributes and the spans of an export request.
 fn spans(seen: &Seen) -> (BTreeMap<String, String>, Vec<Span>) {
     assert_eq!(seen.target(), "/v1/traces");
     assert_eq!(seen.headers("content-type"), ["application/x-protobuf"]);
@@ -82,7 +82,7 @@ fn of_kind(spans: &[Span], kind: SpanKind) -> &Span {
     spans.iter().find(|span| span.kind() == kind).unwrap_or_else(|| panic!("no {kind:?} in {spans:#?}"))
 }
 
-/// Asserts that a span has these attributes.
+/// Assert that a span has these attributes.
 fn assert_says(span: &Span, expected: &[(&str, &str)]) {
     let said = attributes(&span.attributes);
     for (key, value) in expected {
@@ -94,7 +94,7 @@ fn traceparent(flags: &str) -> String {
     format!("00-{TRACE}-{PARENT}-{flags}")
 }
 
-/// A limited route to an upstream, one to nobody, and what else is to be in the file.
+/// A limited route to an upstream, one to an unreachable upstream, and further lines.
 fn config(upstream: &Upstream, rest: &str) -> String {
     with_admin(&format!(
         "{rest}[limit.hour]\nby = \"ip\"\nquota = \"1/hour\"\nalgorithm = \"fixed-window\"\n\
@@ -118,7 +118,7 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
     assert_eq!([0, 1].map(|_| client.get_with("/limited?token=planted", &headers).status), [200, 429]);
     let spans = collector.trace(TRACE, 5);
     assert_eq!(spans.len(), 5, "three of the first, and two of the one that was denied: {spans:#?}");
-    // The first one.
+    // The span of the first request.
     let sent = of_kind(&spans, SpanKind::Client);
     let request = spans.iter().find(|span| span.span_id == sent.parent_span_id).unwrap();
     let decision =
@@ -153,11 +153,11 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
         assert!(request.start_time_unix_nano <= from && from < to && to <= request.end_time_unix_nano, "{spans:#?}");
     }
     assert!(decision.end_time_unix_nano <= sent.start_time_unix_nano, "{spans:#?}");
-    // The upstream goes on below the span that stands for it.
+    // The upstream continues below the client span.
     let seen = upstream.last();
     assert_eq!(seen.headers("traceparent"), [format!("00-{TRACE}-{}-01", hex(&sent.span_id))]);
     assert_eq!(seen.headers("tracestate"), ["vendor=1"]);
-    // The one that was denied: to a server that is no error.
+    // The span of the denied request: 429 is no error of a server span.
     let denied = spans.iter().find(|span| span.kind() == SpanKind::Server && span.span_id != request.span_id).unwrap();
     assert_says(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
     assert_eq!(denied.status.as_ref().unwrap().code, 0, "{denied:#?}");
@@ -257,7 +257,7 @@ fn spans_that_no_collector_accepts_are_counted_and_fail_no_request() {
     let dropped = || metric(&gateway, "sluicegate_trace_spans_dropped_total");
     eventually("all are given up", || dropped() == 200.0);
     assert!(gateway.log().contains("did not take them"), "{}", gateway.log());
-    // As soon as it takes them again, it gets them.
+    // The collector gets the spans when it accepts again.
     collector.refuses.store(false, Ordering::SeqCst);
     assert_eq!(client.get_with("/up/1", &[("traceparent", &traceparent("01"))]).status, 200);
     assert_eq!(collector.trace(TRACE, 2).len(), 2);

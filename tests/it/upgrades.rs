@@ -1,6 +1,6 @@
-//! WebSocket and other switches of protocols: where they pass, where they do not, how long they last.
+//! WebSocket and other protocol upgrades: where they are allowed, and how long tunnels last.
 
-#![allow(clippy::result_large_err)] // tungstenite's callback
+#![allow(clippy::result_large_err)] // the callback of tungstenite
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -24,10 +24,10 @@ use tungstenite::{Message, WebSocket};
 const SWITCH: [(&str, &str); 2] = [("Connection", "keep-alive, Upgrade"), ("Upgrade", "chat/2")];
 const SWITCHED: &str = "HTTP/1.1 101 Switching Protocols\r\nConnection: upgrade\r\nUpgrade: chat/2\r\n\r\n";
 
-/// `/ws` may switch, `/plain` may not, `/quick` takes a place, too.
+/// `/ws` may upgrade, `/plain` may not, `/quick` takes a permit as well.
 fn config(upstream: SocketAddr, rest: &str) -> String {
     let limits = if rest.contains("[limit.l]") { "limits = [\"l\"]\n" } else { "" };
-    // Leases last for the upstream's time and five seconds.
+    // The permit TTL is `response_timeout` and 5 s.
     let response_timeout = if rest.contains("concurrency") { "2s" } else { "30s" };
     format!(
         "{rest}[upstream.u]\nservers = [\"http://{upstream}\"]\nresponse_timeout = \"{response_timeout}\"\n\
@@ -46,7 +46,7 @@ fn both_places_are_free(gateway: &Gateway) {
     });
 }
 
-/// A WebSocket server that says back what it is told, and closes when it is told `bye`; it records heads.
+/// A WebSocket server that echoes messages, closes on `bye` and records heads.
 fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
     let heads = Arc::<Mutex<Vec<http::HeaderMap>>>::default();
     let seen = heads.clone();
@@ -56,7 +56,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
             Ok(response)
         };
         let Ok(mut socket) = tungstenite::accept_hdr(stream, note) else { return };
-        // A close is answered by reading on.
+        // Reading on answers a close frame.
         while let Ok(message) = socket.read() {
             match message {
                 Message::Text(text) if text.as_str() == "bye" => socket.close(None).unwrap(),
@@ -85,7 +85,7 @@ fn say<S: Read + Write>(socket: &mut WebSocket<S>, text: &str) {
     assert_eq!(socket.read().unwrap(), Message::text(text));
 }
 
-/// Reads until both sides have said that it is over.
+/// Read until both sides have sent a close frame.
 fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
     loop {
         match socket.read() {
@@ -96,7 +96,7 @@ fn assert_closed_well<S: Read + Write>(socket: &mut WebSocket<S>) {
     }
 }
 
-/// The other side is gone: neither bytes nor silence.
+/// Assert that the other side is gone: neither bytes nor a timeout.
 fn assert_gone(stream: &mut impl Read) {
     let mut rest = Vec::new();
     match stream.read_to_end(&mut rest) {
@@ -105,13 +105,13 @@ fn assert_gone(stream: &mut impl Read) {
     }
 }
 
-/// Asks for a switch by hand.
+/// Send an upgrade request.
 fn ask(client: &mut Client, path: &str) {
     let lines = SWITCH.map(|(name, value)| format!("{name}: {value}\r\n")).concat();
     client.send(format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
 }
 
-/// An upstream that switches to `chat/2` and hands its side over.
+/// An upstream that upgrades to `chat/2` and gives its side to the test.
 struct Switching {
     address: SocketAddr,
     streams: Receiver<TcpStream>,
@@ -130,7 +130,7 @@ impl Switching {
         Switching { address, streams }
     }
 
-    /// Opens a tunnel; both of its ends.
+    /// Open a tunnel. Return both ends.
     fn tunnel(&self, gateway: &Gateway) -> (TcpStream, TcpStream) {
         let mut client = gateway.client();
         ask(&mut client, "/ws");
@@ -149,7 +149,7 @@ fn pass(from: &mut TcpStream, to: &mut TcpStream, bytes: &[u8]) {
     assert_eq!(read, bytes);
 }
 
-// ---- what passes ---------------------------------------------------------------------------------
+// ---- allowed upgrades ----------------------------------------------------------------------------
 
 #[test]
 fn websocket_messages_pass_both_ways_until_the_client_closes() {
@@ -183,7 +183,7 @@ fn websocket_messages_pass_both_ways_until_the_client_closes() {
         (&101.into(), &"ws".into(), &true.into()),
         "{line}"
     );
-    // Four messages with heads of 2, 10, 10 and 2 bytes, and the close.
+    // Four messages with headers of 2, 10, 10 and 2 bytes, and the close frame.
     let bytes = line["bytes"].as_u64().unwrap() - ((1 << 22) + 70_000 + 5);
     assert!((20..64).contains(&bytes), "{line}");
 }
@@ -258,7 +258,7 @@ fn half_closed_tunnel_keeps_the_other_direction_open() {
     assert_gone(&mut client);
 }
 
-// ---- what does not -------------------------------------------------------------------------------
+// ---- rejected upgrades ---------------------------------------------------------------------------
 
 #[test]
 fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
@@ -289,7 +289,7 @@ fn upgrade_without_websocket_on_the_route_is_an_ordinary_request() {
             assert_eq!(seen.headers(name), [""; 0], "{what}: {}", seen.head);
         }
         assert_eq!(seen.body, body.as_bytes(), "{what}");
-        // What follows is a request, not bytes in a tunnel.
+        // The following bytes are a request, not bytes of a tunnel.
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
         assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{what}: it is routed");
     }
@@ -343,7 +343,7 @@ fn upgrade_over_the_limit_is_429() {
     assert_eq!(upstream.count(), 0);
 }
 
-// ---- how long ------------------------------------------------------------------------------------
+// ---- lifetime ------------------------------------------------------------------------------------
 
 #[test]
 fn lost_upstream_closes_the_tunnel() {
@@ -388,13 +388,13 @@ fn tunnel_longer_than_the_permit_ttl_keeps_its_permit() {
         for store in [String::new(), redis.store()] {
             scope.spawn(move || {
                 let (upstream, _) = echo();
-                // Leases of 7 s.
+                // A permit TTL of 7 s.
                 let gateway = Gateway::start(&config(upstream, &format!("{store}{PLACES}")));
                 let (_other, mut socket) = (connect(&gateway), connect(&gateway));
                 let started = monotonic();
                 while started.elapsed() < Duration::from_secs(15) {
                     assert_eq!(gateway.get("/quick").status, 429, "both are taken after {:?}", started.elapsed());
-                    // What is tested is time: that of two leases, in which nothing may happen.
+                    // Wait for two permit TTLs, in which no bytes may arrive.
                     assert_silent(socket.get_mut(), Duration::from_millis(100));
                 }
                 say(&mut socket, "still here");
@@ -413,7 +413,7 @@ fn body_idle_timeout_does_not_apply_to_tunnels() {
     let times = "[server]\nbody_idle_timeout = \"300ms\"\nidle_timeout = \"60s\"\n";
     let gateway = Gateway::start(&config(upstream.address, times));
     let (mut client, mut server) = upstream.tunnel(&gateway);
-    // From the start, and after a word from each side.
+    // From the start, and after bytes from each side.
     for _ in 0..2 {
         assert_silent(&mut client, Duration::from_millis(900));
         pass(&mut server, &mut client, b"still here");
@@ -445,7 +445,7 @@ fn idle_tunnel_is_closed_and_bytes_of_either_side_keep_it_open() {
     let (mut client, mut server) = upstream.tunnel(&gateway);
     let started = monotonic();
     while started.elapsed() < Duration::from_secs(5) {
-        // One side alone is enough.
+        // Bytes from one side are sufficient.
         pass(&mut server, &mut client, b"tick");
         assert_silent(&mut client, Duration::from_millis(100));
     }

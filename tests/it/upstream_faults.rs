@@ -1,4 +1,5 @@
-//! Upstreams that are wrong in every way, and clients that leave: the right status in time, nothing repaired, nothing left behind.
+//! Faulty upstreams, and clients that disconnect: the right status in time, visible truncation, and no leaked
+//! resources.
 
 use std::collections::HashMap;
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
@@ -15,13 +16,13 @@ use crate::support::upstream::{Upstream, read_head, serve};
 use crate::support::{PATIENCE, eventually};
 use sluicegate::limiter::clock::monotonic;
 
-/// Of connecting, of the head, and of silence in a body.
+/// The timeout of connects, of response heads, and of silence in a body.
 const TIMEOUT: Duration = Duration::from_secs(1);
 
-/// What a loaded machine may add.
+/// Delay that a busy machine may add.
 const LATE: Duration = Duration::from_secs(3);
 
-/// The status line and the lines of a response, and whether it is valid; its body is `ok`, in chunks where they say so.
+/// Status line and headers of a response, and whether it is valid. The body is `ok`, chunked if the headers say so.
 const FRAMINGS: &[(&str, &str, bool)] = &[
     ("a length", "200 OK\r\nContent-Length: 2", true),
     ("zeros in front of a length", "200 OK\r\nContent-Length: 002", true),
@@ -85,7 +86,7 @@ fn responses_without_one_framing_are_502() {
 fn response_head_beyond_the_bound_is_502() {
     let bad = Upstream::answering(|seen| {
         let length: usize = seen.headers("x-length")[0].parse().unwrap();
-        // In several lines, as real ones are.
+        // In several lines, as real heads have.
         let lines = format!("x: {}\r\n", "y".repeat(1019)).repeat(length >> 10);
         format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n{lines}\r\nok").into_bytes()
     });
@@ -98,7 +99,7 @@ fn response_head_beyond_the_bound_is_502() {
     }
 }
 
-/// A server that says that a response has a body where there is none may send it later.
+/// A server that announces a body where there is none may send it later.
 #[test]
 fn unexpected_response_body_is_not_the_next_response() {
     for lines in [
@@ -110,7 +111,7 @@ fn unexpected_response_body_is_not_the_next_response() {
         let bad = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
             say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
-            // The rest comes when the connection has been used again, or never.
+            // The rest arrives when the connection is reused.
             if read_head(&mut stream).is_some() {
                 say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
                 read_all(&mut stream);
@@ -125,7 +126,7 @@ fn unexpected_response_body_is_not_the_next_response() {
     }
 }
 
-/// What an upstream says on an idle connection closes it, and is nobody's response.
+/// Bytes of an upstream on an idle connection close it and are not the next response.
 #[test]
 fn bytes_on_an_idle_connection_are_not_the_next_response() {
     for (method, lines) in [
@@ -164,11 +165,11 @@ fn bytes_on_an_idle_connection_are_not_the_next_response() {
 /// What an upstream does with the connection of a request.
 type Act = fn(TcpStream);
 
-/// When an answer is due.
+/// When a response is due.
 #[derive(Clone, Copy, PartialEq)]
 enum Due {
     AtOnce,
-    /// After the timeout that the fault meets.
+    /// After this timeout.
     After(Duration),
 }
 
@@ -178,7 +179,7 @@ fn read_all(stream: &mut TcpStream) {
 }
 
 fn say(stream: &mut TcpStream, text: &str) {
-    // Whoever has read enough of it may close.
+    // The client may close when it has read enough.
     let _ = stream.write_all(text.as_bytes());
 }
 
@@ -186,7 +187,7 @@ fn reset(stream: &TcpStream) {
     socket2::SockRef::from(stream).set_linger(Some(Duration::ZERO)).unwrap();
 }
 
-/// What an upstream does once it has read the head of a request; the status that becomes of it, a word of the detail, and when.
+/// Name, the action after the head of a request, the resulting status, a word of the detail, and the time.
 type Fault = (&'static str, Act, u16, &'static str, Due);
 
 const FAULTS: &[Fault] = &[
@@ -208,7 +209,8 @@ const FAULTS: &[Fault] = &[
         "before its response began",
         Due::After(TIMEOUT),
     ),
-    // The time runs from where it takes no more: long enough to tell it from twice the time.
+    // The timeout starts when the upstream stops reading. Four times the timeout distinguishes it from twice the
+    // timeout.
     (
         "never reads",
         |_stream| std::thread::park_timeout(PATIENCE),
@@ -247,7 +249,7 @@ const FAULTS: &[Fault] = &[
     ),
 ];
 
-/// A gateway whose `/bad` goes to this upstream and whose `/good` goes to one that works.
+/// A gateway whose `/bad` goes to a faulty upstream and `/good` to a working one.
 fn gateway(bad: SocketAddr, good: SocketAddr, timeout: Duration) -> Gateway {
     let ms = timeout.as_millis();
     Gateway::start(&format!(
@@ -268,7 +270,7 @@ fn assert_due(what: &str, due: Due, begun: Instant) {
     assert!(time >= least && time <= most, "{what}: {time:?}");
 }
 
-/// A refusal in time, in the right words, of use to whoever looks for it in the logs, and of no concern to others.
+/// Assert a rejection in time with a correct detail, a log line with the request ID, and no effect on other clients.
 fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due) {
     let good = Upstream::start();
     let timeout = if let Due::After(timeout) = due { timeout } else { TIMEOUT };
@@ -280,7 +282,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
     if what == "never reads" {
         client.send(b"POST /bad HTTP/1.1\r\nHost: a.test\r\nContent-Length: 1000000000000\r\n\r\n");
         let mut writer = client.stream.get_ref().try_clone().unwrap();
-        // More than any buffer holds, until the answer ends it.
+        // More than any buffer holds, until the response ends it.
         std::thread::spawn(move || while writer.write_all(&[b'x'; 256 << 10]).is_ok() {});
     } else {
         client.send(b"GET /bad HTTP/1.1\r\nHost: a.test\r\n\r\n");
@@ -323,12 +325,12 @@ fn upstream_without_a_valid_response_is_502_or_504_in_time() {
 
 #[test]
 fn unreachable_upstream_is_502_or_504_in_time() {
-    // Bound but not listening: nobody else gets the port, and connections are refused.
+    // Bound but not listening: the port stays reserved, and connections are refused.
     let socket = socket2::Socket::new(socket2::Domain::IPV4, socket2::Type::STREAM, None).unwrap();
     socket.bind(&SocketAddr::from(([127, 0, 0, 1], 0)).into()).unwrap();
     let address = socket.local_addr().unwrap().as_socket().unwrap();
     assert_refused("refuses", address, 502, "no connection", Due::AtOnce);
-    // Nobody accepts, and the queue is full: the kernel answers no more.
+    // Not accepting, with a full backlog: the kernel drops new connections.
     socket.listen(0).unwrap();
     let mut queue = Vec::new();
     while let Ok(stream) = TcpStream::connect_timeout(&address, Duration::from_millis(300)) {
@@ -361,7 +363,7 @@ fn truncated_upstream_body_is_visible_to_the_client() {
         for (what, end, due) in ENDS {
             let what = format!("{what} in a body with {framing}");
             if due != Due::AtOnce && framing == "chunks" {
-                continue; // such a stream may be silent for as long as it likes
+                continue; // such a stream may be silent
             }
             let (go_on, wait) = channel();
             let wait = Mutex::new(wait);
@@ -409,7 +411,7 @@ fn truncated_upstream_body_resets_an_http_1_0_client() {
         });
         let gateway = gateway(bad, bad, TIMEOUT);
         let mut client = gateway.client();
-        // HTTP/1.0 knows no chunks: the end of the connection is the end of the answer.
+        // HTTP/1.0 has no chunks: the end of the connection is the end of the response.
         client.send(b"GET /bad HTTP/1.0\r\nHost: a.test\r\n\r\n");
         let head = client.head().unwrap();
         assert_eq!((head.status, head.header("content-length"), head.header("transfer-encoding")), (200, None, None));
@@ -427,7 +429,7 @@ fn truncated_upstream_body_resets_an_http_1_0_client() {
 
 // ---- fault 24 in docs/testing.md: keep-alive races -----------------------------------------------
 
-/// Numbers that look like chance.
+/// Pseudo-random numbers.
 struct Chance(u64);
 
 impl Chance {
@@ -439,8 +441,8 @@ impl Chance {
     }
 }
 
-/// Reads requests and answers with their target; closes or resets connections that have answered once at any moment: before a
-/// request, in the middle of one, after it. Counts what it has read to its end.
+/// Read requests and respond with their target. Close or reset connections that were used before at random moments:
+/// before a request, within it, after it. Count the completely read requests.
 fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
     serve(move |stream| {
         let mut chance = Chance(u64::from(stream.peer_addr().map_or(1, |peer| peer.port())) * 0x9e37_79b9);
@@ -455,7 +457,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
                 if target.is_empty() {
                     target = line.split(' ').nth(1).unwrap().to_owned();
                     if answered > 0 && chance.below(16) == 0 {
-                        return; // what is unread makes it a reset
+                        return; // unread bytes cause a reset
                     }
                 }
                 if let Some(value) = line.to_ascii_lowercase().strip_prefix("content-length: ") {
@@ -475,7 +477,7 @@ fn closing_at_random(seen: Arc<Mutex<HashMap<String, usize>>>) -> SocketAddr {
             }
             match chance.below(8) {
                 0 => return,
-                // Just when the next one may be on its way.
+                // When the next request may be in flight.
                 1 => {
                     std::thread::sleep(Duration::from_micros(chance.below(500)));
                     return;
@@ -545,18 +547,18 @@ fn connections_closed_at_random_fail_no_get_and_repeat_no_post() {
     );
     assert_eq!((posts.len(), gets), (CLIENTS * EACH, Vec::new()));
     assert_eq!((doubled, lost), (0, 0));
-    // The races were there, and most were won all the same.
+    // The races occurred, and most requests succeeded.
     assert!(unanswered > 0 && unanswered < posts.len() / 2, "{unanswered}");
 }
 
 // ---- fault 25 in docs/testing.md: clients that disconnect ----------------------------------------
 
-/// An upstream that leaves requests where their path says.
+/// An upstream that leaves requests in the state that their path names.
 struct Leaving {
     address: SocketAddr,
-    /// Those that are where they should be.
+    /// Requests that have reached their state.
     begun: Arc<AtomicUsize>,
-    /// Their targets when their connections have been closed.
+    /// The targets of closed connections, with the time.
     closed: Receiver<(String, Instant)>,
 }
 

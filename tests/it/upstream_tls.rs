@@ -1,4 +1,4 @@
-//! TLS towards upstreams: whom the gateway believes, who it is, what it says when that fails, and what passes.
+//! TLS towards upstreams: trust roots, client certificates, error reports, and forwarding.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -25,7 +25,7 @@ use tungstenite::Message;
 const OK: &[u8] = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok";
 const BOTH: &[&SupportedProtocolVersion] = &[&TLS13, &TLS12];
 
-/// A gateway with one worker, so that what is said of connections is said of all.
+/// A gateway with one worker, so that all requests share its connections.
 fn config(url: &str, rest: &str) -> String {
     format!(
         "[server]\nworkers = 1\n[[route]]\nname = \"all\"\npath = \"/{{*rest}}\"\nupstream = \"u\"\nwebsocket = {}\n\
@@ -38,19 +38,19 @@ fn gateway(url: &str, rest: &str, ca: &Authority) -> Gateway {
     Gateway::start_with(&config(url, rest), &[("ca.pem", &ca.pem())])
 }
 
-/// The same, with a certificate of its own.
+/// The same with a client certificate.
 fn showing(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
     let rest = format!("tls = {{ ca = \"ca.pem\", cert = \"own.pem\", key = \"own.key\" }}\n{rest}");
     let files = [("ca.pem", &*ca.pem()), ("own.pem", &own.cert), ("own.key", &own.key)];
     Gateway::start_with(&config(url, &rest), &files)
 }
 
-/// Those that came over HTTP/2, each with the handshake of its connection.
+/// Requests over HTTP/2, each with the handshake of its connection.
 type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
 
 const CA: &str = "tls = { ca = \"ca.pem\" }\n";
 
-/// Answers each request with `answer` of it, on connections that stay open.
+/// An upstream that responds to each request with `answer`, on connections that stay open.
 fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Secured {
     Secured::serve(config, move |mut stream| {
         while let Some(seen) = read_request(&mut stream) {
@@ -65,7 +65,7 @@ fn ok(config: Arc<ServerConfig>) -> Secured {
     answering(config, |_| OK.to_vec())
 }
 
-/// An HTTP/2 server with TLS that records requests, and says them back with trailers.
+/// An HTTP/2 server with TLS that records requests and echoes them with trailers.
 fn http2(config: Arc<ServerConfig>) -> (SocketAddr, Requests) {
     let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
@@ -113,7 +113,7 @@ fn url(host: &str, address: SocketAddr) -> String {
     format!("https://{host}:{}", address.port())
 }
 
-/// The client hears that there is no answer, and nothing of the reason; the log says what to do.
+/// Assert that the client gets an error without the reason, and that the log says what to do.
 fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
     let reply = gateway.get("/");
     reply.assert_problem(502, what);
@@ -123,7 +123,7 @@ fn assert_refused(gateway: &Gateway, said: &str, what: &str) {
     eventually(what, || gateway.log().contains(said));
 }
 
-// ---- who is believed -----------------------------------------------------------------------------
+// ---- trust roots ---------------------------------------------------------------------------------
 
 #[test]
 fn upstream_tls_verifies_the_host_and_reuses_connections() {
@@ -228,7 +228,7 @@ fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
     }
 }
 
-// ---- who we are ----------------------------------------------------------------------------------
+// ---- client certificates -------------------------------------------------------------------------
 
 #[test]
 fn client_certificate_is_sent_to_upstreams_that_request_it() {
@@ -281,7 +281,7 @@ fn expired_client_certificate_is_a_warning() {
     assert!(gateway.log().contains(said), "{}", gateway.log());
 }
 
-// ---- what is spoken ------------------------------------------------------------------------------
+// ---- protocols -----------------------------------------------------------------------------------
 
 #[test]
 fn upstream_http2_by_alpn_forwards_grpc_trailers() {
@@ -369,7 +369,7 @@ fn bodies_are_unchanged_over_upstream_tls() {
     }
 }
 
-/// Bytes without a period that a lost or doubled piece could hide in.
+/// Return bytes without a period, so that lost or repeated pieces are detected.
 fn noise(length: usize) -> Vec<u8> {
     let blocks = (0..length.div_ceil(32)).map(|index| digest(&SHA256, &index.to_le_bytes()));
     let mut noise: Vec<u8> = blocks.flat_map(|block| block.as_ref().to_vec()).collect();
@@ -389,7 +389,7 @@ fn response_without_close_notify_never_looks_complete() {
         let head = read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\n\r\nhalf of it").unwrap();
         if head.starts_with("GET /whole") {
-            // The end that only whoever has the keys can say (RFC 8446 §6.1).
+            // close_notify, which only the holder of the keys can send (RFC 8446 §6.1).
             stream.conn.send_close_notify();
             stream.flush().unwrap();
         }
@@ -434,12 +434,12 @@ fn upstream_tls_sessions_are_resumed() {
     }
 }
 
-// ---- who does not speak TLS ----------------------------------------------------------------------
+// ---- peers without TLS ---------------------------------------------------------------------------
 
 #[test]
 fn clear_text_upstream_at_https_is_named_in_the_log() {
     let ca = Authority::new("ca");
-    // One that answers with an error, and one that hangs up.
+    // One server responds with an error, the other closes the connection.
     let answers = serve(|mut stream| {
         let _ = stream.read(&mut [0; 4096]);
         let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n");
@@ -477,7 +477,7 @@ fn connect_timeout_covers_the_handshake() {
     }
 }
 
-// ---- files that change ---------------------------------------------------------------------------
+// ---- reload --------------------------------------------------------------------------------------
 
 #[test]
 fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
@@ -523,14 +523,14 @@ fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
     eventually("the expired one is refused", || gateway.log().contains(said));
     assert_eq!(gateway.get("/").status, 200, "it is not shown");
 
-    // Sessions of before would skip the check.
+    // Resumed sessions would skip the verification.
     put("own.pem", &second.cert);
     put("own.key", &second.key);
     put("ca.pem", &old.pem());
     eventually("the old authority counts again", || gateway.get("/").status == 502);
 }
 
-/// Puts a file in its place as a whole.
+/// Replace a file by renaming.
 fn put(folder: &Path, name: &str, content: &str) {
     std::fs::write(folder.join("new"), content).unwrap();
     std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
