@@ -12,7 +12,7 @@ fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
 }
 
-/// README.md, its neighbours and docs/*.md.
+/// Return all Markdown files in the repository root and in docs/.
 fn documents() -> Vec<PathBuf> {
     let inside = |folder: PathBuf| std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
     let mut files: Vec<_> = inside(root()).chain(inside(root().join("docs"))).collect();
@@ -21,7 +21,7 @@ fn documents() -> Vec<PathBuf> {
     files
 }
 
-/// A recipe leaves out what every file has: a listener, the upstream `api`, and routes if only limits or an upstream are shown.
+/// Complete an example: a listener, the upstream `api`, and routes if the example has only limits or an upstream.
 fn complete(block: &str) -> String {
     let mut file = block.to_owned();
     if !block.contains("[[listener]]") {
@@ -40,7 +40,7 @@ fn complete(block: &str) -> String {
     file
 }
 
-/// The least configuration in which a file of consumers means something: with the limits and the tiers that it names.
+/// Return a minimal configuration for a consumers file, with the limits and tiers that the file names.
 fn around(consumers: &str, name: &str) -> String {
     let file: toml::Table = toml::from_str(consumers).unwrap();
     let (mut limits, mut tiers) = (BTreeSet::from(["calls"]), BTreeSet::new());
@@ -61,8 +61,8 @@ fn around(consumers: &str, name: &str) -> String {
     text
 }
 
-/// A block that begins with `# NAME.toml` is that file, beside the others of its document. Whoever names `consumers.toml`
-/// without showing one has one with a consumer, as `sluicegate key` writes it.
+/// A block that begins with `# NAME.toml` is that file, next to the others of its document. A document that names
+/// `consumers.toml` without showing it gets one with a consumer, as `sluicegate key` writes it.
 #[test]
 fn configurations_of_the_documents_are_accepted() {
     let (mut failures, mut checked) = (String::new(), 0);
@@ -105,7 +105,7 @@ fn committed_pictures_match_the_model() {
     }
 }
 
-/// What the rows of a table begin with, each in backquotes.
+/// Return the names in backticks in the first cells of a table.
 fn table(document: &str, heading: &str) -> BTreeSet<String> {
     let text = std::fs::read_to_string(root().join(document)).unwrap();
     let section = text.split(&format!("\n## {heading}\n")).nth(1).unwrap().split("\n## ").next().unwrap();
@@ -141,7 +141,7 @@ fn links_between_documents_have_targets() {
     assert!(links >= 10, "{links} links found");
 }
 
-/// Where the links lead that a text has, without what lies elsewhere.
+/// Return the targets of the links in a text, except URLs.
 fn links(text: &str) -> Vec<&str> {
     let targets = text.split("](").skip(1).map(|rest| rest.split([')', '#']).next().unwrap());
     targets.filter(|target| !target.contains("://")).collect()
@@ -184,7 +184,7 @@ fn assert_test_exists(test: &str, row: &str) {
     let text = paths.iter().find_map(|path| std::fs::read_to_string(root().join(path)).ok());
     let text = text.unwrap_or_else(|| panic!("tests/ has no file of {test}: {row}"));
     let first_line = format!("fn {function}() {{");
-    // `#[test]` and `#[tokio::test(…)]` end alike, or with the arguments.
+    // A test function has `#[test]` or `#[tokio::test(…)]` among its attributes.
     let has_test_attribute = |above: &str| {
         let attributes = above.lines().rev().take_while(|line| line.starts_with("#["));
         attributes.into_iter().any(|line| line == "#[test]" || line.starts_with("#[tokio::test"))

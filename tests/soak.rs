@@ -1,7 +1,7 @@
 //! The soak test: 15 minutes of load with a fault every 30 s (fault 38 in docs/testing.md). Memory and descriptors stay
 //! level, and every response is one that the documents allow. `SOAK_SECONDS` shortens the test and its rounds.
 
-#![allow(clippy::disallowed_methods)] // what is sampled when is what is looked at
+#![allow(clippy::disallowed_methods)] // the test measures times
 
 mod support;
 
@@ -23,7 +23,7 @@ use support::{Raise, eventually, signal};
 
 const MIB: f64 = (1 << 20) as f64;
 
-/// What happens in the rounds, one after the other, and again.
+/// The faults of the rounds, in turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Crowd,
@@ -47,18 +47,18 @@ const FAULTS: [Fault; 8] = [
     Fault::RedisHangsUp,
 ];
 
-/// Units that an identity of `/exact` has; each round has an identity of its own.
+/// The quota of an identity on `/exact`. Each round has its own identity.
 const EXACT: usize = 50;
 
-/// Between two requests of a client: some hundred a second in all.
+/// The pause between two requests of a client: some hundred requests per second in total.
 const PACE: Duration = Duration::from_millis(10);
 
-/// An upstream behind a relay: it says back what it was asked, and keeps `/slow` waiting until that is given up.
+/// An upstream behind a relay. It echoes requests, and does not respond on `/slow`.
 struct Api {
     relay: Relay,
     port: u16,
     waiting: Arc<AtomicUsize>,
-    /// Bodies of POST, and how many came twice.
+    /// Bodies of POST requests, and how many came twice.
     posted: Arc<Mutex<(HashSet<Vec<u8>>, usize)>>,
 }
 
@@ -108,7 +108,7 @@ fn config(api: &Api, redis: &Redis, round: usize) -> String {
     )
 }
 
-/// What the clients know of the run.
+/// The state that the clients share.
 #[derive(Default)]
 struct Run {
     over: AtomicBool,
@@ -120,7 +120,7 @@ struct Run {
 }
 
 impl Run {
-    /// Asks until the run is over.
+    /// Repeat until the end of the run.
     fn repeat(&self, mut ask: impl FnMut(usize)) {
         for number in 0.. {
             if self.over.load(Ordering::SeqCst) {
@@ -134,7 +134,7 @@ impl Run {
         }
     }
 
-    /// A route that needs neither upstream nor, with `local`, a store: it never fails.
+    /// A route that needs no upstream and, with `local`, no store: it never fails.
     fn hello(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -143,7 +143,7 @@ impl Run {
         });
     }
 
-    /// The same over HTTP/2, a hundred requests on each connection.
+    /// The same over HTTP/2, a hundred requests per connection.
     fn hello_by_http2(&self, address: SocketAddr) {
         let mut client = Http2::connect(address, &[]);
         self.repeat(|number| {
@@ -157,7 +157,7 @@ impl Run {
         });
     }
 
-    /// GET always succeeds while there is an upstream, and has its own answer.
+    /// GET succeeds while the upstream is up, with the response to this request.
     fn get(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
@@ -172,20 +172,21 @@ impl Run {
         });
     }
 
-    /// POST is sent once, whatever becomes of it: its upstream counts.
+    /// POST is sent once, whatever its outcome. The upstream counts.
     fn post(&self, address: SocketAddr) {
         let mut client = Client::connect(address);
         self.repeat(|number| {
             let reply = client.request("POST", "/post", &[], number.to_string().as_bytes());
             assert!([200, 502, 503, 504].contains(&reply.status), "{} for POST: {}", reply.status, reply.text());
-            // An answer that came before the body was wanted.
+            // A response that came before the body was read.
             if reply.header("connection") == Some("close") {
                 client = Client::connect(address);
             }
         });
     }
 
-    /// How often the identity of each round was answered 200, and 503 as the store failed.
+    /// Return how often the identity of each round was admitted, denied, and rejected with 503 because the store
+    /// failed.
     fn exact(&self, address: SocketAddr) -> Vec<(usize, usize, usize)> {
         let (mut client, mut counts) = (Client::connect(address), Vec::new());
         self.repeat(|_| {
@@ -204,7 +205,7 @@ impl Run {
     }
 }
 
-/// What is broken on purpose.
+/// The parts that faults disturb.
 struct Scene<'a> {
     gateway: &'a Gateway,
     api: &'a Api,
@@ -213,7 +214,7 @@ struct Scene<'a> {
 }
 
 impl Scene<'_> {
-    /// Does something wrong for so long, and waits until all is well again.
+    /// Cause a fault for some time, and wait until everything has recovered.
     fn suffer(&mut self, fault: Fault, round: usize, time: Duration) {
         let end = Instant::now() + time;
         let last = || std::thread::park_timeout(end.saturating_duration_since(Instant::now()));
@@ -298,12 +299,12 @@ impl Scene<'_> {
     }
 }
 
-/// Open descriptors.
+/// Return the number of open descriptors.
 fn descriptors(gateway: &Gateway) -> f64 {
     std::fs::read_dir(format!("/proc/{}/fd", gateway.child.id())).unwrap().count() as f64
 }
 
-/// The first and the last third.
+/// Return the first and the last third.
 fn thirds(samples: &[f64]) -> [&[f64]; 2] {
     let third = samples.len() / 3;
     [&samples[..third], &samples[samples.len() - third..]]
@@ -312,7 +313,7 @@ fn thirds(samples: &[f64]) -> [&[f64]; 2] {
 #[test]
 fn repeated_faults_leave_memory_and_descriptors_level() {
     let seconds = std::env::var("SOAK_SECONDS").map_or(900, |text| text.parse().expect("SOAK_SECONDS is a number"));
-    // Each third has every fault once at least.
+    // Each third has every fault at least once.
     let rounds = (seconds / 30).max(3 * FAULTS.len());
     let each = Duration::from_secs(seconds as u64) / rounds as u32;
     let (api, redis) = (Api::start(), Redis::start());
@@ -360,7 +361,7 @@ fn repeated_faults_leave_memory_and_descriptors_level() {
     );
     for (round, (allowed, denied, failed)) in counts.into_iter().enumerate() {
         let told = format!("round {round}: {allowed} allowed, {denied} denied, {failed} not decided");
-        // A Redis that has lost its memory begins anew.
+        // A restarted Redis without data starts a new quota.
         let killed = FAULTS[round % FAULTS.len()] == Fault::RedisKilled;
         assert!(allowed <= if killed { 2 * EXACT } else { EXACT }, "{told}");
         if failed == 0 && denied > 0 && !killed {

@@ -1,36 +1,33 @@
-//! Known defects of rate limiters, and the tests that show that Sluicegate does not have them.
+//! Known defects of rate limiters, and the tests that show that Sluicegate does not have them:
 //!
-//! | defect | test |
-//! |---|---|
-//! | counting and expiry are two commands: a key without TTL | `killed_gateway_leaves_no_key_without_ttl` |
-//! | every request extends the TTL: steady traffic below the limit is locked out |
-//! `extended_ttl_does_not_lock_out_steady_traffic` |
-//! | denied requests are logged: memory grows, and the lockout never ends | `denials_take_no_memory` in
-//! `invariants.rs` |
-//! | the timestamp is the member of a sorted set: requests of one microsecond count once |
-//! `burst_at_one_instant_is_counted_in_full` |
-//! | the key expires between two commands: a permanent lockout |
-//! `key_that_expires_between_two_calls_does_not_lock_out` |
-//! | many requests pass the check before the first is counted | `concurrent_first_requests_admit_exactly_the_limit` |
-//! | the key has the minute in its name: an hour later it is the same key | `window_an_hour_later_has_its_own_count`
-//! |
-//! | each gateway uses its own clock | `gateways_with_different_clocks_admit_the_limit_once` |
-//! | the TTL is shorter than the refill: an early fresh burst | `key_outlives_the_refill_of_its_bucket` |
-//! | a month is 30 days, a week starts on Thursday | `calendar_months_have_their_own_length` |
-//! | one limit denies, and the other one is charged | `denied_request_is_charged_to_no_limit` in `limits.rs` |
-//! | the reply is lost and the call is sent again: charged twice | `call_without_reply_is_charged_once` in `distributed.rs` |
-//! | a script missing after SCRIPT FLUSH is an error | `script_flush_under_load_causes_no_error` in `distributed.rs`
-//! |
-//! | Retry-After is rounded down: a client that waits is denied again |
-//! `client_that_waits_for_retry_after_is_admitted` in `limits.rs` |
-//! | a refund after the window creates a negative key that never expires | `late_refund_creates_no_key` |
-//! | the gateway crashes, and its requests in flight count for ever |
-//! `killed_gateway_frees_its_permits_after_the_permit_ttl` in `concurrency.rs` |
-//! | the store is down: errors for all clients, or seconds of waiting |
-//! `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies` in
-//! `distributed.rs`, `busy_redis_causes_no_client_error` |
-//! | the key contains the text of the identity: identities collide | `no_two_identities_share_a_key`, and
-//! `hostile_identities_have_their_own_buckets` in `identity.rs` |
+//! - Counting and expiry are two commands: a key without TTL: `killed_gateway_leaves_no_key_without_ttl`.
+//! - Every request extends the TTL: steady traffic below the limit is locked out:
+//!   `extended_ttl_does_not_lock_out_steady_traffic`.
+//! - Denied requests are logged: memory grows, and the lockout never ends: `denials_take_no_memory` in
+//!   `invariants.rs`.
+//! - The timestamp is the member of a sorted set: requests of one microsecond count once:
+//!   `burst_at_one_instant_is_counted_in_full`.
+//! - The key expires between two commands: a permanent lockout:
+//!   `key_that_expires_between_two_calls_does_not_lock_out`.
+//! - Many requests pass the check before the first is counted: `concurrent_first_requests_admit_exactly_the_limit`.
+//! - The key has the minute in its name: an hour later it is the same key: `window_an_hour_later_has_its_own_count`.
+//! - Each gateway uses its own clock: `gateways_with_different_clocks_admit_the_limit_once`.
+//! - The TTL is shorter than the refill: an early fresh burst: `key_outlives_the_refill_of_its_bucket`.
+//! - A month is 30 days, a week starts on Thursday: `calendar_months_have_their_own_length`.
+//! - One limit denies, and the other one is charged: `denied_request_is_charged_to_no_limit` in `limits.rs`.
+//! - The reply is lost and the call is sent again: charged twice: `call_without_reply_is_charged_once` in
+//!   `distributed.rs`.
+//! - A script missing after SCRIPT FLUSH is an error: `script_flush_under_load_causes_no_error` in `distributed.rs`.
+//! - Retry-After is rounded down: a client that waits is denied again:
+//!   `client_that_waits_for_retry_after_is_admitted` in `limits.rs`.
+//! - A refund after the window creates a negative key that never expires: `late_refund_creates_no_key`.
+//! - The gateway crashes, and its requests in flight count for ever:
+//!   `killed_gateway_frees_its_permits_after_the_permit_ttl` in `concurrency.rs`.
+//! - The store is down: errors for all clients, or seconds of waiting:
+//!   `without_redis_each_limit_follows_on_store_error` and `stopped_redis_costs_one_timeout_and_crosses_no_replies`
+//!   in `distributed.rs`, `busy_redis_causes_no_client_error`.
+//! - The key contains the text of the identity: identities collide: `no_two_identities_share_a_key`, and
+//!   `hostile_identities_have_their_own_buckets` in `identity.rs`.
 
 use std::collections::HashMap;
 use std::io::Write;

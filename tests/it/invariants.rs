@@ -4,7 +4,7 @@
 //!
 //!  1. Script and model give the same reply, field by field.
 //!  2. A denied request and a peek change no state and extend no TTL. The first denial at a lower rate records when
-//! the rate applies.
+//!     the rate applies.
 //!  3. One µs before the returned retry delay the charge is denied; at the retry delay it is admitted.
 //!  4. A charge of what remains fits, one more token does not.
 //!  5. A request is charged to all limits or none; a shadow limit changes nothing for the others.
@@ -14,15 +14,13 @@
 //!  9. Every key has a TTL: until its reset, and a second.
 //! 10. Taking k tokens equals k requests of one token, including the state.
 //! 11. A refund creates no key and gains no quota: a bucket never owes less than without the charge. Where refunds
-//! overlap,
-//!     the cost admitted in a time span and not refunded exceeds the formula by at most the refunds of earlier
-//! charges.
+//!     overlap, the cost admitted in a time span and not refunded exceeds the formula by at most the refunds of earlier
+//!     charges.
 //! 12. Concurrent clients are admitted exactly (`parallel_clients_are_admitted_exactly` in `store.rs`).
 //! 13. Every number stays exact.
 //! 14. Denials take no memory, and the database is empty in the end.
 //! 15. A new rate forgives no debt of a bucket: the debt is converted exactly, or rounded up by at most 2 parts. A
-//! lower
-//!     rate restores at most half a second of what the earlier rate has repaid.
+//!     lower rate restores at most half a second of what the earlier rate has repaid.
 //!
 //! `leases.rs` has more random cases for concurrency permits.
 //! `OPERATIONS=1000000` makes a long run (`make test-long`), `SEED=…` repeats a run.
