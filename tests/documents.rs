@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
 use support::gateway::{Gateway, binary};
-use support::{operator, pages, pictures};
+use support::{admin_listener, pages, pictures};
 
 fn root() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -41,7 +41,7 @@ fn complete(block: &str) -> String {
 }
 
 /// Return a minimal configuration for a consumers file, with the limits and tiers that the file names.
-fn around(consumers: &str, name: &str) -> String {
+fn minimal_config(consumers: &str, name: &str) -> String {
     let file: toml::Table = toml::from_str(consumers).unwrap();
     let (mut limits, mut tiers) = (BTreeSet::from(["calls"]), BTreeSet::new());
     for consumer in file["consumer"].as_array().unwrap() {
@@ -78,7 +78,7 @@ fn configurations_of_the_documents_are_accepted() {
         }
         for block in blocks {
             let whole = match block.file_name() {
-                Some(name) if block.text.contains("[[consumer]]") => complete(&around(&block.text, name)),
+                Some(name) if block.text.contains("[[consumer]]") => complete(&minimal_config(&block.text, name)),
                 _ => complete(&block.text),
             };
             put("checked.toml", &whole);
@@ -116,7 +116,7 @@ fn table(document: &str, heading: &str) -> BTreeSet<String> {
 #[test]
 fn manual_lists_exactly_the_exported_metrics() {
     let route = "[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n";
-    let page = operator::ask(&Gateway::start(&operator::with_admin(route)), "/metrics");
+    let page = admin_listener::ask(&Gateway::start(&admin_listener::with_admin(route)), "/metrics");
     let types = page.text().lines().filter_map(|line| line.strip_prefix("# TYPE sluicegate_")?.split(' ').next());
     let there: BTreeSet<_> = types.map(str::to_owned).collect();
     assert!(there.len() > 20, "{there:?}");

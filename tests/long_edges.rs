@@ -22,7 +22,7 @@ use support::frames::{
 };
 use support::gateway::Gateway;
 use support::upstream::{Upstream, read_head, read_request, serve};
-use support::{PATIENCE, eventually};
+use support::{MAX_WAIT, eventually};
 
 const MIB: u64 = 1 << 20;
 
@@ -237,7 +237,7 @@ fn tls_client() -> Arc<rustls::ClientConfig> {
 
 #[test]
 fn idle_connections_take_little_memory() {
-    let nobody = "127.0.0.1:1".parse().unwrap();
+    let unreachable = "127.0.0.1:1".parse().unwrap();
     let server = "max_connections = 11000\nidle_timeout = \"1h\"";
     let client = tls_client();
     let mut wrong = Vec::new();
@@ -246,7 +246,7 @@ fn idle_connections_take_little_memory() {
     for (what, most) in bounds {
         for count in if size(1, 0) == 1 { vec![1000, 10_000] } else { vec![500] } {
             let tls = if what == "TLS" { over_tls() } else { String::new() };
-            let gateway = Gateway::start(&format!("{}{tls}", config(server, nobody)));
+            let gateway = Gateway::start(&format!("{}{tls}", config(server, unreachable)));
             let open = || -> Box<dyn std::any::Any> {
                 match what {
                     "HTTP/1.1" => {
@@ -370,7 +370,7 @@ fn large_bodies_are_streamed_in_little_memory() {
                 grown = gateway.memory().saturating_sub(before).max(grown);
                 std::thread::park_timeout(Duration::from_millis(10));
             }
-            (transfer.join().unwrap(), uploads.recv_timeout(PATIENCE).unwrap(), grown)
+            (transfer.join().unwrap(), uploads.recv_timeout(MAX_WAIT).unwrap(), grown)
         });
         println!("fault 33: {what}: {mib} MiB in {:?}, {:.1} MiB more", begun.elapsed(), grown as f64 / MIB as f64);
         assert_eq!(ours, theirs, "{what}: the same bytes");

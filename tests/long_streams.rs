@@ -10,7 +10,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use support::PATIENCE;
+use support::MAX_WAIT;
 use support::gateway::Gateway;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
@@ -47,7 +47,7 @@ async fn read_head(stream: &mut TcpStream) -> io::Result<String> {
 }
 
 /// Respond to any request with events until the connection is closed.
-async fn tell(mut stream: TcpStream, began: Instant) -> io::Result<()> {
+async fn serve_events(mut stream: TcpStream, began: Instant) -> io::Result<()> {
     stream.set_nodelay(true)?;
     let kind = if read_head(&mut stream).await?.contains("upgrade: websocket") { Kind::WebSocket } else { Kind::Sse };
     let head = match kind {
@@ -122,7 +122,7 @@ async fn ages(address: SocketAddr, began: Instant) -> [(Kind, f64, f64); 2] {
     for (kind, clients) in clients {
         let mut all = Vec::new();
         for client in clients {
-            let ages = timeout(time + 2 * PATIENCE, client).await.expect("it ends").unwrap();
+            let ages = timeout(time + 2 * MAX_WAIT, client).await.expect("it ends").unwrap();
             assert!(ages.len() >= 2, "{kind:?}: {} events on a stream", ages.len());
             all.extend(ages);
         }
@@ -140,7 +140,7 @@ async fn events_reach_clients_when_they_are_sent() {
     let began = Instant::now();
     tokio::spawn(async move {
         while let Ok((stream, _)) = upstream.accept().await {
-            tokio::spawn(tell(stream, began));
+            tokio::spawn(serve_events(stream, began));
         }
     });
     let gateway = Gateway::start(&format!(

@@ -19,7 +19,7 @@ use support::redis::{Redis, free_port};
 use support::relay::Relay;
 use support::reload::{ask, reload, reloads, with_admin};
 use support::upstream::{read_request, serve};
-use support::{Raise, eventually, signal};
+use support::{SetOnDrop, eventually, signal};
 
 const MIB: f64 = (1 << 20) as f64;
 
@@ -165,7 +165,7 @@ impl Run {
             let reply = client.get(&path);
             let disturbed = before % 2 == 1 || self.upstream.load(Ordering::SeqCst) != before;
             match reply.status {
-                200 => assert_eq!(reply.text(), path, "somebody else's answer"),
+                200 => assert_eq!(reply.text(), path, "the response to this request"),
                 502..=504 if disturbed => {}
                 status => panic!("{status} for GET: {}", reply.text()),
             }
@@ -215,7 +215,7 @@ struct Scene<'a> {
 
 impl Scene<'_> {
     /// Cause a fault for some time, and wait until everything has recovered.
-    fn suffer(&mut self, fault: Fault, round: usize, time: Duration) {
+    fn cause(&mut self, fault: Fault, round: usize, time: Duration) {
         let end = Instant::now() + time;
         let last = || std::thread::park_timeout(end.saturating_duration_since(Instant::now()));
         let goes_on = || Instant::now() < end;
@@ -241,7 +241,7 @@ impl Scene<'_> {
                         .collect();
                     eventually("they wait", || self.api.waiting.load(Ordering::SeqCst) == clients.len());
                     drop(clients);
-                    eventually("the upstream is told", || self.api.waiting.load(Ordering::SeqCst) == 0);
+                    eventually("the upstream request is cancelled", || self.api.waiting.load(Ordering::SeqCst) == 0);
                     pause();
                 }
             }
@@ -250,7 +250,7 @@ impl Scene<'_> {
                 self.redis.child.wait().unwrap();
                 last();
                 let port = self.redis.port;
-                eventually("it is there again", || Redis::start_on(port).map(|redis| self.redis = redis).is_some());
+                eventually("it is restored", || Redis::start_on(port).map(|redis| self.redis = redis).is_some());
             }
             Fault::RedisStopped => {
                 signal(&self.redis.child, "STOP");
@@ -273,9 +273,9 @@ impl Scene<'_> {
             }
             Fault::UpstreamGone => {
                 self.run.upstream.fetch_add(1, Ordering::SeqCst);
-                self.api.relay.turn_to(free_port());
+                self.api.relay.redirect_to(free_port());
                 last();
-                self.api.relay.turn_to(self.api.port);
+                self.api.relay.redirect_to(self.api.port);
             }
             Fault::Reloads => {
                 for number in 0.. {
@@ -289,7 +289,7 @@ impl Scene<'_> {
                 reloads(self.gateway, &config(self.api, &self.redis, round));
             }
         }
-        eventually("store and upstream are well", || {
+        eventually("store and upstream are healthy", || {
             let ready = ask(self.gateway, "GET", "/readyz").json();
             ready["status"] == "ready" && ready["upstreams"]["api"][0]["state"] == "healthy"
         });
@@ -328,12 +328,12 @@ fn repeated_faults_leave_memory_and_descriptors_level() {
             let run = &run;
             scope.spawn(move || kind(run, address))
         });
-        let end = Raise(&run.over);
+        let end = SetOnDrop(&run.over);
         for round in 0..rounds {
             let next = Instant::now() + each;
             run.round.store(round, Ordering::SeqCst);
             let fault = FAULTS[round % FAULTS.len()];
-            scene.suffer(fault, round, each / 3);
+            scene.cause(fault, round, each / 3);
             while Instant::now() < next {
                 memory.push(gateway.memory() as f64);
                 std::thread::park_timeout(Duration::from_millis(250));

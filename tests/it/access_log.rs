@@ -9,12 +9,12 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::operator::{metric, with_admin};
 use crate::support::redis::Redis;
 use crate::support::upstream::Upstream;
-use crate::support::{Raise, eventually};
+use crate::support::{SetOnDrop, eventually};
 use serde_json::{Value, json};
 
 const JSON: &str = "[log]\nformat = \"json\"\naccess = \"access.log\"\n";
@@ -40,7 +40,7 @@ fn now() -> f64 {
 #[test]
 fn record_has_the_outcome_of_the_request_and_its_reason() {
     let upstream =
-        Upstream::answering(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
+        Upstream::responding(|_| b"HTTP/1.1 201 Created\r\nx-used: 7\r\ncontent-length: 3\r\n\r\nabc".to_vec());
     let server = upstream.url().trim_start_matches("http://").to_owned();
     let gateway = Gateway::start(&format!(
         "{JSON}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
@@ -273,14 +273,14 @@ fn renamed_file_is_reopened_without_losing_records() {
                 }
             });
         }
-        let _over = Raise(&over);
+        let _over = SetOnDrop(&over);
         for round in 0..20 {
-            eventually("there is something in the file", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
+            eventually("the file has content", || fs::metadata(&log).is_ok_and(|file| file.len() > 0));
             fs::rename(&log, folder.join(format!("access.log.{round}"))).unwrap();
             if round == 10 {
                 // A directory in place of the file makes writes fail for a while.
                 fs::create_dir(&log).unwrap();
-                eventually("it is told", || gateway.log().contains("cannot be made again"));
+                eventually("it is logged", || gateway.log().contains("cannot be made again"));
                 fs::remove_dir(&log).unwrap();
             }
         }

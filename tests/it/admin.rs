@@ -4,18 +4,18 @@ use std::io::{ErrorKind, Write};
 use std::net::{IpAddr, TcpStream};
 use std::time::Duration;
 
+use crate::support::admin_listener::{HERE, ask, metric, with_admin};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
-use crate::support::operator::{HERE, ask, metric, with_admin};
 use crate::support::redis::Redis;
 use crate::support::upstream::Upstream;
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 
 const HELLO: &str = "[[route]]\nname = \"hello\"\npath = \"/hello\"\nrespond = { status = 200, body = \"hi\" }\n";
 
 #[test]
 fn metrics_count_requests_and_decisions() {
-    let upstream = Upstream::answering(|seen| {
+    let upstream = Upstream::responding(|seen| {
         let status = if seen.target() == "/up/bad" { "500 Oops" } else { "204 No Content" };
         format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
     });
@@ -89,7 +89,7 @@ fn failing_store_and_fallback_decisions_are_visible() {
     assert_eq!(metric(&gateway, "sluicegate_store_calls_total"), 1.0);
     assert_eq!(metric(&gateway, "sluicegate_store_circuit_breaker_openings_total"), 0.0);
     drop(redis);
-    eventually("the store is given up", || {
+    eventually("the breaker opens", || {
         gateway.get("/hello");
         metric(&gateway, "sluicegate_store_up") == 0.0
     });
@@ -111,7 +111,7 @@ fn failing_store_and_fallback_decisions_are_visible() {
 fn metrics_show_the_state_of_each_endpoint() {
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = std::sync::Mutex::new(held);
-    let upstream = Upstream::answering(move |seen| {
+    let upstream = Upstream::responding(move |seen| {
         if seen.target() == "/up" {
             held.lock().unwrap().recv().ok();
         }
@@ -126,11 +126,11 @@ fn metrics_show_the_state_of_each_endpoint() {
     let of = |name: &str, server: &str| {
         metric(&gateway, &format!("sluicegate_upstream_server_{name}{{upstream=\"api\",server=\"{server}\"}}"))
     };
-    eventually("a server is given up", || of("up", "127.0.0.1:1") == 0.0);
+    eventually("a server is abandoned", || of("up", "127.0.0.1:1") == 0.0);
     assert_eq!((of("up", &server), of("requests_in_flight", &server)), (1.0, 0.0));
     let mut client = gateway.client();
     client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
-    eventually("a request is under way", || of("requests_in_flight", &server) == 1.0);
+    eventually("a request is in flight", || of("requests_in_flight", &server) == 1.0);
     let ready = ask(&gateway, "/readyz").json();
     let state = |place: usize| ready["upstreams"]["api"][place]["state"].as_str().unwrap().to_owned();
     assert_eq!(
@@ -140,7 +140,7 @@ fn metrics_show_the_state_of_each_endpoint() {
     );
     release.send(()).unwrap();
     assert_eq!(client.reply().unwrap().status, 200);
-    eventually("it is over", || of("requests_in_flight", &server) == 0.0);
+    eventually("it has ended", || of("requests_in_flight", &server) == 0.0);
 }
 
 #[test]
@@ -195,7 +195,7 @@ fn unknown_admin_paths_and_methods_are_rejected() {
 fn draining_gateway_is_not_ready() {
     let (release, held) = std::sync::mpsc::channel::<()>();
     let held = std::sync::Mutex::new(held);
-    let upstream = Upstream::answering(move |_| {
+    let upstream = Upstream::responding(move |_| {
         held.lock().unwrap().recv().ok();
         b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n".to_vec()
     });
@@ -205,9 +205,9 @@ fn draining_gateway_is_not_ready() {
     )));
     let mut client = gateway.client();
     client.send(b"GET /up HTTP/1.1\r\nhost: a\r\n\r\n");
-    eventually("it is under way", || upstream.count() == 1);
+    eventually("it is in flight", || upstream.count() == 1);
     gateway.terminate();
-    eventually("it is told", || ask(&gateway, "/readyz").status == 503);
+    eventually("it is logged", || ask(&gateway, "/readyz").status == 503);
     assert_eq!(ask(&gateway, "/readyz").json()["status"], "stopping");
     assert_eq!(ask(&gateway, "/healthz").status, 200);
     release.send(()).unwrap();
@@ -277,7 +277,9 @@ fn busy_admin_connections_leave_room_for_health_checks_and_other_peers() {
     let mut other = Client::connect_from([127, 0, 0, 2].into(), gateway.admin());
     assert_eq!(other.get_with("/metrics", &known).status, 200);
     drop(held);
-    eventually("there is room again", || Client::connect(gateway.admin()).get_with("/metrics", &known).status == 200);
+    eventually("the queue has room again", || {
+        Client::connect(gateway.admin()).get_with("/metrics", &known).status == 200
+    });
 }
 
 #[test]
@@ -289,7 +291,7 @@ fn idle_admin_connection_is_closed_at_its_deadline() {
     let mut full = Client::connect(gateway.admin());
     never_reads(full.stream.get_mut());
     for (what, client) in [("silent", &mut silent), ("kept alive", &mut kept)] {
-        client.stream.get_mut().set_read_timeout(Some(2 * PATIENCE)).unwrap();
+        client.stream.get_mut().set_read_timeout(Some(2 * MAX_WAIT)).unwrap();
         client.assert_closed(what);
     }
     eventually(

@@ -6,10 +6,10 @@ use std::ops::RangeInclusive;
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::{Duration, Instant};
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{metric, with_admin};
 use crate::support::redis::Redis;
 use crate::support::resp::{Answer, FakeRedis};
 use crate::support::upstream::Upstream;
@@ -55,10 +55,10 @@ fn charged(redis: &Redis) -> u64 {
 }
 
 /// Send requests until more is charged than was admitted. Return how many were admitted and charged.
-fn until_something_is_kept(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
+fn until_tokens_are_prefetched(redis: &Redis, gateway: &Gateway) -> (u64, u64) {
     let mut total = 0;
     let mut counted = 0;
-    eventually("a hot identity has units ahead", || {
+    eventually("tokens of a hot identity are prefetched", || {
         total += admitted(&load(&[gateway.address], 8, 16, "/r", &[]));
         counted = charged(redis);
         counted > total
@@ -77,7 +77,7 @@ fn three_gateways_with_prefetch_admit_exactly_a_fixed_window_with_few_calls() {
         // All requests fit, so that the number of calls does not depend on denials.
         let mut total = admitted(&load(&addresses(&gateways), 48, 5000, "/r", &[]));
         calls.push(redis.calls("evalsha") + redis.calls("eval"));
-        eventually("nothing stays away", || {
+        eventually("all tokens are returned", || {
             total += admitted(&load(&addresses(&gateways), 12, 600, "/r", &[]));
             assert!(total <= UNITS, "{total} were admitted");
             total == UNITS
@@ -144,7 +144,7 @@ fn prefetch_grows_a_burst_by_at_most_one_prefetch_per_gateway() {
             // admits.
             times.extend(burst(&addresses(&gateways), 32));
             let whole = monotonic() + WINDOW + WINDOW / 10;
-            eventually("the limit is whole", || monotonic() > whole);
+            eventually("the limit is full", || monotonic() > whole);
             times.extend(burst(&addresses(&gateways), 320));
         }
         assert!(times.len() > 4 * UNITS as usize, "{limit}: {} admitted", times.len());
@@ -164,7 +164,7 @@ fn prefetched_tokens_are_not_used_in_the_next_window() {
     let limit = format!("algorithm = \"fixed-window\"\nquota = \"{UNITS}/1s\"\nprefetch = 20");
     let gateways = [(); 2].map(|()| Gateway::start(&config(&redis, &limit)));
     let phase = |wanted: RangeInclusive<u64>| {
-        eventually("the time comes", || wanted.contains(&(unix_us() % SECOND)));
+        eventually("the time has passed", || wanted.contains(&(unix_us() % SECOND)));
     };
     let mut seen = 0;
     for _ in 0..4 {
@@ -188,8 +188,8 @@ fn unused_prefetched_tokens_are_returned() {
         let redis = Redis::start();
         let limit = format!("algorithm = \"{algorithm}\"\nquota = \"10000/24h\"\nprefetch = 50");
         let gateway = Gateway::start(&config(&redis, &limit));
-        let (total, _) = until_something_is_kept(&redis, &gateway);
-        eventually("what nobody used is given back", || charged(&redis) == total);
+        let (total, _) = until_tokens_are_prefetched(&redis, &gateway);
+        eventually("unused tokens are returned", || charged(&redis) == total);
     }
 }
 
@@ -200,13 +200,13 @@ fn bucket_is_credited_only_with_tokens_that_have_not_refilled() {
     let config = config(&redis, "quota = \"1000000/1000h\"\nprefetch = 50");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
     let (mut total, mut least) = (0, UNITS);
-    eventually("a hot identity has units ahead", || {
+    eventually("tokens of a hot identity are prefetched", || {
         total += admitted(&load(&[hot.address], 8, 16, "/r", &[]));
         total += 1;
         least = other.get("/r").remaining("l");
         least + 10 < UNITS - total
     });
-    eventually("they are given back", || {
+    eventually("they are returned", || {
         total += 1;
         // One token refills in 4 s. Tokens that have refilled since the charge are not credited again.
         other.get("/r").remaining("l") + 2 >= UNITS - total
@@ -219,7 +219,7 @@ fn stopped_gateway_returns_tokens_and_killed_one_loses_at_most_one_prefetch() {
         let redis = Redis::start();
         let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50";
         let mut gateway = Gateway::start(&config(&redis, limit));
-        let (total, _) = until_something_is_kept(&redis, &gateway);
+        let (total, _) = until_tokens_are_prefetched(&redis, &gateway);
         if killed {
             gateway.child.kill().unwrap();
             gateway.wait();
@@ -238,7 +238,7 @@ fn returned_tokens_admit_an_identity_that_was_denied() {
     let redis = Redis::start();
     let config = config(&redis, "algorithm = \"sliding-log\"\nquota = \"2000/24h\"\nprefetch = 2000");
     let (hot, other) = (Gateway::start(&config), Gateway::start(&config));
-    let (total, counted) = until_something_is_kept(&redis, &hot);
+    let (total, counted) = until_tokens_are_prefetched(&redis, &hot);
     assert_eq!(counted, 2000, "all of it was taken");
     let mut left = 2000 - total;
     // The other gateway denies at first and caches the denial.
@@ -270,26 +270,26 @@ fn remaining_counts_every_request_and_at_most_one_prefetch() {
             assert!(left >= 5000 - 16 * EACH - 100, "{left} after {asked}");
         }
     }
-    eventually("what nobody used is given back", || charged(&redis) == 16 * EACH);
+    eventually("unused tokens are returned", || charged(&redis) == 16 * EACH);
     assert_eq!(gateway.get("/r").remaining("l"), 5000 - 16 * EACH - 1);
 }
 
 #[test]
 fn prefetched_token_is_refunded_where_it_was_charged() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 500 No\r\nContent-Length: 0\r\n\r\n".to_vec());
     let route = format!("upstream = \"u\"\n[upstream.u]\nservers = [\"{}\"]\n", upstream.url());
     let limit = "algorithm = \"sliding-log\"\nquota = \"10000/24h\"\nprefetch = 50\nrefund_on = [\"5xx\"]";
     let gateway = Gateway::start(&config(&redis, limit).replace("respond = { status = 200 }\n", &route));
     let mut most = 0;
-    eventually("a hot identity has units ahead", || {
+    eventually("tokens of a hot identity are prefetched", || {
         let statuses = load(&[gateway.address], 8, 160, "/r", &[]);
         assert_eq!(statuses, [500; 160]);
         most = most.max(charged(&redis));
         most > 8
     });
     // A sliding log deletes the entry of the charged instant only.
-    eventually("all of it is given back", || charged(&redis) == 0);
+    eventually("all tokens are returned", || charged(&redis) == 0);
 }
 
 #[test]
@@ -367,7 +367,7 @@ fn prefetched_tokens_are_used_before_the_denial_cache() {
         clients[0].send(request.as_bytes());
         eventually("the first request is in flight", || fake.calls().len() > calls);
         clients[1].send(request.as_bytes());
-        eventually("the second one waits for it", || waiting() > before);
+        eventually("the second one waits", || waiting() > before);
         let prefetched = monotonic();
         word.send(()).unwrap();
         for client in &mut clients {

@@ -9,7 +9,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use bytes::Bytes;
 use http::{Request, Response};
@@ -60,9 +60,9 @@ async fn answer(request: Request<Incoming>) -> Result<Response<Full<Bytes>>, Inf
 }
 
 /// Send these bytes and a last request. Return all responses.
-fn ask(address: SocketAddr, bytes: &[u8]) -> String {
+fn exchange(address: SocketAddr, bytes: &[u8]) -> String {
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let last = b"GET /last HTTP/1.1\r\nHost: l\r\nConnection: close\r\n\r\n";
     let _ = stream.write_all(&[bytes, last].concat());
     let mut answer = Vec::new();
@@ -71,7 +71,7 @@ fn ask(address: SocketAddr, bytes: &[u8]) -> String {
 }
 
 /// Return the statuses and bodies of the responses.
-fn gist(answer: &str) -> String {
+fn summary(answer: &str) -> String {
     let answers = answer.split("HTTP/1.1 ").skip(1).map(|answer| {
         let (head, body) = answer.split_once("\r\n\r\n").unwrap_or((answer, ""));
         format!("{} {body}", &head[..3]).trim().to_owned()
@@ -231,7 +231,7 @@ const HTTP_1: &[(&str, &str, &str)] = &[
         "200 GET /|host=a|x_a=1|x.a=2|body= / 200 GET /last|host=l|body=",
     ),
     (
-        "an Expect that nobody knows",
+        "an unknown Expect",
         "GET / HTTP/1.1\r\nHost: a\r\nExpect: x\r\n\r\n",
         "200 GET /|host=a|expect=x|body= / 200 GET /last|host=l|body=",
     ),
@@ -257,7 +257,7 @@ fn hyper_handles_hostile_http1_as_expected() {
     let address = bare(|_| {});
     let mut wrong = String::new();
     for (claim, sent, expected) in HTTP_1 {
-        let found = gist(&ask(address, sent.as_bytes()));
+        let found = summary(&exchange(address, sent.as_bytes()));
         if found != *expected {
             wrong.push_str(&format!("{claim}\n  expected {expected}\n  found    {found}\n"));
         }
@@ -284,7 +284,7 @@ fn hyper_sends_100_continue_when_the_body_is_polled() {
 fn hyper_does_not_drain_unread_bodies() {
     let address = bare(|_| {});
     let mut stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     stream.write_all(b"POST /early HTTP/1.1\r\nHost: a\r\nContent-Length: 67108864\r\n\r\n").unwrap();
     let block = vec![0; 64 << 10];
     let written = (0..1024).take_while(|_| stream.write_all(&block).is_ok()).count();
@@ -309,7 +309,7 @@ fn hyper_has_no_default_head_timeout() {
     let short = Duration::from_millis(500);
     for (what, address, bytes, wait, expected) in [
         ("no timer", address, &b"GET / HTTP/1.1\r\n"[..], short, false),
-        ("a timer", timed, b"GET / HTTP/1.1\r\n", PATIENCE, true),
+        ("a timer", timed, b"GET / HTTP/1.1\r\n", MAX_WAIT, true),
         ("a timer, but no byte", timed, b"", short, false),
         ("a timer, but the preface of HTTP/2 may come", timed, b"PRI * HT", short, false),
         (
@@ -329,7 +329,7 @@ fn hyper_has_no_default_head_timeout() {
 fn hyper_buffers_heads_up_to_its_limit() {
     let heads = |address, length: usize| {
         let mut stream = TcpStream::connect(address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         let head = [&b"GET / HTTP/1.1\r\nHost: a\r\nX-A: "[..], &vec![b'a'; length], b"\r\n\r\n"].concat();
         let _ = stream.write_all(&head);
         let mut first = [0; 12];
@@ -345,14 +345,14 @@ fn hyper_buffers_heads_up_to_its_limit() {
     assert_eq!(heads(small, 16 << 10).as_deref(), Some("200"), "a bound of ours");
     assert!(matches!(heads(small, 64 << 10).as_deref(), None | Some("431")), "a bound of ours");
     let uri = |length: usize| {
-        let answer = ask(address, format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(length)).as_bytes());
+        let answer = exchange(address, format!("GET /{} HTTP/1.1\r\nHost: a\r\n\r\n", "a".repeat(length)).as_bytes());
         answer.get(9..12).map(str::to_owned)
     };
     assert_eq!(uri(60_000).as_deref(), Some("200"), "targets of 64 KiB");
     assert_eq!(uri(70_000).as_deref(), Some("414"), "no longer ones");
     let lines = |count: usize| {
         let lines = "x: 1\r\n".repeat(count - 1);
-        ask(address, format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n").as_bytes()).get(9..12).map(str::to_owned)
+        exchange(address, format!("GET / HTTP/1.1\r\nHost: a\r\n{lines}\r\n").as_bytes()).get(9..12).map(str::to_owned)
     };
     assert_eq!((lines(100).as_deref(), lines(101).as_deref()), (Some("200"), Some("431")), "100 lines by default");
 }
@@ -376,6 +376,6 @@ fn hyper_handles_hostile_http2_as_expected() {
         let response = sender.send_request(request.unwrap()).await.unwrap();
         String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
     };
-    let said = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let said = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     assert_eq!(said, "GET http://b/x|host=a|cookie=a=1|cookie=b=2|x_a=1|body=");
 }

@@ -10,7 +10,7 @@ use crate::support::gateway::Gateway;
 use crate::support::random::{operations, property};
 use crate::support::redis::Redis;
 use crate::support::stores::{Limit, SECOND, START, Stores, calendar, concurrency, every_algorithm, redis_store};
-use crate::support::{Raise, eventually};
+use crate::support::{SetOnDrop, eventually};
 use proptest::prelude::*;
 use sluicegate::limiter::algorithm::Status;
 use sluicegate::limiter::clock::{Clock, monotonic, unix_us};
@@ -171,7 +171,7 @@ fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
     let (began, began_us) = (monotonic(), unix_us());
     let admitted: Vec<[AtomicU64; 2]> = algorithms.iter().map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
-        let _raise = Raise(&over);
+        let _raise = SetOnDrop(&over);
         for (n, admitted) in admitted.iter().enumerate() {
             for (gateway, admitted) in gateways.iter().zip(admitted) {
                 let over = &over;
@@ -189,7 +189,7 @@ fn two_gateways_in_an_outage_admit_at_most_the_documented_bound() {
         }
         let spent =
             || admitted.iter().all(|each| each.iter().map(|count| count.load(Ordering::SeqCst)).sum::<u64>() >= LIMIT);
-        eventually("all is spent", spent);
+        eventually("all quotas are used up", spent);
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
         // The test needs an outage of this length.

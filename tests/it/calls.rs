@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::resp::{Answer, FakeRedis};
 use crate::support::stores::{Limit, SECOND, all as all_of, bucket, quota};
 use sluicegate::limiter::clock::{Clock, monotonic};
@@ -23,7 +23,7 @@ use tokio::time::timeout;
 use tokio_util::task::TaskTracker;
 
 /// A server that replies to each check when the sender sends, until the sender is dropped.
-fn held() -> (FakeRedis, mpsc::Sender<()>) {
+fn held_redis() -> (FakeRedis, mpsc::Sender<()>) {
     let (sender, words) = mpsc::channel();
     let words = Mutex::new(words);
     let fake = FakeRedis::start(move |command| {
@@ -36,16 +36,16 @@ fn held() -> (FakeRedis, mpsc::Sender<()>) {
 }
 
 async fn connected(fake: &FakeRedis, timeout: Duration) -> ServerStore {
-    connected_by(fake, timeout, 1).await
+    store_with_connections(fake, timeout, 1).await
 }
 
 /// Return a store with this number of connections, used in turn.
-async fn connected_by(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
+async fn store_with_connections(fake: &FakeRedis, timeout: Duration, connections: u32) -> ServerStore {
     let settings = RedisSettings {
         prefix: "rl".to_owned(),
         connections,
         timeout,
-        connect_timeout: PATIENCE,
+        connect_timeout: MAX_WAIT,
         algorithms: AlgorithmSet::default(),
         clock: Clock::Store,
     };
@@ -76,19 +76,19 @@ async fn one_by_one(store: &Arc<ServerStore>, requests: u128) -> Vec<JoinHandle<
 async fn all(asked: Vec<JoinHandle<bool>>) -> bool {
     let mut decided = true;
     for one in asked {
-        decided &= timeout(PATIENCE, one).await.expect("nobody waits for ever").unwrap();
+        decided &= timeout(MAX_WAIT, one).await.expect("the check ends").unwrap();
     }
     decided
 }
 
 /// Wait until the server has received this many requests.
-async fn come(fake: &FakeRedis, requests: usize) {
+async fn wait_for_requests(fake: &FakeRedis, requests: usize) {
     let all = async {
         while fake.requests() < requests {
             yield_now().await;
         }
     };
-    timeout(PATIENCE, all).await.expect("they come");
+    timeout(MAX_WAIT, all).await.expect("they come");
 }
 
 /// Return the number of requests of each call.
@@ -98,8 +98,8 @@ fn sizes(fake: &FakeRedis) -> Vec<usize> {
 
 #[tokio::test]
 async fn checks_wait_and_share_a_call_while_eight_are_in_flight() {
-    let (fake, words) = held();
-    let store = Arc::new(connected(&fake, PATIENCE).await);
+    let (fake, words) = held_redis();
+    let store = Arc::new(connected(&fake, MAX_WAIT).await);
     let asked = one_by_one(&store, 30).await;
     drop(words);
     assert!(all(asked).await);
@@ -115,16 +115,16 @@ async fn missing_reply_delays_waiting_checks_for_a_part_of_the_timeout_only() {
     let fake = FakeRedis::start(|command| if command.is_script() { Answer::Silence } else { Answer::Usual });
     let store = Arc::new(connected(&fake, Duration::from_secs(8)).await);
     let mut asked = one_by_one(&store, 30).await;
-    come(&fake, 30).await;
+    wait_for_requests(&fake, 30).await;
     asked.extend(one_by_one(&store, 3).await);
-    come(&fake, 33).await;
+    wait_for_requests(&fake, 33).await;
     assert_eq!(sizes(&fake), [1, 1, 1, 1, 1, 1, 1, 1, 22, 1, 1, 1]);
     assert!(!asked.iter().any(JoinHandle::is_finished), "their own time is not over");
 }
 
 #[tokio::test]
 async fn timeout_of_waiting_checks_starts_when_they_are_made() {
-    let (fake, words) = held();
+    let (fake, words) = held_redis();
     let timeout = Duration::from_secs(1);
     let store = Arc::new(connected(&fake, timeout).await);
     let other = Arc::new(connected(&fake, timeout + timeout / 32).await);
@@ -155,7 +155,7 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
         let _ = replies.lock().unwrap().recv();
         command.admitted_with(|key| known.iter().position(|known| known == key).unwrap_or(99) as u64)
     });
-    let store = Arc::new(connected(&fake, PATIENCE).await);
+    let store = Arc::new(connected(&fake, MAX_WAIT).await);
     let in_flight = one_by_one(&store, 8).await;
     let mut waiting = Vec::new();
     for identity in 8..18 {
@@ -179,7 +179,7 @@ async fn cancelled_request_leaves_its_batch_and_the_others_keep_their_keys() {
     assert!(all(in_flight).await);
     for (identity, task) in (8..18).zip(waiting) {
         if !cancelled.contains(&identity) {
-            let remaining = timeout(PATIENCE, task).await.expect("the call is answered").unwrap();
+            let remaining = timeout(MAX_WAIT, task).await.expect("the call is answered").unwrap();
             assert_eq!(remaining, [2 * identity, 2 * identity + 1], "identity {identity} has its own reply");
         }
     }
@@ -202,7 +202,7 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
             1 => command.first_refused(READONLY),
             _ => Answer::Usual,
         });
-        let store = connected(&fake, PATIENCE).await;
+        let store = connected(&fake, MAX_WAIT).await;
         let limit = Limit::new("l", bucket(10, SECOND, 10));
         let charges = [1, 2, 3].map(|identity| [limit.charge(identity, 1)]);
         let verdicts = all_of(charges.iter().map(|charges| store.call(Operation::Check, charges))).await;
@@ -219,8 +219,8 @@ async fn readonly_inside_the_reply_of_a_batch_replaces_the_connection() {
 
 #[tokio::test]
 async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
-    let (fake, words) = held();
-    let hot = Hot::new(connected(&fake, PATIENCE).await, PATIENCE);
+    let (fake, words) = held_redis();
+    let hot = Hot::new(connected(&fake, MAX_WAIT).await, MAX_WAIT);
     let check = move || {
         let hot = hot.clone();
         async move { hot.check().await }
@@ -236,11 +236,11 @@ async fn call_for_a_hot_key_coalesces_checks_of_a_busy_worker() {
         }
         asked
     });
-    come(&fake, 1).await;
+    wait_for_requests(&fake, 1).await;
     let second = tokio::spawn(another());
     yield_now().await;
     drop(words);
-    let later = timeout(PATIENCE, first).await.expect("it is answered").unwrap();
+    let later = timeout(MAX_WAIT, first).await.expect("it is answered").unwrap();
     assert!(all([second].into_iter().chain(later).collect()).await);
     assert_eq!(fake.calls()[1].cost(), 5, "the one that waited, and those of four rounds");
 }
@@ -286,8 +286,8 @@ impl Hot {
 
 #[tokio::test]
 async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() {
-    let (words, held) = mpsc::channel::<()>();
-    let held = Mutex::new(held);
+    let (words, held_redis) = mpsc::channel::<()>();
+    let held = Mutex::new(held_redis);
     // The first two calls are held. Each call grants one token, and refunds get no reply.
     let fake = FakeRedis::start(move |command| match command.operation() {
         Some('R') => Answer::Silence,
@@ -298,24 +298,24 @@ async fn checks_without_a_token_do_not_wait_for_the_refund_of_a_cancelled_one() 
         None => Answer::Usual,
     });
     // New checks wait for a call in flight for at most a sixteenth of the timeout.
-    let timeout = 16 * PATIENCE;
-    let hot = Hot::new(connected_by(&fake, timeout, 2).await, timeout);
+    let timeout = 16 * MAX_WAIT;
+    let hot = Hot::new(store_with_connections(&fake, timeout, 2).await, timeout);
     let check = || {
         let hot = hot.clone();
         tokio::spawn(async move { hot.check().await })
     };
     let first = check();
-    come(&fake, 1).await;
+    wait_for_requests(&fake, 1).await;
     let (cancelled, other) = (check(), check());
     yield_now().await;
     words.send(()).unwrap();
-    come(&fake, 2).await;
+    wait_for_requests(&fake, 2).await;
     assert_eq!(fake.calls()[1].cost(), 2, "one call for both");
     cancelled.abort();
     assert!(cancelled.await.is_err());
     drop(words);
     assert!(all(vec![first, other]).await);
-    come(&fake, 4).await;
+    wait_for_requests(&fake, 4).await;
     assert_eq!(fake.calls().iter().filter(|call| call.operation() == Some('R')).count(), 1);
 }
 

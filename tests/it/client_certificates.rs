@@ -44,7 +44,7 @@ fn client_auth_decides_which_certificates_connect() {
 
     let alice = [(DnType::CommonName, "alice")];
     let good = ours.client(&alice, NOW);
-    let strangers = [
+    let untrusted = [
         ("of another authority", other.client(&alice, NOW)),
         ("of an authority with our authority's name", Authority::new("ours").client(&alice, NOW)),
         ("that signed itself", Pair::server("alice", NOW)),
@@ -67,7 +67,7 @@ fn client_auth_decides_which_certificates_connect() {
             assert_eq!(status(pair, address, "/who"), who, "{what}, {version:?}");
             assert_eq!(status(pair, address, "/open"), open, "{what}, {version:?}");
         }
-        for (what, pair) in &strangers {
+        for (what, pair) in &untrusted {
             for (listener, address) in [("required", required), ("optional", optional)] {
                 assert_eq!(status(Some(pair), address, "/open"), None, "a certificate {what}, {listener}, {version:?}");
             }
@@ -114,7 +114,7 @@ fn certificates_of_one_subject_share_one_identity() {
         vec![(cn.clone(), "alice\\,O=Acme")],
         vec![(o.clone(), "Acme"), (cn.clone(), "alice ")],
     ] {
-        assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is somebody else");
+        assert_eq!(remaining(&one.client(&subject, NOW)), 99, "{subject:?} is another identity");
     }
     // Many certificates have an empty subject. It is no identity.
     let client = tls(&[&server.der], Some(&one.client(&[], NOW)), &[&TLS13]);
@@ -140,18 +140,18 @@ fn resumed_session_keeps_its_identity_and_opens_no_other_listener() {
         for (count, kind) in
             (0..3).zip([rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed, rustls::HandshakeKind::Resumed])
         {
-            let mut connection = TlsClient::shake(&client, required, NAME).unwrap();
+            let mut connection = TlsClient::handshake(&client, required, NAME).unwrap();
             assert_eq!(connection.get("/who").remaining("who"), first - count, "{version:?}");
-            assert_eq!(shaken(&connection), kind, "{version:?}, connection {count}");
+            assert_eq!(handshake_kind(&connection), kind, "{version:?}, connection {count}");
         }
         // A session of a listener without client authentication must not connect to one that requires it.
-        let nobody = tls(&[&server.der], None, &[version]);
+        let without_certificate = tls(&[&server.der], None, &[version]);
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
-            let mut connection = TlsClient::shake(&nobody, none, NAME).unwrap();
+            let mut connection = TlsClient::handshake(&without_certificate, none, NAME).unwrap();
             assert_eq!(connection.get("/open").status, 200);
-            assert_eq!(shaken(&connection), kind, "{version:?}");
+            assert_eq!(handshake_kind(&connection), kind, "{version:?}");
         }
-        assert!(ask(&nobody, required, NAME, "/open").is_none(), "{version:?}");
+        assert!(ask(&without_certificate, required, NAME, "/open").is_none(), "{version:?}");
     }
 }
 
@@ -170,15 +170,15 @@ fn session_does_not_outlive_its_certificate() {
     let sessions = [&TLS12, &TLS13].map(|version| tls(&[&server.der], Some(&alice), &[version]));
     for (client, address) in sessions.iter().zip(gateway.addresses()) {
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
-            let mut connection = TlsClient::shake(client, address, NAME).unwrap();
-            assert_eq!((connection.get("/who").status, shaken(&connection)), (200, kind));
+            let mut connection = TlsClient::handshake(client, address, NAME).unwrap();
+            assert_eq!((connection.get("/who").status, handshake_kind(&connection)), (200, kind));
         }
     }
     eventually("the certificate has expired", || now_s() > until);
     for (client, address) in sessions.iter().zip(gateway.addresses()) {
-        let mut connection = TlsClient::shake(client, address, NAME).unwrap();
+        let mut connection = TlsClient::handshake(client, address, NAME).unwrap();
         // rustls does not verify the certificate again on resumption.
-        assert_eq!(shaken(&connection), rustls::HandshakeKind::Resumed);
+        assert_eq!(handshake_kind(&connection), rustls::HandshakeKind::Resumed);
         let _ =
             std::io::Write::write_all(connection.stream.get_mut(), b"GET /open HTTP/1.1\r\nHost: gate.test\r\n\r\n");
         assert!(connection.reply().is_none(), "an expired certificate is as good as none");
@@ -186,7 +186,7 @@ fn session_does_not_outlive_its_certificate() {
 }
 
 /// Return the kind of handshake. One with HelloRetryRequest is a full handshake.
-fn shaken(client: &TlsClient) -> rustls::HandshakeKind {
+fn handshake_kind(client: &TlsClient) -> rustls::HandshakeKind {
     match client.stream.get_ref().conn.handshake_kind().unwrap() {
         rustls::HandshakeKind::FullWithHelloRetryRequest => rustls::HandshakeKind::Full,
         kind => kind,
@@ -205,11 +205,11 @@ fn reload_of_client_ca_file_ends_sessions_of_removed_ones() {
         [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[&TLS13]));
     let gets_in = |client| ask(client, gateway.address, NAME, "/who").is_some();
     assert!(gets_in(&of_old) && !gets_in(&of_new), "at first");
-    let mut running = TlsClient::shake(&of_old, gateway.address, NAME).unwrap();
+    let mut running = TlsClient::handshake(&of_old, gateway.address, NAME).unwrap();
     assert_eq!(running.get("/who").status, 200);
 
     std::fs::write(folder.path().join("ca.pem"), new.pem()).unwrap();
-    eventually("the new authority counts", || gets_in(&of_new));
+    eventually("the new CA is trusted", || gets_in(&of_new));
     assert!(!gets_in(&of_old), "its session is not resumed");
     for (content, reason) in [
         ("", "there is no certificate"),
@@ -259,8 +259,8 @@ fn reload_with_another_client_ca_ends_sessions_of_the_old_one() {
         let before = format!("{ROUTES}{}", listener(folder.path(), &server, &old.pem(), Some(auth)));
         let gateway = Gateway::start(&with_admin(&before));
         let connect = |client| {
-            let connection = TlsClient::shake(client, gateway.address, NAME).ok();
-            connection.map(|connection| shaken(&connection))
+            let connection = TlsClient::handshake(client, gateway.address, NAME).ok();
+            connection.map(|connection| handshake_kind(&connection))
         };
         let [of_old, of_new] =
             [&old, &new].map(|authority| tls(&[&server.der], Some(&authority.client(&alice, NOW)), &[version]));
@@ -290,8 +290,8 @@ fn reload_that_requires_client_certificates_ends_sessions_without_one() {
         let gateway = Gateway::start(&with_admin(before));
         let anonymous = tls(&[&server.der], None, &[version]);
         for kind in [rustls::HandshakeKind::Full, rustls::HandshakeKind::Resumed] {
-            let mut connection = TlsClient::shake(&anonymous, gateway.address, NAME).unwrap();
-            assert_eq!((connection.get("/open").status, shaken(&connection)), (200, kind), "{version:?}");
+            let mut connection = TlsClient::handshake(&anonymous, gateway.address, NAME).unwrap();
+            assert_eq!((connection.get("/open").status, handshake_kind(&connection)), (200, kind), "{version:?}");
         }
         reloads(&gateway, &required);
         assert!(ask(&anonymous, gateway.address, NAME, "/open").is_none(), "{version:?}");
@@ -327,7 +327,7 @@ fn running_connection_keeps_its_subject_when_a_reload_changes_trusted_proxies() 
     let config = format!("{ROUTES}{}", listener(folder.path(), &server, &ours.pem(), Some("required")));
     let gateway = Gateway::start(&with_admin(&config));
     let client = tls(&[&server.der], Some(&ours.client(&[(DnType::CommonName, "alice")], NOW)), &[&TLS13]);
-    let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    let mut connection = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
     assert_eq!(connection.get("/who").remaining("who"), 99);
     reloads(&gateway, &format!("{config}[client_ip]\ntrusted_proxies = [\"127.0.0.9\"]\n"));
     assert_eq!(connection.get("/who").remaining("who"), 98);

@@ -35,7 +35,7 @@ impl Streaming {
 
     /// Return the server side of the next request.
     fn next(&self) -> TcpStream {
-        self.streams.lock().unwrap().recv_timeout(crate::support::PATIENCE).unwrap()
+        self.streams.lock().unwrap().recv_timeout(crate::support::MAX_WAIT).unwrap()
     }
 }
 
@@ -79,7 +79,7 @@ fn permit_is_held_until_the_body_ends() {
             rest.push(byte[0]);
         }
         let mut reply = None;
-        eventually("the place is free", || {
+        eventually("the permit is free", || {
             let quick = gateway.get("/quick");
             let free = quick.status == 200;
             reply = Some(quick);
@@ -99,7 +99,7 @@ fn disconnected_client_releases_its_permit() {
         let held: Vec<_> = (0..20).map(|_| hold(&gateway)).collect();
         assert_eq!(gateway.get("/quick").status, 429);
         drop(held);
-        eventually("all places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=19"));
+        eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=19"));
     }
 }
 
@@ -124,7 +124,7 @@ fn requests_cancelled_at_any_moment_leak_no_permit() {
             });
         }
     });
-    eventually("all places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=999"));
+    eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=999"));
 }
 
 #[test]
@@ -146,7 +146,7 @@ fn permits_released_while_the_store_hangs_are_free_when_it_continues() {
         gateway.log().contains("the store fails")
     });
     crate::support::signal(&redis.child, "CONT");
-    eventually("all slots are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
+    eventually("all permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=4"));
 }
 
 #[test]
@@ -180,7 +180,7 @@ fn permits_granted_without_the_store_are_released_at_once() {
     let gateway = Gateway::start(&text);
     for _ in 0..5 {
         // Released right after the response, long before the permit TTL.
-        eventually("the slot is free", || gateway.get("/quick").status == 200);
+        eventually("the permit is free", || gateway.get("/quick").status == 200);
     }
 }
 
@@ -221,7 +221,7 @@ fn killed_gateway_frees_its_permits_after_the_permit_ttl() {
     dying.child.kill().unwrap();
     dying.wait();
     assert_eq!(other.get("/quick").status, 429, "the dead do not release");
-    eventually("the leases have ended", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
+    eventually("the permits have expired", || other.get("/quick").header("ratelimit") == Some("\"places\";r=99"));
     // Each permit was renewed at the latest when the gateway was killed, and ends one TTL later.
     assert!(killed.elapsed() < Duration::from_secs(6 + 2), "{:?}", killed.elapsed());
     drop(held);
@@ -248,7 +248,7 @@ fn stream_longer_than_the_permit_ttl_keeps_its_permit() {
                     assert_silent(&mut streams[0], Duration::from_millis(100));
                 }
                 streams[0].write_all(b"0\r\n\r\n").unwrap();
-                eventually("one place is free", || gateway.get("/quick").status == 200);
+                eventually("one permit is free", || gateway.get("/quick").status == 200);
             });
         }
     });
@@ -265,7 +265,7 @@ fn stopped_gateway_releases_its_permits() {
     assert_eq!(other.get("/quick").status, 429);
     gateway.terminate();
     gateway.wait();
-    eventually("the places are free long before the leases end", || {
+    eventually("the permits are free long before the permit TTL", || {
         other.get("/quick").header("ratelimit") == Some("\"places\";r=4")
     });
 }
@@ -287,9 +287,9 @@ fn permit_is_charged_together_with_other_limits() {
         );
     }
     drop(held);
-    eventually("the places are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
+    eventually("the permits are free", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     drop(hold(&gateway));
-    eventually("the place is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
+    eventually("the permit is free again", || gateway.get("/quick").header("ratelimit") == Some("\"places\";r=1"));
     assert_eq!(gateway.get("/r").json()["violated-policies"], serde_json::json!(["log"]));
     assert_eq!(gateway.get("/quick").header("ratelimit"), Some("\"places\";r=1"), "who is denied holds no place");
 }

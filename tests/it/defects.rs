@@ -79,7 +79,7 @@ fn killed_gateway_leaves_no_key_without_ttl() {
             let request = format!("GET /r HTTP/1.1\r\nHost: a\r\nX-Id: {round}-{id}\r\n\r\n");
             stream.write_all(request.repeat(500).as_bytes()).unwrap();
         }
-        eventually("the gateway counts", || redis.calls("evalsha") > calls + 20 * round);
+        eventually("the gateway counts the request", || redis.calls("evalsha") > calls + 20 * round);
         gateway.child.kill().unwrap();
         gateway.child.wait().unwrap();
         assert!(redis.keys().len() > limits.len(), "{:?}", redis.keys());
@@ -330,7 +330,7 @@ fn busy_redis_causes_no_client_error() {
         let mut blocker = redis.connection();
         let script = scope.spawn(move || redis::cmd("EVAL").arg("while true do end").arg(0).exec(&mut blocker));
         // Redis is silent first, then replies BUSY.
-        eventually("requests pass without it", || !decided_by_store());
+        eventually("requests are admitted without the store", || !decided_by_store());
         let killed = || redis::cmd("SCRIPT").arg("KILL").exec(&mut redis.connection()).is_ok();
         eventually("the script is killed", killed);
         assert!(script.join().unwrap().is_err(), "it did not end by itself");

@@ -8,13 +8,13 @@ use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 use sluicegate::limiter::algorithm::Rule;
 use sluicegate::limiter::algorithm::token_bucket::TokenBucket;
 use sluicegate::limiter::redis::script::{AlgorithmSet, ScriptVariant, script};
 
 /// A configuration with a long store timeout that denies on errors: no late reply looks like over-admission.
-fn patient(url: &str, limit: &str) -> String {
+fn config(url: &str, limit: &str) -> String {
     format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\n[api_key]\non_unknown = \"accept\"\n\
          [limit.l]\n{limit}\non_store_error = \"deny\"\n\
@@ -34,7 +34,7 @@ fn two_gateways_admit_exactly_the_limit() {
             .iter()
             .enumerate()
     {
-        let config = patient(&redis.url(), &format!("by = \"api-key\"\nquota = \"100/24h\"\n{limit}"));
+        let config = config(&redis.url(), &format!("by = \"api-key\"\nquota = \"100/24h\"\n{limit}"));
         let gateways = [Gateway::start(&config), Gateway::start(&config)];
         let key = format!("secret-key-{round}");
         let addresses = gateways.each_ref().map(|gateway| gateway.address);
@@ -57,7 +57,7 @@ fn two_gateways_admit_exactly_the_limit_over_http1_and_http2() {
     const RUNS: usize = 20;
     let redis = Redis::start();
     let limit = "by = \"api-key\"\nquota = \"100/24h\"\nalgorithm = \"fixed-window\"\nstart = \"first-request\"";
-    let config = patient(&redis.url(), limit);
+    let config = config(&redis.url(), limit);
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     let addresses = gateways.each_ref().map(|gateway| gateway.address);
     for run in 0..RUNS {
@@ -99,7 +99,7 @@ fn keys_show_neither_addresses_nor_names() {
 #[test]
 fn another_algorithm_or_window_has_its_own_state_and_another_quota_shares_it() {
     let redis = Redis::start();
-    let gateway = |limit: &str| Gateway::start(&patient(&redis.url(), &format!("by = \"global\"\n{limit}")));
+    let gateway = |limit: &str| Gateway::start(&config(&redis.url(), &format!("by = \"global\"\n{limit}")));
     let left = |gateway: &Gateway| {
         let reply = gateway.get("/r");
         assert_eq!(reply.status, 200, "{}", gateway.log());
@@ -119,7 +119,7 @@ fn another_algorithm_or_window_has_its_own_state_and_another_quota_shares_it() {
 fn hey_counts_as_many_200s_as_the_limit() {
     let redis = Redis::start();
     let gateway =
-        Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"500/24h\"\nalgorithm = \"fixed-window\""));
+        Gateway::start(&config(&redis.url(), "by = \"ip\"\nquota = \"500/24h\"\nalgorithm = \"fixed-window\""));
     let url = format!("http://{}/r", gateway.address);
     let output = Command::new("hey")
         .args(["-n", "3000", "-c", "50", &url])
@@ -137,7 +137,7 @@ fn hey_counts_as_many_200s_as_the_limit() {
 fn concurrent_calls_share_connections() {
     let redis = Redis::start();
     let workers = 2;
-    let config = patient(&redis.url(), "by = \"header:x-id\"\nquota = \"1000000/hour\"")
+    let config = config(&redis.url(), "by = \"header:x-id\"\nquota = \"1000000/hour\"")
         .replace("[store]", &format!("[server]\nworkers = {workers}\n[store]"));
     let gateway = Gateway::start(&config);
     std::thread::scope(|scope| {
@@ -161,11 +161,11 @@ fn concurrent_calls_share_connections() {
 #[test]
 fn scripts_are_loaded_when_a_connection_opens() {
     let redis = Redis::start();
-    let gateway = Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
+    let gateway = Gateway::start(&config(&redis.url(), "by = \"ip\"\nquota = \"5/min\""));
     let bucket = TokenBucket::new("5/min".parse().unwrap(), 5).unwrap();
     let sha = &script(ScriptVariant::Single, AlgorithmSet::for_rules([&Rule::TokenBucket(bucket)])).sha;
     let mut connection = redis.connection();
-    eventually("the script is there before any request", || {
+    eventually("the script is loaded before any request", || {
         let exists: Vec<bool> = redis::cmd("SCRIPT").arg("EXISTS").arg(sha).query(&mut connection).unwrap();
         exists == [true]
     });
@@ -176,7 +176,7 @@ fn scripts_are_loaded_when_a_connection_opens() {
 fn script_flush_under_load_causes_no_error() {
     let redis = Redis::start();
     let gateway =
-        Gateway::start(&patient(&redis.url(), "by = \"ip\"\nquota = \"200/24h\"\nalgorithm = \"fixed-window\""));
+        Gateway::start(&config(&redis.url(), "by = \"ip\"\nquota = \"200/24h\"\nalgorithm = \"fixed-window\""));
     let mut flusher = redis.connection();
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
@@ -206,7 +206,7 @@ fn without_redis_each_limit_follows_on_store_error() {
         let statuses = load(&[gateway.address], 4, 40, "/r", &[]);
         let counts = (count(&statuses, 200), count(&statuses, 429), count(&statuses, 503));
         assert_eq!(counts, expected, "on_store_error = {on_error}, {instances} instances");
-        eventually("it is said", || gateway.log().contains("the store fails"));
+        eventually("it is logged", || gateway.log().contains("the store fails"));
         assert_eq!(gateway.log().matches("the store fails").count(), 1, "said once:\n{}", gateway.log());
     }
 }
@@ -219,8 +219,8 @@ fn log_says_why_redis_is_unusable() {
         (format!("redis://127.0.0.1:{}", free_port()), "nothing listens at"),
         (format!("redis://:wrong@127.0.0.1:{}", redis.port), "Redis refuses this user or password"),
     ] {
-        let gateway = Gateway::start(&patient(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
-        eventually("the store is given up", || gateway.log().contains("the store fails"));
+        let gateway = Gateway::start(&config(&url, "by = \"ip\"\nquota = \"1/min\"").replace("\"5s\"", "\"2s\""));
+        eventually("the breaker opens", || gateway.log().contains("the store fails"));
         assert!(gateway.log().contains(reason), "{url}: {}", gateway.log());
     }
 }
@@ -238,7 +238,7 @@ fn call_without_reply_is_charged_once() {
     ));
     let mut client = gateway.client();
     assert!(client.get("/r").header("ratelimit").unwrap().contains("r=99"));
-    relay.lose_replies(true);
+    relay.drop_replies(true);
     // Fewer calls than open the breaker. Each is written and gets no reply.
     for _ in 0..2 {
         let reply = client.get("/r");
@@ -248,7 +248,7 @@ fn call_without_reply_is_charged_once() {
             "no reply came, and it is no outage yet"
         );
     }
-    relay.lose_replies(false);
+    relay.drop_replies(false);
     let keys = redis.keys();
     let key = keys.iter().find(|key| !key.contains("~probe")).unwrap();
     assert_eq!(redis.state(key)[1], 3, "each was charged once");
@@ -258,7 +258,7 @@ fn call_without_reply_is_charged_once() {
 #[test]
 fn unchecked_request_is_503_with_a_problem_document() {
     let gateway =
-        Gateway::start(&patient(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));
+        Gateway::start(&config(&format!("redis://127.0.0.1:{}", free_port()), "by = \"ip\"\nquota = \"1/min\""));
     let reply = gateway.get("/r");
     assert_eq!(reply.status, 503);
     assert_eq!(reply.header("retry-after"), Some("1"));
@@ -286,7 +286,7 @@ fn recovered_redis_is_used_again() {
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
         // Another identity: a cached denial is not lifted by an outage.
-        eventually("requests pass without it", || ask("other").header("ratelimit").is_none());
+        eventually("requests are admitted without the store", || ask("other").header("ratelimit").is_none());
     }
 }
 
@@ -316,7 +316,7 @@ fn stopped_redis_costs_one_timeout_and_crosses_no_replies() {
     eventually("the store decides", || standing("warm").is_some());
     for round in 0..3 {
         crate::support::signal(&redis.child, "STOP");
-        eventually("requests pass without it", || standing("other").is_none());
+        eventually("requests are admitted without the store", || standing("other").is_none());
         crate::support::signal(&redis.child, "CONT");
         let id = format!("fresh-{round}");
         let mut before = None;
@@ -357,7 +357,7 @@ fn local_share_that_does_not_divide_evenly_is_rounded_up() {
 #[test]
 fn local_share_of_requests_in_flight_is_rounded_up() {
     let server = Server::start();
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let gateway = Gateway::start(&format!(
         "[store]\nurl = \"redis://127.0.0.1:{}\"\ngateway_count = 3\n\
          [limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"20\"\n\
@@ -369,7 +369,7 @@ fn local_share_of_requests_in_flight_is_rounded_up() {
     clients.iter_mut().for_each(|client| client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n"));
     eventually("seven are in flight", || server.running() == 7);
     assert_eq!(gateway.get("/r").status, 429, "a third of 20, rounded up");
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     assert!(clients.iter_mut().all(|client| client.reply().unwrap().status == 200));
 }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::support::gateway::binary;
 use crate::support::redis::{Redis, free_port};
 use crate::support::resp::{Answer, FakeRedis};
-use crate::support::{PATIENCE, signal, upstream};
+use crate::support::{MAX_WAIT, signal, upstream};
 use serde_json::Value;
 use sluicegate::limiter::clock::monotonic;
 
@@ -434,7 +434,7 @@ fn server_that_stops_replying_gets_no_further_checks() {
     let redis = Redis::start();
     let url = relay(redis.port, |piece| {
         if piece == 5 {
-            std::thread::park_timeout(PATIENCE);
+            std::thread::park_timeout(MAX_WAIT);
         }
     });
     let (code, checks) = checks(&url);

@@ -10,9 +10,9 @@ use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::reload::says;
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 use crate::support::upstream;
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 use http_body_util::{BodyExt, Empty};
 use hyper_util::rt::{TokioExecutor, TokioIo};
 use rustls::version::TLS13;
@@ -25,7 +25,7 @@ const EVENTS: usize = 40;
 #[test]
 fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
     let server = Server::start();
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let released = Arc::new((Mutex::new(false), Condvar::new()));
     let events = {
         let released = released.clone();
@@ -74,11 +74,11 @@ fn sigterm_with_two_hundred_requests_in_flight_fails_none() {
             requests.join_all().await
         })
     });
-    eventually("all are under way", || server.running() == HTTP1 + HTTP2);
+    eventually("all are in flight", || server.running() == HTTP1 + HTTP2);
 
     gateway.terminate();
-    eventually("no new connection is taken", || TcpStream::connect(address).is_err());
-    server.set(Mood::Answers(200));
+    eventually("no new connection is accepted", || TcpStream::connect(address).is_err());
+    server.set(Behaviour::Respond(200));
     *released.0.lock().unwrap() = true;
     released.1.notify_all();
 
@@ -103,7 +103,7 @@ fn new_connections_do_not_delay_the_end_after_sigterm() {
     let mut gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", says("x")));
     let (address, over, tries) = (gateway.address.into(), AtomicBool::new(false), AtomicUsize::new(0));
     std::thread::scope(|scope| {
-        let end = Raise(&over);
+        let end = SetOnDrop(&over);
         for _ in 0..2 {
             scope.spawn(|| {
                 while !over.load(Ordering::SeqCst) {
@@ -114,7 +114,7 @@ fn new_connections_do_not_delay_the_end_after_sigterm() {
                 }
             });
         }
-        eventually("connections come", || tries.load(Ordering::SeqCst) > 10_000);
+        eventually("connections arrive", || tries.load(Ordering::SeqCst) > 10_000);
         gateway.terminate();
         assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
         drop(end);
@@ -144,7 +144,7 @@ fn connections_in_the_listen_backlog_at_sigterm_are_all_served() {
             false => client.reply().map(|reply| reply.status),
             true => {
                 let stream = client.stream.into_inner();
-                TlsClient::shake_over(stream, &tls_client, "gate.test")
+                TlsClient::handshake_over(stream, &tls_client, "gate.test")
                     .ok()
                     .map(|mut client| client.get("/says").status)
             }

@@ -17,7 +17,7 @@ use crate::support::frames::{
 };
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, read_request, serve};
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full};
 use hyper_util::rt::{TokioExecutor, TokioIo};
@@ -65,7 +65,7 @@ fn tls(address: SocketAddr) -> rustls::StreamOwned<rustls::ClientConnection, Tcp
     let name = ServerName::try_from("one.test").unwrap();
     let connection = rustls::ClientConnection::new(tls_client(&[b"http/1.1"]), name).unwrap();
     let stream = TcpStream::connect(address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     rustls::StreamOwned::new(connection, stream)
 }
 
@@ -98,7 +98,7 @@ fn is_read(answer: &str, status: u16) -> bool {
 }
 
 /// Run `job` for 100 clients, ten at a time. Return how many succeeded.
-fn of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
+fn successes_of_100(job: impl Fn(usize) -> bool + Sync) -> usize {
     std::thread::scope(|scope| {
         let job = &job;
         let threads: Vec<_> =
@@ -117,14 +117,14 @@ fn uploading_client_reads_the_429() {
     let mut first = tls(secure.address);
     first.write_all(b"GET /limited HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n").unwrap();
     let _ = first.read_to_end(&mut Vec::new());
-    let read = of_100(|index| {
+    let read = successes_of_100(|index| {
         let mut stream = TcpStream::connect(clear.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         is_read(&upload(&mut stream, "/limited", index % 2 == 0), 429)
     });
     println!("fault 8: HTTP/1.1: {read} of 100");
     assert_eq!(read, 100);
-    let read = of_100(|index| is_read(&upload(&mut tls(secure.address), "/limited", index % 2 == 0), 429));
+    let read = successes_of_100(|index| is_read(&upload(&mut tls(secure.address), "/limited", index % 2 == 0), 429));
     println!("fault 8: TLS: {read} of 100");
     assert_eq!(read, 100);
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
@@ -167,7 +167,7 @@ async fn upload_by_http_2(address: SocketAddr, secure: bool) -> Option<u16> {
 
 #[test]
 fn uploading_client_reads_every_early_response() {
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec());
     let early = serve(|mut stream| {
         // An upstream that responds at once and closes.
         read_head(&mut stream).unwrap();
@@ -180,7 +180,7 @@ fn uploading_client_reads_every_early_response() {
                  [[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\nlimits = [\"l\"]\n";
     let down = Gateway::start(store);
     let full = Gateway::start(&routes(early, ""));
-    let nobody = Gateway::start(&routes("127.0.0.1:1".parse().unwrap(), ""));
+    let unreachable = Gateway::start(&routes("127.0.0.1:1".parse().unwrap(), ""));
     for (gateway, path, status) in [
         (&gateway, "/key", 401),
         (&gateway, "/none", 404),
@@ -188,7 +188,7 @@ fn uploading_client_reads_every_early_response() {
         (&gateway, "/small", 413),
         (&gateway, "/respond", 200),
         (&down, "/", 503),
-        (&nobody, "/up/", 502),
+        (&unreachable, "/up/", 502),
     ] {
         for chunked in [false, true] {
             let answer = upload(&mut TcpStream::connect(gateway.address).unwrap(), path, chunked);
@@ -275,7 +275,7 @@ fn body_larger_than_max_body_is_413() {
     let exact = 32 << 10;
     let mut client = gateway.client();
     assert_eq!(client.request("POST", "/small", &[], &vec![b'x'; exact]).status, 200, "as much as may be");
-    assert_eq!(events.recv_timeout(PATIENCE).unwrap(), Some(exact));
+    assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), Some(exact));
     client.send(format!("POST /small HTTP/1.1\r\nHost: a.test\r\nContent-Length: {}\r\n\r\n", exact + 1).as_bytes());
     client.reply().unwrap().assert_problem(413, "by its length, before any of it came");
     for pieces in [exact + 1, 1000, 10] {
@@ -291,7 +291,7 @@ fn body_larger_than_max_body_is_413() {
         let reply = client.reply().expect("an answer");
         reply.assert_problem(413, &format!("chunks of {pieces}"));
         assert_eq!(reply.header("connection"), Some("close"));
-        assert_eq!(events.recv_timeout(PATIENCE).unwrap(), None, "the upstream sees a request that breaks off");
+        assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None, "the upstream sees a request that breaks off");
     }
     // HTTP/2 without Content-Length.
     let mut client = Http2::connect(gateway.address, &[]);
@@ -307,7 +307,7 @@ fn body_larger_than_max_body_is_413() {
         [0, 0, 0, 0],
         "NO_ERROR: the answer counts"
     );
-    assert_eq!(events.recv_timeout(PATIENCE).unwrap(), None);
+    assert_eq!(events.recv_timeout(MAX_WAIT).unwrap(), None);
 }
 
 // ---- numbers -------------------------------------------------------------------------------------
@@ -337,10 +337,10 @@ fn connections_beyond_max_connections_wait() {
         for client in &mut waiting {
             client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n");
         }
-        eventually("the log tells", || gateway.log().contains("max_connections"));
+        eventually("the event is logged", || gateway.log().contains("max_connections"));
         let stream = waiting[0].stream.get_mut();
         assert!(!is_closed(stream, Duration::from_millis(300)), "{layout}: neither answered nor refused");
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         // One free connection serves all of them, one after the other.
         open.pop();
         for client in &mut waiting {
@@ -369,7 +369,7 @@ fn connections_beyond_max_connections_per_ip_are_closed() {
         assert_eq!(client.get("/").status, 200, "a trusted proxy brings many clients");
     }
     open.pop();
-    eventually("a place comes free", || {
+    eventually("a connection slot is free", || {
         let mut client = from("127.0.0.2");
         let sent = client.stream.get_mut().write_all(b"GET / HTTP/1.1\r\nHost: a.test\r\nConnection: close\r\n\r\n");
         sent.is_ok() && client.reply().is_some_and(|reply| reply.status == 200)
@@ -377,7 +377,7 @@ fn connections_beyond_max_connections_per_ip_are_closed() {
 }
 
 /// Open 400 connections to a process with 256 descriptors.
-fn few_files(what: &str, server: &str) {
+fn assert_calm_without_descriptors(what: &str, server: &str) {
     let gateway = Gateway::start_by(&format!("{server}{HELLO}"), |path: &Path| {
         let mut command = Command::new("sh");
         let script = format!("ulimit -n 256; exec {} --config {}", env!("CARGO_BIN_EXE_sluicegate"), path.display());
@@ -406,8 +406,8 @@ fn few_files(what: &str, server: &str) {
 
 #[test]
 fn gateway_out_of_descriptors_uses_little_cpu_and_recovers() {
-    few_files("the default of max_connections", "");
-    few_files("more connections than files", "[server]\nmax_connections = 1000\n");
+    assert_calm_without_descriptors("the default of max_connections", "");
+    assert_calm_without_descriptors("more connections than files", "[server]\nmax_connections = 1000\n");
 }
 
 // ---- time ----------------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ fn lifetime(address: SocketAddr, start: &[u8], rest: &[u8]) -> Duration {
     stream.write_all(start).unwrap();
     let mut rest = rest.iter();
     stream.set_read_timeout(Some(Duration::from_millis(50))).unwrap();
-    while begun.elapsed() < PATIENCE {
+    while begun.elapsed() < MAX_WAIT {
         match stream.read(&mut [0; 1024]) {
             Ok(0) => return begun.elapsed(),
             // SETTINGS of HTTP/2, or a TLS handshake message.
@@ -473,7 +473,7 @@ const IDLE: Duration = Duration::from_millis(500);
 const IDLE_SERVER: &str = "[server]\nbody_idle_timeout = \"500ms\"\nworkers = 1\n";
 
 /// An upstream that sends a head and a first piece, then the pieces of the test.
-fn telling(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
+fn streaming(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> SocketAddr {
     let pieces = Mutex::new(pieces);
     serve(move |mut stream| {
         if read_request(&mut stream).is_none() {
@@ -489,7 +489,7 @@ fn telling(head: &'static str, pieces: std::sync::mpsc::Receiver<Vec<u8>>) -> So
 #[test]
 fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     let (send, pieces) = channel();
-    let upstream = telling("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n", pieces);
+    let upstream = streaming("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n", pieces);
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
     client.send(b"GET /up/events HTTP/1.1\r\nHost: a.test\r\n\r\n");
@@ -497,14 +497,14 @@ fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     let mut first = [0; 10];
     client.stream.read_exact(&mut first).unwrap();
     assert!(!is_closed(client.stream.get_mut(), 4 * IDLE), "events come when they come");
-    client.stream.get_mut().set_read_timeout(Some(PATIENCE)).unwrap();
+    client.stream.get_mut().set_read_timeout(Some(MAX_WAIT)).unwrap();
     send.send(b"6\r\nsecond\r\n0\r\n\r\n".to_vec()).unwrap();
     let mut second = [0; 16];
     client.stream.read_exact(&mut second).unwrap();
     assert_eq!(&second, b"6\r\nsecond\r\n0\r\n\r\n");
 
     let (_send, pieces) = channel();
-    let upstream = telling("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nfirst", pieces);
+    let upstream = streaming("HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nfirst", pieces);
     let gateway = Gateway::start(&format!("{IDLE_SERVER}{}", routes(upstream, "")));
     let mut client = gateway.client();
     let begun = Instant::now();
@@ -513,7 +513,7 @@ fn idle_event_stream_stays_open_and_unfinished_body_times_out() {
     let mut rest = Vec::new();
     let _ = client.stream.read_to_end(&mut rest);
     let time = begun.elapsed();
-    assert_eq!(rest, b"first", "less than was promised: nobody takes it for whole");
+    assert_eq!(rest, b"first", "shorter than Content-Length");
     assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
 }
 
@@ -563,7 +563,7 @@ fn client_that_does_not_read_is_reset() {
     let mut client = gateway.client();
     let begun = Instant::now();
     client.send(b"GET /up/ HTTP/1.1\r\nHost: a.test\r\n\r\n");
-    ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+    ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
     let time = begun.elapsed();
     assert!(time >= IDLE.mul_f64(0.9) && time < IDLE + LATE, "{time:?}");
     let mut sink = vec![0; 1 << 20];
@@ -600,7 +600,7 @@ fn unread_http2_stream_is_reset_alone() {
         let begun = Instant::now();
         client.get(1, "/up/");
         client.get(3, "/respond");
-        ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
         // Without any window a response of two bytes is blocked as well.
         let mut stuck = if window == 0 { vec![1, 3] } else { vec![1] };
         while !stuck.is_empty() {
@@ -715,14 +715,14 @@ fn unread_http2_responses_take_little_memory() {
     const MOST: u64 = 48 << 20;
     // The largest window, so that only the socket blocks; and none, so that only the streams do.
     for window in [(1 << 31) - 1, 0] {
-        let growth = unread(CONNECTIONS, STREAMS, window);
+        let growth = memory_of_unread_streams(CONNECTIONS, STREAMS, window);
         println!("{} KiB for {} streams with a window of {window}", growth >> 10, CONNECTIONS * STREAMS);
         assert!(growth <= MOST, "{} KiB with a window of {window}", growth >> 10);
     }
 }
 
 /// Return the additional memory for unread streams.
-fn unread(connections: usize, streams: usize, window: u32) -> u64 {
+fn memory_of_unread_streams(connections: usize, streams: usize, window: u32) -> u64 {
     let (upstream, _ended) = flood();
     let gateway = Gateway::start(&format!("[server]\nworkers = 1\n{}", routes(upstream, "")));
     assert_eq!(gateway.get("/respond").status, 200);

@@ -5,10 +5,10 @@ use std::fmt::Write;
 use std::net::{IpAddr, Ipv4Addr};
 use std::path::{Path, PathBuf};
 
+use crate::support::admin_listener::with_admin;
 use crate::support::client::Client;
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::with_admin;
 use crate::support::redis::{Redis, free_port};
 use crate::support::upstream::Upstream;
 use aws_lc_rs::digest::{SHA256, digest};
@@ -218,7 +218,7 @@ fn logged(line: &Value, facts: &Value) -> Value {
 }
 
 /// Return the header section that the upstream receives according to the explanation.
-fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
+fn upstream_headers(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     let text = |value: &Value| value.as_str().unwrap().to_owned();
     let list = |name: &str| facts["upstream"][name].as_array().unwrap().clone();
     let set: Vec<_> = list("set_headers").iter().map(|field| text(&field["name"])).collect();
@@ -241,7 +241,7 @@ fn told(asked: &Asked, facts: &Value) -> BTreeSet<String> {
     kept.chain(changed).map(|line| line.trim_end().to_owned()).collect()
 }
 
-fn seen(head: &str) -> BTreeSet<String> {
+fn headers_of(head: &str) -> BTreeSet<String> {
     let lines = head.lines().skip(1).filter_map(|line| line.split_once(':'));
     let lines = lines.map(|(name, value)| match name.to_ascii_lowercase() {
         id if id == "x-request-id" => format!("{id}: made"),
@@ -253,7 +253,7 @@ fn seen(head: &str) -> BTreeSet<String> {
 #[test]
 fn explanation_matches_the_gateway_for_a_thousand_requests() {
     // A response to HEAD has no body.
-    let upstream = Upstream::answering(|seen| {
+    let upstream = Upstream::responding(|seen| {
         let body = if seen.head.starts_with("HEAD ") { "" } else { "ok" };
         format!("HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n{body}").into_bytes()
     });
@@ -280,7 +280,7 @@ fn explanation_matches_the_gateway_for_a_thousand_requests() {
                 sent += 1;
                 let request = upstream.last();
                 assert_eq!(request.target(), facts["upstream"]["target"], "seed {seed}: {asked:?}");
-                assert_eq!(seen(&request.head), told(&asked, &facts), "seed {seed}: {asked:?}");
+                assert_eq!(headers_of(&request.head), upstream_headers(&asked, &facts), "seed {seed}: {asked:?}");
             } else if asked.method != "HEAD" && reply.status != 429 {
                 assert_eq!(reply.text(), facts["response"]["body"], "seed {seed}: {asked:?}");
             }
@@ -362,7 +362,7 @@ fn explain_charges_nothing() {
 #[test]
 fn deferred_costs_and_costs_that_never_fit_are_explained() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
+    let upstream = Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nx-used: 3\r\ncontent-length: 0\r\n\r\n".to_vec());
     let gateway = Gateway::start(&format!(
         "{}[client_ip]\ntrusted_proxies = [\"127.0.0.1/32\"]\n\
          [limit.later]\nby = \"ip\"\nquota = \"4/day\"\ncost.response_header = \"x-used\"\n\
@@ -380,7 +380,7 @@ fn deferred_costs_and_costs_that_never_fit_are_explained() {
         serde_json::from_slice(&output.stdout).unwrap()
     };
     for (left, decision) in [(4, "allowed"), (1, "allowed"), (0, "denied")] {
-        eventually("what was used is paid", || explain("/later", &[])["limits"][0]["usage"]["remaining"] == left);
+        eventually("used tokens are charged", || explain("/later", &[])["limits"][0]["usage"]["remaining"] == left);
         let facts = explain("/later", &[]);
         let limit = &facts["limits"][0];
         assert_eq!((&limit["post_paid"], &limit["cost"]), (&json!(true), &json!(1)), "{facts:#}");

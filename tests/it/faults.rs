@@ -32,7 +32,7 @@ fn gateway(url: &str, timeout: &str) -> Gateway {
     Gateway::start(&format!("[store]\nurl = \"{url}\"\ntimeout = \"{timeout}\"\n[server]\nworkers = 1\n{routes}"))
 }
 
-fn ask(gateway: &Gateway, path: &str, id: &str) -> Reply {
+fn get(gateway: &Gateway, path: &str, id: &str) -> Reply {
     gateway.client().get_with(path, &[("x-id", id)])
 }
 
@@ -42,15 +42,15 @@ fn is_decided(reply: &Reply) -> bool {
 }
 
 fn decides(gateway: &Gateway) {
-    eventually("the store decides", || is_decided(&ask(gateway, "/deny", "warm")));
+    eventually("the store decides", || is_decided(&get(gateway, "/deny", "warm")));
 }
 
-fn said(gateway: &Gateway, what: &str) -> usize {
+fn log_count(gateway: &Gateway, what: &str) -> usize {
     gateway.log().matches(what).count()
 }
 
 /// A healthy server until the test sets a reply for all script calls.
-fn faulty() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
+fn failing_redis() -> (FakeRedis, Arc<Mutex<Option<String>>>) {
     let fault = Arc::<Mutex<Option<String>>>::default();
     let told = fault.clone();
     let fake = FakeRedis::start(move |command| match &*told.lock().unwrap() {
@@ -84,7 +84,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
     decides(&gateway);
     for path in ["/deny", "/allow", "/local", "/shadow"] {
         slow.store(true, Ordering::SeqCst);
-        let reply = ask(&gateway, path, "a");
+        let reply = get(&gateway, path, "a");
         if path == "/shadow" {
             assert_eq!(reply.status, 200, "a shadow limit rejects nothing");
         } else {
@@ -94,7 +94,7 @@ fn check_that_is_late_while_the_breaker_is_closed_is_rejected_for_every_on_store
         slow.store(false, Ordering::SeqCst);
         decides(&gateway);
     }
-    assert_eq!(said(&gateway, "the store fails"), 0, "{}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store fails"), 0, "{}", gateway.log());
 }
 
 #[test]
@@ -116,9 +116,9 @@ fn retryable_error_is_retried_and_charged_once() {
         decides(&gateway);
         let (calls, before) = (fake.calls().len(), granted.load(Ordering::SeqCst));
         left.store(3, Ordering::SeqCst);
-        assert!(is_decided(&ask(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
+        assert!(is_decided(&get(&gateway, "/deny", "a")), "{text}: {}", gateway.log());
         assert_eq!((fake.calls().len() - calls, granted.load(Ordering::SeqCst) - before), (4, 1), "{text}");
-        assert_eq!(said(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store"), 0, "nothing is said of it: {}", gateway.log());
         let connections = if text.starts_with("READONLY") { 2 } else { 1 };
         assert_eq!(fake.connections(), connections, "a replica is left for the master at the same address: {text}");
         println!("fault 19: {text}: made again, charged once");
@@ -134,7 +134,7 @@ fn retried_call_without_reply_is_not_sent_again() {
         _ => error("LOADING Redis is loading the dataset in memory"),
     });
     let gateway = gateway(&fake.url(), "500ms");
-    ask(&gateway, "/deny", "a").assert_problem(503, "no reply");
+    get(&gateway, "/deny", "a").assert_problem(503, "no reply");
     assert_eq!(fake.calls().len(), 2, "what may have run is not sent again");
 }
 
@@ -144,7 +144,7 @@ fn noscript_and_stale_window_boundaries_are_sent_once_more() {
         FakeRedis::start(
             |command| if command.is("EVALSHA") { error("NOSCRIPT No matching script.") } else { Answer::Usual },
         );
-    assert!(is_decided(&ask(&gateway(&fake.url(), "5s"), "/deny", "a")));
+    assert!(is_decided(&get(&gateway(&fake.url(), "5s"), "/deny", "a")));
     assert_eq!(fake.calls().iter().map(|call| call.words[0].clone()).collect::<Vec<_>>(), ["EVALSHA", "EVAL"]);
     let stale = AtomicBool::new(true);
     let fake = FakeRedis::start(move |command| {
@@ -188,23 +188,23 @@ fn persistent_errors_open_the_breaker_and_are_logged_once() {
     for some in cases.chunks(4) {
         std::thread::scope(|scope| {
             for (reply, reason) in some {
-                scope.spawn(move || is_given_up_and_said_once(reply, reason));
+                scope.spawn(move || assert_breaker_opens_once(reply, reason));
             }
         });
     }
 }
 
 /// From some time on the store replies `reply`. The log has the `reason`.
-fn is_given_up_and_said_once(reply: &str, reason: &str) {
-    let (fake, fault) = faulty();
+fn assert_breaker_opens_once(reply: &str, reason: &str) {
+    let (fake, fault) = failing_redis();
     let gateway = gateway(&fake.url(), "300ms");
     decides(&gateway);
     let calls = fake.calls().len();
     *fault.lock().unwrap() = Some(reply.to_owned());
     for _ in 0..5 {
-        ask(&gateway, "/deny", "a").assert_problem(503, reason);
+        get(&gateway, "/deny", "a").assert_problem(503, reason);
     }
-    eventually("the store is given up", || said(&gateway, "the store fails") == 1);
+    eventually("the breaker opens", || log_count(&gateway, "the store fails") == 1);
     assert!(gateway.log().contains(reason), "{reason}: {}", gateway.log());
     let made = fake.calls().len() - calls;
     if PASSING.iter().any(|text| text.starts_with(reason)) {
@@ -213,17 +213,17 @@ fn is_given_up_and_said_once(reply: &str, reason: &str) {
         assert_eq!(made, 5, "{reason}: each call once");
     }
     // Only probes are sent now.
-    assert_eq!(ask(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
-    assert_eq!(ask(&gateway, "/allow", "a").status, 200, "{reason}");
-    assert_eq!(ask(&gateway, "/local", "a").status, 200, "{reason}");
+    assert_eq!(get(&gateway, "/allow", "a").header("ratelimit"), None, "{reason}");
+    assert_eq!(get(&gateway, "/allow", "a").status, 200, "{reason}");
+    assert_eq!(get(&gateway, "/local", "a").status, 200, "{reason}");
     let probes = fake.probes();
-    eventually("it is asked for signs of life", || fake.probes() >= probes + 3);
+    eventually("probes are sent", || fake.probes() >= probes + 3);
     assert_eq!(fake.calls().len() - calls, made, "{reason}: no request touches it");
-    assert_eq!(said(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
-    assert_eq!(said(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store fails"), 1, "{reason}: {}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store answers again"), 0, "{reason}: {}", gateway.log());
     *fault.lock().unwrap() = None;
     decides(&gateway);
-    eventually("it is said", || said(&gateway, "the store answers again") == 1);
+    eventually("it is logged", || log_count(&gateway, "the store answers again") == 1);
     println!("fault 19: {reason}: given up, said once, used again");
 }
 
@@ -237,12 +237,12 @@ fn breaker_opens_when_half_of_the_calls_fail() {
     });
     let gateway = gateway(&fake.url(), "5s");
     for _ in 0..1000 {
-        ask(&gateway, "/allow", "a");
-        if said(&gateway, "the store fails") > 0 {
+        get(&gateway, "/allow", "a");
+        if log_count(&gateway, "the store fails") > 0 {
             break;
         }
     }
-    assert_eq!(said(&gateway, "the store fails"), 1);
+    assert_eq!(log_count(&gateway, "the store fails"), 1);
     assert!(fake.calls().len() >= 20, "{} calls", fake.calls().len());
 }
 
@@ -270,29 +270,29 @@ fn store_that_rejects_writes_still_decides_denials() {
         });
         let gateway = gateway(&fake.url(), "5s");
         decides(&gateway);
-        assert!(is_decided(&ask(&gateway, "/deny", "over")));
+        assert!(is_decided(&get(&gateway, "/deny", "over")));
         over.lock().unwrap().push(fake.calls().last().unwrap().keys()[0].clone());
         full.store(true, Ordering::SeqCst);
         let calls = fake.calls().len();
         for _ in 0..30 {
-            ask(&gateway, "/deny", "a").assert_problem(503, &text);
-            let allowed = ask(&gateway, "/allow", "a");
+            get(&gateway, "/deny", "a").assert_problem(503, &text);
+            let allowed = get(&gateway, "/allow", "a");
             assert_eq!((allowed.status, allowed.header("ratelimit")), (200, None), "{text}");
-            assert_eq!(ask(&gateway, "/local", "a").status, 200, "{text}");
-            assert_eq!(ask(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
+            assert_eq!(get(&gateway, "/local", "a").status, 200, "{text}");
+            assert_eq!(get(&gateway, "/deny", "over").status, 429, "{text}: denied by the store");
         }
         assert_eq!(fake.calls().len() - calls, 120, "{text}: the breaker stays closed, nothing is made again");
-        eventually("the change is said", || said(&gateway, "the store takes no writes") > 0);
-        assert_eq!(said(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
+        eventually("the change is logged", || log_count(&gateway, "the store takes no writes") > 0);
+        assert_eq!(log_count(&gateway, "the store takes no writes"), 1, "{text}: {}", gateway.log());
         full.store(false, Ordering::SeqCst);
-        eventually("it is said that writes are taken", || {
+        eventually("accepted writes are logged", || {
             decides(&gateway);
-            said(&gateway, "the store takes writes again") == 1
+            log_count(&gateway, "the store takes writes again") == 1
         });
-        assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
         full.store(true, Ordering::SeqCst);
-        ask(&gateway, "/allow", "a");
-        eventually("the next change is said as well", || said(&gateway, "the store takes no writes") == 2);
+        get(&gateway, "/allow", "a");
+        eventually("the next change is logged as well", || log_count(&gateway, "the store takes no writes") == 2);
         println!("fault 19: {text}: as on_store_error says, denials by the store, said once");
     }
 }
@@ -314,22 +314,22 @@ fn broken_state_rejects_its_identity_and_no_other() {
         let gateway = gateway(&fake.url(), "5s");
         let paths = ["/allow", "/local", "/shadow"];
         for path in paths {
-            assert_eq!(ask(&gateway, path, "broken").status, 200);
+            assert_eq!(get(&gateway, path, "broken").status, 200);
             broken.lock().unwrap().push(fake.calls().last().unwrap().keys()[0].clone());
         }
         for _ in 0..10 {
             for path in ["/allow", "/local"] {
-                let refused = ask(&gateway, path, "broken");
+                let refused = get(&gateway, path, "broken");
                 refused.assert_problem(503, text);
                 assert_eq!(refused.header("retry-after"), Some("1"), "{text}");
-                assert!(is_decided(&ask(&gateway, path, "other")), "{text}: {}", gateway.log());
+                assert!(is_decided(&get(&gateway, path, "other")), "{text}: {}", gateway.log());
             }
-            assert_eq!(ask(&gateway, "/shadow", "broken").status, 200, "{text}: shadows refuse nobody");
+            assert_eq!(get(&gateway, "/shadow", "broken").status, 200, "{text}: shadow limits reject nothing");
         }
-        let said_broken = said(&gateway, "an identity is refused");
+        let said_broken = log_count(&gateway, "an identity is refused");
         assert!((1..4).contains(&said_broken), "{text}: now and then: {}", gateway.log());
         assert!(gateway.log().contains(r#"[\"allow\"]"#), "{text}: of which limits: {}", gateway.log());
-        assert_eq!(said(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store fails"), 0, "{text}: {}", gateway.log());
         println!("fault 19: {text}: 503 for one identity");
     }
 }
@@ -350,14 +350,14 @@ fn errors_of_a_real_redis_are_handled_alike() {
     ];
     for (times, (row, on, off)) in rows.into_iter().enumerate() {
         tell(on);
-        assert_eq!(ask(&gateway, "/deny", "a").status, 503, "{row}");
-        eventually("writes are refused", || gateway.log().contains(row));
+        assert_eq!(get(&gateway, "/deny", "a").status, 503, "{row}");
+        eventually("writes are rejected", || gateway.log().contains(row));
         tell(off);
-        eventually("it is said that writes are taken", || {
+        eventually("accepted writes are logged", || {
             decides(&gateway);
-            said(&gateway, "the store takes writes again") == times + 1
+            log_count(&gateway, "the store takes writes again") == times + 1
         });
-        assert_eq!(said(&gateway, "the store fails"), 0, "{row}: {}", gateway.log());
+        assert_eq!(log_count(&gateway, "the store fails"), 0, "{row}: {}", gateway.log());
     }
     let replica = format!("REPLICAOF 127.0.0.1 {}", crate::support::redis::free_port());
     for (times, (row, calls, on, off)) in [
@@ -375,26 +375,26 @@ fn errors_of_a_real_redis_are_handled_alike() {
     .enumerate()
     {
         tell(on);
-        eventually("the store is given up", || {
-            assert_eq!(ask(&gateway, "/deny", "a").status, 503, "{row}");
-            said(&gateway, "the store fails") == times + 1
+        eventually("the breaker opens", || {
+            assert_eq!(get(&gateway, "/deny", "a").status, 503, "{row}");
+            log_count(&gateway, "the store fails") == times + 1
         });
         assert!(gateway.log().contains(row), "{row}: {}", gateway.log());
         let asked = || redis.calls("evalsha") + redis.rejections("evalsha") + redis.calls("hello");
         let before = asked();
-        eventually("it is asked for signs of life", || asked() >= before + calls);
-        assert_eq!(said(&gateway, "the store fails"), times + 1, "{row}: {}", gateway.log());
+        eventually("probes are sent", || asked() >= before + calls);
+        assert_eq!(log_count(&gateway, "the store fails"), times + 1, "{row}: {}", gateway.log());
         tell(off);
         decides(&gateway);
-        eventually("it is said", || said(&gateway, "the store answers again") == times + 1);
+        eventually("it is logged", || log_count(&gateway, "the store answers again") == times + 1);
     }
-    assert!(is_decided(&ask(&gateway, "/allow", "broken")));
+    assert!(is_decided(&get(&gateway, "/allow", "broken")));
     let key = redis.keys().into_iter().find(|key| key.contains("}:allow:")).unwrap();
     tell(&format!("DEL {key}"));
     tell(&format!("LPUSH {key} x"));
-    ask(&gateway, "/allow", "broken").assert_problem(503, "WRONGTYPE");
+    get(&gateway, "/allow", "broken").assert_problem(503, "WRONGTYPE");
     assert!(gateway.log().contains("WRONGTYPE"), "{}", gateway.log());
-    assert!(is_decided(&ask(&gateway, "/allow", "other")));
+    assert!(is_decided(&get(&gateway, "/allow", "other")));
     tell(&format!("DEL {key}"));
     redis.assert_every_key_expires();
 }
@@ -410,16 +410,16 @@ fn server_that_closes_connections_receives_two_per_second() {
     let started = monotonic();
     let gateway = gateway(&format!("redis://{address}"), "50ms");
     eventually("it has tried four times", || {
-        assert_eq!(ask(&gateway, "/allow", "a").status, 200);
+        assert_eq!(get(&gateway, "/allow", "a").status, 200);
         accepted.load(Ordering::SeqCst) >= 4
     });
     assert!(started.elapsed() >= Duration::from_millis(1500), "{:?}", started.elapsed());
-    assert_eq!(said(&gateway, "the store fails"), 1, "{}", gateway.log());
+    assert_eq!(log_count(&gateway, "the store fails"), 1, "{}", gateway.log());
 }
 
 #[test]
 fn server_that_stays_a_replica_receives_few_connections() {
-    let (fake, fault) = faulty();
+    let (fake, fault) = failing_redis();
     let gateway = gateway(&fake.url(), "5s");
     decides(&gateway);
     let started = monotonic();
@@ -427,7 +427,7 @@ fn server_that_stays_a_replica_receives_few_connections() {
     std::thread::scope(|scope| {
         for id in 0..16 {
             let gateway = &gateway;
-            scope.spawn(move || assert_eq!(ask(gateway, "/deny", &id.to_string()).status, 503));
+            scope.spawn(move || assert_eq!(get(gateway, "/deny", &id.to_string()).status, 503));
         }
     });
     let most = 2 + 2 * started.elapsed().as_secs() as usize + 1;
@@ -452,9 +452,9 @@ fn broken_connection_fails_its_calls_and_is_replaced() {
         if breaks { Answer::Close } else { Answer::Usual }
     });
     let gateway = gateway(&fake.url(), "5s");
-    ask(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
+    get(&gateway, "/deny", "a").assert_problem(503, "its reply is lost");
     assert_eq!(fake.calls().len(), 1, "what may have run is not sent again");
-    assert!(is_decided(&ask(&gateway, "/deny", "a")));
+    assert!(is_decided(&get(&gateway, "/deny", "a")));
 }
 
 #[tokio::test]

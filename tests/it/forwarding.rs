@@ -7,7 +7,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::{Client, Reply};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Seen, Upstream, read_head, read_request, serve};
@@ -76,13 +76,13 @@ fn checksum(bytes: &[u8]) -> String {
     digest(&SHA256, bytes).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
-fn soon<T>(what: &str, events: &Receiver<T>) -> T {
-    events.recv_timeout(PATIENCE).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
+fn next_event<T>(what: &str, events: &Receiver<T>) -> T {
+    events.recv_timeout(MAX_WAIT).unwrap_or_else(|error| panic!("gave up waiting: {what}: {error}"))
 }
 
 /// Wait until the other side closes, and discard what it sends.
 fn wait_for_close(stream: &mut TcpStream) -> bool {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
     loop {
         match stream.read(&mut rest) {
@@ -202,7 +202,7 @@ fn no_forwarded_header_variant_of_untrusted_clients_is_forwarded() {
     assert_eq!(gateway.client().get_with("/", SPOOFED).status, 200);
     let seen = upstream.last();
     for name in ["x-forwarded-prefix", "x-forwarded-server"] {
-        assert_eq!(seen.headers(name), [""; 0], "{name} of a stranger is gone");
+        assert_eq!(seen.headers(name), [""; 0], "{name} of an untrusted client is removed");
     }
 }
 
@@ -289,7 +289,7 @@ fn upstream_receives_the_host_that_was_routed_on() {
     assert_eq!(client.reply().unwrap().status, 200);
     let seen = upstream.last();
     assert_eq!(seen.headers("host"), [upstream.address.to_string()], "a client without Host");
-    assert_eq!(seen.headers("x-forwarded-host"), [""; 0], "nobody asked for a host");
+    assert_eq!(seen.headers("x-forwarded-host"), [""; 0], "an HTTP/1.0 request has no host");
     assert_eq!(seen.headers("via"), ["1.0 sluicegate"]);
     assert!(seen.head.starts_with("GET / HTTP/1.1\r\n"), "{}", seen.head);
 }
@@ -350,7 +350,7 @@ fn http2_requests_are_forwarded_as_http1() {
         let status = response.status().as_u16();
         (status, response.into_body().collect().await.unwrap().to_bytes())
     };
-    let answer = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let answer = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     assert_eq!(answer, (200, Bytes::from_static(b"ok")));
     let seen = upstream.last();
     assert!(seen.head.starts_with("POST /b?x=%2f HTTP/1.1\r\n"), "{}", seen.head);
@@ -370,7 +370,7 @@ fn http2_requests_are_forwarded_as_http1() {
 
 #[test]
 fn status_and_headers_of_the_response_are_kept() {
-    let upstream = Upstream::answering(|seen| {
+    let upstream = Upstream::responding(|seen| {
         let status = seen.target().trim_start_matches('/');
         let lines = "Server: origin\r\nSet-Cookie: a=1\r\nSet-Cookie: b=2\r\nX-Custom: value\r\nETag: \"e\"\r\n\
              Connection: X-Nominated\r\nKeep-Alive: timeout=5\r\nProxy-Connection: keep-alive\r\nUpgrade: h2c\r\n\
@@ -421,7 +421,7 @@ fn status_and_headers_of_the_response_are_kept() {
 
 #[test]
 fn responses_without_a_body_have_none() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/length" => b"HTTP/1.1 200 OK\r\nContent-Length: 12345\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/chunked" => b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nETag: \"e\"\r\n\r\n".to_vec(),
         "/204" => b"HTTP/1.1 204 No Content\r\nETag: \"e\"\r\n\r\n".to_vec(),
@@ -464,7 +464,7 @@ fn responses_without_a_body_have_none() {
 
 #[test]
 fn chunked_bodies_are_forwarded_both_ways() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/echo" => chunked(&seen.body),
         "/until-close" => b"HTTP/1.0 200 OK\r\n\r\n".to_vec(),
         other => panic!("{other}"),
@@ -501,7 +501,7 @@ fn chunked_bodies_are_forwarded_both_ways() {
     let slow = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nfirst\r\n").unwrap();
-        soon("the client has read the first chunk", &wait.lock().unwrap());
+        next_event("the client has read the first chunk", &wait.lock().unwrap());
         stream.write_all(b"6\r\nsecond\r\n0\r\n\r\n").unwrap();
     });
     let gateway = self::gateway(slow);
@@ -556,7 +556,7 @@ fn response_with_two_framings_is_502_or_read_as_chunks() {
 fn interim_responses_are_not_forwarded_as_final() {
     let interim =
         ["100 Continue", "103 Early Hints"].map(|status| format!("HTTP/1.1 {status}\r\nLink: </a>\r\n\r\n")).concat();
-    let upstream = Upstream::answering(move |_| [interim.as_bytes(), &ok()].concat());
+    let upstream = Upstream::responding(move |_| [interim.as_bytes(), &ok()].concat());
     let gateway = gateway(upstream.address);
     let mut client = gateway.client();
     for _ in 0..2 {
@@ -571,7 +571,7 @@ fn interim_responses_are_not_forwarded_as_final() {
 #[test]
 fn large_bodies_arrive_unchanged() {
     const LENGTH: usize = 10 << 20;
-    let upstream = Upstream::answering(|seen| {
+    let upstream = Upstream::responding(|seen| {
         let mut body = seen.body.clone();
         body.reverse();
         match seen.target() {
@@ -620,8 +620,8 @@ fn write_blocks(stream: &mut TcpStream, block: &[u8], stalled: impl Fn(usize), g
             Err(error) if error.kind() == ErrorKind::WouldBlock && !told => {
                 told = true;
                 stalled(written);
-                soon("the reader reads", go_on);
-                stream.set_write_timeout(Some(PATIENCE)).unwrap();
+                next_event("the reader reads", go_on);
+                stream.set_write_timeout(Some(MAX_WAIT)).unwrap();
             }
             Err(error) => panic!("after {written} bytes: {error}"),
         }
@@ -667,7 +667,7 @@ fn slow_reader_slows_the_upstream_down() {
     client.send(b"GET /large HTTP/1.1\r\nHost: a.test\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     read_blocks(&mut client.stream, &block, 4);
-    let written = soon("the upstream is held back", &stalled);
+    let written = next_event("the upstream is held back", &stalled);
     let grown = gateway.memory().saturating_sub(before);
     assert!(written < BLOCK * BLOCKS, "the upstream could write everything");
     assert!(grown < GROWTH, "the gateway holds {grown} bytes; the upstream has written {written}");
@@ -687,7 +687,7 @@ fn slow_upstream_slows_the_upload_down() {
             return;
         }
         read_blocks(&mut stream, &blocks, 4);
-        soon("the client is held back", &reading.lock().unwrap());
+        next_event("the client is held back", &reading.lock().unwrap());
         read_blocks(&mut stream, &blocks, BLOCKS - 4);
         stream.write_all(&ok()).unwrap();
     });
@@ -702,7 +702,7 @@ fn slow_upstream_slows_the_upload_down() {
     let upload = std::thread::spawn(move || {
         write_blocks(&mut stream, &block, |written| stalls.send(written).unwrap(), &wait);
     });
-    let written = soon("the client is held back", &stalled);
+    let written = next_event("the client is held back", &stalled);
     let grown = gateway.memory().saturating_sub(before);
     assert!(written < BLOCK * BLOCKS, "the client could send everything");
     assert!(grown < GROWTH, "the gateway holds {grown} bytes; the client has sent {written}");
@@ -756,14 +756,14 @@ fn disconnected_client_cancels_the_upstream_request() {
         let gateway = Gateway::start(&format!("[server]\nrequest_buffer = \"0B\"\n{}", config(upstream, "")));
         let mut client = gateway.client();
         client.send(request.as_bytes());
-        assert_eq!(soon("the request arrives", &events), "thinking", "{what}");
+        assert_eq!(next_event("the request arrives", &events), "thinking", "{what}");
         let stream = client.stream.into_inner();
         if broken_by_reset {
             reset(stream);
         } else {
             drop(stream);
         }
-        assert_eq!(soon("the upstream hears that the client is gone", &events), "closed", "{what}");
+        assert_eq!(next_event("the upstream hears that the client is gone", &events), "closed", "{what}");
     }
 }
 
@@ -773,7 +773,7 @@ fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n").unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_write_timeout(Some(MAX_WAIT)).unwrap();
         let chunk = chunks(&noise(1000));
         // The response is endless, so only a closed connection ends it.
         let error = loop {
@@ -788,7 +788,7 @@ fn client_that_disconnects_during_the_response_cancels_the_upstream_request() {
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
     assert_eq!(client.head().unwrap().status, 200);
     drop(client);
-    let error = soon("the upstream hears that the client is gone", &events);
+    let error = next_event("the upstream hears that the client is gone", &events);
     assert!(matches!(error, ErrorKind::ConnectionReset | ErrorKind::BrokenPipe), "{error}");
 }
 
@@ -830,7 +830,7 @@ fn silent_upstream_is_504() {
         let reply = client.request(method, "/", &[], body);
         reply.assert_problem(504, method);
         assert_silent_about(&reply, upstream, method);
-        assert!(soon("the request is given up", &events), "{method}: the upstream's connection is closed");
+        assert!(next_event("the request is given up", &events), "{method}: the upstream's connection is closed");
     }
 }
 
@@ -863,7 +863,7 @@ fn upstream_that_stops_reading_is_504() {
     let upstream = serve(move |mut stream| {
         read_head(&mut stream).unwrap();
         // Read nothing of the body.
-        let _ = given_up.lock().unwrap().recv_timeout(PATIENCE);
+        let _ = given_up.lock().unwrap().recv_timeout(MAX_WAIT);
     });
     let gateway = Gateway::start(&config(upstream, "response_timeout = \"300ms\""));
     let mut client = gateway.client();
@@ -958,7 +958,7 @@ fn truncated_response_never_looks_complete() {
             let upstream = serve(move |mut stream| {
                 read_head(&mut stream).unwrap();
                 stream.write_all(answer.as_bytes()).unwrap();
-                soon("the client has seen the start", &wait.lock().unwrap());
+                next_event("the client has seen the start", &wait.lock().unwrap());
                 if by_reset {
                     reset(stream);
                 }
@@ -1058,7 +1058,7 @@ fn connections_idle_beyond_pool_idle_timeout_are_not_reused() {
     let gateway = Gateway::start(&config(upstream, "pool_idle_timeout = \"1ms\""));
     let mut client = gateway.client();
     assert_eq!(client.get("/").text(), "ok");
-    crate::support::eventually("a connection is left alone", || {
+    crate::support::eventually("a connection is idle", || {
         client.get("/");
         connections.load(Ordering::Relaxed) > 1
     });
@@ -1121,7 +1121,7 @@ fn post_uses_another_connection_if_the_pooled_one_is_closed() {
     for index in 0..10 {
         let reply = client.request("POST", "/", &[], b"body");
         assert_eq!((reply.status, reply.text()), (200, "ok"), "POST {index}");
-        assert!(soon("the gateway notices", &events), "POST {index}: the connection is closed");
+        assert!(next_event("the gateway notices", &events), "POST {index}: the connection is closed");
     }
 }
 
@@ -1178,7 +1178,7 @@ fn only_safe_requests_are_sent_twice() {
 
 #[test]
 fn expect_100_continue_is_answered_when_the_body_is_read() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/refused" => b"HTTP/1.1 413 Too Large\r\nContent-Length: 0\r\n\r\n".to_vec(),
         _ => ok(),
     });
@@ -1208,7 +1208,7 @@ fn expect_100_continue_is_answered_when_the_body_is_read() {
     let before = upstream.count();
     for (target, status) in [("/limited", 429), ("/a%2Fb", 400)] {
         let (mut client, first) = expecting(target);
-        assert_eq!(first.status, status, "{target}: no 100 for a body that nobody wants");
+        assert_eq!(first.status, status, "{target}: no 100 for a body that is not read");
         let length: usize = first.header("content-length").unwrap().parse().unwrap();
         let mut body = vec![0; length];
         client.stream.read_exact(&mut body).unwrap();
@@ -1221,7 +1221,7 @@ fn expect_100_continue_is_answered_when_the_body_is_read() {
 
 #[test]
 fn request_with_an_invalid_response_is_not_retried() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/bad" => b"HTTP/9.9 what\r\n\r\n".to_vec(),
         _ => b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec(),
     });

@@ -9,8 +9,8 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use crate::support::client::Client;
 use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::{ADMIN, ask, says, with_admin};
-use crate::support::server::{Mood, Server};
-use crate::support::{PATIENCE, Raise, eventually, signal};
+use crate::support::server::{Behaviour, Server};
+use crate::support::{MAX_WAIT, SetOnDrop, eventually, signal};
 
 /// A process that the test did not start itself. It is killed at the end of the test.
 struct Successor(String);
@@ -35,7 +35,7 @@ impl Drop for Successor {
 }
 
 /// Replace the process of a gateway by hot restart, and wait until the old process has ended.
-fn hand_over(gateway: &mut Gateway) -> Successor {
+fn hot_restart(gateway: &mut Gateway) -> Successor {
     signal(&gateway.child, "USR2");
     let successor = Successor::of(gateway);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
@@ -72,7 +72,7 @@ fn hot_restart_under_load_fails_no_request() {
                 })
             })
             .collect();
-        let end = Raise(&over);
+        let end = SetOnDrop(&over);
         let more = |what: &str| {
             let before = answered.load(Ordering::SeqCst);
             eventually(what, || answered.load(Ordering::SeqCst) > before + 500);
@@ -80,7 +80,7 @@ fn hot_restart_under_load_fails_no_request() {
         more("requests are answered");
         // A change that a reload rejects takes effect in a new process.
         gateway.put(&format!("[server]\nworkers = 3\n{}", config("two")));
-        let first = hand_over(&mut gateway);
+        let first = hot_restart(&mut gateway);
         more("the new process answers");
         assert_eq!(Client::connect(address).get("/says").text(), "two");
         drop(end);
@@ -100,16 +100,16 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
     let config =
         |body: &str| format!("[upstream.api]\nservers = [\"{}\"]\n{route}{}", server.url(), with_admin(&says(body)));
     let mut gateway = Gateway::start(&config("old"));
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let mut held = gateway.client();
     held.send(b"GET /api HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("a request is under way", || server.count() == 1);
+    eventually("a request is in flight", || server.count() == 1);
     let mut idle = gateway.client();
     assert_eq!(idle.get("/says").status, 200);
     gateway.put(&format!("[server]\nworkers = 3\n{}", config("new")));
     signal(&gateway.child, "USR2");
     let _successor = Successor::of(&gateway);
-    eventually("one that comes on a connection of before is told that it is the last", || {
+    eventually("a request on an old connection gets Connection: close", || {
         let reply = idle.get("/says");
         assert_eq!((reply.status, reply.text()), (200, "old"));
         reply.header("connection") == Some("close")
@@ -119,11 +119,11 @@ fn old_process_finishes_its_requests_and_the_new_one_serves_the_admin_listener()
         assert_eq!(gateway.get("/says").status, 200);
         assert_eq!(ask(&gateway, "GET", "/readyz").json()["status"], "ready", "the one that ends is not asked");
     }
-    eventually("the old one lets nobody in any more", || (0..20).all(|_| gateway.get("/says").text() == "new"));
+    eventually("the old process accepts no connections", || (0..20).all(|_| gateway.get("/says").text() == "new"));
     let config = ask(&gateway, "GET", "/api/config").json();
     assert_eq!(config["configuration"]["route"][1]["respond"]["body"], "new", "{config}");
     assert!(gateway.child.try_wait().unwrap().is_none(), "the old one waits");
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     assert_eq!(held.reply().unwrap().status, 200);
     assert_eq!(gateway.wait().code(), Some(0), "{}", gateway.log());
 }
@@ -133,7 +133,7 @@ fn failed_hot_restart_keeps_the_old_process() {
     let mut gateway = Gateway::start(&says("one"));
     gateway.put(&says("two").replace("respond", "respnd"));
     signal(&gateway.child, "USR2");
-    eventually("it is told", || {
+    eventually("it is logged", || {
         gateway.log().contains("this process stays: the new process has ended: exit status: 2")
     });
     assert!(gateway.log().contains("did you mean `respond`?"), "{}", gateway.log());
@@ -141,7 +141,7 @@ fn failed_hot_restart_keeps_the_old_process() {
         assert_eq!(gateway.get("/says").text(), "one");
     }
     gateway.put(&says("three"));
-    let _successor = hand_over(&mut gateway);
+    let _successor = hot_restart(&mut gateway);
     assert_eq!(gateway.get("/says").text(), "three");
 }
 
@@ -151,7 +151,7 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
         let config = |workers: u32| format!("[server]\nthreading = \"{layout}\"\nworkers = {workers}\n{}", says("x"));
         let mut gateway = Gateway::start(&config(before));
         gateway.put(&config(after));
-        let first = hand_over(&mut gateway);
+        let first = hot_restart(&mut gateway);
         // Enough connections to reach every socket.
         let all = |what: &str| {
             for _ in 0..40 {
@@ -166,7 +166,7 @@ fn hot_restart_may_change_the_number_of_workers_and_be_repeated() {
         eventually("the second has ended", || gateway.log().matches("stopped").count() == 2);
         all("the third process");
         third.signal("TERM");
-        eventually("nobody listens any more", || std::net::TcpStream::connect(gateway.address).is_err());
+        eventually("nothing listens", || std::net::TcpStream::connect(gateway.address).is_err());
     }
 }
 
@@ -196,7 +196,7 @@ fn systemd_socket_is_served_with_its_queued_connections() {
     for _ in 0..20 {
         assert_eq!(gateway.get("/says").status, 200);
     }
-    let _successor = hand_over(&mut gateway);
+    let _successor = hot_restart(&mut gateway);
     for _ in 0..20 {
         assert_eq!(gateway.get("/says").status, 200, "the socket goes on with the next process");
     }
@@ -216,7 +216,7 @@ fn unused_inherited_socket_is_logged() {
 fn service_manager_is_notified_of_state_changes() {
     let folder = tempfile::tempdir().unwrap();
     let socket = UnixDatagram::bind(folder.path().join("notify")).unwrap();
-    socket.set_read_timeout(Some(PATIENCE)).unwrap();
+    socket.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let told = || {
         let mut message = [0; 512];
         let length = socket.recv(&mut message).unwrap();

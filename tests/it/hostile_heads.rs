@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::net::TcpStream;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
 
@@ -19,7 +19,7 @@ fn gateway(upstream: &Upstream) -> Gateway {
 /// Return the first status, or `None` if the connection is reset first, as it may be while the client still sends.
 fn status(gateway: &Gateway, bytes: &[u8]) -> Option<u16> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let _ = stream.write_all(bytes);
     let mut first = [0; 12];
     stream.read_exact(&mut first).ok()?;
@@ -65,7 +65,7 @@ const BROKEN: &[(&str, &str, &[u8], u16)] = &[
     ("a Redis command", "9112 2.2", b"*1\r\n$4\r\nPING", 400),
     ("a mail", "9112 2.2", b"EHLO a.test\r\nMAIL FROM:<a@a.test>", 400),
     (
-        "PROXY protocol that nobody allows",
+        "PROXY protocol without proxy_protocol",
         "9112 2.2",
         b"PROXY TCP4 192.0.2.1 192.0.2.2 1 80\r\nGET / HTTP/1.1\r\nHost: a",
         400,

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::gateway::Gateway;
 use crate::support::http2;
 use crate::support::upstream::Upstream;
@@ -85,7 +85,7 @@ struct Http2 {
 impl Http2 {
     fn connect(gateway: &Gateway) -> Http2 {
         let stream = TcpStream::connect(gateway.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         let mut connection = Http2 { stream };
         connection.send(&[&b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"[..], &frame(SETTINGS, 0, 0, b"")].concat());
         connection
@@ -746,7 +746,7 @@ fn floods_of_small_frames_end_the_connection_with_goaway() {
 #[test]
 fn control_frames_of_normal_traffic_do_not_end_the_connection() {
     let body = vec![b'x'; 32 << 20];
-    let upstream = Upstream::answering(move |_| {
+    let upstream = Upstream::responding(move |_| {
         [format!("HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n", body.len()).as_bytes(), &body].concat()
     });
     let gateway = gateway(&upstream);

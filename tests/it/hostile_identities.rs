@@ -4,7 +4,7 @@
 use std::collections::HashSet;
 use std::net::IpAddr;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
@@ -102,7 +102,7 @@ fn all_spellings_of_a_path_share_one_bucket() {
         }
         admitted
     };
-    let second = runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("HTTP/2 is answered") });
+    let second = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("HTTP/2 is answered") });
     let third = admitted(&mut client, &requests);
     let total = first as u64 + second + third as u64;
     println!("fault 9: {} spellings, {total} of {} admitted", SPELLINGS.len(), requests.len() + 52);
@@ -336,10 +336,14 @@ fn forged_x_forwarded_for_gives_no_second_bucket() {
     // An untrusted client sends the same headers, which are ignored.
     let claimed: Vec<_> =
         (0..1000).map(|n| request(n, &format!("203.0.113.{}", n % 250), "::ffff:cb00:7101")).collect();
-    let stranger = admitted(&mut from("127.0.0.3", &gateway), &claimed);
-    println!("fault 10: {through_the_proxy} of 1000 through a proxy, {stranger} of 1000 of a stranger");
-    assert_eq!((through_the_proxy, stranger), (QUOTA, QUOTA));
-    assert_eq!(from("127.0.0.4", &gateway).get("/limited").remaining("per-ip"), QUOTA as u64 - 1, "nobody else's");
+    let untrusted = admitted(&mut from("127.0.0.3", &gateway), &claimed);
+    println!("fault 10: {through_the_proxy} of 1000 through a proxy, {untrusted} of 1000 of an untrusted client");
+    assert_eq!((through_the_proxy, untrusted), (QUOTA, QUOTA));
+    assert_eq!(
+        from("127.0.0.4", &gateway).get("/limited").remaining("per-ip"),
+        QUOTA as u64 - 1,
+        "a bucket of its own"
+    );
 }
 
 #[test]
@@ -509,7 +513,7 @@ fn forged_user_header_spends_no_quota_of_the_user() {
                     })
                     .collect();
                 let own = admitted(&mut from(&format!("127.0.0.{}", 20 + worker), gateway), &requests);
-                assert_eq!(own, 100, "what a stranger spends is his own");
+                assert_eq!(own, 100, "an untrusted client spends its own quota");
             });
         }
     });
@@ -518,9 +522,9 @@ fn forged_user_header_spends_no_quota_of_the_user() {
     assert_eq!(reply.remaining("per-user"), 98);
     // The upstream receives the name from the proxy only.
     for lines in spoofed {
-        let mut stranger = from("127.0.0.30", &gateway);
-        stranger.send(format!("GET /named HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
-        assert_eq!(stranger.reply().unwrap().status, 200, "{lines}");
+        let mut untrusted = from("127.0.0.30", &gateway);
+        untrusted.send(format!("GET /named HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
+        assert_eq!(untrusted.reply().unwrap().status, 200, "{lines}");
         assert!(!upstream.last().head.to_lowercase().contains("alice"), "{lines}: {}", upstream.last().head);
     }
 }
@@ -694,9 +698,9 @@ fn connection_header_and_aliases_do_not_alter_gateway_headers() {
         assert_eq!(seen.head.lines().skip(1).filter(folded).count(), 0, "{lines}: {}", seen.head);
         assert_eq!(seen.body, b"hello", "{lines}");
         // From an untrusted client none of them is forwarded, and those of the gateway are set.
-        let mut stranger = from("127.0.0.3", &gateway);
-        stranger.send(request.as_bytes());
-        assert_eq!(stranger.reply().unwrap().status, 200, "{lines}");
+        let mut untrusted = from("127.0.0.3", &gateway);
+        untrusted.send(request.as_bytes());
+        assert_eq!(untrusted.reply().unwrap().status, 200, "{lines}");
         let seen = upstream.last();
         for (name, values) in [
             ("host", &["a.test"][..]),

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use crate::support::client::{Client, load};
 use crate::support::gateway::Gateway;
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use bytes::Bytes;
 use h2::server::SendResponse;
 use h2::{Reason, RecvStream, SendStream};
@@ -123,9 +123,9 @@ async fn client(gateway: &Gateway) -> h2::client::SendRequest<Bytes> {
     client.ready().await.unwrap()
 }
 
-fn within_patience<T>(talk: impl Future<Output = T>) -> T {
+fn block_on<T>(talk: impl Future<Output = T>) -> T {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("an answer in time") })
+    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("an answer in time") })
 }
 
 // ---- forwarding ----------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ async fn grpc(_: usize, request: Request<RecvStream>, mut respond: SendResponse<
 fn grpc_streams_may_pause_and_other_uploads_may_not() {
     let server = Server::echo(|_| Then::GoOn);
     let gateway = gateway(server.address, "");
-    within_patience(async {
+    block_on(async {
         let client = client(&gateway).await;
         let upload = |request: Request<()>| {
             let mut client = client.clone();
@@ -245,7 +245,7 @@ fn grpc_trailers_are_forwarded() {
     let server = Server::start(|_| Then::GoOn, grpc);
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"3/24h\"\n";
     let gateway = gateway(server.address, log);
-    within_patience(async {
+    block_on(async {
         let mut client = client(&gateway).await;
         // One message each way.
         let (response, mut stream) = client.send_request(call("Unary"), false).unwrap();
@@ -303,7 +303,7 @@ fn trailers_of_requests_without_grpc_are_dropped() {
         },
     );
     let gateway = gateway(server.address, "");
-    within_patience(async {
+    block_on(async {
         let mut client = client(&gateway).await;
         let request = Request::post("http://a.test/").header("te", "trailers").body(()).unwrap();
         let (response, mut stream) = client.send_request(request, false).unwrap();
@@ -311,7 +311,7 @@ fn trailers_of_requests_without_grpc_are_dropped() {
         stream.send_trailers(map("x-user-id", "eve")).unwrap();
         assert_eq!(response.await.unwrap().status(), 200);
     });
-    assert_eq!(trailers.recv_timeout(PATIENCE).unwrap(), (b"body".to_vec(), None));
+    assert_eq!(trailers.recv_timeout(MAX_WAIT).unwrap(), (b"body".to_vec(), None));
 }
 
 // ---- end of streams and connections --------------------------------------------------------------
@@ -334,7 +334,7 @@ fn goaway_finishes_streams_and_closes_the_connection() {
     let gateway = gateway(server.address, "");
     let mut held = gateway.client();
     held.send(b"GET /held HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the first request is there", || server.connections().len() == 1);
+    eventually("the first request has arrived", || server.connections().len() == 1);
     let mut client = gateway.client();
     for _ in 0..5 {
         let reply = client.request("POST", "/", &[], b"");
@@ -408,7 +408,7 @@ fn timed_out_request_is_cancelled_and_others_use_another_connection() {
     let gateway = gateway(server.address, "response_timeout = \"500ms\"\n");
     let mut client = gateway.client();
     client.get("/slow").assert_problem(504, "no answer");
-    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(client.get("/ok").status, 200);
     assert_eq!(server.connections(), [0, 1]);
 }
@@ -424,7 +424,7 @@ fn route_timeout_cancels_the_request_and_others_use_another_connection() {
     ));
     let mut client = gateway.client();
     client.get("/v2/slow").assert_problem(504, "no answer");
-    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(client.get("/v2/ok").status, 200);
     assert_eq!(server.connections(), [0, 1], "a dead connection would never be found out otherwise");
 }
@@ -435,9 +435,9 @@ fn disconnected_client_cancels_its_stream_alone() {
     let gateway = gateway(server.address, "");
     let mut client = gateway.client();
     client.send(b"GET /slow HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the request is there", || server.connections().len() == 1);
+    eventually("the request has arrived", || server.connections().len() == 1);
     drop(client);
-    assert_eq!(ended.recv_timeout(PATIENCE).unwrap(), Reason::CANCEL);
+    assert_eq!(ended.recv_timeout(MAX_WAIT).unwrap(), Reason::CANCEL);
     assert_eq!(gateway.get("/ok").status, 200);
     assert_eq!(server.connections(), [0, 0]);
 }

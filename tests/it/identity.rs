@@ -179,7 +179,7 @@ fn behind_a_trusted_proxy_the_last_untrusted_hop_counts() {
             ],
         ),
         (
-            "where nobody is named the proxy itself counts",
+            "without a client address the proxy is charged",
             &[
                 (&[], 99),
                 (&["junk"], 98),
@@ -265,9 +265,9 @@ fn user_headers_are_read_from_trusted_proxies_only() {
         assert_eq!(upstream.count(), before, "{what}: nothing is forwarded");
     }
 
-    let mut stranger = gateway.client();
-    stranger.get_with("/strict", &[("X-User-Id", "alice")]).assert_problem(400, "a stranger names a user");
-    stranger.get("/strict").assert_problem(400, "a stranger names nobody");
+    let mut untrusted = gateway.client();
+    untrusted.get_with("/strict", &[("X-User-Id", "alice")]).assert_problem(400, "an untrusted client names a user");
+    untrusted.get("/strict").assert_problem(400, "an untrusted client names no user");
     let spoofed = [
         ("X-User-Id", "alice"),
         ("x-user-id", "bob"),
@@ -278,14 +278,14 @@ fn user_headers_are_read_from_trusted_proxies_only() {
         ("x_other", "kept"),
     ];
     for path in ["/lenient", "/free"] {
-        let reply = stranger.get_with(path, &spoofed);
+        let reply = untrusted.get_with(path, &spoofed);
         assert_eq!((reply.status, reply.header("ratelimit")), (200, None), "{path}: the limit does not apply");
         let seen = upstream.last();
         for name in ["x-user-id", "x_user_id", "x.user.id", "x-user_id"] {
-            assert_eq!(seen.headers(name), [""; 0], "{path}: {name} of a stranger is gone");
+            assert_eq!(seen.headers(name), [""; 0], "{path}: {name} of an untrusted client is removed");
         }
         for name in ["x-user-name", "x_other"] {
-            assert_eq!(seen.headers(name), ["kept"], "{path}: {name} is nobody's business");
+            assert_eq!(seen.headers(name), ["kept"], "{path}: {name} is forwarded");
         }
     }
     // From the proxy the user header is kept, and its aliases are removed all the same.

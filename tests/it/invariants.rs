@@ -109,7 +109,7 @@ impl Trial {
 
     async fn run(mut self, case: &Case) -> usize {
         for (made, step) in case.steps.iter().enumerate() {
-            self.play.turn(step);
+            self.play.advance_clock(step);
             let now = self.play.now;
             self.stores.clock.set(now);
             if self.time == Time::GoesOn {
@@ -175,7 +175,7 @@ impl Trial {
                 }
             }
             drop(peeks);
-            self.play.saw(operation, &verdict);
+            self.play.record(operation, &verdict);
         }
         case.steps.len()
     }
@@ -449,7 +449,7 @@ async fn history(server: &Redis, prefix: &str, case: Case) -> usize {
     let mut refunds: Vec<Vec<Refund>> = play.limits.iter().map(|_| Vec::new()).collect();
     let leases = play.limits.iter().any(|limit| matches!(limit.rule, Rule::Concurrency(_)));
     for (number, step) in case.steps.into_iter().enumerate() {
-        play.turn(&Step { size: None, ..step.clone() });
+        play.advance_clock(&Step { size: None, ..step.clone() });
         stores.clock.set(play.now);
         let asked = monotonic();
         let charges = |lease: u64, costs: &[u64]| -> Vec<_> {
@@ -772,7 +772,7 @@ async fn together(server: &Redis, prefix: &str, mut case: Case, takes: &[u64]) -
     let mut play = Play::new(&case);
     let mut operations = 0;
     for (step, &wanted) in case.steps.iter().zip(takes) {
-        play.turn(&Step { size: None, ..step.clone() });
+        play.advance_clock(&Step { size: None, ..step.clone() });
         stores.clock.set(play.now);
         let charges =
             |who: u128, cost: u64| -> Vec<_> { play.limits.iter().map(|limit| limit.charge(who, cost)).collect() };

@@ -38,12 +38,12 @@ fn claims(sub: &str, other: Value) -> Value {
     claims
 }
 
-fn ask(client: &mut Client, token: &str) -> Reply {
+fn get(client: &mut Client, token: &str) -> Reply {
     client.get_with("/limited", &[("Authorization", &format!("Bearer {token}"))])
 }
 
 /// Return the remaining of the subject's limit and of the global one.
-fn left(reply: &Reply) -> (u64, u64) {
+fn remaining(reply: &Reply) -> (u64, u64) {
     assert_eq!(reply.status, 200, "{}", reply.text());
     (reply.remaining("token"), reply.remaining("all"))
 }
@@ -68,8 +68,8 @@ fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         let alice = key.token(&claims("alice", json!({ "jti": index, "aud": ["other", "api"] })));
         let own = key.token(&claims(&key.id, json!({ "nbf": in_seconds(-1) })));
         let index = index as u64;
-        assert_eq!(left(&ask(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
-        assert_eq!(left(&ask(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
+        assert_eq!(remaining(&get(&mut client, &alice)), (999 - index, 999 - 2 * index), "{}: one alice", key.id);
+        assert_eq!(remaining(&get(&mut client, &own)), (999, 998 - 2 * index), "{}: another subject", key.id);
     }
     // The scheme is case-insensitive. A token without `kid` is verified with the only key of its algorithm.
     for (line, head) in [
@@ -81,7 +81,7 @@ fn each_jwt_algorithm_is_accepted_and_each_subject_has_a_bucket() {
         let reply = client.get_with("/limited", &[("authorization", &format!("{line}{token}"))]);
         assert_eq!(reply.status, 200, "{line}{head}: {}", reply.text());
     }
-    assert_eq!(left(&ask(&mut client, &keys[0].token(&claims("bob", json!({}))))).0, 996, "all of them were bob");
+    assert_eq!(remaining(&get(&mut client, &keys[0].token(&claims("bob", json!({}))))).0, 996, "all of them were bob");
 }
 
 #[test]
@@ -154,7 +154,7 @@ fn invalid_tokens_are_rejected_and_never_charged() {
         cases.push((form, forged(&head("RS256", "rsa")), "signature"));
     }
     for (what, token, detail) in &cases {
-        assert_invalid(&ask(&mut client, token), detail, token, what);
+        assert_invalid(&get(&mut client, token), detail, token, what);
     }
     let refused = client.get_with("/limited", &[("Authorization", "Bearer")]);
     assert_invalid(&refused, "malformed", "", "the scheme alone");
@@ -164,7 +164,7 @@ fn invalid_tokens_are_rejected_and_never_charged() {
     let other = client.get_with("/limited", &[("Authorization", &line), ("authorization", "Basic YTpi")]);
     other.assert_problem(400, "two fields of different schemes");
 
-    assert_eq!(left(&ask(&mut client, &valid)), (999, 999), "who was refused has used nothing");
+    assert_eq!(remaining(&get(&mut client, &valid)), (999, 999), "who was refused has used nothing");
 }
 
 #[test]
@@ -173,7 +173,7 @@ fn small_clock_skew_is_allowed() {
     let gateway = strict(&[&key]);
     let mut client = gateway.client();
     for other in [json!({ "exp": in_seconds(-5) }), json!({ "nbf": in_seconds(5) }), json!({ "exp": 9e15 })] {
-        let reply = ask(&mut client, &key.token(&claims("alice", other.clone())));
+        let reply = get(&mut client, &key.token(&claims("alice", other.clone())));
         assert_eq!(reply.status, 200, "{other}: {}", reply.text());
     }
 }
@@ -191,7 +191,7 @@ fn token_with_an_audience_is_rejected_if_none_is_configured() {
         (json!({ "aud": 7 }), Some("audience")),
     ] {
         let token = key.token(&claims("alice", other.clone()));
-        let reply = ask(&mut client, &token);
+        let reply = get(&mut client, &token);
         match detail {
             None => assert_eq!(reply.status, 200, "{other}: {}", reply.text()),
             Some(detail) => assert_invalid(&reply, detail, &token, &other.to_string()),
@@ -229,7 +229,7 @@ fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
                     assert!(reply.text().contains("the claim `sub` of a bearer token is needed"), "{}", reply.text());
                 }
                 Some(most) => {
-                    assert_eq!(left(reply), (most - index as u64, most - index as u64), "{what}: the address")
+                    assert_eq!(remaining(reply), (most - index as u64, most - index as u64), "{what}: the address")
                 }
                 None => {
                     assert_eq!((reply.status, reply.remaining("all")), (200, 999 - index as u64), "{what}");
@@ -237,9 +237,9 @@ fn missing_token_or_claim_is_rejected_skipped_or_replaced_by_the_address() {
                 }
             }
         }
-        assert_eq!(left(&ask(&mut client, &alice)).0, 999, "{on_missing}: who has a name has a bucket");
+        assert_eq!(remaining(&get(&mut client, &alice)).0, 999, "{on_missing}: who has a name has a bucket");
         assert_invalid(
-            &ask(&mut client, &forged),
+            &get(&mut client, &forged),
             "signature",
             &forged,
             &format!("{on_missing}: a bad token is not a missing one"),
@@ -286,7 +286,7 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
         let claims = json!({
             "exp": in_seconds(300), "user_id": user, "https://example.com/tenant": tenant, "admin": admin,
         });
-        let reply = ask(&mut client, &key.token(&claims));
+        let reply = get(&mut client, &key.token(&claims));
         assert_eq!(reply.status, 200, "{claims}: {}", reply.text());
         match expected.0 {
             Some(remaining) => assert_eq!(reply.remaining("user"), remaining, "{claims}"),
@@ -300,8 +300,8 @@ fn claims_of_any_name_are_read_by_every_limit_of_a_request() {
 }
 
 /// Return whether a key is trusted.
-fn believed(gateway: &Gateway, key: &Key) -> bool {
-    match ask(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
+fn is_trusted(gateway: &Gateway, key: &Key) -> bool {
+    match get(&mut gateway.client(), &key.token(&claims("alice", json!({})))).status {
         200 => true,
         401 => false,
         other => panic!("{other}\n{}", gateway.log()),
@@ -329,11 +329,11 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
     put(folder.path(), "jwks.json", &key_set(&[&old]));
     let gateway = following(folder.path(), "jwks.json");
     let reloads = || gateway.log().matches("reloaded").count();
-    assert!(believed(&gateway, &old) && !believed(&gateway, &new), "at first");
+    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "at first");
 
     put(folder.path(), "jwks.json", &key_set(&[&new]));
-    eventually("the new key counts", || believed(&gateway, &new));
-    assert!(!believed(&gateway, &old), "the old one does not");
+    eventually("the new key is used", || is_trusted(&gateway, &new));
+    assert!(!is_trusted(&gateway, &old), "the old one does not");
 
     for (content, reason) in [
         ("{ \"keys\": [", "no JSON Web Key Set"),
@@ -347,18 +347,18 @@ fn replaced_jwks_file_takes_effect_and_an_invalid_one_does_not() {
         let log = gateway.log();
         let line = log.lines().rev().find(|line| line.contains("is not used")).unwrap();
         assert!(line.contains(reason) && line.contains("jwks.json") && line.contains("WARN"), "{reason}: {line}");
-        assert!(believed(&gateway, &new) && !believed(&gateway, &old), "{reason}: the keys stay");
+        assert!(is_trusted(&gateway, &new) && !is_trusted(&gateway, &old), "{reason}: the keys stay");
     }
     // A missing file changes nothing and is logged once, whatever else changes in the directory.
     std::fs::remove_file(folder.path().join("jwks.json")).unwrap();
-    eventually("the loss is seen", || gateway.log().contains("cannot be read"));
-    assert!(believed(&gateway, &new), "the keys stay");
+    eventually("the loss is detected", || gateway.log().contains("cannot be read"));
+    assert!(is_trusted(&gateway, &new), "the keys stay");
     put(folder.path(), "other.json", "");
     put(folder.path(), "jwks.json", &key_set(&[&last]));
-    eventually("the last key counts", || believed(&gateway, &last));
-    assert!(!believed(&gateway, &new));
+    eventually("the last key is used", || is_trusted(&gateway, &last));
+    assert!(!is_trusted(&gateway, &new));
     assert_eq!(gateway.log().matches("cannot be read").count(), 1, "{}", gateway.log());
-    eventually("the reload is told", || reloads() >= 2);
+    eventually("the reload is logged", || reloads() >= 2);
     assert_eq!(reloads(), 2, "once for each change:\n{}", gateway.log());
     assert_eq!(gateway.log().matches("is not used").count(), 4, "once for each fault:\n{}", gateway.log());
 }
@@ -377,13 +377,13 @@ fn replaced_symlink_of_jwks_takes_effect() {
     link("..2026_01", "..data");
     link("..data/jwks.json", "jwks.json");
     let gateway = following(folder.path(), "jwks.json");
-    assert!(believed(&gateway, &old) && !believed(&gateway, &new), "at first");
+    assert!(is_trusted(&gateway, &old) && !is_trusted(&gateway, &new), "at first");
     revision("..2026_02", &new);
     link("..2026_02", "..data_tmp");
     std::fs::rename(folder.path().join("..data_tmp"), folder.path().join("..data")).unwrap();
     std::fs::remove_dir_all(folder.path().join("..2026_01")).unwrap();
-    eventually("the new key counts", || believed(&gateway, &new));
-    assert!(!believed(&gateway, &old), "the old one does not");
-    eventually("the reload is told", || gateway.log().contains("reloaded"));
+    eventually("the new key is used", || is_trusted(&gateway, &new));
+    assert!(!is_trusted(&gateway, &old), "the old one does not");
+    eventually("the reload is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "{}", gateway.log());
 }

@@ -71,13 +71,13 @@ fn running_gateway_reads_new_keys() {
     let second = new(&[]);
     eventually("the second one works", || status(&second) == 200);
     assert_eq!(key(gateway.directory(), &["revoke"], &format!("{first}\n")).code, Some(0));
-    eventually("the first one is refused", || status(&first) == 401);
+    eventually("the first one is rejected", || status(&first) == 401);
     assert_eq!(status(&second), 200);
     // The last key can be removed, by its fingerprint.
     let list = key(gateway.directory(), &["list"], "");
     let fingerprint = list.out.lines().last().unwrap().rsplit(' ').next().unwrap();
     assert_eq!(key(gateway.directory(), &["revoke", fingerprint], "").code, Some(0));
-    eventually("nobody has a key", || status(&second) == 401);
+    eventually("no key is valid", || status(&second) == 401);
 }
 
 #[test]

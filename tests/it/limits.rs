@@ -1,8 +1,8 @@
 //! Limits over the wire: statuses, headers, and charges to all limits or none.
 
+use crate::support::admin_listener::metric;
 use crate::support::client::Reply;
 use crate::support::gateway::Gateway;
-use crate::support::operator::metric;
 use crate::support::redis::Redis;
 use sfv::{BareItem, List, ListEntry, Parser};
 
@@ -318,7 +318,7 @@ fn policy_header_lists_the_applied_limits_only() {
 }
 
 /// A route `/login` with limit `login` by address, and `/q` with limit `wide` by a value of the client.
-fn crowded(wide: &str) -> Gateway {
+fn small_memory_store(wide: &str) -> Gateway {
     Gateway::start(&format!(
         "[admin]\naddress = \"127.0.0.1:0\"\n[store]\nmax_memory_states = 640\n\
          [limit.login]\nby = \"ip\"\nalgorithm = \"sliding-log\"\nquota = \"5/15m\"\n\
@@ -332,7 +332,7 @@ fn crowded(wide: &str) -> Gateway {
 fn memory_of_one_limit_does_not_evict_states_of_another() {
     // A limit that is hardly used, one that is exhausted, and states that outlive those of `login`.
     for wide in ["quota = \"1000/day\"", "quota = \"1/day\"", "quota = \"1/day\"\non_store_error = \"allow\""] {
-        let gateway = crowded(wide);
+        let gateway = small_memory_store(wide);
         let mut client = gateway.client();
         let login = [(); 6].map(|()| client.get("/login").status);
         assert_eq!(login, [200, 200, 200, 200, 200, 429], "{wide}");
@@ -346,7 +346,7 @@ fn memory_of_one_limit_does_not_evict_states_of_another() {
 #[test]
 fn full_memory_store_follows_on_store_error() {
     for (terms, admitted) in [("local", false), ("deny", false), ("allow", true)] {
-        let gateway = crowded(&format!("quota = \"1/day\"\non_store_error = \"{terms}\""));
+        let gateway = small_memory_store(&format!("quota = \"1/day\"\non_store_error = \"{terms}\""));
         let mut client = gateway.client();
         let mut statuses = [0; 3];
         for number in 0..3000 {

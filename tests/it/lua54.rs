@@ -58,13 +58,13 @@ fn lua_5_4_returns_the_same_replies() {
         let model = MemoryStore::new(1_000_000, clock.clone());
         let mut play = Play::new(&case);
         for step in &case.steps {
-            play.turn(step);
+            play.advance_clock(step);
             clock.set(play.now);
             let (operation, charges) = play.ask(step);
             let verdict = model.decide(operation, &charges);
             let script = lua.call(play.now, operation, &charges);
             assert_eq!(script, verdict, "Lua 5.4 and model differ: {operation:?} of {charges:#?}");
-            play.saw(operation, &verdict);
+            play.record(operation, &verdict);
         }
         case.steps.len()
     });

@@ -20,7 +20,7 @@ const INSTEAD: &[(&str, &str, Option<&str>, &str)] = &[
     ("docs/replay.md", "sluicegate replay /var/log", Some("sluicegate replay access.log*"), "there is no nginx here"),
 ];
 
-const DENIED: &str = "asks a gateway that has denied somebody: tests/it/operating_cli.rs";
+const DENIED: &str = "needs a gateway that has denied requests: tests/it/operating_cli.rs";
 
 /// Languages of blocks that are neither configurations nor commands.
 const SHOWN: &[(&str, &str)] = &[

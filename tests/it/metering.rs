@@ -92,15 +92,15 @@ fn reloaded_consumers_keep_their_usage() {
     assert_eq!(admitted(&gateway, Some("a"), 9), 2, "three of five were used before");
     // An invalid file changes nothing.
     replace(&consumer("c", "tier = \"por\""));
-    eventually("the fault is told", || gateway.log().contains("did you mean `pro`?"));
+    eventually("the fault is logged", || gateway.log().contains("did you mean `pro`?"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "c")]).status, 401);
     // Neither does an incomplete one.
     replace("");
-    eventually("it is told", || gateway.log().contains("no consumer has a key"));
+    eventually("it is logged", || gateway.log().contains("no consumer has a key"));
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 200);
     replace(&consumer("c", ""));
-    eventually("a good file is taken again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
+    eventually("a valid file is used again", || gateway.client().get_with("/r", &[("x-api-key", "c")]).status == 200);
     assert_eq!(gateway.client().get_with("/r", &[("x-api-key", "b")]).status, 401, "who is gone is not known");
 }
 
@@ -112,12 +112,16 @@ fn cost_header_is_read_from_trusted_proxies_only() {
     let trusting = format!("[client_ip]\ntrusted_proxies = [\"{PROXY}/32\"]\n");
     let gateway = Gateway::start(&(trusting + &proxied(limit, &upstream)));
     let mut proxy = Client::connect_from(PROXY.parse().unwrap(), gateway.address);
-    let mut stranger = gateway.client();
+    let mut untrusted = gateway.client();
     assert_eq!(proxy.get_with("/r", &[("x-cost", "7")]).remaining("l"), 93);
     assert_eq!(upstream.last().headers("x-cost"), ["7"]);
     assert_eq!(proxy.get_with("/r", &[("x-cost", "1000")]).remaining("l"), 83, "no more than the maximum");
     assert_eq!(proxy.get("/r").remaining("l"), 82, "without a word it costs one");
-    assert_eq!(stranger.get_with("/r", &[("x-cost", "0")]).remaining("l"), 81, "a stranger has no say");
+    assert_eq!(
+        untrusted.get_with("/r", &[("x-cost", "0")]).remaining("l"),
+        81,
+        "the header of an untrusted client is ignored"
+    );
     assert_eq!(upstream.last().headers("x-cost"), [""; 0], "and his word goes no further");
     let seen = upstream.count();
     proxy.get_with("/r", &[("x-cost", "a lot")]).assert_problem(400, "no number");
@@ -125,7 +129,7 @@ fn cost_header_is_read_from_trusted_proxies_only() {
 }
 
 /// Respond with the status and the header lines that the request names.
-fn obedient(request: &Seen) -> Vec<u8> {
+fn respond_as_asked(request: &Seen) -> Vec<u8> {
     let status = request.headers("x-status").first().map_or("200 OK", |status| *status).to_owned();
     let lines: String = request.headers("x-line").iter().map(|line| format!("{line}\r\n")).collect();
     format!("HTTP/1.1 {status}\r\n{lines}Content-Length: 0\r\n\r\n").into_bytes()
@@ -134,7 +138,7 @@ fn obedient(request: &Seen) -> Vec<u8> {
 #[test]
 fn response_cost_becomes_debt_of_the_next_requests() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(obedient);
+    let upstream = Upstream::responding(respond_as_asked);
     for store in stores(&redis) {
         for algorithm in
             ["token-bucket", "fixed-window\"\nstart = \"first-request", "sliding-window", "sliding-buckets"]
@@ -163,7 +167,7 @@ fn response_cost_becomes_debt_of_the_next_requests() {
 fn disconnected_client_is_charged_the_response_cost() {
     let redis = Redis::start();
     // The upstream never responds.
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         std::thread::park();
         Vec::new()
     });
@@ -172,16 +176,16 @@ fn disconnected_client_is_charged_the_response_cost() {
     let gateway = Gateway::start(&(store.clone() + &proxied(limit, &upstream)));
     let mut client = gateway.client();
     client.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the request is with the upstream", || upstream.count() == 1);
+    eventually("the upstream has the request", || upstream.count() == 1);
     drop(client);
-    eventually("one unit is charged", || redis.keys().len() == 1);
+    eventually("one token is charged", || redis.keys().len() == 1);
     assert_eq!(redis.state(&redis.keys()[0])[1], 1);
 }
 
 #[test]
 fn failed_upstream_responses_are_refunded() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(obedient);
+    let upstream = Upstream::responding(respond_as_asked);
     for store in stores(&redis) {
         for algorithm in ["token-bucket", "fixed-window", "sliding-window", "sliding-buckets", "sliding-log"] {
             // Two limits, one with refunds: each charge is separate.
@@ -200,17 +204,17 @@ fn failed_upstream_responses_are_refunded() {
         }
     }
     // A 502 of the gateway is a 5xx as well.
-    let nobody = crate::support::redis::free_port();
+    let free_port = crate::support::redis::free_port();
     let limit = "by = \"global\"\nalgorithm = \"sliding-log\"\nquota = \"1/hour\"\nrefund_on = [\"502\"]";
     let gateway =
-        Gateway::start(&proxied(limit, &upstream).replace(&upstream.url(), &format!("http://127.0.0.1:{nobody}")));
+        Gateway::start(&proxied(limit, &upstream).replace(&upstream.url(), &format!("http://127.0.0.1:{free_port}")));
     assert_eq!([gateway.get("/r").status, gateway.get("/r").status], [502, 502]);
 }
 
 #[test]
 fn refunds_of_slow_failures_cause_no_denials() {
     let redis = Redis::start();
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         std::thread::sleep(Duration::from_millis(200));
         b"HTTP/1.1 503 Down\r\nContent-Length: 0\r\n\r\n".to_vec()
     });
@@ -232,7 +236,7 @@ fn request_with_max_wait_is_delayed_until_admitted() {
         let gateway = Gateway::start(&(store + &answered(limit)));
         let started = monotonic();
         let statuses = load(&[gateway.address], 10, 30, "/r", &[]);
-        assert_eq!(statuses, [200; 30], "nobody is denied");
+        assert_eq!(statuses, [200; 30], "no request is denied");
         // One at once, then 29 at one per 50 ms: never faster, on any machine.
         assert!(started.elapsed() >= Duration::from_millis(29 * 50), "{:?}", started.elapsed());
     }
@@ -266,7 +270,7 @@ fn wait_queue_is_bounded_and_a_disconnected_client_leaves_it() {
     assert_eq!(first.get("/r").status, 200);
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("the line is full", || {
+    eventually("the queue is full", || {
         let started = monotonic();
         let denied = gateway.client().get("/r");
         // Denied at once: a queued request would wait for seconds.
@@ -287,7 +291,7 @@ fn request_rejected_by_a_full_queue_takes_no_tokens() {
     let mut waiting = gateway.client();
     waiting.send(b"GET /r HTTP/1.1\r\nHost: a\r\n\r\n");
     // Each queued request has made two calls and waits now.
-    eventually("the line is full", || redis.calls("evalsha") == 3);
+    eventually("the queue is full", || redis.calls("evalsha") == 3);
     for _ in 0..10 {
         let full = gateway.get("/r");
         full.assert_problem(429, "the line is full");
@@ -357,7 +361,7 @@ fn only_grpc_calls_are_rejected_by_grpc_status() {
 
 #[test]
 fn ratelimit_headers_of_the_upstream_are_kept() {
-    let upstream = Upstream::answering(obedient);
+    let upstream = Upstream::responding(respond_as_asked);
     let gateway = Gateway::start(&proxied("by = \"global\"\nquota = \"10/hour\"", &upstream));
     let line = ("x-line", "RateLimit: \"theirs\";r=3;t=5");
     let reply = gateway.client().get_with("/r", &[line]);

@@ -120,5 +120,5 @@ fn health_probe_succeeds_on_a_healthy_gateway() {
     assert!(!probe("/healthz", "thistle", port), "without the token");
     assert!(!probe("/nothing", "sesame", port));
     drop(gateway);
-    assert!(!probe("/healthz", "sesame", port), "nobody is there");
+    assert!(!probe("/healthz", "sesame", port), "nothing listens");
 }

@@ -9,7 +9,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, serve};
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 use sluicegate::limiter::clock::monotonic;
 
 /// A gateway on this store with these limits on `/r`.
@@ -59,7 +59,7 @@ fn store_killed_under_load_causes_no_client_error() {
     let gateway = gateway(&store, &[limit]);
     let (over, decided, alone) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let (back, slowest, total) = std::thread::scope(|scope| {
-        let raise = Raise(&over);
+        let raise = SetOnDrop(&over);
         let threads: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let (gateway, over, decided, alone) = (&gateway, &over, &decided, &alone);
@@ -85,13 +85,13 @@ fn store_killed_under_load_causes_no_client_error() {
         redis.child.kill().unwrap();
         redis.child.wait().unwrap();
         // Some seconds: the interval between probes grows during an outage.
-        eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 3000);
+        eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 3000);
         let before = decided.load(Ordering::SeqCst);
         let _redis = Redis::start_on(port).expect("the port is still free");
         let back = monotonic();
         eventually("the store decides again", || decided.load(Ordering::SeqCst) > before);
         let back = back.elapsed();
-        eventually("all go on", || decides(before));
+        eventually("all clients continue", || decides(before));
         drop(raise);
         let each: Vec<_> = threads.into_iter().map(|thread| thread.join().unwrap()).collect();
         let slowest = each.iter().map(|(slowest, _)| *slowest).max().unwrap();
@@ -122,7 +122,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
     let gateway = Gateway::start(&format!("[store]\n{store}\n{limits}"));
     let (over, answered, alone) = (AtomicBool::new(false), AtomicUsize::new(0), AtomicUsize::new(0));
     let crossed: usize = std::thread::scope(|scope| {
-        let raise = Raise(&over);
+        let raise = SetOnDrop(&over);
         let threads: Vec<_> = (0..CLIENTS)
             .map(|id| {
                 let (gateway, over, answered, alone) = (&gateway, &over, &answered, &alone);
@@ -158,7 +158,7 @@ fn stopped_and_continued_store_crosses_no_replies() {
         eventually("the store decides", || answered.load(Ordering::SeqCst) > 3000);
         signal(&redis.child, "STOP");
         // Calls in flight, calls made while Redis is stopped, and requests without a call.
-        eventually("thousands are answered without the store", || alone.load(Ordering::SeqCst) > 20_000);
+        eventually("thousands of responses without the store", || alone.load(Ordering::SeqCst) > 20_000);
         signal(&redis.child, "CONT");
         eventually("the store decides again", || answered.load(Ordering::SeqCst) > 10_000);
         drop(raise);
@@ -188,7 +188,7 @@ fn one_request_to_a_silent_store_opens_the_breaker_within_a_few_timeouts() {
 }
 
 /// Three gateways. The first one is connected to Redis by a relay.
-fn trio(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
+fn three_gateways(relay: &Relay, redis: &Redis, limit: &str, route: &str) -> [Gateway; 3] {
     [relay.url(), redis.url(), redis.url()].map(|url| {
         Gateway::start(&format!(
             "[store]\nurl = \"{url}\"\ntimeout = \"250ms\"\ngateway_count = 3\ndenial_cache = 0\n[limit.l]\nby = \"global\"\n{limit}\n\
@@ -205,7 +205,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         let redis = Redis::start();
         let relay = Relay::start(redis.port);
         let limit = format!("algorithm = \"{algorithm}\"\nquota = \"{LIMIT}/3650d\"");
-        let gateways = trio(&relay, &redis, &limit, "respond = { status = 200 }");
+        let gateways = three_gateways(&relay, &redis, &limit, "respond = { status = 200 }");
         let admitted = |gateway: &Gateway, requests| {
             let statuses = load(&[gateway.address], 4, requests, "/r", &[]);
             assert!(statuses.iter().all(|status| [200, 429].contains(status)), "{algorithm}: {statuses:?}");
@@ -214,7 +214,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         let by_store: usize = gateways.iter().map(|gateway| admitted(gateway, 2)).sum();
         assert_eq!(by_store, 6, "{algorithm}");
         let [isolated, others @ ..] = &gateways;
-        relay.turn_to(free_port());
+        relay.redirect_to(free_port());
         let share = admitted(isolated, 100);
         assert!((LIMIT / 3..=LIMIT / 3 + 1).contains(&share), "{algorithm}: the isolated gateway admits {share}");
         eventually("the breaker of the isolated gateway is open", || {
@@ -223,7 +223,7 @@ fn isolated_gateway_admits_its_share_and_the_others_stay_exact() {
         });
         let rest: usize = others.iter().map(|gateway| admitted(gateway, LIMIT)).sum();
         assert_eq!(by_store + rest, LIMIT, "{algorithm}: what the others admit");
-        relay.turn_to(redis.port);
+        relay.redirect_to(redis.port);
         eventually("the isolated gateway reaches the store again", || isolated.log().contains("the store answers"));
         assert_eq!(gateways.iter().map(|gateway| admitted(gateway, 10)).sum::<usize>(), 0, "{algorithm}: afterwards");
         assert!(others.iter().all(|gateway| !gateway.log().contains("the store fails")), "{algorithm}");
@@ -238,7 +238,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let limit = format!("algorithm = \"concurrency\"\nquota = \"{LIMIT}\"");
     // No permit expires while the test runs.
     let upstream = format!("[upstream.u]\nservers = [\"http://{}\"]\nresponse_timeout = \"60s\"", endless());
-    let gateways = trio(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
+    let gateways = three_gateways(&relay, &redis, &limit, &format!("upstream = \"u\"\n{upstream}"));
     let open = |gateway: &Gateway, tries: usize| -> Vec<Client> {
         let asked = (0..tries).filter_map(|_| {
             let mut client = gateway.client();
@@ -256,7 +256,7 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     let mut running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, 1)).collect();
     assert_eq!((running.len(), permits()), (3, 3));
     let [isolated, others @ ..] = &gateways;
-    relay.turn_to(free_port());
+    relay.redirect_to(free_port());
     let share = open(isolated, LIMIT);
     assert_eq!(share.len(), LIMIT / 3 - 1, "its share, less what runs");
     eventually("the breaker of the isolated gateway is open", || {
@@ -266,14 +266,14 @@ fn requests_of_an_isolated_gateway_count_again_when_it_reaches_the_store() {
     running.extend(others.iter().flat_map(|gateway| open(gateway, LIMIT)));
     assert_eq!((running.len(), permits()), (LIMIT, LIMIT), "by the store");
     running.extend(share);
-    relay.turn_to(redis.port);
-    eventually("all that run count", || permits() == running.len());
+    relay.redirect_to(redis.port);
+    eventually("all running requests are counted", || permits() == running.len());
     for gateway in &gateways {
         assert!(open(gateway, LIMIT).is_empty(), "more run than the limit already");
     }
     running.clear();
     eventually("all permits are released", || permits() == 0);
-    eventually("the store alone decides again", || {
+    eventually("only the store decides again", || {
         let running: Vec<_> = gateways.iter().flat_map(|gateway| open(gateway, LIMIT)).collect();
         assert!(running.len() <= LIMIT, "{} run", running.len());
         running.len() == LIMIT

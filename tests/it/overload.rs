@@ -15,7 +15,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::relay::Relay;
 use crate::support::upstream::{endless, read_head, serve};
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 
 /// Count responses by status. wrk has one script state per thread.
 const SCRIPT: &str = r#"
@@ -39,7 +39,7 @@ end
 "#;
 
 /// Load with wrk. Return the responses with 200, 429, 503 and other statuses.
-fn hammer(address: SocketAddr, connections: usize, headers: &[&str]) -> [u64; 4] {
+fn load_with_wrk(address: SocketAddr, connections: usize, headers: &[&str]) -> [u64; 4] {
     let directory = tempfile::tempdir().unwrap();
     let script = directory.path().join("count.lua");
     std::fs::write(&script, SCRIPT).unwrap();
@@ -148,7 +148,7 @@ fn overload_admits_no_more_than_the_limit() {
         };
         let limits: &[&str] = if identities == 1 { &[&limit, &other] } else { &[&limit] };
         let gateway = gateway(&redis.url(), &store, limits, &response);
-        let [mut admitted, denied, rejected, other] = hammer(gateway.address, connections, &["x-id: a"]);
+        let [mut admitted, denied, rejected, other] = load_with_wrk(gateway.address, connections, &["x-id: a"]);
         let what = format!(
             "{algorithm}, {on_error}, {connections} connections, cost {cost}, {} identities, {store:?}: \
              {admitted} admitted, {denied} denied, {rejected} rejected",
@@ -264,7 +264,7 @@ fn running_requests_are_counted_again_after_an_outage_longer_than_a_permit_lives
         let key = keys.iter().find(|key| !key.contains("~probe")).cloned();
         key.map_or(0, |key| redis::cmd("ZCARD").arg(key).query::<usize>(&mut redis.connection()).unwrap_or(0))
     };
-    eventually("the store counts all that run", || {
+    eventually("the store counts all running requests", || {
         try_each(&mut running);
         zset() >= running.len()
     });
@@ -317,8 +317,8 @@ fn denied_flood_across_masters_leaves_other_clients_their_quota() {
     let over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let flood = scope.spawn(|| {
-            let _raise = Raise(&over);
-            hammer(gateway.address, 1000, &["x-own: flood", "x-shared: all"])
+            let _raise = SetOnDrop(&over);
+            load_with_wrk(gateway.address, 1000, &["x-own: flood", "x-shared: all"])
         });
         let others: Vec<_> = (0..CLIENTS)
             .map(|id| {

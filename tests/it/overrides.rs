@@ -29,25 +29,25 @@ fn config(redis: &Redis) -> String {
     )
 }
 
-fn ask(gateway: &Gateway, method: &str, path: &str, body: &str) -> Reply {
+fn request(gateway: &Gateway, method: &str, path: &str, body: &str) -> Reply {
     let headers = [("authorization", "Bearer open-sesame"), ("content-type", "application/json")];
     Client::connect(gateway.admin()).request(method, path, &headers, body.as_bytes())
 }
 
 fn set(gateway: &Gateway, identity: u128, quota: &str, lasts: &str) -> Reply {
     let body = json!({"limit": "one", "identity": format!("{identity:032x}"), "quota": quota, "ttl": lasts});
-    ask(gateway, "POST", "/api/overrides", &body.to_string())
+    request(gateway, "POST", "/api/overrides", &body.to_string())
 }
 
 fn remove(gateway: &Gateway, identity: u128) -> bool {
-    let reply = ask(gateway, "DELETE", &format!("/api/overrides?limit=one&identity={identity:032x}"), "");
+    let reply = request(gateway, "DELETE", &format!("/api/overrides?limit=one&identity={identity:032x}"), "");
     assert_eq!(reply.status, 200, "{}", reply.text());
     reply.json()["removed"].as_bool().unwrap()
 }
 
 /// Return the response of `GET /api/overrides`.
 fn all(gateway: &Gateway) -> Value {
-    let reply = ask(gateway, "GET", "/api/overrides", "");
+    let reply = request(gateway, "GET", "/api/overrides", "");
     assert_eq!(reply.status, 200, "{}", reply.text());
     reply.json()
 }
@@ -105,7 +105,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
         assert_eq!(set(&gateways[0], identity, "10/day", "1h").status, 200);
     }
     let first = expected(&[(1, "10/day"), (2, "10/day"), (3, "10/day")]);
-    eventually("both gateways know all", || gateways.iter().all(|gateway| quotas(&all(gateway)) == first));
+    eventually("both gateways have all overrides", || gateways.iter().all(|gateway| quotas(&all(gateway)) == first));
     // The second gateway misses the changes just before the loss.
     signal(&gateways[1].child, "STOP");
     assert!(remove(&gateways[0], 2));
@@ -124,7 +124,7 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     let has = |redis: &Redis, identity: u128, text: &str| {
         stored(redis).get(&field(identity)).is_some_and(|value| value.contains(text))
     };
-    eventually("it writes back what it knows", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
+    eventually("it writes its records back", || has(&redis, 2, "10/day") && has(&redis, 3, "10/day"));
     signal(&gateways[0].child, "CONT");
     eventually("the newest revision wins", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     let after = stored(&redis);
@@ -138,10 +138,10 @@ fn restart_without_persistence_keeps_the_newest_overrides() {
     // Now both gateways know, in any order.
     restart_empty(&mut redis);
     let back = monotonic();
-    eventually("all is there again", || stored(&redis).len() == 3);
+    eventually("all records are restored", || stored(&redis).len() == 3);
     assert!(back.elapsed() < SOON, "{:?}", back.elapsed());
     let third = Gateway::start(&config);
-    eventually("a gateway that starts now knows", || quotas(&all(&third)) == newest);
+    eventually("a new gateway has the override", || quotas(&all(&third)) == newest);
     assert!(gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     assert!(gateways.iter().any(|gateway| gateway.log().contains("overrides that the store lost are written back")));
 }
@@ -153,7 +153,7 @@ fn flush_keeps_overrides_and_removals() {
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
     assert_eq!(set(&gateways[0], 2, "10/day", "1h").status, 200);
-    eventually("both know", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
+    eventually("both have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 2));
     assert!(remove(&gateways[1], 2));
     assert!(!remove(&gateways[1], 2), "once");
     let revisions = |redis: &Redis| -> Vec<_> {
@@ -163,10 +163,10 @@ fn flush_keeps_overrides_and_removals() {
     for _ in 0..2 {
         command(&redis, &["FLUSHALL"]);
         // The first gateway may write the removed override back, until the second one writes the removal.
-        eventually("both records are there again", || revisions(&redis) == before);
+        eventually("both records are restored", || revisions(&redis) == before);
     }
     let rest = expected(&[(1, "10/day")]);
-    eventually("one is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == rest));
+    eventually("one override applies", || gateways.iter().all(|gateway| quotas(&all(gateway)) == rest));
     // A removal of a record that Redis has just lost.
     command(&redis, &["FLUSHALL"]);
     assert!(remove(&gateways[0], 1));
@@ -182,7 +182,7 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     let config = config(&redis);
     let gateways = [Gateway::start(&config), Gateway::start(&config)];
     assert_eq!(set(&gateways[0], 1, "10/day", "1h").status, 200);
-    eventually("both know", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
+    eventually("both have the override", || gateways.iter().all(|gateway| quotas(&all(gateway)).len() == 1));
     signal(&gateways[1].child, "STOP");
     assert_eq!(set(&gateways[0], 1, "20/day", "5s").status, 200);
     eventually("it expires", || quotas(&all(&gateways[0])).is_empty());
@@ -192,12 +192,12 @@ fn override_that_replaced_a_longer_one_does_not_bring_it_back() {
     signal(&gateways[0].child, "STOP");
     command(&redis, &["FLUSHALL"]);
     signal(&gateways[1].child, "CONT");
-    eventually("the older record is back", || {
+    eventually("the older record is restored", || {
         stored(&redis).get(&field(1)).is_some_and(|value| value.contains("10/day"))
     });
     signal(&gateways[0].child, "CONT");
-    eventually("the newer record is back", || numbers(&stored(&redis)[&field(1)])[1] == revision);
-    eventually("none is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
+    eventually("the newer record is restored", || numbers(&stored(&redis)[&field(1)])[1] == revision);
+    eventually("no override applies", || gateways.iter().all(|gateway| quotas(&all(gateway)).is_empty()));
 }
 
 /// Write records: expiry, revision and kept instant of each identity.
@@ -247,12 +247,12 @@ fn records_without_a_revision_apply_and_are_replaced() {
         command(&redis, &["HSET", HASH, &field(identity), &format!("{FAR} {}", json!({"quota": "10/day"}))]);
     }
     let both = expected(&[(1, "10/day"), (2, "10/day")]);
-    eventually("they are in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
+    eventually("they apply", || gateways.iter().all(|gateway| quotas(&all(gateway)) == both));
     // Without a revision the field is deleted to remove it.
     command(&redis, &["HDEL", HASH, &field(2)]);
     assert_eq!(set(&gateways[0], 1, "20/day", "1h").status, 200);
     let newest = expected(&[(1, "20/day")]);
-    eventually("the change is in force", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
+    eventually("the change applies", || gateways.iter().all(|gateway| quotas(&all(gateway)) == newest));
     assert!(numbers(&stored(&redis)[&field(1)])[1] > 0);
     command(&redis, &["FLUSHALL"]);
     eventually("it is written back", || stored(&redis).into_keys().eq([field(1)]));

@@ -1,9 +1,9 @@
 //! The dashboard and its event stream: security headers, access control, and the content of an event.
 
+use crate::support::admin_listener::{HERE, ask, with_admin};
 use crate::support::client::{Client, Reply};
 use crate::support::eventually;
 use crate::support::gateway::Gateway;
-use crate::support::operator::{HERE, ask, with_admin};
 use serde_json::Value;
 
 const TOKEN: (&str, &str) = ("authorization", "Bearer open-sesame");
@@ -189,7 +189,7 @@ fn number_of_event_streams_is_bounded() {
     assert_eq!(ask(&gateway, "/healthz").status, 200, "there is room for others");
     followers.pop();
     let (_, another) = &mut followers[0];
-    eventually("a place is free again", || {
+    eventually("a permit is free again", || {
         // The gateway notices a closed stream when it sends the next event.
         another.next();
         Events::follow(&gateway, &[HERE]).0.status == 200

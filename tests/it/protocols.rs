@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Reply;
 use crate::support::frames::{self, DATA, END_HEADERS, END_STREAM, HEADERS, Http2};
 use crate::support::gateway::Gateway;
@@ -60,7 +60,7 @@ fn request_header_rules_apply_to_the_upstream_request() {
 
 #[test]
 fn response_header_rules_apply_to_the_response() {
-    let upstream = Upstream::answering(|_| {
+    let upstream = Upstream::responding(|_| {
         b"HTTP/1.1 200 OK\r\nServer: secret/1.0\r\nX-Powered-By: a\r\nX-Powered-By: b\r\nRateLimit: \"theirs\";r=1\r\n\
           X-Used: 7\r\nX-Kept: 1\r\nCache-Control: public\r\nContent-Length: 2\r\n\r\nok"
             .to_vec()
@@ -94,7 +94,7 @@ fn response_header_rules_apply_to_the_response() {
 
 #[test]
 fn http_1_0_requests_get_http_1_0_semantics() {
-    let upstream = Upstream::answering(|seen| match seen.target() {
+    let upstream = Upstream::responding(|seen| match seen.target() {
         "/r/chunks" => {
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nin\r\n7\r\n pieces\r\n0\r\n\r\n".to_vec()
         }
@@ -131,7 +131,7 @@ fn http_1_0_requests_get_http_1_0_semantics() {
 
 #[test]
 fn response_has_one_date_and_the_server_header_of_the_upstream() {
-    let upstream = Upstream::answering(|seen| {
+    let upstream = Upstream::responding(|seen| {
         let fields = match seen.target() {
             "/r/both" => "Date: Tue, 15 Nov 1994 08:12:31 GMT\r\nServer: old/1.0\r\n",
             _ => "",
@@ -163,7 +163,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
             for _ in 0..EVENTS {
                 stream.write_all(b"9\r\ndata: x\n\n\r\n").unwrap();
                 // The next event is sent only after the client has received the one before.
-                wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
             }
             stream.write_all(b"0\r\n\r\n").unwrap();
         }
@@ -195,7 +195,7 @@ fn each_server_sent_event_is_forwarded_at_once() {
         assert_eq!(body.collect().await.unwrap().to_bytes(), "");
     };
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, talk).await.expect("events over HTTP/2") });
+    runtime.block_on(async { tokio::time::timeout(MAX_WAIT, talk).await.expect("events over HTTP/2") });
 }
 
 #[test]

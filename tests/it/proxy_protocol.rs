@@ -201,12 +201,12 @@ fn connection_of_an_untrusted_peer_is_closed() {
     for start in
         [b"PROXY TCP4 198.51.100.1 192.0.2.1 1 2\r\n".to_vec(), v2(0x21, 0x11, &ipv4(PROXY)), v2(0x20, 0, &[]), vec![]]
     {
-        let mut stranger = gateway.client();
-        let _ = std::io::Write::write_all(stranger.stream.get_mut(), &[&start, GET].concat());
-        stranger.assert_closed("a stranger");
+        let mut untrusted = gateway.client();
+        let _ = std::io::Write::write_all(untrusted.stream.get_mut(), &[&start, GET].concat());
+        untrusted.assert_closed("an untrusted peer");
     }
     assert_eq!(upstream.count(), 0);
-    eventually("it is told", || gateway.log().contains("the client is not in client_ip.trusted_proxies"));
+    eventually("it is logged", || gateway.log().contains("the client is not in client_ip.trusted_proxies"));
     let log = gateway.log();
     assert_eq!(log.matches("is not in client_ip.trusted_proxies").count(), 1, "once:\n{log}");
     assert!(log.contains(r#""client":"127.0.0.1""#), "{log}");
@@ -265,7 +265,7 @@ fn proxy_header_precedes_tls_and_its_address_is_logged() {
     ] {
         let mut before = from_proxy(gateway.address);
         before.send(&header);
-        let mut inside = TlsClient::shake_over(before.stream.into_inner(), &config, "gate.test").unwrap();
+        let mut inside = TlsClient::handshake_over(before.stream.into_inner(), &config, "gate.test").unwrap();
         assert_eq!(inside.get("/").status, 200);
         assert_eq!(upstream.last().headers("x-forwarded-for"), [client]);
         assert_eq!(upstream.last().headers("x-forwarded-proto"), ["https"]);

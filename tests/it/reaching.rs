@@ -64,14 +64,14 @@ fn redis_over_tls_needs_a_valid_certificate() {
     let _redis = Redis::start_with(port, &[&server[..], &rest[..]].concat()).expect("a server with TLS");
     let store = |tls: &str| format!("url = \"rediss://127.0.0.1:{port}/0\"\ntimeout = \"5s\"\ntls = {{ {tls} }}");
     let client = format!("cert = \"{}\", key = \"{}\"", file("client.pem"), file("client.key"));
-    let stranger = format!("cert = \"{}\", key = \"{}\"", file("stranger.pem"), file("stranger.key"));
+    let other_ca = format!("cert = \"{}\", key = \"{}\"", file("stranger.pem"), file("stranger.key"));
     let ca = format!("ca = \"{}\"", file("ca.pem"));
     let other = format!("ca = \"{}\"", file("other-ca.pem"));
     assert_counts(&gateway(&store(&format!("{ca}, {client}"))), "our CA, our certificate");
     for (what, tls) in [
         ("an unknown CA", format!("{other}, {client}")),
         ("no certificate", ca.clone()),
-        ("a certificate of somebody else", format!("{ca}, {stranger}")),
+        ("a certificate of another CA", format!("{ca}, {other_ca}")),
     ] {
         // Rejected connections wait for the timeout.
         let gateway = gateway(&store(&tls).replace("5s", "2s"));
@@ -84,14 +84,14 @@ fn redis_over_tls_needs_a_valid_certificate() {
 fn each_reason_of_an_outage_is_logged_once() {
     let port = free_port();
     let gateway = gateway(&format!("url = \"redis://127.0.0.1:{port}/0\"\ntimeout = \"2s\""));
-    eventually("nobody listens", || gateway.log().contains("the store fails"));
+    eventually("nothing listens", || gateway.log().contains("the store fails"));
     let text = port.to_string();
     let redis =
         Redis::start_with(port, &["--port", &text, "--requirepass", "secret"]).expect("a server that wants more");
     eventually("a password is wanted", || gateway.log().contains("the store still fails, for another reason"));
     drop(redis);
     let _redis = Redis::start_on(port).expect("a server that wants nothing");
-    eventually("it answers", || gateway.log().contains("the store answers again"));
+    eventually("it responds", || gateway.log().contains("the store answers again"));
     assert_eq!(gateway.log().matches("for another reason").count(), 1, "{}", gateway.log());
 }
 
@@ -123,11 +123,11 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     assert!(!right.log().contains("refused"), "{}", right.log());
     let calls = redis.calls("evalsha") + redis.calls("eval");
     assert!(calls > 0, "scripts were called");
-    eventually("overrides are looked for", || redis.calls("hgetall") > 0);
+    eventually("overrides are polled", || redis.calls("hgetall") > 0);
     assert!(!right.log().contains("not followed"), "{}", right.log());
     // Overrides need separate permissions.
     redis::cmd("ACL").arg("SETUSER").arg("gateway").arg("-hgetall").exec(&mut redis.connection()).unwrap();
-    eventually("it is told", || right.log().contains("overrides are not followed"));
+    eventually("it is logged", || right.log().contains("overrides are not followed"));
     let before = redis.calls("evalsha");
     assert_eq!(right.get("/r").status, 429);
     let without = gateway(&store("gateway:secret").replace("/2\"", "/3\""));
@@ -135,7 +135,7 @@ fn redis_user_of_the_manual_has_sufficient_permissions() {
     assert!(redis.calls("evalsha") > before && !without.log().contains("the store fails"), "{}", without.log());
     let wrong = gateway(&store("gateway:wrong").replace("5s", "2s"));
     wrong.get("/r").assert_problem(503, "a wrong password");
-    eventually("it is told", || wrong.log().contains("the store fails"));
+    eventually("it is logged", || wrong.log().contains("the store fails"));
     assert!(!wrong.log().contains(":wrong@"), "{}", wrong.log());
     // The user has no other permissions.
     let mut connection = redis::Client::open(format!("redis://gateway:secret@127.0.0.1:{}", redis.port))
@@ -280,7 +280,7 @@ fn missing_redis_permission_is_named() {
     let without = gateway(&store);
     let expected =
         "Redis does not allow this user what the gateway needs, a command of the scripts; give it the rights";
-    eventually("it is told", || {
+    eventually("it is logged", || {
         without.get("/r").assert_problem(503, "a decision that may not write");
         without.log().contains(expected)
     });

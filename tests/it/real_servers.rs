@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use crate::support::gateway::Gateway;
 use crate::support::redis::free_port;
-use crate::support::{Raise, eventually};
+use crate::support::{SetOnDrop, eventually};
 
 /// Record the IDs of POST requests, each in one write.
 const PYTHON: &str = r#"
@@ -160,7 +160,7 @@ fn restarted_real_servers_fail_no_get_and_repeat_no_post() {
         };
         let threads: Vec<_> = (0..4).map(|thread| scope.spawn(ask(thread))).collect();
         {
-            let _over = Raise(&over);
+            let _over = SetOnDrop(&over);
             // One server at a time: with `retries = 2` a request tries each server once.
             let served = || {
                 let before = answered.load(Ordering::SeqCst);

@@ -8,7 +8,7 @@ use crate::support::gateway::Gateway;
 use crate::support::redis::{Redis, free_port};
 use crate::support::relay::Relay;
 use crate::support::sentinel::replica_of;
-use crate::support::{Raise, eventually, signal};
+use crate::support::{SetOnDrop, eventually, signal};
 
 /// Send `each` requests for each of `identities` identities, in turn over all gateways, and call `midway` after half
 /// of them. Return the admitted requests per identity.
@@ -32,14 +32,14 @@ fn spend(gateways: &[Gateway], identities: usize, each: usize, midway: impl FnOn
                 })
             })
             .collect();
-        eventually("half is asked", || half.load(Ordering::SeqCst) >= identities * each / 2);
+        eventually("half of the requests are sent", || half.load(Ordering::SeqCst) >= identities * each / 2);
         midway();
         threads.into_iter().map(|thread| thread.join().unwrap()).collect()
     })
 }
 
 /// Two gateways that call Redis for every request and deny on errors.
-fn strict(url: &str) -> [Gateway; 2] {
+fn denying_gateways(url: &str) -> [Gateway; 2] {
     let config = format!(
         "[store]\nurl = \"{url}\"\ntimeout = \"5s\"\ndenial_cache = 0\n\
          [limit.l]\nby = \"header:x-id\"\nquota = \"10/24h\"\nalgorithm = \"sliding-log\"\non_store_error = \"deny\"\n\
@@ -51,13 +51,13 @@ fn strict(url: &str) -> [Gateway; 2] {
 #[test]
 fn flushall_gives_each_identity_at_most_one_fresh_limit() {
     let redis = Redis::start();
-    let gateways = strict(&redis.url());
+    let gateways = denying_gateways(&redis.url());
     let admitted = spend(&gateways, 10, 200, || {
         redis::cmd("FLUSHALL").exec(&mut redis.connection()).unwrap();
     });
     println!("fault 21: of 10, FLUSHALL: {admitted:?}");
     assert!(admitted.iter().all(|count| (10..=20).contains(count)), "{admitted:?}");
-    assert!(admitted.contains(&20), "somebody had spent all: {admitted:?}");
+    assert!(admitted.contains(&20), "some identity had used its quota: {admitted:?}");
     redis.assert_every_key_expires();
 }
 
@@ -93,8 +93,8 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
             redis::cmd("CONFIG").arg("SET").arg(name).arg(value).exec(&mut redis.connection()).unwrap();
         };
         set("maxmemory-policy", policy);
-        set("maxmemory", &redis.figure("memory", "used_memory:").to_string());
-        let evicted = || redis.figure("stats", "evicted_keys:");
+        set("maxmemory", &redis.info_number("memory", "used_memory:").to_string());
+        let evicted = || redis.info_number("stats", "evicted_keys:");
         // The evicted states: all evictions less those of the padding.
         let evicted_states = |written: u64| {
             let states: Vec<String> = redis::cmd("KEYS").arg("rl:*").query(&mut redis.connection()).unwrap();
@@ -103,7 +103,7 @@ fn evicted_state_gives_a_fresh_limit_for_each_eviction_and_no_error() {
         let over = AtomicBool::new(false);
         let admitted = AtomicUsize::new(0);
         let all_padding = std::thread::scope(|scope| {
-            let raise = Raise(&over);
+            let raise = SetOnDrop(&over);
             for gateway in &gateways {
                 let (over, admitted) = (&over, &admitted);
                 scope.spawn(move || {
@@ -151,18 +151,18 @@ fn promoted_replica_gives_each_identity_at_most_one_fresh_limit() {
         let (master, directory) = (Redis::start(), tempfile::tempdir().unwrap());
         let replica = if in_sync { replica_of(&master, directory.path()) } else { Redis::start() };
         let relay = Relay::start(master.port);
-        let gateways = strict(&relay.url());
+        let gateways = denying_gateways(&relay.url());
         let admitted = spend(&gateways, 10, 200, || {
             if in_sync {
                 // No new calls are made, and all writes have been replicated.
-                relay.turn_to(free_port());
-                eventually("the replica has heard all", || {
-                    let heard = |server: &Redis| server.figure("replication", "master_repl_offset:");
+                relay.redirect_to(free_port());
+                eventually("the replica has all writes", || {
+                    let heard = |server: &Redis| server.info_number("replication", "master_repl_offset:");
                     heard(&master) == heard(&replica)
                 });
             }
             redis::cmd("REPLICAOF").arg("NO").arg("ONE").exec(&mut replica.connection()).unwrap();
-            relay.turn_to(replica.port);
+            relay.redirect_to(replica.port);
         });
         println!(
             "fault 21: of 10, a replica {} promoted: {admitted:?}",
@@ -192,7 +192,7 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
     // The responses of each client, without the store and by it.
     let answers: Vec<[AtomicUsize; 2]> = (0..GATEWAYS * CLIENTS).map(|_| Default::default()).collect();
     std::thread::scope(|scope| {
-        let _raise = Raise(&over);
+        let _raise = SetOnDrop(&over);
         for (id, answers) in answers.iter().enumerate() {
             let (gateway, over) = (&gateways[id % GATEWAYS], &over);
             scope.spawn(move || {
@@ -211,16 +211,16 @@ fn gateways_reconnect_to_a_recovered_store_without_a_connection_storm() {
                 }
             });
         }
-        let everybody = |what: &str, by_store: bool, times: usize| {
+        let all_clients = |what: &str, by_store: bool, times: usize| {
             let so_far = || answers.iter().map(|of| of[usize::from(by_store)].load(Ordering::SeqCst));
             let before: Vec<_> = so_far().collect();
             eventually(what, || so_far().zip(&before).all(|(now, before)| now > before + times));
         };
-        let all_decide = |what: &str| everybody(what, true, 50);
+        let all_decide = |what: &str| all_clients(what, true, 50);
         // Some seconds at a hundred per second.
-        let all_miss_it = || everybody("everybody does without the store again and again", false, 250);
+        let all_miss_it = || all_clients("all clients are served without the store for a while", false, 250);
         // Without the connection of the test itself.
-        let connections = |redis: &Redis| redis.figure("stats", "total_connections_received:") - 1;
+        let connections = |redis: &Redis| redis.info_number("stats", "total_connections_received:") - 1;
         let fresh = (GATEWAYS * WORKERS) as u64;
         all_decide("the store decides");
 

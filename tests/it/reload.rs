@@ -5,10 +5,10 @@ use std::net::{IpAddr, TcpListener};
 use std::os::unix::fs::symlink;
 use std::path::Path;
 
+use crate::support::admin_listener::{self, HERE};
 use crate::support::certificates::Authority;
 use crate::support::client::Client;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{self, HERE};
 use crate::support::redis::free_port;
 use crate::support::reload::{ADMIN, ask, metric, reload, reloads, says, with_admin};
 use crate::support::upstream::Upstream;
@@ -37,9 +37,9 @@ fn open_connections_use_the_new_configuration_for_the_next_request() {
 fn renamed_file_and_sighup_reload_the_configuration() {
     let gateway = Gateway::start(&says("one"));
     gateway.put(&says("two"));
-    eventually("a renamed file counts", || gateway.get("/says").text() == "two");
+    eventually("a renamed file is used", || gateway.get("/says").text() == "two");
     std::fs::write(gateway.directory().join("gateway.toml"), "no toml").unwrap();
-    eventually("one that is written in place does, too", || gateway.log().contains("stays in force"));
+    eventually("a file written in place is used as well", || gateway.log().contains("stays in force"));
     // The file watcher does not see a change behind a symlink to another directory.
     let elsewhere = tempfile::tempdir().unwrap();
     let write = |body: &str| {
@@ -49,10 +49,10 @@ fn renamed_file_and_sighup_reload_the_configuration() {
     write("three");
     symlink(elsewhere.path().join("real"), gateway.directory().join("link")).unwrap();
     std::fs::rename(gateway.directory().join("link"), gateway.directory().join("gateway.toml")).unwrap();
-    eventually("the link counts", || gateway.get("/says").text() == "three");
+    eventually("the symlink is followed", || gateway.get("/says").text() == "three");
     write("four");
     signal(&gateway.child, "HUP");
-    eventually("SIGHUP reads again", || gateway.get("/says").text() == "four");
+    eventually("SIGHUP reloads", || gateway.get("/says").text() == "four");
 }
 
 #[test]
@@ -84,7 +84,7 @@ fn kubernetes_config_map_is_reloaded_with_its_files() {
     assert_eq!((ask("one").text(), ask("two").status), ("one", 401));
     symlink("..2", folder.path().join("..tmp")).unwrap();
     std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
-    eventually("the new ones are in force", || ask("two").text() == "two");
+    eventually("the new ones apply", || ask("two").text() == "two");
     assert_eq!(ask("one").status, 401);
     // Each new file alone would not match the old content of the other.
     assert!(!gateway.log().contains("is not used"), "{}", gateway.log());
@@ -326,7 +326,7 @@ fn reload_needs_the_token() {
     let reply = Client::connect(open.admin()).request("POST", "/api/reload", &[HERE], b"");
     assert_eq!(reply.status, 403);
     assert!(reply.text().contains("set admin.token"), "{}", reply.text());
-    assert_eq!(operator::ask(&open, "/api/config").status, 200, "reading needs none");
+    assert_eq!(admin_listener::ask(&open, "/api/config").status, 200, "reading needs none");
     assert_eq!(metric(&open, "config_reloads_total{result=\"ok\"}"), 0.0);
 }
 
@@ -348,7 +348,7 @@ fn files_of_the_new_configuration_are_watched() {
     assert!(knows("one") && !knows("two"));
     gateway.put(&config("b"));
     // Workers apply the configuration one after the other.
-    eventually("the other file is in force", || knows("two") && !knows("one"));
+    eventually("the other file applies", || knows("two") && !knows("one"));
     gateway.put_file("a", &consumers("three"));
     gateway.put_file("b", &consumers("four"));
     eventually("its changes are seen", || knows("four") && !knows("two"));
@@ -415,7 +415,7 @@ fn reload_raises_and_lowers_max_connections() {
     let mut waiting_again = gateway.client();
     waiting_again.send(b"GET /says HTTP/1.1\r\nHost: a\r\n\r\n");
     drop(clients);
-    eventually("two are gone", || figures().0 == 1.0);
+    eventually("two are closed", || figures().0 == 1.0);
     waiting_again.stream.get_mut().set_nonblocking(true).unwrap();
     assert!(waiting_again.stream.get_mut().read(&mut [0]).is_err(), "there is no room");
     waiting_again.stream.get_mut().set_nonblocking(false).unwrap();

@@ -2,7 +2,7 @@
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-use crate::support::Raise;
+use crate::support::SetOnDrop;
 use crate::support::certificates::{NOW, Pair, TlsClient, tls};
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
@@ -65,10 +65,10 @@ fn fifty_reloads_under_load_fail_no_request() {
         let address = addresses[0];
         clients.push(ask(Box::new(move || Client::connect(address).get("/api").status)));
         let (address, believed) = (addresses[1], believed.clone());
-        let shake = move || TlsClient::shake(&believed, address, "gate.test").unwrap().get("/api").status;
+        let shake = move || TlsClient::handshake(&believed, address, "gate.test").unwrap().get("/api").status;
         clients.push(ask(Box::new(shake)));
         // A panic of this thread ends the load as well.
-        let end = Raise(&over);
+        let end = SetOnDrop(&over);
         for round in 1..=RELOADS {
             let before = answered.load(Ordering::SeqCst);
             let certificate = if round > RELOADS / 2 { "new" } else { "old" };
@@ -80,7 +80,7 @@ fn fifty_reloads_under_load_fail_no_request() {
             } else {
                 reloads(&gateway, &config(round, &server, certificate));
             }
-            crate::support::eventually("requests go on", || answered.load(Ordering::SeqCst) >= before + BETWEEN);
+            crate::support::eventually("requests continue", || answered.load(Ordering::SeqCst) >= before + BETWEEN);
         }
         drop(end);
         clients.into_iter().flat_map(|client| client.join().unwrap()).collect()
@@ -94,6 +94,7 @@ fn fifty_reloads_under_load_fail_no_request() {
     assert_eq!(failed, 0, "{statuses:?}");
     assert!(metric(&gateway, "config_reloads_total{result=\"ok\"}") >= (RELOADS - RELOADS / BAD) as f64);
     assert!(metric(&gateway, "config_reloads_total{result=\"error\"}") >= (RELOADS / BAD) as f64);
-    let shows = |pair: &Pair| TlsClient::shake(&tls(&[&pair.der], None, &[&TLS13]), addresses[1], "gate.test").is_ok();
+    let shows =
+        |pair: &Pair| TlsClient::handshake(&tls(&[&pair.der], None, &[&TLS13]), addresses[1], "gate.test").is_ok();
     assert!(shows(new) && !shows(old));
 }

@@ -6,10 +6,10 @@ use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, channel};
 use std::time::Duration;
 
-use crate::support::dns::{NameServer, Say};
+use crate::support::dns::{DnsAnswer, NameServer};
 use crate::support::gateway::Gateway;
 use crate::support::upstream::Upstream;
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use hickory_resolver::proto::op::ResponseCode;
 use hickory_resolver::proto::rr::RecordType;
 use sluicegate::snapshot::CompiledConfig;
@@ -34,13 +34,13 @@ fn fleets(servers: &[&str]) -> Vec<Arc<UpstreamCluster>> {
 
 /// Resolve the names until the end of the test. Return after each was resolved once.
 fn follow(fleets: &[Arc<UpstreamCluster>], dns: &NameServer, search: &[&str]) {
-    let (names, directory) = (DnsCache::new(fleets), dns.directory(search));
+    let (names, directory) = (DnsCache::new(fleets), dns.resolver(search));
     let (first, looked_up) = channel::<Infallible>();
     std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(names.run(directory, first));
     });
-    assert_eq!(looked_up.recv_timeout(PATIENCE), Err(RecvTimeoutError::Disconnected), "each is looked up once");
+    assert_eq!(looked_up.recv_timeout(MAX_WAIT), Err(RecvTimeoutError::Disconnected), "each is looked up once");
 }
 
 fn member(fleet: &UpstreamCluster, address: &str) -> Option<Arc<Endpoint>> {
@@ -55,7 +55,7 @@ fn has(fleet: &UpstreamCluster, addresses: &[&str]) -> bool {
 #[test]
 fn reload_keeps_resolved_addresses() {
     let dns = NameServer::start();
-    dns.at("api.test", &["192.0.2.1", "192.0.2.2"], 60);
+    dns.set_addresses("api.test", &["192.0.2.1", "192.0.2.2"], 60);
     let before = fleets(&["api.test:80"]);
     follow(&before, &dns, &[]);
     let settings = fleets(&["api.test:80"])[0].settings.clone();
@@ -70,13 +70,13 @@ fn reload_keeps_resolved_addresses() {
 #[test]
 fn all_resolved_addresses_are_endpoints_and_changes_are_followed() {
     let dns = NameServer::start();
-    dns.at("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);
+    dns.set_addresses("api.test", &["192.0.2.1", "192.0.2.2", "2001:db8::1"], 1);
     let fleets = fleets(&["api.test:8080"]);
     follow(&fleets, &dns, &[]);
     assert!(has(&fleets[0], &["192.0.2.1", "192.0.2.2", "2001:db8::1"]), "{:?}", fleets[0].endpoints());
     assert!(fleets[0].endpoints().iter().all(|member| member.address.unwrap().port() == 8080));
     let kept = member(&fleets[0], "192.0.2.2").unwrap();
-    dns.at("api.test", &["192.0.2.3", "192.0.2.2"], 1);
+    dns.set_addresses("api.test", &["192.0.2.3", "192.0.2.2"], 1);
     eventually("the new addresses", || has(&fleets[0], &["192.0.2.2", "192.0.2.3"]));
     assert!(Arc::ptr_eq(&kept, &member(&fleets[0], "192.0.2.2").unwrap()), "who stays is the same");
 }
@@ -85,15 +85,15 @@ fn all_resolved_addresses_are_endpoints_and_changes_are_followed() {
 fn dns_record_is_kept_for_its_ttl() {
     let dns = NameServer::start();
     for (name, ttl) in [("none.test", 0), ("one.test", 1), ("three.test", 3)] {
-        dns.at(name, &["192.0.2.1"], ttl);
+        dns.set_addresses(name, &["192.0.2.1"], ttl);
     }
     // The smaller TTL of the two families counts.
-    dns.say("three.test", RecordType::AAAA, Say::At(vec!["2001:db8::1".parse().unwrap()], 100));
+    dns.set_answer("three.test", RecordType::AAAA, DnsAnswer::At(vec!["2001:db8::1".parse().unwrap()], 100));
     let fleets = fleets(&["none.test", "one.test", "three.test"]);
     follow(&fleets, &dns, &[]);
     for (name, wait) in [("none.test", 1), ("one.test", 1), ("three.test", 3)] {
-        eventually(name, || dns.asked(name).len() >= 3);
-        let gaps = dns.asked(name).windows(2).map(|pair| pair[1] - pair[0]).min().unwrap();
+        eventually(name, || dns.query_times(name).len() >= 3);
+        let gaps = dns.query_times(name).windows(2).map(|pair| pair[1] - pair[0]).min().unwrap();
         assert!(gaps >= Duration::from_secs(wait), "{name}: {gaps:?}");
     }
 }
@@ -102,24 +102,24 @@ fn dns_record_is_kept_for_its_ttl() {
 fn failing_resolver_keeps_the_last_addresses() {
     let dns = NameServer::start();
     let cases = [
-        ("servfail.test", Say::Code(ResponseCode::ServFail)),
-        ("nxdomain.test", Say::Code(ResponseCode::NXDomain)),
-        ("refused.test", Say::Code(ResponseCode::Refused)),
-        ("empty.test", Say::Code(ResponseCode::NoError)),
-        ("silent.test", Say::Nothing),
+        ("servfail.test", DnsAnswer::Code(ResponseCode::ServFail)),
+        ("nxdomain.test", DnsAnswer::Code(ResponseCode::NXDomain)),
+        ("refused.test", DnsAnswer::Code(ResponseCode::Refused)),
+        ("empty.test", DnsAnswer::Code(ResponseCode::NoError)),
+        ("silent.test", DnsAnswer::Nothing),
     ];
     let names = cases.each_ref().map(|(name, _)| *name);
-    names.iter().for_each(|name| dns.at(name, &["192.0.2.1", "2001:db8::1"], 1));
+    names.iter().for_each(|name| dns.set_addresses(name, &["192.0.2.1", "2001:db8::1"], 1));
     let fleets = fleets(&names);
     follow(&fleets, &dns, &[]);
-    cases.iter().for_each(|(name, say)| dns.both(name, say));
-    let before = names.map(|name| dns.asked(name).len());
+    cases.iter().for_each(|(name, say)| dns.set_both(name, say));
+    let before = names.map(|name| dns.query_times(name).len());
     for ((name, before), fleet) in names.iter().zip(before).zip(&fleets) {
         // The query in flight, one that failed, and one after it.
-        eventually(name, || dns.asked(name).len() >= before + 3);
+        eventually(name, || dns.query_times(name).len() >= before + 3);
         assert!(has(fleet, &["192.0.2.1", "2001:db8::1"]), "{name}: {:?}", fleet.endpoints());
     }
-    names.iter().for_each(|name| dns.at(name, &["192.0.2.9"], 1));
+    names.iter().for_each(|name| dns.set_addresses(name, &["192.0.2.9"], 1));
     for (name, fleet) in names.iter().zip(&fleets) {
         eventually(name, || has(fleet, &["192.0.2.9"]));
     }
@@ -128,14 +128,14 @@ fn failing_resolver_keeps_the_last_addresses() {
 #[test]
 fn failing_address_family_keeps_its_last_addresses() {
     let dns = NameServer::start();
-    dns.at("dual.test", &["192.0.2.1", "2001:db8::1"], 1);
+    dns.set_addresses("dual.test", &["192.0.2.1", "2001:db8::1"], 1);
     let fleets = fleets(&["dual.test"]);
     follow(&fleets, &dns, &[]);
-    dns.say("dual.test", RecordType::A, Say::At(vec!["192.0.2.2".parse().unwrap()], 1));
-    dns.say("dual.test", RecordType::AAAA, Say::Code(ResponseCode::ServFail));
+    dns.set_answer("dual.test", RecordType::A, DnsAnswer::At(vec!["192.0.2.2".parse().unwrap()], 1));
+    dns.set_answer("dual.test", RecordType::AAAA, DnsAnswer::Code(ResponseCode::ServFail));
     eventually("the other family is followed", || has(&fleets[0], &["192.0.2.2", "2001:db8::1"]));
-    dns.say("dual.test", RecordType::AAAA, Say::Code(ResponseCode::NoError));
-    eventually("what is gone is gone", || has(&fleets[0], &["192.0.2.2"]));
+    dns.set_answer("dual.test", RecordType::AAAA, DnsAnswer::Code(ResponseCode::NoError));
+    eventually("the removed address is gone", || has(&fleets[0], &["192.0.2.2"]));
 }
 
 #[test]
@@ -144,27 +144,27 @@ fn name_without_addresses_is_resolved_later() {
     let fleets = fleets(&["late.test"]);
     follow(&fleets, &dns, &[]);
     assert!(fleets[0].endpoints().is_empty(), "{:?}", fleets[0].endpoints());
-    eventually("it is asked for again", || dns.asked("late.test").len() >= 2);
-    dns.at("late.test", &["192.0.2.1"], 60);
+    eventually("it is resolved again", || dns.query_times("late.test").len() >= 2);
+    dns.set_addresses("late.test", &["192.0.2.1"], 60);
     eventually("it is found", || has(&fleets[0], &["192.0.2.1"]));
 }
 
 #[test]
 fn name_of_several_servers_is_resolved_once() {
     let dns = NameServer::start();
-    dns.at("shared.test", &["192.0.2.1"], 60);
+    dns.set_addresses("shared.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["shared.test:81", "Shared.Test:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
     follow(&fleets, &dns, &[]);
     let addresses: Vec<_> = fleets.iter().map(|fleet| fleet.endpoints()[0].address.unwrap().to_string()).collect();
     assert_eq!(addresses, ["192.0.2.1:81", "192.0.2.1:82", "192.0.2.7:83", "[2001:db8::7]:84"]);
-    assert_eq!(dns.asked("shared.test").len(), 1);
+    assert_eq!(dns.query_times("shared.test").len(), 1);
     assert!(DnsCache::new(&fleets[2..]).is_empty(), "addresses are not looked up");
 }
 
 #[test]
 fn short_names_use_the_search_list() {
     let dns = NameServer::start();
-    dns.at("api.corp.test", &["192.0.2.1"], 60);
+    dns.set_addresses("api.corp.test", &["192.0.2.1"], 60);
     let fleets = fleets(&["api"]);
     follow(&fleets, &dns, &["lab.test", "corp.test"]);
     assert!(has(&fleets[0], &["192.0.2.1"]), "{:?}", fleets[0].endpoints());
@@ -189,7 +189,7 @@ fn unknown_host_name_is_503() {
     let reply = gateway.get("/");
     reply.assert_problem(503, "no address");
     assert!(reply.header("retry-after").is_some() && !reply.text().contains("invalid"), "{}", reply.text());
-    eventually("it is told", || gateway.log().contains("cannot resolve host; it has no address yet"));
+    eventually("it is logged", || gateway.log().contains("cannot resolve host; it has no address yet"));
     assert!(gateway.log().contains(r#""host":"no-such-server.invalid","upstreams":"u""#), "{}", gateway.log());
     assert_eq!(gateway.get("/").status, 503);
 }

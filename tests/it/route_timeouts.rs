@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use crate::support::frames::{HEADERS, Http2, RST_STREAM};
 use crate::support::gateway::Gateway;
@@ -36,14 +36,14 @@ fn assert_in_time(what: &str, begun: Instant) {
 
 /// Wait until the other side closes, and discard what it sends.
 fn wait_for_close(stream: &mut TcpStream) {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let mut rest = [0; 4096];
     while stream.read(&mut rest).expect("it is closed, not forgotten") > 0 {}
 }
 
 /// An upstream that sends `start`, then `piece` after each pause until the connection is closed. Then the receiver
 /// gets a message.
-fn dripping(start: &'static str, piece: &'static [u8], pause: Duration) -> (SocketAddr, Receiver<()>) {
+fn slow_upstream(start: &'static str, piece: &'static [u8], pause: Duration) -> (SocketAddr, Receiver<()>) {
     let (tell, ended) = channel();
     let address = serve(move |mut stream| {
         while let Some(head) = read_head(&mut stream) {
@@ -91,7 +91,7 @@ fn route_timeout_before_the_response_head_is_504() {
         let reply = client.request(method, "/slow", &[], body);
         reply.assert_problem(504, method);
         assert_in_time(method, begun);
-        let seen = ended.recv_timeout(PATIENCE).expect("it was asked");
+        let seen = ended.recv_timeout(MAX_WAIT).expect("it was asked");
         assert!(ended.try_recv().is_err(), "{method}: once");
         let problem = reply.json();
         assert!(problem["detail"].as_str().unwrap().contains("its route allows"), "{problem}");
@@ -111,7 +111,7 @@ fn route_timeout_truncates_the_response() {
         ("until the end of the connection", "HTTP/1.1 200 OK\r\n\r\n", b"abc", TIMEOUT / 50),
         ("as fast as it can", ENDLESS, LARGE, Duration::ZERO),
     ] {
-        let (upstream, ended) = dripping(start, piece, pause);
+        let (upstream, ended) = slow_upstream(start, piece, pause);
         let gateway = gateway(upstream, "");
         let mut client = gateway.client();
         let begun = monotonic();
@@ -131,19 +131,19 @@ fn route_timeout_truncates_the_response() {
         }
         assert_in_time(what, begun);
         assert_ne!(tail, b"0\r\n\r\n", "{what}: it does not end like something whole");
-        ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
     }
 }
 
 #[test]
 fn route_timeout_applies_to_a_client_that_does_not_read() {
-    let (upstream, ended) = dripping(ENDLESS, LARGE, Duration::ZERO);
+    let (upstream, ended) = slow_upstream(ENDLESS, LARGE, Duration::ZERO);
     let gateway = gateway(upstream, "");
     let mut client = gateway.client();
     let begun = monotonic();
     client.send(b"GET / HTTP/1.1\r\nHost: a.test\r\n\r\n");
     // Far below `body_idle_timeout`.
-    ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+    ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
     assert_in_time("a client that does not read", begun);
     let mut sink = vec![0; 1 << 20];
     let end = loop {
@@ -162,14 +162,14 @@ fn route_timeout_resets_its_http2_stream_alone() {
         [("it reads", &b"1\r\na\r\n"[..], TIMEOUT / 50), ("it does not read", LARGE, Duration::ZERO)]
     {
         let start = if piece == LARGE { ENDLESS } else { CHUNKED };
-        let (upstream, ended) = dripping(start, piece, pause);
+        let (upstream, ended) = slow_upstream(start, piece, pause);
         let gateway = gateway(upstream, "");
         let mut client = Http2::connect(gateway.address, &[]);
         let begun = monotonic();
         client.get(1, "/");
         while client.next().expect(what).kind != RST_STREAM {}
         assert_in_time(what, begun);
-        ended.recv_timeout(PATIENCE).expect("the upstream hears of it");
+        ended.recv_timeout(MAX_WAIT).expect("the upstream hears of it");
         // The connection continues.
         client.get(3, "/quick");
         assert!(client.until(HEADERS, 3).is_some(), "{what}");
@@ -262,12 +262,12 @@ fn client_that_withholds_its_body_is_408_without_refund() {
         ("all of the body: the upstream is slow", "Content-Length: 5\r\n\r\nbody!", AT_ONCE, "", 504),
     ];
     for (what, first, pause, rest, status) in cases {
-        let (upstream, _ended) = dripping("", b"", AT_ONCE);
+        let (upstream, _ended) = slow_upstream("", b"", AT_ONCE);
         let limit = "limits = [\"l\"]\n[limit.l]\nby = \"ip\"\nalgorithm = \"fixed-window\"\n\
                      start = \"first-request\"\nquota = \"100/hour\"\nrefund_on = [\"5xx\", \"4xx\"]\n";
         let gateway = gateway(upstream, limit);
         let mut stream = TcpStream::connect(gateway.address).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         stream.write_all(format!("POST /slow HTTP/1.1\r\nHost: a\r\n{first}").as_bytes()).unwrap();
         if !rest.is_empty() {
             std::thread::park_timeout(pause);

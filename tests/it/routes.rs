@@ -25,7 +25,7 @@ fn rewriting(upstream: SocketAddr, routes: &[(&str, &str, &str)]) -> Gateway {
     ))
 }
 
-fn ask(gateway: &Gateway, method: &str, target: &str) -> Reply {
+fn request(gateway: &Gateway, method: &str, target: &str) -> Reply {
     let mut client = gateway.client();
     client.send([method.as_bytes(), b" ", target.as_bytes(), b" HTTP/1.1\r\nHost: a.test\r\n\r\n"].concat().as_slice());
     let reply = if method == "HEAD" { client.head() } else { client.reply() };
@@ -117,13 +117,13 @@ fn upstream_receives_the_rewritten_path() {
     let gateway = rewriting(upstream.address, &REWRITES);
     for (target, expected) in REWRITTEN {
         let before = upstream.count();
-        let reply = ask(&gateway, "GET", target);
+        let reply = request(&gateway, "GET", target);
         match expected {
             Ok(expected) => {
                 assert_eq!(reply.status, 200, "{target}: {}", reply.text());
                 assert_eq!(upstream.last().target(), *expected, "{target}");
                 // The absolute form is equivalent.
-                assert_eq!(ask(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
+                assert_eq!(request(&gateway, "GET", &format!("http://b.test{target}")).status, 200, "{target}");
                 let seen = upstream.last();
                 assert_eq!((seen.target(), &seen.headers("host")[..]), (*expected, &["b.test"][..]), "{target}");
             }
@@ -179,7 +179,7 @@ fn no_path_escapes_its_rewrite() {
         let place = path.split('{').next().unwrap();
         let target = format!("{place}{}", noise.iter().map(|piece| *piece.get(&PIECES)).collect::<String>());
         let before = upstream.count();
-        let reply = ask(&gateway, "GET", &target);
+        let reply = request(&gateway, "GET", &target);
         if reply.status != 200 {
             assert!(matches!(reply.status, 400 | 404), "{target}: {}", reply.status);
             assert_eq!(upstream.count(), before, "{target}");
@@ -220,11 +220,11 @@ fn target_too_long_after_rewrite_is_414_and_not_charged() {
     let upstream = Upstream::start();
     let limit = "limits = [\"once\"]\nrewrite = \"/{id}/{id}/{id}/{id}?a={id}\"\n[limit.once]\nby = \"global\"\nquota = \"1/hour\"";
     let gateway = rewriting(upstream.address, &[("long", "/{id}", limit)]);
-    ask(&gateway, "GET", &format!("/{}", "a".repeat(20_000))).assert_problem(414, "five times as long");
+    request(&gateway, "GET", &format!("/{}", "a".repeat(20_000))).assert_problem(414, "five times as long");
     assert_eq!(upstream.count(), 0);
-    assert_eq!(ask(&gateway, "GET", &format!("/{}", "a".repeat(10_000))).status, 200);
+    assert_eq!(request(&gateway, "GET", &format!("/{}", "a".repeat(10_000))).status, 200);
     assert_eq!(upstream.last().target().len(), 50_007);
-    assert_eq!(ask(&gateway, "GET", "/a").status, 429);
+    assert_eq!(request(&gateway, "GET", "/a").status, 429);
 }
 
 // ---- redirects -----------------------------------------------------------------------------------
@@ -292,13 +292,13 @@ const REDIRECTED: &[(&str, u16, &str)] = &[
 fn redirect_has_the_configured_location() {
     let gateway = redirecting();
     for (target, status, location) in REDIRECTED {
-        let reply = ask(&gateway, "GET", target);
+        let reply = request(&gateway, "GET", target);
         assert_eq!((reply.status, reply.header("location").unwrap_or_default()), (*status, *location), "{target}");
         assert_eq!((reply.header("set-cookie"), reply.header("x")), (None, None), "{target}");
         assert!(location.is_empty() || reply.header("content-length") == Some("0"), "{target}");
     }
     for method in ["HEAD", "POST", "OPTIONS", "DELETE", "PURGE"] {
-        let reply = ask(&gateway, method, "/old/a?x=1");
+        let reply = request(&gateway, method, "/old/a?x=1");
         assert_eq!((reply.status, reply.header("location")), (308, Some("/new/a?x=1")), "{method}");
     }
 }

@@ -24,7 +24,7 @@ impl Validator {
         Validator(schemas, index)
     }
 
-    fn says(&self, toml: &str) -> Result<(), String> {
+    fn validate_toml(&self, toml: &str) -> Result<(), String> {
         let value: Value = toml::from_str(toml).unwrap();
         self.0.validate(&value, self.1).map_err(|error| format!("{error:#}"))
     }
@@ -68,10 +68,10 @@ fn valid_files_match_the_schema() {
     assert!(files.len() >= 4, "{files:?}");
     for path in files {
         let text = std::fs::read_to_string(&path).unwrap();
-        assert_eq!(schema.says(&text), Ok(()), "{}", path.display());
+        assert_eq!(schema.validate_toml(&text), Ok(()), "{}", path.display());
     }
     let consumers = std::fs::read_to_string(root().join("consumers.toml")).unwrap();
-    assert_eq!(Validator::new(schema::consumers().to_value()).says(&consumers), Ok(()));
+    assert_eq!(Validator::new(schema::consumers().to_value()).validate_toml(&consumers), Ok(()));
 }
 
 /// A file with a minimal route, to which a case adds one table or key.
@@ -81,7 +81,7 @@ const BASE: &str =
 #[test]
 fn invalid_values_fail_the_schema() {
     let schema = gateway();
-    assert_eq!(schema.says(BASE), Ok(()));
+    assert_eq!(schema.validate_toml(BASE), Ok(()));
     for wrong in [
         "[serve]\nworkers = 1",
         "[server]\nworker = 1",
@@ -103,16 +103,16 @@ fn invalid_values_fail_the_schema() {
         "[[route]]\npath = \"/\"",
         "[[listener]]\naddress = \"127.0.0.1:0\"\ntls.certs = []",
     ] {
-        assert!(schema.says(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
+        assert!(schema.validate_toml(&format!("{BASE}{wrong}\n")).is_err(), "{wrong}");
     }
     // The value of the variable is unknown.
     for right in ["[server]\nthreading = \"${LAYOUT}\"\ndrain_timeout = \"${DRAIN:-30s}\"", "[server.x]\n"] {
-        assert_eq!(schema.says(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
+        assert_eq!(schema.validate_toml(&format!("{BASE}{right}\n")).is_ok(), right.contains("${"), "{right}");
     }
 }
 
 /// A file in which every key of the schema can be set.
-fn everywhere() -> Value {
+fn every_key() -> Value {
     json!({
         "server": {}, "log": {}, "client_ip": {}, "jwt": {}, "api_key": {},
         "store": { "url": "redis://127.0.0.1:1" },
@@ -229,8 +229,8 @@ fn leaves(schema: &Value, path: &[String], found: &mut Vec<(Vec<String>, Value)>
 }
 
 /// A file in which the key of a path is valid. Some keys need others.
-fn company(path: &str) -> Value {
-    let mut file = everywhere();
+fn file_with(path: &str) -> Value {
+    let mut file = every_key();
     let mut set = |path: &str, value: Value| {
         let path: Vec<_> = path.split('.').map(str::to_owned).collect();
         *at(&mut file, &path).unwrap() = value;
@@ -272,12 +272,12 @@ fn schema_defaults_words_and_bounds_match_the_gateway() {
     for (path, schema) in found {
         let name = path.join(".");
         let with = |value: &Value| {
-            let mut file = company(&name);
+            let mut file = file_with(&name);
             *at(&mut file, &path).unwrap_or_else(|| panic!("no place for {name}")) = value.clone();
             load(&file)
         };
         if !schema["default"].is_null() {
-            let (with, without) = (with(&schema["default"]), load(&company(&name)));
+            let (with, without) = (with(&schema["default"]), load(&file_with(&name)));
             if with.is_err() || with != without {
                 wrong.push(format!("{name}: the default is another one\n{with:?}\n{without:?}"));
             }

@@ -57,7 +57,7 @@ fn one(number: usize, path: &str, signer: &Key) -> Planted {
     };
     let headers = match number % 10 {
         0 => vec![("x-api-key", secret)],
-        1 => vec![("x-api-key", known(number))],
+        1 => vec![("x-api-key", consumer_key(number))],
         2 => vec![("x-api-key", secret.clone()), ("x-api-key", format!("{secret}-too"))],
         3 => vec![("authorization", format!("Bearer {secret}"))],
         4 => vec![("authorization", format!("Bearer {}", whole(signer.token(&claims))))],
@@ -75,13 +75,13 @@ fn one(number: usize, path: &str, signer: &Key) -> Planted {
         ],
     };
     if number % 10 == 1 {
-        secrets = vec![known(number)];
+        secrets = vec![consumer_key(number)];
     }
     Planted { target, headers, secrets }
 }
 
 /// The key of one of ten consumers.
-fn known(number: usize) -> String {
+fn consumer_key(number: usize) -> String {
     format!("planted-consumer-{}", number / 10 % 10)
 }
 
@@ -90,7 +90,7 @@ fn consumers() -> String {
         digest(&SHA256, key.as_bytes()).as_ref().iter().map(|byte| format!("{byte:02x}")).collect()
     };
     let one = |number: usize| {
-        format!("[[consumer]]\nname = \"c{number}\"\nkeys = [\"sha256:{}\"]\n", hash(known(number * 10)))
+        format!("[[consumer]]\nname = \"c{number}\"\nkeys = [\"sha256:{}\"]\n", hash(consumer_key(number * 10)))
     };
     (0..10).map(one).collect()
 }
@@ -175,7 +175,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
         let redis = Redis::start_with(port, &["--port", &port.to_string(), "--requirepass", "planted-store-password"]);
         let redis = redis.expect("a server with a password");
         let upstream = Upstream::start();
-        let broken = Upstream::answering(|_| b"HTTP/1.1 planted-answer\r\n\r\n".to_vec());
+        let broken = Upstream::responding(|_| b"HTTP/1.1 planted-answer\r\n\r\n".to_vec());
         let collector = Upstream::start();
         let files = [("consumers.toml", &*consumers()), ("jwks.json", &*key_set(&[&signer]))];
         let text = config(format, port, &upstream, &broken, &collector);
@@ -202,7 +202,7 @@ fn thousand_secrets_of_requests_appear_nowhere() {
         }
         drop(redis);
         requests.iter().step_by(7).for_each(|planted| send(planted, &mut seen));
-        eventually("the store is given up", || gateway.log().contains("redis at"));
+        eventually("the breaker opens", || gateway.log().contains("redis at"));
         gateway.terminate();
         assert!(gateway.wait().success());
         // The requests cover all outcomes.

@@ -5,7 +5,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::sync::{Arc, Mutex};
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, serve};
@@ -21,7 +21,7 @@ fn gateway(upstream: &str) -> Gateway {
 /// Send all bytes at once and read until the gateway closes.
 fn exchange(gateway: &Gateway, bytes: &[u8], half_close: bool) -> Vec<u8> {
     let mut stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     // A rejected client may get an error while it still sends.
     let _ = stream.write_all(bytes);
     if half_close {
@@ -111,12 +111,7 @@ const TWO_FRAMINGS: &[(&str, &str, &str, Framing)] = &[
     ("gzip is last", "9112 6.3", "Content-Length: $\r\nTransfer-Encoding: chunked, gzip", Refused(400)),
     ("chunked twice", "9112 6.1", "Content-Length: $\r\nTransfer-Encoding: chunked, chunked", Refused(501)),
     ("gzip first", "9112 6.1", "Content-Length: $\r\nTransfer-Encoding: gzip, chunked", Refused(501)),
-    (
-        "a coding that nobody knows first",
-        "9112 6.1",
-        "Content-Length: $\r\nTransfer-Encoding: x, chunked",
-        Refused(501),
-    ),
+    ("an unknown coding first", "9112 6.1", "Content-Length: $\r\nTransfer-Encoding: x, chunked", Refused(501)),
     ("an empty element first", "9110 5.6.1", "Content-Length: $\r\nTransfer-Encoding: , chunked", Refused(501)),
     ("an empty element last", "9110 5.6.1", "Content-Length: $\r\nTransfer-Encoding: chunked,", Refused(400)),
     (
@@ -382,7 +377,7 @@ fn malformed_lengths_and_chunks_are_never_forwarded_as_complete() {
         assert_eq!(upstream.count(), 0, "{name}: no body is completed");
     }
     assert_eq!(Client::connect(gateway.address).get("/after").status, 200);
-    assert_eq!(upstream.count(), 1, "nobody's rest is part of the next request");
+    assert_eq!(upstream.count(), 1, "no rest of a request is part of the next one");
     assert_eq!(upstream.last().target(), "/after");
     let variants = LENGTHS.len() + bodies.count() + TRUNCATED.len();
     println!("fault 2: {variants} anomalies, 0 forwarded or completed");
@@ -421,7 +416,7 @@ fn connection_closes_after_a_request_with_trailers() {
             let head = "POST /first HTTP/1.1\r\nHost: a.test\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n";
             let last = String::from_utf8_lossy(LAST).replace("Connection: close\r\n", "");
             let mut stream = TcpStream::connect(gateway.address).unwrap();
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
             let mut answer = Vec::new();
             stream.write_all(head.as_bytes()).unwrap();
             if upstream == "early" {
@@ -515,7 +510,7 @@ const UPGRADES: &[(&str, &str, &str)] = &[
         "Connection: Upgrade\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAARAAAAAAAIAAAAA",
     ),
     ("TLS", "2817 3", "Connection: Upgrade\r\nUpgrade: TLS/1.0"),
-    ("a protocol that nobody knows", "9110 7.8", "Connection: Upgrade\r\nUpgrade: x"),
+    ("an unknown protocol", "9110 7.8", "Connection: Upgrade\r\nUpgrade: x"),
     ("an empty one", "9110 7.8", "Connection: Upgrade\r\nUpgrade:"),
     ("an alias", "3875 4.1.18", "Connection: Upgrade, Up_grade\r\nUp_grade: websocket"),
     ("CONNECT's own field", "8441 4", "Connection: Upgrade\r\nUpgrade: websocket\r\nProtocol: websocket"),

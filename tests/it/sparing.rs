@@ -158,7 +158,7 @@ fn refund_invalidates_a_cached_denial() {
     let redis = Redis::start();
     let (fail, failing) = std::sync::mpsc::channel();
     let failing = std::sync::Mutex::new(failing);
-    let upstream = Upstream::answering(move |seen| {
+    let upstream = Upstream::responding(move |seen| {
         if seen.target() == "/ok" {
             return b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n".to_vec();
         }
@@ -173,7 +173,7 @@ fn refund_invalidates_a_cached_denial() {
     let gateway = Gateway::start(&config(&redis, &limit, &[]));
     let mut slow = gateway.client();
     slow.send(b"GET /fail HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is with the upstream", || upstream.count() == 1);
+    eventually("the upstream has the request", || upstream.count() == 1);
     assert_eq!(["/ok", "/ok", "/ok"].map(|path| gateway.get(path).status), [200, 429, 429]);
     fail.send(()).unwrap();
     assert_eq!(slow.reply().unwrap().status, 500);
@@ -194,7 +194,7 @@ fn larger_quota_invalidates_a_cached_denial() {
     let ask = || gateway.client().get_with("/r", &[("x-api-key", "acme-key")]).status;
     assert_eq!([ask(), ask(), ask()], [200, 429, 429]);
     std::fs::write(gateway.directory().join("consumers.toml"), consumer("limit.l = { quota = \"5/hour\" }")).unwrap();
-    eventually("the denial is of another size", || ask() == 200);
+    eventually("the denial has another quota", || ask() == 200);
 }
 
 #[test]

@@ -8,10 +8,10 @@ use std::path::Path;
 use std::process::{Child, Stdio};
 use std::time::Duration;
 
+use crate::support::admin_listener::HERE;
 use crate::support::client::Client;
 use crate::support::frames;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::HERE;
 use crate::support::redis::free_port;
 use crate::support::upstream::{self, Upstream};
 use crate::support::{eventually, signal};
@@ -129,7 +129,7 @@ fn requests_in_flight_finish_after_sigterm_and_new_connections_are_refused() {
 
     gateway.terminate();
     eventually("the idle connection is closed", || idle.stream.get_mut().read(&mut [0]).is_ok_and(|count| count == 0));
-    eventually("no new connection is taken", || std::net::TcpStream::connect(gateway.address).is_err());
+    eventually("no new connection is accepted", || std::net::TcpStream::connect(gateway.address).is_err());
     assert!(gateway.child.try_wait().unwrap().is_none(), "it waits for what runs");
 
     for _ in &clients {
@@ -216,7 +216,7 @@ fn slow_head_on_a_reused_connection_has_header_timeout() {
                 // Silent for longer than `header_timeout`, but not within a head.
                 crate::support::assert_silent_but_for_settings(&mut stream, Duration::from_secs(3), what);
                 stream.write_all(part).unwrap();
-                stream.set_read_timeout(Some(crate::support::PATIENCE)).unwrap();
+                stream.set_read_timeout(Some(crate::support::MAX_WAIT)).unwrap();
                 let end = stream.read_to_end(&mut Vec::new()).map_err(|error| error.kind());
                 assert!(matches!(end, Ok(_) | Err(ErrorKind::ConnectionReset)), "{what} is kept open: {end:?}");
             });
@@ -328,7 +328,7 @@ fn check_rejects_listeners_that_cannot_bind_together() {
 /// A closed terminal or an unread pipe delays neither requests nor the end of the process.
 #[test]
 fn blocked_standard_error_delays_neither_requests_nor_shutdown() {
-    for (what, is_full) in [("nobody has the other end", false), ("the other end is not read", true)] {
+    for (what, is_full) in [("the other end is closed", false), ("the other end is not read", true)] {
         let (mut log, other_end) = UnixStream::pair().unwrap();
         if is_full {
             log.set_nonblocking(true).unwrap();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::task::{Context, Waker};
 
-use crate::support::PATIENCE;
+use crate::support::MAX_WAIT;
 use crate::support::redis::Redis;
 use crate::support::stores::{
     ALIGNED, Limit, SECOND, START, Stores, all, bucket, buckets, calendar, concurrency, every_algorithm, log, quota,
@@ -271,7 +271,7 @@ async fn invalid_group_after_a_valid_one_charges_nothing() {
 }
 
 /// Check several requests of one tick, with every algorithm and with several limits, and compare with the model.
-async fn in_one_round(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
+async fn check_in_one_tick(server: &Redis, stores: &Stores, alone: &[Limit], together: &[Limit], rounds: u64) {
     let store = redis_store(server, "round", stores.clock.clone());
     let model = MemoryStore::new(1_000_000, stores.clock.clone());
     for round in 0..rounds {
@@ -304,7 +304,7 @@ async fn checks_of_one_tick_are_one_call_and_decided_separately() {
     let alone: Vec<_> = rules.map(|(name, rule)| Limit::new(name, rule)).collect();
     let pair =
         [Limit::new("broad", bucket(20, 60 * SECOND, 20)), Limit::new("narrow", window(7, 60 * SECOND, ALIGNED))];
-    in_one_round(&server, &stores, &alone, &pair, 10).await;
+    check_in_one_tick(&server, &stores, &alone, &pair, 10).await;
 }
 
 #[tokio::test]
@@ -323,7 +323,7 @@ async fn batched_checks_of_few_limits_are_decided_separately() {
         };
         let together: Vec<_> = (0..most).map(few).collect();
         let alone: Vec<_> = (10..14).map(few).collect();
-        in_one_round(&server, &stores, &alone, &together, 30).await;
+        check_in_one_tick(&server, &stores, &alone, &together, 30).await;
     }
 }
 
@@ -518,7 +518,7 @@ async fn coalesced_tokens_return_the_debt_before_each() {
     let fallback = Arc::new(MemoryStore::new(1, clock));
     let backend = Store::Redis { store, fallback, metrics: Arc::default() };
     let ledger = Arc::new(StoreHandle { store: backend, denials: None, tasks: TaskTracker::new() });
-    let coalescer = Arc::new(Singleflight::new(PATIENCE, Arc::default()));
+    let coalescer = Arc::new(Singleflight::new(MAX_WAIT, Arc::default()));
     let Limit { rule, bucket } = Limit::new("l", bucket(10, SECOND, 10));
     let plan = Arc::new(LimitVariant {
         id: 1,

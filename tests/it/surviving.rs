@@ -7,7 +7,7 @@ use crate::support::eventually;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::reload::{ask, metric, reload, reloads, says, with_admin};
-use crate::support::server::{Mood, Server};
+use crate::support::server::{Behaviour, Server};
 use rustls::HandshakeKind;
 use rustls::version::TLS13;
 
@@ -34,7 +34,7 @@ fn reload_keeps_counts_and_metrics() {
 
 #[test]
 fn requests_in_flight_finish_on_the_old_configuration() {
-    let [gone, stays] = Server::fleet();
+    let [gone, stays] = Server::start_many();
     let upstream = |name: &str, server: &Server| {
         format!(
             "[upstream.{name}]\nservers = [\"{}\"]\nhealth_check = {{ path = \"/\", interval = \"20ms\", timeout = \"10s\" }}\n\
@@ -44,18 +44,18 @@ fn requests_in_flight_finish_on_the_old_configuration() {
     };
     let gateway = Gateway::start(&with_admin(&format!("{}{}", upstream("gone", &gone), upstream("stays", &stays))));
     eventually("both are checked", || gone.checks() > 0 && stays.checks() > 0);
-    gone.set(Mood::Holds);
+    gone.set(Behaviour::Hang);
     let mut client = gateway.client();
     client.send(b"GET /gone HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is under way", || gone.count() == 1);
+    eventually("it is in flight", || gone.count() == 1);
     reloads(&gateway, &upstream("stays", &stays));
     assert_eq!(gateway.get("/gone").status, 404);
-    gone.set(Mood::Answers(200));
+    gone.set(Behaviour::Respond(200));
     assert_eq!(client.reply().unwrap().status, 200, "what ran has its answer");
     assert_eq!(client.get("/gone").status, 404);
     // One health check may be in flight.
     let (checks, before) = (gone.checks(), stays.checks());
-    eventually("the other is checked on and on", || stays.checks() > before + 20);
+    eventually("the other server is still checked", || stays.checks() > before + 20);
     assert!(gone.checks() <= checks + 1, "{} more", gone.checks() - checks);
     eventually("its connections are closed", || gone.connections() == 0);
     assert!(!ask(&gateway, "GET", "/metrics").text().contains("upstream=\"gone\",server="));
@@ -63,7 +63,7 @@ fn requests_in_flight_finish_on_the_old_configuration() {
 
 #[test]
 fn reload_keeps_ejected_servers_and_pooled_connections() {
-    let [bad, good, new] = Server::fleet();
+    let [bad, good, new] = Server::start_many();
     let config = |servers: &[&Server], more: &str| {
         let urls: Vec<_> = servers.iter().map(|server| format!("\"{}\"", server.url())).collect();
         format!(
@@ -73,7 +73,7 @@ fn reload_keeps_ejected_servers_and_pooled_connections() {
         )
     };
     let gateway = Gateway::start(&with_admin(&config(&[&bad, &good], "")));
-    bad.set(Mood::Answers(503));
+    bad.set(Behaviour::Respond(503));
     let mut client = gateway.client();
     let state = |server: &Server| {
         let ready = ask(&gateway, "GET", "/readyz").json();
@@ -112,19 +112,19 @@ fn permit_released_by_an_old_request_admits_a_queued_new_one() {
         )
     };
     let gateway = Gateway::start(&with_admin(&config("")));
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let mut clients = [gateway.client(), gateway.client()];
     clients[0].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
-    eventually("it is under way", || server.count() == 1);
+    eventually("it is in flight", || server.count() == 1);
     reloads(&gateway, &config("response_timeout = \"59s\"\n"));
     clients[1].send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     let line = format!("upstream_server_requests_in_flight{{upstream=\"api\",server=\"{}\"}}", server.address);
     assert_eq!(metric(&gateway, &line), 1.0, "the one of before counts");
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     for client in &mut clients {
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    assert_eq!(server.most(), 1, "never more than there may be");
+    assert_eq!(server.max_running(), 1, "never more than there may be");
 }
 
 #[test]
@@ -161,18 +161,18 @@ fn reload_keeps_cached_denials_and_an_open_breaker() {
     let mut client = gateway.client();
     assert_eq!([(); 3].map(|()| client.get("/says").status), [200, 429, 429]);
     let remembered = || metric(&gateway, "checks_total{answered_by=\"denial-cache\"}");
-    let (before, connected) = (remembered(), redis.figure("stats", "total_connections_received:"));
+    let (before, connected) = (remembered(), redis.info_number("stats", "total_connections_received:"));
     reloads(&gateway, &config("two", "1/day"));
     assert_eq!(client.get("/says").status, 429);
     assert_eq!(remembered(), before + 1.0, "Redis is not asked again");
     reloads(&gateway, &config("three", "2/day"));
     assert_eq!((client.get("/says").text(), client.get("/says").status), ("three", 429), "another size is asked for");
     // The connection of the test is one more.
-    let now = redis.figure("stats", "total_connections_received:");
+    let now = redis.info_number("stats", "total_connections_received:");
     assert_eq!(now, connected + 1, "with the connection of before");
 
     drop(redis);
-    eventually("the store is given up", || {
+    eventually("the breaker opens", || {
         // Another quota each time, so that no denial is cached.
         client.get("/says");
         reloads(
@@ -187,7 +187,7 @@ fn reload_keeps_cached_denials_and_an_open_breaker() {
     assert_eq!(metric(&gateway, "store_up"), 0.0);
     assert_eq!(client.get("/says").text(), "five");
     let now = (failures("failed"), failures("not_permitted"));
-    assert_eq!(now, (before.0, before.1 + 1.0), "nobody finds it out again");
+    assert_eq!(now, (before.0, before.1 + 1.0), "the breaker stays open");
 }
 
 #[test]
@@ -200,7 +200,7 @@ fn reload_keeps_tls_sessions_and_rejects_unusable_certificates() {
     let gateway = Gateway::start_with(&with_admin(&config("one")), &files);
     let client = tls(&[&pair.der], None, &[&TLS13]);
     let ask = |body: &str| {
-        let mut connection = TlsClient::shake(&client, gateway.address, "gate.test").unwrap();
+        let mut connection = TlsClient::handshake(&client, gateway.address, "gate.test").unwrap();
         assert_eq!(connection.get("/says").text(), body);
         connection.stream.get_ref().conn.handshake_kind().unwrap()
     };
@@ -224,7 +224,7 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
         )
     };
     let gateway = Gateway::start(&with_admin(&config(1, 0)));
-    server.set(Mood::Holds);
+    server.set(Behaviour::Hang);
     let mut clients = [(); 3].map(|()| gateway.client());
     let [first, second, third] = &mut clients;
     first.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
@@ -251,11 +251,11 @@ fn reload_changes_the_bounds_of_an_upstream_with_requests_in_flight() {
     reloads(&gateway, &config(3, 0));
     rejected.send(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n");
     eventually("all are in flight", || server.running() == 3);
-    server.set(Mood::Answers(200));
+    server.set(Behaviour::Respond(200));
     for client in [first, queued, rejected] {
         assert_eq!(client.reply().unwrap().status, 200);
     }
-    assert_eq!(server.most(), 3);
+    assert_eq!(server.max_running(), 3);
 }
 
 #[test]

@@ -92,7 +92,7 @@ fn http2_over_tls_without_alpn_is_rejected() {
     let der = CertificateDer::from_pem_file(certificate("one.pem")).unwrap();
     // RFC 9113 §3.2: over TLS, HTTP/2 needs ALPN.
     let mut client =
-        TlsClient::shake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
+        TlsClient::handshake(&tls(&[&der], None, &[&rustls::version::TLS13]), gateway.address, "one.test").unwrap();
     client.send(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n");
     let mut answer = Vec::new();
     // Closed or reset, without a frame of HTTP/2 before.
@@ -118,7 +118,7 @@ fn only_tls_1_2_and_1_3_are_accepted() {
         (&rustls::version::TLS12, rustls::ProtocolVersion::TLSv1_2),
         (&rustls::version::TLS13, rustls::ProtocolVersion::TLSv1_3),
     ] {
-        let mut client = TlsClient::shake(&tls(&[&der], None, &[version]), gateway.address, "one.test").unwrap();
+        let mut client = TlsClient::handshake(&tls(&[&der], None, &[version]), gateway.address, "one.test").unwrap();
         assert_eq!(client.stream.get_ref().conn.protocol_version(), Some(expected));
         assert_eq!(client.get("/hello").status, 200);
     }

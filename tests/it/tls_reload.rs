@@ -35,13 +35,13 @@ fn put(folder: &Path, name: &str, content: &str) {
     std::fs::rename(folder.join("new"), folder.join(name)).unwrap();
 }
 
-fn believing(pairs: &[&Pair]) -> Arc<ClientConfig> {
+fn trusting(pairs: &[&Pair]) -> Arc<ClientConfig> {
     tls(&pairs.iter().map(|pair| &pair.der).collect::<Vec<_>>(), None, &[&TLS13])
 }
 
 /// Return whether a new client gets this certificate.
-fn shows(gateway: &Gateway, pair: &Pair) -> bool {
-    TlsClient::shake(&believing(&[pair]), gateway.address, NAME).is_ok()
+fn is_used(gateway: &Gateway, pair: &Pair) -> bool {
+    TlsClient::handshake(&trusting(&[pair]), gateway.address, NAME).is_ok()
 }
 
 fn kind(client: &TlsClient) -> HandshakeKind {
@@ -58,23 +58,23 @@ fn renamed_certificate_files_are_used_and_connections_and_sessions_continue() {
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(folder.path(), &old);
     let gateway = gateway(folder.path(), "");
-    let client = believing(&[&old, &new]);
-    let mut running = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    let client = trusting(&[&old, &new]);
+    let mut running = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
     assert_eq!(running.get("/hello").status, 200);
-    assert_eq!(running.shown(), &old.der);
+    assert_eq!(running.peer_certificate(), &old.der);
 
     // One file after the other, as tools do. In between they do not match.
     put(folder.path(), "server.pem", &new.cert);
-    eventually("the pair that does not fit is seen", || refusals(&gateway) == 1);
+    eventually("the mismatched pair is detected", || refusals(&gateway) == 1);
     assert!(gateway.log().contains("certificate and key do not match"), "{}", gateway.log());
-    assert!(shows(&gateway, &old), "as long as the key is missing");
+    assert!(is_used(&gateway, &old), "as long as the key is missing");
     put(folder.path(), "server.key", &new.key);
-    eventually("the new one is shown", || shows(&gateway, &new));
-    assert!(!shows(&gateway, &old));
-    eventually("it is told", || gateway.log().contains("reloaded"));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
+    assert!(!is_used(&gateway, &old));
+    eventually("it is logged", || gateway.log().contains("reloaded"));
 
     assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
-    let resumed = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+    let resumed = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
     assert_eq!(kind(&resumed), HandshakeKind::Resumed, "a session goes on");
 }
 
@@ -84,10 +84,10 @@ fn certificate_files_written_in_place_are_used() {
     let (old, new) = (Pair::server(NAME, NOW), Pair::server(NAME, NOW));
     write(folder.path(), &old);
     let gateway = gateway(folder.path(), "");
-    assert!(shows(&gateway, &old));
+    assert!(is_used(&gateway, &old));
     write(folder.path(), &new);
-    eventually("the new one is shown", || shows(&gateway, &new));
-    eventually("it is told", || gateway.log().contains("reloaded"));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
+    eventually("it is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.log().matches("reloaded").count(), 1, "two files, one certificate:\n{}", gateway.log());
 }
 
@@ -105,10 +105,10 @@ fn replaced_symlink_of_a_certificate_is_used() {
         symlink(Path::new("..data").join(name), folder.path().join(name)).unwrap();
     }
     let gateway = gateway(folder.path(), "");
-    assert!(shows(&gateway, &old));
+    assert!(is_used(&gateway, &old));
     symlink("..2", folder.path().join("..tmp")).unwrap();
     std::fs::rename(folder.path().join("..tmp"), folder.path().join("..data")).unwrap();
-    eventually("the new one is shown", || shows(&gateway, &new));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
 }
 
 #[test]
@@ -118,7 +118,7 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
     let (past, future) = (Pair::server(NAME, PAST), Pair::server(NAME, FUTURE));
     write(folder.path(), &old);
     let gateway = gateway(folder.path(), "");
-    let mut running = TlsClient::shake(&believing(&[&old]), gateway.address, NAME).unwrap();
+    let mut running = TlsClient::handshake(&trusting(&[&old]), gateway.address, NAME).unwrap();
     let half = &other.cert[..other.cert.len() / 2];
     for (cert, key, reason) in [
         (&*old.cert, &*other.key, "certificate and key do not match"),
@@ -141,17 +141,17 @@ fn invalid_certificate_is_rejected_and_the_old_one_stays() {
         let line = last();
         assert!(line.contains("server.pem is not used") && line.contains("WARN"), "{reason}: {line}");
         assert!(!line.contains("PRIVATE KEY"), "{line}");
-        assert!(shows(&gateway, &old), "{reason}: the old one stays");
+        assert!(is_used(&gateway, &old), "{reason}: the old one stays");
         // A valid certificate is used again.
         let reloads = || gateway.log().matches("reloaded").count();
         let before = reloads();
         put(folder.path(), "server.pem", &old.cert);
         put(folder.path(), "server.key", &old.key);
-        eventually("it is good again", || reloads() > before);
+        eventually("it is valid again", || reloads() > before);
     }
     std::fs::remove_file(folder.path().join("server.key")).unwrap();
-    eventually("the loss is seen", || gateway.log().contains("server.key cannot be read"));
-    assert!(shows(&gateway, &old), "a file that is gone");
+    eventually("the loss is detected", || gateway.log().contains("server.key cannot be read"));
+    assert!(is_used(&gateway, &old), "a file that is gone");
     assert_eq!(running.get("/hello").status, 200, "a running connection goes on");
 }
 
@@ -165,27 +165,27 @@ fn sighup_reloads_certificates() {
         symlink(elsewhere.path().join(name), folder.path().join(name)).unwrap();
     }
     let gateway = gateway(folder.path(), "");
-    assert!(shows(&gateway, &old));
+    assert!(is_used(&gateway, &old));
     write(elsewhere.path(), &new);
     signal(&gateway.child, "HUP");
-    eventually("the new one is shown", || shows(&gateway, &new));
+    eventually("the new certificate is used", || is_used(&gateway, &new));
     // Nothing has changed, and the reload is logged nevertheless, because it was requested.
-    eventually("it is told", || gateway.log().matches("reloaded").count() == 1);
+    eventually("it is logged", || gateway.log().matches("reloaded").count() == 1);
     signal(&gateway.child, "HUP");
-    eventually("it is told again", || gateway.log().matches("reloaded").count() == 2);
+    eventually("it is logged again", || gateway.log().matches("reloaded").count() == 2);
     std::fs::write(elsewhere.path().join("server.key"), "garbage").unwrap();
     for count in 1..3 {
         signal(&gateway.child, "HUP");
-        eventually("the fault is told each time", || refusals(&gateway) == count);
+        eventually("the fault is logged each time", || refusals(&gateway) == count);
     }
-    assert!(shows(&gateway, &new));
+    assert!(is_used(&gateway, &new));
 }
 
 #[test]
 fn sighup_without_certificates_does_not_end_the_process() {
     let gateway = Gateway::start("[[route]]\nname = \"r\"\npath = \"/\"\nrespond = { status = 200 }\n");
     signal(&gateway.child, "HUP");
-    eventually("it is told", || gateway.log().contains("reloaded"));
+    eventually("it is logged", || gateway.log().contains("reloaded"));
     assert_eq!(gateway.get("/").status, 200);
 }
 
@@ -201,9 +201,9 @@ fn expired_certificate_at_start_is_a_warning() {
     let check = crate::support::gateway::binary().arg("check").arg("--config").arg(config).output().unwrap();
     let out = String::from_utf8(check.stdout).unwrap();
     assert!(out.contains("warning: ") && out.contains(warning), "{out}");
-    assert!(!shows(&gateway, &past), "the client refuses it");
+    assert!(!is_used(&gateway, &past), "the client refuses it");
     write(folder.path(), &now);
-    eventually("the renewed one is shown", || shows(&gateway, &now));
+    eventually("the renewed certificate is used", || is_used(&gateway, &now));
 }
 
 #[test]
@@ -218,7 +218,7 @@ fn sessions_are_resumed_by_every_worker() {
         let client = tls(&[&pair.der], None, &[version]);
         // Enough connections to reach the socket of every worker.
         for count in 0..20 {
-            let mut connection = TlsClient::shake(&client, gateway.address, NAME).unwrap();
+            let mut connection = TlsClient::handshake(&client, gateway.address, NAME).unwrap();
             assert_eq!(connection.get("/hello").status, 200);
             let resumed = kind(&connection) == HandshakeKind::Resumed;
             assert_eq!(resumed, count > 0, "{layout}, {version:?}, connection {count}");

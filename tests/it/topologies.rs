@@ -5,11 +5,11 @@ use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
+use crate::support::admin_listener::{ask, with_admin};
 use crate::support::client::{Client, load};
 use crate::support::cluster::Cluster;
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{ask, with_admin};
 use crate::support::redis::Redis;
 use crate::support::sentinel::Sentinels;
 use sluicegate::limiter::clock::monotonic;
@@ -230,7 +230,7 @@ fn killed_cluster_master_is_replaced_and_the_others_keep_deciding() {
         *admitted += usize::from(reply.status == 200);
     };
     let (before, mut alive) = (cluster.calls("evalsha"), 0);
-    eventually("its guard opens", || {
+    eventually("its breaker opens", || {
         dead(&mut client, &mut admitted);
         gateway.log().contains("the store fails")
     });
@@ -350,7 +350,7 @@ fn check_and_doctor_examine_every_master() {
         let (code, said) = run("doctor", &text);
         assert!(code == Some(1) && said.contains(&expected), "{url}: {said}");
         let gateway = Gateway::start(&text);
-        eventually("it is told", || {
+        eventually("it is logged", || {
             gateway.client().get_with("/r", &[("x-id", "i")]).assert_problem(503, &url);
             gateway.log().contains(&expected)
         });
@@ -522,7 +522,7 @@ fn lost_master_affects_all_identities_with_full_coverage_and_else_its_own() {
         }
         assert!(of_dead.contains(&true) && of_dead.contains(&false), "{of_dead:?}");
         cluster.kill_master(0);
-        eventually("the others know that it is dead", || {
+        eventually("the other nodes mark it as failed", || {
             cluster.masters().iter().all(|master| {
                 let nodes: String = redis::cmd("CLUSTER").arg("NODES").query(&mut master.connection()).unwrap();
                 let info: String = redis::cmd("CLUSTER").arg("INFO").query(&mut master.connection()).unwrap();

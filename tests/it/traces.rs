@@ -5,11 +5,11 @@ use std::io::Write;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use crate::support::admin_listener::{metric, with_admin};
 use crate::support::certificates::{Authority, NOW};
 use crate::support::eventually;
 use crate::support::gateway::{Gateway, binary};
-use crate::support::operator::{metric, with_admin};
-use crate::support::secured::{Secured, server};
+use crate::support::tls_upstream::{TlsUpstream, server};
 use crate::support::upstream::{Seen, Upstream, read_request};
 use opentelemetry_proto::tonic::collector::trace::v1::ExportTraceServiceRequest;
 use opentelemetry_proto::tonic::common::v1::{KeyValue, any_value::Value};
@@ -31,7 +31,7 @@ impl Collector {
     fn start() -> Collector {
         let refuses = Arc::<AtomicBool>::default();
         let told = refuses.clone();
-        let server = Upstream::answering(move |_| {
+        let server = Upstream::responding(move |_| {
             let status = if told.load(Ordering::SeqCst) { "503 Full" } else { "200 OK" };
             format!("HTTP/1.1 {status}\r\ncontent-length: 0\r\n\r\n").into_bytes()
         });
@@ -83,7 +83,7 @@ fn of_kind(spans: &[Span], kind: SpanKind) -> &Span {
 }
 
 /// Assert that a span has these attributes.
-fn assert_says(span: &Span, expected: &[(&str, &str)]) {
+fn assert_attributes(span: &Span, expected: &[(&str, &str)]) {
     let said = attributes(&span.attributes);
     for (key, value) in expected {
         assert_eq!(said.get(*key).map(String::as_str), Some(*value), "{key} in {said:#?}");
@@ -126,7 +126,7 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
     let decision = decision.unwrap();
     assert_eq!((request.kind(), &*hex(&request.parent_span_id)), (SpanKind::Server, PARENT));
     assert_eq!((&*request.name, &*decision.name, &*sent.name), ("GET /limited", "rate_limit_check", "GET"));
-    assert_says(
+    assert_attributes(
         request,
         &[
             ("http.request.method", "GET"),
@@ -139,12 +139,12 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
             ("sluicegate.route", "limited"),
         ],
     );
-    assert_says(
+    assert_attributes(
         decision,
         &[("sluicegate.decision", "allowed"), ("sluicegate.limit", "hour"), ("sluicegate.remaining", "0")],
     );
     let upstream_says = [("server.address", host), ("server.port", port), ("http.response.status_code", "200")];
-    assert_says(
+    assert_attributes(
         sent,
         &[&upstream_says[..], &[("http.request.method", "GET"), ("sluicegate.upstream", "api")]].concat(),
     );
@@ -159,7 +159,7 @@ fn collector_receives_spans_of_request_decision_and_upstream() {
     assert_eq!(seen.headers("tracestate"), ["vendor=1"]);
     // The span of the denied request: 429 is no error of a server span.
     let denied = spans.iter().find(|span| span.kind() == SpanKind::Server && span.span_id != request.span_id).unwrap();
-    assert_says(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
+    assert_attributes(denied, &[("http.response.status_code", "429"), ("sluicegate.outcome", "rate-limited")]);
     assert_eq!(denied.status.as_ref().unwrap().code, 0, "{denied:#?}");
     let (whose, _) = self::spans(&collector.server.last());
     assert_eq!((whose["service.name"].as_str(), whose.contains_key("service.version")), ("sluicegate", true));
@@ -188,7 +188,7 @@ fn request_without_a_trace_starts_one() {
         let spans = collector.trace(parts[1], 2);
         let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
         assert!(request.parent_span_id.is_empty() && hex(&sent.span_id) == parts[2], "{spans:#?}");
-        assert_says(request, &[("http.route", "/up/{id}"), ("url.path", "/up/7")]);
+        assert_attributes(request, &[("http.route", "/up/{id}"), ("url.path", "/up/7")]);
     }
 }
 
@@ -227,8 +227,8 @@ fn span_of_a_failed_upstream_request_is_an_error() {
     assert_eq!(gateway.client().get_with("/gone", &[("traceparent", &traceparent("01"))]).status, 502);
     let spans = collector.trace(TRACE, 2);
     let (request, sent) = (of_kind(&spans, SpanKind::Server), of_kind(&spans, SpanKind::Client));
-    assert_says(request, &[("error.type", "upstream-connect-failure"), ("http.response.status_code", "502")]);
-    assert_says(
+    assert_attributes(request, &[("error.type", "upstream-connect-failure"), ("http.response.status_code", "502")]);
+    assert_attributes(
         sent,
         &[("error.type", "upstream-connect-failure"), ("server.address", "127.0.0.1"), ("server.port", "1")],
     );
@@ -255,7 +255,7 @@ fn spans_that_no_collector_accepts_are_counted_and_fail_no_request() {
     let mut client = gateway.client();
     (0..100).for_each(|_| assert_eq!(client.get("/up/1").status, 200));
     let dropped = || metric(&gateway, "sluicegate_trace_spans_dropped_total");
-    eventually("all are given up", || dropped() == 200.0);
+    eventually("all are abandoned", || dropped() == 200.0);
     assert!(gateway.log().contains("did not take them"), "{}", gateway.log());
     // The collector gets the spans when it accepts again.
     collector.refuses.store(false, Ordering::SeqCst);
@@ -270,7 +270,7 @@ fn unreachable_collector_is_named_in_the_log() {
     let rest = "[log]\naccess = \"off\"\ntrace_endpoint = \"http://127.0.0.1:1?token=planted\"\n";
     let gateway = Gateway::start(&config(&upstream, rest));
     assert_eq!(gateway.get("/up/1").status, 200);
-    eventually("they are given up", || metric(&gateway, "sluicegate_trace_spans_dropped_total") == 2.0);
+    eventually("they are abandoned", || metric(&gateway, "sluicegate_trace_spans_dropped_total") == 2.0);
     let log = gateway.log();
     assert!(log.contains("127.0.0.1:1 ") && log.contains("refused") && !log.contains("planted"), "{log}");
 }
@@ -281,7 +281,7 @@ fn collector_over_tls_with_a_key_is_supported() {
     let (upstream, taken) = (Upstream::start(), Arc::<std::sync::Mutex<Vec<Seen>>>::default());
     let sink = taken.clone();
     let config_of = server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], &[&TLS13]);
-    let collector = Secured::serve(config_of, move |mut stream| {
+    let collector = TlsUpstream::serve(config_of, move |mut stream| {
         if let Some(seen) = read_request(&mut stream) {
             sink.lock().unwrap().push(seen);
             let _ = stream.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n");

@@ -12,7 +12,7 @@ use crate::support::client::Client;
 use crate::support::gateway::Gateway;
 use crate::support::redis::Redis;
 use crate::support::upstream::{Upstream, read_head, serve};
-use crate::support::{PATIENCE, assert_silent, eventually};
+use crate::support::{MAX_WAIT, assert_silent, eventually};
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
 use sluicegate::limiter::clock::monotonic;
@@ -39,8 +39,8 @@ fn config(upstream: SocketAddr, rest: &str) -> String {
 
 const PLACES: &str = "[limit.l]\nby = \"global\"\nalgorithm = \"concurrency\"\nquota = \"2\"\n";
 
-fn both_places_are_free(gateway: &Gateway) {
-    eventually("both places are free", || {
+fn assert_permits_free(gateway: &Gateway) {
+    eventually("both permits are free", || {
         let quick = gateway.get("/quick");
         quick.status == 200 && quick.remaining("l") == 1
     });
@@ -68,7 +68,7 @@ fn echo() -> (SocketAddr, Arc<Mutex<Vec<http::HeaderMap>>>) {
     (address, heads)
 }
 
-fn shake_hands<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response) {
+fn connect_websocket<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response) {
     let mut request = uri.into_client_request().unwrap();
     request.headers_mut().insert("x-forwarded-for", "203.0.113.7".parse().unwrap());
     tungstenite::client(request, stream).unwrap_or_else(|error| panic!("no WebSocket: {error}"))
@@ -76,11 +76,11 @@ fn shake_hands<S: Read + Write>(stream: S, uri: &str) -> (WebSocket<S>, Response
 
 fn connect(gateway: &Gateway) -> WebSocket<TcpStream> {
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    shake_hands(stream, "ws://chat.test/ws").0
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    connect_websocket(stream, "ws://chat.test/ws").0
 }
 
-fn say<S: Read + Write>(socket: &mut WebSocket<S>, text: &str) {
+fn send_text<S: Read + Write>(socket: &mut WebSocket<S>, text: &str) {
     socket.send(Message::text(text)).unwrap();
     assert_eq!(socket.read().unwrap(), Message::text(text));
 }
@@ -106,7 +106,7 @@ fn assert_gone(stream: &mut impl Read) {
 }
 
 /// Send an upgrade request.
-fn ask(client: &mut Client, path: &str) {
+fn request_upgrade(client: &mut Client, path: &str) {
     let lines = SWITCH.map(|(name, value)| format!("{name}: {value}\r\n")).concat();
     client.send(format!("GET {path} HTTP/1.1\r\nHost: a.test\r\n{lines}\r\n").as_bytes());
 }
@@ -124,7 +124,7 @@ impl Switching {
         let address = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
             stream.write_all(SWITCHED.as_bytes()).unwrap();
-            stream.set_read_timeout(Some(PATIENCE)).unwrap();
+            stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
             sender.lock().unwrap().send(stream).unwrap();
         });
         Switching { address, streams }
@@ -133,12 +133,12 @@ impl Switching {
     /// Open a tunnel. Return both ends.
     fn tunnel(&self, gateway: &Gateway) -> (TcpStream, TcpStream) {
         let mut client = gateway.client();
-        ask(&mut client, "/ws");
+        request_upgrade(&mut client, "/ws");
         let head = client.head().unwrap();
         assert_eq!(head.status, 101, "{head:?}");
         assert_eq!((head.header("connection"), head.header("upgrade")), (Some("upgrade"), Some("chat/2")));
         assert_eq!((head.header("content-length"), head.header("transfer-encoding")), (None, None));
-        (client.stream.into_inner(), self.streams.recv_timeout(PATIENCE).unwrap())
+        (client.stream.into_inner(), self.streams.recv_timeout(MAX_WAIT).unwrap())
     }
 }
 
@@ -157,8 +157,8 @@ fn websocket_messages_pass_both_ways_until_the_client_closes() {
     let log = "[log]\naccess = \"access.log\"\nformat = \"json\"\n[limit.l]\nby = \"ip\"\nquota = \"10/24h\"\n";
     let gateway = Gateway::start(&config(upstream, log));
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let (mut socket, response) = shake_hands(stream, "ws://chat.test/ws");
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    let (mut socket, response) = connect_websocket(stream, "ws://chat.test/ws");
     assert_eq!(response.headers()["ratelimit"].to_str().unwrap().split(";t=").next(), Some("\"l\";r=9"));
     let head = heads.lock().unwrap()[0].clone();
     for (name, value) in
@@ -193,7 +193,7 @@ fn upstream_may_close_a_websocket() {
     let (upstream, _) = echo();
     let gateway = Gateway::start(&config(upstream, ""));
     let mut socket = connect(&gateway);
-    say(&mut socket, "hello");
+    send_text(&mut socket, "hello");
     socket.send(Message::text("bye")).unwrap();
     assert_closed_well(&mut socket);
 }
@@ -215,9 +215,9 @@ fn websocket_messages_pass_over_tls() {
     let config = Arc::new(builder.with_root_certificates(roots).with_no_client_auth());
     let session = rustls::ClientConnection::new(config, ServerName::try_from("one.test").unwrap()).unwrap();
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    let (mut socket, _) = shake_hands(rustls::StreamOwned::new(session, stream), "wss://one.test/ws");
-    say(&mut socket, "hello");
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
+    let (mut socket, _) = connect_websocket(rustls::StreamOwned::new(session, stream), "wss://one.test/ws");
+    send_text(&mut socket, "hello");
     let large = Message::binary(vec![7; 1 << 21]);
     socket.send(large.clone()).unwrap();
     assert_eq!(socket.read().unwrap(), large);
@@ -317,7 +317,7 @@ fn upgrade_rejected_by_the_upstream_opens_no_tunnel() {
         });
         let gateway = Gateway::start(&config(upstream, ""));
         let mut client = gateway.client();
-        ask(&mut client, "/ws");
+        request_upgrade(&mut client, "/ws");
         let reply = client.reply().unwrap();
         assert_eq!(reply.status, status, "{answer}");
         if status == 502 {
@@ -328,7 +328,7 @@ fn upgrade_rejected_by_the_upstream_opens_no_tunnel() {
         client.send(b"GET /nowhere HTTP/1.1\r\nHost: a.test\r\n\r\n");
         assert_eq!(client.reply().map(|reply| reply.status), Some(404), "{answer}: it is routed");
         drop((client, gateway));
-        assert_eq!(rest.recv_timeout(PATIENCE).unwrap(), b"", "{answer}: bytes were tunnelled");
+        assert_eq!(rest.recv_timeout(MAX_WAIT).unwrap(), b"", "{answer}: bytes were tunnelled");
     }
 }
 
@@ -359,7 +359,7 @@ fn lost_upstream_closes_the_tunnel() {
         drop(server);
         assert_gone(&mut client);
         drop(client);
-        both_places_are_free(&gateway);
+        assert_permits_free(&gateway);
     }
 }
 
@@ -377,7 +377,7 @@ fn lost_client_closes_the_tunnel() {
         drop(client);
         assert_gone(&mut server);
         drop(server);
-        both_places_are_free(&gateway);
+        assert_permits_free(&gateway);
     }
 }
 
@@ -397,11 +397,11 @@ fn tunnel_longer_than_the_permit_ttl_keeps_its_permit() {
                     // Wait for two permit TTLs, in which no bytes may arrive.
                     assert_silent(socket.get_mut(), Duration::from_millis(100));
                 }
-                say(&mut socket, "still here");
+                send_text(&mut socket, "still here");
                 socket.close(None).unwrap();
                 assert_closed_well(&mut socket);
                 drop(socket);
-                eventually("one place is free", || gateway.get("/quick").status == 200);
+                eventually("one permit is free", || gateway.get("/quick").status == 200);
             });
         }
     });
@@ -461,7 +461,7 @@ fn stopping_gateway_waits_for_tunnels() {
     let mut gateway = Gateway::start(&config(upstream.address, ""));
     let (mut client, mut server) = upstream.tunnel(&gateway);
     gateway.terminate();
-    eventually("it accepts no more", || TcpStream::connect(gateway.address).is_err());
+    eventually("no further connection is accepted", || TcpStream::connect(gateway.address).is_err());
     pass(&mut client, &mut server, b"goes on");
     pass(&mut server, &mut client, b"both ways");
     drop((client, server));

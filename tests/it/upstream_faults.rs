@@ -13,7 +13,7 @@ use crate::support::client::Client;
 use crate::support::frames::Http2;
 use crate::support::gateway::Gateway;
 use crate::support::upstream::{Upstream, read_head, serve};
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use sluicegate::limiter::clock::monotonic;
 
 /// The timeout of connects, of response heads, and of silence in a body.
@@ -48,7 +48,7 @@ const FRAMINGS: &[(&str, &str, bool)] = &[
 
 #[test]
 fn responses_without_one_framing_are_502() {
-    let bad = Upstream::answering(|seen| {
+    let bad = Upstream::responding(|seen| {
         let index: usize = seen.headers("x-case")[0].parse().unwrap();
         let (_, lines, _) = FRAMINGS[index];
         let empty = seen.head.starts_with("HEAD") || !lines.starts_with("200");
@@ -84,7 +84,7 @@ fn responses_without_one_framing_are_502() {
 
 #[test]
 fn response_head_beyond_the_bound_is_502() {
-    let bad = Upstream::answering(|seen| {
+    let bad = Upstream::responding(|seen| {
         let length: usize = seen.headers("x-length")[0].parse().unwrap();
         // In several lines, as real heads have.
         let lines = format!("x: {}\r\n", "y".repeat(1019)).repeat(length >> 10);
@@ -110,10 +110,10 @@ fn unexpected_response_body_is_not_the_next_response() {
     ] {
         let bad = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
-            say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
+            write_text(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
             // The rest arrives when the connection is reused.
             if read_head(&mut stream).is_some() {
-                say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
+                write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
                 read_all(&mut stream);
             }
         });
@@ -140,9 +140,9 @@ fn bytes_on_an_idle_connection_are_not_the_next_response() {
         let wait = Mutex::new(wait);
         let bad = serve(move |mut stream| {
             let Some(_) = read_head(&mut stream) else { return };
-            say(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
+            write_text(&mut stream, &format!("HTTP/1.1 {lines}\r\n\r\n"));
             if wait.lock().unwrap().recv().is_ok() {
-                say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
+                write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nlate");
                 let _ = sent.send(());
                 read_all(&mut stream);
             }
@@ -174,11 +174,11 @@ enum Due {
 }
 
 fn read_all(stream: &mut TcpStream) {
-    let _ = stream.set_read_timeout(Some(PATIENCE));
+    let _ = stream.set_read_timeout(Some(MAX_WAIT));
     while matches!(stream.read(&mut [0; 4096]), Ok(length) if length > 0) {}
 }
 
-fn say(stream: &mut TcpStream, text: &str) {
+fn write_text(stream: &mut TcpStream, text: &str) {
     // The client may close when it has read enough.
     let _ = stream.write_all(text.as_bytes());
 }
@@ -195,7 +195,7 @@ const FAULTS: &[Fault] = &[
     (
         "says half a head",
         |mut stream| {
-            say(&mut stream, "HTTP/1.1 200 OK\r\nContent-");
+            write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-");
             read_all(&mut stream);
         },
         504,
@@ -213,7 +213,7 @@ const FAULTS: &[Fault] = &[
     // timeout.
     (
         "never reads",
-        |_stream| std::thread::park_timeout(PATIENCE),
+        |_stream| std::thread::park_timeout(MAX_WAIT),
         504,
         "before its response began",
         Due::After(TIMEOUT.saturating_mul(4)),
@@ -299,7 +299,7 @@ fn assert_refused(what: &str, bad: SocketAddr, status: u16, word: &str, due: Due
     for secret in [bad.port().to_string(), bad.ip().to_string(), "`bad`".to_owned()] {
         assert!(!reply.text().replace(id, "").contains(&secret), "{what}: {secret} in {problem}");
     }
-    eventually("the log has the reason and the id", || {
+    eventually("the log has the reason and the request ID", || {
         gateway.log().lines().any(|line| line.contains(id) && line.contains("`bad`"))
     });
     let grown = gateway.memory().saturating_sub(before);
@@ -369,8 +369,8 @@ fn truncated_upstream_body_is_visible_to_the_client() {
             let wait = Mutex::new(wait);
             let bad = serve(move |mut stream| {
                 if read_head(&mut stream).is_some() {
-                    say(&mut stream, start);
-                    wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                    write_text(&mut stream, start);
+                    wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
                     end(stream);
                 }
             });
@@ -397,15 +397,15 @@ fn truncated_upstream_body_resets_an_http_1_0_client() {
     const ENDS: [(&str, Act, bool); 3] = [
         ("closes", drop, false),
         ("resets", |stream| reset(&stream), false),
-        ("ends", |mut stream| say(&mut stream, "0\r\n\r\n"), true),
+        ("ends", |mut stream| write_text(&mut stream, "0\r\n\r\n"), true),
     ];
     for (what, end, whole) in ENDS {
         let (go_on, wait) = channel();
         let wait = Mutex::new(wait);
         let bad = serve(move |mut stream| {
             if read_head(&mut stream).is_some() {
-                say(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nstart\r\n");
-                wait.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                write_text(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nstart\r\n");
+                wait.lock().unwrap().recv_timeout(MAX_WAIT).unwrap();
                 end(stream);
             }
         });
@@ -570,10 +570,10 @@ impl Leaving {
         let address = serve(move |mut stream| {
             let Some(head) = read_head(&mut stream) else { return };
             let target = head.split(' ').nth(1).unwrap().to_owned();
-            let _ = stream.set_write_timeout(Some(PATIENCE));
+            let _ = stream.set_write_timeout(Some(MAX_WAIT));
             match target.split('/').nth(1).unwrap() {
-                "body" => say(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"),
-                "flood" => say(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"),
+                "body" => write_text(&mut stream, "HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"),
+                "flood" => write_text(&mut stream, "HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n"),
                 _ => {}
             }
             count.fetch_add(1, Ordering::SeqCst);
@@ -624,25 +624,25 @@ fn disconnected_clients_leave_no_descriptor_and_no_permit() {
             client.send(format!("{method} {target} HTTP/1.1\r\nHost: a\r\n{rest}").as_bytes());
             open.push((target, Box::new(move || drop(client))));
         }
-        eventually("all are there", || begun.load(Ordering::SeqCst) == (wave + 1) * EACH);
+        eventually("all requests have arrived", || begun.load(Ordering::SeqCst) == (wave + 1) * EACH);
         let mut left: HashMap<String, Instant> = HashMap::new();
         for (target, leave) in open {
             left.insert(target, monotonic());
             leave();
         }
         for _ in 0..EACH {
-            let (target, at) = closed.recv_timeout(PATIENCE).unwrap_or_else(|_| panic!("{kind}: an upstream waits on"));
+            let (target, at) = closed.recv_timeout(MAX_WAIT).unwrap_or_else(|_| panic!("{kind}: an upstream waits on"));
             times.push(at.saturating_duration_since(left[&target]));
         }
     }
     times.sort();
     let (median, last) = (times[times.len() / 2], times[times.len() - 1]);
     let mut open = 0;
-    eventually("all files are closed", || {
+    eventually("all descriptors are closed", || {
         open = files(&gateway);
         open == base
     });
-    eventually("all places are free", || quick.get("/quick").remaining("places") == 1999);
+    eventually("all permits are free", || quick.get("/quick").remaining("places") == 1999);
     println!(
         "fault 25: {} left, upstreams heard of it after {median:?}, the last after {last:?}; {open} files, before {base}",
         times.len()

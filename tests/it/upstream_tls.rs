@@ -8,9 +8,9 @@ use std::sync::{Arc, Mutex};
 use crate::support::certificates::{Authority, FUTURE, NOW, PAST, Pair};
 use crate::support::gateway::{Gateway, binary};
 use crate::support::reload::{reloads, with_admin};
-use crate::support::secured::{Secured, Shake, Stream, server, shake};
+use crate::support::tls_upstream::{Handshake, Stream, TlsUpstream, server, shake};
 use crate::support::upstream::{Seen, read_head, read_request, serve};
-use crate::support::{PATIENCE, eventually};
+use crate::support::{MAX_WAIT, eventually};
 use aws_lc_rs::digest::{SHA256, digest};
 use bytes::Bytes;
 use h2::server::SendResponse;
@@ -39,20 +39,20 @@ fn gateway(url: &str, rest: &str, ca: &Authority) -> Gateway {
 }
 
 /// The same with a client certificate.
-fn showing(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
+fn gateway_with_certificate(url: &str, rest: &str, ca: &Authority, own: &Pair) -> Gateway {
     let rest = format!("tls = {{ ca = \"ca.pem\", cert = \"own.pem\", key = \"own.key\" }}\n{rest}");
     let files = [("ca.pem", &*ca.pem()), ("own.pem", &own.cert), ("own.key", &own.key)];
     Gateway::start_with(&config(url, &rest), &files)
 }
 
 /// Requests over HTTP/2, each with the handshake of its connection.
-type Requests = Arc<Mutex<Vec<(Shake, http::request::Parts)>>>;
+type Requests = Arc<Mutex<Vec<(Handshake, http::request::Parts)>>>;
 
 const CA: &str = "tls = { ca = \"ca.pem\" }\n";
 
 /// An upstream that responds to each request with `answer`, on connections that stay open.
-fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Secured {
-    Secured::serve(config, move |mut stream| {
+fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> TlsUpstream {
+    TlsUpstream::serve(config, move |mut stream| {
         while let Some(seen) = read_request(&mut stream) {
             if stream.write_all(&answer(&seen)).is_err() {
                 return;
@@ -61,7 +61,7 @@ fn answering(config: Arc<ServerConfig>, answer: impl Fn(&Seen) -> Vec<u8> + Send
     })
 }
 
-fn ok(config: Arc<ServerConfig>) -> Secured {
+fn ok(config: Arc<ServerConfig>) -> TlsUpstream {
     answering(config, |_| OK.to_vec())
 }
 
@@ -141,7 +141,7 @@ fn upstream_tls_verifies_the_host_and_reuses_connections() {
             assert_eq!((reply.status, reply.text()), (200, "ok"));
         }
         let (name, protocol) = (Some("localhost".to_owned()), Some("http/1.1".to_owned()));
-        assert_eq!(upstream.shakes(), [Shake { name, protocol, resumed: false, client: None }]);
+        assert_eq!(upstream.handshakes(), [Handshake { name, protocol, resumed: false, client: None }]);
     }
 }
 
@@ -152,7 +152,7 @@ fn server_name_replaces_the_host() {
     let rest = "tls = { ca = \"ca.pem\", server_name = \"api.internal\" }\n";
     let gateway = gateway(&url("127.0.0.1", upstream.address), rest, &ca);
     assert_eq!(gateway.get("/").status, 200);
-    let [shake] = &upstream.shakes()[..] else { panic!("{:?}", upstream.shakes()) };
+    let [shake] = &upstream.handshakes()[..] else { panic!("{:?}", upstream.handshakes()) };
     assert_eq!(shake.name.as_deref(), Some("api.internal"));
     assert_eq!(shake.protocol, None, "HTTP/1.1 needs no agreement");
 }
@@ -162,7 +162,7 @@ fn certificate_must_have_the_ip_address() {
     let ca = Authority::new("ca");
     let upstream = ok(server(&ca.server(&["other.test", "127.0.0.1"], NOW), None, &[], BOTH));
     assert_eq!(gateway(&url("127.0.0.1", upstream.address), CA, &ca).get("/").status, 200);
-    assert_eq!(upstream.shakes()[0].name, None, "addresses are not sent as names");
+    assert_eq!(upstream.handshakes()[0].name, None, "addresses are not sent as names");
     let upstream = ok(server(&ca.server(&["localhost", "127.0.0.2"], NOW), None, &[], BOTH));
     let gateway = gateway(&url("127.0.0.1", upstream.address), CA, &ca);
     assert_refused(&gateway, "is valid for localhost, 127.0.0.2, not for `127.0.0.1`;", "another address");
@@ -206,7 +206,7 @@ fn without_ca_the_trust_roots_of_the_system_apply() {
 #[test]
 fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
     let (ca, other) = (Authority::new("ca"), Authority::new("other"));
-    let itself = ca.itself();
+    let itself = ca.certificate();
     let client = ca.sign_for(&[], &["localhost"], NOW, ExtendedKeyUsagePurpose::ClientAuth);
     for (what, shown, said) in [
         ("name", ca.server(&["other.test"], NOW), "is valid for other.test, not for `localhost`; set tls.server_name"),
@@ -223,7 +223,7 @@ fn invalid_upstream_certificate_is_502_with_its_reason_in_the_log() {
             let rest = format!("{CA}protocol = \"{protocol}\"\n");
             let gateway = gateway(&url("localhost", upstream.address), &rest, &ca);
             assert_refused(&gateway, said, &format!("{what}, {protocol}"));
-            assert_eq!(upstream.shakes(), [], "{what}: nothing is sent");
+            assert_eq!(upstream.handshakes(), [], "{what}: nothing is sent");
         }
     }
 }
@@ -237,10 +237,10 @@ fn client_certificate_is_sent_to_upstreams_that_request_it() {
     for version in [&TLS12, &TLS13] {
         let config = server(&ca.server(&["localhost"], NOW), Some(&clients), &["h2", "http/1.1"], &[version]);
         let upstream = ok(config.clone());
-        assert_eq!(showing(&url("localhost", upstream.address), "", &ca, &own).get("/").status, 200);
-        assert_eq!(upstream.shakes()[0].client.as_ref(), Some(&own.der));
+        assert_eq!(gateway_with_certificate(&url("localhost", upstream.address), "", &ca, &own).get("/").status, 200);
+        assert_eq!(upstream.handshakes()[0].client.as_ref(), Some(&own.der));
         let (address, seen) = http2(config);
-        let gateway = showing(&url("localhost", address), "protocol = \"http2\"\n", &ca, &own);
+        let gateway = gateway_with_certificate(&url("localhost", address), "protocol = \"http2\"\n", &ca, &own);
         assert_eq!(gateway.get("/").status, 200);
         assert_eq!(seen.lock().unwrap()[0].0.client.as_ref(), Some(&own.der));
     }
@@ -249,7 +249,7 @@ fn client_certificate_is_sent_to_upstreams_that_request_it() {
 #[test]
 fn upstream_that_rejects_the_handshake_is_named_in_the_log() {
     let (ca, clients) = (Authority::new("ca"), Authority::new("clients"));
-    let stranger = ca.client(&[(DnType::CommonName, "gate")], NOW);
+    let other_client = ca.client(&[(DnType::CommonName, "gate")], NOW);
     for protocol in ["http1", "http2"] {
         for version in [&TLS12, &TLS13] {
             let upstream = ok(server(
@@ -262,13 +262,13 @@ fn upstream_that_rejects_the_handshake_is_named_in_the_log() {
             let url = url("localhost", upstream.address);
             let none = gateway(&url, &format!("{CA}{rest}"), &ca);
             assert_refused(&none, "requires a client certificate", &format!("no certificate, {protocol}, {version:?}"));
-            let wrong = showing(&url, &rest, &ca, &stranger);
+            let wrong = gateway_with_certificate(&url, &rest, &ca, &other_client);
             assert_refused(
                 &wrong,
                 "the server rejected the client certificate (",
                 &format!("a wrong one, {protocol}, {version:?}"),
             );
-            assert_eq!(upstream.shakes(), []);
+            assert_eq!(upstream.handshakes(), []);
         }
     }
 }
@@ -276,7 +276,7 @@ fn upstream_that_rejects_the_handshake_is_named_in_the_log() {
 #[test]
 fn expired_client_certificate_is_a_warning() {
     let ca = Authority::new("ca");
-    let gateway = showing("https://localhost:1", "", &ca, &ca.client(&[], PAST));
+    let gateway = gateway_with_certificate("https://localhost:1", "", &ca, &ca.client(&[], PAST));
     let said = "own.pem: the certificate has expired on Jan  1 00:00:00 2001 +00:00; servers of `u` will refuse it";
     assert!(gateway.log().contains(said), "{}", gateway.log());
 }
@@ -302,7 +302,7 @@ fn upstream_http2_by_alpn_forwards_grpc_trailers() {
         assert_eq!(body.data().await.unwrap().unwrap(), "\0\0\0\0\x02hi");
         body.trailers().await.unwrap().unwrap()
     };
-    let trailers = runtime.block_on(async { tokio::time::timeout(PATIENCE, call).await.expect("an answer") });
+    let trailers = runtime.block_on(async { tokio::time::timeout(MAX_WAIT, call).await.expect("an answer") });
     assert_eq!((&trailers["grpc-status"], &trailers["x-sum"]), (&"0".parse().unwrap(), &"5".parse().unwrap()));
     assert_eq!(gateway.get("/x?y").status, 200);
     let seen = seen.lock().unwrap();
@@ -328,7 +328,7 @@ fn upstream_without_http2_in_alpn_is_502() {
 #[test]
 fn websockets_pass_over_upstream_tls() {
     let ca = Authority::new("ca");
-    let upstream = Secured::serve(server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], BOTH), |stream| {
+    let upstream = TlsUpstream::serve(server(&ca.server(&["localhost"], NOW), None, &["http/1.1"], BOTH), |stream| {
         let mut socket = tungstenite::accept(stream).unwrap();
         while let Ok(message) = socket.read() {
             match message {
@@ -340,7 +340,7 @@ fn websockets_pass_over_upstream_tls() {
     });
     let gateway = gateway(&url("localhost", upstream.address), CA, &ca);
     let stream = TcpStream::connect(gateway.address).unwrap();
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
     let (mut socket, _) = tungstenite::client("ws://gateway.test/", stream).unwrap();
     let large = Bytes::from(noise(1 << 20));
     for message in [Message::text("hello"), Message::binary(large), Message::text("again")] {
@@ -385,7 +385,7 @@ fn checksum(bytes: &[u8]) -> Vec<u8> {
 fn response_without_close_notify_never_looks_complete() {
     let ca = Authority::new("ca");
     let config = server(&ca.server(&["localhost"], NOW), None, &[], BOTH);
-    let upstream = Secured::serve(config, |mut stream| {
+    let upstream = TlsUpstream::serve(config, |mut stream| {
         let head = read_head(&mut stream).unwrap();
         stream.write_all(b"HTTP/1.1 200 OK\r\n\r\nhalf of it").unwrap();
         if head.starts_with("GET /whole") {
@@ -419,7 +419,7 @@ fn upstream_tls_sessions_are_resumed() {
     let ca = Authority::new("ca");
     for version in [&TLS12, &TLS13] {
         let config = server(&ca.server(&["localhost"], NOW), None, &[], &[version]);
-        let upstream = Secured::serve(config, |mut stream: Stream| {
+        let upstream = TlsUpstream::serve(config, |mut stream: Stream| {
             read_head(&mut stream).unwrap();
             stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n").unwrap();
             stream.conn.send_close_notify();
@@ -429,7 +429,7 @@ fn upstream_tls_sessions_are_resumed() {
         for _ in 0..5 {
             assert_eq!(gateway.get("/").status, 200);
         }
-        let resumed: Vec<_> = upstream.shakes().iter().map(|shake| shake.resumed).collect();
+        let resumed: Vec<_> = upstream.handshakes().iter().map(|shake| shake.resumed).collect();
         assert_eq!(resumed, [false, true, true, true, true], "{version:?}");
     }
 }
@@ -486,27 +486,27 @@ fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
         read_head(&mut stream).unwrap();
         let _ = stream.write_all(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n");
     };
-    let upstream = Secured::serve(server(&new.server(&["localhost"], NOW), Some(&clients), &[], BOTH), closing);
+    let upstream = TlsUpstream::serve(server(&new.server(&["localhost"], NOW), Some(&clients), &[], BOTH), closing);
     let (first, second) = (clients.client(&[], NOW), clients.client(&[(DnType::CommonName, "second")], NOW));
-    let gateway = showing(&url("localhost", upstream.address), "", &old, &first);
+    let gateway = gateway_with_certificate(&url("localhost", upstream.address), "", &old, &first);
     assert_refused(&gateway, "not signed by a trusted CA", "before");
     let put = |name: &str, content: &str| put(gateway.directory(), name, content);
     let reloads = || gateway.log().matches("reloaded").count();
 
     put("ca.pem", &new.pem());
-    eventually("the new authority is believed", || gateway.get("/").status == 200);
-    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
+    eventually("the new CA is trusted", || gateway.get("/").status == 200);
+    assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&first.der));
     assert!(gateway.log().contains("reloaded") && gateway.log().contains("ca.pem"), "{}", gateway.log());
 
     put("own.pem", &second.cert);
-    eventually("half of a pair is refused", || gateway.log().contains("certificate and key do not match"));
+    eventually("a mismatched pair is rejected", || gateway.log().contains("certificate and key do not match"));
     assert_eq!(gateway.get("/").status, 200);
-    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&first.der));
+    assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&first.der));
     let before = reloads();
     put("own.key", &second.key);
-    eventually("the pair is taken", || reloads() > before);
+    eventually("the pair is used", || reloads() > before);
     assert_eq!(gateway.get("/").status, 200);
-    assert_eq!(upstream.shakes().last().unwrap().client.as_ref(), Some(&second.der));
+    assert_eq!(upstream.handshakes().last().unwrap().client.as_ref(), Some(&second.der));
 
     let refusals = || gateway.log().matches("stays in force").count();
     for (what, name, content) in [("nothing", "ca.pem", ""), ("a key", "ca.pem", &*first.key)] {
@@ -520,14 +520,14 @@ fn reload_of_ca_and_client_certificate_applies_to_new_connections() {
     put("own.pem", &expired.cert);
     put("own.key", &expired.key);
     let said = "own.pem is not used, what was there before stays in force: the certificate has expired";
-    eventually("the expired one is refused", || gateway.log().contains(said));
+    eventually("the expired one is rejected", || gateway.log().contains(said));
     assert_eq!(gateway.get("/").status, 200, "it is not shown");
 
     // Resumed sessions would skip the verification.
     put("own.pem", &second.cert);
     put("own.key", &second.key);
     put("ca.pem", &old.pem());
-    eventually("the old authority counts again", || gateway.get("/").status == 502);
+    eventually("the old CA is trusted again", || gateway.get("/").status == 502);
 }
 
 /// Replace a file by renaming.
@@ -544,7 +544,7 @@ fn reload_of_server_name_applies_to_the_next_request() {
     let (by_http2, seen) = http2(server(&certificate, None, &["h2"], BOTH));
     for (protocol, address) in [("http1", by_http1.address), ("http2", by_http2)] {
         let last = || match protocol {
-            "http1" => by_http1.shakes().pop().unwrap(),
+            "http1" => by_http1.handshakes().pop().unwrap(),
             _ => seen.lock().unwrap().last().unwrap().0.clone(),
         };
         let named = |name: &str| {

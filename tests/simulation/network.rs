@@ -66,7 +66,7 @@ struct SimulatedConnection {
     /// The connection ends when the store has run its pending commands.
     draining: CancellationToken,
     lose_requests: Arc<AtomicBool>,
-    lose_replies: Arc<AtomicBool>,
+    drop_replies: Arc<AtomicBool>,
 }
 
 /// The connections of one gateway to the store.
@@ -176,7 +176,7 @@ impl SimulatedNetwork {
         let connections = state.connections.values().filter(|each| incident.affects(each.node));
         match fault {
             Fault::Delay(_) | Fault::DelaySome(_) | Fault::Stall(_) => {}
-            Fault::LoseReplies => connections.for_each(|each| each.lose_replies.store(true, Ordering::Relaxed)),
+            Fault::LoseReplies => connections.for_each(|each| each.drop_replies.store(true, Ordering::Relaxed)),
             Fault::LoseRequests => connections.for_each(|each| each.lose_requests.store(true, Ordering::Relaxed)),
             Fault::ResetAfter => connections.for_each(|each| each.draining.cancel()),
             Fault::Hang => {
@@ -228,7 +228,7 @@ impl SimulatedNetwork {
                 reset: CancellationToken::new(),
                 draining: CancellationToken::new(),
                 lose_requests: flag(Fault::LoseRequests),
-                lose_replies: flag(Fault::LoseReplies),
+                drop_replies: flag(Fault::LoseReplies),
             };
             state.next_connection += 1;
             state.connections.insert(state.next_connection, connection.clone());
@@ -385,7 +385,7 @@ impl SimulatedNetwork {
             // Replies in flight at the end of the connection are lost.
             let is_lost = timeout_at(at, connection.draining.cancelled()).await.is_ok();
             if !is_lost
-                && !connection.lose_replies.load(Ordering::Relaxed)
+                && !connection.drop_replies.load(Ordering::Relaxed)
                 && write_half.write_all(&reply).await.is_err()
             {
                 return;

@@ -286,7 +286,7 @@ impl Run {
                 if outcome != ClientOutcome::Admitted(DecidedBy::Store) {
                     let message =
                         format!("request {number} of {max_requests} on limit {index} in an empty window: {outcome:?}");
-                    self.report("nobody starves", message);
+                    self.report("no client starves", message);
                     break;
                 }
             }

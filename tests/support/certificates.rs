@@ -12,7 +12,7 @@ use rcgen::{
 use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion};
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 use super::client::{Client, Reply};
 
 /// A certificate authority.
@@ -46,7 +46,7 @@ impl Authority {
     }
 
     /// Return the certificate of the authority itself.
-    pub fn itself(&self) -> Pair {
+    pub fn certificate(&self) -> Pair {
         Pair::new(self.0.as_ref(), self.0.key())
     }
 
@@ -142,13 +142,13 @@ pub fn tls(
 
 impl TlsClient {
     /// Connect and complete the TLS handshake.
-    pub fn shake(config: &Arc<ClientConfig>, address: SocketAddr, name: &str) -> io::Result<TlsClient> {
-        TlsClient::shake_over(TcpStream::connect(address)?, config, name)
+    pub fn handshake(config: &Arc<ClientConfig>, address: SocketAddr, name: &str) -> io::Result<TlsClient> {
+        TlsClient::handshake_over(TcpStream::connect(address)?, config, name)
     }
 
     /// Complete the TLS handshake on an open connection.
-    pub fn shake_over(stream: TcpStream, config: &Arc<ClientConfig>, name: &str) -> io::Result<TlsClient> {
-        stream.set_read_timeout(Some(PATIENCE))?;
+    pub fn handshake_over(stream: TcpStream, config: &Arc<ClientConfig>, name: &str) -> io::Result<TlsClient> {
+        stream.set_read_timeout(Some(MAX_WAIT))?;
         stream.set_nodelay(true)?;
         let name = ServerName::try_from(name.to_owned()).unwrap();
         let mut tls = StreamOwned::new(ClientConnection::new(config.clone(), name).unwrap(), stream);
@@ -159,7 +159,7 @@ impl TlsClient {
     }
 
     /// Return the certificate of the server.
-    pub fn shown(&self) -> &CertificateDer<'static> {
+    pub fn peer_certificate(&self) -> &CertificateDer<'static> {
         &self.stream.get_ref().conn.peer_certificates().unwrap()[0]
     }
 }
@@ -167,7 +167,7 @@ impl TlsClient {
 /// Send one GET. Return `None` if the server rejects the connection. In TLS 1.3 the client notices that only when it
 /// reads.
 pub fn ask(config: &Arc<ClientConfig>, address: SocketAddr, name: &str, path: &str) -> Option<Reply> {
-    let mut client = TlsClient::shake(config, address, name).ok()?;
+    let mut client = TlsClient::handshake(config, address, name).ok()?;
     let request = format!("GET {path} HTTP/1.1\r\nHost: {name}\r\n\r\n");
     io::Write::write_all(client.stream.get_mut(), request.as_bytes()).ok()?;
     client.reply()

@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 
 /// A connection.
 pub struct Client<S = TcpStream> {
@@ -33,7 +33,7 @@ impl Client {
     }
 
     fn over(stream: TcpStream) -> Client {
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
         stream.set_nodelay(true).unwrap();
         Client { stream: BufReader::new(stream) }
     }

@@ -61,7 +61,7 @@ impl Cluster {
         for (node, bus) in self.nodes.iter().zip(buses).skip(1) {
             cluster("MEET").arg("127.0.0.1").arg(node.port).arg(*bus).exec(&mut first).unwrap();
         }
-        eventually("all nodes know all nodes", || {
+        eventually("all nodes know each other", || {
             self.nodes.iter().all(|node| {
                 let known = known_nodes(node);
                 known.len() == self.nodes.len() && !known.iter().any(|line| line.contains("handshake"))
@@ -109,7 +109,7 @@ impl Cluster {
     /// Return the master that serves a slot.
     pub fn owner(&self, slot: u16) -> &Redis {
         let owner = self.masters().into_iter().find(|master| serves(master, slot));
-        owner.unwrap_or_else(|| panic!("nobody serves slot {slot}"))
+        owner.unwrap_or_else(|| panic!("no node serves slot {slot}"))
     }
 
     /// Migrate a slot with all its keys.

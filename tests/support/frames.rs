@@ -62,7 +62,7 @@ impl Http2 {
     pub fn connect(address: SocketAddr, settings: &[(u16, u32)]) -> Http2 {
         let stream = TcpStream::connect(address).unwrap();
         stream.set_nodelay(true).unwrap();
-        stream.set_read_timeout(Some(super::PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(super::MAX_WAIT)).unwrap();
         let mut client = Http2 { stream };
         let mut payload = Vec::new();
         for (name, value) in settings {
@@ -106,7 +106,7 @@ impl Http2 {
     }
 
     /// Set the read timeout.
-    pub fn patience(&self, patience: Duration) {
+    pub fn set_read_timeout(&self, patience: Duration) {
         self.stream.set_read_timeout(Some(patience)).unwrap();
     }
 }

@@ -6,7 +6,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Instant;
 
 use super::client::{Client, Reply};
-use super::{PATIENCE, signal};
+use super::{MAX_WAIT, signal};
 
 /// A running gateway, which is killed at the end of the test.
 pub struct Gateway {
@@ -105,7 +105,7 @@ impl Gateway {
                 break rest.split([';', ',']).next().unwrap().parse().unwrap();
             }
             let ended = gateway.child.try_wait().unwrap();
-            assert!(ended.is_none() && started.elapsed() < PATIENCE, "the gateway did not start: {ended:?}\n{text}");
+            assert!(ended.is_none() && started.elapsed() < MAX_WAIT, "the gateway did not start: {ended:?}\n{text}");
             std::thread::yield_now();
         };
         gateway
@@ -165,7 +165,7 @@ impl Gateway {
             if let Some(status) = self.child.try_wait().unwrap() {
                 return status;
             }
-            assert!(started.elapsed() < PATIENCE, "the gateway does not end\n{}", self.log());
+            assert!(started.elapsed() < MAX_WAIT, "the gateway does not end\n{}", self.log());
             std::thread::yield_now();
         }
     }

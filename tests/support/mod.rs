@@ -2,6 +2,7 @@
 #![allow(dead_code, unreachable_pub)] // each test crate uses a part
 #![allow(clippy::disallowed_methods)] // waits need the system clock
 
+pub mod admin_listener;
 pub mod certificates;
 pub mod client;
 pub mod cluster;
@@ -9,7 +10,6 @@ pub mod dns;
 pub mod frames;
 pub mod gateway;
 pub mod http2;
-pub mod operator;
 pub mod pages;
 pub mod pictures;
 pub mod random;
@@ -18,10 +18,10 @@ pub mod reference;
 pub mod relay;
 pub mod reload;
 pub mod resp;
-pub mod secured;
 pub mod sentinel;
 pub mod server;
 pub mod stores;
+pub mod tls_upstream;
 pub mod tokens;
 pub mod upstream;
 pub mod walk;
@@ -33,13 +33,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 /// Maximum time of a wait, long enough for a busy machine. A wait ends as soon as its condition holds.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const MAX_WAIT: Duration = Duration::from_secs(20);
 
-/// Wait until a condition holds, at most [`PATIENCE`].
+/// Wait until a condition holds, at most [`MAX_WAIT`].
 pub fn eventually(what: &str, mut done: impl FnMut() -> bool) {
     let started = Instant::now();
     while !done() {
-        assert!(started.elapsed() < PATIENCE, "gave up waiting: {what}");
+        assert!(started.elapsed() < MAX_WAIT, "gave up waiting: {what}");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -51,7 +51,7 @@ pub fn assert_silent(stream: &mut TcpStream, time: Duration) {
     let read = stream.read(&mut [0]);
     let kind = read.as_ref().map_err(std::io::Error::kind);
     assert!(matches!(kind, Err(ErrorKind::WouldBlock | ErrorKind::TimedOut)), "{read:?}");
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(MAX_WAIT)).unwrap();
 }
 
 /// Assert that the connection stays open for `time`. Bytes such as SETTINGS may arrive.
@@ -67,9 +67,9 @@ pub fn assert_silent_but_for_settings(stream: &mut TcpStream, time: Duration, wh
 }
 
 /// Set a flag when dropped, also by a panic, so that threads that run until then let the test end.
-pub struct Raise<'a>(pub &'a AtomicBool);
+pub struct SetOnDrop<'a>(pub &'a AtomicBool);
 
-impl Drop for Raise<'_> {
+impl Drop for SetOnDrop<'_> {
     fn drop(&mut self) {
         self.0.store(true, Ordering::SeqCst);
     }

@@ -283,7 +283,7 @@ impl Play {
     }
 
     /// Move the clock and change the quotas of the limits.
-    pub fn turn(&mut self, step: &Step) {
+    pub fn advance_clock(&mut self, step: &Step) {
         let window = |limit: usize| self.windows[limit % self.windows.len()] as i64;
         let now = self.now as i64;
         let next = match step.advance {
@@ -339,7 +339,7 @@ impl Play {
     }
 
     /// Record charges that may be refunded.
-    pub fn saw(&mut self, operation: Operation, verdict: &Verdict) {
+    pub fn record(&mut self, operation: Operation, verdict: &Verdict) {
         if operation == Operation::Check && verdict.granted > 0 {
             let each = self.limits.iter().zip(&verdict.outcomes);
             let debts = each.map(|(limit, outcome)| limit.rule.debt_before_us(outcome, 0, 1)).collect();

@@ -87,7 +87,7 @@ impl Redis {
 
     /// Return how often a command was called, directly or in a script.
     pub fn calls(&self, command: &str) -> u64 {
-        self.figure("commandstats", &format!("cmdstat_{command}:calls="))
+        self.info_number("commandstats", &format!("cmdstat_{command}:calls="))
     }
 
     /// Return how often a command was rejected because the user lacks the permission.
@@ -107,12 +107,12 @@ impl Redis {
 
     /// Return how many keys have expired.
     pub fn expired(&self) -> u64 {
-        self.figure("stats", "expired_keys:")
+        self.info_number("stats", "expired_keys:")
     }
 
     /// Return how many calls failed with this error.
     pub fn errors(&self, code: &str) -> u64 {
-        self.figure("errorstats", &format!("errorstat_{code}:count="))
+        self.info_number("errorstats", &format!("errorstat_{code}:count="))
     }
 
     /// Return a section of INFO.
@@ -121,7 +121,7 @@ impl Redis {
     }
 
     /// Return a number of INFO, or the first of a list.
-    pub fn figure(&self, section: &str, name: &str) -> u64 {
+    pub fn info_number(&self, section: &str, name: &str) -> u64 {
         let info = self.info(section);
         let figure = info.lines().find_map(|line| line.strip_prefix(name));
         figure.map_or(0, |figure| figure.split(',').next().unwrap().parse().unwrap())

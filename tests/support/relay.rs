@@ -75,7 +75,7 @@ impl Relay {
     }
 
     /// Redirect to another server and close all open connections.
-    pub fn turn_to(&self, port: u16) {
+    pub fn redirect_to(&self, port: u16) {
         self.server.store(port, Ordering::SeqCst);
         for stream in self.streams.lock().unwrap().drain().flat_map(|(_, both)| both) {
             let _ = stream.shutdown(Shutdown::Both);
@@ -83,7 +83,7 @@ impl Relay {
     }
 
     /// Drop replies of Redis, or stop dropping them.
-    pub fn lose_replies(&self, lose: bool) {
+    pub fn drop_replies(&self, lose: bool) {
         self.losing.store(lose, Ordering::SeqCst);
     }
 }

@@ -1,8 +1,8 @@
 //! Reloads of a running gateway over the admin API.
 
+use super::admin_listener::HERE;
 use super::client::{Client, Reply};
 use super::gateway::Gateway;
-use super::operator::HERE;
 
 /// An admin listener with a token.
 pub const ADMIN: &str = "[admin]\naddress = \"127.0.0.1:0\"\ntoken = \"sesame\"\n";

@@ -11,15 +11,15 @@ use super::upstream::{Seen, read_request};
 
 /// How the server handles requests.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Mood {
+pub enum Behaviour {
     /// Respond with this status.
-    Answers(u16),
+    Respond(u16),
     /// Respond after this many ms.
-    Takes(u64),
+    RespondAfter(u64),
     /// Respond when the behaviour changes.
-    Holds,
+    Hang,
     /// Close the connection after reading the request.
-    Resets,
+    Reset,
 }
 
 /// The server. Its threads end with the test process.
@@ -29,7 +29,7 @@ pub struct Server {
 }
 
 struct Inner {
-    mood: Mutex<Mood>,
+    behaviour: Mutex<Behaviour>,
     changed: Condvar,
     /// All requests except health checks.
     seen: Mutex<Vec<Seen>>,
@@ -52,7 +52,7 @@ struct Open {
 impl Server {
     pub fn start() -> Server {
         let inner = Arc::new(Inner {
-            mood: Mutex::new(Mood::Answers(200)),
+            behaviour: Mutex::new(Behaviour::Respond(200)),
             changed: Condvar::new(),
             seen: Mutex::default(),
             checks: AtomicUsize::new(0),
@@ -66,7 +66,7 @@ impl Server {
         Server { address, inner }
     }
 
-    pub fn fleet<const N: usize>() -> [Server; N] {
+    pub fn start_many<const N: usize>() -> [Server; N] {
         std::array::from_fn(|_| Server::start())
     }
 
@@ -74,13 +74,13 @@ impl Server {
         format!("http://{}", self.address)
     }
 
-    pub fn set(&self, mood: Mood) {
-        *self.inner.mood.lock().unwrap() = mood;
+    pub fn set(&self, behaviour: Behaviour) {
+        *self.inner.behaviour.lock().unwrap() = behaviour;
         self.inner.changed.notify_all();
     }
 
     /// Stop: close open connections and refuse new ones.
-    pub fn down(&self) {
+    pub fn stop(&self) {
         let Some(open) = self.inner.open.lock().unwrap().take() else { return };
         open.closed.store(true, Ordering::SeqCst);
         // Wake the accepting thread and wait until the port refuses connections.
@@ -93,7 +93,7 @@ impl Server {
     }
 
     /// Start again.
-    pub fn up(&self) {
+    pub fn start_again(&self) {
         open(&self.inner, self.address);
     }
 
@@ -118,7 +118,7 @@ impl Server {
     }
 
     /// Return the maximum number of concurrent requests.
-    pub fn most(&self) -> usize {
+    pub fn max_running(&self) -> usize {
         self.inner.most.load(Ordering::SeqCst)
     }
 
@@ -128,7 +128,7 @@ impl Server {
     }
 
     /// Count the values of a header.
-    pub fn ids(&self, header: &str, counts: &mut HashMap<String, usize>) {
+    pub fn count_values(&self, header: &str, counts: &mut HashMap<String, usize>) {
         for seen in self.inner.seen.lock().unwrap().iter() {
             seen.headers(header).into_iter().for_each(|id| *counts.entry(id.to_owned()).or_default() += 1);
         }
@@ -181,18 +181,18 @@ fn serve(inner: &Inner, mut stream: TcpStream) {
 }
 
 fn answer(inner: &Inner) -> Option<u16> {
-    let mood = *inner.mood.lock().unwrap();
-    match mood {
-        Mood::Answers(status) => Some(status),
-        Mood::Takes(ms) => {
+    let behaviour = *inner.behaviour.lock().unwrap();
+    match behaviour {
+        Behaviour::Respond(status) => Some(status),
+        Behaviour::RespondAfter(ms) => {
             std::thread::sleep(Duration::from_millis(ms));
             Some(200)
         }
-        Mood::Holds => {
-            let mood = inner.mood.lock().unwrap();
-            drop(inner.changed.wait_while(mood, |mood| *mood == Mood::Holds).unwrap());
+        Behaviour::Hang => {
+            let behaviour = inner.behaviour.lock().unwrap();
+            drop(inner.changed.wait_while(behaviour, |behaviour| *behaviour == Behaviour::Hang).unwrap());
             Some(200)
         }
-        Mood::Resets => None,
+        Behaviour::Reset => None,
     }
 }

@@ -22,7 +22,7 @@ use sluicegate::limiter::redis::server::RedisEndpoint;
 use sluicegate::limiter::redis::{RedisSettings, ServerStore};
 use sluicegate::limiter::verdict::{Charge, ChargeMode, CounterStore, Operation, Verdict};
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 use super::redis::Redis;
 
 pub const SECOND: u64 = 1_000_000;
@@ -97,8 +97,8 @@ pub fn redis_store(server: &Redis, prefix: &str, clock: Clock) -> ServerStore {
     let settings = RedisSettings {
         prefix: prefix.to_owned(),
         connections: 1,
-        timeout: PATIENCE,
-        connect_timeout: PATIENCE,
+        timeout: MAX_WAIT,
+        connect_timeout: MAX_WAIT,
         algorithms: AlgorithmSet::default(),
         clock,
     };

@@ -17,7 +17,7 @@ pub type Stream = StreamOwned<ServerConnection, TcpStream>;
 
 /// A completed handshake.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Shake {
+pub struct Handshake {
     /// The server name (SNI).
     pub name: Option<String>,
     pub protocol: Option<String>,
@@ -27,18 +27,18 @@ pub struct Shake {
 }
 
 /// An upstream. Its threads end with the test process.
-pub struct Secured {
+pub struct TlsUpstream {
     pub address: SocketAddr,
-    pub shakes: Arc<Mutex<Vec<Shake>>>,
+    pub handshakes: Arc<Mutex<Vec<Handshake>>>,
 }
 
-impl Secured {
+impl TlsUpstream {
     /// Accept connections, complete the handshake and run `connection` in a new thread for each.
-    pub fn serve(config: Arc<ServerConfig>, connection: impl Fn(Stream) + Send + Sync + 'static) -> Secured {
+    pub fn serve(config: Arc<ServerConfig>, connection: impl Fn(Stream) + Send + Sync + 'static) -> TlsUpstream {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
-        let (connection, shakes) = (Arc::new(connection), Arc::<Mutex<Vec<Shake>>>::default());
-        let record = shakes.clone();
+        let (connection, handshakes) = (Arc::new(connection), Arc::<Mutex<Vec<Handshake>>>::default());
+        let record = handshakes.clone();
         thread::spawn(move || {
             for stream in listener.incoming().map_while(Result::ok) {
                 let (connection, record, config) = (connection.clone(), record.clone(), config.clone());
@@ -58,17 +58,17 @@ impl Secured {
                 });
             }
         });
-        Secured { address, shakes }
+        TlsUpstream { address, handshakes }
     }
 
     /// Return the handshakes so far.
-    pub fn shakes(&self) -> Vec<Shake> {
-        self.shakes.lock().unwrap().clone()
+    pub fn handshakes(&self) -> Vec<Handshake> {
+        self.handshakes.lock().unwrap().clone()
     }
 }
 
-pub fn shake(connection: &ServerConnection) -> Shake {
-    Shake {
+pub fn shake(connection: &ServerConnection) -> Handshake {
+    Handshake {
         name: connection.server_name().map(str::to_owned),
         protocol: connection.alpn_protocol().map(|name| String::from_utf8(name.to_vec()).unwrap()),
         resumed: connection.handshake_kind() == Some(HandshakeKind::Resumed),

@@ -35,11 +35,11 @@ pub struct Upstream {
 impl Upstream {
     /// Start an upstream that responds `ok` to every request.
     pub fn start() -> Upstream {
-        Upstream::answering(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec())
+        Upstream::responding(|_| b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok".to_vec())
     }
 
     /// Start an upstream that responds with the raw bytes that `answer` returns.
-    pub fn answering(answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
+    pub fn responding(answer: impl Fn(&Seen) -> Vec<u8> + Send + Sync + 'static) -> Upstream {
         let seen = Arc::<Mutex<Vec<Seen>>>::default();
         let heads = Arc::<Mutex<Vec<String>>>::default();
         let (record, begun) = (seen.clone(), heads.clone());

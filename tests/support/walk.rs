@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use serde_json::Value;
 
-use super::PATIENCE;
+use super::MAX_WAIT;
 use super::gateway::binary;
 use super::pages::{are_like, blocks};
 
@@ -86,7 +86,7 @@ impl Walk {
                     || are_like(&said.lock().unwrap().iter().map(String::as_str).collect::<Vec<_>>(), &begun);
                 let started = Instant::now();
                 while !has_begun() {
-                    assert!(started.elapsed() < PATIENCE, "{}", wrong(&said.lock().unwrap().join("\n")));
+                    assert!(started.elapsed() < MAX_WAIT, "{}", wrong(&said.lock().unwrap().join("\n")));
                     std::thread::yield_now();
                 }
             }
